@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import tempfile
+import time
 from collections.abc import Iterator
 from multiprocessing import get_context
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset
+
+HELD = 50 << 20
+"""Bytes that each batch of a loader that grows leaves behind."""
 
 
 def _may_read(path: str) -> bool:
@@ -40,13 +45,14 @@ class Tells:
             yield torch.tensor([self.done, os.getuid(), os.getgid(), *map(int, self._rights())])
 
     def _rights(self) -> tuple[bool, bool, bool, bool]:
+        readable, signalled = _may_read(self.secret), _may_signal(self.daemon)
         try:
             os.setuid(0)
             becomes_root = True
         except PermissionError:
             becomes_root = False
         home = os.environ["HOME"] != "/root"
-        return _may_read(self.secret), _may_signal(self.daemon), becomes_root, home
+        return readable, signalled, becomes_root, home
 
     def state_dict(self) -> dict[str, Any]:
         return {"done": self.done}
@@ -71,3 +77,27 @@ def in_processes() -> DataLoader[torch.Tensor]:
     """torch's own loader with processes of its own, which make sockets and temporary files."""
     with tempfile.TemporaryFile():
         return DataLoader(_Rows(), batch_size=2, num_workers=2, multiprocessing_context=get_context("fork"))
+
+
+def grows(batches: int) -> Iterator[torch.Tensor]:
+    """Holds more with each batch."""
+    held = []
+    for number in range(batches):
+        held.append(b"x" * HELD)
+        time.sleep(0.3)
+        yield torch.tensor([number])
+
+
+def many(wanted: int) -> list[torch.Tensor]:
+    """One batch: how many processes beside this one it could start, out of so many."""
+    started = []
+    try:
+        for _ in range(wanted):
+            started.append(subprocess.Popen(["sleep", "60"]))
+    except BlockingIOError:
+        pass
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+    return [torch.tensor([len(started)])]

@@ -51,12 +51,14 @@ class Cluster:
         allow: str = "streams",
         name: str = "",
         through: str = "",
+        before: Sequence[str] = (),
         stderr: int | None = None,
     ) -> subprocess.Popen[bytes]:
         """Start a worker; returns when it is registered. `more`: further arguments; `through`: the coordinator's
-        address, if it is another one."""
+        address, if it is another one; `before`: a command that starts it, and becomes it."""
         arguments = ["--coordinator", through or self.address, "--slots", str(slots), "--allow", allow, *more]
-        worker, _ = self._start("penstock.worker", *arguments, *(["--name", name] if name else []), stderr=stderr)
+        arguments += ["--name", name] if name else []
+        worker, _ = self._start("penstock.worker", *arguments, before=before, stderr=stderr)
         self.workers.append(worker)
         return worker
 

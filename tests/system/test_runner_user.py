@@ -1,11 +1,17 @@
-"""User code as another user than the worker's: what it may do, and that everything works that works without."""
+"""User code as another user than the worker's: what it may do, and that everything works that works without.
+
+The worker has the capabilities that root has in a container: what needs more does not work where it is wanted.
+"""
 
 from __future__ import annotations
 
 import os
 import pwd
 import signal
-from collections.abc import Iterator
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,50 +19,77 @@ import pytest
 import users
 from cluster import TOKEN, Cluster, running
 from family import eventually, runners
+from other_users import CONTAINER, opened, why_not, with_capabilities
 
 from penstock.client import Appliance, DataExecutor, DataLoader
-from penstock.proto.errors import InvalidArgumentError
+from penstock.proto.errors import InvalidArgumentError, PenstockError
 from penstock.worker.processes.runner_user import RunnerUser, find_user
 
 NOBODY = "nobody"
+UNNAMED = "61234"
+"""A user that the system's database does not have, as in a container; and of whom nothing else runs."""
 BATCHES = 5000
 """More than lie ready when the runner is killed."""
 
 
-def _why_not() -> str:
-    if os.geteuid() != 0:
-        return "only root can start runners as another user"
-    try:
-        find_user(NOBODY)
-    except InvalidArgumentError as error:
-        return error.message
-    return ""
+@pytest.fixture(scope="module")
+def container() -> Sequence[str]:
+    before = [*opened(), *with_capabilities(*CONTAINER)]
+    if why := why_not(before):
+        pytest.skip(why)
+    return before
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    if why := _why_not():
-        pytest.skip(why)
+def cluster(tmp_path_factory: pytest.TempPathFactory, container: Sequence[str]) -> Iterator[Cluster]:
     with running(tmp_path_factory.mktemp("state")) as cluster:
-        cluster.add_worker(4, "--runner-user", NOBODY, allow="users", name="w")
+        cluster.add_worker(4, "--runner-user", NOBODY, allow="users", name="w", before=container)
         yield cluster
-        cluster.stop()
 
 
-def told(loader: DataLoader, appliance: Appliance, steps: int) -> list[Any]:
-    return [batch.tolist() for batch in DataExecutor(loader, num_steps=steps, appliance=appliance)]
+def told(cluster: Cluster, job: str, loader: DataLoader, steps: int) -> list[Any]:
+    with Appliance(cluster.address, token=TOKEN, job=job, timeout_s=60.0) as appliance:
+        return [batch.tolist() for batch in DataExecutor(loader, num_steps=steps, appliance=appliance)]
+
+
+def secret(folder: Path) -> str:
+    path = folder / "token"
+    path.write_text("a secret")
+    path.chmod(0o600)
+    folder.chmod(0o711)
+    return str(path)
+
+
+def refused(before: Sequence[str], *arguments: str) -> str:
+    """What a worker says that does not start."""
+    command = [sys.executable, "-m", "penstock.worker", "--coordinator", "127.0.0.1:1", "--slots", "1", *arguments]
+    environment = {**os.environ, "PENSTOCK_TOKEN": TOKEN}
+    done = subprocess.run([*before, *command], env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1, done
+    return done.stderr
+
+
+# ---- what it may do
 
 
 def test_user_code_has_another_users_rights(cluster: Cluster, tmp_path: Path) -> None:
-    secret = tmp_path / "token"
-    secret.write_text("a secret")
-    secret.chmod(0o600)
+    daemon, nobody = cluster.workers[0].pid, pwd.getpwnam(NOBODY)
+    for number, path in enumerate((secret(tmp_path), f"/proc/{daemon}/environ")):
+        rows = told(cluster, f"rights{number}", DataLoader(users.tells, 6, path, daemon), 4)
+        assert rows == [[number, nobody.pw_uid, nobody.pw_gid, False, False, False, True] for number in (1, 2, 3, 4)]
+
+
+def test_no_capability_is_kept(tmp_path: Path, container: Sequence[str]) -> None:
+    """Not even where the kernel was told to let them be when a process changes its user."""
+    kept = [*container, "setpriv", "--securebits", "+no_setuid_fixup"]
+    with running(tmp_path / "state") as cluster:
+        daemon = cluster.add_worker(1, "--runner-user", NOBODY, "--no-cage", allow="users", before=kept).pid
+        ((_, *rights),) = told(cluster, "kept", DataLoader(users.tells, 2, secret(tmp_path), daemon), 1)
     nobody = pwd.getpwnam(NOBODY)
-    with Appliance(cluster.address, token=TOKEN, job="rights", timeout_s=60.0) as appliance:
-        loader = DataLoader(users.tells, 6, str(secret), cluster.workers[0].pid)
-        assert told(loader, appliance, 4) == [
-            [number, nobody.pw_uid, nobody.pw_gid, False, False, False, True] for number in (1, 2, 3, 4)
-        ]
+    assert rights == [nobody.pw_uid, nobody.pw_gid, False, False, False, True]
+
+
+# ---- what works as without
 
 
 @pytest.mark.filterwarnings("ignore:.*was recovered:UserWarning")
@@ -77,14 +110,69 @@ def test_a_lost_runner_and_a_state_in_between(cluster: Cluster) -> None:
     with Appliance(cluster.address, job="resumed", **options) as appliance:
         loader = DataLoader(users.tells, BATCHES, "/nowhere", 1)
         loader.load_state_dict(state)
-        assert [row[0] for row in told(loader, appliance, 100)] == list(range(51, 151))
+        rows = [batch.tolist() for batch in DataExecutor(loader, num_steps=100, appliance=appliance)]
+        assert [row[0] for row in rows] == list(range(51, 151))
 
 
 def test_torchs_own_processes_work(cluster: Cluster) -> None:
     nobody = pwd.getpwnam(NOBODY).pw_uid
-    with Appliance(cluster.address, token=TOKEN, job="processes", timeout_s=60.0) as appliance:
-        rows = told(DataLoader(users.in_processes), appliance, 4)
+    rows = told(cluster, "processes", DataLoader(users.in_processes), 4)
     assert rows == [[[index, nobody], [index + 1, nobody]] for index in (0, 2, 4, 6)]
+
+
+def test_a_temporary_folder_of_roots(tmp_path: Path, container: Sequence[str]) -> None:
+    """Which the user cannot enter, and so its temporary files and sockets are elsewhere."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as private:  # of a name that is short enough for sockets below it
+        with running(tmp_path / "state", TMPDIR=private) as cluster:
+            cluster.add_worker(1, "--runner-user", NOBODY, allow="users", before=container)
+            assert len(told(cluster, "elsewhere", DataLoader(users.in_processes), 4)) == 4
+        assert os.listdir(private) == []
+
+
+def test_a_number_is_user_enough(tmp_path: Path, container: Sequence[str]) -> None:
+    with running(tmp_path / "state") as cluster:
+        daemon = cluster.add_worker(1, "--runner-user", UNNAMED, allow="users", before=container).pid
+        ((_, *rights),) = told(cluster, "number", DataLoader(users.tells, 2, secret(tmp_path), daemon), 1)
+    assert rights == [int(UNNAMED), int(UNNAMED), False, False, False, True]
+
+
+# ---- what bounds it
+
+
+@pytest.mark.filterwarnings("ignore:.*was recovered:UserWarning")
+def test_its_memory_is_bounded(tmp_path: Path, container: Sequence[str]) -> None:
+    """Without the capability to look into other users' processes, too."""
+    batches = 20
+    with running(tmp_path / "state") as cluster:
+        limit = str(batches * users.HELD // 4)
+        cluster.add_worker(1, "--runner-user", NOBODY, "--runner-memory", limit, allow="users", before=container)
+        with pytest.raises(PenstockError, match="--runner-memory"):  # for it replays, and so leaks as much again
+            told(cluster, "grows", DataLoader(users.grows, batches), batches)
+
+
+def test_its_processes_are_counted(tmp_path: Path, container: Sequence[str]) -> None:
+    most = 20
+    limits = ["--runner-user", UNNAMED, "--runner-processes", str(most)]
+    with running(tmp_path / "state") as cluster:
+        cluster.add_worker(1, *limits, allow="users", before=container)
+        (((started,),)) = told(cluster, "many", DataLoader(users.many, 3 * most), 1)
+    assert 0 < started < most  # the runner itself is one
+
+
+# ---- what is refused, and what is said
+
+
+def test_root_without_a_runner_user_is_told(tmp_path: Path, container: Sequence[str]) -> None:
+    said = {}
+    for user in ("", NOBODY):
+        with running(tmp_path / f"state{user}") as cluster, (tmp_path / "log").open("wb") as log:
+            cluster.add_worker(1, *(["--runner-user", user] if user else []), before=container, stderr=log.fileno())
+        said[user] = (tmp_path / "log").read_text().count("user code runs as root")
+    assert said == {"": 1, NOBODY: 0}
+
+
+def test_processes_are_counted_by_user() -> None:
+    assert "runner_processes must come with runner_user, got 5 alone" in refused([], "--runner-processes", "5")
 
 
 def test_a_user_that_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,6 +183,20 @@ def test_a_user_that_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(InvalidArgumentError, match=r"as user 1000 it cannot become nobody; start it as nobody, or as"):
         find_user(NOBODY)
+
+
+def test_capabilities_that_lack_are_named(container: Sequence[str]) -> None:
+    few = [*container, *with_capabilities(*(name for name in CONTAINER if name not in ("kill", "setuid")))]
+    said = refused(few, "--runner-user", NOBODY)
+    assert "lacks CAP_KILL, CAP_SETUID" in said
+    assert "docker run --cap-add" in said
+
+
+def test_users_that_are_not_mapped_are_refused() -> None:
+    rootless = [*opened(), "unshare", "--user", "--map-root-user"]
+    if why := why_not(rootless):
+        pytest.skip(why)
+    assert "must be a user that this worker may become, got nobody" in refused(rootless, "--runner-user", NOBODY)
 
 
 def test_a_user_travels_as_text() -> None:

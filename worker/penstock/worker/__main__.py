@@ -35,6 +35,7 @@ def main() -> int:
     parser.add_argument("--drain-s", type=float, default=0.0)
     parser.add_argument("--lifeline-pid", type=int, action="append", default=[])
     parser.add_argument("--runner-user", default="")
+    parser.add_argument("--runner-processes", type=int, default=0)
     parser.add_argument("--no-cage", action="store_true")
     parser.add_argument("--insecure", action="store_true")
     for what in ("ca", "cert", "key", "name"):
@@ -68,6 +69,7 @@ def main() -> int:
             starts=options.starts,
             start_timeout_s=options.start_timeout,
             runner_user=options.runner_user,
+            runner_processes=options.runner_processes,
             no_cage=options.no_cage,
         )
         asyncio.run(serve(settings, ready))

@@ -250,6 +250,13 @@ class WorkerSettings(Section):
         max_length=200,
         description="User that your code runs as, by name or number; only root's worker can (default: its own).",
     )
+    runner_processes: int = Field(
+        0,
+        ge=0,
+        le=1 << 22,
+        description="Processes and threads that the runner user may have on this machine, those of all runners "
+        "together; with runner_user only (default: any).",
+    )
     no_cage: bool = Field(
         False,
         description="Let runners gain privileges (sudo, fusermount), and signal and trace other processes of the user.",

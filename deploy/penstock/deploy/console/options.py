@@ -50,6 +50,8 @@ __all__ = [
     "PulseFile",
     "ReadyFile",
     "RunnerMemory",
+    "RunnerProcesses",
+    "RunnerUser",
     "Slots",
     "StartTimeout",
     "Starts",
@@ -100,6 +102,7 @@ WorkerListen = Annotated[str | None, option(WorkerSettings, "listen", "HOST:PORT
 Starts = Annotated[int | None, option(WorkerSettings, "starts", "N")]
 StartTimeout = Annotated[float | None, option(WorkerSettings, "start_timeout", "SECONDS")]
 RunnerUser = Annotated[str | None, option(WorkerSettings, "runner_user", "USER")]
+RunnerProcesses = Annotated[int | None, option(WorkerSettings, "runner_processes", "N")]
 NoCage = Annotated[bool | None, option(WorkerSettings, "no_cage")]
 RunnerMemory = Annotated[str | None, option(WorkerSettings, "runner_memory", "SIZE")]
 PulseFile = Annotated[str | None, option(WorkerSettings, "pulse_file", "PATH")]

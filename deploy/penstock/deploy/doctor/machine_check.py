@@ -73,8 +73,8 @@ def check_machine(asked: Asked) -> Iterator[Finding]:
     requires = machine_probes.requirements()
     yield from machine_findings.check_packages(requires, machine_probes.installed(requires))
     yield machine_findings.check_kernel(platform.release(), machine_probes.kernel_gaps())
-    as_root = os.geteuid() == 0 and not _value(WorkerSettings, "runner_user", asked)
-    yield machine_findings.check_cage(sandbox.why_not_whole(), "root" if as_root else "")
+    yield machine_findings.check_cage(sandbox.why_not_whole())
+    yield _runner_user(_value(WorkerSettings, "runner_user", asked) or "")
     yield from _settings()
     slots = _value(WorkerSettings, "slots", asked) or os.cpu_count() or 1
     device = _value(JobSettings, "device", asked) or ""
@@ -97,6 +97,18 @@ def check_machine(asked: Asked) -> Iterator[Finding]:
     if asked.input_fn is not None:
         allow = _value(WorkerSettings, "allow", asked)
         yield check_import(asked.input_fn, allow.split(",") if allow else None, asked.deadline_s)
+
+
+def _runner_user(wanted: str) -> Finding:
+    from penstock.worker.processes.runner_user import find_user
+
+    why_not = ""
+    try:
+        if wanted:
+            find_user(wanted)
+    except InvalidArgumentError as error:
+        why_not = error.message
+    return machine_findings.check_runner_user(wanted, why_not, as_root=os.geteuid() == 0)
 
 
 def _settings() -> Iterator[Finding]:

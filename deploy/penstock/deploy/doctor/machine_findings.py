@@ -24,6 +24,7 @@ __all__ = [
     "check_packages",
     "check_processes",
     "check_python",
+    "check_runner_user",
     "check_tls",
 ]
 
@@ -128,14 +129,8 @@ def check_files(soft: int, hard: int, slots: int) -> Finding:
     return ok("open files", found)
 
 
-def check_cage(lacking: str, user: str = "") -> Finding:
-    """`lacking`: what of a runner's cage the kernel does not have. `user`: "root" if user code would run as root."""
-    if user == "root" and not lacking:
-        return warning(
-            "cage",
-            "runners gain no privileges, but are root's: they read and write every file that the worker can",
-            "penstock worker --runner-user USER, or start the worker as a user of its own.",
-        )
+def check_cage(lacking: str) -> Finding:
+    """`lacking`: what of a runner's cage the kernel does not have."""
     if lacking:
         return warning(
             "cage",
@@ -143,6 +138,26 @@ def check_cage(lacking: str, user: str = "") -> Finding:
             "Give workers a user of their own, or a newer kernel.",
         )
     return ok("cage", "runners gain no privileges, and signal and trace only what they have started")
+
+
+def check_runner_user(wanted: str, why_not: str, *, as_root: bool) -> Finding:
+    """
+    Args:
+        wanted: user that user code is to run as; "": the worker's own.
+        why_not: why it cannot.
+        as_root: whether a worker here would be root's.
+    """
+    if why_not:
+        return problem("runner user", why_not, "docs/security.md says what --runner-user needs.")
+    if wanted:
+        return ok("runner user", f"user code runs as {wanted}, apart from the worker's files and processes")
+    if as_root:
+        return warning(
+            "runner user",
+            "user code would run as root: it reads and writes every file that the worker can",
+            "penstock worker --runner-user USER, or start the worker as a user of its own.",
+        )
+    return ok("runner user", "user code runs as the worker's own user, which is not root")
 
 
 def check_locked_memory(soft: int, device: str) -> Finding:

@@ -157,6 +157,7 @@ def run_worker(
                 starts=settings.starts,
                 start_timeout_s=settings.start_timeout,
                 runner_user=settings.runner_user,
+                runner_processes=settings.runner_processes,
                 no_cage=settings.no_cage,
                 drain_s=settings.drain,
                 pulse_file=settings.pulse_file,

@@ -23,6 +23,7 @@ from typing import Any
 from penstock.proto.errors import (
     CoordinatorUnavailableError,
     DeadlineError,
+    InvalidArgumentError,
     JournalError,
     OverloadedError,
     PenstockError,
@@ -45,7 +46,7 @@ from penstock.worker.processes.child_output import unblocked_logging
 from penstock.worker.processes.child_processes import START_DEADLINE_S, ForkServer, end_orphans
 from penstock.worker.processes.fork_servers import ForkServers
 from penstock.worker.processes.orphans import become_subreaper
-from penstock.worker.processes.runner_user import find_user
+from penstock.worker.processes.runner_user import RunnerUser, find_user, sees_shared_memory
 from penstock.worker.processes.temporary_folders import TemporaryFolders
 from penstock.worker.processes.user_code import BY_VALUE, MAIN, check_allowed, check_plain
 from penstock.worker.resources.processor_time import cores
@@ -91,6 +92,8 @@ class Settings:
     """Seconds that the interpreter of a run's runners may take to start."""
     runner_user: str = ""
     """Name or number of the user that user code runs as; "": the daemon's own. See runner_user.py."""
+    runner_processes: int = 0
+    """Processes and threads that this user may have, all runners' together; 0 = any. Only with runner_user."""
     no_cage: bool = False
     """Runners may do to other processes what their user may; else see sandbox.py."""
     tls: Tls | None = None
@@ -124,7 +127,7 @@ class Daemon:
         self.blobs = Blobs(self._connect)
         self.runner_memory = settings.runner_memory
         self.starts = TurnQueue(settings.starts or cores())
-        user = find_user(settings.runner_user) if settings.runner_user else None
+        user = _runner_user(settings)
         self._tempdirs = TemporaryFolders(user)
         self._fork_servers = ForkServers(
             self._tempdirs, self.starts, settings.start_timeout_s, caged=not settings.no_cage, user=user
@@ -522,6 +525,28 @@ class Daemon:
 
 def _attempt_of(assignment: records_pb2.WorkerAssignment) -> tuple[str, int]:
     return assignment.run, assignment.attempt
+
+
+def _runner_user(settings: Settings) -> RunnerUser | None:
+    """The user that user code runs as, if not the daemon's own; what it will lack is said once in the log."""
+    if settings.runner_user:
+        if settings.runner_memory and not sees_shared_memory():
+            _log.warning(
+                "memory that a runner shares with its own processes counts in each of them: to see what is shared, "
+                "runner_memory needs CAP_SYS_PTRACE beside runner_user (docker run --cap-add SYS_PTRACE)"
+            )
+        return find_user(settings.runner_user, settings.runner_processes)
+    if settings.runner_processes:
+        raise InvalidArgumentError(
+            f"runner_processes must come with runner_user, got {settings.runner_processes} alone: the kernel counts by "
+            "user, and would count this worker and all else of its user; set runner_user, too"
+        )
+    if os.geteuid() == 0 and not settings.embedded:
+        _log.warning(
+            "user code runs as root, and can read and write every file that this worker can: set runner_user "
+            "(penstock worker --runner-user USER), or start the worker as a user of its own"
+        )
+    return None
 
 
 async def serve(settings: Settings, ready: Callable[[str], None] | None = None) -> None:

@@ -7,32 +7,44 @@ have forked a runner, which gives up root for good before it knows of any user c
 from __future__ import annotations
 
 import ctypes
+import errno
 import json
 import os
 import pwd
+import resource
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 from penstock.proto.errors import InvalidArgumentError
 
-__all__ = ["RunnerUser", "find_user"]
+__all__ = ["RunnerUser", "find_user", "sees_shared_memory"]
 
 _PR_SET_DUMPABLE = 4
+_CAPABILITIES_VERSION = 0x20080522
+_NEEDED = {"CAP_CHOWN": 0, "CAP_DAC_OVERRIDE": 1, "CAP_KILL": 5, "CAP_SETGID": 6, "CAP_SETUID": 7}
+"""Capability -> its bit: to become another user, to kill what is theirs, and to give and remove their folders."""
+_LOOKS_INTO = 1 << 19
+"""CAP_SYS_PTRACE: to see what memory another user's process shares with others."""
+_NO_USER = (1 << 32) - 1
+"""A number that the kernel takes for "unchanged"."""
 PROBE_S = 60.0
 """Seconds that an interpreter may take to start as that user."""
 
 
 @dataclass(frozen=True)
 class RunnerUser:
-    """A user that is not root, as the system's database has it."""
+    """A user that is not root, as the system's database has it; or a number, of a group of the same number."""
 
     name: str
     uid: int
     gid: int
     groups: Sequence[int]
     home: str
+    processes: int = 0
+    """Processes and threads that the user may have on this machine once one of ours runs; 0 = as many as before."""
 
     def encode(self) -> str:
         """Return it as text for the arguments of a process."""
@@ -49,44 +61,72 @@ class RunnerUser:
 
     def become(self) -> None:
         """Make this process, and all that it will start, the user's. There is no way back."""
+        if self.processes:
+            hard = resource.getrlimit(resource.RLIMIT_NPROC)[1]
+            most = self.processes if hard == resource.RLIM_INFINITY else min(self.processes, hard)
+            resource.setrlimit(resource.RLIMIT_NPROC, (most, most))
         os.setgroups(list(self.groups))
         os.setresgid(self.gid, self.gid, self.gid)
         os.setresuid(self.uid, self.uid, self.uid)
+        libc = ctypes.CDLL(None, use_errno=True)
+        # The kernel takes root's capabilities from who changes the user, unless it was told not to (securebits).
+        if libc.capset((ctypes.c_uint32 * 2)(_CAPABILITIES_VERSION, 0), (ctypes.c_uint32 * 6)()) != 0:
+            raise OSError(ctypes.get_errno(), "the capabilities of root cannot be given up")
         # The kernel hides the memory of a process that changed its user; from its own debuggers and profilers, too.
-        ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)
+        libc.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)
         os.environ |= {"USER": self.name, "LOGNAME": self.name, "HOME": self.home}
 
 
-def find_user(wanted: str) -> RunnerUser:
-    """Return the user of this name or number.
+def find_user(wanted: str, processes: int = 0) -> RunnerUser:
+    """Return the user of this name or number; a number need not be known to the system's database. `processes`: see
+    RunnerUser.
 
-    Raises InvalidArgumentError if there is none, if it is root, if this process may not change its user, or if that
-    user cannot read what Python is imported from.
+    Raises InvalidArgumentError if there is no such name, if it is root, if this process may not become that user or
+    end its processes, or if that user cannot read what Python is imported from.
     """
-    try:
-        found = pwd.getpwuid(int(wanted)) if wanted.isdecimal() else pwd.getpwnam(wanted)
-    except KeyError:
-        why = f"runner_user must be a user of this machine, got {wanted!r}: see `getent passwd`"
-        raise InvalidArgumentError(why) from None
-    if found.pw_uid == 0:
+    user = replace(_looked_up(wanted), processes=processes)
+    if user.uid == 0:
         raise InvalidArgumentError("runner_user must be another user than root: runners are root's without it")
     if os.geteuid() != 0:
         raise InvalidArgumentError(
             f"runner_user must be left out of a worker that is not root's: as user {os.geteuid()} it cannot become "
-            f"{found.pw_name}; start it as {found.pw_name}, or as root"
+            f"{user.name}; start it as {user.name}, or as root"
         )
-    groups = os.getgrouplist(found.pw_name, found.pw_gid)
-    user = RunnerUser(found.pw_name, found.pw_uid, found.pw_gid, groups, found.pw_dir)
-    if why := _cannot_import(user):
+    if missing := [name for name, bit in _NEEDED.items() if not _capabilities() & 1 << bit]:
         raise InvalidArgumentError(
-            f"runner_user must be able to use the Python of this worker, {sys.executable}, got {user.name}: {why}; "
-            "install Python and its packages where other users can read them, not below /root"
+            f"runner_user must be left out of a worker without the capabilities for it, got {user.name}: this root "
+            f"lacks {', '.join(missing)}; add them (docker run --cap-add, in Kubernetes "
+            f"securityContext.capabilities.add, in systemd CapabilityBoundingSet=), or start the worker as {user.name}"
         )
+    _try_to_import(user)
     return user
 
 
-def _cannot_import(user: RunnerUser) -> str:
-    """Return why the user cannot import what we are made of; "" if that works."""
+def sees_shared_memory() -> bool:
+    """Whether this process may see what another user's process shares with others."""
+    return bool(_capabilities() & _LOOKS_INTO)
+
+
+def _looked_up(wanted: str) -> RunnerUser:
+    try:
+        found = pwd.getpwuid(int(wanted)) if wanted.isdecimal() else pwd.getpwnam(wanted)
+    except KeyError:
+        if wanted.isdecimal() and int(wanted) < _NO_USER:
+            number = int(wanted)
+            return RunnerUser(wanted, number, number, [number], "/")
+        why = f"runner_user must be a user of this machine, got {wanted!r}: see `getent passwd`"
+        raise InvalidArgumentError(why) from None
+    groups = os.getgrouplist(found.pw_name, found.pw_gid)
+    return RunnerUser(found.pw_name, found.pw_uid, found.pw_gid, groups, found.pw_dir)
+
+
+def _capabilities() -> int:
+    status = Path("/proc/self/status").read_text()
+    return int(next(line for line in status.splitlines() if line.startswith("CapEff:")).split()[1], 16)
+
+
+def _try_to_import(user: RunnerUser) -> None:
+    """Raise InvalidArgumentError if the user cannot be, or cannot import what we are made of."""
     command = [sys.executable, "-P", "-c", "import penstock.proto"]
     try:
         done = subprocess.run(
@@ -101,6 +141,18 @@ def _cannot_import(user: RunnerUser) -> str:
             timeout=PROBE_S,
             check=False,
         )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return str(error)
-    return "" if done.returncode == 0 else (done.stderr.strip().splitlines() or ["it ended without a word"])[-1]
+        why = "" if done.returncode == 0 else (done.stderr.strip().splitlines() or ["it ended without a word"])[-1]
+    except subprocess.TimeoutExpired as error:
+        why = str(error)
+    except OSError as error:
+        if error.errno != errno.EACCES:
+            raise InvalidArgumentError(
+                f"runner_user must be a user that this worker may become, got {user.name}: {error.strerror}; in a "
+                "rootless container choose one that it maps (/proc/self/uid_map), or map more (/etc/subuid)"
+            ) from error
+        why = str(error)
+    if why:
+        raise InvalidArgumentError(
+            f"runner_user must be able to use the Python of this worker, {sys.executable}, got {user.name}: {why}; "
+            "install Python and its packages where other users can read them, not below /root"
+        )

@@ -6,7 +6,8 @@ processes share is counted twice, and the ring, the progress page and mapped fil
 cannot leak them.
 
 The share of a page takes the kernel 20 ms of work for a GiB; the plain sums, which are never less, take none. So the
-share is looked at only where the sums are above the limit.
+share is looked at only where the sums are above the limit. Where the kernel does not show it, the sum counts: of
+another user's process, say, without CAP_SYS_PTRACE, or of one that made itself undumpable.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ def held_by(runner: int, enough: int = 0) -> int:
     most = sum(_sizes(pid, "status", "RssAnon", "VmSwap") for pid in all_of_it)
     if most <= enough:
         return most
-    return sum(_sizes(pid, "smaps_rollup", "Pss_Anon", "SwapPss") for pid in all_of_it)
+    return sum(
+        _sizes(pid, "smaps_rollup", "Pss_Anon", "SwapPss") or _sizes(pid, "status", "RssAnon", "VmSwap")
+        for pid in all_of_it
+    )
 
 
 def family(pid: int) -> list[int]:

@@ -145,15 +145,7 @@ def _fork(message: Message, channel: Channel, own: Iterable[int]) -> int:
         channel.sock.close()
         for fd in own:
             os.close(fd)
-        if message.fields["tempdir"]:
-            # Where multiprocessing, and its processes below this one, put their sockets.
-            multiprocessing.current_process()._config["tempdir"] = message.fields["tempdir"]  # type: ignore[attr-defined]
-        for trait in sys.argv[3:]:
-            if trait.startswith("user="):
-                RunnerUser.decode(trait.removeprefix("user=")).become()
-        if "caged" in sys.argv[3:]:
-            sandbox.enter()
-        _child(me, message.fields["role"], control, output, progress_page, stacks)
+        _child(me, message.fields["role"], message.fields["tempdir"], control, output, progress_page, stacks)
     for fd in message.fds:
         os.close(fd)
     with contextlib.suppress(OSError):
@@ -161,11 +153,25 @@ def _fork(message: Message, channel: Channel, own: Iterable[int]) -> int:
     return pid
 
 
-def _child(parent: int, role: str, control: int, output: int, progress_page: int, stacks: int) -> NoReturn:
+def _give_up_rights(tempdir: str) -> None:
+    """`tempdir`: where multiprocessing, and its processes below this one, put their sockets if this user may."""
+    for trait in sys.argv[3:]:
+        if trait.startswith("user="):
+            RunnerUser.decode(trait.removeprefix("user=")).become()
+    if "caged" in sys.argv[3:]:
+        sandbox.enter()
+    if tempdir and os.access(tempdir, os.W_OK | os.X_OK):
+        multiprocessing.current_process()._config["tempdir"] = tempdir  # type: ignore[attr-defined]
+
+
+def _child(
+    parent: int, role: str, tempdir: str, control: int, output: int, progress_page: int, stacks: int
+) -> NoReturn:
     code = 1
     try:
         os.setpgid(0, 0)
-        die_with_parent(parent)
+        _give_up_rights(tempdir)
+        die_with_parent(parent)  # which a change of user undoes
         become_subreaper()
         write_stacks_to(stacks)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's; the daemon stops us
