@@ -217,12 +217,13 @@ class World:
             self.cluster.workers[number].wait(10)
             later(lambda: self._daemon_back(number))
             return
-        below = {
+        targets = {
             "runner": runners(daemon),
             "fork server": children(daemon, "fork_server"),
             "daemon": [daemon],
             "machine": [daemon, *descendants(daemon)],
-        }[what.rpartition(" ")[2]]
+        }
+        below = next(found for name, found in targets.items() if what.endswith(name))
         if "machine" not in what:
             below = below[fault.which % len(below) :][:1] if below else []
         self._signal(below, "kill" in what, later)

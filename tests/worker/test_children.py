@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
 import subprocess
@@ -16,6 +17,8 @@ from penstock.proto.errors import WorkerLostError
 from penstock.worker.processes.child_processes import Child, ForkServer
 from penstock.worker.processes.control_channel import Channel
 from penstock.worker.processes.orphans import own_children
+from penstock.worker.processes.progress_page import ProgressPage
+from penstock.worker.processes.runner_user import RunnerUser
 from penstock.worker.processes.temporary_folders import TemporaryFolders
 
 
@@ -77,6 +80,30 @@ def test_a_fork_server_that_is_being_started_is_no_orphan(tmp_path: Path) -> Non
     command = [sys.executable, "-P", "-c", STARTED]
     run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert (run.stdout, run.returncode) == ("up False\n", 0), run.stderr
+
+
+def test_rights_not_given_up_end_that_child_only(caplog: pytest.LogCaptureFixture) -> None:
+    """And it says why as its own: a child that came out where its parent serves would end its siblings."""
+    caplog.set_level(logging.INFO, "penstock.user")
+    nobody_can_be = RunnerUser("x", 1, 1, [1 << 40], "/")
+
+    async def body() -> tuple[list[int | None], bool]:
+        folders, page = TemporaryFolders(), ProgressPage.create()
+        fork_server = ForkServer(folders)
+        await fork_server.start(1, main_script=False, user=nobody_can_be)
+        ends = []
+        for _ in range(2):
+            child = await fork_server.fork("helper", "a child", page, lambda message: None)
+            ends.append(await child.exited)
+        dead = fork_server.dead
+        fork_server.close()
+        await fork_server.wait()
+        page.close()
+        folders.close()
+        return ends, dead
+
+    assert asyncio.run(asyncio.wait_for(body(), 60)) == ([1, 1], False)
+    assert caplog.text.count("[a child] OverflowError") == 2
 
 
 @pytest.mark.parametrize("how", ["takes too long", "is not wanted any more"])

@@ -192,6 +192,11 @@ class Daemon:
                 registering.cancel()
                 return
             registering.result()
+            if os.geteuid() == 0 and not (self.settings.runner_user or self.settings.embedded):
+                _log.warning(
+                    "user code runs as root, and can read and write every file that this worker can: set runner_user "
+                    "(penstock worker --runner-user USER), or start the worker as a user of its own"
+                )
             _log.info("worker %s: %d slots, lanes on %s", self.name, self.settings.slots, self._doors.tcp_address)
             if ready is not None:
                 ready(self.name)
@@ -540,11 +545,6 @@ def _runner_user(settings: Settings) -> RunnerUser | None:
         raise InvalidArgumentError(
             f"runner_processes must come with runner_user, got {settings.runner_processes} alone: the kernel counts by "
             "user, and would count this worker and all else of its user; set runner_user, too"
-        )
-    if os.geteuid() == 0 and not settings.embedded:
-        _log.warning(
-            "user code runs as root, and can read and write every file that this worker can: set runner_user "
-            "(penstock worker --runner-user USER), or start the worker as a user of its own"
         )
     return None
 

@@ -170,8 +170,6 @@ def _child(
     code = 1
     try:
         os.setpgid(0, 0)
-        _give_up_rights(tempdir)
-        die_with_parent(parent)  # which a change of user undoes
         become_subreaper()
         write_stacks_to(stacks)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's; the daemon stops us
@@ -179,6 +177,8 @@ def _child(
         os.dup2(output, 2)
         os.close(output)
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+        _give_up_rights(tempdir)
+        die_with_parent(parent)  # which a change of user undoes
         from penstock.worker.processes.progress_page import ProgressPage
         from penstock.worker.runner import helper_process, replayer, runner
 
