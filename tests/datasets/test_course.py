@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.data.ordering.epoch_plan import Epochs
+from penstock.data.ordering.epoch_plan import EpochPlan
 from penstock.data.ordering.partition import Tail
 from penstock.data.ordering.skips import added_behind, ranges_of
 from penstock.proto.errors import InvalidArgumentError
 
 
-def epochs_of(length: int, tail: Tail = "emit", *skip: range) -> Epochs:
-    return Epochs(length, tail, ranges_of(skip))
+def epochs_of(length: int, tail: Tail = "emit", *skip: range) -> EpochPlan:
+    return EpochPlan(length, tail, ranges_of(skip))
 
 
 @given(st.integers(1, 60), st.integers(0, 50), st.integers(1, 5), st.integers(0, 80), st.integers(0, 30), st.data())

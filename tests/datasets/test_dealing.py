@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.data.ordering.partition import Dealing, Tail, Turn
+from penstock.data.ordering.partition import Partition, Tail, WorkerTurn
 
 TAILS: list[Tail] = ["emit", "pad", "drop"]
 
@@ -17,7 +17,7 @@ def test_every_row_goes_to_one_box_in_order(
 ) -> None:
     batch = max(batch, boxes)
     start = min(start, length - 1)
-    dealing = Dealing(length, start, batch, boxes, tail)
+    dealing = Partition(length, start, batch, boxes, tail)
     dealt: list[int] = []
     for number in range(dealing.batches):
         rows = [dealing.rows(number, box).tolist() for box in range(boxes)]
@@ -40,7 +40,7 @@ def test_every_row_goes_to_one_box_in_order(
 
 @pytest.mark.parametrize("of", [1, 2, 3, 7])
 def test_turns_share_the_batches(of: int) -> None:
-    turns = [Turn(number, of) for number in range(of)]
+    turns = [WorkerTurn(number, of) for number in range(of)]
     for batches in range(30):
         assert sum(turn.done(batches) for turn in turns) == batches
         assert min(turn.batch(turn.done(batches)) for turn in turns) == batches

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from penstock.deploy.console.tables import Table, show, size
-from penstock.deploy.doctor.loader_check import METHODS, REPLAY, STATE, Check, Diagnosis, Question, examine, saved_by
+from penstock.deploy.doctor.loader_check import METHODS, REPLAY, STATE, LoaderCheck, LoaderReport, LoaderQuestion, examine, saved_by
 from penstock.proto.errors import PenstockError
 
 __all__ = ["as_dict", "show_doctor", "tables"]
@@ -28,7 +28,7 @@ _SAVED_BY = {
 }
 
 
-def show_doctor(question: Question, as_json: bool) -> int:
+def show_doctor(question: LoaderQuestion, as_json: bool) -> int:
     """Examine and print; returns the exit code.
 
     What user code raised is shown in full: that is what doctors are for.
@@ -56,7 +56,7 @@ def _show_traceback(text: str) -> None:
         print(text.rstrip(), file=sys.stderr)
 
 
-def as_dict(diagnosis: Diagnosis) -> dict[str, Any]:
+def as_dict(diagnosis: LoaderReport) -> dict[str, Any]:
     """The findings as plain values; their names are a promise to scripts (docs/cli.md)."""
     question = diagnosis.question
     return {
@@ -69,13 +69,13 @@ def as_dict(diagnosis: Diagnosis) -> dict[str, Any]:
         "workers": [
             {
                 "slot": patient.slot,
-                "state_methods": patient.traits["state_methods"],
-                "takes_strict": patient.traits["takes_strict"],
-                "not_restartable": patient.traits["not_restartable"] or None,
+                "state_methods": patient.capabilities["state_methods"],
+                "takes_strict": patient.capabilities["takes_strict"],
+                "not_restartable": patient.capabilities["not_restartable"] or None,
                 "unsaved": patient.streamed["unsaved"] or None,
-                "length": patient.traits["length"] if patient.traits["length"] >= 0 else None,
-                "own_iterator": patient.traits["is_iterator"],
-                "own_workers": patient.traits["own_workers"],
+                "length": patient.capabilities["length"] if patient.capabilities["length"] >= 0 else None,
+                "own_iterator": patient.capabilities["is_iterator"],
+                "own_workers": patient.capabilities["own_workers"],
                 "looked_at_assignment": patient.streamed["looked_at"],
                 "batches": sum(event[2] is not None for event in patient.streamed["events"]),
                 "passes_ended": sum(event[2] is None for event in patient.streamed["events"]),
@@ -90,7 +90,7 @@ def as_dict(diagnosis: Diagnosis) -> dict[str, Any]:
     }
 
 
-def _check(check: Check) -> dict[str, Any]:
+def _check(check: LoaderCheck) -> dict[str, Any]:
     return {name: value for name, value in asdict(check).items() if name != "traceback"}
 
 
@@ -99,28 +99,28 @@ def _time(value_ms: float) -> str:
     return f"{value_ms:.3g}" if value_ms < 100 else f"{value_ms:.0f}"
 
 
-def tables(diagnosis: Diagnosis) -> list[Table]:
+def tables(diagnosis: LoaderReport) -> list[Table]:
     """The same for people."""
     question, patients = diagnosis.question, diagnosis.patients
-    traits = patients[0].traits
+    capabilities = patients[0].capabilities
     workers = "1 worker" if question.workers == 1 else f"{question.workers} workers"
     about = Table(
         f"{question.input_fn}: {workers}, {question.batches} batches each",
         ("looked at", "found"),
         [
-            ("state methods", _METHODS[traits["state_methods"]]),
-            ("strict", "taken" if traits["takes_strict"] else "not taken"),
-            ("length", str(traits["length"]) if traits["length"] >= 0 else "none"),
-            ("its own iterator", "yes: input_fn is called for each pass" if traits["is_iterator"] else "no"),
-            ("own worker processes", str(traits["own_workers"])),
-            ("persistent_workers", "yes" if "persistent_workers" in traits["not_restartable"] else "no"),
+            ("state methods", _METHODS[capabilities["state_methods"]]),
+            ("strict", "taken" if capabilities["takes_strict"] else "not taken"),
+            ("length", str(capabilities["length"]) if capabilities["length"] >= 0 else "none"),
+            ("its own iterator", "yes: input_fn is called for each epoch" if capabilities["is_iterator"] else "no"),
+            ("own worker processes", str(capabilities["own_workers"])),
+            ("persistent_workers", "yes" if "persistent_workers" in capabilities["not_restartable"] else "no"),
             ("asked who it is", "yes" if any(p.streamed["looked_at"] for p in patients) else "no"),
             ("saved by", _SAVED_BY[saved_by(question, patients)]),
         ],
     )
     stream = Table(
         "Streaming",
-        ("worker>", "batches>", "samples>", "passes ended>", "ms a batch>", "longest>", "ms a snapshot>", "state>"),
+        ("worker>", "batches>", "samples>", "epochs ended>", "ms a batch>", "longest>", "ms a snapshot>", "state>"),
     )
     checks = Table("Restored in a fresh process", ("worker>", "where", "next batches", "what differs"))
     for patient in patients:

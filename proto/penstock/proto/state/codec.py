@@ -67,7 +67,7 @@ from penstock.proto.state.envelope import (
     MAGIC,
     MAX_DEPTH,
     Node,
-    Source,
+    EnvelopeReader,
     opened,
 )
 
@@ -366,7 +366,7 @@ _REMEDIES: tuple[tuple[set[str], str], ...] = (
 # --- decoding ---------------------------------------------------------------------------------------------------------
 
 
-class _Source(Source):
+class _Source(EnvelopeReader):
     __slots__ = ("address",)
 
     def __init__(self, view: memoryview, position: int, end: int) -> None:

@@ -19,31 +19,31 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from penstock.data.cache.cache_state import CacheState
-from penstock.data.cache.file_locks import Lock, take
-from penstock.data.cache.shard_stamps import Stamp
+from penstock.data.cache.file_locks import FileLock, take
+from penstock.data.cache.shard_versions import ShardVersion
 from penstock.runtime.files.plain_files import read_plain
 
-__all__ = ["Room"]
+__all__ = ["Eviction"]
 
 
 class _Entry(NamedTuple):
     time_ns: int
-    stamp: Stamp
+    stamp: ShardVersion
 
 
-class Room:
+class Eviction:
     """For one process; what it has read is kept to be read again only if it changed."""
 
-    def __init__(self, books: CacheState, limit: int, fetchable: Callable[[str, int], bool]) -> None:
+    def __init__(self, state: CacheState, limit: int, fetchable: Callable[[str, int], bool]) -> None:
         """`fetchable(name, size)`: whether the place has that file."""
-        self._books = books
+        self._state = state
         self._limit = limit
         self._fetchable = fetchable
         self._entries: dict[str, _Entry] = {}
         self._only_copies: set[str] = set()
         """Keys of shards that the place did not have when it was asked; it is not asked again for each claim."""
 
-    def claim(self, key: str, lock: Lock, stamp: Stamp, *, demand: bool, exceed: bool = False) -> bool:
+    def claim(self, key: str, lock: FileLock, stamp: ShardVersion, *, demand: bool, exceed: bool = False) -> bool:
         """Write `stamp`, whose bytes count from now on, once there is room for them. `lock`: ours on the shard.
 
         The caller holds the lock of the room. False if there is no room; `exceed`: then it is written all the same.
@@ -63,13 +63,13 @@ class Room:
 
     def _read(self) -> None:
         known, self._entries = self._entries, {}
-        with os.scandir(self._books.shards) as found:
+        with os.scandir(self._state.shards) as found:
             for file in found:
                 with contextlib.suppress(FileNotFoundError):  # its evictor has just removed it
                     time_ns = file.stat().st_mtime_ns
                     entry = known.get(file.name)
                     if entry is None or entry.time_ns != time_ns:
-                        stamp = Stamp.decoded(read_plain(file.path))
+                        stamp = ShardVersion.decoded(read_plain(file.path))
                         if stamp is None:
                             continue
                         entry = _Entry(time_ns, stamp)
@@ -93,7 +93,7 @@ class Room:
         """Bytes that it counts less now; 0 if it may not go."""
         if sparing:
             try:
-                ahead = take(os.path.join(self._books.ahead, key), shared=False, create=False)
+                ahead = take(os.path.join(self._state.ahead, key), shared=False, create=False)
             except FileNotFoundError:
                 pass
             else:
@@ -102,13 +102,13 @@ class Room:
                 ahead.remove()  # of one who died
                 ahead.release()
         try:
-            lock = take(os.path.join(self._books.shards, key), shared=False, create=False)
+            lock = take(os.path.join(self._state.shards, key), shared=False, create=False)
         except FileNotFoundError:
             return 0
         if lock is None:
             return 0
         try:
-            stamp = Stamp.decoded(lock.read())
+            stamp = ShardVersion.decoded(lock.read())
             if stamp is None:
                 return 0
             if not all(self._fetchable(name, size) for name, size in stamp.found):
@@ -128,7 +128,7 @@ class Room:
                 return entry.stamp.size - kept.size
             for path, _ in stamp.packed:
                 self._remove(path)
-            for path in glob.glob(os.path.join(glob.escape(self._books.fetching_folder), glob.escape(key) + "!*")):
+            for path in glob.glob(os.path.join(glob.escape(self._state.fetching_folder), glob.escape(key) + "!*")):
                 self._remove(path)
             lock.remove()
             return entry.stamp.size
@@ -137,4 +137,4 @@ class Room:
 
     def _remove(self, path: str) -> None:
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(os.path.join(self._books.root, path))
+            os.unlink(os.path.join(self._state.root, path))

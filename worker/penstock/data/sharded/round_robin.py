@@ -15,7 +15,7 @@ import numpy as np
 
 from penstock.data.ordering.permutation import Ints
 
-__all__ = ["Rounds", "Tail"]
+__all__ = ["RoundRobin", "Tail"]
 
 Tail = Literal["emit", "pad", "drop", "emit apart"]
 """What becomes of an epoch's last batch that is not full: those of ordering/dealing.py that need no other epoch."""
@@ -23,7 +23,7 @@ Tail = Literal["emit", "pad", "drop", "emit apart"]
 UNKNOWN = 1 << 62
 
 
-class Rounds:
+class RoundRobin:
     """The positions of one epoch."""
 
     def __init__(self, shards: int, lengths: Sequence[int] | Mapping[int, int]) -> None:

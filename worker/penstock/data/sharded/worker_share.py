@@ -1,4 +1,4 @@
-"""One worker's share of a pass: its batches' samples in order, and where it stands after each."""
+"""One worker's share of an epoch: its batches' samples in order, and where it stands after each."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from typing import Any
 
 import numpy as np
 
-from penstock.data.ordering.order_states import Progress
-from penstock.data.ordering.partition import Dealing, Turn
-from penstock.data.sharded.epoch_stream import Stream
+from penstock.data.ordering.order_states import OrderProgress
+from penstock.data.ordering.partition import Partition, WorkerTurn
+from penstock.data.sharded.epoch_stream import EpochStream
 from penstock.data.sharded.protocol import Token
-from penstock.data.sharded.shard_cursors import Readers
+from penstock.data.sharded.shard_cursors import ShardReaders
 from penstock.data.sharded.shard_keys import SampleKey
-from penstock.data.sharded.shard_states import Ground, Standing
+from penstock.data.sharded.shard_states import FixedOrder, ShardedPosition
 from penstock.proto.errors import DatasetError
 from penstock.proto.state.generators import derive_seed
 
-__all__ = ["Plan", "Share"]
+__all__ = ["SharePlan", "WorkerShare"]
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What all passes of a loader have in common."""
+class SharePlan:
+    """What all epochs of a loader have in common."""
 
-    ground: Ground
+    ground: FixedOrder
     seed: int
     box: int
     """Among those that share a global batch."""
@@ -35,12 +35,12 @@ class Plan:
     """Samples come with keys."""
 
     def opening(self, epoch: int) -> tuple[int, int]:
-        """Epoch and seed with which the source is opened. An endless one has no epochs: its passes differ by seed."""
+        """Epoch and seed with which the source is opened. An endless one has no epochs: its epochs differ by seed."""
         if not self.ground.source.endless:
             return epoch, self.seed
         return 0, derive_seed(self.seed, "pass", epoch) if epoch else self.seed
 
-    def readers(self, standing: Standing) -> Readers:
+    def readers(self, standing: ShardedPosition) -> ShardReaders:
         epoch, grid = standing.progress.epoch, standing.grid
         key: Callable[[int, int, Token], str] | None = None
         if self.keys:
@@ -49,12 +49,12 @@ class Plan:
                 return SampleKey.text(epoch, shard, index, self.order, token, None if grid is None else grid.block)
 
         place = None if grid is None else grid.place
-        return Readers(self.ground.source, *self.opening(epoch), standing.marks, place=place, key=key)
+        return ShardReaders(self.ground.source, *self.opening(epoch), standing.marks, place=place, key=key)
 
-    def stream(self, standing: Standing, readers: Readers) -> Stream:
+    def stream(self, standing: ShardedPosition, readers: ShardReaders) -> EpochStream:
         """Of a finite source."""
         progress = standing.progress
-        return Stream(
+        return EpochStream(
             self.ground.rounds(progress.epoch, standing.ended),
             readers,
             ended=standing.ended,
@@ -66,7 +66,7 @@ class Plan:
             every=progress.shape.workers,
         )
 
-    def has_rows(self, standing: Standing) -> bool:
+    def has_rows(self, standing: ShardedPosition) -> bool:
         """Something is left of the epoch there."""
         readers = self.readers(standing)
         try:
@@ -76,7 +76,7 @@ class Plan:
 
     def check_length(self, epoch: int, length: int, batch: int, boxes: int) -> None:
         """Raises DatasetError for an epoch without a batch."""
-        if Dealing(length, 0, batch, boxes, self.ground.tail).batches == 0 or length == 0:
+        if Partition(length, 0, batch, boxes, self.ground.tail).batches == 0 or length == 0:
             hint = (
                 "with tail='drop'; use a smaller batch, or another tail" if length else "; is the source's list empty?"
             )
@@ -86,8 +86,8 @@ class Plan:
             )
 
 
-class Share:
-    def __init__(self, plan: Plan, begun: Standing, turn: Turn) -> None:
+class WorkerShare:
+    def __init__(self, plan: SharePlan, begun: ShardedPosition, turn: WorkerTurn) -> None:
         self._plan, self._begun, self._turn = plan, begun, turn
         self._done = begun.progress.done
         self._readers = plan.readers(begun)
@@ -143,13 +143,13 @@ class Share:
         self._readers.done()
         self._between = True
 
-    def standing(self) -> Standing:
+    def standing(self) -> ShardedPosition:
         """After the batches that are done."""
         marks = self._readers.marks(up_to_date=self._between)
         ended = self._stream.ended if self._stream is not None else {}
         begun = self._begun.progress
-        progress = Progress(begun.epoch, begun.start, self._done, begun.shape, begun.first)
-        return Standing(progress, marks, ended, self._begun.grid)
+        progress = OrderProgress(begun.epoch, begun.start, self._done, begun.shape, begun.first)
+        return ShardedPosition(progress, marks, ended, self._begun.grid)
 
     @property
     def begun_at_end(self) -> bool:
