@@ -60,7 +60,11 @@ class Times:
 
 
 KIB, MIB = 1 << 10, 1 << 20
-MAX_ENTRIES, MIN_ENTRIES, RING_BYTES = 32, 4, 8 << 20  # Penstock's rule for a ring, see proto/penstock/proto/lane/ring.py
+MAX_ENTRIES, MIN_ENTRIES, RING_BYTES = (
+    32,
+    4,
+    8 << 20,
+)  # Penstock's rule for a ring, see proto/penstock/proto/lane/ring.py
 
 
 def ring_slots(nbytes: int) -> int:

@@ -9,7 +9,7 @@ import pytest
 from penstock.appliance.core import balance
 from penstock.appliance.model.entities import Slot
 from penstock.appliance.model.limits import Limits
-from penstock.appliance.testing import FakeBox, FakeWorker, FakeCluster
+from penstock.appliance.testing import FakeBox, FakeCluster, FakeWorker
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 

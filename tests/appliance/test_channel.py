@@ -436,7 +436,9 @@ class Overtaken(grpc.aio.StreamUnaryClientInterceptor):
 
 
 def test_so_it_is_where_calls_are_traced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracing, "aio_client_interceptors", lambda: [Waiting(), wire_errors.ErrorInterceptor(), Overtaken()])
+    monkeypatch.setattr(
+        tracing, "aio_client_interceptors", lambda: [Waiting(), wire_errors.ErrorInterceptor(), Overtaken()]
+    )
 
     async def body(_: RunningServer, __: Scripted, client: AsyncCoordinatorClient) -> None:
         with pytest.raises(AuthenticationError, match=r"the token is wrong"):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from penstock.appliance.core import demand
-from penstock.appliance.testing import FakeWorker, FakeCluster
+from penstock.appliance.testing import FakeCluster, FakeWorker
 from penstock.proto.errors import InvalidArgumentError
 from penstock.proto.v1 import coordinator_pb2 as pb
 

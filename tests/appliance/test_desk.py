@@ -11,7 +11,7 @@ from penstock.appliance.core.state_queries import ROOM
 from penstock.appliance.model.entities import Attempt, SlotKey
 from penstock.appliance.model.limits import Limits
 from penstock.appliance.storage.snapshot_index import SnapshotIndex
-from penstock.appliance.testing import FakeBox, FakeWorker, FakeCluster
+from penstock.appliance.testing import FakeBox, FakeCluster, FakeWorker
 from penstock.proto.errors import OverloadedError
 from penstock.proto.state.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb

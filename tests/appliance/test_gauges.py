@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from penstock.appliance.edge.run_series import MINUTES, RUNS, SECONDS, RunSeries, OneRunSeries
-from penstock.appliance.model.gauges import HALF_S, SlotGauge, BoxWaits
+from penstock.appliance.edge.run_series import MINUTES, RUNS, SECONDS, OneRunSeries, RunSeries
+from penstock.appliance.model.gauges import HALF_S, BoxWaits, SlotGauge
 from penstock.appliance.model.recent_events import MOST, RecentEvents
 from penstock.appliance.states.recent_queries import RecentQueries
 from penstock.appliance.testing import FakeCluster

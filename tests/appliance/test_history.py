@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.appliance.core.box_history import StoppedCoordinator, BoxRecord, past
+from penstock.appliance.core.box_history import BoxRecord, StoppedCoordinator, past
 from penstock.appliance.model.entities import SlotKey
 from penstock.appliance.model.limits import Limits
 from penstock.appliance.storage.journal import StateDir

@@ -19,7 +19,7 @@ from penstock.appliance.storage.database import SCHEMA
 from penstock.appliance.storage.journal import Journal, StateDir, filesystem
 from penstock.appliance.storage.snapshot_index import DropAttempt, DropBlob, DropSnapshot, DurableSnapshot
 from penstock.appliance.storage.snapshot_store import Store
-from penstock.appliance.testing import FakeBox, FakeWorker, FakeCluster
+from penstock.appliance.testing import FakeBox, FakeCluster, FakeWorker
 from penstock.proto.errors import BoxTakenError, JournalError, SupersededError
 from penstock.proto.v1 import coordinator_pb2 as pb
 

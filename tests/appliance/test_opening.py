@@ -15,9 +15,9 @@ from penstock.proto.errors import (
     BoxTakenError,
     InvalidArgumentError,
     OverloadedError,
-    TopologyError,
     StateMismatchError,
     SupersededError,
+    TopologyError,
     UnknownRunError,
 )
 from penstock.proto.state.position import Position

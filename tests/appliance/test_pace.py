@@ -35,7 +35,9 @@ def test_beat_and_lease_of_workers_follow_the_fleet(workers: int, heartbeat_s: f
     assert [pace.heartbeat_s, pace.lease_s] == pytest.approx([heartbeat_s, lease_s])
 
 
-@pytest.mark.parametrize(("boxes", "heartbeat_s", "lease_s"), [(1, 1, 10), (200, 1, 10), (1_000, 5, 15), (2_000, 10, 30)])
+@pytest.mark.parametrize(
+    ("boxes", "heartbeat_s", "lease_s"), [(1, 1, 10), (200, 1, 10), (1_000, 5, 15), (2_000, 10, 30)]
+)
 def test_beat_and_lease_of_boxes_follow_their_number(boxes: int, heartbeat_s: float, lease_s: float) -> None:
     pace = of_boxes(boxes, 1.0, LIMITS)
     assert [pace.heartbeat_s, pace.lease_s] == pytest.approx([heartbeat_s, lease_s])

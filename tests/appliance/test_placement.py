@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.appliance.model.entities import SlotLoss, Slot, SlotKey, Worker
+from penstock.appliance.model.entities import Slot, SlotKey, SlotLoss, Worker
 from penstock.appliance.policies.placement import FreeCapacity, cost
 from penstock.proto.state.allowed_modules import under
 

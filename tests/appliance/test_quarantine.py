@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from penstock.appliance.storage.journal import StateDir
-from penstock.appliance.testing import FakeBox, FakeWorker, FakeCluster
+from penstock.appliance.testing import FakeBox, FakeCluster, FakeWorker
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 

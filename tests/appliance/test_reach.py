@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.appliance.model.limits import Limits
-from penstock.appliance.testing import FakeBox, FakeWorker, FakeCluster
+from penstock.appliance.testing import FakeBox, FakeCluster, FakeWorker
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 LIMITS = Limits(balance_after_s=0.0)

@@ -7,7 +7,7 @@ import pytest
 from penstock.appliance.model.entities import SlotKey
 from penstock.appliance.model.limits import Limits
 from penstock.appliance.storage.snapshot_index import DropAttempt, DropSnapshot, DurableSnapshot
-from penstock.appliance.testing import FakeWorker, FakeCluster
+from penstock.appliance.testing import FakeCluster, FakeWorker
 from penstock.proto.errors import InvalidArgumentError, SupersededError
 from penstock.proto.rpc.credentials.tickets import check_ticket
 from penstock.proto.state.position import Position
@@ -442,10 +442,20 @@ def test_blobs_stay_while_an_open_attempt_names_them() -> None:
 
 def test_behind_an_origin_one_is_kept_from_which_any_loader_goes_on(world: FakeCluster) -> None:
     snapshot_index = world.snapshot_index
-    for kept in (DurableSnapshot(0, 0, 1, True), DurableSnapshot(3, 0, 1), DurableSnapshot(5, 0, 1), DurableSnapshot(5, 1, 1, True), DurableSnapshot(9, 1, 1)):
+    for kept in (
+        DurableSnapshot(0, 0, 1, True),
+        DurableSnapshot(3, 0, 1),
+        DurableSnapshot(5, 0, 1),
+        DurableSnapshot(5, 1, 1, True),
+        DurableSnapshot(9, 1, 1),
+    ):
         snapshot_index.add(KEY, kept)
     snapshot_index.trim(KEY, 7)
-    assert snapshot_index.snapshots(KEY) == [DurableSnapshot(5, 0, 1), DurableSnapshot(5, 1, 1, True), DurableSnapshot(9, 1, 1)]
+    assert snapshot_index.snapshots(KEY) == [
+        DurableSnapshot(5, 0, 1),
+        DurableSnapshot(5, 1, 1, True),
+        DurableSnapshot(9, 1, 1),
+    ]
     snapshot_index.trim(KEY, 10)
     assert snapshot_index.snapshots(KEY) == [DurableSnapshot(9, 1, 1)]
 
@@ -453,9 +463,16 @@ def test_behind_an_origin_one_is_kept_from_which_any_loader_goes_on(world: FakeC
 def test_of_a_pass_that_was_left_only_snapshots_on_the_way_serve(world: FakeCluster) -> None:
     """A runner produces ahead: one of its snapshots may lie beyond the batch after which the loop left the epoch."""
     snapshot_index = world.snapshot_index
-    for kept in (DurableSnapshot(0, 0, 1), DurableSnapshot(8, 0, 1), DurableSnapshot(5, 1, 1), DurableSnapshot(12, 1, 1)):
+    for kept in (
+        DurableSnapshot(0, 0, 1),
+        DurableSnapshot(8, 0, 1),
+        DurableSnapshot(5, 1, 1),
+        DurableSnapshot(12, 1, 1),
+    ):
         snapshot_index.add(KEY, kept)
-    snapshot_index.trim(KEY, 9)  # the loop left pass 0 after batch 5: from batch 8 of that epoch nobody comes to batch 9
+    snapshot_index.trim(
+        KEY, 9
+    )  # the loop left pass 0 after batch 5: from batch 8 of that epoch nobody comes to batch 9
     assert snapshot_index.snapshots(KEY) == [DurableSnapshot(5, 1, 1), DurableSnapshot(12, 1, 1)]
 
 

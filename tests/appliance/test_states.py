@@ -7,7 +7,7 @@ from queries import ask, failure, respond, values
 
 from penstock.appliance.model.limits import Limits
 from penstock.appliance.states.state_query import StateQuery
-from penstock.appliance.testing import FakeBox, FakeWorker, FakeCluster
+from penstock.appliance.testing import FakeBox, FakeCluster, FakeWorker
 from penstock.proto.errors import (
     InputFnError,
     InvalidArgumentError,

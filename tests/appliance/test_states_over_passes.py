@@ -10,7 +10,7 @@ from queries import ask, failure, respond, values
 
 from penstock.appliance.states.state_query import PASSES
 from penstock.appliance.storage.journal import StateDir
-from penstock.appliance.testing import FakeBox, FakeWorker, FakeCluster
+from penstock.appliance.testing import FakeBox, FakeCluster, FakeWorker
 from penstock.proto.errors import ProtocolError
 from penstock.proto.state.position import Position
 

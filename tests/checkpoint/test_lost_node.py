@@ -16,7 +16,7 @@ import torch
 from penstock.client.checkpoint import AsyncCheckpointer
 from penstock.client.checkpoint.restoring import restore
 from penstock.client.checkpoint.saving import writer
-from penstock.client.checkpoint.saving.writer import WriteFailed, SaveJob
+from penstock.client.checkpoint.saving.writer import SaveJob, WriteFailed
 from penstock.proto.errors import DeadlineError
 from penstock.proto.state.checkpoint_files import (
     ASKED,

@@ -12,7 +12,7 @@ from ranked import Outcome, run
 from small_disk import small_disk_at
 from waiting import wait_until
 
-from penstock.client.checkpoint.saving.writer import WriteFailed, SaveJob
+from penstock.client.checkpoint.saving.writer import SaveJob, WriteFailed
 from penstock.proto.state.checkpoint_files import FAILED, damage, leftovers, newest, report_name
 
 pytestmark = pytest.mark.timeout(240)

@@ -20,7 +20,7 @@ import streams
 from penstock.client import Appliance, DataExecutor, DataLoader
 from penstock.client.api import appliance as module
 from penstock.client.api.appliance_settings import Torchrun
-from penstock.client.api.rendezvous import SharedAppliance, DaemonAddresses
+from penstock.client.api.rendezvous import DaemonAddresses, SharedAppliance
 from penstock.client.embedded import Embedded
 from penstock.proto.errors import CoordinatorUnavailableError, DeadlineError, PenstockError
 

@@ -14,7 +14,7 @@ from devices import FakeBackend, FakeRuntime
 
 from penstock.client.stream import device as module
 from penstock.client.stream.cuda import CudaBackend, PageLocks
-from penstock.client.stream.device import DeviceBackend, CpuBackend, check_device
+from penstock.client.stream.device import CpuBackend, DeviceBackend, check_device
 from penstock.proto.batch.flatten import wrap_buffer
 from penstock.proto.batch.tree import TORCH_NAMES
 from penstock.proto.errors import InvalidArgumentError

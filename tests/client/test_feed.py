@@ -364,7 +364,10 @@ def test_states_that_are_not_used_are_told_once(rigs: Any, caplog: pytest.LogCap
     rig.numbers(0, 0, 1)
     rig.numbers(1, 10, 11)
     for slot in (1, 0):
-        rig.run.show(rig.runners[slot], capabilities=records_pb2.LoaderCapabilities(looked_at_assignment=True, not_used="batch 7"))
+        rig.run.show(
+            rig.runners[slot],
+            capabilities=records_pb2.LoaderCapabilities(looked_at_assignment=True, not_used="batch 7"),
+        )
         assert rig.take(2) == [1 - slot, 11 - slot]
     told = [record for record in caplog.records if "batch 7" in record.message]
     assert [record.levelname for record in told] == ["WARNING"]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.client.states.saved_state import FORMAT, KEY, STATE, WorkerPart, SavedState, read
+from penstock.client.states.saved_state import FORMAT, KEY, STATE, SavedState, WorkerPart, read
 from penstock.proto.errors import StateCorruptError, StateMismatchError, StateVersionError, UnsupportedStateError
 from penstock.proto.state.codec import decode_state, encode_state
 from penstock.proto.state.position import Position
@@ -25,7 +25,9 @@ def make(methods: int = 4, *, boxes: int = 2, workers: int = 2, step: int = 5, a
         for slot in range(workers):
             user = {"done": slot} if methods == 2 else None
             saved.parts.append(
-                WorkerPart(box, slot, position.total[slot], 8, 99, {"at": [0, 1, 1, 4], "rng": b"r", "of": [box, slot]}, user)
+                WorkerPart(
+                    box, slot, position.total[slot], 8, 99, {"at": [0, 1, 1, 4], "rng": b"r", "of": [box, slot]}, user
+                )
             )
     saved.aggregated = {"done": [3, 2]} if aggregated is None and methods == 4 else aggregated
     return saved

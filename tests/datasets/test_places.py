@@ -359,7 +359,9 @@ def test_places_that_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_one_bucket_of_two_servers_is_two_places() -> None:
     url = "s3://bucket/train"
-    first = RemoteFolder(url, {"endpoint_url": "http://me:secret@one:9000/?token=secret", "key": "k", "secret": "secret"})
+    first = RemoteFolder(
+        url, {"endpoint_url": "http://me:secret@one:9000/?token=secret", "key": "k", "secret": "secret"}
+    )
     second = RemoteFolder(url, {"client_kwargs": {"endpoint_url": "http://two:9000"}})
     assert first.identity == "s3://bucket/train at http://one:9000/"
     assert second.identity == "s3://bucket/train at http://two:9000"

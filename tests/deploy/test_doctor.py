@@ -14,7 +14,15 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from penstock.deploy.cli.main import app
-from penstock.deploy.doctor.loader_check import METHODS, REPLAY, STATE, LoaderReport, LoaderQuestion, examine_in, saved_by
+from penstock.deploy.doctor.loader_check import (
+    METHODS,
+    REPLAY,
+    STATE,
+    LoaderQuestion,
+    LoaderReport,
+    examine_in,
+    saved_by,
+)
 from penstock.deploy.doctor.trial_process import TrialProcesses
 from penstock.proto.errors import (
     EmptyInputError,

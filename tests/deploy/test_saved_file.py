@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.client.states.saved_state import WorkerPart, SavedState, read
+from penstock.client.states.saved_state import SavedState, WorkerPart, read
 from penstock.data import MapLoader
 from penstock.deploy.operations.convert_state import convert
 from penstock.deploy.operations.saved_file import SavedFile

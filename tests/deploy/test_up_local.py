@@ -277,7 +277,10 @@ def test_a_daemon_that_dies_again_and_again_is_given_up_by_name(
 def test_a_number_that_is_another_process_by_now_is_not_hit() -> None:
     mine = FleetIdentity.of(os.getpid())
     assert not _ended(mine)
-    for other in (FleetIdentity(mine.pid, mine.started + 1, mine.boot), FleetIdentity(mine.pid, mine.started, "another boot")):
+    for other in (
+        FleetIdentity(mine.pid, mine.started + 1, mine.boot),
+        FleetIdentity(mine.pid, mine.started, "another boot"),
+    ):
         assert other.open() is None
         assert not other.send(signal.SIGKILL)
 

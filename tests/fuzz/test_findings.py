@@ -40,10 +40,18 @@ from penstock.proto.lane.tcp import sealed
 from penstock.proto.state.codec import encode_state
 from penstock.proto.v1 import lane_pb2
 from penstock.worker.daemon.sender import Sender
-from penstock.worker.daemon.snapshots import MAX_BYTES, MOST, StoredSnapshot, SlotSnapshots
+from penstock.worker.daemon.snapshots import MAX_BYTES, MOST, SlotSnapshots, StoredSnapshot
 from penstock.worker.loader.restart_points import RestartPoint
 from penstock.worker.processes.child_processes import Child
-from penstock.worker.processes.control_channel import MAX_FDS, MAX_PAYLOAD, ControlChannel, MessageInbox, ControlMessage, counts, encode_head
+from penstock.worker.processes.control_channel import (
+    MAX_FDS,
+    MAX_PAYLOAD,
+    ControlChannel,
+    ControlMessage,
+    MessageInbox,
+    counts,
+    encode_head,
+)
 from penstock.worker.processes.progress_page import ProgressPage
 
 DEADLINE_S = 20.0
@@ -369,7 +377,9 @@ def test_origins_without_end_do_not_fill_the_daemon() -> None:
     assert (kept[0].total, kept[-1].total) == (1, 199)
 
 
-@pytest.mark.parametrize("value", [None, [], {}, {"restart": {}}, {"user": 1, "restart": {"epoch_start": {}, "at": [1]}}])
+@pytest.mark.parametrize(
+    "value", [None, [], {}, {"restart": {}}, {"user": 1, "restart": {"epoch_start": {}, "at": [1]}}]
+)
 def test_a_base_that_was_never_one_is_a_damaged_state(value: Any) -> None:
     with pytest.raises(StateCorruptError):
         RestartPoint.decode(encode_state(value))

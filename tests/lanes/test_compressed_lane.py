@@ -197,7 +197,9 @@ def test_a_pass_left_in_the_middle_of_a_compressed_payload(rig: ReceiverRig) -> 
         rig.consumer.flush()
         rig.ack()
     slots = next(iter(rig.consumer.rings.values())).slots
-    noise = [checked(batch(total, size, abandons=12, epoch=12), content(total, size)) for total in range(200, 200 + slots)]
+    noise = [
+        checked(batch(total, size, abandons=12, epoch=12), content(total, size)) for total in range(200, 200 + slots)
+    ]
     rig.far.sendall(b"".join(noise))
     assert len({rig.expect(total, size) for total in range(200, 200 + slots)}) == slots, "all slots are there"
 

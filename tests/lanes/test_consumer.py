@@ -31,7 +31,7 @@ from penstock.proto.lane.frames import (
     Frame,
     framed,
 )
-from penstock.proto.lane.ring import GIANT_BYTES, PAGE, Ring, grown, ring_bytes, entries_for
+from penstock.proto.lane.ring import GIANT_BYTES, PAGE, Ring, entries_for, grown, ring_bytes
 
 Pair = tuple[socket.socket, Consumer]
 

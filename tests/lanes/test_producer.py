@@ -18,7 +18,7 @@ from lane_frames import frame_of
 from tests.lanes.conftest import count_rings
 
 from penstock.proto.errors import BatchTooLargeError, InvalidArgumentError, LaneLostError
-from penstock.proto.lane.endpoints import MAX_FRAME, Consumer, Producer, FreeEntry
+from penstock.proto.lane.endpoints import MAX_FRAME, Consumer, FreeEntry, Producer
 from penstock.proto.lane.frames import BATCH, END, HEAD, MAX_PACKET, RING, STRUCTURE, Ack, Frame, pack_shapes
 from penstock.proto.lane.ring import PAGE, Ring, RingBudget
 from penstock.proto.v1 import lane_pb2, records_pb2

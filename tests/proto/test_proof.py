@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.proto.rpc.credentials.token_proof import CALLERS_KEPT, SCHEME, Caller, Challenged, TokenProver, TokenVerifier
+from penstock.proto.rpc.credentials.token_proof import (
+    CALLERS_KEPT,
+    SCHEME,
+    Caller,
+    Challenged,
+    TokenProver,
+    TokenVerifier,
+)
 from penstock.proto.rpc.credentials.tokens import Tokens
 
 TOKEN, OTHER = "a" * 64, "b" * 64

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from penstock.appliance.model.limits import Limits
-from penstock.appliance.testing import FakeWorker, FakeCluster
+from penstock.appliance.testing import FakeCluster, FakeWorker
 from penstock.proto.errors import InputFnNotAllowedError
 from penstock.proto.state.allowed_modules import under
 from penstock.proto.v1 import coordinator_pb2 as pb

@@ -27,7 +27,7 @@ from penstock.deploy.operations.saved_file import SavedFile
 from penstock.deploy.replay.archive import Archive, RunningArchive, StoppedArchive
 from penstock.deploy.replay.plan import route
 from penstock.deploy.replay.replay_batch import ReplayRequest, replay
-from penstock.deploy.replay.replay_processes import ReplayProcesses, ReplayForker, ReplayTask
+from penstock.deploy.replay.replay_processes import ReplayForker, ReplayProcesses, ReplayTask
 from penstock.deploy.replay.replay_report import tables
 from penstock.proto import errors
 from penstock.proto.rpc.calls import CoordinatorClient

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from penstock.runtime.telemetry.logs import LONGEST, SubjectLogger, JsonLines, RepeatedWarnings, TextLines, about
+from penstock.runtime.telemetry.logs import LONGEST, JsonLines, RepeatedWarnings, SubjectLogger, TextLines, about
 
 NASTY = 'a\n2026-01-01 00:00:00,000 INFO penstock: forged\r\x1b[2J\x00\x9b\u2028\u202e"}\ud800'
 

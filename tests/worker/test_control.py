@@ -13,7 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.proto.errors import InputFnError, LaneLostError, ProtocolError
-from penstock.worker.processes.control_channel import ControlChannel, MessageInbox, ControlMessage, encode_head, plain_detail
+from penstock.worker.processes.control_channel import (
+    ControlChannel,
+    ControlMessage,
+    MessageInbox,
+    encode_head,
+    plain_detail,
+)
 
 
 def pair() -> tuple[ControlChannel, ControlChannel]:

@@ -9,7 +9,7 @@ from typing import Any
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 from penstock.worker.daemon.proofs import LoaderFindings
-from penstock.worker.daemon.slot import Slot, DaemonCounters
+from penstock.worker.daemon.slot import DaemonCounters, Slot
 from penstock.worker.daemon.snapshots import StoredSnapshot
 
 DEADLINE_S = 10.0
@@ -35,7 +35,11 @@ def test_each_successor_gets_what_is_newest_when_it_is_ready() -> None:
     async def body() -> None:
         coordinator, changed = Coordinator(), asyncio.Event()
         host: Any = SimpleNamespace(
-            name="w", coordinator=coordinator, slot_changed=changed.set, tally=DaemonCounters(), findings=lambda _: LoaderFindings()
+            name="w",
+            coordinator=coordinator,
+            slot_changed=changed.set,
+            tally=DaemonCounters(),
+            findings=lambda _: LoaderFindings(),
         )
         slot = Slot(host, records_pb2.WorkerAssignment(run="job/0", attempt=1, num_workers_per_box=1))
 

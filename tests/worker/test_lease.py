@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from penstock.proto.batch.flatten import FlatBatch, Flattener
-from penstock.proto.lane.endpoints import Producer, FreeEntry
+from penstock.proto.lane.endpoints import FreeEntry, Producer
 from penstock.worker.batch import entry_lease as module
 from penstock.worker.batch.entry_lease import VAIN_LIMIT, EntryLease
 
@@ -119,7 +119,9 @@ def test_gaps_become_zero(lease: EntryLease, producer: Producer) -> None:
     assert in_place(lease, lambda: [leaf(lease, [5])]) == [5] + 7 * [0]
 
 
-def test_a_batch_that_is_still_held_is_copied_and_its_holder_sees_no_change(lease: EntryLease, producer: Producer) -> None:
+def test_a_batch_that_is_still_held_is_copied_and_its_holder_sees_no_change(
+    lease: EntryLease, producer: Producer
+) -> None:
     held = leaf(lease, [1, 2])
     assert copied(lease, [held])[:2] == [1, 2]
     assert producer.free_slots == SLOTS - 1, "the slot stays with its holder"
@@ -169,7 +171,9 @@ def test_whatever_holds_a_piece_of_it(lease: EntryLease, hold: Callable[[torch.T
         lambda a, b: [a.reshape(4, 2).T, b],
     ],
 )
-def test_leaves_that_lie_elsewhere_in_the_slot_are_copied_whole(lease: EntryLease, change: Callable[..., list[Any]]) -> None:
+def test_leaves_that_lie_elsewhere_in_the_slot_are_copied_whole(
+    lease: EntryLease, change: Callable[..., list[Any]]
+) -> None:
     def make() -> list[Any]:
         return change(leaf(lease, range(1, 9)), leaf(lease, range(11, 20)))
 

@@ -12,7 +12,7 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 from penstock.worker.daemon import memory_watch
 from penstock.worker.daemon.proofs import LoaderFindings
-from penstock.worker.daemon.slot import Slot, DaemonCounters
+from penstock.worker.daemon.slot import DaemonCounters, Slot
 from penstock.worker.daemon.snapshots import StoredSnapshot
 
 DEADLINE_S = 10.0

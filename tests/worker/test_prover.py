@@ -14,7 +14,7 @@ from penstock.proto.errors import DeadlineError, PenstockError, WorkerLostError
 from penstock.proto.v1 import records_pb2
 from penstock.worker.daemon.proofs import FIRST_DEPTH, LAPSES, LoaderFindings, RestartPointProver
 from penstock.worker.daemon.slot import Slot
-from penstock.worker.daemon.snapshots import StoredSnapshot, SlotSnapshots
+from penstock.worker.daemon.snapshots import SlotSnapshots, StoredSnapshot
 from penstock.worker.processes.control_channel import ControlMessage
 from penstock.worker.processes.progress_page import ProgressPage
 
@@ -37,7 +37,9 @@ class Bench:
         self._answers = answers
         known = records_pb2.LoaderCapabilities(**({"state_methods": 2} | capabilities))
         for total in range(0, batches if known.state_methods else 1, 5):
-            self.store.add(StoredSnapshot(0, total, total, total, total == 0, 0, str(total).encode(), proven=total == 0), 0)
+            self.store.add(
+                StoredSnapshot(0, total, total, total, total == 0, 0, str(total).encode(), proven=total == 0), 0
+            )
         slot = SimpleNamespace(
             assignment=records_pb2.WorkerAssignment(),
             fail=lambda error, lost: self.failed.append(error),

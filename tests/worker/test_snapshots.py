@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.worker.daemon import snapshots
-from penstock.worker.daemon.snapshots import StoredSnapshot, SlotSnapshots
+from penstock.worker.daemon.snapshots import SlotSnapshots, StoredSnapshot
 
 
 def point(

@@ -17,9 +17,9 @@ from penstock.proto.state.codec import encode_state
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 from penstock.worker.daemon.proofs import LoaderFindings
-from penstock.worker.daemon.slot import SlotHost, Slot
+from penstock.worker.daemon.slot import Slot, SlotHost
 from penstock.worker.daemon.slot_states import POLL_S, SlotStates
-from penstock.worker.daemon.snapshots import StoredSnapshot, SlotSnapshots
+from penstock.worker.daemon.snapshots import SlotSnapshots, StoredSnapshot
 from penstock.worker.loader.epoch_crossing import catch_up, leave, travel
 from penstock.worker.loader.restart_points import END, RestartPoint
 from penstock.worker.loader.restorable_loader import RestorableLoader
@@ -190,7 +190,9 @@ def test_the_way_that_the_loop_went_is_gone_where_it_is_known(loader: str, place
         assert not said.fields["ended"]
         again, saved = built(), RestartPoint.decode(said.payload)
         again.restore(saved)
-        travel(again, dict(saved.history.abandoned), total, epoch, lambda to, at: again.seek(to, at, lambda batch: None))
+        travel(
+            again, dict(saved.history.abandoned), total, epoch, lambda to, at: again.seek(to, at, lambda batch: None)
+        )
         catch_up(again, epoch)
         assert goes_on(again) == truth
         told = source.marked(first, way_on=True)
@@ -204,7 +206,11 @@ def test_the_way_that_the_loop_went_is_gone_where_it_is_known(loader: str, place
 
 def test_what_was_taken_ahead_of_a_break_is_no_base() -> None:
     store = SlotSnapshots(lambda kept: True)
-    for point in (StoredSnapshot(0, 0, 0, 0, True, 0, b"0"), StoredSnapshot(0, 2, 2, 0, False, 0, b"2"), StoredSnapshot(0, 3, 3, 0, False, 0, b"3")):
+    for point in (
+        StoredSnapshot(0, 0, 0, 0, True, 0, b"0"),
+        StoredSnapshot(0, 2, 2, 0, False, 0, b"2"),
+        StoredSnapshot(0, 3, 3, 0, False, 0, b"3"),
+    ):
         store.add(point, 0)
     store.add(StoredSnapshot(0, 6, 6, 0, False, 0, b"ahead"), 0)
     store.add(StoredSnapshot(1, 0, 8, 0, True, 0, b"of the epoch behind the end that the runner came to"), 0)
@@ -237,7 +243,13 @@ def test_behind_a_break_a_runner_is_waited_for_until_it_has_begun_the_next_pass(
         ready.set()
         store.add(StoredSnapshot(0, 0, 0, 0, True, 0, b"first"), 0)
         capabilities = records_pb2.LoaderCapabilities(state_methods=4, exact_states=True)
-        kept: dict[str, Any] = {"store": store, "capabilities": capabilities, "helper": elsewhere, "unsaved": None, "ready": ready}
+        kept: dict[str, Any] = {
+            "store": store,
+            "capabilities": capabilities,
+            "helper": elsewhere,
+            "unsaved": None,
+            "ready": ready,
+        }
         states = states_of(progress_page, **kept)
         progress_page.place(3, 0, 3)
         progress_page.cut(0, 3)
@@ -277,7 +289,9 @@ def test_the_origin_of_a_pass_before_is_no_state_of_a_loader_without_methods(pro
         states = states_of(progress_page, **kept)
         asked = request(1, 0, 3)
         asked.digests_after = 3
-        with pytest.raises(StateUnavailableError, match="behind an epoch that the loop left, after batch 3 of the worke"):
+        with pytest.raises(
+            StateUnavailableError, match="behind an epoch that the loop left, after batch 3 of the worke"
+        ):
             await states._state(asked, pb.StateAnswer(), 1e12)
 
     asyncio.run(body())
@@ -310,7 +324,9 @@ class TakenOver:
 
     def _keep(self, point: RestartPoint, *, epoch_start: bool) -> None:
         place = point.place
-        self.store.add(StoredSnapshot(0, place.total, place.total, 0, epoch_start, 0, point.encode(), inherited=True), 0)
+        self.store.add(
+            StoredSnapshot(0, place.total, place.total, 0, epoch_start, 0, point.encode(), inherited=True), 0
+        )
 
     def answer(self, reported: int) -> tuple[pb.StateAnswer, RestartPoint]:
         """For batch 6; the box's last report was at another."""

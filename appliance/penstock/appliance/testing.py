@@ -21,7 +21,7 @@ from penstock.proto.state.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 
-__all__ = ["FakeBox", "FakeWorker", "FakeCluster"]
+__all__ = ["FakeBox", "FakeCluster", "FakeWorker"]
 
 
 class FakeCluster:

@@ -42,7 +42,10 @@ def collector() -> Collector:
 def _readings() -> MetricReadings:
     found = MetricReadings("client")
     # Of a run that was opened again in this process only the newest is a stream.
-    feeds = {(reader.run.name, reader.run.box): reader for reader in sorted(_open_feeds(), key=lambda reader: reader.run.attempt)}
+    feeds = {
+        (reader.run.name, reader.run.box): reader
+        for reader in sorted(_open_feeds(), key=lambda reader: reader.run.attempt)
+    }
     for reader in feeds.values():
         _count_reader(found, reader)
     pids = [receiver.pid for receiver in open_streams.receivers.all()]

@@ -8,8 +8,8 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-from google.protobuf.message import DecodeError
 from google.protobuf.message import ControlMessage as Protobuf
+from google.protobuf.message import DecodeError
 from targets.target import Target, pieces, script, words
 
 from penstock.appliance.core.cluster_state import ClusterState
@@ -24,7 +24,7 @@ from penstock.appliance.testing import FakeCluster
 from penstock.proto.errors import PenstockError, ProtocolError
 from penstock.proto.state.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
-from penstock.worker.processes.control_channel import MessageInbox, ControlMessage, counts, encode_head
+from penstock.worker.processes.control_channel import ControlMessage, MessageInbox, counts, encode_head
 from penstock.worker.processes.progress_page import ProgressPage
 
 __all__ = ["TARGETS"]
@@ -50,7 +50,11 @@ def _control(data: bytes) -> None:
 
 
 def _control_seeds() -> list[bytes]:
-    messages = [ControlMessage("point", {"epoch": 0, "total": 3}, b"state"), ControlMessage("ready", {}, b"\10\4"), ControlMessage("begun")]
+    messages = [
+        ControlMessage("point", {"epoch": 0, "total": 3}, b"state"),
+        ControlMessage("ready", {}, b"\10\4"),
+        ControlMessage("begun"),
+    ]
     stream = b"".join(encode_head(message) + message.payload for message in messages[:1])
     text = encode_head(messages[0])[HEAD.size :]
     return [script((0, stream)), script((0, stream[:9]), (0, stream[9:])), script((1, text + bytes(64)))]

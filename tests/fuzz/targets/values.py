@@ -147,7 +147,14 @@ def _point(data: bytes) -> None:
 def _base_seeds() -> list[bytes]:
     snapshot = RestartPoint(StreamPosition(0, 3, 3, 12), {"at": 3}, b"rng", None, 77)
     epoch_start = RestartPoint(StreamPosition(1, 0, 9, 36), None, b"after", b"before")
-    behind = RestartPoint(StreamPosition(1, 2, 11, 44), {}, b"r", digest=5, history=StreamHistory(abandoned=((0, 3),), whole=True), behind=epoch_start)
+    behind = RestartPoint(
+        StreamPosition(1, 2, 11, 44),
+        {},
+        b"r",
+        digest=5,
+        history=StreamHistory(abandoned=((0, 3),), whole=True),
+        behind=epoch_start,
+    )
     return [point.encode()[:-8] for point in (snapshot, epoch_start, behind)]
 
 

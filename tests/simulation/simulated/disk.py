@@ -185,7 +185,9 @@ class SimulatedStore(Store):
     def index(self) -> tuple[list[tuple[SlotKey, DurableSnapshot]], list[tuple[str, int]]]:
         kept = []
         for (key, total, epoch), (header, data) in self._disk.snapshots.items():
-            kept.append((key, DurableSnapshot(total, epoch, len(data), pb.SnapshotHeader.FromString(header).epoch_start)))
+            kept.append(
+                (key, DurableSnapshot(total, epoch, len(data), pb.SnapshotHeader.FromString(header).epoch_start))
+            )
         return kept, [(name, len(data)) for name, data in self._disk.blobs.items()]
 
     def put_snapshots(self, snapshots: Sequence[tuple[pb.SnapshotHeader, bytes]]) -> None:

@@ -47,7 +47,9 @@ MUTATIONS = (
         "a superseded attempt is not ended", Registry, "_next_attempt", "if run.current is not None:", "if False:"
     ),
     Mutation("the reply goes before the commit", GroupCommit, "sync", "await written", "pass"),
-    Mutation("rows that could not be written are forgotten", GroupCommit, "_write", "self._journal.put_back(rows)", "pass"),
+    Mutation(
+        "rows that could not be written are forgotten", GroupCommit, "_write", "self._journal.put_back(rows)", "pass"
+    ),
     Mutation(
         "a late report of an old generation counts",
         Registry,

@@ -78,7 +78,12 @@ def _is_cheap(slot: Slot) -> bool:
     """It goes on from a snapshot. What has no states replays its whole epoch, and that is worse than what it is moved
     for."""
     capabilities = slot.capabilities
-    return capabilities is not None and capabilities.state_methods >= 2 and not capabilities.not_restartable and not capabilities.own_workers
+    return (
+        capabilities is not None
+        and capabilities.state_methods >= 2
+        and not capabilities.not_restartable
+        and not capabilities.own_workers
+    )
 
 
 def _stragglers(cluster: ClusterState, now: float) -> Iterator[SlotMove]:

@@ -31,7 +31,7 @@ from penstock.proto.state.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 
-__all__ = ["StoppedCoordinator", "BoxRecord", "past", "track_of", "with_snapshots"]
+__all__ = ["BoxRecord", "StoppedCoordinator", "past", "track_of", "with_snapshots"]
 
 KNOWN = 8
 """Positions of a box that are kept on disk, about: with 65,536 slots each of all boxes takes 400 KB."""
@@ -57,7 +57,9 @@ class BoxRecord:
         history = _opened(self.attempt, self.opening, self.start, self.seed)
         history.settled = self.settled
         history.known.extend(at.to_proto() if isinstance(at, Position) else at for at in self.known)
-        history.abandoned.extend(pb.AbandonedEpoch(epoch=epoch, step=step) for epoch, step in sorted(self.abandoned.items()))
+        history.abandoned.extend(
+            pb.AbandonedEpoch(epoch=epoch, step=step) for epoch, step in sorted(self.abandoned.items())
+        )
         for left_out, capabilities in self.slots:
             skips = [records_pb2.Skip(epoch=e, total=t, count=n) for (e, t), n in sorted(left_out.items())]
             history.slots.add(skips=skips, capabilities=capabilities)
@@ -81,7 +83,9 @@ def track_of(attempt: Attempt, box: Box) -> BoxRecord:
     reports = box.place is BoxPresence.LIVE and attempt.state is AttemptState.OPEN
     settled = (box.told and (reports or box.place is BoxPresence.CLOSED)) or box.settled
     slots = [(dict(slot.skips), slot.capabilities) for slot in box.slots]
-    return BoxRecord(attempt.number, attempt.seed, box.opening, box.start, settled, _known(box), dict(box.abandoned), slots)
+    return BoxRecord(
+        attempt.number, attempt.seed, box.opening, box.start, settled, _known(box), dict(box.abandoned), slots
+    )
 
 
 def _known(box: Box) -> list[Position | records_pb2.BoxPosition]:
@@ -202,7 +206,10 @@ class StoppedCoordinator:
             history.known.extend(last.known)
             # One that was at work has gone on since, from what its lanes held.
             history.settled = last.settled and row["place"] == BoxPresence.CLOSED.value
-        history.abandoned.extend(pb.AbandonedEpoch(epoch=abandoned_epoch["epoch"], step=abandoned_epoch["step"]) for abandoned_epoch in _rows(db, "abandoned", **place))
+        history.abandoned.extend(
+            pb.AbandonedEpoch(epoch=abandoned_epoch["epoch"], step=abandoned_epoch["step"])
+            for abandoned_epoch in _rows(db, "abandoned", **place)
+        )
         with _reading(self._store) as store:
             for slot in _rows(db, "slots", **place):
                 at = {**place, "slot": slot["slot"]}

@@ -34,7 +34,11 @@ def note_cuts(cluster: ClusterState, attempt: Attempt, box: Box, request: pb.Wat
             continue
         if len(box.abandoned) >= cluster.limits.abandoned_max:
             raise InvalidArgumentError(f"box {box.number} has left {len(box.abandoned)} passes: there is no more room")
-        for other in attempt.boxes.values() if attempt.note_abandoned(box, abandoned_epoch.epoch, abandoned_epoch.step) else [box]:
+        for other in (
+            attempt.boxes.values()
+            if attempt.note_abandoned(box, abandoned_epoch.epoch, abandoned_epoch.step)
+            else [box]
+        ):
             cluster.touch(attempt, other)
         cluster.save_abandoned(attempt, box, abandoned_epoch.epoch)
 

@@ -15,13 +15,13 @@ from penstock.appliance.model.entities import (
     Attempt,
     AttemptState,
     Box,
-    SlotLoss,
-    ClosedAttempt,
     BoxPresence,
+    ClosedAttempt,
+    MigrationTarget,
     Run,
     Slot,
     SlotKey,
-    MigrationTarget,
+    SlotLoss,
     Worker,
 )
 from penstock.appliance.model.limits import Limits
@@ -114,7 +114,10 @@ class ClusterState:
 
     def snapshot_share(self) -> SnapshotShare:
         """What each slot may send of snapshots."""
-        calls_per_s = len(self.workers) / self.worker_lease_policy().heartbeat_s + self.live_boxes / self.box_lease_policy().heartbeat_s
+        calls_per_s = (
+            len(self.workers) / self.worker_lease_policy().heartbeat_s
+            + self.live_boxes / self.box_lease_policy().heartbeat_s
+        )
         return share(self.placed, calls_per_s, self.limits)
 
     def touch(self, attempt: Attempt, box: Box) -> None:
@@ -241,7 +244,9 @@ class ClusterState:
         run = self.runs[attempt.run]
         self.live_boxes += 1
         lease = now + self.box_lease_policy().lease_s
-        box = Box(request.box, client, request, start, BoxPresence.LIVE, lease, 0, credential=credential, reported_at=now)
+        box = Box(
+            request.box, client, request, start, BoxPresence.LIVE, lease, 0, credential=credential, reported_at=now
+        )
         self.slots_held[credential] += attempt.num_workers
         box.history.append(start)
         attempt.boxes[box.number] = box

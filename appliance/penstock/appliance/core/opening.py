@@ -22,9 +22,9 @@ from penstock.proto.errors import (
     BoxTakenError,
     InvalidArgumentError,
     OverloadedError,
-    TopologyError,
     StateMismatchError,
     SupersededError,
+    TopologyError,
 )
 from penstock.proto.state.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
@@ -118,7 +118,9 @@ def check_room(
         )
 
 
-def decide(run: Run | None, request: pb.OpenRunRequest, client: str, now: float) -> RepeatedOpening | JoinAttempt | OpenAttempt:
+def decide(
+    run: Run | None, request: pb.OpenRunRequest, client: str, now: float
+) -> RepeatedOpening | JoinAttempt | OpenAttempt:
     """Raises BoxTakenError, SupersededError, TopologyError, StateMismatchError, InvalidArgumentError."""
     if run is None:
         return OpenAttempt()

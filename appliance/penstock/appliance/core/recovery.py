@@ -18,8 +18,8 @@ from penstock.appliance.model.entities import (
     Attempt,
     AttemptState,
     Box,
-    ClosedAttempt,
     BoxPresence,
+    ClosedAttempt,
     Run,
     Slot,
     SlotKey,
@@ -101,7 +101,9 @@ def _box(cluster: ClusterState, attempt: Attempt, row: Mapping[str, Any], now: f
     request = pb.OpenRunRequest.FromString(row["opening"])
     request.ClearField("client_id")  # which releases before this one kept
     start = opening.validate(request, cluster.limits)
-    box = Box(row["box"], client_in(row["client_id"]), request, start, BoxPresence(row["place"]), now, cluster.next_version())
+    box = Box(
+        row["box"], client_in(row["client_id"]), request, start, BoxPresence(row["place"]), now, cluster.next_version()
+    )
     box.reported_at, box.told, box.restored = now, False, True
     box.history.append(start)
     if box.place is BoxPresence.CLOSED:
@@ -117,7 +119,9 @@ def _slot(cluster: ClusterState, row: Mapping[str, Any], now: float) -> None:
     slot = Slot(SlotKey(row["run"], row["attempt"], row["box"], row["slot"]), row["generation"], row["phase"])
     slot.worker, slot.session, slot.note, slot.moved_at = row["worker"], row["session"], row["note"], now
     slot.ever_ready, slot.recovery, slot.restarts = bool(row["ever_ready"]), bool(row["recovery"]), row["restarts"]
-    slot.capabilities = None if row["capabilities"] is None else records_pb2.LoaderCapabilities.FromString(row["capabilities"])
+    slot.capabilities = (
+        None if row["capabilities"] is None else records_pb2.LoaderCapabilities.FromString(row["capabilities"])
+    )
     slot.error = None if row["error"] is None else records_pb2.ErrorDetail.FromString(row["error"])
     box.slots.append(slot)
     if slot.worker:

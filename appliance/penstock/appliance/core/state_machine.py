@@ -342,7 +342,9 @@ class Registry:
         worker = self._registered(request.worker, request.session)
         if worker is not None:
             worker.seen_at = now
-            worker.lease_until = now + self.cluster.worker_lease_policy().promised(request.lease_s, self.limits.lease_max_s)
+            worker.lease_until = now + self.cluster.worker_lease_policy().promised(
+                request.lease_s, self.limits.lease_max_s
+            )
             for report in request.slots:
                 self._slot_report(worker, report, now)
             if request.leaving and not worker.draining:

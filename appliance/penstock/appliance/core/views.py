@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from penstock.appliance.core import demand
 from penstock.appliance.core.cluster_state import ClusterState
 from penstock.appliance.model.entities import Attempt, Box, BoxPresence, Slot, SlotKey, Worker
-from penstock.appliance.policies.bottleneck import BoxFacts, Bottleneck, SlotFacts, find
+from penstock.appliance.policies.bottleneck import Bottleneck, BoxFacts, SlotFacts, find
 from penstock.appliance.policies.lease_policy import LeasePolicy
 from penstock.appliance.states.state_query import SlotStateRequest
 from penstock.proto.rpc.version import PROTOCOL, VERSION

@@ -16,7 +16,7 @@ from typing import Generic, Protocol, TypeVar
 from penstock.appliance.model.limits import Limits
 from penstock.proto.errors import DeadlineError, ProtocolError
 
-__all__ = ["MinimumRate", "TransferReader", "Transfer", "ended_when_slow"]
+__all__ = ["MinimumRate", "Transfer", "TransferReader", "ended_when_slow"]
 
 
 log = logging.getLogger(__name__)

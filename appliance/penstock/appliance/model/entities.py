@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
-from penstock.appliance.model.gauges import HALF_S, SlotGauge, BoxWaits
+from penstock.appliance.model.gauges import HALF_S, BoxWaits, SlotGauge
 from penstock.proto.state.allowed_modules import under
 from penstock.proto.state.position import Position
 from penstock.proto.state.restartable import by_own_methods

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock.appliance.model.entities import Box, SlotLoss, Slot
+from penstock.appliance.model.entities import Box, Slot, SlotLoss
 from penstock.proto.errors import WorkerLostError
 from penstock.proto.state.position import MOST, Position
 from penstock.proto.v1 import records_pb2

@@ -314,7 +314,9 @@ class StateQuery:
         behind = attempt.behind(box, self.step)
         if behind is not None:
             other = attempt.left[behind]
-            missing.append(f"box {number} (it has not come beyond step {behind}, after which box {other} left an epoch)")
+            missing.append(
+                f"box {number} (it has not come beyond step {behind}, after which box {other} left an epoch)"
+            )
             self._ask(number, {})
             return
         abandoned_from, passes = _left(box, position)

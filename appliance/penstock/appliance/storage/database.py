@@ -28,8 +28,8 @@ from penstock.proto.errors import JournalError
 __all__ = [
     "META",
     "SCHEMA",
-    "CommitNumber",
     "CommitMarks",
+    "CommitNumber",
     "behind",
     "check_commits",
     "damaged",

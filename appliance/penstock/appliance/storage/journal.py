@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from penstock.appliance.storage.database import CommitNumber, CommitMarks, behind, damaged, open_database, transaction
+from penstock.appliance.storage.database import CommitMarks, CommitNumber, behind, damaged, open_database, transaction
 from penstock.proto.errors import JournalError
 
 Rows = dict[tuple[Any, ...], tuple[str, tuple[Any, ...]]]
@@ -36,7 +36,18 @@ TABLES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "boxes": (("run", "attempt", "box"), ("client_id", "place", "opening")),
     "slots": (
         ("run", "attempt", "box", "slot"),
-        ("generation", "phase", "worker", "session", "ever_ready", "recovery", "restarts", "note", "capabilities", "error"),
+        (
+            "generation",
+            "phase",
+            "worker",
+            "session",
+            "ever_ready",
+            "recovery",
+            "restarts",
+            "note",
+            "capabilities",
+            "error",
+        ),
     ),
     "skips": (("run", "attempt", "box", "slot", "epoch", "total"), ("count", "own")),
     # The highest generation that a successor of a slot was given: see migration.py.

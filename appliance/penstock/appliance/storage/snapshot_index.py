@@ -91,7 +91,9 @@ class SnapshotIndex:
         finally:
             self.coming -= size
 
-    def load(self, snapshots: Iterable[tuple[SlotKey, DurableSnapshot]], blobs: Iterable[tuple[str, int]], now: float) -> None:
+    def load(
+        self, snapshots: Iterable[tuple[SlotKey, DurableSnapshot]], blobs: Iterable[tuple[str, int]], now: float
+    ) -> None:
         """What the store holds, at the start."""
         for key, kept in snapshots:
             self.add(key, kept)

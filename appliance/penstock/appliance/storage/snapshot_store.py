@@ -62,7 +62,9 @@ class Store:
             blobs = self._db.execute("SELECT name, size FROM blobs").fetchall()
         kept = []
         for *key, total, epoch, size, header in rows:
-            kept.append((SlotKey(*key), DurableSnapshot(total, epoch, size, pb.SnapshotHeader.FromString(header).epoch_start)))
+            kept.append(
+                (SlotKey(*key), DurableSnapshot(total, epoch, size, pb.SnapshotHeader.FromString(header).epoch_start))
+            )
         return kept, blobs
 
     def put_snapshot(self, header: pb.SnapshotHeader, data: bytes) -> None:

@@ -23,7 +23,7 @@ from typing import Any, Literal
 import torch
 
 from penstock.client.api.appliance_settings import ApplianceSettings, Torchrun, attempt_key, resolve
-from penstock.client.api.rendezvous import SharedAppliance, DaemonAddresses
+from penstock.client.api.rendezvous import DaemonAddresses, SharedAppliance
 from penstock.client.api.scopes import ApplianceScope
 from penstock.client.embedded import Embedded
 from penstock.client.states.code_reference import CodeReference, forbid_in_runner, search_path

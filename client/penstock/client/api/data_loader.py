@@ -26,7 +26,7 @@ from penstock.client.api.session import Session
 from penstock.client.states.batch_sizes import batch_size_of
 from penstock.client.states.code_reference import ship
 from penstock.client.states.local_loader import LocalLoader, check_strict
-from penstock.client.states.saved_state import KEY, SavedState, BoxStart, blank, is_to_be_filled, read
+from penstock.client.states.saved_state import KEY, BoxStart, SavedState, blank, is_to_be_filled, read
 from penstock.client.states.state_records import checkpoints_of, saved_of
 from penstock.client.stream.device_reader import reader_for
 from penstock.client.stream.open_run import OpenRun

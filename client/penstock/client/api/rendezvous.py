@@ -26,7 +26,7 @@ from penstock.client.api.appliance_settings import Torchrun
 from penstock.proto.errors import DeadlineError, PenstockError
 from penstock.proto.lane.endpoints import check_peer, connect_local
 
-__all__ = ["SharedAppliance", "DaemonAddresses"]
+__all__ = ["DaemonAddresses", "SharedAppliance"]
 
 POLL_S = 0.02
 LEAVE_S = 60.0

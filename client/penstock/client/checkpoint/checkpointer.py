@@ -30,7 +30,7 @@ from penstock.client.checkpoint.restoring.restore import TRIES, LoadedCheckpoint
 from penstock.client.checkpoint.saving.agreement import AgreedSave, Agreement
 from penstock.client.checkpoint.saving.ranks import Ranks
 from penstock.client.checkpoint.saving.save_lock import CallLock, SignalWatch
-from penstock.client.checkpoint.saving.tensor_staging import StagingBuffer, Staged
+from penstock.client.checkpoint.saving.tensor_staging import Staged, StagingBuffer
 from penstock.client.checkpoint.saving.writer_process import PendingSave, WriterProcess, wait_all
 from penstock.client.stream import open_streams
 from penstock.proto.errors import CheckpointError, InvalidArgumentError, PenstockError

@@ -32,7 +32,7 @@ from penstock.proto.state.codec import decode_state, encode_state
 from penstock.proto.state.position import MOST, Position
 from penstock.proto.v1 import records_pb2
 
-__all__ = ["FORMAT", "KEY", "STATE", "WorkerPart", "SavedState", "BoxStart", "blank", "is_to_be_filled", "read"]
+__all__ = ["FORMAT", "KEY", "STATE", "BoxStart", "SavedState", "WorkerPart", "blank", "is_to_be_filled", "read"]
 
 KEY = "__penstock__"
 """The reserved key of a saved state."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from penstock.client.states.saved_state import WorkerPart, SavedState
+from penstock.client.states.saved_state import SavedState, WorkerPart
 from penstock.proto.rpc.calls import FetchedState
 from penstock.proto.state.codec import decode_state
 from penstock.proto.state.position import Position

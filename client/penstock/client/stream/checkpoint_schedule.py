@@ -18,7 +18,7 @@ from typing import Any
 
 from penstock.proto.errors import InvalidArgumentError
 
-__all__ = ["CheckpointSteps", "CheckpointSchedule", "positive"]
+__all__ = ["CheckpointSchedule", "CheckpointSteps", "positive"]
 
 CheckpointSteps = int | Iterable[int | range] | Callable[[int], bool] | None
 

@@ -23,7 +23,7 @@ from penstock.proto.batch.assemble import CARRIERS
 from penstock.proto.errors import InvalidArgumentError
 from penstock.proto.lane.ring import Ring
 
-__all__ = ["DeviceBackend", "CpuBackend", "DeviceEvent", "check_device", "copied"]
+__all__ = ["CpuBackend", "DeviceBackend", "DeviceEvent", "check_device", "copied"]
 
 
 class DeviceEvent(Protocol):

@@ -137,7 +137,9 @@ class DeviceLane(SlotLane):
     def take(self, frame: Frame) -> DeviceLoad:
         ring, assembler, shapes = self.checked(frame)
         load = DeviceLoad(self, ring, frame)
-        load.batch = assembler.assemble(shapes, ring.buffer, frame.entry * ring.entry_bytes, frame.nbytes, move=load.move)
+        load.batch = assembler.assemble(
+            shapes, ring.buffer, frame.entry * ring.entry_bytes, frame.nbytes, move=load.move
+        )
         return load
 
     def _map(self, ring_id: int) -> RingView:

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from penstock.client.stream.cuda import CudaBackend
-from penstock.client.stream.device import DeviceBackend, CpuBackend
+from penstock.client.stream.device import CpuBackend, DeviceBackend
 from penstock.client.stream.device_loads import LOOK_S, DeviceLane, DeviceLoad, PeekingConsumer
 from penstock.client.stream.lane_reader import SlotLane
 from penstock.client.stream.open_run import OpenRun

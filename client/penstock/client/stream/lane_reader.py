@@ -49,7 +49,7 @@ ABANDONED_KEPT = 256
 class RingView:
     """A ring in the form that the hot path reads it."""
 
-    __slots__ = ("buffer", "group", "held", "limit", "ring", "entry_bytes")
+    __slots__ = ("buffer", "entry_bytes", "group", "held", "limit", "ring")
 
     def __init__(self, ring: Ring) -> None:
         self.ring = ring
@@ -67,22 +67,22 @@ class SlotLane:
     """See the module. All of it belongs to the training thread."""
 
     __slots__ = (
+        "abandoned",
+        "abandoned_epoch",
+        "abandons",
         "backoff_s",
         "consumer",
         "copies",
         "corrupt",
         "current_ring",
-        "abandoned_epoch",
         "cut_off_at",
         "cut_off_since",
-        "abandons",
         "failed_since",
         "freed",
         "generation",
         "group",
         "last_digest",
         "layout",
-        "abandoned",
         "name",
         "poll",
         "release",

@@ -37,7 +37,7 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import lane_pb2, records_pb2
 from penstock.runtime.process import forks
 
-__all__ = ["RunLink", "BoxProgress", "OpenRun"]
+__all__ = ["BoxProgress", "OpenRun", "RunLink"]
 
 HOLD_S = 1.0
 """Seconds of a long poll until the coordinator says how long; it is also how often progress is reported."""

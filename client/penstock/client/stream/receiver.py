@@ -65,7 +65,7 @@ from penstock.proto.lane.frames import (
     check_peer,
     read_frame,
 )
-from penstock.proto.lane.producer import Producer, FreeEntry
+from penstock.proto.lane.producer import FreeEntry, Producer
 from penstock.proto.lane.ring import BOX_BYTES, PAGE, RingBudget
 from penstock.proto.lane.tls_socket import TlsSocket, check_damage, connect_tls
 from penstock.proto.rpc.tls import Renewing, Tls, explain, host_of, load_tls
@@ -308,7 +308,9 @@ class ReceiverLane:
                 self._waiting = True
             elif kind == RING:
                 self._slot_bytes[frame.ring] = frame.entry_bytes
-                producer.ring_bytes = min(frame.entry_bytes * frame.entries, BOX_BYTES)  # a ring as large as the sender's
+                producer.ring_bytes = min(
+                    frame.entry_bytes * frame.entries, BOX_BYTES
+                )  # a ring as large as the sender's
                 if len(self._slot_bytes) > MAX_RINGS:
                     del self._slot_bytes[min(self._slot_bytes)]
             elif kind == STRUCTURE:

@@ -27,10 +27,10 @@ from penstock.worker.loader.crossing_kinds import REPLAY as REWOUND
 __all__ = [
     "REPLAY",
     "STATE",
-    "LoaderCheck",
-    "LoaderReport",
     "ExaminedLoader",
+    "LoaderCheck",
     "LoaderQuestion",
+    "LoaderReport",
     "examine",
     "examine_in",
     "json_option",
@@ -183,7 +183,9 @@ def examine_in(ward: TrialProcesses, question: LoaderQuestion) -> LoaderReport:
 def _saves(patient: ExaminedLoader) -> bool:
     """It has snapshots to restore."""
     capabilities = patient.capabilities
-    return bool(capabilities["state_methods"]) and not capabilities["not_restartable"] and not patient.streamed["unsaved"]
+    return (
+        bool(capabilities["state_methods"]) and not capabilities["not_restartable"] and not patient.streamed["unsaved"]
+    )
 
 
 def _by_own_methods(patient: ExaminedLoader) -> bool:
@@ -213,7 +215,13 @@ def _streamed(ward: TrialProcesses, question: LoaderQuestion, slot: int) -> Exam
 
 
 def _ask(
-    ward: TrialProcesses, question: LoaderQuestion, patient: ExaminedLoader, check: LoaderCheck, task: str, parts: Sequence[bytes], **fields: Any
+    ward: TrialProcesses,
+    question: LoaderQuestion,
+    patient: ExaminedLoader,
+    check: LoaderCheck,
+    task: str,
+    parts: Sequence[bytes],
+    **fields: Any,
 ) -> bytes | None:
     """Have a base restored, and note whether what comes next is what came then. Returns the next generation's base."""
     patient.checks.append(check)
@@ -354,7 +362,10 @@ def _is_uneven(check: LoaderCheck) -> bool:
 
 
 def _verdict(question: LoaderQuestion, patients: list[ExaminedLoader]) -> tuple[int, str]:
-    capabilities, unsaved = patients[0].capabilities, next((p.streamed["unsaved"] for p in patients if p.streamed["unsaved"]), "")
+    capabilities, unsaved = (
+        patients[0].capabilities,
+        next((p.streamed["unsaved"] for p in patients if p.streamed["unsaved"]), ""),
+    )
     if capabilities["not_restartable"]:
         return CANNOT_SAVE, f"cannot be saved: {capabilities['not_restartable']}"
     if unsaved:

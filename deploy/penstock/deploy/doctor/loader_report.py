@@ -8,7 +8,16 @@ from dataclasses import asdict
 from typing import Any
 
 from penstock.deploy.console.tables import Table, show, size
-from penstock.deploy.doctor.loader_check import METHODS, REPLAY, STATE, LoaderCheck, LoaderReport, LoaderQuestion, examine, saved_by
+from penstock.deploy.doctor.loader_check import (
+    METHODS,
+    REPLAY,
+    STATE,
+    LoaderCheck,
+    LoaderQuestion,
+    LoaderReport,
+    examine,
+    saved_by,
+)
 from penstock.proto.errors import PenstockError
 
 __all__ = ["as_dict", "show_doctor", "tables"]

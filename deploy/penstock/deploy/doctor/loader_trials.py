@@ -32,7 +32,7 @@ from penstock.proto.state import assignment as place_of
 from penstock.proto.state.codec import decode_state, encode_state
 from penstock.proto.v1 import records_pb2
 from penstock.runtime.process import forks
-from penstock.worker.loader.restart_points import END, RestartPoint, Launch
+from penstock.worker.loader.restart_points import END, Launch, RestartPoint
 from penstock.worker.loader.restorable_loader import RestorableLoader
 from penstock.worker.processes.control_channel import ControlChannel, ControlMessage, plain_detail
 from penstock.worker.processes.user_code import load_input_fn
@@ -136,7 +136,9 @@ class _Stream:
         self._channel.send(
             "done",
             events=self._events,
-            capabilities={field.name: getattr(source.capabilities, field.name) for field in source.capabilities.DESCRIPTOR.fields},
+            capabilities={
+                field.name: getattr(source.capabilities, field.name) for field in source.capabilities.DESCRIPTOR.fields
+            },
             looked_at=place_of.looked_at(),
             samples=place.samples,
             unsaved=self._unsaved,
@@ -252,7 +254,9 @@ def _compare(source: RestorableLoader, channel: ControlChannel, fields: dict[str
                 what = f"batch {total} is another one"
             else:
                 if then is not None and total == then[0]:
-                    channel.send("point", source.snapshot(then[1]).encode(), name="next", total=total, epoch_start=False)
+                    channel.send(
+                        "point", source.snapshot(then[1]).encode(), name="next", total=total, epoch_start=False
+                    )
                 continue
         channel.send("done", same=False, differs=total, what=what)
         return

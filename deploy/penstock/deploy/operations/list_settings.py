@@ -24,7 +24,7 @@ from penstock.deploy.console.fleet_settings import UpSettings
 from penstock.deploy.console.settings_sources import check_settings_file, daemon, refuse_unknown
 from penstock.deploy.console.tables import Table, show
 from penstock.runtime.config.job_settings import JobSettings
-from penstock.runtime.config.settings import ResolvedSetting, OtherType, Section, find, variables
+from penstock.runtime.config.settings import OtherType, ResolvedSetting, Section, find, variables
 from penstock.runtime.config.settings_file import CLUSTER, read_settings_file, token_file_of_settings
 
 __all__ = ["example", "show_config", "show_example"]

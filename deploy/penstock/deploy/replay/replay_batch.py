@@ -21,7 +21,7 @@ from penstock.deploy.console.coordinator_options import Peer
 from penstock.deploy.doctor.loader_check import json_option
 from penstock.deploy.operations.show_state import run_name
 from penstock.deploy.replay.archive import Archive, RunningArchive, StoppedArchive
-from penstock.deploy.replay.replay_processes import ReplayProcesses, ReplayForker, ReplayTask
+from penstock.deploy.replay.replay_processes import ReplayForker, ReplayProcesses, ReplayTask
 from penstock.deploy.replay.stream_replay import StreamReplay
 from penstock.proto.errors import (
     BoxOutOfRangeError,
@@ -117,7 +117,9 @@ def replay(request: ReplayRequest, archive: Archive | None, forker: ReplayForker
     with ExitStack() as closing:
         going = BatchReplay(request, history, way, archive)
         forker = forker or closing.enter_context(ReplayForker(history.opening.seed))
-        crew = closing.enter_context(ReplayProcesses(forker, history.opening.num_workers_per_box, going.until, going.told))
+        crew = closing.enter_context(
+            ReplayProcesses(forker, history.opening.num_workers_per_box, going.until, going.told)
+        )
         return going.run(crew)
 
 

@@ -18,7 +18,7 @@ from penstock.runtime.process.exit_status import describe_exit
 from penstock.worker.processes.child_processes import START_DEADLINE_S
 from penstock.worker.processes.control_channel import ControlChannel, ControlMessage
 
-__all__ = ["ReplayProcesses", "ReplayForker", "ReplayTask", "digests_of"]
+__all__ = ["ReplayForker", "ReplayProcesses", "ReplayTask", "digests_of"]
 
 EXIT_S = 2.0
 """For a child whose socket is closed to be seen to have ended."""

@@ -48,11 +48,11 @@ from penstock.proto.lane.frames import (
     read_frame,
 )
 from penstock.proto.lane.outbox import Outbox
-from penstock.proto.lane.ring import BOX_BYTES, Ring, RingBudget, grown, entries_for
+from penstock.proto.lane.ring import BOX_BYTES, Ring, RingBudget, entries_for, grown
 from penstock.proto.v1 import lane_pb2, records_pb2
 from penstock.runtime.process.forks import silence
 
-__all__ = ["Producer", "FreeEntry"]
+__all__ = ["FreeEntry", "Producer"]
 
 _log = logging.getLogger(__name__)
 
@@ -376,10 +376,14 @@ class Producer:
         """Send a BATCH frame that another producer made; only its place is changed to `slab`, where it lies as it is
         and in no codec. more: as in `publish`."""
         _, _, flags, _, _, structure, abandons, size, total, epoch, nbytes, digest, _, dims = frame
-        message = framed_batch(flags, slab.ring_id, slab.entry, structure, abandons, size, total, epoch, nbytes, digest, dims)
+        message = framed_batch(
+            flags, slab.ring_id, slab.entry, structure, abandons, size, total, epoch, nbytes, digest, dims
+        )
         self._keep_and_send(slab, total, epoch, structure, message, more)
 
-    def _keep_and_send(self, slab: FreeEntry, total: int, epoch: int, structure: int, message: bytes, more: bool) -> None:
+    def _keep_and_send(
+        self, slab: FreeEntry, total: int, epoch: int, structure: int, message: bytes, more: bool
+    ) -> None:
         if structure not in self._announced:
             self._announce_structure(structure)
         self._lent[slab.ring_id][slab.entry] = total

@@ -67,7 +67,9 @@ class AuthInterceptor(grpc.GenericRpcHandler):
     tls: says what callers' certificates must be for, if they are asked for any.
     """
 
-    def __init__(self, door: TokenVerifier, calls: CallCounters, connections: Connections, tls: Tls | None = None) -> None:
+    def __init__(
+        self, door: TokenVerifier, calls: CallCounters, connections: Connections, tls: Tls | None = None
+    ) -> None:
         self._door = door
         self._calls = calls
         self._connections = connections

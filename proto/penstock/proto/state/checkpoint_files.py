@@ -378,7 +378,9 @@ def _free_for(handle: int, kind: int) -> bool:
 
 
 @contextmanager
-def locked(folder: Path, timeout_s: float, *, silence_s: float | None = None, heartbeats: bool = False) -> Iterator[None]:
+def locked(
+    folder: Path, timeout_s: float, *, silence_s: float | None = None, heartbeats: bool = False
+) -> Iterator[None]:
     """Hold a folder's lock: one save at a time. It is free again when its holder ends, in whatever way.
 
     Args:

@@ -66,8 +66,8 @@ from penstock.proto.state.envelope import (
     HEADER,
     MAGIC,
     MAX_DEPTH,
-    Node,
     EnvelopeReader,
+    Node,
     opened,
 )
 

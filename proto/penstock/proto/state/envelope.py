@@ -14,7 +14,17 @@ import xxhash
 
 from penstock.proto.errors import StateCorruptError, StateVersionError
 
-__all__ = ["ALIGN", "CHECKSUM_BYTES", "FORMAT_VERSION", "HEADER", "MAGIC", "MAX_DEPTH", "Node", "EnvelopeReader", "opened"]
+__all__ = [
+    "ALIGN",
+    "CHECKSUM_BYTES",
+    "FORMAT_VERSION",
+    "HEADER",
+    "MAGIC",
+    "MAX_DEPTH",
+    "EnvelopeReader",
+    "Node",
+    "opened",
+]
 
 FORMAT_VERSION = 1
 """The format that encode_state writes, and the newest that is read."""

@@ -27,7 +27,7 @@ from penstock.proto.batch.digest import MASK
 from penstock.proto.errors import EmptyInputError, InvalidArgumentError
 from penstock.proto.v1 import records_pb2
 
-__all__ = ["MOST", "EPOCHS_AHEAD", "Position", "advance", "chain_at"]
+__all__ = ["EPOCHS_AHEAD", "MOST", "Position", "advance", "chain_at"]
 
 MOST = 1 << 62
 """The highest step, epoch or count that a position may come with: what is added to it still fits 64 bits."""

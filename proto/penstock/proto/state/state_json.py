@@ -29,7 +29,7 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-from penstock.proto.state.envelope import MAX_DEPTH, Node, EnvelopeReader, opened
+from penstock.proto.state.envelope import MAX_DEPTH, EnvelopeReader, Node, opened
 
 __all__ = ["state_as_json"]
 

@@ -23,10 +23,10 @@ from penstock.runtime.config.settings_file import SettingsFile, read_settings_fi
 __all__ = [
     "IN_MEMORY",
     "FilePath",
-    "ResolvedSetting",
     "IsList",
     "IsPath",
     "OtherType",
+    "ResolvedSetting",
     "Section",
     "field_of",
     "find",

@@ -125,7 +125,11 @@ def _slot(slot: pb.SlotView) -> dict[str, Any]:
 
 def _start(slot: pb.SlotView) -> str:
     """Of a runner that waits to be started, what for."""
-    return f"number {slot.start_queue_position} of {slot.start_queue_length} that wait to be started there" if slot.start_queue_position else ""
+    return (
+        f"number {slot.start_queue_position} of {slot.start_queue_length} that wait to be started there"
+        if slot.start_queue_position
+        else ""
+    )
 
 
 def _worker(worker: pb.WorkerStatus) -> dict[str, Any]:

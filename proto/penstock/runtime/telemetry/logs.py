@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
-__all__ = ["FIELDS", "SubjectLogger", "JsonLines", "OneLine", "RepeatedWarnings", "TextLines", "about", "printable"]
+__all__ = ["FIELDS", "JsonLines", "OneLine", "RepeatedWarnings", "SubjectLogger", "TextLines", "about", "printable"]
 
 LONGEST = 32 << 10
 """Characters of one message: an error with its remote traceback has up to 24 Ki."""

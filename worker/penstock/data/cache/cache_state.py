@@ -26,7 +26,7 @@ from penstock.data.remote.folders import RemoteFolder
 from penstock.proto.errors import DatasetError, ShardUnavailableError
 from penstock.runtime.files.plain_files import is_ours, read_plain
 
-__all__ = ["STATE", "LONGEST_PAUSE_S", "CacheState"]
+__all__ = ["LONGEST_PAUSE_S", "STATE", "CacheState"]
 
 STATE = ".penstock"
 """Their folder, below the cache's."""

@@ -99,7 +99,9 @@ class MapLoader(PositionLoader):
         _check_fetching(fetch_threads, fetch_processes, reseed)
         seed = here.seed if seed is None else seed
         name, self._length = type(dataset).__qualname__, _length_of(dataset)
-        order = UnshardedOrder(self._length, num_samples or self._length, seed=seed, shuffle=shuffle, block=shuffle_block)
+        order = UnshardedOrder(
+            self._length, num_samples or self._length, seed=seed, shuffle=shuffle, block=shuffle_block
+        )
         fingerprint = getattr(dataset, "fingerprint", None)
         described = {
             "data": fingerprint if isinstance(fingerprint, str) else None,

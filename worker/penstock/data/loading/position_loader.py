@@ -18,7 +18,7 @@ import torch.utils.data
 from penstock.data.arguments import one_of, whole
 from penstock.data.loading.restore_keys import PositionKeys, checked_name, with_keys
 from penstock.data.loading.worker_identity import WorkerIdentity
-from penstock.data.ordering.epoch_plan import EpochRemainder, EpochPlan, BatchPlan, SampleOrder, WorkerBatches
+from penstock.data.ordering.epoch_plan import BatchPlan, EpochPlan, EpochRemainder, SampleOrder, WorkerBatches
 from penstock.data.ordering.order_states import (
     OrderProgress,
     Topology,

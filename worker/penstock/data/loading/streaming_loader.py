@@ -12,7 +12,7 @@ from penstock.data.loading.collating import checked_collate
 from penstock.data.loading.map_reading import MapReader
 from penstock.data.loading.position_loader import PositionLoader, check_settings
 from penstock.data.loading.worker_identity import WorkerIdentity, global_batch
-from penstock.data.ordering.epoch_plan import EpochRemainder, BatchPlan, WorkerBatches
+from penstock.data.ordering.epoch_plan import BatchPlan, EpochRemainder, WorkerBatches
 from penstock.data.ordering.partition import Tail
 from penstock.data.ordering.permutation import Ints
 from penstock.data.ordering.sharded_order import Interleave, ShardedOrder

@@ -18,7 +18,7 @@ from penstock.data.ordering.partition import Partition, Tail, WorkerTurn
 from penstock.data.ordering.permutation import Ints
 from penstock.data.ordering.skips import KeptPositions, Ranges
 
-__all__ = ["EpochRemainder", "EpochPlan", "BatchPlan", "SampleOrder", "WorkerBatches"]
+__all__ = ["BatchPlan", "EpochPlan", "EpochRemainder", "SampleOrder", "WorkerBatches"]
 
 ORDERED_AT_ONCE = 2048
 """Rows whose samples are found in one go: it takes 0.1 us a row then, and 2 us if batches of 64 are."""

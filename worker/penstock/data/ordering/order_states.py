@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from penstock.data.ordering.epoch_plan import EpochRemainder, EpochPlan
+from penstock.data.ordering.epoch_plan import EpochPlan, EpochRemainder
 from penstock.data.ordering.partition import WorkerTurn
 from penstock.data.ordering.skips import Ranges, added_behind
 from penstock.proto.errors import InvalidArgumentError, StateCorruptError, StateMismatchError, StateVersionError

@@ -31,10 +31,10 @@ from urllib.parse import quote, urlsplit, urlunsplit
 from penstock.data.remote.blocking_filesystems import PlainFilesystems
 from penstock.data.remote.redirects import watch_redirects
 from penstock.data.remote.transfer import (
-    TransferBroken,
-    FileChanged,
-    DownloadTarget,
     DownloadProgress,
+    DownloadTarget,
+    FileChanged,
+    TransferBroken,
     age_of,
     by_pieces,
     http_headers,

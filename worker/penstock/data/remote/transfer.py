@@ -26,11 +26,11 @@ from penstock.proto.errors import PenstockError, ShardCorruptError, ShardUnavail
 
 __all__ = [
     "PIECE",
-    "TransferBroken",
-    "FileChanged",
-    "DownloadTarget",
     "DownloadProgress",
+    "DownloadTarget",
     "FailureKind",
+    "FileChanged",
+    "TransferBroken",
     "age_of",
     "by_pieces",
     "http_headers",
@@ -207,7 +207,9 @@ def _validator(headers: Any) -> str:
     return str(headers.get("Last-Modified", ""))
 
 
-def by_pieces(call: Callable[..., Any], path: str, landing: DownloadTarget, progress: DownloadProgress, source: str) -> None:
+def by_pieces(
+    call: Callable[..., Any], path: str, landing: DownloadTarget, progress: DownloadProgress, source: str
+) -> None:
     """By ranges; `call` is the filesystem's method of a name, with a deadline for each call."""
     size = progress.expected
     if size is not None and size <= PIECE and not landing.at:

@@ -18,7 +18,7 @@ from penstock.data.sharded.round_robin import RoundRobin, Tail
 from penstock.data.sharded.shard_cursors import ShardReaders
 from penstock.proto.errors import DatasetError
 
-__all__ = ["Rows", "EpochStream"]
+__all__ = ["EpochStream", "Rows"]
 
 Rows = list[tuple[int, int, bool]]
 """Shard, index in it, and whether the sample comes a second time in this epoch."""

@@ -37,7 +37,9 @@ class CursorStates:
         return CursorStates(self.indices.copy(), self.tokens.copy())
 
     def among(self, shards: Container[int]) -> CursorStates:
-        return CursorStates(*({shard: has for shard, has in column.items() if shard in shards} for column in self.columns))
+        return CursorStates(
+            *({shard: has for shard, has in column.items() if shard in shards} for column in self.columns)
+        )
 
     @property
     def columns(self) -> tuple[dict[int, int], dict[int, Token]]:

@@ -117,7 +117,9 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         }
         self._ground = FixedOrder(source, partitions, self._tail, block)
         self._plan = SharePlan(self._ground, self._seed, here.box, digest_of(self._order), keys is not None)
-        self._begun = ShardedPosition(OrderProgress(0, 0, 0, self._shape()), grid=self._ground.grid(block or self._batch))
+        self._begun = ShardedPosition(
+            OrderProgress(0, 0, 0, self._shape()), grid=self._ground.grid(block or self._batch)
+        )
         """Where the epoch began, or will."""
         self._stands = True
         """The next epoch begins where the loader stands; else in the next epoch."""

@@ -113,7 +113,9 @@ class FixedOrder:
         check_format(state, *KIND)
         try:
             progress = OrderProgress.parsed(state)
-            marks = CursorStates(*(dict(zip(state["shards"], state[name], strict=True)) for name in ("indices", "tokens")))
+            marks = CursorStates(
+                *(dict(zip(state["shards"], state[name], strict=True)) for name in ("indices", "tokens"))
+            )
             numbers = [progress.start, *state["indices"]]
             grid = self._grid_of(state)
             ended = {} if grid is not None else dict(zip(state["ended"], state["lengths"], strict=True))
@@ -149,7 +151,9 @@ class FixedOrder:
         }
         return {**whole.state(states[0]["order"]), "workers": len(states), "others": others}
 
-    def part(self, state: Mapping[str, Any], number: int, workers: int, shape: Topology) -> tuple[ShardedPosition, bool]:
+    def part(
+        self, state: Mapping[str, Any], number: int, workers: int, shape: Topology
+    ) -> tuple[ShardedPosition, bool]:
         """Of worker `number` (global_worker_id) of `workers` in all, which have this topology. And whether the workers
         are others, so that an epoch of which nothing is left is to be passed over."""
         whole = self.read(state)

@@ -9,7 +9,7 @@ from typing import Any, Unpack
 import numpy as np
 
 from penstock.data.formats.text_shards import SEPARATORS, TEXT_ENCODINGS
-from penstock.data.writing.writers import Out, WriterSettings, Writer
+from penstock.data.writing.writers import Out, Writer, WriterSettings
 from penstock.proto.errors import DatasetError
 
 __all__ = ["CSVWriter", "JSONWriter", "TSVWriter", "XSVWriter"]

@@ -39,7 +39,7 @@ from penstock.proto.errors import DatasetError, InvalidArgumentError
 from penstock.runtime.files.atomic_files import write_whole
 from penstock.runtime.files.plain_files import open_plain
 
-__all__ = ["MDSWriter", "Out", "WriterSettings", "Writer"]
+__all__ = ["MDSWriter", "Out", "Writer", "WriterSettings"]
 
 SIZE_LIMIT = 64 << 20
 """Bytes of a raw shard."""

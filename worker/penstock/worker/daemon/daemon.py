@@ -38,7 +38,7 @@ from penstock.worker.daemon.durable_snapshots import SnapshotQuota
 from penstock.worker.daemon.heartbeats import Heartbeats
 from penstock.worker.daemon.listeners import LaneListeners, slot_of
 from penstock.worker.daemon.proofs import LoaderFindings
-from penstock.worker.daemon.slot import Slot, SlotKey, DaemonCounters, key_of
+from penstock.worker.daemon.slot import DaemonCounters, Slot, SlotKey, key_of
 from penstock.worker.helpers.blobs import Blobs
 from penstock.worker.helpers.helper_pool import HelperPool
 from penstock.worker.loader.crossing_kinds import more_careful

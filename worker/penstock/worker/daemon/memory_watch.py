@@ -69,7 +69,9 @@ class MemoryWatch:
         slot = self._slot
         await slot.begun.wait()
         while own := [
-            point for point in slot.store if not (point.epoch_start or point.refuted) and point.place not in slot.from_before
+            point
+            for point in slot.store
+            if not (point.epoch_start or point.refuted) and point.place not in slot.from_before
         ]:
             usable = [point.total for point in own if slot.usable(point)]
             slot.progress_page.refresh()

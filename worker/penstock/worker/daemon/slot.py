@@ -34,7 +34,7 @@ from penstock.worker.daemon.durable_snapshots import NOT_OURS, DurableSnapshots,
 from penstock.worker.daemon.memory_watch import MemoryWatch
 from penstock.worker.daemon.proofs import LoaderFindings, RestartPointProver
 from penstock.worker.daemon.slot_states import SlotStates
-from penstock.worker.daemon.snapshots import StoredSnapshot, SlotSnapshots
+from penstock.worker.daemon.snapshots import SlotSnapshots, StoredSnapshot
 from penstock.worker.daemon.stall_watch import LOOKS, Stall, hang_s
 from penstock.worker.helpers.replayers import DEADLINE_S, ReplayHost, run_task, send_assignment
 from penstock.worker.processes.child_processes import Child, about_slot
@@ -46,7 +46,7 @@ from penstock.worker.resources.processor_time import NOTHING, used_by
 from penstock.worker.resources.rates import BatchRates
 from penstock.worker.resources.turn_queue import QueueTurn, TurnQueue
 
-__all__ = ["SlotHost", "SnapshotQuota", "Slot", "DaemonCounters", "key_of"]
+__all__ = ["DaemonCounters", "Slot", "SlotHost", "SnapshotQuota", "key_of"]
 
 _log = logging.getLogger("penstock.worker")
 
@@ -521,7 +521,9 @@ class Slot:
         await asyncio.wait((answering,))
         return None if answering.cancelled() else answering.result()
 
-    async def helper(self, points: list[bytes], task: str, deadline_s: float = DEADLINE_S, **fields: Any) -> ControlMessage:
+    async def helper(
+        self, points: list[bytes], task: str, deadline_s: float = DEADLINE_S, **fields: Any
+    ) -> ControlMessage:
         """Have a helper process do something with the loader; see run_task."""
         if task == "state" and by_own_methods(self.capabilities) and self.assignment.resume.blob:
             points = [*points, await self._resume_blob()]

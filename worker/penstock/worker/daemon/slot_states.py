@@ -198,7 +198,9 @@ class SlotStates:
                 return before
         return point
 
-    def _digests(self, request: coordinator_pb2.StateRequest, entry_of: Callable[[int], BatchRecord | None]) -> list[int]:
+    def _digests(
+        self, request: coordinator_pb2.StateRequest, entry_of: Callable[[int], BatchRecord | None]
+    ) -> list[int]:
         """Of the batches that lead to the place; empty if one is not known here, or is of an epoch that was left."""
         total = request.position.total
         began = total - request.position.delivered

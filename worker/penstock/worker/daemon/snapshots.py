@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 from penstock.proto.state import position
 
-__all__ = ["StoredSnapshot", "SlotSnapshots"]
+__all__ = ["SlotSnapshots", "StoredSnapshot"]
 
 MAX_BYTES = 64 << 20
 MAX_COUNT = 1024
@@ -103,7 +103,9 @@ class SlotSnapshots:
                 return kept
         return None
 
-    def nearest(self, epoch: int, total: int, *, left: Mapping[int, int] = MappingProxyType({})) -> StoredSnapshot | None:
+    def nearest(
+        self, epoch: int, total: int, *, left: Mapping[int, int] = MappingProxyType({})
+    ) -> StoredSnapshot | None:
         """The base to replay from: the latest usable one at or before a place, in the latest pass.
 
         `left`: epoch -> total where the loop left that epoch. What was taken ahead of such a place is not on the way,

@@ -22,7 +22,7 @@ from penstock.worker.processes.child_processes import Child, ForkServer
 from penstock.worker.processes.control_channel import ControlMessage
 from penstock.worker.processes.progress_page import ProgressPage
 
-__all__ = ["HelperProcess", "HelperPool"]
+__all__ = ["HelperPool", "HelperProcess"]
 
 PAYS = 3
 """Tasks of a run, under way and waiting, for which a helper is started: fewer are done before it is warm."""

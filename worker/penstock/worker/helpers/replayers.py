@@ -13,7 +13,7 @@ from penstock.proto.errors import DeadlineError, WorkerLostError, error_named
 from penstock.proto.v1 import records_pb2
 from penstock.runtime.process.exit_status import describe_exit
 from penstock.worker.helpers.blobs import Blobs
-from penstock.worker.helpers.helper_pool import HelperProcess, HelperPool
+from penstock.worker.helpers.helper_pool import HelperPool, HelperProcess
 from penstock.worker.processes.child_processes import Child, ForkServer, about_slot
 from penstock.worker.processes.control_channel import ControlMessage
 from penstock.worker.processes.exit_causes import descriptors_closed

@@ -41,7 +41,9 @@ _log = logging.getLogger("penstock.worker")
 def cross(source: RestorableLoader, step: int) -> RestartPoint:
     """Open the next epoch of a restored source in the way that is right; returns its epoch start."""
     end, untouched = source.rng(), source.is_untouched
-    no_other_word = source.capabilities.state_methods == 4 and not source.history.complete  # its stream began on another topology
+    no_other_word = (
+        source.capabilities.state_methods == 4 and not source.history.complete
+    )  # its stream began on another topology
     if no_other_word or (source.history.crossing == KEPT and not (untouched or source.strays)):
         return source.open(step=step)
     if source.by_own_methods:
@@ -118,7 +120,13 @@ def _cross_as_resumed(source: RestorableLoader, step: int) -> RestartPoint:
     return opened
 
 
-def _as_resumed(source: RestorableLoader, start: RestartPoint, goal: StreamPosition, history: StreamHistory, take: Callable[[Any], tuple[int, int]]) -> None:
+def _as_resumed(
+    source: RestorableLoader,
+    start: RestartPoint,
+    goal: StreamPosition,
+    history: StreamHistory,
+    take: Callable[[Any], tuple[int, int]],
+) -> None:
     """Bring a loader that is resumed as its launch was back to where it stood, between two epochs. It got over the ends
     on the way by itself, and does again: they are not looked at once more."""
 
@@ -128,7 +136,9 @@ def _as_resumed(source: RestorableLoader, start: RestartPoint, goal: StreamPosit
 
     source.restore(start)
     source.restored = False
-    travel(source, dict(history.abandoned), goal.total, goal.epoch, lambda total, epoch: source.seek(total, epoch, seen))
+    travel(
+        source, dict(history.abandoned), goal.total, goal.epoch, lambda total, epoch: source.seek(total, epoch, seen)
+    )
     catch_up(source, goal.epoch)
     source.restored = True
 
@@ -188,7 +198,9 @@ def _from_the_beginning(source: RestorableLoader, take: Callable[[Any], tuple[in
         source.place.samples += samples
 
     source.begin()
-    travel(source, dict(history.abandoned), goal.total, goal.epoch, lambda total, epoch: source.seek(total, epoch, seen))
+    travel(
+        source, dict(history.abandoned), goal.total, goal.epoch, lambda total, epoch: source.seek(total, epoch, seen)
+    )
     catch_up(source, goal.epoch)
     if (source.place.epoch, source.place.total) != (goal.epoch, goal.total) or (digest and source.digest != digest):
         raise ReplayMismatchError(
@@ -198,7 +210,9 @@ def _from_the_beginning(source: RestorableLoader, take: Callable[[Any], tuple[in
     source.history = history.of(source.history.launch)
 
 
-def travel(source: RestorableLoader, left: dict[int, int], total: int, epoch: int, seek: Callable[[int, int], object]) -> None:
+def travel(
+    source: RestorableLoader, left: dict[int, int], total: int, epoch: int, seek: Callable[[int, int], object]
+) -> None:
     """Go to batch `total` in epoch `epoch`, the way that the loop went: out of the epochs that it left, where it did."""
     for known in sorted(known for known in left if source.place.epoch <= known < epoch):
         seek(left[known], known)

@@ -17,7 +17,7 @@ from penstock.proto.errors import InputFnError, ReplayMismatchError, StateCorrup
 from penstock.proto.state.codec import decode_state, encode_state
 from penstock.worker.loader.crossing_kinds import WAYS, more_careful
 
-__all__ = ["END", "UNFIT", "RestartPoint", "Launch", "StreamHistory", "StreamPosition"]
+__all__ = ["END", "UNFIT", "Launch", "RestartPoint", "StreamHistory", "StreamPosition"]
 
 UNFIT = (ReplayMismatchError, InputFnError)
 """What says that a restart point does not lead to the batches that were delivered: another batch came, or the loader
@@ -92,7 +92,9 @@ class StreamHistory:
     def leaving(self, epoch: int, total: int) -> StreamHistory:
         """Behind an epoch that the loop left after batch `total`."""
         abandoned = (*(known for known in self.abandoned if known[0] < epoch), (epoch, total))
-        return replace(self, abandoned=abandoned[-MOST_ABANDONED:], complete=self.complete and len(left) <= MOST_ABANDONED)
+        return replace(
+            self, abandoned=abandoned[-MOST_ABANDONED:], complete=self.complete and len(left) <= MOST_ABANDONED
+        )
 
     def of(self, launch: Launch) -> StreamHistory:
         """The same, of a loader whose counts began elsewhere."""
@@ -108,7 +110,12 @@ class StreamHistory:
 
     def encode(self) -> dict[str, Any]:
         abandoned = [list(known) for known in self.abandoned]
-        return {"launch": self.launch.encode(), "abandoned": abandoned, "complete": self.complete, "crossing": self.crossing}
+        return {
+            "launch": self.launch.encode(),
+            "abandoned": abandoned,
+            "complete": self.complete,
+            "crossing": self.crossing,
+        }
 
     @classmethod
     def decode(cls, value: dict[str, Any]) -> StreamHistory:

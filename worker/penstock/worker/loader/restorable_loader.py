@@ -48,7 +48,7 @@ from penstock.runtime.process import forks
 from penstock.worker.loader import loader_generators
 from penstock.worker.loader.crossing_kinds import KEPT
 from penstock.worker.loader.epoch_crossing import cross
-from penstock.worker.loader.restart_points import END, RestartPoint, Launch, StreamHistory, StreamPosition
+from penstock.worker.loader.restart_points import END, Launch, RestartPoint, StreamHistory, StreamPosition
 from penstock.worker.loader.skip_batch import CannotSkipError, skip_batch
 from penstock.worker.loader.synthetic import NOT_SAVED, FirstBatch
 from penstock.worker.loader.worker_info import as_main_process, offer_worker_info
@@ -263,7 +263,9 @@ class RestorableLoader:
                 state, asked = self.state(step)
             except PenstockError as error:
                 self.unsaved = error  # the stream goes on; the save will say so
-        return self.marked(RestartPoint(self.place.copy(), state, self.rng(), before, self.digest, step if asked else 0))
+        return self.marked(
+            RestartPoint(self.place.copy(), state, self.rng(), before, self.digest, step if asked else 0)
+        )
 
     def hold_back(self, place: StreamPosition, epoch: int, epoch_start: RestartPoint | None = None) -> None:
         """The epoch that is open is of a later epoch than that of this place: end the one before it first. `epoch_start`: how
@@ -435,7 +437,9 @@ class RestorableLoader:
         as_made = point.is_beginning and self.history.complete
         if as_made:
             self.history = self.history.of(self._first_launch())
-        anew = not self._unused and not self.capabilities.is_iterator and (as_made or not self.capabilities.exact_states)
+        anew = (
+            not self._unused and not self.capabilities.is_iterator and (as_made or not self.capabilities.exact_states)
+        )
         if anew or self._taken_for != self.worker:
             self._make_anew(self.history.launch.step + 1)
         if point.rng_before is not None:
@@ -450,7 +454,10 @@ class RestorableLoader:
             self._restore_rng(point.rng if point.rng_before is None else point.rng_before)
         self._iterate()
         self.strays = (
-            point.is_epoch_start and not (as_made or self.by_own_methods) and self.history.complete and self.rng() != point.rng
+            point.is_epoch_start
+            and not (as_made or self.by_own_methods)
+            and self.history.complete
+            and self.rng() != point.rng
         )
         self._restore_rng(point.rng)
         self.place, self.digest = point.place.copy(), point.digest

@@ -237,7 +237,11 @@ class _Resume:
         """The way that the loop went, up to where it was saved."""
         source, digest = self._source, self._part["digest"]
         travel(
-            source, dict(self._history.abandoned), self._total, self._epoch, lambda total, epoch: self._seek(total, epoch, 0)
+            source,
+            dict(self._history.abandoned),
+            self._total,
+            self._epoch,
+            lambda total, epoch: self._seek(total, epoch, 0),
         )
         if digest and source.digest and source.digest != digest:
             raise ReplayMismatchError(

@@ -361,7 +361,11 @@ class ForkServer:
             deadline_s: seconds that it may take; a tenth of it without asking for a processor.
         """
         try:
-            capabilities = {"main": main_script, "caged": caged, f"user={user.encode() if user else ''}": user is not None}
+            capabilities = {
+                "main": main_script,
+                "caged": caged,
+                f"user={user.encode() if user else ''}": user is not None,
+            }
             await self._start(seed, [trait for trait, given in capabilities.items() if given])
             still_s = STANDS_STILL * deadline_s
             await unless_it_stands_still(asyncio.shield(self._up), self.pid, still_s, deadline_s)

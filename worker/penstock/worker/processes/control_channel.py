@@ -25,9 +25,9 @@ from penstock.runtime.process.forks import silence
 __all__ = [
     "DESCRIPTORS_CLOSED",
     "ControlChannel",
+    "ControlMessage",
     "DescriptorsClosedError",
     "MessageInbox",
-    "ControlMessage",
     "assignment_of",
     "counts",
     "describe",

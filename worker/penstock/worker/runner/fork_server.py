@@ -31,7 +31,12 @@ from typing import NoReturn
 
 from penstock.proto.errors import LaneLostError
 from penstock.runtime.process import sandbox
-from penstock.worker.processes.control_channel import DESCRIPTORS_CLOSED, ControlChannel, DescriptorsClosedError, ControlMessage
+from penstock.worker.processes.control_channel import (
+    DESCRIPTORS_CLOSED,
+    ControlChannel,
+    ControlMessage,
+    DescriptorsClosedError,
+)
 from penstock.worker.processes.orphans import Orphans, become_subreaper, forget_shared_memory
 from penstock.worker.processes.runner_user import RunnerUser
 from penstock.worker.processes.stack_dump import write_stacks_to

@@ -68,7 +68,8 @@ class LocalRestartPoints:
         (self._origins if epoch_start else self._snapshots).append(point)
         epoch_starts = self._origins
         while len(epoch_starts) > KEPT_POINTS and (
-            len(epoch_starts) > KEPT_POINTS + EPOCHS_AHEAD or sum(len(known.data) for known in epoch_starts) > KEPT_BYTES
+            len(epoch_starts) > KEPT_POINTS + EPOCHS_AHEAD
+            or sum(len(known.data) for known in epoch_starts) > KEPT_BYTES
         ):
             epoch_starts.popleft()
 

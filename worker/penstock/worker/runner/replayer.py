@@ -93,7 +93,11 @@ def run_helper(channel: ControlChannel) -> None:
 
 
 def _prove(
-    source: RestorableLoader, point: RestartPoint, fields: dict[str, Any], replay_digest: ReplayDigest, opened: RestartPoint | None = None
+    source: RestorableLoader,
+    point: RestartPoint,
+    fields: dict[str, Any],
+    replay_digest: ReplayDigest,
+    opened: RestartPoint | None = None,
 ) -> dict[str, Any]:
     """Whether the base leads to what was delivered, and if not, which batch differs.
 
@@ -126,7 +130,11 @@ def _prove(
 
 
 def _way_over(
-    source: RestorableLoader, beyond: dict[int, tuple[int, int]], replay_digest: ReplayDigest, known: str, opened: RestartPoint | None
+    source: RestorableLoader,
+    beyond: dict[int, tuple[int, int]],
+    replay_digest: ReplayDigest,
+    known: str,
+    opened: RestartPoint | None,
 ) -> str:
     """How the source, at the end of its epoch, gets to these batches of later ones: in the way that is known, if it
     leads there still, else in a more careful one."""
@@ -145,7 +153,10 @@ def _way_over(
 
 
 def _leads_on(
-    source: RestorableLoader, beyond: dict[int, tuple[int, int]], replay_digest: ReplayDigest, opened: RestartPoint | None
+    source: RestorableLoader,
+    beyond: dict[int, tuple[int, int]],
+    replay_digest: ReplayDigest,
+    opened: RestartPoint | None,
 ) -> bool:
     """Whether the source, between two epochs, goes on with these batches. With the first of them it must also be what
     the loader that streamed was: the epoch after may come of what it is, and not of what it has yielded."""
@@ -212,7 +223,9 @@ def _all_over(source: RestorableLoader, epoch: int) -> bool:
     return True
 
 
-def _state(source: RestorableLoader, point: RestartPoint, fields: dict[str, Any], replay_digest: ReplayDigest, channel: _Answer) -> None:
+def _state(
+    source: RestorableLoader, point: RestartPoint, fields: dict[str, Any], replay_digest: ReplayDigest, channel: _Answer
+) -> None:
     """Replay from the base to `total` in epoch `epoch`, and save there, as of the box's `step`; from the beginning if
     the base does not lead there."""
     try:
@@ -224,7 +237,9 @@ def _state(source: RestorableLoader, point: RestartPoint, fields: dict[str, Any]
         _log.warning("%s; its stream is made again from the beginning instead", mismatch.message)
         history = source.history = point.history
         source.begin()
-        told, data = _replayed(source, replace(source.open_epoch(), history=history), point.place.epoch, fields, replay_digest)
+        told, data = _replayed(
+            source, replace(source.open_epoch(), history=history), point.place.epoch, fields, replay_digest
+        )
     channel.send("done", data, **told)
 
 
@@ -262,7 +277,9 @@ def _replayed(
     if unheard or (place.epoch == epoch and place.delivered != fields["delivered"]):
         return {"elsewhere": True}, b""
     user, rng = None, b""
-    if source.capabilities.state_methods == 4:  # which is aggregated; for others what is saved is the base and the count
+    if (
+        source.capabilities.state_methods == 4
+    ):  # which is aggregated; for others what is saved is the base and the count
         source.require_state()
         if source.unsaved is not None:
             raise source.unsaved

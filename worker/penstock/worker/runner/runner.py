@@ -29,7 +29,7 @@ from penstock.proto.errors import (
     StateMismatchError,
     UnsupportedStateError,
 )
-from penstock.proto.lane.endpoints import Producer, FreeEntry
+from penstock.proto.lane.endpoints import FreeEntry, Producer
 from penstock.proto.lane.frames import KNOWN_STRUCTURES, LONG_SHAPES
 from penstock.proto.lane.ring import ring_bytes
 from penstock.proto.state import assignment as place_of
@@ -46,8 +46,8 @@ from penstock.worker.loader.restorable_loader import RestorableLoader
 from penstock.worker.loader.start import start
 from penstock.worker.processes.control_channel import (
     ControlChannel,
-    DescriptorsClosedError,
     ControlMessage,
+    DescriptorsClosedError,
     assignment_of,
     payload_of,
     plain_detail,
@@ -100,7 +100,9 @@ class _Start:
 
 
 class _Runner:
-    def __init__(self, assignment: records_pb2.WorkerAssignment, channel: ControlChannel, progress_page: ProgressPage) -> None:
+    def __init__(
+        self, assignment: records_pb2.WorkerAssignment, channel: ControlChannel, progress_page: ProgressPage
+    ) -> None:
         options = assignment.loader.options
         self.assignment = assignment
         self.producer = Producer(options.max_batch_bytes, ring_bytes(assignment.num_workers_per_box))
@@ -197,7 +199,9 @@ class _Runner:
         usable = [point for point in usable if point.place.began <= left.get(point.place.epoch - 1, point.place.began)]
         # Nor is a snapshot of just that place, if there is another: a loader that was loaded and has yielded nothing
         # may not know that it is in the middle of an epoch, and would go on with it when the next one is opened.
-        usable = [point for point in usable if point.is_epoch_start or point.place.total != left.get(point.place.epoch)] or usable
+        usable = [
+            point for point in usable if point.is_epoch_start or point.place.total != left.get(point.place.epoch)
+        ] or usable
         # Strictly before the last delivered batch if there is one, so that at least that one is compared.
         before = [point for point in usable if point.place.total < delivered] or usable
         if not before:
@@ -448,7 +452,9 @@ class _Runner:
                     self._cadence.stopped = True
                     self._channel.send("unsaved", error=plain_detail(error))
                     return
-                self._send_restart_point(point, data, epoch_start=False, start=self._is_counted(point), wanted=steps is not None)
+                self._send_restart_point(
+                    point, data, epoch_start=False, start=self._is_counted(point), wanted=steps is not None
+                )
                 if not point.step:
                     break  # its state_dict() did not ask for the step: it is the same for all of them
         for stale in [known for known in producer.wanted if known <= producer.delivered]:
@@ -462,7 +468,9 @@ class _Runner:
         """The box's step that delivers this batch, as long as all slots live."""
         return self._first_step + (total - self._first_total - 1) * self._stride
 
-    def _keep(self, point: RestartPoint, start: bool = False, *, epoch_start: bool = True, begins: bool = False) -> None:
+    def _keep(
+        self, point: RestartPoint, start: bool = False, *, epoch_start: bool = True, begins: bool = False
+    ) -> None:
         """`start`: the slot starts from it, so that what is delivered comes from there and it needs no proof. `begins`:
         so did the attempt."""
         error = self.source.unsaved
@@ -473,7 +481,11 @@ class _Runner:
                     self._start_data = data
                     self.source.counts_from = RestartPoint.decode(data) if self._counts else None
                 self._send_restart_point(
-                    point, data, epoch_start=epoch_start, start=start or self._is_counted(point), begins=begins and start
+                    point,
+                    data,
+                    epoch_start=epoch_start,
+                    start=start or self._is_counted(point),
+                    begins=begins and start,
                 )
                 return
             except UnsupportedStateError as refused:

@@ -35,7 +35,7 @@ from penstock.client.checkpoint.values.parameter_names import clean_keys, parame
 from penstock.client.checkpoint.values.torch_private import flatten_state_dict, set_element
 from penstock.proto.errors import CheckpointError, PenstockError
 
-__all__ = ["StateEntry", "SavedEntries", "ReadRequest", "entry_for"]
+__all__ = ["ReadRequest", "SavedEntries", "StateEntry", "entry_for"]
 
 KeyPath = tuple[Any, ...]
 EXTRA = "_extra_state"

@@ -23,7 +23,7 @@ from typing import Any
 import xxhash
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from penstock.client.checkpoint.restoring.entries import RestoreContext, StateEntry, SavedEntries, entry_for
+from penstock.client.checkpoint.restoring.entries import RestoreContext, SavedEntries, StateEntry, entry_for
 from penstock.client.checkpoint.restoring.reading import FillRequest, read, read_file
 from penstock.client.checkpoint.restoring.torch_index import read_index
 from penstock.client.checkpoint.saving.collect import OPTIMIZERS, OURS, RECIPES
@@ -50,7 +50,7 @@ from penstock.proto.state.checkpoint_files import (
     read_manifest,
 )
 
-__all__ = ["PinnedCheckpoint", "LoadedCheckpoint", "chosen", "load"]
+__all__ = ["LoadedCheckpoint", "PinnedCheckpoint", "chosen", "load"]
 
 SILENCE_S = 8.0
 """Seconds that a save which somebody else is making is waited for without a sign of life: its machine may be gone."""

@@ -30,7 +30,16 @@ from penstock.client.checkpoint.values.torch_frames import is_plain, saved_bytes
 from penstock.client.checkpoint.values.torch_private import find_state_dict_object, flatten_state_dict
 from penstock.proto.errors import InvalidArgumentError
 
-__all__ = ["OPTIMIZERS", "OURS", "RECIPES", "CollectedState", "collect", "module_state", "object_bytes", "with_containers"]
+__all__ = [
+    "OPTIMIZERS",
+    "OURS",
+    "RECIPES",
+    "CollectedState",
+    "collect",
+    "module_state",
+    "object_bytes",
+    "with_containers",
+]
 
 OURS = "__penstock__"
 """Under it, at the top: what is needed to restore a state as it was."""

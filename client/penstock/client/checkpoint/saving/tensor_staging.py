@@ -17,7 +17,7 @@ from penstock.client.checkpoint.values.torch_frames import frame_of
 from penstock.client.checkpoint.values.torch_private import copy_all
 from penstock.client.stream.cuda import PageLocks, take_error
 
-__all__ = ["StagingBuffer", "CudaCopies", "Staged"]
+__all__ = ["CudaCopies", "Staged", "StagingBuffer"]
 
 SLACK = 16 * PAGE
 """Bytes that a region has at least for its objects to grow into, before all of it has to be laid out anew: else as much

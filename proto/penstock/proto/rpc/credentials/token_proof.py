@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from penstock.proto.rpc.credentials.roles import Role
 from penstock.proto.rpc.credentials.tokens import Tokens, check_token
 
-__all__ = ["CHALLENGE_KEY", "PROOF_KEY", "TRIES", "Caller", "Challenged", "TokenProver", "ShownProof", "TokenVerifier"]
+__all__ = ["CHALLENGE_KEY", "PROOF_KEY", "TRIES", "Caller", "Challenged", "ShownProof", "TokenProver", "TokenVerifier"]
 
 SCHEME = "Penstock-Proof"
 """First word of the header "authorization". The other scheme is Bearer, for programs in any language over TLS."""

@@ -47,7 +47,7 @@ from penstock.proto.state.codec import decode_state, encode_state
 from penstock.proto.state.generators import capture_rng, restore_rng, seed_rng
 from penstock.proto.state.snapshot_cadence import SnapshotCadence
 
-__all__ = ["SNAPSHOT_EVERY", "SNAPSHOT_S", "StreamMark", "OpaqueStream", "let_go", "without_snapshots"]
+__all__ = ["SNAPSHOT_EVERY", "SNAPSHOT_S", "OpaqueStream", "StreamMark", "let_go", "without_snapshots"]
 
 SNAPSHOT_EVERY = 1000
 """Samples: to read them again takes about as long as it took to read them."""

@@ -15,7 +15,7 @@ from typing import Any
 from penstock.data.arguments import at_least_one
 from penstock.data.sharded.protocol import Place, Token
 from penstock.data.sharded.sources.collection import GarbageCollection
-from penstock.data.sharded.sources.opaque import SNAPSHOT_EVERY, SNAPSHOT_S, StreamMark, OpaqueStream
+from penstock.data.sharded.sources.opaque import SNAPSHOT_EVERY, SNAPSHOT_S, OpaqueStream, StreamMark
 from penstock.data.sharded.sources.sample_digest import BEGINNING, SampleDigests
 from penstock.proto.errors import DatasetError, InvalidArgumentError, StateCorruptError, StateMismatchError
 from penstock.proto.state.generators import derive_seed

@@ -25,7 +25,7 @@ import numpy as np
 
 from penstock.data.ordering.permutation import Ints, permuted
 from penstock.data.sharded.protocol import Token
-from penstock.data.sharded.sources.opaque import StreamMark, OpaqueStream
+from penstock.data.sharded.sources.opaque import OpaqueStream, StreamMark
 from penstock.data.sharded.sources.pieces import Pieces
 from penstock.data.sharded.sources.sample_digest import SampleDigests
 from penstock.proto.errors import DatasetError, StateCorruptError
@@ -114,7 +114,9 @@ class SequentialPieces:
 class RunCursor(Iterator[Any]):
     """Pieces one after the other, each read along."""
 
-    def __init__(self, runs: SequentialPieces, run: list[int], seed_of: Callable[[int], int | None], token: Token) -> None:
+    def __init__(
+        self, runs: SequentialPieces, run: list[int], seed_of: Callable[[int], int | None], token: Token
+    ) -> None:
         self._runs, self._pieces, self._run, self._seed_of = runs, runs.pieces, run, seed_of
         self._turn = 0
         self._stream = self._new(None) if run else None
