@@ -46,11 +46,11 @@ def test_a_slot_stays_where_it_is_until_its_successor_is_ready_and_all_is_durabl
     old, box, new = two(world)
     assert drain(world, "old") == (2, 0)
     waits = new.of(0)
-    assert (waits.generation, waits.recovery, waits.target, waits.prepare_migration) == (2, True, True, False)
+    assert (waits.generation, waits.recovery, waits.is_target, waits.prepare_migration) == (2, True, True, False)
     has = old.of(0)
-    assert (has.generation, has.target, has.prepare_migration) == (1, False, False)
+    assert (has.generation, has.is_target, has.prepare_migration) == (1, False, False)
     assert box.phases() == ["READY", "READY"]
-    assert {view.target for view in box.watch().slots} == {"new"}
+    assert {view.target_worker for view in box.watch().slots} == {"new"}
 
     new.beat(new.tell(waits, pb.READY))
     assert old.of(0).prepare_migration
@@ -61,7 +61,7 @@ def test_a_slot_stays_where_it_is_until_its_successor_is_ready_and_all_is_durabl
     assert view.migrated
     assert [assignment.slot for assignment in old.beat().assignments] == [1]
     now = new.of(0)
-    assert (now.generation, now.recovery, now.target) == (2, True, False)
+    assert (now.generation, now.recovery, now.is_target) == (2, True, False)
 
 
 def test_old_and_new_have_lanes_of_their_own(world: FakeCluster) -> None:
@@ -121,7 +121,7 @@ def test_a_successor_that_comes_to_nothing_leaves_the_slot_where_it_is(world: Fa
             new.beat(report)
     else:
         world.run_for(4.5, (old, box, new))
-    assert [(view.worker, view.generation, view.target) for view in box.watch().slots] == [("old", 1, "")] * 2
+    assert [(view.worker, view.generation, view.target_worker) for view in box.watch().slots] == [("old", 1, "")] * 2
     if how != "dies":
         assert new.beat().assignments == []
         world.run_for(3.5, (old, box, new))  # and then it is tried again, under a generation that nobody had
@@ -138,7 +138,7 @@ def test_a_successor_whose_own_worker_drains_is_replaced_by_another(world: FakeC
     assert new.beat().assignments == []
     assert {view.worker for view in box.watch().slots} == {"old"}
     world.run_for(0.25, (old, box, new, third))
-    assert {view.target for view in box.watch().slots} == {"third"}
+    assert {view.target_worker for view in box.watch().slots} == {"third"}
 
 
 def test_a_successor_that_has_nobody_else_to_replace_it_goes_with_its_worker(world: FakeCluster) -> None:
@@ -146,7 +146,7 @@ def test_a_successor_that_has_nobody_else_to_replace_it_goes_with_its_worker(wor
     drain(world, "old")
     drain(world, "new")
     world.run_for(0.25, (old, box, new))
-    assert {(view.worker, view.target) for view in box.watch().slots} == {("old", "")}
+    assert {(view.worker, view.target_worker) for view in box.watch().slots} == {("old", "")}
     assert (old.beat().stuck, new.beat().stuck) == (2, 0)
 
 
@@ -164,13 +164,13 @@ def test_what_one_worker_could_not_take_over_goes_to_another_at_once(world: Fake
     refuse(new, 0)
     assert old.beat().stuck == 0  # else a worker that is to end would give up
     world.run_for(0.25, (old, box, new, third))
-    assert third.of(0).target
+    assert third.of(0).is_target
     refuse(third, 0)
     assert old.beat().stuck == 1
     world.run_for(2.0, (old, box, new, third))
-    assert box.watch().slots[0].target == ""
+    assert box.watch().slots[0].target_worker == ""
     world.run_for(1.25, (old, box, new, third))
-    assert box.watch().slots[0].target == "third"  # where it may have been mended
+    assert box.watch().slots[0].target_worker == "third"  # where it may have been mended
 
 
 def test_a_successor_that_is_lost_is_no_reason_to_give_up_while_others_have_room(world: FakeCluster) -> None:
@@ -185,7 +185,7 @@ def test_a_successor_that_is_lost_is_no_reason_to_give_up_while_others_have_room
     assert "new" not in world.registry.cluster.workers
     assert old.beat().stuck == 0
     world.run_for(0.25, (old, box, third))
-    assert [third.of(slot).target for slot in (0, 1)] == [True, True]
+    assert [third.of(slot).is_target for slot in (0, 1)] == [True, True]
     assert new.beat().register_again
 
 
@@ -207,7 +207,7 @@ def test_a_drained_worker_gets_nothing_and_takes_slots_again_when_it_is_taken_ba
     other = world.open(job="other", client_id="other")
     assert {view.worker for view in other.watch().slots} == {""}  # new has no place left, old takes none
     assert drain(world, "old", undo=True) == (2, 0)
-    assert {view.target for view in box.watch().slots} == {""}
+    assert {view.target_worker for view in box.watch().slots} == {""}
     assert {view.worker for view in other.watch().slots} == {"new"}
     assert not old.beat().draining
 
@@ -241,7 +241,7 @@ def test_a_failed_slot_keeps_its_worker_and_loses_its_successor(world: FakeClust
     report = old.tell(old.of(0), pb.FAILED)
     report.error.message = "the loader raised"
     old.beat(report)
-    assert (box.watch().slots[0].phase, box.watch().slots[0].target) == (pb.FAILED, "")
+    assert (box.watch().slots[0].phase, box.watch().slots[0].target_worker) == (pb.FAILED, "")
     assert [assignment.slot for assignment in new.beat().assignments] == [1]
 
 

@@ -80,10 +80,10 @@ def test_the_choice_is_that_of_the_plain_rule_whatever_has_happened(
         elif known is None:
             continue
         elif what == "take" and known.free > 0:
-            known.entries.add(SlotKey("run", 2, number, 0))
+            known.slots.add(SlotKey("run", 2, number, 0))
             room.offer(known)
-        elif what == "give back" and known.entries:
-            known.entries.discard(min(known.entries))
+        elif what == "give back" and known.slots:
+            known.slots.discard(min(known.slots))
             room.offer(known)
         elif what == "remove":
             del workers[name]

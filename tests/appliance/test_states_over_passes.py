@@ -58,7 +58,7 @@ def test_whatever_the_ends_the_record_is_the_loop_s(seed: int, reports: bool, te
             box.watch()
         if rng.random() < 0.05:
             box.abandoned[loop.epoch] = loop.step
-            loop.cut()
+            loop.abandon_epoch()
             begin_pass()
     box.position = records[-1]
     for step in rng.sample(range(41), 8):
@@ -150,15 +150,15 @@ def test_workers_are_told_where_the_loop_left_passes(world: FakeCluster) -> None
     box.deliver(2)
     ask(box, 14)
     told = {request.slot: request for request in worker.beat().state_requests}
-    assert [(end.epoch, end.total) for end in told[0].left] == [(2, 7), (1, 5), (0, 3)]
-    assert [(end.epoch, end.total) for end in told[1].left] == [(2, 5), (1, 4), (0, 2)]
+    assert [(end.epoch, end.total) for end in told[0].abandoned] == [(2, 7), (1, 5), (0, 3)]
+    assert [(end.epoch, end.total) for end in told[1].abandoned] == [(2, 5), (1, 4), (0, 2)]
     assert {request.abandoned_from for request in told.values()} == {0}
     for _ in range(PASSES):
         box.leave()
         box.deliver(1)
     ask(box, 14 + PASSES)
     later = next(request for request in worker.beat().state_requests if request.step > 14)
-    assert [end.epoch for end in later.left] == list(reversed(range(3, 3 + PASSES)))
+    assert [end.epoch for end in later.abandoned] == list(reversed(range(3, 3 + PASSES)))
     assert later.abandoned_from == 3
 
 

@@ -43,6 +43,6 @@ def test_another_generation_begins_anew() -> None:
     lane = SlotLane(0, 1, "slot 0")
     lane.cut_off(10.0, 2.0, "silent")
     assert cut_off(lane, dials=10.1, heard_at=10.01, fails=11.35)
-    after = lane.successor(2, "slot 0")
+    after = lane.next_generation(2, "slot 0")
     assert not after.unreachable
     assert not cut_off(after, dials=11.4, heard_at=11.39, fails=14.0)

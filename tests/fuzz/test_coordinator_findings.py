@@ -72,7 +72,7 @@ def test_a_snapshot_with_numbers_that_no_database_holds_is_refused() -> None:
 def opening(**base: Any) -> pb.OpenRunRequest:
     slot = records_pb2.SlotPosition(delivered=base.pop("delivered", 0), total=base.pop("total", 0))
     position = records_pb2.BoxPosition(live=[0], slots=[slot], **base)
-    request = pb.OpenRunRequest(job="far", client_id="c", num_boxes=1, num_workers_per_box=1, base=position)
+    request = pb.OpenRunRequest(job="far", client_id="c", num_boxes=1, num_workers_per_box=1, start=position)
     request.loader.input_fn = "m:f"
     return request
 
@@ -85,7 +85,7 @@ def test_nobody_starts_where_nothing_can_be_counted_on(base: dict[str, int]) -> 
         world.registry.open_run(opening(**base))
     if "total" not in base:
         bare = opening(**base)
-        del bare.base.slots[:]
+        del bare.start.slots[:]
         with pytest.raises(InvalidArgumentError):
             world.registry.open_run(bare)
     world.registry.open_run(opening(step=MOST, epoch=MOST, total=MOST))
@@ -108,7 +108,7 @@ def test_answers_and_reports_do_not_fill_the_cluster() -> None:
     world.worker("w")
     box = world.open()
     with pytest.raises(InvalidArgumentError, match="ends of"):
-        world.registry.answer_state(pb.StateAnswer(ends=[pb.EpochEnd(epoch=n) for n in range(5000)]), b"")
+        world.registry.answer_state(pb.StateAnswer(ends=[records_pb2.EpochEnd(epoch=n) for n in range(5000)]), b"")
     for epoch in range(200):
         box.position = Position(epoch, epoch, [0], 0, [1, 0], [epoch + 1, 0])
         box.watch()

@@ -220,7 +220,7 @@ def test_a_count_of_cuts_at_its_end_does_not_stop_the_runner() -> None:
     producer = Producer(1 << 20)
     producer.know_structure(1, b"one")
     peer, sock = seqpacket()
-    producer.attach(sock, lane_pb2.Hello(abandoned=MOST_ABANDONS))
+    producer.attach(sock, lane_pb2.Hello(abandons=MOST_ABANDONS))
     peer.send(Ack(abandon_epoch=1).encode())
     producer.take_acks()
     assert not producer.attached

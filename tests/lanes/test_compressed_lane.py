@@ -196,7 +196,7 @@ def test_a_pass_left_in_the_middle_of_a_compressed_payload(rig: ReceiverRig) -> 
         rig.consumer.release(place)
         rig.consumer.flush()
         rig.ack()
-    slots = next(iter(rig.consumer.rings.values())).slots
+    slots = next(iter(rig.consumer.rings.values())).entries
     noise = [
         checked(batch(total, size, abandons=12, epoch=12), content(total, size)) for total in range(200, 200 + slots)
     ]

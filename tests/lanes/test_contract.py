@@ -326,7 +326,7 @@ def test_a_slot_that_was_handed_out_is_neither_sent_again_nor_filled_again(link:
     consumer.close(say_so=False)
     runner.until(attached=False)
     # The first is still looked at, the second has been dropped meanwhile.
-    held = [lane_pb2.Slot(ring=places[0][0], slot=places[0][1])]
+    held = [lane_pb2.RingEntry(ring=places[0][0], entry=places[0][1])]
     consumer = link.connect(next_total=3, held=held)
     for total in range(3, 9):
         finish(consumer, total, take(consumer, total, size))

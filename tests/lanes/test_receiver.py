@@ -195,7 +195,7 @@ def test_without_a_free_slot_it_reads_nothing_more_and_still_hears_its_consumer(
             sent += push(rig.far, data[sent:])
         assert frame_or_none.total == total
         assert bytes(payload(rig.consumer, frame_or_none)) == content(total, size)
-        places.append((frame_or_none.ring, frame_or_none.slot))
+        places.append((frame_or_none.ring, frame_or_none.entry))
 
 
 def push(sock: socket.socket, data: bytes) -> int:

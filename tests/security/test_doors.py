@@ -211,12 +211,12 @@ def test_a_door_to_other_machines_needs_tls_or_a_word(pki: Pki, pair: Pair) -> N
             LaneListeners(refuse).open("0.0.0.0:0")
         with pytest.raises(UnsafeBindError):
             LaneListeners(refuse, load_tls(pki.ca)).open("0.0.0.0:0")  # it has nothing to show
-        for listeners in (
+        for opened in (
             LaneListeners(refuse, insecure=True),
             LaneListeners(refuse, load_tls("", pair.cert, pair.key)),
         ):
-            listeners.open("0.0.0.0:0")
-            listeners.close()
+            opened.open("0.0.0.0:0")
+            opened.close()
 
     asyncio.run(run())
 

@@ -6,6 +6,7 @@ from penstock.appliance.states.state_query import StateQuery
 from penstock.appliance.testing import FakeBox, FakeWorker
 from penstock.proto.errors import PenstockError
 from penstock.proto.v1 import coordinator_pb2 as pb
+from penstock.proto.v1 import records_pb2
 
 
 def ask(box: FakeBox, step: int, **fields: object) -> StateQuery:
@@ -42,7 +43,7 @@ def respond(
         data = b""
         if tells_all:
             ends = {epoch - 1: total for (slot, epoch), total in starts.items() if slot == request.slot and epoch}
-            answer.ends.extend(pb.EpochEnd(epoch=epoch, total=total) for epoch, total in ends.items())
+            answer.ends.extend(records_pb2.EpochEnd(epoch=epoch, total=total) for epoch, total in ends.items())
         if began is not None and began != total - request.position.delivered:
             answer.ended, answer.ended_epoch, answer.ended_total = True, epoch - 1, began
         elif over is not None and over < total:

@@ -223,7 +223,7 @@ def _honest(producer: Producer) -> None:
     peer, sock = _pair(socket.SOCK_SEQPACKET)
     with peer:
         wanted = min(producer.delivered + 1, (1 << 64) - 1)
-        producer.attach(sock, lane_pb2.Hello(next_total=wanted, abandoned=producer.abandons))
+        producer.attach(sock, lane_pb2.Hello(next_total=wanted, abandons=producer.abandons))
         if wanted <= producer.delivered:
             return
         assert producer.attached, "an honest consumer was refused"

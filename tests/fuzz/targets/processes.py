@@ -8,8 +8,8 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-from google.protobuf.message import ControlMessage as Protobuf
 from google.protobuf.message import DecodeError
+from google.protobuf.message import Message as Protobuf
 from targets.target import Target, pieces, script, words
 
 from penstock.appliance.core.cluster_state import ClusterState
@@ -24,6 +24,7 @@ from penstock.appliance.testing import FakeCluster
 from penstock.proto.errors import PenstockError, ProtocolError
 from penstock.proto.state.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
+from penstock.proto.v1 import records_pb2
 from penstock.worker.processes.control_channel import ControlMessage, MessageInbox, counts, encode_head
 from penstock.worker.processes.progress_page import ProgressPage
 
@@ -155,11 +156,13 @@ def _coordinator_seeds() -> list[bytes]:
     watch.abandoned.add(epoch=0, step=3)
     fetch = pb.FetchStateRequest(run="job/0", attempt=1, step=3, deadline_s=1.0)
     fetch.progress.CopyFrom(watch)
-    opening = pb.OpenRunRequest(job="mine", client_id="c", num_boxes=1, num_workers_per_box=2, point=position)
+    opening = pb.OpenRunRequest(job="mine", client_id="c", num_boxes=1, num_workers_per_box=2, start=position)
     opening.loader.input_fn = "m:f"
     report = pb.SlotReport(run="job/0", attempt=1, generation=1, phase=pb.READY, batches_per_s=1.5)
     beat = pb.HeartbeatRequest(worker="honest", session="honest-1", slots=[report], hold_s=1.0)
-    answer = pb.StateAnswer(request="job/0@1/0.0#1:3:0.2.2:0", worker="honest", ends=[pb.EpochEnd(epoch=0, total=1)])
+    answer = pb.StateAnswer(
+        request="job/0@1/0.0#1:3:0.2.2:0", worker="honest", ends=[records_pb2.EpochEnd(epoch=0, total=1)]
+    )
     answer.ended, answer.ended_total = True, 1
     register = pb.RegisterWorkerRequest(worker="mine", session="s", slots=2, local_address="l", tcp_address="t:1")
     header = pb.SnapshotHeader(run="job/0", attempt=1, generation=1, total=2, size=5)

@@ -152,7 +152,7 @@ def _base_seeds() -> list[bytes]:
         {},
         b"r",
         digest=5,
-        history=StreamHistory(abandoned=((0, 3),), whole=True),
+        history=StreamHistory(abandoned=((0, 3),), complete=True),
         behind=epoch_start,
     )
     return [point.encode()[:-8] for point in (snapshot, epoch_start, behind)]

@@ -209,7 +209,7 @@ class Runner:
         """The next batch, or None where the epoch has ended."""
         while self.phase != pb.READY:
             await self._change()
-        if self.assignment.target and not self.refreshed:
+        if self.assignment.is_target and not self.refreshed:
             await self._refresh()
         if not self.sought:
             self._seek(wish)

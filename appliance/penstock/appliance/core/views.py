@@ -32,7 +32,7 @@ def slot_view(cluster: ClusterState, slot: Slot) -> pb.SlotView:
         doing=slot.doing,
         stack=slot.stack,
         skipped=sum(slot.skipped.values()),
-        target=slot.target.worker if slot.target is not None else "",
+        target_worker=slot.target.worker if slot.target is not None else "",
         migrated=slot.migrated,
         start_queue_position=slot.start_queue_position[0],
         start_queue_length=slot.start_queue_position[1],
@@ -78,7 +78,7 @@ def assignment(
         resume=box.opening.resume,
         start=start,
         recovery=slot.recovery or target is not None,
-        target=target is not None,
+        is_target=target is not None,
         prepare_migration=slot.target is not None and target is None and slot.target.ready_at > 0,
         skips=[records_pb2.Skip(epoch=epoch, total=total, count=count) for (epoch, total), count in slot.skips.items()],
     )

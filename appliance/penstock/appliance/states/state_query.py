@@ -63,7 +63,7 @@ class SlotStateRequest:
     """How often the slot has answered with an end so far: a question asked again is a new one."""
     serial: int
     """Of the gathering."""
-    left: tuple[tuple[int, int], ...] = field(default=(), compare=False, kw_only=True)
+    abandoned: tuple[tuple[int, int], ...] = field(default=(), compare=False, kw_only=True)
     """(epoch, the slot's total) where the loop left passes by `break`, of those from `abandoned_from` on."""
     abandoned_from: int = field(default=0, compare=False, kw_only=True)
 
@@ -83,7 +83,7 @@ class SlotStateRequest:
             position=records_pb2.SlotPosition(delivered=self.delivered, total=self.total),
             deadline_s=deadline_s,
             digests_after=self.digests_after,
-            left=[pb.EpochEnd(epoch=epoch, total=total) for epoch, total in self.left],
+            abandoned=[records_pb2.EpochEnd(epoch=epoch, total=total) for epoch, total in self.abandoned],
             abandoned_from=self.abandoned_from,
         )
 
@@ -333,7 +333,7 @@ class StateQuery:
                 raise self._of_slot(error_of(slot.error), slot.key, slot.worker)
             if slot.phase == pb.READY:
                 rounds, after = self._rounds.get((number, k), 0), anchor.total[k]
-                left = tuple((epoch, totals[k]) for epoch, totals in passes if k in totals)
+                abandoned = tuple((epoch, totals[k]) for epoch, totals in passes if k in totals)
                 want = SlotStateRequest(
                     slot.key,
                     slot.generation,
@@ -343,7 +343,7 @@ class StateQuery:
                     after,
                     rounds,
                     self.serial,
-                    left=left,
+                    abandoned=abandoned,
                     abandoned_from=abandoned_from,
                 )
                 requests[want.id] = want

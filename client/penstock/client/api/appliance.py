@@ -287,7 +287,7 @@ class Appliance:
             num_workers_per_box=settings.num_workers_per_box,
             host_id=self.host,
             loader=self._spec(reference, arguments, cover),
-            base=start.position,
+            start=start.position,
         )
         if seed is not None:
             request.has_seed, request.seed = True, seed

@@ -189,7 +189,7 @@ class DataLoader:
         session.reader.thread = threading.get_ident()
         try:
             if session.cut_due:
-                session.cut()
+                session.abandon_epoch()
             session.run.progress.epoch_ended = False
         except BaseException:
             self._executor = None

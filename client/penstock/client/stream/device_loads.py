@@ -32,12 +32,12 @@ LOOK_S = 50e-6
 class DeviceLoad:
     """A batch on its way to the device."""
 
-    __slots__ = ("batch", "copies", "digest", "event", "lane", "ring", "slot", "token")
+    __slots__ = ("batch", "copies", "digest", "entry", "event", "lane", "ring", "token")
 
     def __init__(self, lane: DeviceLane, ring: RingView, frame: Frame) -> None:
         self.lane = lane
         self.ring = ring
-        self.slot: int = frame.entry
+        self.entry: int = frame.entry
         self.token = frame.ring << 16 | frame.entry
         """See penstock.client.stream.lane_reader."""
         self.digest: int = frame.digest

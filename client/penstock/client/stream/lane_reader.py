@@ -27,7 +27,7 @@ from penstock.proto.errors import BatchCorruptError, ProtocolError
 from penstock.proto.lane.endpoints import Consumer, dims_of
 from penstock.proto.lane.frames import Frame
 from penstock.proto.lane.ring import Ring
-from penstock.proto.v1 import lane_pb2
+from penstock.proto.v1 import lane_pb2, records_pb2
 from penstock.runtime.process import forks
 
 __all__ = ["CORRUPT_TRIES", "RingView", "SlotLane"]
@@ -147,7 +147,7 @@ class SlotLane:
         self.corrupt = 0
         """Times in a row that what came was damaged."""
 
-    def target(self, generation: int, name: str) -> SlotLane:
+    def next_generation(self, generation: int, name: str) -> SlotLane:
         """The lane of the slot's next generation: the count of cuts and the last digest go on, all else is new."""
         after = self._another(generation, name)
         after.abandons, after.abandoned_epoch, after.unsettled = self.abandons, self.abandoned_epoch, self.unsettled
@@ -169,7 +169,7 @@ class SlotLane:
             hello.held.extend(lane_pb2.RingEntry(ring=ring_id, entry=slot) for slot in ring.held)
         hello.abandons = self.abandons
         hello.last_digest = self.last_digest
-        hello.abandoned.extend(lane_pb2.EpochEnd(epoch=epoch, total=total) for epoch, total in self.abandoned)
+        hello.abandoned.extend(records_pb2.EpochEnd(epoch=epoch, total=total) for epoch, total in self.abandoned)
         hello.wanted.extend(self.wanted)
         if self.abandons and self.unsettled and self.abandoned and hello.next_total - 1 <= self.abandoned[-1][1]:
             # The producer may not have heard of the last cut. One that has, knows so by the count; and one of which the

@@ -397,7 +397,7 @@ class OrderedReader:
             if view.generation > lane.generation:
                 moved = lane.generation > 0
                 lane.close()
-                lane = self._lanes[slot] = lane.target(view.generation, self._lane_name(slot, view.worker))
+                lane = self._lanes[slot] = lane.next_generation(view.generation, self._lane_name(slot, view.worker))
                 if moved:
                     self.stats.recoveries += 1
                 if moved and view.migrated:

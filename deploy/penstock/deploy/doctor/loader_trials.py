@@ -82,7 +82,7 @@ def _assignment(fields: dict[str, Any]) -> records_pb2.WorkerAssignment:
         num_workers_per_box=workers,
         seed=fields["seed"],
         loader=records_pb2.LoaderSpec(input_fn=fields["input_fn"], arguments=encode_state(arguments)),
-        point=records_pb2.BoxPosition(
+        start=records_pb2.BoxPosition(
             step=launch["step"] if launch else 0,
             live=range(workers),
             slots=[records_pb2.SlotPosition(total=total) for total in (launch["totals"] if launch else [0] * workers)],

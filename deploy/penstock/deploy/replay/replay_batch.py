@@ -271,14 +271,14 @@ class BatchReplay:
             seed=opening.seed,
             loader=opening.loader,
             resume=opening.resume,
-            point=opening.start,
+            start=opening.start,
             skips=slots[slot].skips if slot < len(slots) else (),
         )
         header, parts = None, []
         if saved is not None:
             begun = saved.start(opening.box, opening.num_boxes, opening.num_workers_per_box, strict=True)
             assignment.resume.CopyFrom(records_pb2.Resume(blob="checkpoint", same_topology=begun.same_topology))
-            assignment.start.CopyFrom(begun.start)
+            assignment.start.CopyFrom(begun.position)
             parts = [begun.blob]
         elif (header := self._way.snapshots[slot]) is not None:
             assert self._archive is not None

@@ -13,7 +13,7 @@ belongs to (run, attempt, box; worker session; slot generation) and replies carr
 of a superseded attempt or an old generation is refused and changes nothing. What a reply says is in the journal
 before it is sent.
 
-Pace. Replies tell how long the next long poll should be held (beat_s) and the lease that goes with it (lease_s): in a
+Pace. Replies tell how long the next long poll should be held (heartbeat_s) and the lease that goes with it (lease_s): in a
 large fleet both are longer. A caller asks with what it was last told, and says so in its own lease_s; the lease that
 the coordinator keeps is never shorter than that. A poll may be answered earlier than asked for: the coordinator
 spreads the polls of a fleet over the beat.
@@ -102,7 +102,7 @@ class OpenRunRequest(_message.Message):
     HAS_SEED_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     RESUME_FIELD_NUMBER: _builtins.int
-    BASE_FIELD_NUMBER: _builtins.int
+    START_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     """Penstock's version, for messages"""
     job: _builtins.str
@@ -129,7 +129,7 @@ class OpenRunRequest(_message.Message):
     @_builtins.property
     def resume(self) -> _records_pb2.Resume: ...
     @_builtins.property
-    def base(self) -> _records_pb2.BoxPosition:
+    def start(self) -> _records_pb2.BoxPosition:
         """where this box starts"""
 
     def __init__(
@@ -148,11 +148,11 @@ class OpenRunRequest(_message.Message):
         has_seed: _builtins.bool = ...,
         seed: _builtins.int = ...,
         resume: _records_pb2.Resume | None = ...,
-        base: _records_pb2.BoxPosition | None = ...,
+        start: _records_pb2.BoxPosition | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "loader", b"loader", "resume", b"resume"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["loader", b"loader", "resume", b"resume", "start", b"start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_key", b"attempt_key", "base", b"base", "box", b"box", "client_id", b"client_id", "has_seed", b"has_seed", "host_id", b"host_id", "job", b"job", "loader", b"loader", "num_boxes", b"num_boxes", "num_workers_per_box", b"num_workers_per_box", "ordinal", b"ordinal", "resume", b"resume", "seed", b"seed", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_key", b"attempt_key", "box", b"box", "client_id", b"client_id", "has_seed", b"has_seed", "host_id", b"host_id", "job", b"job", "loader", b"loader", "num_boxes", b"num_boxes", "num_workers_per_box", b"num_workers_per_box", "ordinal", b"ordinal", "resume", b"resume", "seed", b"seed", "start", b"start", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -167,13 +167,13 @@ class OpenRunReply(_message.Message):
     SEED_FIELD_NUMBER: _builtins.int
     LEASE_S_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
-    BEAT_S_FIELD_NUMBER: _builtins.int
+    HEARTBEAT_S_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     attempt: _builtins.int
     seed: _builtins.int
     lease_s: _builtins.float
     version: _builtins.str
-    beat_s: _builtins.float
+    heartbeat_s: _builtins.float
     """hold of the first watch"""
     def __init__(
         self,
@@ -183,11 +183,11 @@ class OpenRunReply(_message.Message):
         seed: _builtins.int = ...,
         lease_s: _builtins.float = ...,
         version: _builtins.str = ...,
-        beat_s: _builtins.float = ...,
+        heartbeat_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "beat_s", b"beat_s", "lease_s", b"lease_s", "run", b"run", "seed", b"seed", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "heartbeat_s", b"heartbeat_s", "lease_s", b"lease_s", "run", b"run", "seed", b"seed", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -205,17 +205,17 @@ class SlotView(_message.Message):
     LOCAL_ADDRESS_FIELD_NUMBER: _builtins.int
     TCP_ADDRESS_FIELD_NUMBER: _builtins.int
     TICKET_FIELD_NUMBER: _builtins.int
-    TRAITS_FIELD_NUMBER: _builtins.int
+    CAPABILITIES_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     RESTARTS_FIELD_NUMBER: _builtins.int
     NOTE_FIELD_NUMBER: _builtins.int
     DOING_FIELD_NUMBER: _builtins.int
     STACK_FIELD_NUMBER: _builtins.int
     SKIPPED_FIELD_NUMBER: _builtins.int
-    SUCCESSOR_FIELD_NUMBER: _builtins.int
-    HANDED_OVER_FIELD_NUMBER: _builtins.int
-    START_PLACE_FIELD_NUMBER: _builtins.int
-    START_QUEUE_FIELD_NUMBER: _builtins.int
+    TARGET_WORKER_FIELD_NUMBER: _builtins.int
+    MIGRATED_FIELD_NUMBER: _builtins.int
+    START_QUEUE_POSITION_FIELD_NUMBER: _builtins.int
+    START_QUEUE_LENGTH_FIELD_NUMBER: _builtins.int
     QUEUED_FIELD_NUMBER: _builtins.int
     BATCHES_PER_S_FIELD_NUMBER: _builtins.int
     SNAPSHOT_AGE_S_FIELD_NUMBER: _builtins.int
@@ -242,14 +242,14 @@ class SlotView(_message.Message):
     """of the runner: with `doing` now, else when it last died; "" = not known"""
     skipped: _builtins.int
     """batches left out in this attempt, for they killed their runners"""
-    successor: _builtins.str
+    target_worker: _builtins.str
     """the worker that is getting ready to take it over; "" = none"""
-    handed_over: _builtins.bool
+    migrated: _builtins.bool
     """it moved last in good order, and `note` is no reason to warn"""
-    start_place: _builtins.int
+    start_queue_position: _builtins.int
     """of its runner in the worker's queue of starts, from 1; 0 = it does not wait there"""
-    start_queue: _builtins.int
-    """with `start_place`: runners that wait to be started on the worker"""
+    start_queue_length: _builtins.int
+    """with `start_queue_position`: runners that wait to be started on the worker"""
     queued: _builtins.int
     """In a status only:
     batches produced and not yet delivered
@@ -262,7 +262,7 @@ class SlotView(_message.Message):
     batch_s: _builtins.float
     """that a batch takes its runner, waits for room in the ring apart; 0 = not known"""
     @_builtins.property
-    def traits(self) -> _records_pb2.LoaderTraits: ...
+    def capabilities(self) -> _records_pb2.LoaderCapabilities: ...
     @_builtins.property
     def error(self) -> _records_pb2.ErrorDetail: ...
     def __init__(
@@ -276,26 +276,26 @@ class SlotView(_message.Message):
         local_address: _builtins.str = ...,
         tcp_address: _builtins.str = ...,
         ticket: _builtins.str = ...,
-        traits: _records_pb2.LoaderTraits | None = ...,
+        capabilities: _records_pb2.LoaderCapabilities | None = ...,
         error: _records_pb2.ErrorDetail | None = ...,
         restarts: _builtins.int = ...,
         note: _builtins.str = ...,
         doing: _builtins.str = ...,
         stack: _builtins.str = ...,
         skipped: _builtins.int = ...,
-        successor: _builtins.str = ...,
-        handed_over: _builtins.bool = ...,
-        start_place: _builtins.int = ...,
-        start_queue: _builtins.int = ...,
+        target_worker: _builtins.str = ...,
+        migrated: _builtins.bool = ...,
+        start_queue_position: _builtins.int = ...,
+        start_queue_length: _builtins.int = ...,
         queued: _builtins.int = ...,
         batches_per_s: _builtins.float = ...,
         snapshot_age_s: _builtins.float | None = ...,
         wait_share: _builtins.float = ...,
         batch_s: _builtins.float = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_snapshot_age_s", b"_snapshot_age_s", "error", b"error", "snapshot_age_s", b"snapshot_age_s", "traits", b"traits"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_snapshot_age_s", b"_snapshot_age_s", "capabilities", b"capabilities", "error", b"error", "snapshot_age_s", b"snapshot_age_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_snapshot_age_s", b"_snapshot_age_s", "batch_s", b"batch_s", "batches_per_s", b"batches_per_s", "doing", b"doing", "error", b"error", "generation", b"generation", "handed_over", b"handed_over", "host_id", b"host_id", "local_address", b"local_address", "note", b"note", "phase", b"phase", "queued", b"queued", "restarts", b"restarts", "skipped", b"skipped", "slot", b"slot", "snapshot_age_s", b"snapshot_age_s", "stack", b"stack", "start_place", b"start_place", "start_queue", b"start_queue", "successor", b"successor", "tcp_address", b"tcp_address", "ticket", b"ticket", "traits", b"traits", "wait_share", b"wait_share", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_snapshot_age_s", b"_snapshot_age_s", "batch_s", b"batch_s", "batches_per_s", b"batches_per_s", "capabilities", b"capabilities", "doing", b"doing", "error", b"error", "generation", b"generation", "host_id", b"host_id", "local_address", b"local_address", "migrated", b"migrated", "note", b"note", "phase", b"phase", "queued", b"queued", "restarts", b"restarts", "skipped", b"skipped", "slot", b"slot", "snapshot_age_s", b"snapshot_age_s", "stack", b"stack", "start_queue_length", b"start_queue_length", "start_queue_position", b"start_queue_position", "target_worker", b"target_worker", "tcp_address", b"tcp_address", "ticket", b"ticket", "wait_share", b"wait_share", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__snapshot_age_s: _TypeAlias = _typing.Literal["snapshot_age_s"]  # noqa: Y015
     _WhichOneofArgType__snapshot_age_s: _TypeAlias = _typing.Literal["_snapshot_age_s", b"_snapshot_age_s"]  # noqa: Y015
@@ -316,8 +316,8 @@ class WatchRunRequest(_message.Message):
     DELIVERED_FIELD_NUMBER: _builtins.int
     WAITING_FOR_FIELD_NUMBER: _builtins.int
     WAITED_S_FIELD_NUMBER: _builtins.int
-    PASS_ENDED_FIELD_NUMBER: _builtins.int
-    CUTS_FIELD_NUMBER: _builtins.int
+    EPOCH_ENDED_FIELD_NUMBER: _builtins.int
+    ABANDONED_FIELD_NUMBER: _builtins.int
     LEASE_S_FIELD_NUMBER: _builtins.int
     COMMIT_MARK_FIELD_NUMBER: _builtins.int
     UNREACHABLE_FIELD_NUMBER: _builtins.int
@@ -330,13 +330,13 @@ class WatchRunRequest(_message.Message):
     seen_version: _builtins.int
     hold_s: _builtins.float
     waiting_for: _builtins.int
-    """after the step: an end of a pass that was noticed since is not yet in it
+    """after the step: an end of an epoch that was noticed since is not yet in it
     slot + 1 that the loop waits for now; 0 = none
     """
     waited_s: _builtins.float
     """total time the loop waited for data"""
-    pass_ended: _builtins.bool
-    """the executor's one pass is over: this box takes no further step for now"""
+    epoch_ended: _builtins.bool
+    """the executor's one epoch is over: this box takes no further step for now"""
     lease_s: _builtins.float
     """that the box was last told"""
     commit_mark: _builtins.bytes
@@ -346,8 +346,8 @@ class WatchRunRequest(_message.Message):
         """what the training loop was handed; empty before the first step. As it stood right"""
 
     @_builtins.property
-    def cuts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Cut]:
-        """passes that the loop left by `break`, all of this attempt"""
+    def abandoned(self) -> _containers.RepeatedCompositeFieldContainer[Global___AbandonedEpoch]:
+        """epochs that the loop left by `break`, all of this attempt"""
 
     @_builtins.property
     def unreachable(self) -> _containers.RepeatedCompositeFieldContainer[Global___LaneTrouble]:
@@ -369,8 +369,8 @@ class WatchRunRequest(_message.Message):
         delivered: _records_pb2.BoxPosition | None = ...,
         waiting_for: _builtins.int = ...,
         waited_s: _builtins.float = ...,
-        pass_ended: _builtins.bool = ...,
-        cuts: _abc.Iterable[Global___Cut] | None = ...,
+        epoch_ended: _builtins.bool = ...,
+        abandoned: _abc.Iterable[Global___AbandonedEpoch] | None = ...,
         lease_s: _builtins.float = ...,
         commit_mark: _builtins.bytes = ...,
         unreachable: _abc.Iterable[Global___LaneTrouble] | None = ...,
@@ -378,7 +378,7 @@ class WatchRunRequest(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["delivered", b"delivered"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "box", b"box", "client_id", b"client_id", "commit_mark", b"commit_mark", "cuts", b"cuts", "delivered", b"delivered", "hold_s", b"hold_s", "lease_s", b"lease_s", "pass_ended", b"pass_ended", "run", b"run", "seen_version", b"seen_version", "unreachable", b"unreachable", "waited_by_slot_s", b"waited_by_slot_s", "waited_s", b"waited_s", "waiting_for", b"waiting_for"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandoned", b"abandoned", "attempt", b"attempt", "box", b"box", "client_id", b"client_id", "commit_mark", b"commit_mark", "delivered", b"delivered", "epoch_ended", b"epoch_ended", "hold_s", b"hold_s", "lease_s", b"lease_s", "run", b"run", "seen_version", b"seen_version", "unreachable", b"unreachable", "waited_by_slot_s", b"waited_by_slot_s", "waited_s", b"waited_s", "waiting_for", b"waiting_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -412,8 +412,8 @@ class LaneTrouble(_message.Message):
 Global___LaneTrouble: _TypeAlias = LaneTrouble  # noqa: Y015
 
 @_typing.final
-class Cut(_message.Message):
-    """A pass that was left before its end."""
+class AbandonedEpoch(_message.Message):
+    """An epoch that was left before its end."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -434,11 +434,11 @@ class Cut(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Cut: _TypeAlias = Cut  # noqa: Y015
+Global___AbandonedEpoch: _TypeAlias = AbandonedEpoch  # noqa: Y015
 
 @_typing.final
 class BoxEnd(_message.Message):
-    """A box that takes no further step for now: its pass is over, or it has closed."""
+    """A box that takes no further step for now: its epoch is over, or it has closed."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -470,14 +470,14 @@ class WatchRunReply(_message.Message):
     MISSING_SLOTS_FIELD_NUMBER: _builtins.int
     ENDED_FIELD_NUMBER: _builtins.int
     WALL_S_FIELD_NUMBER: _builtins.int
-    BEAT_S_FIELD_NUMBER: _builtins.int
+    HEARTBEAT_S_FIELD_NUMBER: _builtins.int
     LEASE_S_FIELD_NUMBER: _builtins.int
     COMMIT_MARK_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     missing_slots: _builtins.int
     """slots of this box that no worker has"""
     wall_s: _builtins.float
-    beat_s: _builtins.float
+    heartbeat_s: _builtins.float
     """hold of the next watch"""
     lease_s: _builtins.float
     commit_mark: _builtins.bytes
@@ -496,13 +496,13 @@ class WatchRunReply(_message.Message):
         missing_slots: _builtins.int = ...,
         ended: _abc.Iterable[Global___BoxEnd] | None = ...,
         wall_s: _builtins.float = ...,
-        beat_s: _builtins.float = ...,
+        heartbeat_s: _builtins.float = ...,
         lease_s: _builtins.float = ...,
         commit_mark: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat_s", b"beat_s", "commit_mark", b"commit_mark", "ended", b"ended", "lease_s", b"lease_s", "missing_slots", b"missing_slots", "slots", b"slots", "version", b"version", "wall_s", b"wall_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["commit_mark", b"commit_mark", "ended", b"ended", "heartbeat_s", b"heartbeat_s", "lease_s", b"lease_s", "missing_slots", b"missing_slots", "slots", b"slots", "version", b"version", "wall_s", b"wall_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -627,7 +627,7 @@ class WorkerRecord(_message.Message):
     SAMPLES_STREAMED_FIELD_NUMBER: _builtins.int
     STATE_BYTES_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
-    TRAITS_FIELD_NUMBER: _builtins.int
+    CAPABILITIES_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
     NEXT_DIGEST_FIELD_NUMBER: _builtins.int
     NEXT_EPOCH_FIELD_NUMBER: _builtins.int
@@ -648,7 +648,7 @@ class WorkerRecord(_message.Message):
     next_epoch: _builtins.bool
     """next_digest is of the next epoch's first batch"""
     @_builtins.property
-    def traits(self) -> _records_pb2.LoaderTraits: ...
+    def capabilities(self) -> _records_pb2.LoaderCapabilities: ...
     def __init__(
         self,
         *,
@@ -661,14 +661,14 @@ class WorkerRecord(_message.Message):
         samples_streamed: _builtins.int = ...,
         state_bytes: _builtins.int = ...,
         epoch: _builtins.int = ...,
-        traits: _records_pb2.LoaderTraits | None = ...,
+        capabilities: _records_pb2.LoaderCapabilities | None = ...,
         digest: _builtins.int = ...,
         next_digest: _builtins.int = ...,
         next_epoch: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["traits", b"traits"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["box", b"box", "digest", b"digest", "epoch", b"epoch", "local_worker_id", b"local_worker_id", "next_digest", b"next_digest", "next_epoch", b"next_epoch", "num_boxes", b"num_boxes", "num_workers_per_box", b"num_workers_per_box", "samples_streamed", b"samples_streamed", "state_bytes", b"state_bytes", "step", b"step", "traits", b"traits", "worker_step", b"worker_step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["box", b"box", "capabilities", b"capabilities", "digest", b"digest", "epoch", b"epoch", "local_worker_id", b"local_worker_id", "next_digest", b"next_digest", "next_epoch", b"next_epoch", "num_boxes", b"num_boxes", "num_workers_per_box", b"num_workers_per_box", "samples_streamed", b"samples_streamed", "state_bytes", b"state_bytes", "step", b"step", "worker_step", b"worker_step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -772,21 +772,21 @@ class RegisterWorkerReply(_message.Message):
 
     LEASE_S_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
-    BEAT_S_FIELD_NUMBER: _builtins.int
+    HEARTBEAT_S_FIELD_NUMBER: _builtins.int
     lease_s: _builtins.float
     version: _builtins.str
-    beat_s: _builtins.float
+    heartbeat_s: _builtins.float
     """hold of the first heartbeat"""
     def __init__(
         self,
         *,
         lease_s: _builtins.float = ...,
         version: _builtins.str = ...,
-        beat_s: _builtins.float = ...,
+        heartbeat_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat_s", b"beat_s", "lease_s", b"lease_s", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeat_s", b"heartbeat_s", "lease_s", b"lease_s", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -802,7 +802,7 @@ class SlotReport(_message.Message):
     SLOT_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
     PHASE_FIELD_NUMBER: _builtins.int
-    TRAITS_FIELD_NUMBER: _builtins.int
+    CAPABILITIES_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     LOST_FIELD_NUMBER: _builtins.int
     PRODUCED_FIELD_NUMBER: _builtins.int
@@ -814,9 +814,9 @@ class SlotReport(_message.Message):
     MAKING_FIELD_NUMBER: _builtins.int
     OUTGROWN_FIELD_NUMBER: _builtins.int
     BATCH_S_FIELD_NUMBER: _builtins.int
-    HANDED_OVER_FIELD_NUMBER: _builtins.int
-    START_PLACE_FIELD_NUMBER: _builtins.int
-    START_QUEUE_FIELD_NUMBER: _builtins.int
+    MIGRATED_FIELD_NUMBER: _builtins.int
+    START_QUEUE_POSITION_FIELD_NUMBER: _builtins.int
+    START_QUEUE_LENGTH_FIELD_NUMBER: _builtins.int
     BATCH_CPU_S_FIELD_NUMBER: _builtins.int
     BATCH_DELAY_S_FIELD_NUMBER: _builtins.int
     run: _builtins.str
@@ -844,18 +844,18 @@ class SlotReport(_message.Message):
     """
     batch_s: _builtins.float
     """that a batch took the runner lately, waits for room in the ring apart; 0 = not known"""
-    handed_over: _builtins.bool
-    """what a successor needs is durable: see WorkerAssignment.hand_over"""
-    start_place: _builtins.int
+    migrated: _builtins.bool
+    """what a successor needs is durable: see WorkerAssignment.prepare_migration"""
+    start_queue_position: _builtins.int
     """of its runner in the worker's queue of starts, from 1; 0 = it does not wait there"""
-    start_queue: _builtins.int
-    """with `start_place`: runners that wait to be started on the worker"""
+    start_queue_length: _builtins.int
+    """with `start_queue_position`: runners that wait to be started on the worker"""
     batch_cpu_s: _builtins.float
     """processor time of the runner and its children for a batch lately; 0 = not known"""
     batch_delay_s: _builtins.float
     """part of a batch's time that the runner waited for a processor; 0 = not known"""
     @_builtins.property
-    def traits(self) -> _records_pb2.LoaderTraits: ...
+    def capabilities(self) -> _records_pb2.LoaderCapabilities: ...
     @_builtins.property
     def error(self) -> _records_pb2.ErrorDetail:
         """with FAILED"""
@@ -873,7 +873,7 @@ class SlotReport(_message.Message):
         slot: _builtins.int = ...,
         generation: _builtins.int = ...,
         phase: Global___SlotPhase.ValueType = ...,
-        traits: _records_pb2.LoaderTraits | None = ...,
+        capabilities: _records_pb2.LoaderCapabilities | None = ...,
         error: _records_pb2.ErrorDetail | None = ...,
         lost: _builtins.bool = ...,
         produced: _builtins.int = ...,
@@ -885,15 +885,15 @@ class SlotReport(_message.Message):
         making: _records_pb2.Skip | None = ...,
         outgrown: _builtins.bool = ...,
         batch_s: _builtins.float = ...,
-        handed_over: _builtins.bool = ...,
-        start_place: _builtins.int = ...,
-        start_queue: _builtins.int = ...,
+        migrated: _builtins.bool = ...,
+        start_queue_position: _builtins.int = ...,
+        start_queue_length: _builtins.int = ...,
         batch_cpu_s: _builtins.float = ...,
         batch_delay_s: _builtins.float = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "making", b"making", "traits", b"traits"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "error", b"error", "making", b"making"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "batch_cpu_s", b"batch_cpu_s", "batch_delay_s", b"batch_delay_s", "batch_s", b"batch_s", "batches_per_s", b"batches_per_s", "box", b"box", "delivered", b"delivered", "doing", b"doing", "error", b"error", "generation", b"generation", "handed_over", b"handed_over", "lost", b"lost", "making", b"making", "outgrown", b"outgrown", "phase", b"phase", "produced", b"produced", "recycle", b"recycle", "run", b"run", "slot", b"slot", "stack", b"stack", "start_place", b"start_place", "start_queue", b"start_queue", "traits", b"traits"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "batch_cpu_s", b"batch_cpu_s", "batch_delay_s", b"batch_delay_s", "batch_s", b"batch_s", "batches_per_s", b"batches_per_s", "box", b"box", "capabilities", b"capabilities", "delivered", b"delivered", "doing", b"doing", "error", b"error", "generation", b"generation", "lost", b"lost", "making", b"making", "migrated", b"migrated", "outgrown", b"outgrown", "phase", b"phase", "produced", b"produced", "recycle", b"recycle", "run", b"run", "slot", b"slot", "stack", b"stack", "start_queue_length", b"start_queue_length", "start_queue_position", b"start_queue_position"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -955,8 +955,8 @@ class StateRequest(_message.Message):
     DEADLINE_S_FIELD_NUMBER: _builtins.int
     AGGREGATE_BLOB_FIELD_NUMBER: _builtins.int
     DIGESTS_AFTER_FIELD_NUMBER: _builtins.int
-    LEFT_FIELD_NUMBER: _builtins.int
-    LEFT_FROM_FIELD_NUMBER: _builtins.int
+    ABANDONED_FIELD_NUMBER: _builtins.int
+    ABANDONED_FROM_FIELD_NUMBER: _builtins.int
     request: _builtins.str
     run: _builtins.str
     attempt: _builtins.int
@@ -970,14 +970,14 @@ class StateRequest(_message.Message):
     """instead of a state: aggregate_state_dict over the list of states in this blob"""
     digests_after: _builtins.int
     """answer with the digests of the batches after this total, up to the position's"""
-    left_from: _builtins.int
-    """of passes before this one, that is not known here any more"""
+    abandoned_from: _builtins.int
+    """of epochs before this one, that is not known here any more"""
     @_builtins.property
     def position(self) -> _records_pb2.SlotPosition:
-        """of the slot at the step, if its passes are as long as known so far"""
+        """of the slot at the step, if its epochs are as long as known so far"""
 
     @_builtins.property
-    def left(self) -> _containers.RepeatedCompositeFieldContainer[Global___PassEnd]:
+    def abandoned(self) -> _containers.RepeatedCompositeFieldContainer[_records_pb2.EpochEnd]:
         """where the loop left passes by `break`, for a runner that has not heard of it"""
 
     def __init__(
@@ -995,12 +995,12 @@ class StateRequest(_message.Message):
         deadline_s: _builtins.float = ...,
         aggregate_blob: _builtins.str = ...,
         digests_after: _builtins.int = ...,
-        left: _abc.Iterable[Global___PassEnd] | None = ...,
-        left_from: _builtins.int = ...,
+        abandoned: _abc.Iterable[_records_pb2.EpochEnd] | None = ...,
+        abandoned_from: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["position", b"position"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aggregate_blob", b"aggregate_blob", "attempt", b"attempt", "box", b"box", "deadline_s", b"deadline_s", "digests_after", b"digests_after", "epoch", b"epoch", "generation", b"generation", "left", b"left", "left_from", b"left_from", "position", b"position", "request", b"request", "run", b"run", "slot", b"slot", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandoned", b"abandoned", "abandoned_from", b"abandoned_from", "aggregate_blob", b"aggregate_blob", "attempt", b"attempt", "box", b"box", "deadline_s", b"deadline_s", "digests_after", b"digests_after", "epoch", b"epoch", "generation", b"generation", "position", b"position", "request", b"request", "run", b"run", "slot", b"slot", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1016,7 +1016,7 @@ class HeartbeatReply(_message.Message):
     REGISTER_AGAIN_FIELD_NUMBER: _builtins.int
     WALL_S_FIELD_NUMBER: _builtins.int
     UNCHANGED_FIELD_NUMBER: _builtins.int
-    BEAT_S_FIELD_NUMBER: _builtins.int
+    HEARTBEAT_S_FIELD_NUMBER: _builtins.int
     LEASE_S_FIELD_NUMBER: _builtins.int
     SNAPSHOT_EVERY_S_FIELD_NUMBER: _builtins.int
     SNAPSHOT_BYTES_PER_S_FIELD_NUMBER: _builtins.int
@@ -1031,7 +1031,7 @@ class HeartbeatReply(_message.Message):
     """the coordinator's clock, by which tickets expire"""
     unchanged: _builtins.bool
     """`version` is the one seen: assignments and requests are left out"""
-    beat_s: _builtins.float
+    heartbeat_s: _builtins.float
     """hold of the next heartbeat"""
     lease_s: _builtins.float
     snapshot_every_s: _builtins.float
@@ -1065,7 +1065,7 @@ class HeartbeatReply(_message.Message):
         register_again: _builtins.bool = ...,
         wall_s: _builtins.float = ...,
         unchanged: _builtins.bool = ...,
-        beat_s: _builtins.float = ...,
+        heartbeat_s: _builtins.float = ...,
         lease_s: _builtins.float = ...,
         snapshot_every_s: _builtins.float = ...,
         snapshot_bytes_per_s: _builtins.float = ...,
@@ -1076,7 +1076,7 @@ class HeartbeatReply(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignments", b"assignments", "beat_s", b"beat_s", "commit_mark", b"commit_mark", "draining", b"draining", "lease_s", b"lease_s", "register_again", b"register_again", "snapshot_bytes_per_s", b"snapshot_bytes_per_s", "snapshot_every_s", b"snapshot_every_s", "state_requests", b"state_requests", "stuck", b"stuck", "taken", b"taken", "unchanged", b"unchanged", "version", b"version", "wall_s", b"wall_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignments", b"assignments", "commit_mark", b"commit_mark", "draining", b"draining", "heartbeat_s", b"heartbeat_s", "lease_s", b"lease_s", "register_again", b"register_again", "snapshot_bytes_per_s", b"snapshot_bytes_per_s", "snapshot_every_s", b"snapshot_every_s", "state_requests", b"state_requests", "stuck", b"stuck", "taken", b"taken", "unchanged", b"unchanged", "version", b"version", "wall_s", b"wall_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1132,7 +1132,7 @@ class SnapshotHeader(_message.Message):
     SIZE_FIELD_NUMBER: _builtins.int
     DELIVERED_FIELD_NUMBER: _builtins.int
     SAMPLES_FIELD_NUMBER: _builtins.int
-    ORIGIN_FIELD_NUMBER: _builtins.int
+    EPOCH_START_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     attempt: _builtins.int
@@ -1145,8 +1145,8 @@ class SnapshotHeader(_message.Message):
     delivered: _builtins.int
     """in this epoch"""
     samples: _builtins.int
-    origin: _builtins.bool
-    """the opening of a pass, not a state within it"""
+    epoch_start: _builtins.bool
+    """the opening of an epoch, not a state within it"""
     step: _builtins.int
     """the box's step that the state speaks of, 0 if it does not depend on it"""
     def __init__(
@@ -1162,12 +1162,12 @@ class SnapshotHeader(_message.Message):
         size: _builtins.int = ...,
         delivered: _builtins.int = ...,
         samples: _builtins.int = ...,
-        origin: _builtins.bool = ...,
+        epoch_start: _builtins.bool = ...,
         step: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "box", b"box", "delivered", b"delivered", "epoch", b"epoch", "generation", b"generation", "origin", b"origin", "run", b"run", "samples", b"samples", "size", b"size", "slot", b"slot", "step", b"step", "total", b"total"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "box", b"box", "delivered", b"delivered", "epoch", b"epoch", "epoch_start", b"epoch_start", "generation", b"generation", "run", b"run", "samples", b"samples", "size", b"size", "slot", b"slot", "step", b"step", "total", b"total"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1252,30 +1252,6 @@ class GetSnapshotsRequest(_message.Message):
 Global___GetSnapshotsRequest: _TypeAlias = GetSnapshotsRequest  # noqa: Y015
 
 @_typing.final
-class PassEnd(_message.Message):
-    """Where a pass ended for one slot, by its end of input or because the loop left it: after batch `total` of the slot."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    EPOCH_FIELD_NUMBER: _builtins.int
-    TOTAL_FIELD_NUMBER: _builtins.int
-    epoch: _builtins.int
-    total: _builtins.int
-    def __init__(
-        self,
-        *,
-        epoch: _builtins.int = ...,
-        total: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "total", b"total"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___PassEnd: _TypeAlias = PassEnd  # noqa: Y015
-
-@_typing.final
 class StateAnswer(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1288,7 +1264,7 @@ class StateAnswer(_message.Message):
     ERROR_FIELD_NUMBER: _builtins.int
     SAMPLES_STREAMED_FIELD_NUMBER: _builtins.int
     STATE_BYTES_FIELD_NUMBER: _builtins.int
-    TRAITS_FIELD_NUMBER: _builtins.int
+    CAPABILITIES_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
     DIGESTS_FIELD_NUMBER: _builtins.int
     DIGESTS_AFTER_FIELD_NUMBER: _builtins.int
@@ -1299,7 +1275,7 @@ class StateAnswer(_message.Message):
     worker: _builtins.str
     session: _builtins.str
     ended: _builtins.bool
-    """the pass ended earlier: after ended_total batches in epoch ended_epoch"""
+    """the epoch ended earlier: after ended_total batches in epoch ended_epoch"""
     ended_epoch: _builtins.int
     ended_total: _builtins.int
     samples_streamed: _builtins.int
@@ -1314,14 +1290,14 @@ class StateAnswer(_message.Message):
     @_builtins.property
     def error(self) -> _records_pb2.ErrorDetail: ...
     @_builtins.property
-    def traits(self) -> _records_pb2.LoaderTraits: ...
+    def capabilities(self) -> _records_pb2.LoaderCapabilities: ...
     @_builtins.property
     def digests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """of the batches after digests_after; none if one of them is not known any more"""
 
     @_builtins.property
-    def ends(self) -> _containers.RepeatedCompositeFieldContainer[Global___PassEnd]:
-        """with `ended`: all passes of this slot whose ends the worker knows, that one included"""
+    def ends(self) -> _containers.RepeatedCompositeFieldContainer[_records_pb2.EpochEnd]:
+        """with `ended`: all epochs of this slot whose ends the worker knows, that one included"""
 
     def __init__(
         self,
@@ -1335,17 +1311,17 @@ class StateAnswer(_message.Message):
         error: _records_pb2.ErrorDetail | None = ...,
         samples_streamed: _builtins.int = ...,
         state_bytes: _builtins.int = ...,
-        traits: _records_pb2.LoaderTraits | None = ...,
+        capabilities: _records_pb2.LoaderCapabilities | None = ...,
         digest: _builtins.int = ...,
         digests: _abc.Iterable[_builtins.int] | None = ...,
         digests_after: _builtins.int = ...,
-        ends: _abc.Iterable[Global___PassEnd] | None = ...,
+        ends: _abc.Iterable[_records_pb2.EpochEnd] | None = ...,
         next_digest: _builtins.int = ...,
         next_epoch: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "traits", b"traits"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "error", b"error"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "digests", b"digests", "digests_after", b"digests_after", "ended", b"ended", "ended_epoch", b"ended_epoch", "ended_total", b"ended_total", "ends", b"ends", "error", b"error", "next_digest", b"next_digest", "next_epoch", b"next_epoch", "request", b"request", "samples_streamed", b"samples_streamed", "session", b"session", "state_bytes", b"state_bytes", "traits", b"traits", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "digest", b"digest", "digests", b"digests", "digests_after", b"digests_after", "ended", b"ended", "ended_epoch", b"ended_epoch", "ended_total", b"ended_total", "ends", b"ends", "error", b"error", "next_digest", b"next_digest", "next_epoch", b"next_epoch", "request", b"request", "samples_streamed", b"samples_streamed", "session", b"session", "state_bytes", b"state_bytes", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1866,7 +1842,7 @@ class BoxStatus(_message.Message):
     WAITED_S_FIELD_NUMBER: _builtins.int
     WAITING_FOR_FIELD_NUMBER: _builtins.int
     SLOTS_FIELD_NUMBER: _builtins.int
-    PASS_ENDED_FIELD_NUMBER: _builtins.int
+    EPOCH_ENDED_FIELD_NUMBER: _builtins.int
     WAITED_SHARE_FIELD_NUMBER: _builtins.int
     WAIT_SHARE_FIELD_NUMBER: _builtins.int
     box: _builtins.int
@@ -1877,7 +1853,7 @@ class BoxStatus(_message.Message):
     waited_s: _builtins.float
     waiting_for: _builtins.str
     """worker and slot that the loop waits for now, "" = none"""
-    pass_ended: _builtins.bool
+    epoch_ended: _builtins.bool
     waited_share: _builtins.float
     """of the time between the last two reports, that the loop waited for data"""
     wait_share: _builtins.float
@@ -1895,13 +1871,13 @@ class BoxStatus(_message.Message):
         waited_s: _builtins.float = ...,
         waiting_for: _builtins.str = ...,
         slots: _abc.Iterable[Global___SlotView] | None = ...,
-        pass_ended: _builtins.bool = ...,
+        epoch_ended: _builtins.bool = ...,
         waited_share: _builtins.float = ...,
         wait_share: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["box", b"box", "epoch", b"epoch", "live", b"live", "pass_ended", b"pass_ended", "slots", b"slots", "step", b"step", "steps_per_s", b"steps_per_s", "wait_share", b"wait_share", "waited_s", b"waited_s", "waited_share", b"waited_share", "waiting_for", b"waiting_for"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["box", b"box", "epoch", b"epoch", "epoch_ended", b"epoch_ended", "live", b"live", "slots", b"slots", "step", b"step", "steps_per_s", b"steps_per_s", "wait_share", b"wait_share", "waited_s", b"waited_s", "waited_share", b"waited_share", "waiting_for", b"waiting_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2023,7 +1999,7 @@ class History(_message.Message):
 
     ATTEMPT_FIELD_NUMBER: _builtins.int
     OPENING_FIELD_NUMBER: _builtins.int
-    CUTS_FIELD_NUMBER: _builtins.int
+    ABANDONED_FIELD_NUMBER: _builtins.int
     KNOWN_FIELD_NUMBER: _builtins.int
     SLOTS_FIELD_NUMBER: _builtins.int
     SETTLED_FIELD_NUMBER: _builtins.int
@@ -2035,7 +2011,7 @@ class History(_message.Message):
         """with the seed that the attempt has, without what names the client"""
 
     @_builtins.property
-    def cuts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Cut]: ...
+    def abandoned(self) -> _containers.RepeatedCompositeFieldContainer[Global___AbandonedEpoch]: ...
     @_builtins.property
     def known(self) -> _containers.RepeatedCompositeFieldContainer[_records_pb2.BoxPosition]:
         """where the box was at some steps, as it reported; oldest first"""
@@ -2047,14 +2023,14 @@ class History(_message.Message):
         *,
         attempt: _builtins.int = ...,
         opening: Global___OpenRunRequest | None = ...,
-        cuts: _abc.Iterable[Global___Cut] | None = ...,
+        abandoned: _abc.Iterable[Global___AbandonedEpoch] | None = ...,
         known: _abc.Iterable[_records_pb2.BoxPosition] | None = ...,
         slots: _abc.Iterable[Global___SlotHistory] | None = ...,
         settled: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["opening", b"opening"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cuts", b"cuts", "known", b"known", "opening", b"opening", "settled", b"settled", "slots", b"slots"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandoned", b"abandoned", "attempt", b"attempt", "known", b"known", "opening", b"opening", "settled", b"settled", "slots", b"slots"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2065,12 +2041,12 @@ class SlotHistory(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SKIPS_FIELD_NUMBER: _builtins.int
-    TRAITS_FIELD_NUMBER: _builtins.int
+    CAPABILITIES_FIELD_NUMBER: _builtins.int
     SNAPSHOTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def skips(self) -> _containers.RepeatedCompositeFieldContainer[_records_pb2.Skip]: ...
     @_builtins.property
-    def traits(self) -> _records_pb2.LoaderTraits: ...
+    def capabilities(self) -> _records_pb2.LoaderCapabilities: ...
     @_builtins.property
     def snapshots(self) -> _containers.RepeatedCompositeFieldContainer[Global___SnapshotHeader]:
         """durable ones, oldest first"""
@@ -2079,12 +2055,12 @@ class SlotHistory(_message.Message):
         self,
         *,
         skips: _abc.Iterable[_records_pb2.Skip] | None = ...,
-        traits: _records_pb2.LoaderTraits | None = ...,
+        capabilities: _records_pb2.LoaderCapabilities | None = ...,
         snapshots: _abc.Iterable[Global___SnapshotHeader] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["traits", b"traits"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["skips", b"skips", "snapshots", b"snapshots", "traits", b"traits"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "skips", b"skips", "snapshots", b"snapshots"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -13,7 +13,7 @@ belongs to (run, attempt, box; worker session; slot generation) and replies carr
 of a superseded attempt or an old generation is refused and changes nothing. What a reply says is in the journal
 before it is sent.
 
-Pace. Replies tell how long the next long poll should be held (beat_s) and the lease that goes with it (lease_s): in a
+Pace. Replies tell how long the next long poll should be held (heartbeat_s) and the lease that goes with it (lease_s): in a
 large fleet both are longer. A caller asks with what it was last told, and says so in its own lease_s; the lease that
 the coordinator keeps is never shorter than that. A poll may be answered earlier than asked for: the coordinator
 spreads the polls of a fleet over the beat.

@@ -22,21 +22,20 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from penstock.proto.v1 import records_pb2 as penstock_dot_proto_dot_v1_dot_records__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cpenstock/proto/v1/lane.proto\x12\x11penstock.proto.v1\"\x9e\x03\n\x05Hello\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x0b\n\x03run\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\x04\x12\x0b\n\x03\x62ox\x18\x04 \x01(\r\x12\x0c\n\x04slot\x18\x05 \x01(\r\x12\x12\n\ngeneration\x18\x06 \x01(\x04\x12\x0e\n\x06ticket\x18\x07 \x01(\t\x12\x12\n\nnext_total\x18\x08 \x01(\x04\x12\x13\n\x0blast_digest\x18\t \x01(\x04\x12%\n\x04held\x18\n \x03(\x0b\x32\x17.penstock.proto.v1.Slot\x12\x0e\n\x06target\x18\x0c \x01(\t\x12\x0c\n\x04\x63uts\x18\r \x01(\r\x12\r\n\x05\x65poch\x18\x0e \x01(\x04\x12(\n\x06\x63odecs\x18\x0f \x03(\x0e\x32\x18.penstock.proto.v1.Codec\x12%\n\x04left\x18\x10 \x03(\x0b\x32\x17.penstock.proto.v1.Left\x12\x11\n\tdelivered\x18\x11 \x01(\x04\x12\x13\n\x0bopen_epochs\x18\x12 \x01(\x04\x12\x15\n\rabandon_epoch\x18\x13 \x01(\x04\x12\x0e\n\x06wanted\x18\x14 \x03(\x04J\x04\x08\x0b\x10\x0cR\x03\x61\x63k\"$\n\x04Left\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\r\n\x05total\x18\x02 \x01(\x04\"\"\n\x04Slot\x12\x0c\n\x04ring\x18\x01 \x01(\r\x12\x0c\n\x04slot\x18\x02 \x01(\r*%\n\x05\x43odec\x12\t\n\x05\x41S_IS\x10\x00\x12\x07\n\x03LZ4\x10\x01\x12\x08\n\x04ZSTD\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cpenstock/proto/v1/lane.proto\x12\x11penstock.proto.v1\x1a\x1fpenstock/proto/v1/records.proto\"\xb0\x03\n\x05Hello\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x0b\n\x03run\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\x04\x12\x0b\n\x03\x62ox\x18\x04 \x01(\r\x12\x0c\n\x04slot\x18\x05 \x01(\r\x12\x12\n\ngeneration\x18\x06 \x01(\x04\x12\x0e\n\x06ticket\x18\x07 \x01(\t\x12\x12\n\nnext_total\x18\x08 \x01(\x04\x12\x13\n\x0blast_digest\x18\t \x01(\x04\x12*\n\x04held\x18\n \x03(\x0b\x32\x1c.penstock.proto.v1.RingEntry\x12\x0e\n\x06target\x18\x0c \x01(\t\x12\x10\n\x08\x61\x62\x61ndons\x18\r \x01(\r\x12\r\n\x05\x65poch\x18\x0e \x01(\x04\x12(\n\x06\x63odecs\x18\x0f \x03(\x0e\x32\x18.penstock.proto.v1.Codec\x12.\n\tabandoned\x18\x10 \x03(\x0b\x32\x1b.penstock.proto.v1.EpochEnd\x12\x11\n\tdelivered\x18\x11 \x01(\x04\x12\x13\n\x0bopen_epochs\x18\x12 \x01(\x04\x12\x15\n\rabandon_epoch\x18\x13 \x01(\x04\x12\x0e\n\x06wanted\x18\x14 \x03(\x04J\x04\x08\x0b\x10\x0cR\x03\x61\x63k\"(\n\tRingEntry\x12\x0c\n\x04ring\x18\x01 \x01(\r\x12\r\n\x05\x65ntry\x18\x02 \x01(\r*%\n\x05\x43odec\x12\t\n\x05\x41S_IS\x10\x00\x12\x07\n\x03LZ4\x10\x01\x12\x08\n\x04ZSTD\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'penstock.proto.v1.lane_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_CODEC']._serialized_start=542
-  _globals['_CODEC']._serialized_end=579
-  _globals['_HELLO']._serialized_start=52
-  _globals['_HELLO']._serialized_end=466
-  _globals['_LEFT']._serialized_start=468
-  _globals['_LEFT']._serialized_end=504
-  _globals['_SLOT']._serialized_start=506
-  _globals['_SLOT']._serialized_end=540
+  _globals['_CODEC']._serialized_start=561
+  _globals['_CODEC']._serialized_end=598
+  _globals['_HELLO']._serialized_start=85
+  _globals['_HELLO']._serialized_end=517
+  _globals['_RINGENTRY']._serialized_start=519
+  _globals['_RINGENTRY']._serialized_end=559
 # @@protoc_insertion_point(module_scope)

@@ -17,12 +17,12 @@ Kinds of frames, and the fields that they use. What is not named is 0.
   1 BATCH      total: this batch's count over the run, from 1. epoch. ring, slot: where it lies. structure: its id.
                nbytes: of its region. digest: of structure, shapes and region; flag 1: of every byte, 2: of rows, else as
                penstock.proto.batch.digest samples it. cut: abandons that the producer had seen; frames with fewer than the
-               consumer has sent belong to a pass that was left, and are to be ignored unreleased. The rest: its
+               consumer has sent belong to an epoch that was left, and are to be ignored unreleased. The rest: its
                shapes, u64 each; or there is no rest, and `size` shapes lie behind the region in its slot.
                Over TCP, codec: how its payload travels, and wire: bytes of it then, fewer than without.
   2 RING       ring, slot: how many slots, nbytes: bytes of each; locally its descriptor follows (SCM_RIGHTS)
   3 STRUCTURE  structure: its id, size: bytes of all of it, the rest: a piece; pieces come in order
-  4 END        the pass `epoch` is over after batch `total`; cut
+  4 END        the epoch `epoch` is over after batch `total`; cut
   5 ERROR      total, epoch, cut, the rest: an ErrorDetail; last frame
   6 CLOSE      the producer closed the lane on purpose; last frame
 
@@ -36,13 +36,13 @@ the frame names a codec. Behind a payload that has a codec, flag 2, or more than
 the payload as it travelled; of others the batch's digest covers every byte. What arrives otherwise is fetched again.
 
 Order. The producer answers a Hello with STRUCTURE and RING frames before the first BATCH that needs them, and sends
-BATCH frames of strictly rising `total`, starting with Hello.next_total. END closes a pass after its last batch; the
-next pass starts only when `open_epochs` allows it. After an `abandon_epoch` (value + 1) the producer takes back all
-slots of that pass that were not delivered, and counts on from `delivered`. ERROR and CLOSE are last frames. A socket
+BATCH frames of strictly rising `total`, starting with Hello.next_total. END closes an epoch after its last batch; the
+next epoch starts only when `open_epochs` allows it. After an `abandon_epoch` (value + 1) the producer takes back all
+slots of that epoch that were not delivered, and counts on from `delivered`. ERROR and CLOSE are last frames. A socket
 that just ends is a lost peer: the consumer reconnects with the first total that it has not handed to the training
 loop, and the producer resends from there.
 
-Credits. A ring slot belongs to the producer until its BATCH frame is sent, to the consumer until it is named in
+Credits. A ring entry belongs to the producer until its BATCH frame is sent, to the consumer until it is named in
 `released` (ring, slot, ring, slot ...). `delivered` says what the training loop was handed and need never be sent
 again; a slot that was handed out is not resent even if it has not been released yet. `wanted` (step, total, step,
 total ...): snapshots wanted after batch `total` for `step`.
@@ -53,6 +53,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from penstock.proto.v1 import records_pb2 as _records_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -100,10 +101,10 @@ class Hello(_message.Message):
     LAST_DIGEST_FIELD_NUMBER: _builtins.int
     HELD_FIELD_NUMBER: _builtins.int
     TARGET_FIELD_NUMBER: _builtins.int
-    CUTS_FIELD_NUMBER: _builtins.int
+    ABANDONS_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     CODECS_FIELD_NUMBER: _builtins.int
-    LEFT_FIELD_NUMBER: _builtins.int
+    ABANDONED_FIELD_NUMBER: _builtins.int
     DELIVERED_FIELD_NUMBER: _builtins.int
     OPEN_EPOCHS_FIELD_NUMBER: _builtins.int
     ABANDON_EPOCH_FIELD_NUMBER: _builtins.int
@@ -123,10 +124,10 @@ class Hello(_message.Message):
     """digest of batch next_total-1 as delivered; 0 = unknown or none"""
     target: _builtins.str
     """only towards a receiver: the daemon's TCP address"""
-    cuts: _builtins.int
-    """passes that this consumer has left by `abandon_epoch` so far"""
+    abandons: _builtins.int
+    """epochs that this consumer has left by `abandon_epoch` so far"""
     epoch: _builtins.int
-    """pass that the next batch belongs to"""
+    """epoch that the next batch belongs to"""
     delivered: _builtins.int
     """starts before one of them must leave it where the loop did
     What acks have said so far: as there.
@@ -134,7 +135,7 @@ class Hello(_message.Message):
     open_epochs: _builtins.int
     abandon_epoch: _builtins.int
     @_builtins.property
-    def held(self) -> _containers.RepeatedCompositeFieldContainer[Global___Slot]:
+    def held(self) -> _containers.RepeatedCompositeFieldContainer[Global___RingEntry]:
         """slots of this generation's rings still seen by views of this consumer"""
 
     @_builtins.property
@@ -142,9 +143,9 @@ class Hello(_message.Message):
         """over TCP: what payloads may be compressed with, none = nothing. The sender uses the first"""
 
     @_builtins.property
-    def left(self) -> _containers.RepeatedCompositeFieldContainer[Global___Left]:
+    def abandoned(self) -> _containers.RepeatedCompositeFieldContainer[_records_pb2.EpochEnd]:
         """that it has, or none; each BATCH frame says what became of its payload
-        passes that the loop left by `break`, oldest first, the newest of them: a new runner that
+        epochs that the loop left by `break`, oldest first, the newest of them: a new runner that
         """
 
     @_builtins.property
@@ -161,12 +162,12 @@ class Hello(_message.Message):
         ticket: _builtins.str = ...,
         next_total: _builtins.int = ...,
         last_digest: _builtins.int = ...,
-        held: _abc.Iterable[Global___Slot] | None = ...,
+        held: _abc.Iterable[Global___RingEntry] | None = ...,
         target: _builtins.str = ...,
-        cuts: _builtins.int = ...,
+        abandons: _builtins.int = ...,
         epoch: _builtins.int = ...,
         codecs: _abc.Iterable[Global___Codec.ValueType] | None = ...,
-        left: _abc.Iterable[Global___Left] | None = ...,
+        abandoned: _abc.Iterable[_records_pb2.EpochEnd] | None = ...,
         delivered: _builtins.int = ...,
         open_epochs: _builtins.int = ...,
         abandon_epoch: _builtins.int = ...,
@@ -174,54 +175,30 @@ class Hello(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandon_epoch", b"abandon_epoch", "attempt", b"attempt", "box", b"box", "codecs", b"codecs", "cuts", b"cuts", "delivered", b"delivered", "epoch", b"epoch", "generation", b"generation", "held", b"held", "last_digest", b"last_digest", "left", b"left", "next_total", b"next_total", "open_epochs", b"open_epochs", "protocol", b"protocol", "run", b"run", "slot", b"slot", "target", b"target", "ticket", b"ticket", "wanted", b"wanted"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandon_epoch", b"abandon_epoch", "abandoned", b"abandoned", "abandons", b"abandons", "attempt", b"attempt", "box", b"box", "codecs", b"codecs", "delivered", b"delivered", "epoch", b"epoch", "generation", b"generation", "held", b"held", "last_digest", b"last_digest", "next_total", b"next_total", "open_epochs", b"open_epochs", "protocol", b"protocol", "run", b"run", "slot", b"slot", "target", b"target", "ticket", b"ticket", "wanted", b"wanted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Hello: _TypeAlias = Hello  # noqa: Y015
 
 @_typing.final
-class Left(_message.Message):
-    """A pass that the loop left, and the slot's last batch of it (counted over the run)."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    EPOCH_FIELD_NUMBER: _builtins.int
-    TOTAL_FIELD_NUMBER: _builtins.int
-    epoch: _builtins.int
-    total: _builtins.int
-    def __init__(
-        self,
-        *,
-        epoch: _builtins.int = ...,
-        total: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "total", b"total"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Left: _TypeAlias = Left  # noqa: Y015
-
-@_typing.final
-class Slot(_message.Message):
+class RingEntry(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     RING_FIELD_NUMBER: _builtins.int
-    SLOT_FIELD_NUMBER: _builtins.int
+    ENTRY_FIELD_NUMBER: _builtins.int
     ring: _builtins.int
-    slot: _builtins.int
+    entry: _builtins.int
     def __init__(
         self,
         *,
         ring: _builtins.int = ...,
-        slot: _builtins.int = ...,
+        entry: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ring", b"ring", "slot", b"slot"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["entry", b"entry", "ring", b"ring"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Slot: _TypeAlias = Slot  # noqa: Y015
+Global___RingEntry: _TypeAlias = RingEntry  # noqa: Y015

@@ -17,12 +17,12 @@ Kinds of frames, and the fields that they use. What is not named is 0.
   1 BATCH      total: this batch's count over the run, from 1. epoch. ring, slot: where it lies. structure: its id.
                nbytes: of its region. digest: of structure, shapes and region; flag 1: of every byte, 2: of rows, else as
                penstock.proto.batch.digest samples it. cut: abandons that the producer had seen; frames with fewer than the
-               consumer has sent belong to a pass that was left, and are to be ignored unreleased. The rest: its
+               consumer has sent belong to an epoch that was left, and are to be ignored unreleased. The rest: its
                shapes, u64 each; or there is no rest, and `size` shapes lie behind the region in its slot.
                Over TCP, codec: how its payload travels, and wire: bytes of it then, fewer than without.
   2 RING       ring, slot: how many slots, nbytes: bytes of each; locally its descriptor follows (SCM_RIGHTS)
   3 STRUCTURE  structure: its id, size: bytes of all of it, the rest: a piece; pieces come in order
-  4 END        the pass `epoch` is over after batch `total`; cut
+  4 END        the epoch `epoch` is over after batch `total`; cut
   5 ERROR      total, epoch, cut, the rest: an ErrorDetail; last frame
   6 CLOSE      the producer closed the lane on purpose; last frame
 
@@ -36,13 +36,13 @@ the frame names a codec. Behind a payload that has a codec, flag 2, or more than
 the payload as it travelled; of others the batch's digest covers every byte. What arrives otherwise is fetched again.
 
 Order. The producer answers a Hello with STRUCTURE and RING frames before the first BATCH that needs them, and sends
-BATCH frames of strictly rising `total`, starting with Hello.next_total. END closes a pass after its last batch; the
-next pass starts only when `open_epochs` allows it. After an `abandon_epoch` (value + 1) the producer takes back all
-slots of that pass that were not delivered, and counts on from `delivered`. ERROR and CLOSE are last frames. A socket
+BATCH frames of strictly rising `total`, starting with Hello.next_total. END closes an epoch after its last batch; the
+next epoch starts only when `open_epochs` allows it. After an `abandon_epoch` (value + 1) the producer takes back all
+slots of that epoch that were not delivered, and counts on from `delivered`. ERROR and CLOSE are last frames. A socket
 that just ends is a lost peer: the consumer reconnects with the first total that it has not handed to the training
 loop, and the producer resends from there.
 
-Credits. A ring slot belongs to the producer until its BATCH frame is sent, to the consumer until it is named in
+Credits. A ring entry belongs to the producer until its BATCH frame is sent, to the consumer until it is named in
 `released` (ring, slot, ring, slot ...). `delivered` says what the training loop was handed and need never be sent
 again; a slot that was handed out is not resent even if it has not been released yet. `wanted` (step, total, step,
 total ...): snapshots wanted after batch `total` for `step`.

@@ -129,6 +129,32 @@ class BoxPosition(_message.Message):
 Global___BoxPosition: _TypeAlias = BoxPosition  # noqa: Y015
 
 @_typing.final
+class EpochEnd(_message.Message):
+    """The end of an epoch for one slot, by its end of input or because the loop abandoned it: after batch `total` of the slot
+    (counted over the run).
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    TOTAL_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    total: _builtins.int
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        total: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "total", b"total"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EpochEnd: _TypeAlias = EpochEnd  # noqa: Y015
+
+@_typing.final
 class LoaderSpec(_message.Message):
     """What a run's loader is made of. User code is named, never shipped: "module:qualname" and arguments in the safe
     state envelope (penstock.proto.state.codec).
@@ -239,7 +265,7 @@ class Options(_message.Message):
 Global___Options: _TypeAlias = Options  # noqa: Y015
 
 @_typing.final
-class LoaderTraits(_message.Message):
+class LoaderCapabilities(_message.Message):
     """What a worker was found to run: the loader's abilities, told by the first runner of a slot."""
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -266,7 +292,7 @@ class LoaderTraits(_message.Message):
     looked_at_assignment: _builtins.bool
     """input_fn or its data asked who they are; known after the first batch"""
     is_iterator: _builtins.bool
-    """input_fn returned its own iterator: called again for each pass"""
+    """input_fn returned its own iterator: called again for each epoch"""
     own_workers: _builtins.int
     """worker processes of the loader itself"""
     loads_own_state: _builtins.bool
@@ -298,7 +324,7 @@ class LoaderTraits(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___LoaderTraits: _TypeAlias = LoaderTraits  # noqa: Y015
+Global___LoaderCapabilities: _TypeAlias = LoaderCapabilities  # noqa: Y015
 
 @_typing.final
 class Skip(_message.Message):
@@ -346,11 +372,11 @@ class WorkerAssignment(_message.Message):
     LOADER_FIELD_NUMBER: _builtins.int
     LANE_KEY_FIELD_NUMBER: _builtins.int
     RESUME_FIELD_NUMBER: _builtins.int
-    BASE_FIELD_NUMBER: _builtins.int
+    START_FIELD_NUMBER: _builtins.int
     RECOVERY_FIELD_NUMBER: _builtins.int
     SKIPS_FIELD_NUMBER: _builtins.int
-    SUCCESSOR_FIELD_NUMBER: _builtins.int
-    HAND_OVER_FIELD_NUMBER: _builtins.int
+    IS_TARGET_FIELD_NUMBER: _builtins.int
+    PREPARE_MIGRATION_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     """"job/ordinal" """
     attempt: _builtins.int
@@ -365,9 +391,9 @@ class WorkerAssignment(_message.Message):
     """of this slot and generation: what the tickets of its lane are checked with"""
     recovery: _builtins.bool
     """take over a stream that may have delivered batches: start from the newest usable"""
-    successor: _builtins.bool
+    is_target: _builtins.bool
     """with `recovery`: another worker has the slot yet. Get ready; what it is to start from is"""
-    hand_over: _builtins.bool
+    prepare_migration: _builtins.bool
     """fetched again when the lane is opened
     a successor is ready: make durable what it needs so as to replay least, and say so
     """
@@ -376,7 +402,7 @@ class WorkerAssignment(_message.Message):
     @_builtins.property
     def resume(self) -> Global___Resume: ...
     @_builtins.property
-    def base(self) -> Global___BoxPosition:
+    def start(self) -> Global___BoxPosition:
         """where the box stood when this attempt opened"""
 
     @_builtins.property
@@ -399,15 +425,15 @@ class WorkerAssignment(_message.Message):
         loader: Global___LoaderSpec | None = ...,
         lane_key: _builtins.bytes = ...,
         resume: Global___Resume | None = ...,
-        base: Global___BoxPosition | None = ...,
+        start: Global___BoxPosition | None = ...,
         recovery: _builtins.bool = ...,
         skips: _abc.Iterable[Global___Skip] | None = ...,
-        successor: _builtins.bool = ...,
-        hand_over: _builtins.bool = ...,
+        is_target: _builtins.bool = ...,
+        prepare_migration: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "loader", b"loader", "resume", b"resume"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["loader", b"loader", "resume", b"resume", "start", b"start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "base", b"base", "box", b"box", "generation", b"generation", "hand_over", b"hand_over", "lane_key", b"lane_key", "loader", b"loader", "num_boxes", b"num_boxes", "num_workers_per_box", b"num_workers_per_box", "recovery", b"recovery", "resume", b"resume", "run", b"run", "seed", b"seed", "skips", b"skips", "slot", b"slot", "successor", b"successor"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "box", b"box", "generation", b"generation", "is_target", b"is_target", "lane_key", b"lane_key", "loader", b"loader", "num_boxes", b"num_boxes", "num_workers_per_box", b"num_workers_per_box", "prepare_migration", b"prepare_migration", "recovery", b"recovery", "resume", b"resume", "run", b"run", "seed", b"seed", "skips", b"skips", "slot", b"slot", "start", b"start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -420,20 +446,20 @@ class Resume(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     BLOB_FIELD_NUMBER: _builtins.int
-    SAME_SHAPE_FIELD_NUMBER: _builtins.int
+    SAME_TOPOLOGY_FIELD_NUMBER: _builtins.int
     blob: _builtins.str
     """envelope {"aggregated": user value or None, "strict": bool, "slots": {slot: restart}}; "" = fresh"""
-    same_shape: _builtins.bool
+    same_topology: _builtins.bool
     """RNG and positions of the record hold; else only the aggregated state does"""
     def __init__(
         self,
         *,
         blob: _builtins.str = ...,
-        same_shape: _builtins.bool = ...,
+        same_topology: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blob", b"blob", "same_shape", b"same_shape"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blob", b"blob", "same_topology", b"same_topology"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

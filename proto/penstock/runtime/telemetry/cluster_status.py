@@ -107,7 +107,7 @@ def _slot(slot: pb.SlotView) -> dict[str, Any]:
     return {
         "slot": slot.slot,
         "worker": slot.worker or None,
-        "successor": slot.successor or None,
+        "target_worker": slot.target_worker or None,
         "generation": slot.generation,
         "phase": pb.SlotPhase.Name(slot.phase),
         "queued": slot.queued,

@@ -111,7 +111,7 @@ class Sender(threading.Thread):
         tcp_socket.setblocking(False)
         self._tcp = tcp_socket
         self._runner = Consumer(local, f"the runner of {name}")
-        self._runner.abandoned = hello.abandons
+        self._runner.abandons = hello.abandons
         self._packer = _packer(tuple(hello.codecs))
         self._on_end = on_end
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)

@@ -93,7 +93,7 @@ class StreamHistory:
         """Behind an epoch that the loop left after batch `total`."""
         abandoned = (*(known for known in self.abandoned if known[0] < epoch), (epoch, total))
         return replace(
-            self, abandoned=abandoned[-MOST_ABANDONED:], complete=self.complete and len(left) <= MOST_ABANDONED
+            self, abandoned=abandoned[-MOST_ABANDONED:], complete=self.complete and len(abandoned) <= MOST_ABANDONED
         )
 
     def of(self, launch: Launch) -> StreamHistory:

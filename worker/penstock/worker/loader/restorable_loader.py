@@ -78,7 +78,7 @@ class RestorableLoader:
         """Why the state of the epoch's origin could not be taken."""
         point, slot = assignment.start, assignment.slot
         began = point.slots[slot].total if len(point.slots) > slot else 0
-        self.history = StreamHistory(Launch(point.step, began), whole=point.step == 0 and not assignment.resume.blob)
+        self.history = StreamHistory(Launch(point.step, began), complete=point.step == 0 and not assignment.resume.blob)
         self.resume: dict[str, Any] | None = None
         """What the launch resumed from, decoded; needed to start again from there by the loader's own methods."""
         self.restored = False
@@ -495,7 +495,7 @@ class RestorableLoader:
     def begin(self) -> None:
         """Be as the slot was when its counts began: input_fn anew, nothing loaded, no epoch opened."""
         self.abort()
-        self.history = replace(self.history.of(self._first_launch()), left=())
+        self.history = replace(self.history.of(self._first_launch()), abandoned=())
         self._make_anew(1)
         self.place, self.digest, self.restored, self._start = StreamPosition(0, 0, 0, 0), 0, False, None
         self.strays = False

@@ -120,13 +120,13 @@ class _Resume:
     def _ways(self) -> list[Callable[[], None]]:
         """What may lead there, in the order in which it is tried."""
         source, ways = self._source, list[Callable[[], None]]()
-        if source.by_own_methods and self._history.whole and self._cannot_go_on:
+        if source.by_own_methods and self._history.complete and self._cannot_go_on:
             return [self._from_the_beginning]
         if source.by_own_methods:
             ways += [partial(self._in_turn, *rotation) for rotation in self._rotations()]
         else:
             ways.append(self._by_own_methods if source.capabilities.state_methods == 4 else self._from_restart_point)
-        if self._history.whole and (source.capabilities.state_methods == 4 or self._point.place.total > 0):
+        if self._history.complete and (source.capabilities.state_methods == 4 or self._point.place.total > 0):
             ways.append(self._from_the_beginning)
         return ways
 
@@ -151,7 +151,7 @@ class _Resume:
         if not (turn and self._as_saved) or resume is None:
             return [(0, False)]
         own, other = (resume["slots"].get((a.slot + ahead) % slots, {}).get("next_digest", 0) for ahead in (0, turn))
-        if own in (0, other) and self._history.whole:
+        if own in (0, other) and self._history.complete:
             return []
         return [(0, True), (turn, True)]
 
@@ -263,7 +263,7 @@ class _Resume:
         if self._part.get("next_epoch"):
             # It goes on with the next epoch's batches and ends no epoch before them: its epochs are no longer those of a
             # loader from the beginning.
-            source.history = replace(source.history, whole=False)
+            source.history = replace(source.history, complete=False)
 
     def _compare_next(self) -> None:
         """Raises ReplayMismatchError unless the batch that came when the state was saved comes next."""

@@ -193,7 +193,7 @@ def _child(
         elif role == "helper":
             helper_process.run_helper(channel)
         else:
-            replayer.run_helper(channel)
+            replayer.run_task(channel)
         code = 0
     except DescriptorsClosedError:
         code = DESCRIPTORS_CLOSED

@@ -29,7 +29,7 @@ from penstock.worker.processes.control_channel import ControlChannel, ControlMes
 from penstock.worker.processes.orphans import forget_shared_memory, own_children
 from penstock.worker.processes.user_code import load_input_fn
 from penstock.worker.runner.fork_server import die_with_parent
-from penstock.worker.runner.replayer import run_helper
+from penstock.worker.runner.replayer import run_task
 
 __all__ = ["run_helper"]
 
@@ -102,7 +102,7 @@ def _do_task(helper: int, channel: ControlChannel) -> NoReturn:
         os.setpgid(0, 0)
         die_with_parent(helper)
         channel.send("working", pid=os.getpid())
-        run_helper(channel)
+        run_task(channel)
         code = 0
     except BaseException as error:
         sys.excepthook(type(error), error, error.__traceback__)

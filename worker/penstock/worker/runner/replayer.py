@@ -32,7 +32,7 @@ from penstock.worker.processes.control_channel import ControlChannel, ControlMes
 from penstock.worker.processes.progress_page import ENTRIES
 from penstock.worker.processes.user_code import MAIN, load_class
 
-__all__ = ["run_helper"]
+__all__ = ["run_task"]
 
 _log = logging.getLogger("penstock.worker")
 
@@ -55,7 +55,7 @@ class _Told:
         self._channel.send(kind, payload, modules=modules, **fields)
 
 
-def run_helper(channel: ControlChannel) -> None:
+def run_task(channel: ControlChannel) -> None:
     """One task: messages `assign`, `point` ..., then the task; the answer is `done` or `failed`."""
     forks.host_user_code()
     forks.keep(channel)
