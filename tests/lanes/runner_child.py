@@ -1,8 +1,8 @@
 """A runner for the lane tests: a Producer in a process of its own, which does what it is told over a control socket.
 
-Like the real one it has a single thread, makes batches while ring entries are free, reads acks, and makes nothing more of
-an epoch that was left. Commands are JSON, one a packet, sometimes with a descriptor; each gets one answer, `until` only
-once what it names has come true.
+Like the real one it has a single thread, makes batches while ring entries are free, reads acks, and makes nothing more
+of an epoch that was left. Commands are JSON, one a packet, sometimes with a descriptor; each gets one answer, `until`
+only once what it names has come true.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The promise: a run resumed from a state gives, batch by batch, what the uninterrupted run gave.
 
-Every kind of loader is saved mid-epoch, at the last batch of an epoch, between epochs and in the next epoch, and goes on
-in a new run with nothing but the state, which crossed a file in between. Variants of a kind share these steps out, for
-each run costs: those with processes of their own a second of a core.
+Every kind of loader is saved mid-epoch, at the last batch of an epoch, between epochs and in the next epoch, and goes
+on in a new run with nothing but the state, which crossed a file in between. Variants of a kind share these steps out,
+for each run costs: those with processes of their own a second of a core.
 """
 
 from __future__ import annotations

@@ -24,8 +24,8 @@ STARTING = ["input_fn", "iter", "epoch_start"]
 STREAMING = [point for point in traps.POINTS if point not in STARTING]
 WITH_PROCESSES = ["state_dict", "end of the epoch", "second epoch"]
 """For loaders with worker processes, whose every start is dear: a death in each of the loader's own conditions, in the
-middle of an epoch, between two, and after the first. All points are reached with the same loaders without processes, and
-the code at a point does not know which it has."""
+middle of an epoch, between two, and after the first. All points are reached with the same loaders without processes,
+and the code at a point does not know which it has."""
 WITH_STATES = {"state_dict"}
 
 

@@ -137,8 +137,8 @@ def test_runners_killed_right_behind_a_break(
 
 @pytest.mark.filterwarnings("ignore:.*was recovered")
 def test_runners_killed_in_any_of_many_short_passes(appliance: Appliance) -> None:
-    """Five epochs a second, a durable snapshot a second: the newest is often the origin of an epoch, from which a loader
-    that begins its epoch in its first next() does not go on."""
+    """Five epochs a second, a durable snapshot a second: the newest is often the origin of an epoch, from which a
+    loader that begins its epoch in its first next() does not go on."""
 
     def digest(kills: Sequence[int]) -> int | None:
         before, executor = runners(), DataExecutor(DataLoader(streams.fresh, 20), num_steps=500, appliance=appliance)

@@ -63,8 +63,8 @@ def watch_reply(
 def assignment(
     cluster: ClusterState, attempt: Attempt, box: Box, slot: Slot, worker: Worker, start: records_pb2.BoxPosition
 ) -> records_pb2.WorkerAssignment:
-    """What the worker is told of the slot: it has it, or is to get ready for it. `start`: of the box, which is made once
-    for all of its slots."""
+    """What the worker is told of the slot: it has it, or is to get ready for it. `start`: of the box, which is made
+    once for all of its slots."""
     target = slot.target if slot.worker != worker.name else None
     generation = slot.generation if target is None else target.generation
     return records_pb2.WorkerAssignment(

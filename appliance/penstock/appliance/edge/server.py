@@ -1,10 +1,11 @@
 """A coordinator process, from its cluster state to its end.
 
 It ends in one of three ways, all of them orderly: by SIGTERM or SIGINT; by `stop`, for a program that embeds it in its
-own event loop; or, with a parent watch, when the process that started it is gone. The parent watch is a pidfd: it becomes
-readable when that very process ends, however it ends, and cannot be fooled by a reused process id. (A parent-death
-signal would fire when the *thread* that started us ends, which is not what anybody means.) With a parent watch SIGINT is
-left to the parent: Ctrl-C reaches the whole process group, and a training loop that saves on Ctrl-C still needs us.
+own event loop; or, with a parent watch, when the process that started it is gone. The parent watch is a pidfd: it
+becomes readable when that very process ends, however it ends, and cannot be fooled by a reused process id. (A
+parent-death signal would fire when the *thread* that started us ends, which is not what anybody means.) With a parent
+watch SIGINT is left to the parent: Ctrl-C reaches the whole process group, and a training loop that saves on Ctrl-C
+still needs us.
 
 A stop is graceful but short: health says NOT_SERVING, long polls are answered, calls under way get a moment. Clients
 and workers go on and come back; what they were told is on disk.

@@ -11,11 +11,11 @@ total - delivered batches, and that it did not end before total. If that holds f
 epoch began where it truly did, with all slots live, and nobody ended in it unnoticed; the rest is arithmetic.
 
 What nobody can know beforehand is whether a loop leaves an epoch by `break`. Boxes do that together, as a rule, and one
-of them first: so a box that has not come beyond the step after which another one left an epoch is waited for. That ends,
-for its loop has no collective before it with whoever asks.
+of them first: so a box that has not come beyond the step after which another one left an epoch is waited for. That
+ends, for its loop has no collective before it with whoever asks.
 
-A slot that is being recovered is waited for: its request goes to the new owner once that is ready. A box whose one epoch
-is over answers with its final state.
+A slot that is being recovered is waited for: its request goes to the new owner once that is ready. A box whose one
+epoch is over answers with its final state.
 
 A box's record depends on that box alone. So boxes are gathered one by one, in their order and a number of slots at a
 time, each is complete by itself, and may be sent and let go before the last ones have been asked: a state of a large

@@ -4,8 +4,8 @@ SQLite's write-ahead log has checksums, and they say where it ends: at the first
 flips in a frame in the middle is taken for the end of the log, and the database is, without a word, what it was some
 commits earlier. So each commit has a number, in the database and in a file beside it (`journal.commits`), and a
 database that ends before the number on record is refused as it lies, before SQLite writes to it or empties its log. The
-journal's number goes to workers and training jobs too, signed (`CommitMarks`): they know of commits that a disk has lost
-together with the file, and of a copy of the directory that is older than they are.
+journal's number goes to workers and training jobs too, signed (`CommitMarks`): they know of commits that a disk has
+lost together with the file, and of a copy of the directory that is older than they are.
 
 The file is written after the commit and synced when it is made, no more: it outlives the process, and after a loss of
 power it may be a few seconds old, which makes the check weaker and never wrong.

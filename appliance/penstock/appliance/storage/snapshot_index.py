@@ -146,7 +146,8 @@ class SnapshotIndex:
         """Drops all before the newest snapshot strictly below `edge`, the slot's total where its window begins, and
         before the newest sure one.
 
-        The newest is that of the latest pass: one of an earlier epoch with more batches lies beyond where that was left.
+        The newest is that of the latest pass: one of an earlier epoch with more batches lies beyond where that was
+        left.
         """
         kept = self._snapshots.get(key)
         if not kept:

@@ -97,8 +97,8 @@ class Appliance:
             that can pass over a batch without making it: a DataLoader or StatefulDataLoader over a map-style dataset
             with num_workers=0, or one that has a method skip_batch().
         synthetic: deliver each worker's first batch again and again, in place of what its loader would go on with, to
-            measure a job without the cost of its input (False). An epoch has as many batches as the loader's length says;
-            without one it never ends, so give the executor num_steps. States can neither be saved nor loaded.
+            measure a job without the cost of its input (False). An epoch has as many batches as the loader's length
+            says; without one it never ends, so give the executor num_steps. States can neither be saved nor loaded.
         progress: show a line with steps/s and the share of time waited (False).
         http: "host:port" where this process shows its metrics to Prometheus, at /metrics (none). One server for the
             process; under torchrun each rank takes port + LOCAL_RANK. Beyond loopback it wants tls_cert, tls_key, and

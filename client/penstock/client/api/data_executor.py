@@ -4,9 +4,9 @@ Iterating is a generator that has already run up to its first `yield` when the l
 `iter()`, where its errors belong, and from then on leaving it in any way (to the end, by `break`, by an exception, or
 by dropping it) runs its `finally`.
 
-An epoch that was left by `break` is cut when the next executor starts, not when it was left: until then the state is that
-of the last step, in the middle of the epoch. One that was left at its last batch, by its length, is not cut: it is over.
-Nor is one that a persistent executor left: the next executor goes on with it.
+An epoch that was left by `break` is cut when the next executor starts, not when it was left: until then the state is
+that of the last step, in the middle of the epoch. One that was left at its last batch, by its length, is not cut: it is
+over. Nor is one that a persistent executor left: the next executor goes on with it.
 """
 
 from __future__ import annotations
@@ -96,7 +96,8 @@ class DataExecutor:
         return self._loader
 
     def __len__(self) -> int:
-        """Steps of this executor: num_steps, or the batches of an epoch. TypeError if the loader does not know those."""
+        """Steps of this executor: num_steps, or the batches of an epoch. TypeError if the loader does not know
+        those."""
         return len(self._loader) if self._num_steps is None else self._num_steps
 
     def __bool__(self) -> bool:
@@ -119,8 +120,8 @@ class DataExecutor:
 
     @property
     def on_final_iteration(self) -> bool:
-        """Whether the loop is at this executor's last batch, or behind it. Of an epoch it is known by the loaders' len();
-        without that, behind it only."""
+        """Whether the loop is at this executor's last batch, or behind it. Of an epoch it is known by the loaders'
+        len(); without that, behind it only."""
         if self._session is None:
             return False
         last = self._last if self._num_steps is not None or self._last is not None else self._session.expected_last()

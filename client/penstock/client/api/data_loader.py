@@ -232,9 +232,9 @@ class DataLoader:
         """After a load: the next executor begins with the next epoch, as after a `break`."""
         if self._loaded is not None and self._loaded.methods != 4:
             raise StateMismatchError(
-                f"the loaded state of {self.name} was saved at the end of an epoch that left its epoch early, and a "
-                "loader without aggregate_state_dict and deaggregate_state_dict may go on with that epoch: load a state "
-                "from the middle of an epoch, or let an epoch be an epoch"
+                f"the loaded state of {self.name} was saved at an epoch's end, in an epoch that the loop abandoned, "
+                "and a loader without aggregate_state_dict and deaggregate_state_dict may go on with that epoch: load a "
+                "state from the middle of an epoch, or let each epoch run to its end"
             )
         self._leaves_epoch = True
 

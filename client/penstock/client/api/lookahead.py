@@ -1,8 +1,8 @@
 """A loader for frameworks that take batches before the training loop gets them.
 
-To know which batch is the last one of an epoch, Accelerate's loaders and Lightning's fetcher for loaders without a length
-take the next batch before they hand out this one. `DataLoader.state_dict()`, which counts what was taken, is then one
-batch ahead of the loop, and a resume would leave that batch out.
+To know which batch is the last one of an epoch, Accelerate's loaders and Lightning's fetcher for loaders without a
+length take the next batch before they hand out this one. `DataLoader.state_dict()`, which counts what was taken, is
+then one batch ahead of the loop, and a resume would leave that batch out.
 
 How far such a wrapper is ahead depends on the framework, its version, the place in the epoch and whether the loader has
 a length; so nothing is subtracted here. The loop's own side counts: it says `took()` for each batch that reaches it,

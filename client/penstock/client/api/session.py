@@ -57,13 +57,13 @@ class Session:
         self.epoch_began_at, self.whole_epoch = step, True
 
     def abandon_epoch(self) -> None:
-        """Leave the epoch where its loop was left; says once that the next loop does not go on there, for other systems'
-        iterators do."""
+        """Leave the epoch where its loop was left; says once that the next loop does not go on there, for other
+        systems' iterators do."""
         if not self.told_cut:
             self.told_cut = True
             _log.warning(
-                "%s: a loop was left at step %d, within its epoch, and the next loop begins the next epoch: the rest of "
-                "this one is not delivered, and an endless source begins again. To go on with the next batch in each "
+                "%s: the loop abandoned its epoch at step %d, and the next loop begins the next epoch: the rest of this "
+                "one is not delivered, and an endless source begins again. To go on with the next batch in each "
                 "loop, use DataExecutor(loader, persistent=True), or num_steps=",
                 self.name,
                 self.reader.position.step,

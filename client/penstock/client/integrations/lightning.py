@@ -4,8 +4,8 @@ Lightning saves the state of a loader itself, but as of the batch that its fetch
 loader without a length, and it does not load what it saved at the end of an epoch. So a callback counts the batches
 that reach the loop, and saves and loads the state as its own.
 
-An epoch may be shorter than an epoch of the loader (limit_train_batches). After it Lightning begins the next epoch, and a
-position alone does not say that the epoch was over; so this is saved beside it.
+An epoch may be shorter than an epoch of the loader (limit_train_batches). After it Lightning begins the next epoch, and
+a position alone does not say that the epoch was over; so this is saved beside it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Devices that batches can be handed out on, and what the feed needs of one.
 
-A `DeviceBackend` copies tensors to its device. Copies only start in `copy`, in one order of their own, and how far they are
-is asked of an `DeviceEvent`; so a source must stay as it is until then, and a result may be read by whatever the device runs
-after `prepare_migration`. Three implementations: the CPU here, whose copies are done when `copy` returns; CUDA in cuda.py; and
-in the tests one whose copies happen when the test says so. One suite of tests holds for all.
+A `DeviceBackend` copies tensors to its device. Copies only start in `copy`, in one order of their own, and how far they
+are is asked of an `DeviceEvent`; so a source must stay as it is until then, and a result may be read by whatever the
+device runs after `prepare_migration`. Three implementations: the CPU here, whose copies are done when `copy` returns;
+CUDA in cuda.py; and in the tests one whose copies happen when the test says so. One suite of tests holds for all.
 
 Each tensor is copied by itself into memory of its own, and not the batch's whole region at once with views cut from
 it: a label that the loop keeps would hold the images beside it in device memory, and `torch.save` of it would write

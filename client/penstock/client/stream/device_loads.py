@@ -1,8 +1,8 @@
 """Batches on their way from a ring entry to a device, and the lane that sends them off.
 
-What `SlotLane` is to views of the ring, `DeviceLane` is to copies out of it: `take` starts them and returns a `DeviceLoad`,
-which keeps its ring in memory, and therefore page-locked, until they are done. What becomes of loads stands in
-device_reader.py.
+What `SlotLane` is to views of the ring, `DeviceLane` is to copies out of it: `take` starts them and returns a
+`DeviceLoad`, which keeps its ring in memory, and therefore page-locked, until they are done. What becomes of loads
+stands in device_reader.py.
 
 Tensors go to the device. Arrays are copied on the host, at once: as views they would hold the slot for as long as the
 loop keeps them.

@@ -1,4 +1,5 @@
-"""One slot's lane as the training loop holds it: the consumer, the rings it maps, and which ring entries are still seen.
+"""One slot's lane as the training loop holds it: the consumer, the rings it maps, and which ring entries are still
+seen.
 
 A `SlotLane` belongs to one generation of a slot and outlives its connections: when a connection breaks, what it holds
 is said again in the next Hello. A new generation gets a new one, and a view that dies after that releases nothing, for

@@ -1,9 +1,9 @@
 """The hot path: frames of several lanes -> batches in the order of the position. All of it runs in the training thread.
 
-`OrderedReader.next` asks the lane whose turn it is for a frame, makes a batch of it and moves the position on; when nothing is
-there it waits for that lane or for news of the slots. What went before is acknowledged at a later call and not before
-the batch is returned: until then the loop does not have it. Acks go in groups; a wait that lasts sends all acks of all
-lanes, for a producer without credits would wait for us.
+`OrderedReader.next` asks the lane whose turn it is for a frame, makes a batch of it and moves the position on; when
+nothing is there it waits for that lane or for news of the slots. What went before is acknowledged at a later call and
+not before the batch is returned: until then the loop does not have it. Acks go in groups; a wait that lasts sends all
+acks of all lanes, for a producer without credits would wait for us.
 
 Nothing is taken on trust about order: a batch that is not exactly the next one of its slot is an error, and what comes
 twice after a reconnect is given back unseen. Nor about content: a batch that is damaged is fetched again from the ring
@@ -365,7 +365,8 @@ class OrderedReader:
             )
         starting = "its runner is still starting"
         if view.start_queue_position:
-            starting = f"its runner is number {view.start_queue_position} of {view.start_queue_length} that wait to be started there"
+            queued = f"number {view.start_queue_position} of {view.start_queue_length}"
+            starting = f"its runner is {queued} in the worker's queue of starts"
         doing = {pb.STARTING: starting, pb.READY: "its next batch has not come"}
         trouble = f"; its lane cannot be opened: {lane.trouble}" if lane.consumer is None and lane.trouble else ""
         what = f"its runner is {view.doing}" if view.doing else doing.get(view.phase, "it has failed")

@@ -6,9 +6,9 @@ penstock.client, and with that torch.
 
 A consumer connects to it as it would to a daemon on its own host, and says in its Hello where the daemon is
 (`target`). From there on the receiver is a producer like any other towards the consumer, except that each batch is
-received from TCP straight into a ring entry, and that the consumer's acks travel on to the sender. One lane is one state
-machine, one thread serves them all, and nothing in it waits for one socket: a receiver that waited for the network deaf
-to its consumer would stop the credits, and then all wait for ever.
+received from TCP straight into a ring entry, and that the consumer's acks travel on to the sender. One lane is one
+state machine, one thread serves them all, and nothing in it waits for one socket: a receiver that waited for the
+network deaf to its consumer would stop the credits, and then all wait for ever.
 
 Flow control is the ring: no free slot, no reading from TCP, until the consumer releases one. A small batch is copied
 out of the receive buffer (one receive for many); a large one is received into its slot, with what comes behind it

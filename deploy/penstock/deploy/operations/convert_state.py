@@ -36,8 +36,8 @@ def show_convert(source: Path, target: Path, boxes: int, workers: int, as_json: 
 def convert(source: Path, target: Path, boxes: int, workers: int) -> list[dict[str, Any]]:
     """Convert all states in a file, or none; what was done with each.
 
-    Raises InvalidArgumentError for a topology that no run can have, StateMismatchError if a state cannot be had on it, and
-    what SavedFile raises.
+    Raises InvalidArgumentError for a topology that no run can have, StateMismatchError if a state cannot be had on it,
+    and what SavedFile raises.
     """
     from penstock.deploy.operations.saved_file import SavedFile
 

@@ -26,7 +26,7 @@ EXIT_S = 2.0
 
 @dataclass(frozen=True)
 class ReplayTask:
-    """What a child is asked: see rerun.py."""
+    """What a child is asked: see slot_replay.py."""
 
     kind: str
     fields: Mapping[str, Any] = field(default_factory=dict)
@@ -43,7 +43,7 @@ class ReplayForker(ForkingInterpreter):
     """Forks children that have seen no user code, and keeps them."""
 
     def __init__(self, seed: int) -> None:
-        super().__init__("penstock.deploy.replay.rerun", seed)
+        super().__init__("penstock.deploy.replay.slot_replay", seed)
 
     def fork(self) -> tuple[ControlChannel, int]:
         """A new child: the socket to it, and its process id."""

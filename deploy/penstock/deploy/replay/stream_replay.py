@@ -22,7 +22,7 @@ Ask = Callable[[Mapping[int, ReplayTask]], Mapping[int, ControlMessage]]
 class StreamReplay:
     """
     Args:
-        ask: has workers do tasks, by slot: see rerun.py. They stand at `start`.
+        ask: has workers do tasks, by slot: see slot_replay.py. They stand at `start`.
         cuts: epoch -> the last step taken in it before the loop left it.
     """
 

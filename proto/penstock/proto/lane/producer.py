@@ -110,8 +110,8 @@ class _Kept:
 class Producer:
     """The end that owns the rings. One for each slot and generation, whatever consumers come and go.
 
-    `max_batch_bytes` bounds the slots of its rings, `ring_bytes` is what a ring may take (see ring.entries_for), `budget`
-    what they and those of others may take together.
+    `max_batch_bytes` bounds the slots of its rings, `ring_bytes` is what a ring may take (see ring.entries_for),
+    `budget` what they and those of others may take together.
     """
 
     def __init__(self, max_batch_bytes: int, ring_bytes: int = BOX_BYTES, budget: RingBudget | None = None) -> None:

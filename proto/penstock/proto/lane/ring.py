@@ -62,8 +62,8 @@ def ring_bytes(rings: int) -> int:
 
 
 def entries_for(entry_bytes: int, limit: int = BOX_BYTES) -> int:
-    """How many slots a ring of this slot size gets: RING_BYTES worth, within [MIN_ENTRIES, MAX_ENTRIES]; but no more than
-    `limit` bytes, down to FEWEST_SLOTS; and one for giants."""
+    """How many slots a ring of this slot size gets: RING_BYTES worth, within [MIN_ENTRIES, MAX_ENTRIES]; but no more
+    than `limit` bytes, down to FEWEST_SLOTS; and one for giants."""
     size = max(entry_bytes, 1)
     if size >= GIANT_BYTES:
         return 1

@@ -1,8 +1,8 @@
 """The lane's frames over TCP: each sealed, and behind a BATCH frame its payload.
 
 Towards the consumer flow frames and payloads, towards the producer one Hello and then acks. The sender and the receiver
-share this framing and nothing else. A stream has no packet borders, so both read into an `SealedInbox`: one large receive
-takes in many small messages, and what is whole is handed out in place.
+share this framing and nothing else. A stream has no packet borders, so both read into an `SealedInbox`: one large
+receive takes in many small messages, and what is whole is handed out in place.
 
 **What arrives is what was sent.** TCP's own checksum has 16 bits, and a switch or a proxy that damages a packet mends
 it. So each message carries its length twice (a damaged one would have its reader wait for bytes that nobody sends) and

@@ -6,9 +6,9 @@ starts with all slots live and the cursor at 0. Where only the loader's own meth
 goes on instead: such a loader counts the samples of all workers, and deals its batches to workers that are asked in
 turn for as long as the launch goes on.
 
-The training loop follows this rule one step at a time (`turn`, `deliver`, `exhaust`, `abandon_epoch`). The coordinator, asked for
-the state at a step, follows it in strides (`advance`), from where the attempt started and from what is known of the
-slots' ends: the record is a function of those, so every rank gets the same one. Counting is the truth here;
+The training loop follows this rule one step at a time (`turn`, `deliver`, `exhaust`, `abandon_epoch`). The coordinator,
+asked for the state at a step, follows it in strides (`advance`), from where the attempt started and from what is known
+of the slots' ends: the record is a function of those, so every rank gets the same one. Counting is the truth here;
 `worker_step(S) = S // W + (k < S % W)` holds only as long as every slot is live.
 
 A position carries the stream digest of its box: the chain of the digests of all batches in order. Whoever has the
@@ -199,7 +199,8 @@ def advance(
     Args:
         base: where to start from; not changed.
         step: absolute, at least `base.step`.
-        ends: (slot, epoch) -> the slot's total when that epoch ended. An epoch that is not listed is taken to go on; ask
+        ends: (slot, epoch) -> the slot's total when that epoch ended. An epoch that is not listed is taken to go on;
+        ask
             again once more is known.
         cuts: epoch -> the last step taken in it before the loop left it by `break`.
 

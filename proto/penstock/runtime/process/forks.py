@@ -11,7 +11,8 @@ torch, `subprocess`), so forking cannot be forbidden. Instead each child is disa
 
 A process that runs user code in between ours (a runner, a helper) says `host_user_code()`. Its children find `strayed`
 set when they come back to our code, and `leave` from there: they end, with their traceback in the log. In a training
-process, where the user's code is on the outside, objects check their `OwnerProcess` instead and raise ForkedProcessError.
+process, where the user's code is on the outside, objects check their `OwnerProcess` instead and raise
+ForkedProcessError.
 
 Only forks through Python are noticed (`os.fork`, `multiprocessing`); a C library that forks, and whose child comes back
 into Python, is not.

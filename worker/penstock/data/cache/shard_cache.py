@@ -281,8 +281,8 @@ class ShardCache:
     def _fill(
         self, shard: Shard, key: str, lock: FileLock, until: float, decided: Callable[[], None] | None = None
     ) -> tuple[Path, ...] | None:
-        """Have its files there, by us or by whoever is at it. With `decided` (see `Prefetcher`) nobody waits for them, and
-        None means that there is no room."""
+        """Have its files there, by us or by whoever is at it. With `decided` (see `Prefetcher`) nobody waits for them,
+        and None means that there is no room."""
         with self._state.fetching(key, until, shard.name, decided) as temporary:
             paths = self._ready(shard, lock)
             if paths:

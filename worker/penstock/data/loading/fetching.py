@@ -1,7 +1,7 @@
 """Batches that are made ahead of need, in threads or in processes, and handed out in order.
 
-Both get the plans of an epoch's batches (ordering/course.py), which say what to read; where the loader stands is none of
-their business. What was made and not taken is in no state, and is simply made again.
+Both get the plans of an epoch's batches (ordering/course.py), which say what to read; where the loader stands is none
+of their business. What was made and not taken is in no state, and is simply made again.
 
 Threads are for data that wait for disk or network, and for code that lets go of Python's lock. They only read: batches
 are collated in the main thread, where the ring is. Processes are torch's own DataLoader's, which knows how to watch

@@ -160,11 +160,12 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
             cls.advance_state = None  # type: ignore[assignment]
 
     def load_state_dict(self, state_dict: Any, strict: bool = True) -> None:
-        """Go to a place of this order: a state of this very topology, or one that fits any, as does that of a box's only
-        worker.
+        """Go to a place of this order: a state of this very topology, or one that fits any, as does that of a box's
+        only worker.
 
         Raises:
-            StateMismatchError: it is a place in another order, or of one of several workers of another topology; or more
+            StateMismatchError: it is a place in another order, or of one of several workers of another topology; or
+            more
                 samples before it are to be left out than were.
             StateCorruptError, StateVersionError: it cannot be read.
         """
@@ -205,9 +206,9 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
         return state_of(self._part(aggregated, strict=strict), self._described, self._epochs.skip)
 
     def state_after(self, batches: int) -> dict[str, Any]:
-        """The state after so many of the rank's batches of this epoch, or of the one that just ended, whoever made them:
-        worker processes of a torch DataLoader alone know how far they are, but a place is only a number. It fits any
-        shape."""
+        """The state after so many of the rank's batches of this epoch, or of the one that just ended, whoever made
+        them: worker processes of a torch DataLoader alone know how far they are, but a place is only a number. It fits
+        any shape."""
         batches = whole("batches", batches)
         if batches < 0:
             raise InvalidArgumentError(f"batches={batches}: it must be at least 0")

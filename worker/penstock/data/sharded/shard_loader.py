@@ -43,12 +43,13 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
     processes share the batches, and the order is the same again; torchdata's StatefulDataLoader saves it there. By
     itself it yields all batches of this rank (RANK and WORLD_SIZE, if they are set).
 
-    A finite source is read round robin over its shards, sample 0 of each, then sample 1, and so on; an epoch is an epoch,
-    or what is left of it behind a loaded state. Every worker goes along the whole stream and skips what is not its own.
+    A finite source is read round robin over its shards, sample 0 of each, then sample 1, and so on; an epoch is an
+    epoch, or what is left of it behind a loaded state. Every worker goes along the whole stream and skips what is not
+    its own.
 
-    An endless source has one epoch without an end, in which a worker reads only its own shards where the number of boxes
-    divides `partitions` and the global batch, and the number of workers divides the shards of a partition. Its order is
-    that of `block` and of no batch size, so it stays when batches are halved and accumulated. An epoch that
+    An endless source has one epoch without an end, in which a worker reads only its own shards where the number of
+    boxes divides `partitions` and the global batch, and the number of workers divides the shards of a partition. Its
+    order is that of `block` and of no batch size, so it stays when batches are halved and accumulated. An epoch that
     is begun after it, by leaving it or by set_epoch, is another order of the same source, from the beginning.
     """
 
@@ -292,7 +293,8 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         self._go(ShardedPosition(OrderProgress(epoch, 0, 0, self._shape()), grid=self._begun.grid))
 
     def _begin(self) -> WorkerShare:
-        """Open the epoch that the loader stands before. Only here it is known among how many worker processes of a torch
+        """Open the epoch that the loader stands before. Only here it is known among how many worker processes of a
+        torch
         DataLoader: in those the loader is a copy of one that was made, and maybe loaded, outside of them."""
         progress, shape = self._begun.progress, self._shape()
         if progress.shape != shape:

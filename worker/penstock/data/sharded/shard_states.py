@@ -219,8 +219,8 @@ def _check_same_order(orders: Sequence[Mapping[str, Any]]) -> None:
 
 def check_order(state: Any, order: Mapping[str, Any], *, strict: bool) -> None:
     """Raises StateMismatchError if the state is a place in another order. Without `strict` it is a warning where shards
-    and rows are laid out alike, so that a place in the one is one in the other. And what `FixedOrder.read` raises for what
-    is no state at all."""
+    and rows are laid out alike, so that a place in the one is one in the other. And what `FixedOrder.read` raises for
+    what is no state at all."""
     check_format(state, *KIND)
     found = differences(state["order"], order)
     if not found:

@@ -309,8 +309,9 @@ class RestartPointProver:
         differs = int(str(fields["differs"]))
         if differs > point.total + CHECKED_BATCHES and fields["alike"]:
             slot.host.found_misleading(slot.assignment)
+        source = "epoch start" if point.epoch_start else "state_dict()"
         what = (
-            f"{slot.assignment.loader.input_fn}: restored from its {'epoch start' if point.epoch_start else 'state_dict()'} "
+            f"{slot.assignment.loader.input_fn}: restored from its {source} "
             f"after batch {point.total} of {slot.name}, the loader {fields['what']}: batch {differs} (step "
             f"{slot.step_of(differs)}) is not the one that was delivered"
         )

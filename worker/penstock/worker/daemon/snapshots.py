@@ -91,7 +91,8 @@ class SlotSnapshots:
                 self._keep_only([kept for kept in self._kept if id(kept) not in dropped])
 
     def forget_after(self, epoch: int, total: int) -> None:
-        """The loop left this epoch after `total`: what was taken of it later, or of an epoch after it, never happened."""
+        """The loop left this epoch after `total`: what was taken of it later, or of an epoch after it, never
+        happened."""
         self._keep_only(
             [kept for kept in self._kept if kept.epoch < epoch or (kept.epoch == epoch and kept.total <= total)]
         )

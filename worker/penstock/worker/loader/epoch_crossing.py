@@ -3,7 +3,8 @@
 A loader that ran the whole epoch is asked for the next one by `iter()`. One that was restored in its middle may not
 know any more where an epoch begins: a Hugging Face IterableDataset begins every later epoch there again. One that
 input_fn makes anew begins where epochs begin, but may count epochs and know nothing of those before. The loader that
-ran from the beginning shows what is right, where it can be compared. `StreamHistory.rewinds` says which of three ways it is:
+ran from the beginning shows what is right, where it can be compared. `StreamHistory.rewinds` says which of three ways
+it is:
 
     KEPT     go on with the restored loader
     FRESH    input_fn() anew, with the generators as they are
@@ -13,7 +14,8 @@ Where it is not known, the first batch of the next epoch is made in the first tw
 loader says of itself after them (its `state_dict()`, the generators), FRESH will do; else the slot's stream is made
 again from the beginning, once, and what comes then is the answer for good. The batch alone would not tell: where an
 epoch's number decides on the order of shards, two epochs may well begin with the same one. Where a state was saved at
-an epoch's end, the batch that came next then is known (`RestorableLoader.awaited`): ways that agree on another one are wrong.
+an epoch's end, the batch that came next then is known (`RestorableLoader.awaited`): ways that agree on another one are
+wrong.
 """
 
 from __future__ import annotations
@@ -213,7 +215,8 @@ def _from_the_beginning(source: RestorableLoader, take: Callable[[Any], tuple[in
 def travel(
     source: RestorableLoader, left: dict[int, int], total: int, epoch: int, seek: Callable[[int, int], object]
 ) -> None:
-    """Go to batch `total` in epoch `epoch`, the way that the loop went: out of the epochs that it left, where it did."""
+    """Go to batch `total` in epoch `epoch`, the way that the loop went: out of the epochs that it left, where it
+    did."""
     for known in sorted(known for known in left if source.place.epoch <= known < epoch):
         seek(left[known], known)
         leave(source, known, left[known])
@@ -221,8 +224,8 @@ def travel(
 
 
 def catch_up(source: RestorableLoader, epoch: int) -> None:
-    """Go to where epoch `epoch` is opened, if the source is not that far, over the end of the epoch that it is in and of
-    those in between, of which it had no batch. Raises ReplayMismatchError if one comes."""
+    """Go to where epoch `epoch` is opened, if the source is not that far, over the end of the epoch that it is in and
+    of those in between, of which it had no batch. Raises ReplayMismatchError if one comes."""
     while source.place.epoch < epoch:
         if not source.is_open:
             source.open_epoch()

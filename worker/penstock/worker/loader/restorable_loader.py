@@ -188,8 +188,8 @@ class RestorableLoader:
             capabilities.own_workers = int(getattr(loader, "num_workers", 0) or 0)
             if capabilities.own_workers and getattr(loader, "persistent_workers", False):
                 capabilities.not_restartable = (
-                    "persistent_workers=True keeps worker processes, and what they hold, over the end of an epoch, where "
-                    "no state reaches; use persistent_workers=False to save this loader"
+                    "persistent_workers=True keeps worker processes, and what they hold, over the end of an epoch, "
+                    "where no state reaches; use persistent_workers=False to save this loader"
                 )
             try:
                 capabilities.length = len(loader)
@@ -268,8 +268,8 @@ class RestorableLoader:
         )
 
     def hold_back(self, place: StreamPosition, epoch: int, epoch_start: RestartPoint | None = None) -> None:
-        """The epoch that is open is of a later epoch than that of this place: end the one before it first. `epoch_start`: how
-        that epoch began; None if no batch of it was made yet."""
+        """The epoch that is open is of a later epoch than that of this place: end the one before it first.
+        `epoch_start`: how that epoch began; None if no batch of it was made yet."""
         assert self._iterator is not None
         self._held = self._iterator, self._ahead, epoch_start
         self._iterator, self._ahead = iter(()), []
@@ -293,7 +293,8 @@ class RestorableLoader:
         return point if start is None or point.place == start.place else replace(point, behind=start)
 
     def abort(self) -> None:
-        """Give up an epoch that was opened and of which at most one batch was looked at, as if it had not been opened."""
+        """Give up an epoch that was opened and of which at most one batch was looked at, as if it had not been
+        opened."""
         self._iterator, self._ahead, self._held = None, [], None
 
     def peek(self) -> Any:
@@ -429,8 +430,8 @@ class RestorableLoader:
     def restore(self, point: RestartPoint) -> None:
         """Go to the place of a base, also in the middle of a life.
 
-        Where the stream began with a new loader it is made anew, and the state not loaded: a loader that begins an epoch
-        in its first next() could not say in it that it had been asked to.
+        Where the stream began with a new loader it is made anew, and the state not loaded: a loader that begins an
+        epoch in its first next() could not say in it that it had been asked to.
         """
         self.learn(point)
         self.abort()

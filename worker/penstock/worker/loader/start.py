@@ -261,8 +261,8 @@ class _Resume:
             return  # compared where that epoch is opened: see epoch_crossing.py
         self._compare_next()
         if self._part.get("next_epoch"):
-            # It goes on with the next epoch's batches and ends no epoch before them: its epochs are no longer those of a
-            # loader from the beginning.
+            # It goes on with the next epoch's batches and ends no epoch before them: its epochs are no longer those of
+            # a loader from the beginning.
             source.history = replace(source.history, complete=False)
 
     def _compare_next(self) -> None:

@@ -1,9 +1,9 @@
 """What children print, on its way into the daemon's log: user code may print without end, and must not stop us.
 
-`OutputLines` cuts a child's output into lines and lets a bounded number through; what it leaves out is counted and told. Its
-reader also bounds how much is read, so that a flood costs the child its time and not the daemon. `unblocked_logging`
-takes the log out of the event loop: where standard error is a pipe that nobody empties, lines are lost, and heartbeats
-are not.
+`OutputLines` cuts a child's output into lines and lets a bounded number through; what it leaves out is counted and
+told. Its reader also bounds how much is read, so that a flood costs the child its time and not the daemon.
+`unblocked_logging` takes the log out of the event loop: where standard error is a pipe that nobody empties, lines are
+lost, and heartbeats are not.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """A helper process: it has imported what a run's loaders need, and forks a fresh process for each task.
 
-A helper process that is forked from the fork server imports the user's modules first, and whatever his input_fn imports:
-a tenth of a second or a whole one, for each slot of a state. A helper does that once, and then only forks; the child
-does the task (replayer.py), answers on the helper's own socket, and is gone. So no task meets what another one left.
+A helper process that is forked from the fork server imports the user's modules first, and whatever his input_fn
+imports: a tenth of a second or a whole one, for each slot of a state. A helper does that once, and then only forks; the
+child does the task (replayer.py), answers on the helper's own socket, and is gone. So no task meets what another one
+left.
 
 It is as good as a fresh one only if to import changed nothing but modules. Where the import drew random numbers, asked
 for its slot, started a thread or a process, or opened a file, the helper says so and ends: tasks are done without.

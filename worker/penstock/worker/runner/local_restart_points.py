@@ -45,9 +45,9 @@ class UsablePoints:
         """The best first.
 
         Best is a snapshot before the place: a loader that was just loaded and has yielded nothing may not know yet
-        that it is in the middle of an epoch, and would go on with it when the next one is opened. Then the epoch's origin,
-        which does not do for a loader that begins an epoch in its first next(); then from before the epoch, and last from
-        just there.
+        that it is in the middle of an epoch, and would go on with it when the next one is opened. Then the epoch's
+        origin, which does not do for a loader that begins an epoch in its first next(); then from before the epoch, and
+        last from just there.
         """
         first = [*self.inside[-1:], *self.epoch_starts[-1:]]
         if not self.inside and origins_doubted:
@@ -80,8 +80,8 @@ class LocalRestartPoints:
                 points.pop()
 
     def ways_to(self, epoch: int, total: int, left: Mapping[int, int], *, exact: bool) -> UsablePoints:
-        """Ways to the place after batch `total` in an epoch. `left`: epoch -> batches when the loop left it. `exact`: the
-        loader's snapshots need no proof."""
+        """Ways to the place after batch `total` in an epoch. `left`: epoch -> batches when the loop left it. `exact`:
+        the loader's snapshots need no proof."""
         snapshots = self._snapshots
         near = total - (1 if exact else CHECKED_BATCHES)
         earlier = [point for point in self._origins if point.epoch == 0 < epoch]

@@ -1,11 +1,11 @@
 """Files of a checkpoint -> memory: every byte that is read is hashed before anybody sees it.
 
-The writer hashes each archive of a file (`CheckpointFile.parts`), which is what a rank reads or does not: so a rank of many reads
-and hashes what it needs, and no more. Neighbouring archives are read in one go, by a few threads, for both reading and
-hashing leave the interpreter's lock alone.
+The writer hashes each archive of a file (`CheckpointFile.parts`), which is what a rank reads or does not: so a rank of
+many reads and hashes what it needs, and no more. Neighbouring archives are read in one go, by a few threads, for both
+reading and hashing leave the interpreter's lock alone.
 
-What goes into tensors that others have is kept until all is read and found good (`FillRequest`); that takes memory for it once
-more, as a save does. What goes into new tensors (an optimizer's states) is copied there at once.
+What goes into tensors that others have is kept until all is read and found good (`FillRequest`); that takes memory for
+it once more, as a save does. What goes into new tensors (an optimizer's states) is copied there at once.
 """
 
 from __future__ import annotations

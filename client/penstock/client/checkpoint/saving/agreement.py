@@ -1,7 +1,7 @@
 """What the ranks agree on before each save: that they save the same step, what each of them writes, and how long it is.
 
-One exchange of a few hundred bytes, as long as no rank's state has another topology than last time. All of it is decided
-by every rank for itself, from the same answers: so all go on, or all raise.
+One exchange of a few hundred bytes, as long as no rank's state has another topology than last time. All of it is
+decided by every rank for itself, from the same answers: so all go on, or all raise.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 A line is filled across documents, so a saved place lies in the middle of one. What is saved is where the open line
 begins: the source's token before that document, and an offset. After a resume the document is read again and the line
-made anew; no token of text is kept in a state, and none is lost by a change of topology, for the open line belongs to its
-shard and not to the worker.
+made anew; no token of text is kept in a state, and none is lost by a change of topology, for the open line belongs to
+its shard and not to the worker.
 """
 
 from __future__ import annotations
