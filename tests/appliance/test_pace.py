@@ -31,16 +31,16 @@ CROWDED = replace(LIMITS, heartbeats_per_s=1.0, watches_per_s=0.25)
     ("workers", "heartbeat_s", "lease_s"), [(0, 1, 3), (100, 1, 3), (2_000, 1, 3), (4_000, 2, 6), (10_000, 5, 15)]
 )
 def test_beat_and_lease_of_workers_follow_the_fleet(workers: int, heartbeat_s: float, lease_s: float) -> None:
-    pace = of_workers(workers, 1.0, LIMITS)
-    assert [pace.heartbeat_s, pace.lease_s] == pytest.approx([heartbeat_s, lease_s])
+    lease_policy = of_workers(workers, 1.0, LIMITS)
+    assert [lease_policy.heartbeat_s, lease_policy.lease_s] == pytest.approx([heartbeat_s, lease_s])
 
 
 @pytest.mark.parametrize(
     ("boxes", "heartbeat_s", "lease_s"), [(1, 1, 10), (200, 1, 10), (1_000, 5, 15), (2_000, 10, 30)]
 )
 def test_beat_and_lease_of_boxes_follow_their_number(boxes: int, heartbeat_s: float, lease_s: float) -> None:
-    pace = of_boxes(boxes, 1.0, LIMITS)
-    assert [pace.heartbeat_s, pace.lease_s] == pytest.approx([heartbeat_s, lease_s])
+    lease_policy = of_boxes(boxes, 1.0, LIMITS)
+    assert [lease_policy.heartbeat_s, lease_policy.lease_s] == pytest.approx([heartbeat_s, lease_s])
 
 
 def test_a_short_lease_has_a_short_beat() -> None:
@@ -70,13 +70,13 @@ def test_a_late_coordinator_waits_for_silent_peers_up_to_another_lease() -> None
 
 
 def test_polls_of_a_fleet_are_spread_over_the_beat() -> None:
-    pace = LeasePolicy(5.0, 15.0)
-    left = [pace.left(1000.0, f"worker-{number}") for number in range(1000)]
+    lease_policy = LeasePolicy(5.0, 15.0)
+    left = [lease_policy.left(1000.0, f"worker-{number}") for number in range(1000)]
     assert min(left) > 0
     assert max(left) <= 5
     assert all(150 < sum(second <= one < second + 1 for one in left) < 250 for second in range(5))
     # Who comes back right after his moment is held for a whole beat.
-    assert pace.left(1000.0 + left[7] + 1e-6, "worker-7") == pytest.approx(5, abs=1e-3)
+    assert lease_policy.left(1000.0 + left[7] + 1e-6, "worker-7") == pytest.approx(5, abs=1e-3)
 
 
 def test_the_share_of_a_slot_keeps_the_fleet_within_its_budget() -> None:

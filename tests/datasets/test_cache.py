@@ -230,38 +230,38 @@ def test_a_folder_without_a_place_is_the_dataset(tmp_path: Path) -> None:
 
 
 def test_local_files_are_used_in_place(tmp_path: Path) -> None:
-    there, here = tmp_path / "there", tmp_path / "here"
+    there, identity = tmp_path / "there", tmp_path / "here"
     plain, packed = make_shards(there, 1, SIZE), make_shards(there, 1, SIZE, compression="gz", first=1)
     for validate in (None, HASH):
-        cache = ShardCache(RemoteFolder(there), here, validate=validate)
+        cache = ShardCache(RemoteFolder(there), identity, validate=validate)
         with cache.hold(plain[0]) as held:
             assert held.paths == (there / plain[0].name,)
         with cache.hold(packed[0]) as held:
-            assert held.paths == (here / packed[0].name,)
+            assert held.paths == (identity / packed[0].name,)
             assert held.paths[0].read_bytes() == raw_bytes(1, SIZE)
         assert cache.index() == (there / "index.json").read_bytes()
-    assert names(here) == {packed[0].name}
+    assert names(identity) == {packed[0].name}
     assert len(list(there.iterdir())) == 3
 
 
 @pytest.mark.parametrize(("there", "here"), [("data/remote", "data"), ("data", "data/cache")])
 @pytest.mark.parametrize("validate", [None, HASH])
 def test_files_of_a_place_stay_though_its_cache_is_above_or_below_it(
-    tmp_path: Path, there: str, here: str, validate: str | None
+    tmp_path: Path, there: str, identity: str, validate: str | None
 ) -> None:
     """What was packed there went when it was unpacked, as if it were the cache's own; and when it was corrupt."""
     shards = make_shards(tmp_path / there, 2, SIZE, compression="gz")
     paths = [tmp_path / there / file.packed.name for shard in shards for file in shard.files if file.packed]
     before = [path.read_bytes() for path in paths]
-    cache = ShardCache(RemoteFolder(tmp_path / there), tmp_path / here, validate=validate)
+    cache = ShardCache(RemoteFolder(tmp_path / there), tmp_path / identity, validate=validate)
     assert [held_bytes(cache, shard) for shard in shards] == [raw_bytes(n, SIZE) for n in range(2)]
     cache.close()
     assert [path.read_bytes() for path in paths] == before
-    raw = tmp_path / here / shards[0].name
+    raw = tmp_path / identity / shards[0].name
     raw.unlink()
     damaged = before[0][:-9] + bytes([before[0][-9] ^ 1]) + before[0][-8:]
     paths[0].write_bytes(damaged)
-    again = ShardCache(RemoteFolder(tmp_path / there), tmp_path / here, validate=validate)
+    again = ShardCache(RemoteFolder(tmp_path / there), tmp_path / identity, validate=validate)
     with pytest.raises(ShardCorruptError, match=paths[0].name):
         again.hold(shards[0])
     assert paths[0].read_bytes() == damaged, "the only copy was removed"

@@ -260,8 +260,8 @@ def test_nothing_outside_of_the_folder_goes_for_what_a_stamp_says(
     victims = [tmp_path / "cache" / ".." / "one", tmp_path / "other"]
     for number, victim in enumerate(victims):
         victim.write_bytes(b"precious")
-        stamp = ShardVersion(evictable=((["../one", str(victim)][number], 8),), size=SIZE)
-        (tmp_path / "cache" / ".penstock" / "shards" / f"a{number}").write_bytes(stamp.encoded())
+        version = ShardVersion(evictable=((["../one", str(victim)][number], 8),), size=SIZE)
+        (tmp_path / "cache" / ".penstock" / "shards" / f"a{number}").write_bytes(version.encoded())
     for shard in shards:
         use(cache, shard)
     assert all(victim.read_bytes() == b"precious" for victim in victims)

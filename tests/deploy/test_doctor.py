@@ -60,7 +60,7 @@ def examine(ward: TrialProcesses) -> Examine:
 
 def wrong(diagnosis: LoaderReport) -> dict[str, int | None]:
     """where -> the first batch that differs."""
-    return {check.where: check.differs for patient in diagnosis.patients for check in patient.checks if not check.exact}
+    return {check.where: check.differs for patient in diagnosis.loaders for check in patient.checks if not check.exact}
 
 
 # ---- well
@@ -69,9 +69,9 @@ def wrong(diagnosis: LoaderReport) -> dict[str, int | None]:
 def test_four_methods_on_two_workers(examine: Examine) -> None:
     found = examine("streams:shared", 14, workers=2)
     assert (found.code, found.verdict) == (0, "can be saved at any step and resumed exactly")
-    assert saved_by(found.question, found.patients) == METHODS
+    assert saved_by(found.question, found.loaders) == METHODS
     assert not found.warnings
-    for patient in found.patients:
+    for patient in found.loaders:
         assert patient.capabilities["state_methods"] == 4
         assert patient.capabilities["takes_strict"]
         assert patient.streamed["looked_at"]
@@ -96,8 +96,8 @@ def test_exact(examine: Examine, input_fn: str, args: list[Any], methods: int, o
     found = examine(input_fn, *args, batches=8)
     assert (found.code, wrong(found)) == (0, {})
     assert found.verdict == "can be saved at any step and resumed exactly"
-    assert saved_by(found.question, found.patients) == (STATE if methods == 2 else METHODS)
-    capabilities = found.patients[0].capabilities
+    assert saved_by(found.question, found.loaders) == (STATE if methods == 2 else METHODS)
+    capabilities = found.loaders[0].capabilities
     assert (capabilities["state_methods"], capabilities["own_workers"]) == (methods, own_workers)
 
 
@@ -116,14 +116,14 @@ def test_exact(examine: Examine, input_fn: str, args: list[Any], methods: int, o
 def test_wrong_states_are_replaced_by_replay(examine: Examine, input_fn: str, args: list[Any], where: str) -> None:
     found = examine(input_fn, *args)
     assert found.code == 0
-    assert saved_by(found.question, found.patients) == REPLAY
+    assert saved_by(found.question, found.loaders) == REPLAY
     assert found.verdict.startswith("can be saved at any step and resumed exactly, by counted replay: restored ")
     assert where in found.verdict
 
 
 def test_later_batches_than_the_next_are_compared(examine: Examine) -> None:
     found = examine("delayed:looks_ahead", 20, batches=32)
-    assert saved_by(found.question, found.patients) == REPLAY
+    assert saved_by(found.question, found.loaders) == REPLAY
     assert "restored after batch 1, batch 22 is another one" in found.verdict
     found = examine("delayed:grows", batches=45)
     assert "batch 37 is another one" in found.verdict, "the first of the fourth pass"
@@ -143,8 +143,8 @@ def test_passes_that_only_the_beginning_leads_to_are_told(examine: Examine, inpu
 def test_counts_of_former_launches_are_the_loaders(examine: Examine, input_fn: str, args: list[Any]) -> None:
     """What load_state_dict takes is what deaggregate_state_dict returned, launch after launch."""
     found = examine(input_fn, *args, workers=2, batches=22)
-    assert (found.code, saved_by(found.question, found.patients)) == (0, METHODS)
-    assert max(check.generation for check in found.patients[1].checks if check.exact) >= 2
+    assert (found.code, saved_by(found.question, found.loaders)) == (0, METHODS)
+    assert max(check.generation for check in found.loaders[1].checks if check.exact) >= 2
     (warning,) = found.warnings
     assert "the others one batch behind, batch 3 is another one: a state of a step at which workers do not" in warning
 
@@ -185,7 +185,7 @@ def test_aggregation_that_raises(examine: Examine, input_fn: str, says: str) -> 
     found = examine(input_fn, 100)
     assert found.code == 30
     assert says in found.verdict
-    check = [check for check in found.patients[0].checks if not check.exact][-1]
+    check = [check for check in found.loaders[0].checks if not check.exact][-1]
     assert check.where == "after batch 8, by aggregate and deaggregate"
     assert "Traceback" in check.traceback
 

@@ -22,21 +22,21 @@ def saved(state: Any) -> Any:
 class AllWorkers:
     """Each box takes its batches from its workers in turn."""
 
-    def __init__(self, made: Callable[[], Any], shape: Shape, before: AllWorkers | None = None) -> None:
+    def __init__(self, made: Callable[[], Any], topology: Shape, before: AllWorkers | None = None) -> None:
         """
         Args:
             made: a worker's loader, whose batches are lists.
-            before: whose state it goes on from. On the same shape whose turn it was stays, as a box's position does.
+            before: whose state it goes on from. On the same topology whose turn it was stays, as a box's position does.
         """
-        self.made, self.shape = made, shape
+        self.made, self.topology = made, topology
         state = before.state() if before is not None else None
-        boxes, workers = shape
+        boxes, workers = topology
         self.workers: list[Any] = [self._worker(number, state) for number in range(boxes * workers)]
         self.passes: list[Iterator[Any]] = [iter(loader) for loader in self.workers]
-        self.step: int = before.step if before is not None and before.shape == shape else 0
+        self.step: int = before.step if before is not None and before.topology == topology else 0
 
     def _worker(self, number: int, state: Any) -> Any:
-        boxes, workers = self.shape
+        boxes, workers = self.topology
         with assigned(Assignment(number // workers, boxes, number % workers, workers, 0, 1)):
             loader = self.made()
             if state is not None:
@@ -58,7 +58,7 @@ class AllWorkers:
 
     def step_rows(self) -> list[Any] | None:
         """Each box's batch; None if the epoch is over."""
-        boxes, workers = self.shape
+        boxes, workers = self.topology
         slot = self.step % workers
         rows = [next(self.passes[box * workers + slot], None) for box in range(boxes)]
         if any(row is None for row in rows):

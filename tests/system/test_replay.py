@@ -25,7 +25,7 @@ from penstock.deploy.cli.main import app
 from penstock.deploy.operations.convert_state import convert
 from penstock.deploy.operations.saved_file import SavedFile
 from penstock.deploy.replay.archive import Archive, RunningArchive, StoppedArchive
-from penstock.deploy.replay.plan import route
+from penstock.deploy.replay.plan import plan
 from penstock.deploy.replay.replay_batch import ReplayRequest, replay
 from penstock.deploy.replay.replay_processes import ReplayForker, ReplayProcesses, ReplayTask
 from penstock.deploy.replay.replay_report import tables
@@ -157,7 +157,7 @@ def test_a_worker_that_was_lost_and_snapshots_that_lead_there(stage: Stage) -> N
                 (history,) = archive.histories("lost/0", 0)
                 if start:
                     break
-                start = route(history, [], executor.step + 1).start.position.step
+                start = plan(history, [], executor.step + 1).start.position.step
             assert executor.step < 4000
         found = stage.replayed(archive, "lost", executor.step)
         assert found["replayed_from"]["step"] >= start > 0

@@ -10,7 +10,7 @@ from penstock.worker.processes.progress_page import EARLY, ENDS, ENTRIES, BatchR
 def test_the_daemon_reads_what_the_runner_wrote() -> None:
     daemon = ProgressPage.create()
     runner = ProgressPage(os.dup(daemon.fd))
-    runner.place(10, 1, 40)
+    runner.stands_at(10, 1, 40)
     runner.record(11, 1, 0xFEED, 44, delivered=9)
     runner.end(1, 11)
     runner.doing("next", delivered=11)

@@ -43,7 +43,7 @@ def test_a_progress_page_counts_what_its_runner_made_and_the_loop_took(
 ) -> None:
     daemon, runner = progress_pages
     assert counts(daemon) == (0, 0, 0)
-    runner.place(1000, 2, 0)  # resumed there: what was before is not this runner's
+    runner.stands_at(1000, 2, 0)  # resumed there: what was before is not this runner's
     assert counts(daemon) == (0, 0, 0)
     for total in range(1001, 1011):
         runner.record(total, 2, 7, total, delivered=max(1000, total - 4))
@@ -54,11 +54,11 @@ def test_what_the_loop_left_behind_stays_counted_as_made(progress_pages: tuple[P
     """The loop leaves the epoch at batch 4 of 10 that were made: the runner goes on from there, and no counter
     falls."""
     daemon, runner = progress_pages
-    runner.place(0, 0, 0)
+    runner.stands_at(0, 0, 0)
     for total in range(1, 11):
         runner.record(total, 0, 7, total, delivered=4)
     assert counts(daemon) == (10, 4, 0)
-    runner.place(4, 1, 4)
+    runner.stands_at(4, 1, 4)
     assert counts(daemon) == (10, 4, 0)
     runner.record(5, 1, 7, 5, delivered=4)
     assert counts(daemon) == (11, 4, 0)
@@ -75,7 +75,7 @@ def test_what_the_loop_took_of_a_predecessor_is_not_a_successors(
     for done in range(1, 4):
         runner.replayed()
         assert counts(daemon) == (0, 0, done)
-    runner.place(784, 0, 784)
+    runner.stands_at(784, 0, 784)
     assert counts(daemon) == (0, 0, 3)
     runner.record(785, 0, 7, 785, delivered=784)
     runner.doing("next", delivered=785)
@@ -86,9 +86,9 @@ def test_no_count_falls_where_a_runner_goes_back_while_it_is_read(
     progress_pages: tuple[ProgressPage, ProgressPage],
 ) -> None:
     daemon, runner = progress_pages
-    runner.place(0, 0, 0)
+    runner.stands_at(0, 0, 0)
     runner.record(10, 0, 7, 10, delivered=4)
     daemon.refresh()
-    runner.place(4, 1, 4)
+    runner.stands_at(4, 1, 4)
     produced = daemon.counts()[0]
     assert counts(daemon)[0] >= produced

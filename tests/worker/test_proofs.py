@@ -54,7 +54,7 @@ class Run:
 
     def _seen(self, batch: Any) -> None:
         self.source.digest, samples = self.replay_digest.take(batch)
-        self.source.place.samples += samples
+        self.source.position.samples += samples
 
     def take(self, batches: int) -> list[list[int]]:
         source = self.source
@@ -67,14 +67,16 @@ class Run:
                 continue
             self._seen(batch)
             got.append((batch["x"] if isinstance(batch, dict) else batch).tolist())
-            self.digests[source.place.total] = source.place.epoch, source.digest
-            self.generators[source.place.total] = source.rng_hash()
+            self.digests[source.position.total] = source.position.epoch, source.digest
+            self.generators[source.position.total] = source.rng_hash()
             if source.saves_state:
-                self.points[source.place.total] = RestartPoint.decode(source.snapshot(source.place.total).encode())
+                self.points[source.position.total] = RestartPoint.decode(
+                    source.snapshot(source.position.total).encode()
+                )
         return got
 
     def prove(self, point: RestartPoint, count: int = 4, known: str = "") -> dict[str, Any]:
-        behind = range(point.place.total + 1, point.place.total + 1 + count)
+        behind = range(point.position.total + 1, point.position.total + 1 + count)
         digests = {str(n): self.digests[n] for n in behind if n in self.digests}
         first = {str(n): self.digests[n] for n in range(1, 5) if n in self.digests}
         helper = RestorableLoader(self.source.assignment)
@@ -83,10 +85,10 @@ class Run:
             "digests": digests,
             "early": first,
             "left": False,
-            "generators": self.generators[point.place.total + 1],
+            "generators": self.generators[point.position.total + 1],
             "crossing": known,
         }
-        beyond = [n for n in behind if n in self.digests and self.digests[n][0] > point.place.epoch]
+        beyond = [n for n in behind if n in self.digests and self.digests[n][0] > point.position.epoch]
         return _prove(helper, point, fields, ReplayDigest(), *(self.points[n] for n in beyond[:1]))
 
     def resumed(self, point: RestartPoint, *, value: Any = None, next_digest: int = 0, next_epoch: bool = False) -> Run:
@@ -94,7 +96,7 @@ class Run:
         source = self.source
         assignment = records_pb2.WorkerAssignment()
         assignment.CopyFrom(source.assignment)
-        place = source.place
+        place = source.position
         assignment.start.CopyFrom(
             records_pb2.BoxPosition(
                 step=place.total,
@@ -166,7 +168,7 @@ def test_epoch_after_next_is_right_in_each_generation(loader: str, known: bool) 
     if known:
         run.source.learn_rewinds(crossing)
     for until in (31, 64, 90):
-        at = run.source.place.total
+        at = run.source.position.total
         run = run.resumed(run.points[at])
         assert run.take(until - at) == truth[at:until]
 
@@ -197,7 +199,7 @@ def test_restart_points_of_a_loader_that_misleads_are_counted_from_the_start() -
     run = Run(assignment_of("delayed:looks_ahead", 3, 20))
     run.source.counts_from = RestartPoint.decode(run.kept[0].encode())
     assert run.take(34) == truth[:34]
-    assert [run.points[total].place.total for total in (5, 34)] == [0, 0]
+    assert [run.points[total].position.total for total in (5, 34)] == [0, 0]
     assert run.kept[-1].behind is not None, "an epoch's start, too"
     later = run.resumed(run.source.snapshot(34))
     assert later.take(36) == truth[34:]
@@ -266,9 +268,9 @@ def test_three_launches_of_a_loader_that_adds_what_former_ones_streamed() -> Non
         got += run.take(10)
         point = run.points[10 * (launch + 1)]
         assert point.is_epoch_start, "nothing else can be restored"
-        state = decode_state(run.source.snapshot(run.source.place.total).encode())["user"]  # type: ignore[index]
+        state = decode_state(run.source.snapshot(run.source.position.total).encode())["user"]  # type: ignore[index]
         assert state == {"samples": 40 * (launch + 1)}
-        snapshot = run.source.snapshot(run.source.place.total)
+        snapshot = run.source.snapshot(run.source.position.total)
         run = run.resumed(snapshot, value={"all_samples": state["samples"]}, next_digest=0)
     assert got == truth
 
@@ -286,7 +288,7 @@ def test_a_runner_that_is_replaced_in_a_later_launch_goes_on_counting() -> None:
 
     def seen(batch: Any) -> None:
         replayed.append(batch.tolist())
-        again.place.samples += len(batch)
+        again.position.samples += len(batch)
 
     assert again.seek(20, 0, seen)
     assert replayed == got
@@ -310,4 +312,4 @@ def test_a_state_by_arithmetic_needs_no_loader() -> None:
     assert run.source.capabilities.advances_state == "doubtful:Arithmetic"
     fields = {"loader": "doubtful:Arithmetic", "delivered": 9, "total": 9, "samples": 36, "digest": 7}
     state = RestartPoint.decode(_advanced(run.points[2], run.source.assignment, fields))
-    assert (state.state, state.place, state.digest) == (run.points[9].state, run.points[9].place, 7)
+    assert (state.state, state.position, state.digest) == (run.points[9].state, run.points[9].position, 7)

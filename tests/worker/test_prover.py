@@ -197,6 +197,6 @@ def test_batches_beyond_a_place_where_the_loop_left_are_not_compared() -> None:
     """What was made ahead of it stays in the progress page until it is written over."""
     bench = Bench(lambda _: GOOD, batches=30)
     bench.progress_page.cut(0, 22)
-    bench.progress_page.place(22, 0, 22)
+    bench.progress_page.stands_at(22, 0, 22)
     bench.make(23, epoch=1)
     assert list(bench.prover._followers(bench.at(20), 16)) == ["21", "22", "23"]

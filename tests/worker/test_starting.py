@@ -25,7 +25,7 @@ def first_of_next_pass(source: RestorableLoader) -> tuple[int, list[int]]:
     source.open_epoch()
     batch = source.next()
     assert isinstance(batch, torch.Tensor)
-    return source.place.epoch, batch.tolist()
+    return source.position.epoch, batch.tolist()
 
 
 @pytest.mark.parametrize("empty", range(4))

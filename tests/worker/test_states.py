@@ -53,7 +53,7 @@ def test_a_runner_that_was_ahead_may_not_have_heard_of_the_break_yet(progress_pa
     """It ran to the end of the epoch, batch 8; the loop left the epoch after the slot's batch 2."""
 
     async def body() -> None:
-        progress_page.place(8, 0, 8)
+        progress_page.stands_at(8, 0, 8)
         progress_page.here(0, 0)
         progress_page.end(0, 8)
         answer = pb.StateAnswer()
@@ -61,7 +61,7 @@ def test_a_runner_that_was_ahead_may_not_have_heard_of_the_break_yet(progress_pa
         await asyncio.wait([asking], timeout=20 * POLL_S)
         assert not asking.done(), f"it took the end that it had reached for the epoch's: {answer}"
         progress_page.cut(0, 2)
-        progress_page.place(2, 0, 2)
+        progress_page.stands_at(2, 0, 2)
         assert await asyncio.wait_for(asking, DEADLINE_S)
         assert not answer.ended
 
@@ -73,7 +73,7 @@ def test_where_a_pass_began_is_told_by_who_has_begun_it(progress_page: ProgressP
     """Then an asker who thinks otherwise is wrong, in whichever way."""
 
     async def body() -> None:
-        progress_page.place(end, 1, end)
+        progress_page.stands_at(end, 1, end)
         progress_page.end(0, end)
         progress_page.here(1, 0)
         answer = pb.StateAnswer()
@@ -183,7 +183,7 @@ def test_the_way_that_the_loop_went_is_gone_where_it_is_known(loader: str, place
             if at + 1 == epoch:
                 break
         source.seek(total, epoch, lambda batch: None)
-        if source.place.epoch < epoch:
+        if source.position.epoch < epoch:
             source.reach_end()
         truth = goes_on(source)
         said = saying(built(), first, epoch=epoch, delivered=delivered, total=total, left=left)
@@ -251,7 +251,7 @@ def test_behind_a_break_a_runner_is_waited_for_until_it_has_begun_the_next_pass(
             "ready": ready,
         }
         states = states_of(progress_page, **kept)
-        progress_page.place(3, 0, 3)
+        progress_page.stands_at(3, 0, 3)
         progress_page.cut(0, 3)
         asking = asyncio.ensure_future(states._state(request(1, 0, 3), pb.StateAnswer(), 1e12))
         await asyncio.wait([asking], timeout=20 * POLL_S)
@@ -259,7 +259,7 @@ def test_behind_a_break_a_runner_is_waited_for_until_it_has_begun_the_next_pass(
         store.add(StoredSnapshot(1, 0, 3, 0, True, 0, b"second"), 0)
         progress_page.here(1, 0)
         assert await asyncio.wait_for(asking, DEADLINE_S) == b"second"
-        progress_page.place(4, 1, 4)
+        progress_page.stands_at(4, 1, 4)
         with pytest.raises(StateUnavailableError, match="lies behind an epoch that the loop left, after batch 3 of"):
             await states._state(request(1, 1, 4), pb.StateAnswer(), 1e12)
         store.add(StoredSnapshot(1, 1, 4, 0, False, 0, b"third"), 0)
@@ -323,7 +323,7 @@ class TakenOver:
                 self._keep(source.snapshot(0), epoch_start=False)
 
     def _keep(self, point: RestartPoint, *, epoch_start: bool) -> None:
-        place = point.place
+        place = point.position
         self.store.add(
             StoredSnapshot(0, place.total, place.total, 0, epoch_start, 0, point.encode(), inherited=True), 0
         )
@@ -367,7 +367,9 @@ def test_what_a_new_runner_has_not_seen_is_replayed_for_the_flight_record(
     with assigned(current_assignment()):
         slot = TakenOver(progress_page, methods)
         answer, point = slot.answer(reported)
-    assert point.place.total == ({1: 0, 2: 2, 5: 2, 6: 6}[reported] if methods else 0), "a restart point, and the count"
+    assert point.position.total == ({1: 0, 2: 2, 5: 2, 6: 6}[reported] if methods else 0), (
+        "a restart point, and the count"
+    )
     assert list(answer.digests) == slot.digests[reported:]
 
 

@@ -141,7 +141,7 @@ def _state_seeds() -> list[bytes]:
 
 def _point(data: bytes) -> None:
     point = RestartPoint.decode(sealed(data))
-    assert isinstance(point.place, StreamPosition)
+    assert isinstance(point.position, StreamPosition)
 
 
 def _base_seeds() -> list[bytes]:

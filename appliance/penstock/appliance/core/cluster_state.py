@@ -257,7 +257,9 @@ class ClusterState:
             self.save_slot(slot)
         self.save_box(attempt, box)
         self.bump_box(attempt, box)
-        text = f"box {box.number} of {attempt.shape} is in attempt {attempt.number}, from host {request.host_id or '?'}"
+        text = (
+            f"box {box.number} of {attempt.topology} is in attempt {attempt.number}, from host {request.host_id or '?'}"
+        )
         self.events.add("box opened", text, run=attempt.run, attempt=attempt.number, box=box.number)
         return box
 

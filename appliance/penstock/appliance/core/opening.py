@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from penstock.appliance.model.entities import Attempt, AttemptState, Box, BoxPresence, Run, client_of, shape
+from penstock.appliance.model.entities import Attempt, AttemptState, Box, BoxPresence, Run, client_of, topology
 from penstock.appliance.model.limits import Limits
 from penstock.appliance.storage.snapshot_index import SnapshotIndex
 from penstock.proto.errors import (
@@ -61,7 +61,7 @@ def validate(request: pb.OpenRunRequest, limits: Limits) -> Position:
         )
     if request.num_boxes * request.num_workers_per_box > limits.slots_max:
         raise InvalidArgumentError(
-            f"{shape(request.num_boxes, request.num_workers_per_box)} are more than {limits.slots_max} workers"
+            f"{topology(request.num_boxes, request.num_workers_per_box)} are more than {limits.slots_max} workers"
         )
     if request.box >= request.num_boxes:
         raise BoxOutOfRangeError(
@@ -171,10 +171,10 @@ def _taken(attempt: Attempt, held: Box, now: float, remedy: str) -> BoxTakenErro
 
 def _join(attempt: Attempt, request: pb.OpenRunRequest) -> JoinAttempt:
     where = f"box {request.box} of run {attempt.run} (attempt {attempt.number})"
-    asked = shape(request.num_boxes, request.num_workers_per_box)
-    if asked != attempt.shape:
+    asked = topology(request.num_boxes, request.num_workers_per_box)
+    if asked != attempt.topology:
         raise TopologyError(
-            f"{where} opens it as {asked}, the other boxes as {attempt.shape}: all boxes of a launch need the "
+            f"{where} opens it as {asked}, the other boxes as {attempt.topology}: all boxes of a launch need the "
             "same numbers"
         )
     if request.has_seed and request.seed != attempt.seed:
@@ -197,7 +197,7 @@ def _join(attempt: Attempt, request: pb.OpenRunRequest) -> JoinAttempt:
 
 
 def _next(run: Run, request: pb.OpenRunRequest) -> OpenAttempt:
-    before, asked = shape(run.num_boxes, run.num_workers), shape(request.num_boxes, request.num_workers_per_box)
+    before, asked = topology(run.num_boxes, run.num_workers), topology(request.num_boxes, request.num_workers_per_box)
     if before != asked and not resumes(request):
         raise TopologyError(
             f"run {run.name} was opened as {before}, now as {asked} without a state: load a state to go on with "

@@ -54,8 +54,8 @@ def _fill(cluster: ClusterState, now: float, worker_lease_s: float, client_lease
     for row in journal.rows("attempts"):
         run, number, state = cluster.runs[row["run"]], row["attempt"], AttemptState(row["state"])
         if state is AttemptState.OPEN:
-            shape = (run.num_boxes, run.num_workers)
-            run.current = Attempt(run.name, number, row["key"], row["opened_by"], *shape, run.seed, last_live=now)
+            topology = (run.num_boxes, run.num_workers)
+            run.current = Attempt(run.name, number, row["key"], row["opened_by"], *topology, run.seed, last_live=now)
         else:
             run.past[number] = ClosedAttempt(number, row["key"], state, row["why"], {})
     for row in journal.rows("boxes"):

@@ -136,16 +136,16 @@ class Registry:
                 cluster.check_room(request, credential, run.current if run is not None else None)
                 attempt = self._next_attempt(name, run, client, request, now)
                 cluster.add_box(attempt, client, request, start, now, credential)
-        pace = cluster.box_lease_policy()
-        self._to_boxes.keep(pace.lease_s, now)
+        lease_policy = cluster.box_lease_policy()
+        self._to_boxes.keep(lease_policy.lease_s, now)
         self._settle()
         return pb.OpenRunReply(
             run=name,
             attempt=attempt.number,
             seed=attempt.seed,
-            lease_s=pace.lease_s,
+            lease_s=lease_policy.lease_s,
             version=VERSION,
-            heartbeat_s=pace.heartbeat_s,
+            heartbeat_s=lease_policy.heartbeat_s,
         )
 
     def _next_attempt(self, name: str, run: Run | None, client: str, request: pb.OpenRunRequest, now: float) -> Attempt:
@@ -195,11 +195,11 @@ class Registry:
 
     def box_view(self, request: pb.WatchRunRequest) -> pb.WatchRunReply:
         attempt, box = self._place_of(request.run, request.attempt, request.box, request.client_id)
-        pace = self.cluster.box_lease_policy()
-        self._to_boxes.keep(pace.lease_s, box.reported_at)
-        box.lease_until = max(box.lease_until, box.reported_at + pace.lease_s)
+        lease_policy = self.cluster.box_lease_policy()
+        self._to_boxes.keep(lease_policy.lease_s, box.reported_at)
+        box.lease_until = max(box.lease_until, box.reported_at + lease_policy.lease_s)
         self.cluster.journal.commit()
-        reply = views.watch_reply(self.cluster, attempt, box, request.seen_version, pace, self._wall())
+        reply = views.watch_reply(self.cluster, attempt, box, request.seen_version, lease_policy, self._wall())
         reply.commit_mark = self.cluster.journal.mark()
         return reply
 
@@ -313,9 +313,9 @@ class Registry:
         cluster.workers[worker.name] = worker
         cluster.events.add("worker joined", f"worker {worker.name} has {worker.capacity} slots", worker=worker.name)
         cluster.count_fleet(now)
-        pace = cluster.worker_lease_policy()
-        self._to_workers.keep(pace.lease_s, now)
-        worker.lease_until = now + pace.lease_s
+        lease_policy = cluster.worker_lease_policy()
+        self._to_workers.keep(lease_policy.lease_s, now)
+        worker.lease_until = now + lease_policy.lease_s
         cluster.room.offer(worker)
         for key in sorted(worker.slots)[worker.capacity :]:
             slot = cluster.slot(key)
@@ -328,7 +328,9 @@ class Registry:
             if slot is not None:
                 cluster.bump_box(*cluster.box_of(slot))
         self._settle()
-        return pb.RegisterWorkerReply(lease_s=pace.lease_s, version=VERSION, heartbeat_s=pace.heartbeat_s)
+        return pb.RegisterWorkerReply(
+            lease_s=lease_policy.lease_s, version=VERSION, heartbeat_s=lease_policy.heartbeat_s
+        )
 
     def heartbeat(self, request: pb.HeartbeatRequest) -> pb.HeartbeatReply:
         """A report, and the answer at once; the service holds the answer until there is something new."""
@@ -363,13 +365,13 @@ class Registry:
         if worker is None:
             self.cluster.journal.commit()
             return pb.HeartbeatReply(register_again=True)
-        pace = self.cluster.worker_lease_policy()
-        self._to_workers.keep(pace.lease_s, worker.seen_at)
-        worker.lease_until = max(worker.lease_until, worker.seen_at + pace.lease_s)
+        lease_policy = self.cluster.worker_lease_policy()
+        self._to_workers.keep(lease_policy.lease_s, worker.seen_at)
+        worker.lease_until = max(worker.lease_until, worker.seen_at + lease_policy.lease_s)
         self.cluster.journal.commit()
         wants = self.state_queries.wants(worker.name, self._clock())
         stuck = self._hand_overs.stuck(worker, self._clock()) if worker.draining else 0
-        reply = views.heartbeat_reply(self.cluster, worker, request, pace, self._wall(), wants, stuck)
+        reply = views.heartbeat_reply(self.cluster, worker, request, lease_policy, self._wall(), wants, stuck)
         reply.commit_mark = self.cluster.journal.mark()
         return reply
 

@@ -46,7 +46,7 @@ def slot_view(cluster: ClusterState, slot: Slot) -> pb.SlotView:
 
 
 def watch_reply(
-    cluster: ClusterState, attempt: Attempt, box: Box, seen_version: int, pace: LeasePolicy, wall_s: float
+    cluster: ClusterState, attempt: Attempt, box: Box, seen_version: int, lease_policy: LeasePolicy, wall_s: float
 ) -> pb.WatchRunReply:
     others = [number for number in sorted(attempt.ended) if number != box.number]
     return pb.WatchRunReply(
@@ -55,8 +55,8 @@ def watch_reply(
         missing_slots=sum(slot.phase == pb.WAITING for slot in box.slots),
         wall_s=wall_s,
         ended=[pb.BoxEnd(box=number, step=attempt.boxes[number].step) for number in others],
-        heartbeat_s=pace.heartbeat_s,
-        lease_s=pace.lease_s,
+        heartbeat_s=lease_policy.heartbeat_s,
+        lease_s=lease_policy.lease_s,
     )
 
 
@@ -88,7 +88,7 @@ def heartbeat_reply(
     cluster: ClusterState,
     worker: Worker,
     request: pb.HeartbeatRequest,
-    pace: LeasePolicy,
+    lease_policy: LeasePolicy,
     wall_s: float,
     wants: Iterable[tuple[SlotStateRequest, float]],
     stuck: int,
@@ -99,8 +99,8 @@ def heartbeat_reply(
     reply = pb.HeartbeatReply(
         version=worker.version,
         wall_s=wall_s,
-        heartbeat_s=pace.heartbeat_s,
-        lease_s=pace.lease_s,
+        heartbeat_s=lease_policy.heartbeat_s,
+        lease_s=lease_policy.lease_s,
         snapshot_every_s=part.every_s,
         snapshot_bytes_per_s=part.bytes_per_s,
         draining=worker.draining,

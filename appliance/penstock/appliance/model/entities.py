@@ -294,8 +294,8 @@ class Attempt:
     last_live: float = 0.0
 
     @property
-    def shape(self) -> str:
-        return shape(self.num_boxes, self.num_workers)
+    def topology(self) -> str:
+        return topology(self.num_boxes, self.num_workers)
 
     def set_ended(self, box: Box, ended: bool) -> None:
         box.epoch_ended = ended
@@ -416,7 +416,7 @@ def shown(client: str) -> str:
     return client.removeprefix(_DIGEST)[:_SHOWN]
 
 
-def shape(num_boxes: int, num_workers: int) -> str:
+def topology(num_boxes: int, num_workers: int) -> str:
     """For messages."""
     boxes = "1 box" if num_boxes == 1 else f"{num_boxes} boxes"
     workers = "1 worker" if num_workers == 1 else f"{num_workers} workers"

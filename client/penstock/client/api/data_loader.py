@@ -233,8 +233,8 @@ class DataLoader:
         if self._loaded is not None and self._loaded.methods != 4:
             raise StateMismatchError(
                 f"the loaded state of {self.name} was saved at an epoch's end, in an epoch that the loop abandoned, "
-                "and a loader without aggregate_state_dict and deaggregate_state_dict may go on with that epoch: load a "
-                "state from the middle of an epoch, or let each epoch run to its end"
+                "and a loader without aggregate_state_dict and deaggregate_state_dict may go on with that epoch: load "
+                "a state from the middle of an epoch, or let each epoch run to its end"
             )
         self._leaves_epoch = True
 

@@ -62,8 +62,8 @@ class Session:
         if not self.told_cut:
             self.told_cut = True
             _log.warning(
-                "%s: the loop abandoned its epoch at step %d, and the next loop begins the next epoch: the rest of this "
-                "one is not delivered, and an endless source begins again. To go on with the next batch in each "
+                "%s: the loop abandoned its epoch at step %d, and the next loop begins the next epoch: the rest of "
+                "this one is not delivered, and an endless source begins again. To go on with the next batch in each "
                 "loop, use DataExecutor(loader, persistent=True), or num_steps=",
                 self.name,
                 self.reader.position.step,

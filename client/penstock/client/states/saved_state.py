@@ -189,16 +189,16 @@ class SavedState:
         if self.methods != 4:
             raise StateMismatchError(
                 f"the state of {self.input_fn} at step {self.step} was saved on "
-                f"{_shape(self.num_boxes, self.num_workers_per_box)} and cannot go on with "
-                f"{_shape(num_boxes, num_workers_per_box)}: its loader has "
+                f"{_topology(self.num_boxes, self.num_workers_per_box)} and cannot go on with "
+                f"{_topology(num_boxes, num_workers_per_box)}: its loader has "
                 f"{'only state_dict and load_state_dict' if self.methods else 'no state methods'}. Use the shape it "
                 "was saved on, or give the loader aggregate_state_dict and deaggregate_state_dict"
             )
         if self.is_mixed:
             raise StateMismatchError(
                 f"the state of {self.input_fn} at step {self.step} is good only for "
-                f"{_shape(self.num_boxes, self.num_workers_per_box)}, on which it was saved: some of its workers had "
-                "been made again from the beginning, for resumed by its own methods the loader did not go on with the "
+                f"{_topology(self.num_boxes, self.num_workers_per_box)}, on which it was saved: some of its workers "
+                "had been made again from the beginning, for resumed by its own methods the loader did not go on with the "
                 "right batches, and what they count does not add up with the others. Resume on that shape and save "
                 "once more"
             )
@@ -236,7 +236,7 @@ def is_to_be_filled() -> bool:
     return False
 
 
-def _shape(num_boxes: int, num_workers_per_box: int) -> str:
+def _topology(num_boxes: int, num_workers_per_box: int) -> str:
     boxes = "1 box" if num_boxes == 1 else f"{num_boxes} boxes"
     workers = "1 worker" if num_workers_per_box == 1 else f"{num_workers_per_box} workers"
     return f"{boxes} with {workers} each"

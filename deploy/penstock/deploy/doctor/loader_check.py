@@ -155,7 +155,7 @@ class LoaderReport:
     """All that was found, and what it means."""
 
     question: LoaderQuestion
-    patients: list[ExaminedLoader]
+    loaders: list[ExaminedLoader]
     code: int
     verdict: str
     warnings: list[str]
@@ -164,47 +164,47 @@ class LoaderReport:
 def examine(question: LoaderQuestion) -> LoaderReport:
     """Run all checks. Raises what the loader raised before it could be examined."""
     question.fields(0)
-    with TrialProcesses(question.seed, question.deadline_s) as ward:
-        return examine_in(ward, question)
+    with TrialProcesses(question.seed, question.deadline_s) as trials:
+        return examine_in(trials, question)
 
 
-def examine_in(ward: TrialProcesses, question: LoaderQuestion) -> LoaderReport:
+def examine_in(trials: TrialProcesses, question: LoaderQuestion) -> LoaderReport:
     """The same in a ward that is there already, with its deadline."""
-    patients = [_streamed(ward, question, slot) for slot in range(question.workers)]
-    for patient in patients:
-        for name in _restored(patient):
-            _chain(ward, question, patient, name)
-    if _saves(patients[0]) and patients[0].capabilities["state_methods"] == 4:
-        _launches(ward, question, patients)
-    code, verdict = _verdict(question, patients)
-    return LoaderReport(question, patients, code, verdict, list(_warnings(question, patients)))
+    loaders = [_streamed(trials, question, slot) for slot in range(question.workers)]
+    for examined in loaders:
+        for name in _restored(examined):
+            _chain(trials, question, examined, name)
+    if _saves(loaders[0]) and loaders[0].capabilities["state_methods"] == 4:
+        _launches(trials, question, loaders)
+    code, verdict = _verdict(question, loaders)
+    return LoaderReport(question, loaders, code, verdict, list(_warnings(question, loaders)))
 
 
-def _saves(patient: ExaminedLoader) -> bool:
+def _saves(examined: ExaminedLoader) -> bool:
     """It has snapshots to restore."""
-    capabilities = patient.capabilities
+    capabilities = examined.capabilities
     return (
-        bool(capabilities["state_methods"]) and not capabilities["not_restartable"] and not patient.streamed["unsaved"]
+        bool(capabilities["state_methods"]) and not capabilities["not_restartable"] and not examined.streamed["unsaved"]
     )
 
 
-def _by_own_methods(patient: ExaminedLoader) -> bool:
+def _by_own_methods(examined: ExaminedLoader) -> bool:
     """Its load_state_dict takes only what its deaggregate_state_dict returned."""
-    return bool(patient.capabilities["state_methods"] == 4 and not patient.capabilities["loads_own_state"])
+    return bool(examined.capabilities["state_methods"] == 4 and not examined.capabilities["loads_own_state"])
 
 
-def _restored(patient: ExaminedLoader) -> Iterator[str]:
+def _restored(examined: ExaminedLoader) -> Iterator[str]:
     """Names of the bases that are restored; not one twice."""
-    end = patient.points.get("end", (0, False, b""))[0]
-    for name, (total, epoch_start, _) in patient.points.items():
-        alone = _saves(patient) and not _by_own_methods(patient)
+    end = examined.points.get("end", (0, False, b""))[0]
+    for name, (total, epoch_start, _) in examined.points.items():
+        alone = _saves(examined) and not _by_own_methods(examined)
         if name == "start" or (alone and (name in _CHAINED or epoch_start or total != end)):
             yield name
 
 
-def _streamed(ward: TrialProcesses, question: LoaderQuestion, slot: int) -> ExaminedLoader:
+def _streamed(trials: TrialProcesses, question: LoaderQuestion, slot: int) -> ExaminedLoader:
     what = f"streaming {question.batches} batches of {question.input_fn}, worker {slot}"
-    answer = ward.ask(what, "stream", **question.fields(slot), batches=question.batches)
+    answer = trials.ask(what, "stream", **question.fields(slot), batches=question.batches)
     points = {
         message.fields["name"]: (message.fields["total"], message.fields["epoch_start"], message.payload)
         for message in answer
@@ -215,22 +215,22 @@ def _streamed(ward: TrialProcesses, question: LoaderQuestion, slot: int) -> Exam
 
 
 def _ask(
-    ward: TrialProcesses,
+    trials: TrialProcesses,
     question: LoaderQuestion,
-    patient: ExaminedLoader,
+    examined: ExaminedLoader,
     check: LoaderCheck,
     task: str,
     parts: Sequence[bytes],
     **fields: Any,
 ) -> bytes | None:
     """Have a base restored, and note whether what comes next is what came then. Returns the next generation's base."""
-    patient.checks.append(check)
+    examined.checks.append(check)
     try:
-        answer = ward.ask(
-            f"restoring {question.input_fn} {check.where}, worker {patient.slot}",
+        answer = trials.ask(
+            f"restoring {question.input_fn} {check.where}, worker {examined.slot}",
             task,
             parts,
-            **question.fields(patient.slot),
+            **question.fields(examined.slot),
             **fields,
         )
     except DeadlineError:
@@ -245,19 +245,19 @@ def _ask(
     return next((message.payload for message in answer if message.kind == "point"), None)
 
 
-def _chain(ward: TrialProcesses, question: LoaderQuestion, patient: ExaminedLoader, name: str) -> None:
+def _chain(trials: TrialProcesses, question: LoaderQuestion, examined: ExaminedLoader, name: str) -> None:
     """Restore one of the patient's bases, and where a chain goes out from it, what the restored loader gives."""
-    total, epoch_start, data = patient.points[name]
+    total, epoch_start, data = examined.points[name]
     last = GENERATIONS if name in _CHAINED else 1
     for generation in range(1, last + 1):
-        events = patient.events_after(total, epoch_start=epoch_start)
+        events = examined.events_after(total, epoch_start=epoch_start)
         if generation > 1 and not events:
             return
         until = _up_to_a_batch(events[:COMPARED])
         where = _WHERE[name].format(total=total) if generation == 1 else f"after batch {total}{_AGAIN[generation - 1]}"
         check = LoaderCheck(where, total, not epoch_start, generation)
         then = [until[-1][1], until[-1][1] * question.workers] if generation < last and until else None
-        following = _ask(ward, question, patient, check, "check", [data], events=events, then=then)
+        following = _ask(trials, question, examined, check, "check", [data], events=events, then=then)
         if following is None or then is None or not check.exact:
             return
         total, epoch_start, data = then[0], False, following
@@ -273,20 +273,23 @@ def _up_to_a_batch(events: list[list[Any]]) -> list[list[Any]]:
 # ---- launches, by the loader's own aggregate and deaggregate
 
 
-def _launches(ward: TrialProcesses, question: LoaderQuestion, patients: list[ExaminedLoader]) -> None:
+def _launches(trials: TrialProcesses, question: LoaderQuestion, loaders: list[ExaminedLoader]) -> None:
     """One launch after the other, from places that all workers reach in their first epoch; and a launch from a step at
     which the workers do not have equally many batches."""
-    if _within_first_epoch(patients[0], "uneven"):
-        one, others = patients[0].points["uneven"], [patient.points["early"] for patient in patients[1:]]
+    if _within_first_epoch(loaders[0], "uneven"):
+        one, others = (
+            loaders[0].points["uneven"],
+            [examined.points["early"] for examined in loaders[1:]],
+        )
         states = [point[2] for point in (one, *others)]
-        _launch(ward, question, patients, "uneven", [point[0] for point in (one, *others)], states, 1)
+        _launch(trials, question, loaders, "uneven", [point[0] for point in (one, *others)], states, 1)
     for name in ("early", "mid"):
-        if not all(_within_first_epoch(patient, name) for patient in patients):
+        if not all(_within_first_epoch(examined, name) for examined in loaders):
             continue
-        total, parts = patients[0].points[name][0], [patient.points[name][2] for patient in patients]
-        last = GENERATIONS if _by_own_methods(patients[0]) and name in _CHAINED else 1
+        total, parts = loaders[0].points[name][0], [examined.points[name][2] for examined in loaders]
+        last = GENERATIONS if _by_own_methods(loaders[0]) and name in _CHAINED else 1
         for generation in range(1, last + 1):
-            following = _launch(ward, question, patients, "resume", [total] * len(patients), parts, generation)
+            following = _launch(trials, question, loaders, "resume", [total] * len(loaders), parts, generation)
             total += COMPARED
             if following is None:
                 break
@@ -294,9 +297,9 @@ def _launches(ward: TrialProcesses, question: LoaderQuestion, patients: list[Exa
 
 
 def _launch(
-    ward: TrialProcesses,
+    trials: TrialProcesses,
     question: LoaderQuestion,
-    patients: list[ExaminedLoader],
+    loaders: list[ExaminedLoader],
     name: str,
     totals: list[int],
     parts: list[bytes],
@@ -306,7 +309,7 @@ def _launch(
     came was right, and all are within the same epoch there."""
     where = _WHERE[name].format(total=totals[0]) + _AGAIN[generation - 1]
     try:
-        aggregated = ward.ask(
+        aggregated = trials.ask(
             f"aggregate_state_dict() of {question.input_fn}", "aggregate", parts, **question.fields(0)
         ).done.payload
     except DeadlineError:
@@ -314,45 +317,45 @@ def _launch(
     except PenstockError as error:
         failed = LoaderCheck(where, totals[0], False, generation, False)
         failed.what, failed.traceback = error.message, error.remote_traceback
-        patients[0].checks.append(failed)
+        loaders[0].checks.append(failed)
         return None
     step = sum(totals)
     launch = {"step": step, "totals": totals}
     following = []
-    for patient, total, part in zip(patients, totals, parts, strict=True):
-        events = patient.events_after(total, epoch_start=False)[:COMPARED]
-        beyond = patient.events_after(total + COMPARED, epoch_start=False)[:1]
+    for examined, total, part in zip(loaders, totals, parts, strict=True):
+        events = examined.events_after(total, epoch_start=False)[:COMPARED]
+        beyond = examined.events_after(total + COMPARED, epoch_start=False)[:1]
         inside = len(events) == COMPARED and all(event[2] is not None for event in [*events, *beyond])
         goes_on = inside and name == "resume"
-        then = [total + COMPARED, step + COMPARED * len(patients)] if goes_on else None
+        then = [total + COMPARED, step + COMPARED * len(loaders)] if goes_on else None
         check = LoaderCheck(where, total, False, generation)
         data = _ask(
-            ward, question, patient, check, "resume", [part, aggregated], events=events, launch=launch, then=then
+            trials, question, examined, check, "resume", [part, aggregated], events=events, launch=launch, then=then
         )
         following.append(data)
     return [data for data in following if data is not None] if all(following) else None
 
 
-def _within_first_epoch(patient: ExaminedLoader, name: str) -> bool:
-    if name not in patient.points:
+def _within_first_epoch(examined: ExaminedLoader, name: str) -> bool:
+    if name not in examined.points:
         return False
-    after = patient.events_after(patient.points[name][0], epoch_start=False)
+    after = examined.events_after(examined.points[name][0], epoch_start=False)
     return bool(after) and after[0][0] == 0 and after[0][2] is not None
 
 
 # ---- what it means
 
 
-def saved_by(question: LoaderQuestion, patients: list[ExaminedLoader]) -> str | None:
+def saved_by(question: LoaderQuestion, loaders: list[ExaminedLoader]) -> str | None:
     """Return STATE, METHODS or REPLAY; None if it cannot be saved."""
-    capabilities = patients[0].capabilities
-    unsaved = any(patient.streamed["unsaved"] for patient in patients)
-    wrong = [check for patient in patients for check in patient.checks if not check.exact]
+    capabilities = loaders[0].capabilities
+    unsaved = any(examined.streamed["unsaved"] for examined in loaders)
+    wrong = [check for examined in loaders for check in examined.checks if not check.exact]
     if capabilities["not_restartable"] or unsaved or any(check.where == _WHERE["start"] for check in wrong):
         return None
     if not capabilities["state_methods"]:
         return REPLAY if question.replay else None
-    if _by_own_methods(patients[0]):
+    if _by_own_methods(loaders[0]):
         return METHODS if all(_is_uneven(check) for check in wrong) else REPLAY
     return REPLAY if wrong else STATE
 
@@ -361,16 +364,16 @@ def _is_uneven(check: LoaderCheck) -> bool:
     return "one batch behind" in check.where
 
 
-def _verdict(question: LoaderQuestion, patients: list[ExaminedLoader]) -> tuple[int, str]:
+def _verdict(question: LoaderQuestion, loaders: list[ExaminedLoader]) -> tuple[int, str]:
     capabilities, unsaved = (
-        patients[0].capabilities,
-        next((p.streamed["unsaved"] for p in patients if p.streamed["unsaved"]), ""),
+        loaders[0].capabilities,
+        next((p.streamed["unsaved"] for p in loaders if p.streamed["unsaved"]), ""),
     )
     if capabilities["not_restartable"]:
         return CANNOT_SAVE, f"cannot be saved: {capabilities['not_restartable']}"
     if unsaved:
         return CANNOT_SAVE, f"cannot be saved: {unsaved}"
-    wrong = [check for patient in patients for check in patient.checks if not check.exact]
+    wrong = [check for examined in loaders for check in examined.checks if not check.exact]
     if any(check.where == _WHERE["start"] for check in wrong):
         return DIFFERS, _not_deterministic(capabilities, wrong[0])
     if not capabilities["state_methods"]:
@@ -409,22 +412,22 @@ def _told(check: LoaderCheck) -> str:
     return f"restored {check.where}, {check.what}"
 
 
-def _warnings(question: LoaderQuestion, patients: list[ExaminedLoader]) -> Iterator[str]:
-    digests = [[event[2] for event in patient.streamed["events"] if event[2] is not None] for patient in patients]
-    asked = any(patient.streamed["looked_at"] for patient in patients)
+def _warnings(question: LoaderQuestion, loaders: list[ExaminedLoader]) -> Iterator[str]:
+    digests = [[event[2] for event in examined.streamed["events"] if event[2] is not None] for examined in loaders]
+    asked = any(examined.streamed["looked_at"] for examined in loaders)
     if question.workers > 1 and (not asked or all(of_one == digests[0] for of_one in digests)):
         why = "and all stream the same batches" if asked else "and it never asks who it is"
         yield (
             f"there are {question.workers} workers, {why}: each streams the whole input. Shard by "
             "penstock.worker.current_assignment() or torch's get_worker_info()"
         )
-    for check in patients[0].checks:
+    for check in loaders[0].checks:
         if not check.exact and _is_uneven(check):
             yield (
                 f"resumed {check.where}, {check.what}: a state of a step at which workers do not have equally many "
                 "batches is resumed by counted replay, and only on the same numbers of boxes and workers"
             )
-    again = next((check for patient in patients for check in patient.checks if check.from_beginning), None)
+    again = next((check for examined in loaders for check in examined.checks if check.from_beginning), None)
     if again is not None:
         yield (
             f"restored {again.where}, it does not begin the next epoch as the loader that streamed through, nor does "

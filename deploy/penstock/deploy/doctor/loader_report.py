@@ -47,7 +47,7 @@ def show_doctor(question: LoaderQuestion, as_json: bool) -> int:
     except PenstockError as error:
         _show_traceback(error.remote_traceback)
         raise
-    for text in dict.fromkeys(check.traceback for patient in diagnosis.patients for check in patient.checks):
+    for text in dict.fromkeys(check.traceback for examined in diagnosis.loaders for check in examined.checks):
         _show_traceback(text)
     if as_json:
         print(json.dumps(as_dict(diagnosis), indent=2))
@@ -73,28 +73,28 @@ def as_dict(diagnosis: LoaderReport) -> dict[str, Any]:
         "ok": diagnosis.code == 0,
         "exit_code": diagnosis.code,
         "verdict": diagnosis.verdict,
-        "saved_by": saved_by(question, diagnosis.patients),
+        "saved_by": saved_by(question, diagnosis.loaders),
         "warnings": diagnosis.warnings,
         "workers": [
             {
-                "slot": patient.slot,
-                "state_methods": patient.capabilities["state_methods"],
-                "takes_strict": patient.capabilities["takes_strict"],
-                "not_restartable": patient.capabilities["not_restartable"] or None,
-                "unsaved": patient.streamed["unsaved"] or None,
-                "length": patient.capabilities["length"] if patient.capabilities["length"] >= 0 else None,
-                "own_iterator": patient.capabilities["is_iterator"],
-                "own_workers": patient.capabilities["own_workers"],
-                "looked_at_assignment": patient.streamed["looked_at"],
-                "batches": sum(event[2] is not None for event in patient.streamed["events"]),
-                "passes_ended": sum(event[2] is None for event in patient.streamed["events"]),
-                "samples": patient.streamed["samples"],
-                "batch_ms": patient.streamed["batch_ms"],
-                "snapshot_ms": patient.streamed["snapshot_ms"],
-                "state_bytes": patient.streamed["state_bytes"] or None,
-                "checks": [_check(check) for check in patient.checks],
+                "slot": examined.slot,
+                "state_methods": examined.capabilities["state_methods"],
+                "takes_strict": examined.capabilities["takes_strict"],
+                "not_restartable": examined.capabilities["not_restartable"] or None,
+                "unsaved": examined.streamed["unsaved"] or None,
+                "length": examined.capabilities["length"] if examined.capabilities["length"] >= 0 else None,
+                "own_iterator": examined.capabilities["is_iterator"],
+                "own_workers": examined.capabilities["own_workers"],
+                "looked_at_assignment": examined.streamed["looked_at"],
+                "batches": sum(event[2] is not None for event in examined.streamed["events"]),
+                "passes_ended": sum(event[2] is None for event in examined.streamed["events"]),
+                "samples": examined.streamed["samples"],
+                "batch_ms": examined.streamed["batch_ms"],
+                "snapshot_ms": examined.streamed["snapshot_ms"],
+                "state_bytes": examined.streamed["state_bytes"] or None,
+                "checks": [_check(check) for check in examined.checks],
             }
-            for patient in diagnosis.patients
+            for examined in diagnosis.loaders
         ],
     }
 
@@ -110,8 +110,8 @@ def _time(value_ms: float) -> str:
 
 def tables(diagnosis: LoaderReport) -> list[Table]:
     """The same for people."""
-    question, patients = diagnosis.question, diagnosis.patients
-    capabilities = patients[0].capabilities
+    question, loaders = diagnosis.question, diagnosis.loaders
+    capabilities = loaders[0].capabilities
     workers = "1 worker" if question.workers == 1 else f"{question.workers} workers"
     about = Table(
         f"{question.input_fn}: {workers}, {question.batches} batches each",
@@ -123,8 +123,8 @@ def tables(diagnosis: LoaderReport) -> list[Table]:
             ("its own iterator", "yes: input_fn is called for each epoch" if capabilities["is_iterator"] else "no"),
             ("own worker processes", str(capabilities["own_workers"])),
             ("persistent_workers", "yes" if "persistent_workers" in capabilities["not_restartable"] else "no"),
-            ("asked who it is", "yes" if any(p.streamed["looked_at"] for p in patients) else "no"),
-            ("saved by", _SAVED_BY[saved_by(question, patients)]),
+            ("asked who it is", "yes" if any(p.streamed["looked_at"] for p in loaders) else "no"),
+            ("saved by", _SAVED_BY[saved_by(question, loaders)]),
         ],
     )
     stream = Table(
@@ -132,12 +132,12 @@ def tables(diagnosis: LoaderReport) -> list[Table]:
         ("worker>", "batches>", "samples>", "epochs ended>", "ms a batch>", "longest>", "ms a snapshot>", "state>"),
     )
     checks = Table("Restored in a fresh process", ("worker>", "where", "next batches", "what differs"))
-    for patient in patients:
-        streamed = patient.streamed
+    for examined in loaders:
+        streamed = examined.streamed
         events, batch_ms, snapshot_ms = streamed["events"], streamed["batch_ms"], streamed["snapshot_ms"]
         stream.rows.append(
             (
-                str(patient.slot),
+                str(examined.slot),
                 str(sum(event[2] is not None for event in events)),
                 str(streamed["samples"]),
                 str(sum(event[2] is None for event in events)),
@@ -147,7 +147,7 @@ def tables(diagnosis: LoaderReport) -> list[Table]:
                 size(streamed["state_bytes"]) if streamed["state_bytes"] else "",
             )
         )
-        for check in sorted(patient.checks, key=lambda check: check.total):
+        for check in sorted(examined.checks, key=lambda check: check.total):
             verdict = "exact" if check.exact else "failed" if check.differs is None else "differ"
-            checks.rows.append((str(patient.slot), check.where, verdict, " ".join(check.what.split())))
+            checks.rows.append((str(examined.slot), check.where, verdict, " ".join(check.what.split())))
     return [about, stream, checks]

@@ -117,7 +117,7 @@ class _Stream:
         self._events: list[Event] = []
 
     def run(self) -> None:
-        source, place = self._source, self._source.place
+        source, place = self._source, self._source.position
         replay_digest = ReplayDigest()
         self._open("start")
         if source.by_own_methods and self._slot == 0 and self._workers > 1:
@@ -154,10 +154,10 @@ class _Stream:
         except UnsupportedStateError as error:
             self._unsaved = error.message
             return
-        self._channel.send("point", data, name=name, total=point.place.total, epoch_start=True)
+        self._channel.send("point", data, name=name, total=point.position.total, epoch_start=True)
 
     def _end(self, epoch: int) -> None:
-        place = self._source.place
+        place = self._source.position
         if not self._events or self._events[-1][2] is None:
             raise EmptyInputError(f"{self._source.name}: pass {epoch} ended without a single batch")
         self._events.append([epoch, place.total, None])
@@ -172,14 +172,14 @@ class _Stream:
 
     def _step(self) -> int:
         """The box's step that delivers the newest batch, while all slots live."""
-        total = self._source.place.total
+        total = self._source.position.total
         return self._slot + 1 + (total - 1) * self._workers if total else 0
 
     def _save(self) -> None:
         source = self._source
         if not source.saves_state or self._unsaved:
             return
-        total = source.place.total
+        total = source.position.total
         if total in self._keep:
             time.sleep(SETTLE_S)
         started = time.monotonic()
@@ -200,8 +200,8 @@ def _take(source: RestorableLoader, replay_digest: ReplayDigest, batch: Any) -> 
     try:
         source.digest, samples = replay_digest.take(batch)
     except UnsupportedLeafError as error:
-        raise UnsupportedLeafError(f"{source.name}, batch {source.place.total}: {error.message}") from error
-    source.place.samples += samples
+        raise UnsupportedLeafError(f"{source.name}, batch {source.position.total}: {error.message}") from error
+    source.position.samples += samples
 
 
 def _ms(times_s: list[float]) -> dict[str, float] | None:
@@ -223,12 +223,12 @@ def _resume(source: RestorableLoader, channel: ControlChannel, fields: dict[str,
     """As a runner does on the same topology: the loader's own methods, then the RNG of the moment."""
     point = RestartPoint.taken(parts[0])
     source.build()
-    launch = Launch(fields["launch"]["step"], point.place.total, point.place.samples, source.worker)
+    launch = Launch(fields["launch"]["step"], point.position.total, point.position.samples, source.worker)
     source.history = RestartPoint.decode(parts[0]).history.of(launch)
     aggregated = decode_state(parts[1])
     source.learn_resume({"aggregated": aggregated, "strict": True, "slots": {}})
     source.resume_by_own_methods(aggregated, True)
-    source.place, source.digest = point.place.copy(), point.digest
+    source.position, source.digest = point.position.copy(), point.digest
     source.mark_restored()
     source.open(step=fields["launch"]["step"], rng_after=point.rng)
     _compare(source, channel, fields)

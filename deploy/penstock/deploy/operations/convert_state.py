@@ -84,10 +84,10 @@ def _global_batch(state: Any) -> int | None:
     from penstock.data.ordering.order_states import OrderProgress
 
     try:
-        shape = OrderProgress.parsed(state).shape
+        topology = OrderProgress.parsed(state).topology
     except (IndexError, KeyError, TypeError, ValueError):  # of a loader of the user's own, then
         return None
-    return shape.batch if shape.batch % shape.boxes else None
+    return topology.batch if topology.batch % topology.boxes else None
 
 
 def _report(before: SavedState, after: SavedState) -> dict[str, Any]:
@@ -97,8 +97,8 @@ def _report(before: SavedState, after: SavedState) -> dict[str, Any]:
         "state_methods": before.methods,
         "step": before.step,
         "epoch": max((position.epoch for position in after.positions), default=0),
-        "from": _shape(before),
-        "to": _shape(after),
+        "from": _topology(before),
+        "to": _topology(after),
         "converted": after is not before,
         "kept": kept,
         "anew": anew,
@@ -107,7 +107,7 @@ def _report(before: SavedState, after: SavedState) -> dict[str, Any]:
     }
 
 
-def _shape(saved: SavedState) -> dict[str, int] | None:
+def _topology(saved: SavedState) -> dict[str, int] | None:
     """None: the state is of no run yet, and fits any."""
     if not saved.positions:
         return None
@@ -155,5 +155,5 @@ def _table(found: dict[str, Any]) -> Table:
     return Table(f"{found['input_fn']} ({found['where']})", ("what", "state"), rows)
 
 
-def _text(shape: dict[str, int] | None) -> str:
-    return "any topology" if shape is None else f"{shape['boxes']} x {shape['workers']} workers"
+def _text(topology: dict[str, int] | None) -> str:
+    return "any topology" if topology is None else f"{topology['boxes']} x {topology['workers']} workers"

@@ -20,7 +20,7 @@ from penstock.proto.state.position import Position
 from penstock.proto.state.restartable import by_own_methods
 from penstock.proto.v1 import coordinator_pb2 as pb
 
-__all__ = ["KnownPosition", "ReplayPlan", "attempt_of", "route"]
+__all__ = ["KnownPosition", "ReplayPlan", "attempt_of", "plan"]
 
 FURTHER = 1000
 """Steps beyond the batch that are replayed at most, or as many as led to it, to compare with the stream digest.
@@ -76,7 +76,7 @@ def _last(history: pb.History) -> int:
     return max(history.opening.start.step, max((position.step for position in history.known), default=0))
 
 
-def route(history: pb.History, checkpoints: Sequence[SavedState], step: int) -> ReplayPlan:
+def plan(history: pb.History, checkpoints: Sequence[SavedState], step: int) -> ReplayPlan:
     """How to get to the step. Raises StateMismatchError for a checkpoint that is not of this run."""
     opening = history.opening
     point = Position.from_proto(opening.start)

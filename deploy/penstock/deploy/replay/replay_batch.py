@@ -102,7 +102,7 @@ def replay(request: ReplayRequest, archive: Archive | None, forker: ReplayForker
     Raises what stands against it, ReplayMismatchError if it is another batch.
     """
     from penstock.deploy.operations.saved_file import SavedFile
-    from penstock.deploy.replay.plan import attempt_of, route
+    from penstock.deploy.replay.plan import attempt_of, plan
 
     files = [SavedFile(path) for path in request.checkpoints]
     if archive is not None:
@@ -112,15 +112,15 @@ def replay(request: ReplayRequest, archive: Archive | None, forker: ReplayForker
     else:
         saved = sorted((file.the(None).saved for file in files), key=lambda one: one.step)
         history = _of_checkpoint(saved[0], request)
-    way = route(history, saved, request.step)
+    way = plan(history, saved, request.step)
     history.opening.loader.CopyFrom(_loader(request, history, archive))
     with ExitStack() as closing:
         going = BatchReplay(request, history, way, archive)
         forker = forker or closing.enter_context(ReplayForker(history.opening.seed))
-        crew = closing.enter_context(
+        processes = closing.enter_context(
             ReplayProcesses(forker, history.opening.num_workers_per_box, going.until, going.told)
         )
-        return going.run(crew)
+        return going.run(processes)
 
 
 def _of_checkpoint(saved: SavedState, request: ReplayRequest) -> pb.History:
@@ -195,29 +195,29 @@ class BatchReplay:
     """One replay under way."""
 
     def __init__(self, request: ReplayRequest, history: pb.History, way: ReplayPlan, archive: Archive | None) -> None:
-        self._request, self._history, self._way, self._archive = request, history, way, archive
+        self._request, self._history, self._plan, self._archive = request, history, way, archive
         self._began = time.monotonic()
         self.until = self._began + request.timeout_s
         self._made: dict[int, int] = {}
         self._drawn, self._shown_at = False, self._began
 
-    def run(self, crew: ReplayProcesses) -> dict[str, Any]:
+    def run(self, processes: ReplayProcesses) -> dict[str, Any]:
         """Start the workers, go to the step, look at the batch, go on to where the stream digest is known."""
-        request, way = self._request, self._way
+        request, way = self._request, self._plan
         start = way.start.position
         count = len(start.total)
         self._say(
             f"replaying box {request.box} from {self._where}: {_counted(request.step - start.step, 'step')} on "
             f"{_counted(count, 'worker')}"
         )
-        crew.ask({slot: self._begin(slot) for slot in range(count)})
-        walk = StreamReplay(crew.ask, start, way.abandoned)
+        processes.ask({slot: self._begin(slot) for slot in range(count)})
+        walk = StreamReplay(processes.ask, start, way.abandoned)
         walk.to(request.step)
         at, slot = walk.at.copy(), walk.slot
         out = None if request.out is None else request.out.absolute()
         part = None if out is None else out.with_name(f".{secrets.token_hex(8)}{out.suffix}")
         try:
-            shown = crew.ask({slot: ReplayTask("show", {"row": request.row, "out": part and str(part)})})[slot]
+            shown = processes.ask({slot: ReplayTask("show", {"row": request.row, "out": part and str(part)})})[slot]
             verified, why = self._verify(walk)
             if part is not None and out is not None:
                 _publish(part, out)
@@ -248,16 +248,16 @@ class BatchReplay:
 
     @property
     def _where(self) -> str:
-        start = self._way.start
+        start = self._plan.start
         if start.checkpoint is not None or not self._history.attempt:
             return f"the checkpoint of step {start.position.step}"
-        if None not in self._way.snapshots and start.position.step > self._history.opening.start.step:
+        if None not in self._plan.snapshots and start.position.step > self._history.opening.start.step:
             return f"snapshots before step {start.position.step + 1}"
         return f"the beginning of attempt {self._history.attempt} (step {self._history.opening.start.step})"
 
     def _begin(self, slot: int) -> ReplayTask:
         """The start task of a worker."""
-        opening, start = self._history.opening, self._way.start
+        opening, start = self._history.opening, self._plan.start
         position, saved = start.position, start.checkpoint
         slots = self._history.slots
         assignment = records_pb2.WorkerAssignment(
@@ -280,7 +280,7 @@ class BatchReplay:
             assignment.resume.CopyFrom(records_pb2.Resume(blob="checkpoint", same_topology=begun.same_topology))
             assignment.start.CopyFrom(begun.position)
             parts = [begun.blob]
-        elif (header := self._way.snapshots[slot]) is not None:
+        elif (header := self._plan.snapshots[slot]) is not None:
             assert self._archive is not None
             parts = [self._archive.snapshot(header)]
         elif opening.resume.blob:
@@ -305,9 +305,9 @@ class BatchReplay:
 
     def _verify(self, walk: StreamReplay) -> tuple[bool, str]:
         """Whether the stream digest was compared, and how. Raises ReplayMismatchError if it is another one."""
-        check, first = self._way.check, self._way.start.position.step + 1
+        check, first = self._plan.check, self._plan.start.position.step + 1
         if check is None:
-            return False, f"not verified: {self._way.unverified}"
+            return False, f"not verified: {self._plan.unverified}"
         walk.to(check.step)
         if walk.chain() != check.chain or walk.at.total != check.total:
             raise ReplayMismatchError(
@@ -327,7 +327,7 @@ class BatchReplay:
         if not sys.stderr.isatty() and now - self._shown_at < LINE_S:
             return
         self._shown_at = now
-        start: Position = self._way.start.position
+        start: Position = self._plan.start.position
         made = sum(total - start.total[of] for of, total in self._made.items())
         self._say(f"{max(0, made)} of {self._request.step - start.step} batches, {now - self._began:.0f} s", over=True)
 

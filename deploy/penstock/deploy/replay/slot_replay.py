@@ -120,11 +120,11 @@ class _SlotReplay:
     def _seek(self, total: int, epoch: int, digest: int) -> None:
         """To a place that is known to have been reached. `digest`: of its last batch, if known."""
         source = self._source
-        replayed = source.place.total < total
+        replayed = source.position.total < total
         if not source.seek(total, epoch, self._seen):
             raise ReplayMismatchError(
-                f"{source.name}: pass {epoch} ended after batch {source.place.total} of the worker, but batch {total} "
-                "had been delivered: its data or its code are not what they were"
+                f"{source.name}: pass {epoch} ended after batch {source.position.total} of the worker, but batch "
+                f"{total} had been delivered: its data or its code are not what they were"
             )
         if replayed and digest and source.digest != digest:
             raise ReplayMismatchError(
@@ -135,12 +135,12 @@ class _SlotReplay:
     def _seen(self, batch: Any) -> None:
         source = self._source
         source.digest, samples = self._replay_digest.take(batch)
-        source.place.samples += samples
+        source.position.samples += samples
         self._batch = batch
         self._digests.append(source.digest)
         if time.monotonic() - self._told > TELL_S:
             self._told = time.monotonic()
-            self._channel.send("at", total=source.place.total)
+            self._channel.send("at", total=source.position.total)
 
     def go(self, epoch: int, total: int) -> None:
         reached = self._source.seek(total, epoch, self._seen)
@@ -149,10 +149,10 @@ class _SlotReplay:
     def leave(self, epoch: int, total: int) -> None:
         """What was asked for beyond the end of its input is not what the loop did: then once more, up to there."""
         source = self._source
-        if source.place.epoch > epoch:
+        if source.position.epoch > epoch:
             assert self._point is not None
             source.restore(self._point)
-            for earlier in sorted(left for left in self._left if left >= self._point.place.epoch):
+            for earlier in sorted(left for left in self._left if left >= self._point.position.epoch):
                 self._seek(self._left[earlier], earlier, 0)
                 leave(source, earlier, self._left[earlier])
             self._seek(total, epoch, 0)
@@ -165,7 +165,7 @@ class _SlotReplay:
         found = batch_tables.describe(self._batch, row)
         if out is not None:
             batch_tables.write(self._batch, Path(out))
-        place = self._source.place
+        place = self._source.position
         text = json.dumps({**found, "samples_streamed": place.samples}).encode()
         self._channel.send("done", text, digest=self._source.digest)
 
@@ -173,4 +173,4 @@ class _SlotReplay:
         """Tells the digests of the batches since the last answer, which end with batch `total`."""
         digests, self._digests = self._digests, []
         data = struct.pack(f"<{len(digests)}Q", *digests)
-        self._channel.send("done", data, total=self._source.place.total, **fields)
+        self._channel.send("done", data, total=self._source.position.total, **fields)

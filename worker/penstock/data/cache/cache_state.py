@@ -46,7 +46,7 @@ class CacheState:
         self._timeout_s = timeout_s
         state = folder / STATE
         self._origin = str(state / "place")
-        self.room = str(state / "room")
+        self.eviction = str(state / "room")
         self.shards = str(state / "shards")
         self.ahead = str(state / "ahead")
         self.fetching_folder = str(state / "fetching")

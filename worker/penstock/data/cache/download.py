@@ -93,11 +93,11 @@ class Downloads:
     def origin(self, shard: Shard) -> str:
         return origin_of(shard, self._place.local if self._place else None)
 
-    def accepts(self, stamp: ShardVersion, shard: Shard) -> bool:
+    def accepts(self, version: ShardVersion, shard: Shard) -> bool:
         """Whether its files were made of what the index says now, and verified as asked."""
-        if stamp.origin != self.origin(shard):
+        if version.origin != self.origin(shard):
             return False
-        return stamp.hash == self._validate if self._validate else bool(stamp.hash) or not self._verified_by(shard)
+        return version.hash == self._validate if self._validate else bool(version.hash) or not self._verified_by(shard)
 
     def _verified_by(self, shard: Shard) -> str:
         """The algorithm; "" if the shard is not verified."""
@@ -110,10 +110,10 @@ class Downloads:
             return fastest_of(stored.hashes)
         return self._validate or ""
 
-    def forget(self, stamp: ShardVersion) -> None:
+    def forget(self, version: ShardVersion) -> None:
         """Remove what came from the place when it had other data under these names."""
         if self._place is not None:
-            for name, _ in (*stamp.evictable, *stamp.packed):
+            for name, _ in (*version.evictable, *version.packed):
                 (self._folder / name).unlink(missing_ok=True)
 
     def need(self, shard: Shard, *, ours: bool) -> ShardVersion:

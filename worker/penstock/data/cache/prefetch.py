@@ -20,7 +20,7 @@ from penstock.proto.errors import PenstockError
 
 __all__ = ["Prefetcher"]
 
-ROOM_PAUSE_S = 0.25
+EVICTION_PAUSE_S = 0.25
 """Between two looks for room: other processes do not say when they release something."""
 
 
@@ -77,7 +77,7 @@ class Prefetcher:
         if lock:
             _drop(lock)
 
-    def look_for_room(self) -> None:
+    def look_for_eviction(self) -> None:
         """There may be some now."""
         with self._changed:
             self._full_until = 0.0
@@ -115,7 +115,7 @@ class Prefetcher:
                 self._moving.discard(key)
                 if not fits and key in self._wanted:
                     self._queue.appendleft((key, shard))
-                    self._full_until = time.monotonic() + ROOM_PAUSE_S
+                    self._full_until = time.monotonic() + EVICTION_PAUSE_S
             self._decided(key)
 
     def _pause_s(self) -> float | None:

@@ -126,7 +126,7 @@ class ShardCache:
         self._threads = threads
         self._group = group
         self._root = str(self.folder)
-        self._filling = Downloads(place, self.folder, validate=self._validate, keep_packed=keep_packed)
+        self._downloads = Downloads(place, self.folder, validate=self._validate, keep_packed=keep_packed)
         lies = self.folder if place is None else place.local
         self._in_place = str(lies) if lies else ""
         """Where files are used as they lie; "" if nowhere."""
@@ -139,7 +139,7 @@ class ShardCache:
         self._state = CacheState(self.folder, self.place, self._timeout_s, self._group)
         self._ahead = Prefetcher(self._state, self._threads, self._bring)
         self._warned = False
-        self._room = Eviction(self._state, self._limit, self._fetchable) if self._limit else None
+        self._eviction = Eviction(self._state, self._limit, self._fetchable) if self._limit else None
 
     def __getstate__(self) -> dict[str, Any]:
         return {
@@ -187,7 +187,7 @@ class ShardCache:
                 return read_plain(path)
             with self._state.fetching(INDEX, until, INDEX) as temporary:
                 if seen(str(path)) is None:
-                    self._filling.index_is_fetched()
+                    self._downloads.index_is_fetched()
                     data = self.place.read(INDEX, deadline_s=until - time.monotonic())
                     self._check_index(data)
                     put(data, temporary("raw"), path, self.place.url_of(INDEX))
@@ -272,11 +272,11 @@ class ShardCache:
             del self._held[held._key]
             in_use.lock.touch()
             in_use.lock.release()
-        self._ahead.look_for_room()
+        self._ahead.look_for_eviction()
 
     def _ready(self, shard: Shard, lock: FileLock) -> tuple[Path, ...] | None:
-        stamp = ShardVersion.decoded(lock.read())
-        return stamp.holds(shard, self._root) if stamp and self._filling.accepts(stamp, shard) else None
+        version = ShardVersion.decoded(lock.read())
+        return version.holds(shard, self._root) if version and self._downloads.accepts(version, shard) else None
 
     def _fill(
         self, shard: Shard, key: str, lock: FileLock, until: float, decided: Callable[[], None] | None = None
@@ -289,27 +289,27 @@ class ShardCache:
                 return paths
             before = ShardVersion.decoded(lock.read())
             ours = before is not None and not before.found
-            if before and ours and before.origin not in ("", self._filling.origin(shard)):
-                self._filling.forget(before)
-            if not self._claim(key, lock, self._filling.need(shard, ours=ours), until, demand=decided is None):
+            if before and ours and before.origin not in ("", self._downloads.origin(shard)):
+                self._downloads.forget(before)
+            if not self._claim(key, lock, self._downloads.need(shard, ours=ours), until, demand=decided is None):
                 return None
             if decided:
                 decided()
             try:
-                stamp = self._filling.fill(shard, temporary, until, ours=ours)
+                version = self._downloads.fill(shard, temporary, until, ours=ours)
             except BaseException as error:
                 if not any(seen(os.path.join(self._root, file.raw.name)) for file in shard.files):
                     lock.write(b"")  # it has nothing on disk, and claims nothing
                 if not isinstance(error, OSError):
                     raise
                 raise ShardUnavailableError(f"{shard.name} could not be stored in {self.folder}: {error}") from error
-            lock.write(stamp.encoded())
-            return stamp.holds(shard, self._root)
+            lock.write(version.encoded())
+            return version.holds(shard, self._root)
 
     # Room
 
     def _claim(self, key: str, lock: FileLock, need: ShardVersion, until: float, *, demand: bool) -> bool:
-        if self._room is None:
+        if self._eviction is None:
             return True
         if self._try_claim(key, lock, need, until, demand=demand):
             return True
@@ -346,10 +346,10 @@ class ShardCache:
     def _try_claim(
         self, key: str, lock: FileLock, need: ShardVersion, until: float, *, demand: bool, exceed: bool = False
     ) -> bool:
-        assert self._room is not None
-        counting = self._state.wait(self._state.room, until, "", shared=False)
+        assert self._eviction is not None
+        counting = self._state.wait(self._state.eviction, until, "", shared=False)
         try:
-            return self._room.claim(key, lock, need, demand=demand, exceed=exceed)
+            return self._eviction.claim(key, lock, need, demand=demand, exceed=exceed)
         finally:
             counting.release()
 

@@ -75,7 +75,7 @@ class ShardVersion:
         """None for what is no stamp, also a half-written one."""
         try:
             values = json.loads(text.partition(b"\n")[0])  # what follows is left of a longer one
-            stamp = ShardVersion(
+            version = ShardVersion(
                 raw=tuple((str(path), int(size), int(time)) for path, size, time in values["raw"]),
                 packed=tuple((str(path), int(size)) for path, size in values["packed"]),
                 evictable=tuple((str(path), int(size)) for path, size in values["evictable"]),
@@ -87,8 +87,8 @@ class ShardVersion:
         except (ValueError, KeyError, TypeError):
             return None
         # A folder that came from elsewhere may bring stamps along: nothing outside of it is removed for what they say.
-        removable = [PurePosixPath(path) for path, _ in (*stamp.packed, *stamp.evictable)]
-        return None if any(path.is_absolute() or ".." in path.parts for path in removable) else stamp
+        removable = [PurePosixPath(path) for path, _ in (*version.packed, *version.evictable)]
+        return None if any(path.is_absolute() or ".." in path.parts for path in removable) else version
 
     def holds(self, shard: Shard, folder: str) -> tuple[Path, ...] | None:
         """The raw files' paths, if they are as they were."""

@@ -43,13 +43,13 @@ AHEAD = 2
 class ReadAhead:
     """A Fetcher (position_loader.py). `begin` makes an iterator of batches from plans; to drop it is to stop it."""
 
-    def __init__(self, walk: WorkerBatches, begin: Callable[[Iterator[BatchPlan]], Iterator[Any]]) -> None:
-        self._walk, self._begin = walk, begin
+    def __init__(self, own_batches: WorkerBatches, begin: Callable[[Iterator[BatchPlan]], Iterator[Any]]) -> None:
+        self._worker_batches, self._begin = own_batches, begin
         self._batches: Iterator[Any] | None = None
 
     def take(self, done: int) -> Any:
         if self._batches is None:
-            self._batches = self._begin(self._walk.all_plans(done))
+            self._batches = self._begin(self._worker_batches.all_plans(done))
         try:
             return next(self._batches)
         except BaseException:

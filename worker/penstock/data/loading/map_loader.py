@@ -93,11 +93,11 @@ class MapLoader(PositionLoader):
             whole("fetch_processes", fetch_processes),
         )
         seed = whole("seed", seed)
-        here = WorkerIdentity.now(rank)
-        batch = global_batch(batch_size, global_batch_size, here.boxes)
+        identity = WorkerIdentity.now(rank)
+        batch = global_batch(batch_size, global_batch_size, identity.boxes)
         check_settings(tail, shuffle_block=shuffle_block, num_samples=num_samples)
         _check_fetching(fetch_threads, fetch_processes, reseed)
-        seed = here.seed if seed is None else seed
+        seed = identity.seed if seed is None else seed
         name, self._length = type(dataset).__qualname__, _length_of(dataset)
         order = UnshardedOrder(
             self._length, num_samples or self._length, seed=seed, shuffle=shuffle, block=shuffle_block
@@ -115,7 +115,7 @@ class MapLoader(PositionLoader):
         self._threads, self._processes = fetch_threads, fetch_processes
         reseed = not fetch_threads if reseed is None else reseed
         self._reader = MapReader(dataset, name, len(order), checked_collate(collate_fn), seed=seed, reseed=reseed)
-        super().__init__(name, order, described, here=here, batch=batch, tail=tail, skip=skip, keys=keys)
+        super().__init__(name, order, described, identity=identity, batch=batch, tail=tail, skip=skip, keys=keys)
 
     def __iter__(self) -> Iterator[Any]:
         """The next epoch, or the rest of the one that a loaded state is in."""
@@ -133,12 +133,14 @@ class MapLoader(PositionLoader):
     def _made(self, plan: BatchPlan) -> Any:
         return self._reader.batch(plan)
 
-    def _fetcher(self, walk: WorkerBatches) -> Fetcher | None:
+    def _fetcher(self, own_batches: WorkerBatches) -> Fetcher | None:
         if self._threads:
-            return ReadAhead(walk, partial(in_threads, reader=self._reader, threads=self._threads))
+            return ReadAhead(own_batches, partial(in_threads, reader=self._reader, threads=self._threads))
         if self._processes:
-            seed = derive_seed(self._seed, "fetch", self._here.number, walk.course.epoch)
-            return ReadAhead(walk, partial(in_processes, reader=self._reader, processes=self._processes, seed=seed))
+            seed = derive_seed(self._seed, "fetch", self._identity.number, own_batches.remainder.epoch)
+            return ReadAhead(
+                own_batches, partial(in_processes, reader=self._reader, processes=self._processes, seed=seed)
+            )
         return None
 
 

@@ -60,7 +60,7 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
         order: SampleOrder,
         described: dict[str, Any],
         *,
-        here: WorkerIdentity,
+        identity: WorkerIdentity,
         batch: int,
         tail: Tail,
         skip: Iterable[range],
@@ -73,11 +73,11 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
             batch: rows of all boxes' batches together.
         """
         super().__init__()
-        self._name, self._order, self._described, self._here, self._batch = name, order, described, here, batch
+        self._name, self._order, self._described, self._identity, self._batch = name, order, described, identity, batch
         self._epochs = EpochPlan(len(order), tail, ranges_of(skip))
         self._keys, self._key_field = PositionKeys.of(described, len(order)), checked_name(keys)
         self._epoch = self._start = self._done = self._first = 0
-        self._dealt_to = self._shape()
+        self._partitioned_for = self._topology()
         """Who shares the batches of which so many are done."""
         self._stands = True
         """The next epoch begins where the loader stands; else in the next epoch."""
@@ -85,12 +85,12 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
         """(epoch, start) from where `state_after` counts."""
         self._epochs_begun = 0
         """Begun so far, or made void by going elsewhere: an iterator of an earlier one yields nothing more."""
-        if EpochPlan(len(order), tail).course(0, 0, batch, here.boxes).batches == 0:
+        if EpochPlan(len(order), tail).remainder(0, 0, batch, identity.boxes).batches == 0:
             raise DatasetError(
                 f"{name}: {len(order)} samples make no batch of {batch} with tail={tail!r}; use a smaller batch, or "
                 "another tail"
             )
-        self._epoch, self._start = self._walk().course.place(0)
+        self._epoch, self._start = self._worker_batches().remainder.place(0)
         self._count_from_here()
 
     # ---- what a loader adds
@@ -103,10 +103,10 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
     def _made(self, plan: BatchPlan) -> Any:
         """The batch of a plan."""
 
-    def _planned(self, walk: WorkerBatches, plans: list[BatchPlan]) -> None:
+    def _planned(self, own_batches: WorkerBatches, plans: list[BatchPlan]) -> None:
         """Told which batches come next."""
 
-    def _fetcher(self, walk: WorkerBatches) -> Fetcher | None:
+    def _fetcher(self, own_batches: WorkerBatches) -> Fetcher | None:
         """Of an epoch that begins, if batches are made ahead of need."""
         return None
 
@@ -116,20 +116,26 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
         """Batches of a whole epoch that this process makes. With tail="carry" epochs differ by one; then it is the
         present one."""
         begin = self._epochs.begin(self._epoch, self._batch, (self._epoch, self._start))
-        return self._here.turn().done(self._epochs.course(self._epoch, begin, self._batch, self._here.boxes).batches)
+        return self._identity.turn().done(
+            self._epochs.remainder(self._epoch, begin, self._batch, self._identity.boxes).batches
+        )
 
     def __iter__(self) -> Iterator[Any]:
         """The next epoch, or the rest of the one that a loaded state is in."""
         self._deal_anew()
-        walk = self._walk()
+        own_batches = self._worker_batches()
         # Of an epoch of which nothing is left, and not of one that never had a batch.
-        ended = (self._done > 0 or self._start > 0) and walk.ended(self._done) and self._here.alone(walk.turn)
+        ended = (
+            (self._done > 0 or self._start > 0)
+            and own_batches.ended(self._done)
+            and self._identity.alone(own_batches.turn)
+        )
         if not self._stands or ended:
-            self._go(*walk.course.following())
+            self._go(*own_batches.remainder.following())
         self._stands = False
         self._epochs_begun += 1
         self._count_from_here()
-        return _Epoch(self, self._walk())
+        return _Epoch(self, self._worker_batches())
 
     def set_epoch(self, epoch: int) -> None:
         """The next epoch is this epoch, from its beginning; or from where a loaded state stands in it."""
@@ -144,7 +150,7 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """This worker's place, after the batches that it has yielded so far."""
-        progress = OrderProgress(self._epoch, self._start, self._done, self._shape(), self._first)
+        progress = OrderProgress(self._epoch, self._start, self._done, self._topology(), self._first)
         return state_of(progress, self._described, self._epochs.skip)
 
     @staticmethod
@@ -169,25 +175,25 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
                 samples before it are to be left out than were.
             StateCorruptError, StateVersionError: it cannot be read.
         """
-        progress, shape = progress_of(state_dict), self._shape()
+        progress, topology = progress_of(state_dict), self._topology()
         check_order(state_dict, self._described, self._epochs, strict=strict)
         if "others" in state_dict:
             progress = self._part(state_dict, strict=strict)
-        elif progress.done and progress.shape != shape:
-            if progress.shape.workers > 1:
+        elif progress.done and progress.topology != topology:
+            if progress.topology.workers > 1:
                 raise StateMismatchError(
-                    f"{self._name}: the state is one worker's of {progress.shape}, and this is one of {shape}; "
+                    f"{self._name}: the state is one worker's of {progress.topology}, and this is one of {topology}; "
                     "a state of aggregate_state_dict or state_after fits any topology"
                 )
             progress = self._part(state_dict, strict=strict)  # what it has done each box has
         elif skip_of(state_dict) != self._epochs.skip:
-            if progress.done and shape.workers > 1:
+            if progress.done and topology.workers > 1:
                 raise StateMismatchError(
-                    f"{self._name}: the state is one worker's of {shape}, and skip was {skip_of(state_dict)} and is "
+                    f"{self._name}: the state is one worker's of {topology}, and skip was {skip_of(state_dict)} and is "
                     f"{self._epochs.skip}; a state of aggregate_state_dict or state_after fits any"
                 )
             start = replanned(state_dict, self._epochs, progress.done, strict=strict)
-            progress = OrderProgress(progress.epoch, start, 0, shape, progress.first)
+            progress = OrderProgress(progress.epoch, start, 0, topology, progress.first)
         self._go(progress.epoch, progress.start, progress.done, progress.first)
         self._count_from_here()
 
@@ -198,7 +204,7 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
     def deaggregate_state_dict(self, aggregated: Any, strict: bool = True) -> dict[str, Any]:
         """This worker's part of what `aggregate_state_dict` or `state_after` gave."""
         place = progress_of(aggregated)
-        if "others" not in aggregated and place.done and place.shape.workers > 1:
+        if "others" not in aggregated and place.done and place.topology.workers > 1:
             raise StateMismatchError(
                 "this is the state of one worker; deaggregate_state_dict takes what aggregate_state_dict returned"
             )
@@ -212,8 +218,8 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
         batches = whole("batches", batches)
         if batches < 0:
             raise InvalidArgumentError(f"batches={batches}: it must be at least 0")
-        epoch, start = self._course(*self._counted).place(batches)
-        return state_of(OrderProgress(epoch, start, 0, self._shape()), self._described, self._epochs.skip)
+        epoch, start = self._remainder(*self._counted).place(batches)
+        return state_of(OrderProgress(epoch, start, 0, self._topology()), self._described, self._epochs.skip)
 
     def config(self) -> dict[str, Any]:
         """What decides which sample is where in the order, as values of JSON: a state with another one is refused."""
@@ -233,53 +239,55 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
         return self._read(BatchPlan(epoch, positions, self._order.ids(epoch, positions)))[0]
 
     def _part(self, aggregated: Any, *, strict: bool) -> OrderProgress:
-        here = self._here
-        return deaggregated(aggregated, here.number, here.all_workers, self._shape(), self._epochs, strict=strict)
+        identity = self._identity
+        return deaggregated(
+            aggregated, identity.number, identity.all_workers, self._topology(), self._epochs, strict=strict
+        )
 
     def _go(self, epoch: int, start: int = 0, done: int = 0, first: int = 0) -> None:
         self._epochs_begun += 1
         self._epoch, self._start, self._done, self._first, self._stands = epoch, start, done, first, True
-        self._dealt_to = self._shape()
+        self._partitioned_for = self._topology()
 
     def _count_from_here(self) -> None:
         # Of a worker among several it is not known what the others have done.
-        done = self._done if self._dealt_to.workers == 1 else 0
-        self._counted = self._course(self._epoch, self._start).place(done)
+        done = self._done if self._partitioned_for.workers == 1 else 0
+        self._counted = self._remainder(self._epoch, self._start).place(done)
 
     def _deal_anew(self) -> None:
         """Worker processes of a torch DataLoader have a copy of a loader that was made, and maybe loaded, outside of
         them: by one that shares its batches with fewer."""
-        shape = self._shape()
-        if not self._done or self._dealt_to == shape:
-            self._dealt_to = shape  # from here on; with persistent_workers=True the copies count their passes
+        topology = self._topology()
+        if not self._done or self._partitioned_for == topology:
+            self._partitioned_for = topology  # from here on; with persistent_workers=True the copies count their passes
             return
-        if self._dealt_to.workers > 1:
+        if self._partitioned_for.workers > 1:
             raise StateMismatchError(
-                f"{self._name}: the loader stands at a place of {self._dealt_to}, and is read by {shape}: load "
-                "the state in the processes that read (torchdata's StatefulDataLoader does), or one of state_after"
+                f"{self._name}: the loader stands at a place of {self._partitioned_for}, and is read by {topology}: "
+                "load the state in the processes that read (torchdata's StatefulDataLoader does), or one of state_after"
             )
-        self._go(*self._walk().course.place(self._done))
+        self._go(*self._worker_batches().remainder.place(self._done))
 
     # ---- who makes what
 
-    def _shape(self) -> Topology:
-        return Topology(self._here.boxes, self._here.turn().of, self._batch)
+    def _topology(self) -> Topology:
+        return Topology(self._identity.boxes, self._identity.turn().of, self._batch)
 
-    def _walk(self) -> WorkerBatches:
+    def _worker_batches(self) -> WorkerBatches:
         """Of the epoch that the loader stands in."""
-        course = self._course(self._epoch, self._start)
-        return WorkerBatches(course, self._order, self._here.turn(self._first), self._here.box)
+        remainder = self._remainder(self._epoch, self._start)
+        return WorkerBatches(remainder, self._order, self._identity.turn(self._first), self._identity.box)
 
-    def _course(self, epoch: int, start: int) -> EpochRemainder:
-        return self._epochs.course(epoch, start, self._batch, self._here.boxes)
+    def _remainder(self, epoch: int, start: int) -> EpochRemainder:
+        return self._epochs.remainder(epoch, start, self._batch, self._identity.boxes)
 
 
 class _Epoch:
     """The iterator of an epoch; moves its loader's place on."""
 
-    def __init__(self, loader: PositionLoader, walk: WorkerBatches) -> None:
-        self._loader, self._walk, self._number = loader, walk, loader._epochs_begun
-        self._fetcher = loader._fetcher(walk)
+    def __init__(self, loader: PositionLoader, own_batches: WorkerBatches) -> None:
+        self._loader, self._worker_batches, self._number = loader, own_batches, loader._epochs_begun
+        self._fetcher = loader._fetcher(own_batches)
         self._ready: list[BatchPlan] = []
         """Of the next batches, the last one first."""
 
@@ -318,13 +326,13 @@ class _Epoch:
             self._close()
             raise StopIteration
         if not self._ready:
-            self._ready = self._walk.plans(loader._done)
+            self._ready = self._worker_batches.plans(loader._done)
             if not self._ready:
                 self._close()
-                if loader._here.alone(self._walk.turn):
-                    loader._go(*self._walk.course.following())
+                if loader._identity.alone(self._worker_batches.turn):
+                    loader._go(*self._worker_batches.remainder.following())
                 raise StopIteration
-            loader._planned(self._walk, self._ready)
+            loader._planned(self._worker_batches, self._ready)
             self._ready.reverse()
         return self._ready[-1]
 

@@ -58,8 +58,8 @@ class EpochRemainder:
     def __init__(self, epochs: EpochPlan, epoch: int, start: int, batch: int, boxes: int) -> None:
         self.epochs, self.epoch, self.start, self.boxes = epochs, epoch, start, boxes
         self.kept = KeptPositions(epochs.skip, epoch * epochs.length)
-        self._dealing = Partition(self.kept.rank(epochs.length), self.kept.rank(start), batch, boxes, epochs.tail)
-        self.batches = self._dealing.batches
+        self._partition = Partition(self.kept.rank(epochs.length), self.kept.rank(start), batch, boxes, epochs.tail)
+        self.batches = self._partition.batches
         """That each box gets."""
 
     def position(self, batches: int) -> int:
@@ -70,7 +70,7 @@ class EpochRemainder:
             return self.start
         if batches >= self.batches and not carries:
             return self.epochs.length
-        return int(self.kept.positions(np.array([self._dealing.position(batches) - 1]))[0]) + 1
+        return int(self.kept.positions(np.array([self._partition.position(batches) - 1]))[0]) + 1
 
     def place(self, batches: int) -> tuple[int, int]:
         """(epoch, start) of what is to come after so many batches; that of the next epoch at the end of this one."""
@@ -91,22 +91,22 @@ class EpochRemainder:
             epoch = max([epoch + 1, *(end // length for end in ends)])
 
     def _like(self, epoch: int, start: int) -> EpochRemainder:
-        return EpochRemainder(self.epochs, epoch, start, self._dealing.batch, self.boxes)
+        return EpochRemainder(self.epochs, epoch, start, self._partition.batch, self.boxes)
 
     def positions(self, number: int, box: int) -> Ints:
         """Of the box's rows of a batch."""
-        return self.kept.positions(self._dealing.rows(number, box))
+        return self.kept.positions(self._partition.rows(number, box))
 
     def near(self, box: int, begin: int, count: int, *, run: int, runs: int) -> Ints:
         """Some of the box's positions among the `count` samples from position `begin` on that lie in this epoch: of
         `runs` runs, at most, of `run` samples."""
-        dealing = self._dealing
+        partition = self._partition
         first = max(self.kept.rank(begin), self.kept.rank(0))
-        end = min(dealing.length, first + count)
+        end = min(partition.length, first + count)
         several = max(1, min((end - first) // run, runs))
         at = np.linspace(first, max(first, end - run), several).astype(np.int64)[:, None] + np.arange(run)
         at = np.unique(at[at < end])
-        return self.kept.positions(at[(at - dealing.start) % self.boxes == box])
+        return self.kept.positions(at[(at - partition.start) % self.boxes == box])
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class EpochPlan:
     tail: Tail
     skip: Ranges = ()
 
-    def course(self, epoch: int, start: int, batch: int, boxes: int) -> EpochRemainder:
+    def remainder(self, epoch: int, start: int, batch: int, boxes: int) -> EpochRemainder:
         return EpochRemainder(self, epoch, start, batch, boxes)
 
     def begin(self, epoch: int, batch: int, place: tuple[int, int]) -> int:
@@ -139,30 +139,30 @@ class EpochPlan:
 class WorkerBatches:
     """One worker's way along a course."""
 
-    course: EpochRemainder
+    remainder: EpochRemainder
     order: SampleOrder
     turn: WorkerTurn
     box: int
 
     def ended(self, done: int) -> bool:
         """There is no batch of its behind so many of its own."""
-        return self.turn.batch(done) >= self.course.batches
+        return self.turn.batch(done) >= self.remainder.batches
 
     def plans(self, done: int) -> list[BatchPlan]:
         """Of its next batches behind so many of its own; none at the end."""
-        course, first = self.course, self.turn.batch(done)
+        remainder, first = self.remainder, self.turn.batch(done)
         if self.ended(done):
             return []
-        rows = [course.positions(first, self.box)]
-        while (number := first + len(rows) * self.turn.of) < course.batches:
+        rows = [remainder.positions(first, self.box)]
+        while (number := first + len(rows) * self.turn.of) < remainder.batches:
             if (len(rows) + 1) * len(rows[0]) > ORDERED_AT_ONCE:
                 break
-            rows.append(course.positions(number, self.box))
+            rows.append(remainder.positions(number, self.box))
         empty = not len(rows[-1])  # only an epoch's last batch can be
         if empty:
-            rows[-1] = course.positions(course.batches - 1, 0)[:1]
+            rows[-1] = remainder.positions(remainder.batches - 1, 0)[:1]
         ids = np.split(self._ids(np.concatenate(rows)), np.cumsum([len(own) for own in rows[:-1]]))
-        plans = [BatchPlan(course.epoch, own, numbers) for own, numbers in zip(rows, ids, strict=True)]
+        plans = [BatchPlan(remainder.epoch, own, numbers) for own, numbers in zip(rows, ids, strict=True)]
         return [*plans[:-1], plans[-1]._replace(empty=empty)]
 
     def all_plans(self, done: int) -> Iterator[BatchPlan]:
@@ -172,7 +172,7 @@ class WorkerBatches:
             done += len(found)
 
     def _ids(self, positions: Ints) -> Ints:
-        epoch, length = self.course.epoch, self.course.epochs.length
+        epoch, length = self.remainder.epoch, self.remainder.epochs.length
         if positions[0] >= 0:  # the first row is the first in the order, or behind the epoch's beginning
             return self.order.ids(epoch, positions)
         ids = np.empty_like(positions)

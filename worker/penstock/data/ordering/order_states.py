@@ -62,31 +62,31 @@ class OrderProgress:
     """Position in the epoch where this dealing began; negative where samples of the epoch before were left over."""
     done: int
     """Batches of this worker since."""
-    shape: Topology
+    topology: Topology
     """Of the dealing."""
     first: int = 0
     """The worker of each box that makes the dealing's first batch."""
 
     def plain(self) -> dict[str, Any]:
         """As a state has it. Written out: a loop may ask at every step, and `asdict` takes 10 us."""
-        shape = {"boxes": self.shape.boxes, "workers": self.shape.workers, "batch": self.shape.batch}
-        return {"epoch": self.epoch, "start": self.start, "done": self.done, "shape": shape, "first": self.first}
+        topology = {"boxes": self.topology.boxes, "workers": self.topology.workers, "batch": self.topology.batch}
+        return {"epoch": self.epoch, "start": self.start, "done": self.done, "topology": topology, "first": self.first}
 
     @classmethod
     def parsed(cls, state: Mapping[str, Any]) -> OrderProgress:
         """The way back. Raises KeyError, TypeError or ValueError for what cannot be; what `start` may be is not looked
         at, for that depends on the order."""
-        shape = Topology(**state["shape"])
-        progress = cls(state["epoch"], state["start"], state["done"], shape, state["first"])
-        numbers = [progress.epoch, progress.done, shape.boxes - 1, shape.workers - 1, shape.batch - 1]
-        numbers += [progress.first, shape.workers - 1 - progress.first]
+        topology = Topology(**state["topology"])
+        progress = cls(state["epoch"], state["start"], state["done"], topology, state["first"])
+        numbers = [progress.epoch, progress.done, topology.boxes - 1, topology.workers - 1, topology.batch - 1]
+        numbers += [progress.first, topology.workers - 1 - progress.first]
         if any(type(number) is not int or not 0 <= number < MOST for number in numbers):
             raise ValueError(f"{progress}")
         return progress
 
     def turn(self, number: int) -> WorkerTurn:
         """Of a box's worker of this number."""
-        return WorkerTurn((number - self.first) % self.shape.workers, self.shape.workers)
+        return WorkerTurn((number - self.first) % self.topology.workers, self.topology.workers)
 
     def of_worker(self, number: int) -> OrderProgress:
         """The place of a box's worker, where the box has had `done` batches."""
@@ -183,12 +183,14 @@ def _check_same_order(states: Sequence[Mapping[str, Any]]) -> None:
             )
 
 
-def _check_same_epochs(workers: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+def _check_same_epochs(workers: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
     """Raises StateMismatchError if the epochs that are counted here are not those of the workers. The seed may be
     another: outside of a worker there is none of a run."""
-    names = [name for name in ("samples", "tail") if workers.get(name) != here.get(name)]
+    names = [name for name in ("samples", "tail") if workers.get(name) != identity.get(name)]
     if names:
-        differing = ", ".join(f"{name} is {workers.get(name)!r} there and {here.get(name)!r} here" for name in names)
+        differing = ", ".join(
+            f"{name} is {workers.get(name)!r} there and {identity.get(name)!r} here" for name in names
+        )
         raise StateMismatchError(
             f"the workers' states are put together by a loader of other data or settings: {differing}. Make the same "
             "loader in the training process as on the workers"
@@ -197,7 +199,7 @@ def _check_same_epochs(workers: Mapping[str, Any], here: Mapping[str, Any]) -> N
 
 def _settings(state: Mapping[str, Any]) -> dict[str, Any]:
     """All that workers have in common, whatever they have done."""
-    return {**state["order"], "shape": dict(state["shape"]), "skip": skip_of(state)}
+    return {**state["order"], "topology": dict(state["topology"]), "skip": skip_of(state)}
 
 
 def _refuse(message: str, *, strict: bool) -> None:
@@ -213,7 +215,7 @@ def replanned(state: Mapping[str, Any], epochs: EpochPlan, done: int, *, strict:
     Raises StateMismatchError, or warns without `strict`, if more is left out before the position than was then.
     """
     place, saved = progress_of(state), skip_of(state)
-    position = _course(place, replace(epochs, skip=saved)).position(done)
+    position = _remainder(place, replace(epochs, skip=saved)).position(done)
     number = place.epoch * epochs.length + position
     added = added_behind(saved, epochs.skip, number)
     if added is not None:
@@ -234,11 +236,11 @@ def aggregated(states: Sequence[Mapping[str, Any]], order: Mapping[str, Any], ep
     _check_same_order(states)
     _check_same_epochs(states[0]["order"], order)
     newest = max(places, key=lambda place: place.epoch)
-    workers = newest.shape.workers
+    workers = newest.topology.workers
     # Who is still at the end of the epoch before has done nothing of this one.
     dones = [place.done if place.epoch == newest.epoch else 0 for place in places]
     batches = min(newest.turn(number % workers).batch(done) for number, done in enumerate(dones))
-    batches = min(batches, _course(newest, replace(epochs, skip=skip)).batches)
+    batches = min(batches, _remainder(newest, replace(epochs, skip=skip)).batches)
     whole = replace(newest, done=batches)
     others = {
         str(number): state_of(place, {})
@@ -249,19 +251,19 @@ def aggregated(states: Sequence[Mapping[str, Any]], order: Mapping[str, Any], ep
 
 
 def deaggregated(
-    state: Mapping[str, Any], number: int, workers: int, shape: Topology, epochs: EpochPlan, *, strict: bool
+    state: Mapping[str, Any], number: int, workers: int, topology: Topology, epochs: EpochPlan, *, strict: bool
 ) -> OrderProgress:
     """The place of worker `number` (global_worker_id) of `workers` in all, which have this topology."""
     whole = progress_of(state)
-    same = state.get("workers") == workers and whole.shape.workers == shape.workers
-    if same and whole.shape == shape and skip_of(state) == epochs.skip:
+    same = state.get("workers") == workers and whole.topology.workers == topology.workers
+    if same and whole.topology == topology and skip_of(state) == epochs.skip:
         other = others_of(state).get(str(number))
-        return whole.of_worker(number % shape.workers) if other is None else progress_of(other)
+        return whole.of_worker(number % topology.workers) if other is None else progress_of(other)
     start = replanned(state, epochs, whole.done, strict=strict)
     if same:  # at the epoch's end, too: that is still to be found out, as it would be with the same batches
-        return OrderProgress(whole.epoch, start, 0, shape, (whole.first + whole.done) % shape.workers)
-    return OrderProgress(*epochs.course(whole.epoch, start, shape.batch, shape.boxes).place(0), 0, shape)
+        return OrderProgress(whole.epoch, start, 0, topology, (whole.first + whole.done) % topology.workers)
+    return OrderProgress(*epochs.remainder(whole.epoch, start, topology.batch, topology.boxes).place(0), 0, topology)
 
 
-def _course(place: OrderProgress, epochs: EpochPlan) -> EpochRemainder:
-    return epochs.course(place.epoch, place.start, place.shape.batch, place.shape.boxes)
+def _remainder(place: OrderProgress, epochs: EpochPlan) -> EpochRemainder:
+    return epochs.remainder(place.epoch, place.start, place.topology.batch, place.topology.boxes)

@@ -154,15 +154,15 @@ class DownloadProgress:
             )
 
 
-async def over_http(fs: Any, url: str, landing: DownloadTarget, progress: DownloadProgress, source: str) -> None:
+async def over_http(fs: Any, url: str, target: DownloadTarget, progress: DownloadProgress, source: str) -> None:
     """As one stream, from `progress.at` on if the file can be shown to be the same."""
     import aiohttp  # here, for it comes with an extra
 
     headers = {**fs.kwargs.get("headers", {}), "Accept-Encoding": "identity"}
     if not progress.validator:
-        landing.rewind()
-    elif landing.at:
-        headers |= {"Range": f"bytes={landing.at}-", "If-Range": progress.validator}
+        target.rewind()
+    elif target.at:
+        headers |= {"Range": f"bytes={target.at}-", "If-Range": progress.validator}
 
     async def look(response: aiohttp.ClientResponse) -> None:
         if response.status == 416:
@@ -170,18 +170,18 @@ async def over_http(fs: Any, url: str, landing: DownloadTarget, progress: Downlo
         if response.status >= 400:
             response.raise_for_status()
         validator = _validator(response.headers)
-        if response.status == 206 and landing.at:
+        if response.status == 206 and target.at:
             found = re.match(r"bytes (\d+)-\d+/(\d+|\*)", response.headers.get("Content-Range", ""))
-            if not found or int(found[1]) != landing.at or (validator and validator != progress.validator):
+            if not found or int(found[1]) != target.at or (validator and validator != progress.validator):
                 raise FileChanged("was changed while it was read")
         else:
-            landing.rewind()
+            target.rewind()
             progress.validator = validator
         if response.content_length is not None:
-            progress.check_size(landing.at + response.content_length, source)
+            progress.check_size(target.at + response.content_length, source)
 
     timeout = aiohttp.ClientTimeout(total=None)  # whoever waits for this looks at its progress
-    await fs._get_file(url, landing, headers=headers, raise_for_status=look, timeout=timeout)
+    await fs._get_file(url, target, headers=headers, raise_for_status=look, timeout=timeout)
 
 
 async def http_headers(fs: Any, url: str) -> Any:
@@ -208,30 +208,30 @@ def _validator(headers: Any) -> str:
 
 
 def by_pieces(
-    call: Callable[..., Any], path: str, landing: DownloadTarget, progress: DownloadProgress, source: str
+    call: Callable[..., Any], path: str, target: DownloadTarget, progress: DownloadProgress, source: str
 ) -> None:
     """By ranges; `call` is the filesystem's method of a name, with a deadline for each call."""
     size = progress.expected
-    if size is not None and size <= PIECE and not landing.at:
+    if size is not None and size <= PIECE and not target.at:
         # One request, for one byte more than there should be.
         data = call("cat_file", path, start=0, end=size + 1)
         progress.check_size(len(data) if len(data) <= size else call("info", path)["size"], source)
-        landing.write(data)
+        target.write(data)
         return
     if progress.told is None:
-        landing.rewind()
+        target.rewind()
         progress.told = call("info", path)
     size = progress.told["size"]
     if size is None:
-        landing.write(call("cat_file", path))
+        target.write(call("cat_file", path))
         return
     progress.check_size(size, source)
-    while landing.at < size:
-        end = min(size, landing.at + PIECE)
-        data = call("cat_file", path, start=landing.at, end=end)
-        if len(data) != end - landing.at:
-            raise TransferBroken(f"{len(data)} bytes came where {end - landing.at} were asked for")
-        landing.write(data)
+    while target.at < size:
+        end = min(size, target.at + PIECE)
+        data = call("cat_file", path, start=target.at, end=end)
+        if len(data) != end - target.at:
+            raise TransferBroken(f"{len(data)} bytes came where {end - target.at} were asked for")
+        target.write(data)
     if call("info", path) != progress.told:
         raise FileChanged("was changed while it was read")
 

@@ -72,15 +72,15 @@ class EpochStream:
             self._look(begin, read)
         if self._rounds.length is None:  # and there are more positions than any batch of this number could need
             return self._rows(np.arange(begin + self._box, begin + self._batch, self._boxes))
-        dealing = Partition(self._rounds.length, self._start, self._batch, self._boxes, self._tail)
+        partition = Partition(self._rounds.length, self._start, self._batch, self._boxes, self._tail)
         if self._rounds.length < self._start:
             raise DatasetError(
                 f"the epoch has {self._rounds.length} samples, and is to go on behind sample {self._start}. Were the "
                 "data changed?"
             )
-        if number >= dealing.batches:
+        if number >= partition.batches:
             return None
-        return self._rows(dealing.rows(number, self._box), begin)
+        return self._rows(partition.rows(number, self._box), begin)
 
     def first(self, number: int) -> tuple[int, int]:
         """Shard and index of the first row of a batch, which box 0 has."""

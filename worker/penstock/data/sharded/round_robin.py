@@ -60,10 +60,10 @@ class RoundRobin:
         shards, indices = np.empty(len(positions), np.int64), np.empty(len(positions), np.int64)
         stretches = np.searchsorted(self._first_position, positions, side="right") - 1
         for stretch in np.unique(stretches):
-            here = stretches == stretch
-            beyond, rank = np.divmod(positions[here] - self._first_position[stretch], self._live[stretch])
-            shards[here] = self._live_in(int(stretch))[rank]
-            indices[here] = self._first_round[stretch] + beyond
+            identity = stretches == stretch
+            beyond, rank = np.divmod(positions[identity] - self._first_position[stretch], self._live[stretch])
+            shards[identity] = self._live_in(int(stretch))[rank]
+            indices[identity] = self._first_round[stretch] + beyond
         return shards.tolist(), indices.tolist()
 
     def counts(self, position: int) -> Ints:

@@ -47,7 +47,7 @@ class ShardedPosition:
     marks: CursorStates = field(default_factory=CursorStates)
     ended: Mapping[int, int] = field(default_factory=dict)
     """Shard -> length, as far as it was found by reading."""
-    grid: EndlessOrder | None = None
+    endless_order: EndlessOrder | None = None
     """Of an endless source."""
 
     def state(self, order: Mapping[str, Any]) -> dict[str, Any]:
@@ -58,8 +58,8 @@ class ShardedPosition:
             "indices": list(indices.values()),
             "tokens": list(tokens.values()),
         }
-        if self.grid is not None:
-            more["block"] = self.grid.block
+        if self.endless_order is not None:
+            more["block"] = self.endless_order.block
         else:
             more["ended"], more["lengths"] = list(self.ended), list(self.ended.values())
         return {"format": FORMAT, **self.progress.plain(), "order": dict(order), **more}
@@ -84,11 +84,11 @@ class FixedOrder:
             raise DatasetError(f"the source has a shard of {min(lengths)} samples in epoch {epoch}")
         return RoundRobin(self.source.num_shards, ended if lengths is None else [int(length) for length in lengths])
 
-    def grid(self, block: int) -> EndlessOrder | None:
+    def endless_order(self, block: int) -> EndlessOrder | None:
         """Of an endless source, in blocks of this size."""
         return EndlessOrder(self.source.num_shards, self.partitions, block) if self.source.endless else None
 
-    def _grid_of(self, state: Mapping[str, Any]) -> EndlessOrder | None:
+    def _endless_order_of(self, state: Mapping[str, Any]) -> EndlessOrder | None:
         """Raises StateMismatchError or StateVersionError for an order in other blocks."""
         if not self.source.endless:
             return None
@@ -105,7 +105,7 @@ class FixedOrder:
                 f"the state was saved with another order of samples: block was {block} and is {self.block}. Leave "
                 "block out to go on as it was"
             )
-        return self.grid(block)
+        return self.endless_order(block)
 
     def read(self, state: Any) -> ShardedPosition:
         """What a state says. Raises StateMismatchError, StateVersionError or StateCorruptError for what is no such
@@ -117,32 +117,32 @@ class FixedOrder:
                 *(dict(zip(state["shards"], state[name], strict=True)) for name in ("indices", "tokens"))
             )
             numbers = [progress.start, *state["indices"]]
-            grid = self._grid_of(state)
-            ended = {} if grid is not None else dict(zip(state["ended"], state["lengths"], strict=True))
+            endless_order = self._endless_order_of(state)
+            ended = {} if endless_order is not None else dict(zip(state["ended"], state["lengths"], strict=True))
             numbers += [*ended.values(), *(self.source.num_shards - 1 - shard for shard in (*marks.indices, *ended))]
             if any(type(number) is not int or not 0 <= number < MOST for number in (*numbers, *marks.indices, *ended)):
                 raise ValueError(f"{progress}, {ended}, marks at {state['indices']}"[:400])
-            length = None if grid is not None else self.rounds(progress.epoch, ended).length
+            length = None if endless_order is not None else self.rounds(progress.epoch, ended).length
             if length is not None and progress.start > length:
                 raise ValueError(f"{progress} of {length} samples")
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             raise StateCorruptError(f"a ShardLoader's state that cannot be: {error!r}") from error
-        return ShardedPosition(progress, marks, ended, grid)
+        return ShardedPosition(progress, marks, ended, endless_order)
 
     def aggregated(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """One state from those of all workers, in order of global_worker_id. Only the states know the shape."""
         if not states:
             raise InvalidArgumentError("aggregate_state_dict() of no states: it takes those of all workers")
         places = [self.read(state) for state in states]
-        _check_same_order([{**state["order"], "shape": dict(state["shape"])} for state in states])
+        _check_same_order([{**state["order"], "topology": dict(state["topology"])} for state in states])
         newest = max((place.progress for place in places), key=lambda progress: progress.epoch)
         now = [place for place in places if place.progress.epoch == newest.epoch]
-        workers = newest.shape.workers
+        workers = newest.topology.workers
         # Who is still at the end of the epoch before has done nothing of this one.
         dones = [place.progress.done if place in now else 0 for place in places]
         batches = min(newest.turn(number % workers).batch(done) for number, done in enumerate(dones))
         ended = {shard: length for place in now for shard, length in place.ended.items()}
-        whole = ShardedPosition(replace(newest, done=batches), CursorStates(), ended, now[0].grid)
+        whole = ShardedPosition(replace(newest, done=batches), CursorStates(), ended, now[0].endless_order)
         whole = replace(whole, marks=self._furthest(whole, now))
         others = {
             str(number): place.state({})
@@ -152,49 +152,49 @@ class FixedOrder:
         return {**whole.state(states[0]["order"]), "workers": len(states), "others": others}
 
     def part(
-        self, state: Mapping[str, Any], number: int, workers: int, shape: Topology
+        self, state: Mapping[str, Any], number: int, workers: int, topology: Topology
     ) -> tuple[ShardedPosition, bool]:
         """Of worker `number` (global_worker_id) of `workers` in all, which have this topology. And whether the workers
         are others, so that an epoch of which nothing is left is to be passed over."""
         whole = self.read(state)
         progress = whole.progress
-        same = state.get("workers") == workers and progress.shape.workers == shape.workers
-        if same and progress.shape == shape:
+        same = state.get("workers") == workers and progress.topology.workers == topology.workers
+        if same and progress.topology == topology:
             other = others_of(state).get(str(number))
             if other is not None:
                 return self.read(other), False
-            return replace(whole, progress=progress.of_worker(number % shape.workers)), False
-        first = (progress.first + progress.done) % shape.workers if same else 0
-        return self.dealt_anew(whole, shape, first=first), not same
+            return replace(whole, progress=progress.of_worker(number % topology.workers)), False
+        first = (progress.first + progress.done) % topology.workers if same else 0
+        return self.repartitioned(whole, topology, first=first), not same
 
-    def dealt_anew(self, whole: ShardedPosition, shape: Topology, *, first: int) -> ShardedPosition:
+    def repartitioned(self, whole: ShardedPosition, topology: Topology, *, first: int) -> ShardedPosition:
         """What is left, dealt out among workers of this topology; `first` of each box makes the first batch."""
         epoch, start = whole.progress.epoch, self._position(whole)
-        grid = whole.grid
+        endless_order = whole.endless_order
         if (epoch, start, self.block) == (0, 0, None):  # of a run that begins: its batch decides, and not who was asked
-            grid = self.grid(shape.batch)
-        return replace(whole, progress=OrderProgress(epoch, start, 0, shape, first), grid=grid)
+            endless_order = self.endless_order(topology.batch)
+        return replace(whole, progress=OrderProgress(epoch, start, 0, topology, first), endless_order=endless_order)
 
-    def _dealing(self, place: ShardedPosition) -> Partition | None:
+    def _partition(self, place: ShardedPosition) -> Partition | None:
         """Of a finite source, once its lengths are known."""
         progress = place.progress
-        if place.grid is not None:
+        if place.endless_order is not None:
             return None
         length = self.rounds(progress.epoch, place.ended).length
         if length is None:
             return None
-        return Partition(length, progress.start, progress.shape.batch, progress.shape.boxes, self.tail)
+        return Partition(length, progress.start, progress.topology.batch, progress.topology.boxes, self.tail)
 
     def _position(self, place: ShardedPosition) -> int:
         """Where the next dealing begins."""
-        if (dealing := self._dealing(place)) is not None:
-            return dealing.position(place.progress.done)
-        return place.progress.start + place.progress.done * place.progress.shape.batch
+        if (partition := self._partition(place)) is not None:
+            return partition.position(place.progress.done)
+        return place.progress.start + place.progress.done * place.progress.topology.batch
 
     def _furthest(self, whole: ShardedPosition, places: Sequence[ShardedPosition]) -> CursorStates:
         position = self._position(whole)
-        if whole.grid is not None:
-            counts: Ints = whole.grid.counts(position)
+        if whole.endless_order is not None:
+            counts: Ints = whole.endless_order.counts(position)
         else:
             counts = self.rounds(whole.progress.epoch, whole.ended).counts(position)
         found = CursorStates()

@@ -71,7 +71,7 @@ class MemoryWatch:
         while own := [
             point
             for point in slot.store
-            if not (point.epoch_start or point.refuted) and point.place not in slot.from_before
+            if not (point.epoch_start or point.refuted) and point.position not in slot.from_before
         ]:
             usable = [point.total for point in own if slot.usable(point)]
             slot.progress_page.refresh()

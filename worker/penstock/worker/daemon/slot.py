@@ -232,7 +232,7 @@ class Slot:
                 inherited=True,
                 proven=True,
             )
-            self.from_before.add(point.place)
+            self.from_before.add(point.position)
             self.store.add(point, 0)
         return not all(header.size for header, _ in kept)
 

@@ -55,7 +55,7 @@ class StoredSnapshot:
     """Taken because a checkpoint at this step was announced."""
 
     @property
-    def place(self) -> tuple[int, int, int, bool, int]:
+    def position(self) -> tuple[int, int, int, bool, int]:
         """What it describes."""
         return self.epoch, self.delivered, self.total, self.epoch_start, self.step
 
@@ -79,7 +79,7 @@ class SlotSnapshots:
         """Keep a base, instead of one that says the same: a runner that took over may know of batches to leave out.
         `oldest_wanted`: the smallest total that may still be asked for; `oldest_epoch`: the first epoch. A slot without
         batches has one total in all epochs, and makes their origins as far ahead of the loop as it may."""
-        self._keep_only([*(kept for kept in self._kept if kept.place != point.place), point])
+        self._keep_only([*(kept for kept in self._kept if kept.position != point.position), point])
         before = [kept for kept in self._kept if kept.total <= oldest_wanted and kept.epoch <= oldest_epoch]
         usable = [kept for kept in before if self._usable(kept)]
         history = {id(kept) for kept in before} - {id(kept) for kept in (*before[-1:], *usable[-1:])}

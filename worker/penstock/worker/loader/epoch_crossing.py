@@ -61,7 +61,7 @@ def cross(source: RestorableLoader, step: int) -> RestartPoint:
     source.renew(end)
     fresh = _tried(source, step, take)
     same = fresh == kept or (fresh.alike(kept) and not source.history.complete)  # where nothing could tell more
-    awaited = source.awaited.get(source.place.total, fresh.digest)
+    awaited = source.awaited.get(source.position.total, fresh.digest)
     if same and awaited == fresh.digest:
         source.learn_rewinds(FRESH)
         source.renew(end)
@@ -76,7 +76,7 @@ def cross(source: RestorableLoader, step: int) -> RestartPoint:
             "%s: restored within pass %d, it does not begin the next one as a loader made anew. Which "
             "one is right was found out by making its stream again from the beginning, once: %s",
             source.name,
-            source.place.epoch - 1,
+            source.position.epoch - 1,
             {KEPT: "the restored loader", FRESH: "the one made anew"}.get(source.history.crossing, "neither"),
         )
     return opened
@@ -89,7 +89,7 @@ def _cross_as_resumed(source: RestorableLoader, step: int) -> RestartPoint:
     with that of a loader from the beginning, which is made once.
     """
     take = ReplayDigest(cover=cover_of(source.assignment.loader.options)).take
-    start, untouched, goal, history = source.start, source.is_untouched, source.place.copy(), source.history
+    start, untouched, goal, history = source.start, source.is_untouched, source.position.copy(), source.history
     awaited = source.awaited.get(goal.total)
     came: _First | None = None
     if history.crossing != REPLAY:
@@ -134,7 +134,7 @@ def _as_resumed(
 
     def seen(batch: Any) -> None:
         source.digest, samples = take(batch)
-        source.place.samples += samples
+        source.position.samples += samples
 
     source.restore(start)
     source.restored = False
@@ -165,7 +165,7 @@ class _First:
         batch = source.peek()
         digest = None if batch is END else take(batch)[0]
         try:
-            return cls(digest, encode_state(source.state(source.place.total)[0]) + source.rng())
+            return cls(digest, encode_state(source.state(source.position.total)[0]) + source.rng())
         except PenstockError:
             return cls(digest, b"")
 
@@ -184,7 +184,7 @@ def _tried(source: RestorableLoader, step: int, take: Callable[[Any], tuple[int,
 
 def _from_the_beginning(source: RestorableLoader, take: Callable[[Any], tuple[int, int]]) -> None:
     """Bring a loader from the beginning to where the source stands, between two epochs."""
-    goal, digest, history = source.place.copy(), source.digest, source.history
+    goal, digest, history = source.position.copy(), source.digest, source.history
     why = (
         f"{source.name}: how it begins pass {goal.epoch} cannot be known: it was restored within the epoch before, and "
         "would not begin this one as a loader that input_fn makes anew"
@@ -197,14 +197,16 @@ def _from_the_beginning(source: RestorableLoader, take: Callable[[Any], tuple[in
 
     def seen(batch: Any) -> None:
         source.digest, samples = take(batch)
-        source.place.samples += samples
+        source.position.samples += samples
 
     source.begin()
     travel(
         source, dict(history.abandoned), goal.total, goal.epoch, lambda total, epoch: source.seek(total, epoch, seen)
     )
     catch_up(source, goal.epoch)
-    if (source.place.epoch, source.place.total) != (goal.epoch, goal.total) or (digest and source.digest != digest):
+    if (source.position.epoch, source.position.total) != (goal.epoch, goal.total) or (
+        digest and source.digest != digest
+    ):
         raise ReplayMismatchError(
             f"{why}; and made again from the beginning, batch {goal.total} is not the one that was delivered: the "
             "loader does not reproduce its batches (see penstock doctor)"
@@ -217,7 +219,7 @@ def travel(
 ) -> None:
     """Go to batch `total` in epoch `epoch`, the way that the loop went: out of the epochs that it left, where it
     did."""
-    for known in sorted(known for known in left if source.place.epoch <= known < epoch):
+    for known in sorted(known for known in left if source.position.epoch <= known < epoch):
         seek(left[known], known)
         leave(source, known, left[known])
     seek(total, epoch)
@@ -226,7 +228,7 @@ def travel(
 def catch_up(source: RestorableLoader, epoch: int) -> None:
     """Go to where epoch `epoch` is opened, if the source is not that far, over the end of the epoch that it is in and
     of those in between, of which it had no batch. Raises ReplayMismatchError if one comes."""
-    while source.place.epoch < epoch:
+    while source.position.epoch < epoch:
         if not source.is_open:
             source.open_epoch()
         source.reach_end()

@@ -132,7 +132,7 @@ class StreamHistory:
 class RestartPoint:
     """What a loader can be restored from: a snapshot, or the origin of an epoch (then `rng_before` is set)."""
 
-    place: StreamPosition
+    position: StreamPosition
     state: Any
     """What state_dict() returned; None for a loader without methods."""
     rng: bytes
@@ -155,13 +155,13 @@ class RestartPoint:
     @property
     def is_beginning(self) -> bool:
         """Where the slot's counts began, with a loader as input_fn makes it if `past.complete`."""
-        return self.is_epoch_start and self.place.total == self.place.epoch == 0
+        return self.is_epoch_start and self.position.total == self.position.epoch == 0
 
     def encode(self) -> bytes:
         """As a slot's restart (docs/ARCHITECTURE.md)."""
         if self.behind is not None:
             epoch_start: dict[str, Any] | None = {
-                "at": self.behind.place.as_list(),
+                "at": self.behind.position.as_list(),
                 "state": self.behind.state,
                 "rng_before": self.behind.rng_before,
                 "rng": self.behind.rng,
@@ -170,7 +170,7 @@ class RestartPoint:
         else:
             epoch_start = None if self.rng_before is None else {"rng_before": self.rng_before}
         restart: dict[str, Any] = {
-            "at": self.place.as_list(),
+            "at": self.position.as_list(),
             "rng": self.rng,
             "digest": self.digest,
             "epoch_start": epoch_start,
@@ -217,5 +217,5 @@ class RestartPoint:
             at, state, rng, digest = epoch_start["at"], epoch_start["state"], epoch_start["rng"], epoch_start["digest"]
         else:
             at, state, rng, digest = restart["at"], value["user"], restart["rng"], restart["digest"]
-        place = StreamPosition(*at)
-        return cls(place, state, rng, before, digest, skips=skips, history=history)
+        position = StreamPosition(*at)
+        return cls(position, state, rng, before, digest, skips=skips, history=history)

@@ -70,7 +70,7 @@ class RestorableLoader:
         """`doing`: told what user code is called for. `left_out`: told the epoch of the next batch, and how many were
         left out before it."""
         self.assignment = assignment
-        self.place = StreamPosition(0, 0, 0, 0)
+        self.position = StreamPosition(0, 0, 0, 0)
         self.capabilities = records_pb2.LoaderCapabilities(length=-1)
         self.digest = 0
         """Of the last batch, told by whoever flattens it."""
@@ -125,7 +125,7 @@ class RestorableLoader:
     def is_untouched(self) -> bool:
         """It was restored and has yielded nothing since: it may not know yet that it is in the middle of an epoch, and
         go on with that when the next one is opened."""
-        return self.restored and self.place.total == self._restored_at
+        return self.restored and self.position.total == self._restored_at
 
     @property
     def is_ahead(self) -> bool:
@@ -264,16 +264,18 @@ class RestorableLoader:
             except PenstockError as error:
                 self.unsaved = error  # the stream goes on; the save will say so
         return self.marked(
-            RestartPoint(self.place.copy(), state, self.rng(), before, self.digest, step if asked else 0)
+            RestartPoint(self.position.copy(), state, self.rng(), before, self.digest, step if asked else 0)
         )
 
-    def hold_back(self, place: StreamPosition, epoch: int, epoch_start: RestartPoint | None = None) -> None:
+    def hold_back(self, position: StreamPosition, epoch: int, epoch_start: RestartPoint | None = None) -> None:
         """The epoch that is open is of a later epoch than that of this place: end the one before it first.
         `epoch_start`: how that epoch began; None if no batch of it was made yet."""
         assert self._iterator is not None
         self._held = self._iterator, self._ahead, epoch_start
         self._iterator, self._ahead = iter(()), []
-        self.place = replace(place, epoch=epoch - 1, delivered=place.delivered if epoch - 1 == place.epoch else 0)
+        self.position = replace(
+            position, epoch=epoch - 1, delivered=position.delivered if epoch - 1 == position.epoch else 0
+        )
 
     def _open_held(self, step: int) -> RestartPoint:
         assert self._held is not None
@@ -290,7 +292,7 @@ class RestorableLoader:
     def _behind_start(self, point: RestartPoint) -> RestartPoint:
         """The same base, come to from the start, if only that is a restart point."""
         start = self._start or self.counts_from
-        return point if start is None or point.place == start.place else replace(point, behind=start)
+        return point if start is None or point.position == start.position else replace(point, behind=start)
 
     def abort(self) -> None:
         """Give up an epoch that was opened and of which at most one batch was looked at, as if it had not been
@@ -299,9 +301,9 @@ class RestorableLoader:
 
     def peek(self) -> Any:
         """The next batch, or END; `next` will return it. Only for digests: the loader's state is a batch ahead."""
-        place, iterator, self._rng_at_peek = self.place.copy(), self._iterator, self.rng()
+        position, iterator, self._rng_at_peek = self.position.copy(), self._iterator, self.rng()
         self._ahead = [self.next()]
-        self.place, self._iterator = place, iterator
+        self.position, self._iterator = position, iterator
         return self._ahead[0]
 
     def _begin(self) -> bytes:
@@ -334,9 +336,9 @@ class RestorableLoader:
             self.leave_epoch()
             return END
         except BaseException as error:  # sys.exit() too is the user's code, and must not look like our death
-            raise self._failed(f"batch {self.place.total + 1}", error) from error
-        self.place.delivered += 1
-        self.place.total += 1
+            raise self._failed(f"batch {self.position.total + 1}", error) from error
+        self.position.delivered += 1
+        self.position.total += 1
         return batch
 
     def _fetch(self) -> Any:
@@ -351,21 +353,21 @@ class RestorableLoader:
 
     def _leave_out(self) -> None:
         """Pass over the batches that are quarantined at this place."""
-        place = self.place
-        count = self._skips.get((place.epoch, place.total), 0)
+        position = self.position
+        count = self._skips.get((position.epoch, position.total), 0)
         try:
             for _ in range(count):
                 skip_batch(self._loader, self._iterator)
         except CannotSkipError as why:
             raise InputFnError(
-                f"{self.name}: batch {place.total + 1} is quarantined, for it killed its runner each time, and cannot "
-                f'be left out as poison="skip" asks: {why}'
+                f"{self.name}: batch {position.total + 1} is quarantined, for it killed its runner each time, and "
+                f'cannot be left out as poison="skip" asks: {why}'
             ) from None
-        self._left_out(place.epoch, count)
+        self._left_out(position.epoch, count)
 
     def learn(self, point: RestartPoint) -> None:
         """Go on with what is known at this base, and leave out what was left out when it was taken, too."""
-        self.history = point.history.before(point.place.epoch).knowing(self.history.crossing)
+        self.history = point.history.before(point.position.epoch).knowing(self.history.crossing)
         self.learn_skips(point)
 
     def learn_skips(self, point: RestartPoint) -> None:
@@ -381,37 +383,39 @@ class RestorableLoader:
         """The same base with what is known by now, and all that is left out. `way_on`: also which epochs were left
         from there to where the source stands, in former launches, of which this one's training loop knows nothing."""
         skips = tuple((epoch, total, count) for (epoch, total), count in self._skips.items())
-        return replace(point, skips=skips, history=self.history if way_on else self.history.before(point.place.epoch))
+        return replace(
+            point, skips=skips, history=self.history if way_on else self.history.before(point.position.epoch)
+        )
 
     def leave_epoch(self) -> None:
         """The epoch is over or is given up: the next one is to be opened."""
         self._iterator, self._ahead = None, []
-        self.place.epoch += 1
-        self.place.delivered = 0
+        self.position.epoch += 1
+        self.position.delivered = 0
 
     def abandon_epoch(self, total: int) -> None:
         """The loop left the epoch after batch `total`."""
         if self._ahead and self.saves_state:  # the generators of others were seeded by whoever leaves it
             self._restore_rng(self._rng_at_peek)
-        self.history = self.history.leaving(self.place.epoch, total)
+        self.history = self.history.leaving(self.position.epoch, total)
         self.leave_epoch()
 
     # ---- states
 
     def state(self, step: int) -> tuple[Any, bool]:
         """The loader's state_dict() now, as of the box's `step`; and whether it asked get_worker_state()."""
-        a, place, launch = self.assignment, self.place, self.history.launch
+        a, position, launch = self.assignment, self.position, self.history.launch
         checkpoint = DataLoaderCheckpoint(
             self.worker,
             a.num_workers_per_box,
             a.num_boxes,
             a.box,
             max(0, step - launch.step),
-            place.total - launch.batches,
-            place.samples - launch.samples,
+            position.total - launch.batches,
+            position.samples - launch.samples,
             lifetime_appliance_step=step,
-            lifetime_worker_step=place.total,
-            lifetime_samples_streamed=place.samples,
+            lifetime_worker_step=position.total,
+            lifetime_samples_streamed=position.samples,
         )
 
         def save() -> tuple[Any, bool]:
@@ -424,7 +428,9 @@ class RestorableLoader:
     def snapshot(self, step: int) -> RestartPoint:
         """A base of this place, as of the box's `step`. Encode it before the next `next()`."""
         state, asked = self.state(step)
-        taken = self.marked(RestartPoint(self.place.copy(), state, self.rng(), None, self.digest, step if asked else 0))
+        taken = self.marked(
+            RestartPoint(self.position.copy(), state, self.rng(), None, self.digest, step if asked else 0)
+        )
         return self._behind_start(taken)
 
     def restore(self, point: RestartPoint) -> None:
@@ -461,16 +467,16 @@ class RestorableLoader:
             and self.rng() != point.rng
         )
         self._restore_rng(point.rng)
-        self.place, self.digest = point.place.copy(), point.digest
+        self.position, self.digest = point.position.copy(), point.digest
         if not as_made and self.capabilities.state_methods:
             self.mark_restored()
         else:
             self.restored = False
         if self.by_own_methods:
             self._start = replace(point, state=None)
-            launch, place = self.history.launch, point.place
-            if launch.enters is not None and place.total == launch.batches:
-                self.hold_back(place, launch.enters)
+            launch, position = self.history.launch, point.position
+            if launch.enters is not None and position.total == launch.batches:
+                self.hold_back(position, launch.enters)
 
     def _first_launch(self) -> Launch:
         return Launch(worker=self.assignment.slot if self.by_own_methods else None)
@@ -491,14 +497,14 @@ class RestorableLoader:
 
     def mark_restored(self) -> None:
         """A state has just brought it to where it stands."""
-        self.restored, self._restored_at = True, self.place.total
+        self.restored, self._restored_at = True, self.position.total
 
     def begin(self) -> None:
         """Be as the slot was when its counts began: input_fn anew, nothing loaded, no epoch opened."""
         self.abort()
         self.history = replace(self.history.of(self._first_launch()), abandoned=())
         self._make_anew(1)
-        self.place, self.digest, self.restored, self._start = StreamPosition(0, 0, 0, 0), 0, False, None
+        self.position, self.digest, self.restored, self._start = StreamPosition(0, 0, 0, 0), 0, False, None
         self.strays = False
 
     def renew(self, rng: bytes) -> None:
@@ -547,13 +553,13 @@ class RestorableLoader:
         """Replay until `total` batches, in the epoch `epoch` if that is not beyond; `seen` gets each batch.
         `open_epoch` is called to open the passes on the way.
 
-        Returns False if epoch `epoch` ended before; `place` then says after how many batches.
+        Returns False if epoch `epoch` ended before; `position` then says after how many batches.
         """
         self._doing("replay")
-        while self.place.total < total:
+        while self.position.total < total:
             if not self.is_open:
                 (open_epoch or self.open_epoch)()
-            at_epoch = self.place.epoch
+            at_epoch = self.position.epoch
             batch = self.next()
             if batch is not END:
                 seen(batch)
@@ -564,7 +570,9 @@ class RestorableLoader:
     def reach_end(self) -> None:
         """The epoch is known to be over here: step over its end. ReplayMismatchError if it goes on."""
         if self.is_open and self.next() is not END:
-            raise ReplayMismatchError(f"{self.name}: pass {self.place.epoch} goes on after the batch that was its last")
+            raise ReplayMismatchError(
+                f"{self.name}: pass {self.position.epoch} goes on after the batch that was its last"
+            )
 
     # ---- randomness
 

@@ -37,7 +37,7 @@ def start(source: RestorableLoader, resume: dict[str, Any] | None, keep: Keep, s
     a = source.assignment
     point, slots = a.start, a.start.slots
     own = slots[a.slot] if len(slots) > a.slot else records_pb2.SlotPosition()
-    source.place = StreamPosition(point.epoch, own.delivered, own.total, 0)
+    source.position = StreamPosition(point.epoch, own.delivered, own.total, 0)
     source.learn_resume(resume)
     if resume is None:
         keep(source.open_epoch(step=point.step), True)
@@ -70,7 +70,7 @@ def _leads_on(a: records_pb2.WorkerAssignment, slot: int, worker: int, resume: d
         source.build()
         source.make_as(worker)
         source.resume_by_own_methods(resume["aggregated"], resume["strict"])
-        source.place = StreamPosition(*part["restart"]["at"])
+        source.position = StreamPosition(*part["restart"]["at"])
         source.open(step=step, rng_after=part["restart"]["rng"])
         if source.peek() is END:
             source.next()
@@ -126,7 +126,7 @@ class _Resume:
             ways += [partial(self._in_turn, *rotation) for rotation in self._rotations()]
         else:
             ways.append(self._by_own_methods if source.capabilities.state_methods == 4 else self._from_restart_point)
-        if self._history.complete and (source.capabilities.state_methods == 4 or self._point.place.total > 0):
+        if self._history.complete and (source.capabilities.state_methods == 4 or self._point.position.total > 0):
             ways.append(self._from_the_beginning)
         return ways
 
@@ -182,7 +182,7 @@ class _Resume:
         if worker is not None:
             source.make_as(worker)
         source.resume_by_own_methods(resume["aggregated"], resume["strict"])
-        source.place, source.digest = StreamPosition(*restart["at"]), restart["digest"]
+        source.position, source.digest = StreamPosition(*restart["at"]), restart["digest"]
         source.mark_restored()
         source.restored = self._as_saved
         self._keep(source.open(step=source.assignment.start.step, rng_after=restart["rng"]))
@@ -218,19 +218,19 @@ class _Resume:
     def _step_over_the_end(self) -> None:
         """Look at the next epoch, be it that the loader ends this one or goes on with that at once."""
         source, (first, _), to = self._source, self._kept[-1], self._next_epoch
-        place, epoch_start = source.place.copy(), first
+        position, epoch_start = source.position.copy(), first
         known = bool(self._as_saved and self._part["next_digest"])
-        while source.peek() is END and known and source.place.epoch < to:
+        while source.peek() is END and known and source.position.epoch < to:
             source.next()
             epoch_start = source.open(step=source.assignment.start.step)
-        if source.peek() is not END and source.place.epoch < to:
+        if source.peek() is not END and source.position.epoch < to:
             source.enter(to)
-            self._kept[-1] = replace(first, history=source.history.before(place.epoch)), True
-            epoch_start = replace(first, place=replace(place, epoch=to, delivered=0), history=source.history)
+            self._kept[-1] = replace(first, history=source.history.before(position.epoch)), True
+            epoch_start = replace(first, position=replace(position, epoch=to, delivered=0), history=source.history)
         if known:
             self._compare_next()
         if source.peek() is not END:
-            source.hold_back(place, to, epoch_start)
+            source.hold_back(position, to, epoch_start)
         catch_up(source, self._then)
 
     def _go(self) -> None:

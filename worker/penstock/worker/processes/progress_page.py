@@ -88,7 +88,7 @@ class ProgressPage:
 
     # ---- the runner writes
 
-    def place(self, total: int, epoch: int, samples: int) -> None:
+    def stands_at(self, total: int, epoch: int, samples: int) -> None:
         """Where the runner starts, or goes back to, for the loop left an epoch; nothing before it is known here."""
         if self._first is None:
             self._first = self._last = total

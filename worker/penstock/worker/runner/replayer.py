@@ -109,10 +109,10 @@ def _prove(
     """
     delivered = {int(total): (epoch, digest) for total, (epoch, digest) in fields["digests"].items()}
     source.restore(point)
-    differs, what = _compare(source, delivered, replay_digest, point.place.epoch, fields["generators"])
-    beyond = {total: entry for total, entry in delivered.items() if entry[0] > point.place.epoch}
+    differs, what = _compare(source, delivered, replay_digest, point.position.epoch, fields["generators"])
+    beyond = {total: entry for total, entry in delivered.items() if entry[0] > point.position.epoch}
     if not what and beyond and not fields["left"] and source.next() is not END:
-        differs, what = source.place.total, "goes on after the last batch of its epoch"
+        differs, what = source.position.total, "goes on after the last batch of its epoch"
     if what:
         early = {int(total): (epoch, digest) for total, (epoch, digest) in fields["early"].items()}
         alike = True
@@ -122,7 +122,7 @@ def _prove(
             alike = not _compare(source, early, replay_digest, 0)[1]
         return {"same": False, "differs": differs, "what": what, "alike": alike}
     if beyond and fields["left"]:
-        source.abandon_epoch(source.place.total)
+        source.abandon_epoch(source.position.total)
     crossing = ""
     if beyond and source.restored:
         crossing = _way_over(source, beyond, replay_digest, fields["crossing"] or KEPT, opened)
@@ -138,9 +138,9 @@ def _way_over(
 ) -> str:
     """How the source, at the end of its epoch, gets to these batches of later ones: in the way that is known, if it
     leads there still, else in a more careful one."""
-    end, place = source.rng(), source.place.copy()
+    end, position = source.rng(), source.position.copy()
     for way in WAYS[WAYS.index(known) : WAYS.index(REPLAY)]:
-        source.place = place.copy()
+        source.position = position.copy()
         try:
             if way == FRESH:
                 source.renew(end)
@@ -161,7 +161,7 @@ def _leads_on(
     """Whether the source, between two epochs, goes on with these batches. With the first of them it must also be what
     the loader that streamed was: the epoch after may come of what it is, and not of what it has yielded."""
     for epoch in sorted({epoch for epoch, _ in beyond.values()}):
-        while source.place.epoch < epoch:
+        while source.position.epoch < epoch:
             if not source.is_open:
                 source.open()
             if source.next() is not END:
@@ -182,40 +182,40 @@ def _compare(
 ) -> tuple[int, str]:
     """Which of the batches that come in this epoch is not as delivered, and what comes instead; or "". `generators`:
     hash of the generators after the first of them, 0 if it is not known. `opened`: what the loader was after one."""
-    while (expected := delivered.get(source.place.total + 1)) is not None and expected[0] == epoch:
+    while (expected := delivered.get(source.position.total + 1)) is not None and expected[0] == epoch:
         batch = source.next()
         if batch is END:
-            return source.place.total + 1, "yields nothing more"
+            return source.position.total + 1, "yields nothing more"
         digest, samples = replay_digest.take(batch)
-        source.place.samples += samples
+        source.position.samples += samples
         if digest != expected[1]:
-            return source.place.total, "yields another batch"
+            return source.position.total, "yields another batch"
         if generators and source.rng_hash() != generators:
-            return source.place.total, "draws other random numbers"
-        if opened is not None and source.place.total == opened.place.total and not _is_as(source, opened):
-            return source.place.total, "is in another state"
+            return source.position.total, "draws other random numbers"
+        if opened is not None and source.position.total == opened.position.total and not _is_as(source, opened):
+            return source.position.total, "is in another state"
         generators = 0
     return 0, ""
 
 
 def _is_as(source: RestorableLoader, point: RestartPoint) -> bool:
     """The loader says of itself what it said then, and so do the random generators."""
-    state = source.state(point.step or point.place.total)[0]
+    state = source.state(point.step or point.position.total)[0]
     return source.rng() == point.rng and encode_state(state) == encode_state(point.state)
 
 
 def _advanced(point: RestartPoint, assignment: records_pb2.WorkerAssignment, fields: dict[str, Any]) -> bytes:
     """The state after the base that the loader's class says, `batches` further in the epoch."""
     loader = load_class(fields["loader"], assignment.loader)
-    place = StreamPosition(point.place.epoch, fields["delivered"], fields["total"], fields["samples"])
-    state = loader.advance_state(point.state, place.total - point.place.total)
-    return replace(point, place=place, state=state, digest=fields["digest"], rng_before=None, step=0).encode()
+    position = StreamPosition(point.position.epoch, fields["delivered"], fields["total"], fields["samples"])
+    state = loader.advance_state(point.state, position.total - point.position.total)
+    return replace(point, position=position, state=state, digest=fields["digest"], rng_before=None, step=0).encode()
 
 
 def _all_over(source: RestorableLoader, epoch: int) -> bool:
     """Nothing comes before epoch `epoch`. Else the loop left an epoch, of which nobody here knows, and who resumed from
     the state of this place would go on with what it left."""
-    while source.place.epoch < epoch:
+    while source.position.epoch < epoch:
         if not source.is_open:
             source.open_epoch()
         if source.next() is not END:
@@ -230,7 +230,7 @@ def _state(
     the base does not lead there."""
     try:
         source.restore(point)
-        told, data = _replayed(source, point, point.place.epoch, fields, replay_digest)
+        told, data = _replayed(source, point, point.position.epoch, fields, replay_digest)
     except UNFIT as mismatch:
         if point.is_beginning or not point.history.complete:
             raise
@@ -238,7 +238,7 @@ def _state(
         history = source.history = point.history
         source.begin()
         told, data = _replayed(
-            source, replace(source.open_epoch(), history=history), point.place.epoch, fields, replay_digest
+            source, replace(source.open_epoch(), history=history), point.position.epoch, fields, replay_digest
         )
     channel.send("done", data, **told)
 
@@ -253,28 +253,28 @@ def _replayed(
 
     def seen(batch: Any) -> None:
         source.digest, samples = replay_digest.take(batch)
-        source.place.samples += samples
-        replayed.append((source.place.epoch, source.digest, source.place.samples))
-        expected = delivered.get(source.place.total)
+        source.position.samples += samples
+        replayed.append((source.position.epoch, source.digest, source.position.samples))
+        expected = delivered.get(source.position.total)
         if expected is not None and expected != source.digest:
             raise ReplayMismatchError(
-                f"{source.name}: replayed from its state after batch {point.place.total}, it yields another batch "
-                f"{source.place.total} than was delivered; its state cannot be saved"
+                f"{source.name}: replayed from its state after batch {point.position.total}, it yields another batch "
+                f"{source.position.total} than was delivered; its state cannot be saved"
             )
 
     epoch, total = fields["epoch"], fields["total"]
     way = dict(point.history.abandoned) | {int(known): at for known, at in fields["left"].items()}
-    left = {known: at for known, at in way.items() if point.place.epoch <= known < epoch}
+    left = {known: at for known, at in way.items() if point.position.epoch <= known < epoch}
     for known in sorted(left):
         if not (source.seek(left[known], known, seen) and _all_over(source, known)):
             return {"elsewhere": True}, b""
         leave(source, known, left[known])
     opened = source.open_epoch(step=fields["step"]) if left else None
     if not source.seek(total, epoch, seen):
-        return {"ended": True, "epoch": epoch, "total": source.place.total}, b""
-    place = source.place.copy()
+        return {"ended": True, "epoch": epoch, "total": source.position.total}, b""
+    position = source.position.copy()
     unheard = told_until < fields["abandoned_from"] <= epoch
-    if unheard or (place.epoch == epoch and place.delivered != fields["delivered"]):
+    if unheard or (position.epoch == epoch and position.delivered != fields["delivered"]):
         return {"elsewhere": True}, b""
     user, rng = None, b""
     if (
@@ -283,16 +283,16 @@ def _replayed(
         source.require_state()
         if source.unsaved is not None:
             raise source.unsaved
-        user = opened.state if opened is not None and opened.place == place else source.state(fields["step"])[0]
+        user = opened.state if opened is not None and opened.position == position else source.state(fields["step"])[0]
         rng = source.rng()
-    data = source.marked(RestartPoint(place, user, rng, digest=source.digest, behind=point)).encode()
-    if place.epoch < epoch and not _all_over(source, epoch):
+    data = source.marked(RestartPoint(position, user, rng, digest=source.digest, behind=point)).encode()
+    if position.epoch < epoch and not _all_over(source, epoch):
         return {"elsewhere": True}, b""
-    there = {"samples": place.samples, "digest": source.digest, "replayed": list(replayed)}
+    there = {"samples": position.samples, "digest": source.digest, "replayed": list(replayed)}
     following = 0
-    if fields.get("following") and place.epoch == epoch:
+    if fields.get("following") and position.epoch == epoch:
         if source.peek() is END:
             source.next()
             source.open_epoch()
         following = 0 if (batch := source.next()) is END else replay_digest.take(batch)[0]
-    return {"ended": False, "following": following, "over": source.place.epoch > epoch, **there}, data
+    return {"ended": False, "following": following, "over": source.position.epoch > epoch, **there}, data

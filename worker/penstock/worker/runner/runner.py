@@ -165,7 +165,7 @@ class _Runner:
             raise _StopError from error
         if place_of.looked_at():
             self._progress_page.saw_look()
-        self._progress_page.place(source.place.total, source.place.epoch, source.place.samples)
+        self._progress_page.stands_at(source.position.total, source.position.epoch, source.position.samples)
 
     def _receive_start(self) -> _Start:
         sent = _Start(None, [])
@@ -192,22 +192,28 @@ class _Runner:
         hello, points = self._hello, points + self._points
         delivered, epoch = hello.next_total - 1, hello.epoch
         left = self._left = {abandoned_epoch.epoch: abandoned_epoch.total for abandoned_epoch in hello.abandoned}
-        usable = [point for point in points if point.place.epoch <= epoch and point.place.total <= delivered]
+        usable = [point for point in points if point.position.epoch <= epoch and point.position.total <= delivered]
         # What was taken of an epoch beyond the place where the loop left it is not on the way.
-        usable = [point for point in usable if point.place.total <= left.get(point.place.epoch, point.place.total)]
+        usable = [
+            point for point in usable if point.position.total <= left.get(point.position.epoch, point.position.total)
+        ]
         # And an epoch that was opened ahead of the loop began behind that place.
-        usable = [point for point in usable if point.place.began <= left.get(point.place.epoch - 1, point.place.began)]
+        usable = [
+            point
+            for point in usable
+            if point.position.began <= left.get(point.position.epoch - 1, point.position.began)
+        ]
         # Nor is a snapshot of just that place, if there is another: a loader that was loaded and has yielded nothing
         # may not know that it is in the middle of an epoch, and would go on with it when the next one is opened.
         usable = [
-            point for point in usable if point.is_epoch_start or point.place.total != left.get(point.place.epoch)
+            point for point in usable if point.is_epoch_start or point.position.total != left.get(point.position.epoch)
         ] or usable
         # Strictly before the last delivered batch if there is one, so that at least that one is compared.
-        before = [point for point in usable if point.place.total < delivered] or usable
+        before = [point for point in usable if point.position.total < delivered] or usable
         if not before:
             raise ReplayMismatchError(f"{self.source.name}: no snapshot lies before batch {delivered + 1} of the slot")
         # Each was proven, but over a few batches; what is kept besides lies further back.
-        ways = sorted(before, key=lambda point: (point.place.epoch, point.place.total), reverse=True)
+        ways = sorted(before, key=lambda point: (point.position.epoch, point.position.total), reverse=True)
         point = self._first_fit(ways, delivered, epoch, hello.last_digest)
         self._keep(point, epoch_start=point.rng_before is not None, start=True)
         catch_up(self.source, epoch)
@@ -240,7 +246,7 @@ class _Runner:
     def _open_epoch(self) -> None:
         """Open the next epoch, and keep its origin."""
         source = self.source
-        self._keep(source.open_epoch(step=self._step_of(source.place.total)))
+        self._keep(source.open_epoch(step=self._step_of(source.position.total)))
 
     def _replay(self, point: RestartPoint, total: int, epoch: int, digest: int) -> None:
         """Go to the place after batch `total`, the way that the loop went."""
@@ -259,22 +265,22 @@ class _Runner:
 
         def seen(batch: Any) -> None:
             source.digest, samples = replay_digest.take(batch)
-            place = source.place
-            place.samples += samples
-            known = self._progress_page.entry(place.total) if self._begun else None
-            if known is not None and known.epoch == place.epoch and known.digest != source.digest:
+            position = source.position
+            position.samples += samples
+            known = self._progress_page.entry(position.total) if self._begun else None
+            if known is not None and known.epoch == position.epoch and known.digest != source.digest:
                 raise ReplayMismatchError(
-                    f"{source.name}: brought back into pass {place.epoch}, it yields another batch {place.total} of "
-                    "the slot than before; the loader does not reproduce its batches"
+                    f"{source.name}: replayed batch {position.total} of epoch {position.epoch} differs from the one that the "
+                    "slot made before: the loader is not deterministic"
                 )
-            self._progress_page.note(place.total, place.epoch, source.digest, place.samples)
+            self._progress_page.note(position.total, position.epoch, source.digest, position.samples)
             self._progress_page.replayed()
             self._poll_now()
 
-        before = source.place.total
+        before = source.position.total
         if not source.seek(total, epoch, seen, self._open_epoch):
             raise ReplayMismatchError(
-                f"{source.name}: pass {epoch} ended after batch {source.place.total} of the slot, but batch {total} "
+                f"{source.name}: pass {epoch} ended after batch {source.position.total} of the slot, but batch {total} "
                 "had been delivered: its data are not what they were"
             )
         if before < total and digest and source.digest != digest:
@@ -302,7 +308,9 @@ class _Runner:
         except (_StopError, LaneLostError, DescriptorsClosedError):
             raise
         except Exception as error:
-            self.producer.fail(source.place.epoch, source.place.total, records_pb2.ErrorDetail(**plain_detail(error)))
+            self.producer.fail(
+                source.position.epoch, source.position.total, records_pb2.ErrorDetail(**plain_detail(error))
+            )
             self._channel.send("broken", error=plain_detail(error))
         self._doing("waiting")
         while True:
@@ -311,7 +319,7 @@ class _Runner:
     def _await_epoch(self) -> None:
         while self.producer.abandoned:  # an epoch that had already ended here
             self._go_back()
-        while self.producer.open_epochs < self.source.place.epoch:
+        while self.producer.open_epochs < self.source.position.epoch:
             self._doing("waiting")
             self._serve(None)
             while self.producer.abandoned:
@@ -324,10 +332,10 @@ class _Runner:
             self._progress_page,
             self._flattener.flatten,
         )
-        place = source.place
+        position = source.position
         clock, cover = time.monotonic, self._cover
         self._doing("next")
-        progress_page.here(place.epoch, 0)
+        progress_page.here(position.epoch, 0)
         while True:
             started = clock()
             batch = self._next()
@@ -337,9 +345,9 @@ class _Runner:
                 return
             if batch is END:
                 self._lease.release()
-                ended = place.epoch - 1
-                producer.end(ended, place.total)
-                progress_page.end(ended, place.total)
+                ended = position.epoch - 1
+                producer.end(ended, position.total)
+                progress_page.end(ended, position.total)
                 return
             flat = flatten(batch)
             del batch
@@ -356,22 +364,22 @@ class _Runner:
                 digest = source.digest = rows_digest(structure, shapes, ring.view, offset, nbytes)
             else:
                 digest = source.digest = region_digest(seed, ring.view, offset, nbytes, cover == DigestCover.FULL)
-            place.samples += rows_in(structure, shapes)
+            position.samples += rows_in(structure, shapes)
             known = self._numbers.get(id(structure))
             number = self._learn(structure) if known is None else known[0]
             del flat
-            total = place.total
+            total = position.total
             now = clock()
             if total == self._generators_at:
                 self._channel.send("generators", total=total, hash=source.rng_hash())
-            if total in producer.wanted or place.delivered == 1 or self._cadence.due(now):
+            if total in producer.wanted or position.delivered == 1 or self._cadence.due(now):
                 self._snapshot()
                 self._doing("next")
             if not self._looked and place_of.looked_at():
                 self._looked = True
                 progress_page.saw_look()
-            progress_page.record(total, place.epoch, digest, place.samples, producer.delivered)
-            producer.publish(slab, total, place.epoch, number, nbytes, dims, digest, cover=cover)
+            progress_page.record(total, position.epoch, digest, position.samples, producer.delivered)
+            producer.publish(slab, total, position.epoch, number, nbytes, dims, digest, cover=cover)
             if not self._begun:
                 self._begun = True
                 self._channel.send("begun")
@@ -438,7 +446,7 @@ class _Runner:
     def _snapshot(self) -> None:
         """Save the loader after this batch. One that cannot be saved goes on streaming; the save will say so."""
         source, producer = self.source, self.producer
-        total = source.place.total
+        total = source.position.total
         steps = producer.wanted.pop(total, None)
         if not source.saves_state or self._cadence.stopped:
             self._cadence.stopped = True
@@ -495,16 +503,16 @@ class _Runner:
 
     def _send_restart_point(self, point: RestartPoint, data: bytes, *, epoch_start: bool, **said: bool) -> None:
         """`said`: what else there is to say of it; see Kept in snapshots.py."""
-        place, told = point.place, cast(dict[str, Any], {"start": False, "wanted": False, "begins": False} | said)
-        self._own.add(EncodedPoint(place.epoch, place.total, data), epoch_start=epoch_start)
-        self._generators_at = place.total + 1
+        position, told = point.position, cast(dict[str, Any], {"start": False, "wanted": False, "begins": False} | said)
+        self._own.add(EncodedPoint(position.epoch, position.total, data), epoch_start=epoch_start)
+        self._generators_at = position.total + 1
         self._channel.send(
             "point",
             data,
-            epoch=place.epoch,
-            delivered=place.delivered,
-            total=place.total,
-            samples=place.samples,
+            epoch=position.epoch,
+            delivered=position.delivered,
+            total=position.total,
+            samples=position.samples,
             epoch_start=epoch_start,
             step=point.step,
             **told,
@@ -515,13 +523,13 @@ class _Runner:
         on, and close the epoch there: what follows must not depend on how far ahead we were."""
         source, producer = self.source, self.producer
         epoch, delivered = producer.abandoned.popleft(), producer.delivered
-        place = source.place
-        if epoch > place.epoch:
+        position = source.position
+        if epoch > position.epoch:
             return
         if not source.saves_state:
             self._leave_unsaved(epoch, delivered)
         else:
-            if (place.epoch, place.total) != (epoch, delivered) or source.is_ahead:
+            if (position.epoch, position.total) != (epoch, delivered) or source.is_ahead:
                 self._return_to(epoch, delivered)
             catch_up(source, epoch)
             if not source.is_open:  # left before it was opened here, by a loop that was quick to leave two epochs
@@ -533,7 +541,7 @@ class _Runner:
         self._lease.release()
         self._own.forget_after(epoch)
         self._progress_page.cut(epoch, delivered)
-        self._progress_page.place(delivered, epoch, source.place.samples)
+        self._progress_page.stands_at(delivered, epoch, source.position.samples)
         self._channel.send("left", epoch=epoch, total=delivered)
 
     def _return_to(self, epoch: int, total: int) -> None:
@@ -576,9 +584,9 @@ class _Runner:
         read. But its randomness from here on is a function of the place, too."""
         source, delivered = self.source, self._progress_page.entry(total)
         source.reseed("left", epoch, total)
-        source.place.epoch, source.place.total = epoch, total
+        source.position.epoch, source.position.total = epoch, total
         if delivered is not None:
-            source.place.samples = delivered.samples
+            source.position.samples = delivered.samples
 
     # ---- the two sockets
 

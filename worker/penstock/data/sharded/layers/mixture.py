@@ -152,7 +152,7 @@ class _Cursor:
     ) -> None:
         self._members, self._parts, self._ended, self._stop = members, parts, ended, stop
         self._index, self._places = index, places
-        self._turns = self._live_turns()
+        self._turns = self._live_schedule()
 
     def __iter__(self) -> _Cursor:
         return self
@@ -215,9 +215,9 @@ class _Cursor:
             raise DatasetError(f"sources[{number}] of a mixture said that it never ends, and has ended")
         self._ended.add(number)
         self._members.drop(number)
-        self._turns = self._live_turns()
+        self._turns = self._live_schedule()
 
-    def _live_turns(self) -> MixtureTurns | None:
+    def _live_schedule(self) -> MixtureTurns | None:
         """Of the sources that have not ended; None if the mixture has."""
         live = tuple(0 if number in self._ended else part for number, part in enumerate(self._parts))
         return turns_of(live) if any(live) and not (self._stop == "first" and self._ended) else None

@@ -124,8 +124,8 @@ class MixtureTurns:
         blocks, inside = np.divmod(places, self._places)
         blocks %= self._count
         for number in np.unique(blocks):
-            here = blocks == number
-            found[here] = self._table(int(number))[inside[here]]
+            identity = blocks == number
+            found[identity] = self._table(int(number))[inside[identity]]
         return found
 
     def _table(self, number: int) -> npt.NDArray[np.uint16]:
