@@ -49,7 +49,7 @@ class Cluster:
     def daemons(self, allow: str, slots: int) -> Iterator[None]:
         """A coordinator on a free port, and two worker daemons with so many slots each that may run `allow`."""
         with contextlib.ExitStack() as stack:
-            parent_watch = ["--parent watch-pid", str(os.getpid())]
+            parent_watch = ["--parent-pid", str(os.getpid())]
             books = ["--listen", "127.0.0.1:0", "--state-dir", str(self.out / "coordinator")]
             address = self._daemon(stack, "coordinator", "penstock.appliance", *books, *parent_watch)
             for name in ("worker-1", "worker-2"):

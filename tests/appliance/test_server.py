@@ -192,7 +192,7 @@ def test_it_ends_with_its_parent_however_that_ends(tmp_path: Path) -> None:
     parent = (
         "import os, subprocess, sys, time\n"
         "r, w = os.pipe()\n"
-        "command = [sys.executable, '-m', 'penstock.appliance', '--parent watch-pid', str(os.getpid())]\n"
+        "command = [sys.executable, '-m', 'penstock.appliance', '--parent-pid', str(os.getpid())]\n"
         "command += ['--ready-fd', str(w)]\n"
         "child = subprocess.Popen(command, pass_fds=[w])\n"
         "address = os.read(r, 1000).decode().strip()\n"
@@ -218,7 +218,7 @@ def test_without_its_parent_it_does_not_even_start() -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait(DEADLINE_S)
     for pid in (gone.pid, 1):  # ended; alive, but not our parent
-        coordinator = Coordinator("--parent watch-pid", str(pid))
+        coordinator = Coordinator("--parent-pid", str(pid))
         assert coordinator.address == ""
         assert coordinator.process.wait(DEADLINE_S) == 0
         coordinator.close()

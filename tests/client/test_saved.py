@@ -138,7 +138,7 @@ def test_no_state_of_ours(value: Any) -> None:
 def test_a_newer_version_is_named() -> None:
     value = make().to_dict()
     value[KEY]["format"] = FORMAT + 1
-    with pytest.raises(StateVersionError, match=f"format {FORMAT + 1}.*Upgrade"):
+    with pytest.raises(StateVersionError, match=f"must be {FORMAT}, got {FORMAT + 1}: another version"):
         read(value)
 
 

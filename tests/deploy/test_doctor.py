@@ -293,7 +293,7 @@ def test_bad_questions(input_fn: str, args: str, kwargs: str, says: str) -> None
 def call(ward: TrialProcesses, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
     """The command in this process, and in the ward of this module, whose interpreter is most of what it costs."""
     monkeypatch.setattr(
-        "penstock.deploy.doctor.loader_check.Ward", lambda seed, deadline_s: contextlib.nullcontext(ward)
+        "penstock.deploy.doctor.loader_check.TrialProcesses", lambda seed, deadline_s: contextlib.nullcontext(ward)
     )
     return lambda *arguments: CliRunner().invoke(app, ["doctor", *arguments])
 

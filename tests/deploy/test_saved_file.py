@@ -129,7 +129,7 @@ def test_as_many_boxes_as_there_are_rows(tmp_path: Path, options: dict[str, int]
     assert done["to"] == {"boxes": boxes, "workers": 3}
 
 
-@pytest.mark.parametrize("own", [{"format": 1, "order": {}, "shape": {"boxes": 2, "batch": 5}}, [1], "text", None])
+@pytest.mark.parametrize("own", [{"format": 3, "order": {}, "topology": {"boxes": 2, "batch": 5}}, [1], "text", None])
 def test_a_state_of_a_loader_of_the_users_own_says_nothing_of_batches(tmp_path: Path, own: Any) -> None:
     saved = replace(read(of_positions(2, global_batch_size=5)), aggregated=own)
     (tmp_path / "in").write_bytes(encode_state(saved.to_dict()))

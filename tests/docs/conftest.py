@@ -170,6 +170,29 @@ def training(appliance: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.fixture
+def saving(tmp_path: Path) -> Iterator[Names]:
+    """A model, its optimizer, a loader and a training step; checkpoints lie below tmp_path."""
+    import streams
+
+    trained: list[Any] = []
+    loader = DataLoader(streams.counter, 1000)
+    names: Names = {
+        "Appliance": Appliance,
+        "AsyncCheckpointer": relocated(penstock.client.checkpoint.AsyncCheckpointer, lambda name: tmp_path / name),
+        "DataExecutor": DataExecutor,
+        "loader": loader,
+        "model": (model := torch.nn.Linear(2, 2)),
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "steps": 3,
+        "train_step": lambda model, optimizer, batch: trained.append(batch),
+    }
+    yield names
+    assert len(trained) == 3
+    assert (tmp_path / "checkpoints/step-3/penstock.json").is_file()
+    loader.close()
+
+
+@pytest.fixture
 def lookahead(appliance: None) -> Iterator[Names]:
     """A framework, which makes a torch DataLoader of what it is given, and an input of three batches."""
     import splitting

@@ -77,7 +77,7 @@ def _bombs() -> dict[str, Callable[[], object]]:
         record = saved_state.SavedState(0, "m:f", 2, 1 << 31, 1 << 31, None).to_dict()[saved_state.KEY]["record"]
         value = decode_state(record)
         value["step"], value["positions"] = 1, [b"\x1a\x01\x00*\x00"]  # type: ignore[index]
-        return saved_state.read({saved_state.KEY: {"format": 1, "step": 1, "record": encode_state(value)}})
+        return saved_state.read({saved_state.KEY: {"format": 3, "step": 1, "record": encode_state(value)}})
 
     def said(text: int, payload: int) -> object:
         inbox = MessageInbox()

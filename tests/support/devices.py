@@ -82,7 +82,7 @@ class FakeCopy:
 
 
 class FakeBackend:
-    """See penstock.client.stream.device.Backend.
+    """See penstock.client.stream.device.DeviceBackend.
 
     Args:
         patience: how often a copy's event may be asked in vain before the copy happens. None: it happens only by

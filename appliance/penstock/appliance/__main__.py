@@ -37,7 +37,7 @@ def main() -> int:
     parser = argparse.ArgumentParser("python -m penstock.appliance", description="A Penstock coordinator.")
     parser.add_argument("--listen", default="127.0.0.1:0", help="host:port or unix:/path")
     parser.add_argument("--state-dir", default=IN_MEMORY, help=f"directory for the cluster state, or {IN_MEMORY}")
-    parser.add_argument("--parent watch-pid", type=int, help="the parent process; ends with it")
+    parser.add_argument("--parent-pid", type=int, help="the parent process; ends with it")
     parser.add_argument("--folder-fd", type=int, help="the parent's own temporary folder, which goes with us")
     parser.add_argument("--ready-fd", type=int, help="where the address is written as one line once it listens")
     parser.add_argument("--insecure", action="store_true", help="listen beyond this machine without TLS")

@@ -70,13 +70,13 @@ class Embedded:
         self._down = threading.Event()
         self._failure: PenstockError | None = None
         self._lock = threading.Lock()
-        parent_watch = ["--parent watch-pid", str(self._pid)]
+        parent_watch = ["--parent-pid", str(self._pid)]
         self._children: list[_Child] = []
         try:
             folder = self._folder.fileno()
             cluster = ["--listen", self.address, "--state-dir", ":memory:", "--folder-fd", str(folder)]
             self._children.append(self._start("coordinator", "penstock.appliance", [*cluster, *parent_watch], [folder]))
-            parent_watch += ["--parent watch-pid", str(self._children[0].process.pid)]
+            parent_watch += ["--parent-pid", str(self._children[0].process.pid)]
             what = ["--coordinator", self.address, "--slots", str(SLOTS), "--allow", "*", "--embedded"]
             if os.environ.get(NO_CAGE, "").lower() in ("1", "true", "yes", "on"):
                 what.append("--no-cage")

@@ -504,7 +504,7 @@ def test_an_order_in_other_blocks_is_refused() -> None:
         with pytest.raises(StateMismatchError, match=r"block was 8 and is 4\. Leave block out to go on as it was"):
             loader_of(Counting(4), block=4).load_state_dict(state, strict=strict)
     older = {**state, "format": 1, "legs": [[4, 0, 0, []]]}
-    with pytest.raises(StateVersionError, match="an older Penstock, whose order followed the batch size"):
+    with pytest.raises(StateVersionError, match="must be 3, got 1: another version of Penstock"):
         loader_of(Counting(4)).load_state_dict(older)
 
 

@@ -160,7 +160,7 @@ def _base_seeds() -> list[bytes]:
 
 def _saved(data: bytes) -> None:
     read = saved_state.read(
-        {saved_state.KEY: {"format": 1, "step": 3, "record": sealed(data)}, saved_state.STATE: None, "user": 1}
+        {saved_state.KEY: {"format": 3, "step": 3, "record": sealed(data)}, saved_state.STATE: None, "user": 1}
     )
     if read.positions:
         read.start(0, read.num_boxes, read.num_workers_per_box, strict=True)

@@ -33,7 +33,7 @@ def main() -> int:
     parser.add_argument("--starts", type=int, default=0)
     parser.add_argument("--start-timeout", type=float, default=START_DEADLINE_S)
     parser.add_argument("--drain-s", type=float, default=0.0)
-    parser.add_argument("--parent watch-pid", type=int, action="append", default=[])
+    parser.add_argument("--parent-pid", type=int, action="append", default=[])
     parser.add_argument("--runner-user", default="")
     parser.add_argument("--runner-processes", type=int, default=0)
     parser.add_argument("--no-cage", action="store_true")

@@ -23,7 +23,7 @@ from google.protobuf.message import DecodeError
 
 from penstock.appliance.core.opening import start_of
 from penstock.appliance.model.entities import Attempt, AttemptState, Box, BoxPresence, SlotKey
-from penstock.appliance.storage.database import SCHEMA, check_commits, read_only
+from penstock.appliance.storage.database import check_commits, check_schema, read_only
 from penstock.appliance.storage.journal import TABLES, checked
 from penstock.appliance.storage.snapshot_index import DurableSnapshot, SnapshotIndex
 from penstock.proto.errors import JournalError
@@ -125,11 +125,7 @@ def _reading(path: Path, *, in_use: bool = False) -> Iterator[sqlite3.Connection
     try:
         with read_only(path, in_use=in_use) as db:
             (found,) = db.execute("PRAGMA user_version").fetchone()
-            if found > SCHEMA:
-                raise JournalError(
-                    f"{path} was written by a newer Penstock (schema {found}, this one knows {SCHEMA}): "
-                    "use that release"
-                )
+            check_schema(path, found)
             yield db
     except (sqlite3.Error, DecodeError) as error:
         raise JournalError(f"{path} cannot be read as a journal: {error}") from error

@@ -32,13 +32,14 @@ __all__ = [
     "CommitNumber",
     "behind",
     "check_commits",
+    "check_schema",
     "damaged",
     "open_database",
     "read_only",
     "transaction",
 ]
 
-SCHEMA = 1
+SCHEMA = 2
 
 META = "CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT) STRICT;"
 """Where the number is, and small facts."""
@@ -48,6 +49,15 @@ log = logging.getLogger("penstock.appliance")
 
 def damaged(name: str, why: object) -> JournalError:
     return JournalError(f"{name} is damaged ({why}): restore it from a copy, or move it away to start anew")
+
+
+def check_schema(path: Path | None, found: int) -> None:
+    """Raise JournalError for a database that another version of Penstock wrote."""
+    if found != SCHEMA:
+        raise JournalError(
+            f"the schema of {path or ':memory:'} must be {SCHEMA}, got {found}: another version of Penstock wrote it. "
+            "Run that version, or start on an empty state directory"
+        )
 
 
 def open_database(path: Path | None, script: str) -> sqlite3.Connection:
@@ -66,13 +76,10 @@ def open_database(path: Path | None, script: str) -> sqlite3.Connection:
                     raise JournalError(f"{path}: SQLite cannot use its write-ahead log here (got {mode!r})")
             db.execute("PRAGMA synchronous=FULL")
             db.execute("PRAGMA journal_size_limit=67108864")
-            if found > SCHEMA:
-                raise JournalError(
-                    f"{path} was written by a newer Penstock (schema {found}, this one knows {SCHEMA}): run that "
-                    "release, or start on an empty state directory"
-                )
             if found == 0:
                 db.executescript(f"BEGIN IMMEDIATE;\n{META}\n{script}\nPRAGMA user_version={SCHEMA};\nCOMMIT;")
+            else:
+                check_schema(path, found)
             return db
         except BaseException:
             db.close()

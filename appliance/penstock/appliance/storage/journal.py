@@ -56,8 +56,6 @@ TABLES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     # For `penstock replay` alone: see box_history.py. An attempt that is over has no other rows but these of its boxes.
     "tracks": (("run", "attempt", "box"), ("over", "history")),
 }
-_LATER = ("skips", "abandoned", "tracks", "reserved")
-"""Tables that the first release did not have: made where they are missing, and no harm to a release without them."""
 
 NETWORK = {"afs", "beegfs", "ceph", "cifs", "gfs2", "glusterfs", "gpfs", "lustre", "ncpfs", "nfs", "nfs4", "smb3"}
 NETWORK |= {"smbfs", "fuse.ceph", "fuse.glusterfs", "fuse.juicefs", "fuse.s3fs", "fuse.sshfs", "fuse.gcsfuse"}
@@ -161,11 +159,6 @@ class Journal:
             (verdict,) = self._db.execute("PRAGMA integrity_check(1)").fetchone()
             if verdict != "ok":
                 raise sqlite3.DatabaseError(" ".join(str(verdict).split()))
-            for table in _LATER:
-                self._db.execute(_table(table))
-            for table in TABLES:
-                if "sum" not in [column["name"] for column in self._db.execute(f"PRAGMA table_info({table})")]:
-                    self._db.execute(f"ALTER TABLE {table} ADD COLUMN sum")
             self.secret = bytes.fromhex(self._meta("secret", secrets.token_hex(32)))
             """What tickets are derived from: the same after a restart, so that lanes stay open."""
             self.marks = CommitMarks(self.secret, secrets.token_bytes(8), self.found)

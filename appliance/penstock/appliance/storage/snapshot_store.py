@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 from penstock.appliance.model.entities import SlotKey
 from penstock.appliance.states.closed_runs import ClosedRun
-from penstock.appliance.storage.database import META, CommitNumber, open_database, transaction
+from penstock.appliance.storage.database import CommitNumber, open_database, transaction
 from penstock.appliance.storage.journal import StateDir
 from penstock.appliance.storage.snapshot_index import Drop, DropAttempt, DropBlob, DropSnapshot, DurableSnapshot
 from penstock.proto.errors import JournalError
@@ -24,10 +24,8 @@ CREATE TABLE snapshots (
     run TEXT, attempt INTEGER, box INTEGER, slot INTEGER, total INTEGER, epoch INTEGER,
     size INTEGER, header BLOB, data BLOB, PRIMARY KEY (run, attempt, box, slot, total, epoch));
 CREATE TABLE blobs (name TEXT PRIMARY KEY, size INTEGER, data BLOB);
-"""
-_LATER = """
-CREATE TABLE IF NOT EXISTS closed (run TEXT PRIMARY KEY, attempt INTEGER, step INTEGER, wall REAL, size INTEGER);
-CREATE TABLE IF NOT EXISTS closed_parts (run TEXT, number INTEGER, part BLOB, PRIMARY KEY (run, number));
+CREATE TABLE closed (run TEXT PRIMARY KEY, attempt INTEGER, step INTEGER, wall REAL, size INTEGER);
+CREATE TABLE closed_parts (run TEXT, number INTEGER, part BLOB, PRIMARY KEY (run, number));
 """
 _AT = "run=? AND attempt=? AND box=? AND slot=? AND total=? AND epoch=?"
 
@@ -44,8 +42,6 @@ class Store:
         self._path = directory.path / "snapshots.db" if directory else None
         self._commits = CommitNumber(self._path)
         self._db = open_database(self._path, _SCRIPT)
-        with self._errors("cannot be written"):
-            self._db.executescript(META + _LATER)
 
     @contextmanager
     def _errors(self, what: str) -> Iterator[None]:

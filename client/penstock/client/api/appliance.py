@@ -206,7 +206,7 @@ class Appliance:
             "or set PENSTOCK_JOB, the same on all of them"
         )
 
-    # ---- what runs need (penstock.client.stream.open_run.Link)
+    # ---- what runs need (penstock.client.stream.open_run.RunLink)
 
     def client(self) -> CoordinatorClient:
         place = self._place

@@ -38,10 +38,8 @@ KEY = "__penstock__"
 """The reserved key of a saved state."""
 STATE = "state"
 """Holds an aggregated state that is no dict."""
-FORMAT = 2
-"""The newest that is read; written only for a state that was converted to another topology, which has no parts."""
-OF_ITS_TOPOLOGY = 1
-"""Every other state is as the first release writes and reads it."""
+FORMAT = 3
+"""Number of the format that is written and read."""
 
 
 @dataclass(frozen=True)
@@ -143,11 +141,10 @@ class SavedState:
         }
         if self.is_mixed:
             record["mixed"] = True
-        number = FORMAT if self.positions and not self.parts else OF_ITS_TOPOLOGY
         if self.methods == 4:
             record["aggregated"] = self.aggregated
         envelope = encode_state(record)
-        ours = {KEY: {"format": number, "step": self.step, "record": envelope, "of": {_digest(envelope): {}}}}
+        ours = {KEY: {"format": FORMAT, "step": self.step, "record": envelope, "of": {_digest(envelope): {}}}}
         if self.methods != 4:
             return ours
         if type(self.aggregated) is not dict:
@@ -198,9 +195,9 @@ class SavedState:
             raise StateMismatchError(
                 f"the state of {self.input_fn} at step {self.step} is good only for "
                 f"{_topology(self.num_boxes, self.num_workers_per_box)}, on which it was saved: some of its workers "
-                "had been made again from the beginning, for resumed by its own methods the loader did not go on with the "
-                "right batches, and what they count does not add up with the others. Resume on that shape and save "
-                "once more"
+                "had been made again from the beginning, because the loader, resumed by its own methods, did not go on "
+                "with the right batches; their counts do not add up with the others. Resume on that topology and "
+                "save again"
             )
         epoch = max((position.epoch for position in self.positions), default=0)
         positions = [Position.start(num_workers_per_box, step=self.step, epoch=epoch) for _ in range(num_boxes)]
@@ -247,7 +244,7 @@ def read(value: object) -> SavedState:
 
     Raises:
         StateMismatchError: it is no state of a Penstock loader.
-        StateVersionError: a newer Penstock wrote it.
+        StateVersionError: another version of Penstock wrote it.
         StateCorruptError: it is damaged.
     """
     if not isinstance(value, Mapping) or KEY not in value:
@@ -258,10 +255,10 @@ def read(value: object) -> SavedState:
     ours = value[KEY]
     if not isinstance(ours, Mapping) or not isinstance(ours.get("format"), int):
         raise StateCorruptError(f"the saved state's {KEY!r} is damaged: it has no format number")
-    if ours["format"] > FORMAT:
+    if ours["format"] != FORMAT:
         raise StateVersionError(
-            f"the saved state has format {ours['format']}, written by a newer Penstock; this one reads formats up to "
-            f"{FORMAT}. Upgrade Penstock here"
+            f"the format of a saved state must be {FORMAT}, got {ours['format']}: another version of Penstock "
+            "wrote it. Use that version to load it"
         )
     if not isinstance(ours.get("record"), bytes | bytearray):
         raise StateCorruptError(f"the saved state's {KEY!r} is damaged: its record is gone")

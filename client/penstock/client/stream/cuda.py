@@ -32,7 +32,7 @@ FEWER = "Smaller batches and fewer workers need less: a ring for each worker, of
 
 
 class CudaBackend:
-    """A CUDA device; see penstock.client.stream.device.Backend.
+    """A CUDA device; see penstock.client.stream.device.DeviceBackend.
 
     Args:
         device: without an index it is the device that is current in the thread that first copies.

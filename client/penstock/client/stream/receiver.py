@@ -26,7 +26,7 @@ accept ours, is an error, not a lost connection: trying again would not help.
 Ends. Connection lost or refused: what has come whole is handed on, then the consumer's socket just ends, and it
 knows to come back. Only what the daemon says, or a stream that cannot be what it claims, reaches the consumer as an
 ERROR frame. Consumer gone: its last acks go out, then the TCP connection is closed. The process leaves when the
-process of `--parent watch-pid` does.
+process of `--parent-pid` does.
 """
 
 from __future__ import annotations
@@ -576,7 +576,7 @@ class ReceiverLoop:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Receives batches from other hosts into rings of this one.")
-    parser.add_argument("--parent watch-pid", type=int, required=True, help="leave when this process is gone")
+    parser.add_argument("--parent-pid", type=int, required=True, help="leave when this process is gone")
     parser.add_argument("--ready-fd", type=int, required=True, help="write a byte here once listening")
     parser.add_argument("--name", required=True, help="abstract Unix socket to listen on, without the leading NUL")
     parser.add_argument("--max-batch-bytes", type=int, default=1 << 30, help="refuse larger ring entries")

@@ -71,7 +71,7 @@ class Receiver:
             self._process = subprocess.Popen(
                 [
                     *by_path(RECEIVER),
-                    *("--parent watch-pid", str(parent_watch), "--ready-fd", str(write), "--name", name),
+                    *("--parent-pid", str(parent_watch), "--ready-fd", str(write), "--name", name),
                     *("--max-batch-bytes", str(self.max_batch_bytes)),
                     *self._tls_arguments(),
                 ],

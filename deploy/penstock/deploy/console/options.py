@@ -157,7 +157,7 @@ ReadyFile = Annotated[
 ParentPid = Annotated[
     int | None,
     typer.Option(
-        "--parent watch-pid",
+        "--parent-pid",
         metavar="PID",
         min=1,
         hidden=True,  # for programs that start this as their child

@@ -1,7 +1,7 @@
 """Keeps one daemon running: a real `penstock coordinator` or `penstock worker`, as a child of this process.
 
 Used by the local engine's supervisor and by Ray's actors. A child ends with us, however we end: it watches this process
-by a pidfd (`--parent watch-pid`), which a parent-death signal does not do as well, for that one fires when the *thread*
+by a pidfd (`--parent-pid`), which a parent-death signal does not do as well, for that one fires when the *thread*
 that started the child ends. It has a session of its own, so that a Ctrl-C reaches the supervisor alone, which knows the
 order to end them in.
 
@@ -140,7 +140,7 @@ class FleetKeeper:
                 # -P: a file of the user's in the working directory must not stand in for a module of ours.
                 [
                     *(sys.executable, "-P", "-m", "penstock.deploy", *self._command(self.line)),
-                    *("--parent watch-pid", str(os.getpid())),
+                    *("--parent-pid", str(os.getpid())),
                 ],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,

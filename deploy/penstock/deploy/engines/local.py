@@ -105,7 +105,7 @@ def _begin(where: FleetFolder, log: Path, ready: int, lock: int, ends_with_us: b
             [
                 *(sys.executable, "-P", "-m", "penstock.deploy.engines.supervisor"),
                 *(str(where.path), "--ready-fd", str(ready), "--lock-fd", str(lock)),
-                *(["--parent watch-pid", str(os.getpid())] if ends_with_us else []),
+                *(["--parent-pid", str(os.getpid())] if ends_with_us else []),
             ],
             stdin=subprocess.DEVNULL,
             stdout=out,

@@ -299,7 +299,7 @@ def main() -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--ready-fd", type=int, required=True)
     parser.add_argument("--lock-fd", type=int, required=True)
-    parser.add_argument("--parent watch-pid", type=int)
+    parser.add_argument("--parent-pid", type=int)
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     folder, said = FleetFolder(options.folder), False

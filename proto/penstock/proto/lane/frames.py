@@ -60,7 +60,7 @@ __all__ = [
     "unpack_shapes",
 ]
 
-LANE_PROTOCOL = 4
+LANE_PROTOCOL = 5
 MAX_FRAME = 64 << 10
 """Bytes. A default Unix socket buffer holds 208 KiB, so three of the largest are always on their way."""
 HEAD = struct.Struct("<I")

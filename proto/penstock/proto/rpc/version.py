@@ -6,7 +6,7 @@ from importlib import metadata as _package
 
 __all__ = ["PROTOCOL", "PROTOCOL_KEY", "VERSION", "VERSION_KEY"]
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Number of the control protocol. Peers of another number are refused at their first call. 2: a worker is given a key
 that tickets are checked with, not a ticket."""
 

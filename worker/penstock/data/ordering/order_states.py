@@ -39,8 +39,7 @@ __all__ = [
     "state_of",
 ]
 
-FORMAT = 2
-PLAIN_FORMAT = 1
+FORMAT = 3
 """Of a state in which nothing is left out."""
 MOST = 1 << 62
 """Of any number in a state."""
@@ -95,10 +94,8 @@ class OrderProgress:
 
 def state_of(progress: OrderProgress, order: Mapping[str, Any], skip: Ranges = ()) -> dict[str, Any]:
     """The state of one worker."""
-    state = {"format": PLAIN_FORMAT, **progress.plain(), "order": dict(order)}
-    if skip:
-        state |= {"format": FORMAT, "skip": [list(piece) for piece in skip]}
-    return state
+    state = {"format": FORMAT, **progress.plain(), "order": dict(order)}
+    return {**state, "skip": [list(piece) for piece in skip]} if skip else state
 
 
 def progress_of(state: Any) -> OrderProgress:
@@ -107,7 +104,7 @@ def progress_of(state: Any) -> OrderProgress:
     Raises StateMismatchError, StateVersionError or StateCorruptError for what is no such state, a newer one, or
     damaged.
     """
-    check_format(state, "a StreamingLoader or MapLoader", FORMAT)
+    check_format(state, "a StreamingLoader or MapLoader")
     try:
         progress = OrderProgress.parsed(state)
         if type(progress.start) is not int or not -MOST < progress.start < MOST:
@@ -129,17 +126,17 @@ def skip_of(state: Mapping[str, Any]) -> Ranges:
     return skip
 
 
-def check_format(state: Any, loader: str, newest: int, *names: str) -> None:
+def check_format(state: Any, loader: str, *names: str) -> None:
     """Raises StateMismatchError for what is no state of this kind of loader, which has entries of these names beside
-    those of all; StateVersionError for one of a format beyond `newest`; StateCorruptError for a damaged one."""
+    those of all; StateVersionError for one of another format; StateCorruptError for a damaged one."""
     if not isinstance(state, Mapping) or not {"format", "order", *names} <= state.keys():
         raise StateMismatchError(f"a state of another loader: {str(state)[:200]}; expected one of {loader}")
     if type(state["format"]) is not int or state["format"] < 1 or not isinstance(state["order"], Mapping):
         raise StateCorruptError(f"a loader's state that cannot be: {str(state)[:200]}")
-    if state["format"] > newest:
+    if state["format"] != FORMAT:
         raise StateVersionError(
-            f"the loader's state has format {state['format']}, written by a newer Penstock; this one reads formats up "
-            f"to {newest}. Upgrade Penstock here"
+            f"the format of a loader's state must be {FORMAT}, got {state['format']}: another version of Penstock "
+            "wrote it. Use that version to load it"
         )
 
 

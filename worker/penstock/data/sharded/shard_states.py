@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from penstock.data.ordering.order_states import OrderProgress, Topology, check_format, others_of
+from penstock.data.ordering.order_states import FORMAT, OrderProgress, Topology, check_format, others_of
 from penstock.data.ordering.partition import Partition
 from penstock.data.ordering.permutation import Ints
 from penstock.data.sharded.endless_order import EndlessOrder
@@ -26,15 +26,13 @@ from penstock.proto.errors import (
     InvalidArgumentError,
     StateCorruptError,
     StateMismatchError,
-    StateVersionError,
 )
 
 __all__ = ["FixedOrder", "ShardedPosition", "check_order", "differences"]
 
-FORMAT = 2
 MOST = 1 << 62
 """Of any number in a state."""
-KIND = ("a ShardLoader", FORMAT, "shards")
+KIND = ("a ShardLoader", "shards")
 """What `check_format` knows its states by."""
 
 
@@ -89,14 +87,9 @@ class FixedOrder:
         return EndlessOrder(self.source.num_shards, self.partitions, block) if self.source.endless else None
 
     def _endless_order_of(self, state: Mapping[str, Any]) -> EndlessOrder | None:
-        """Raises StateMismatchError or StateVersionError for an order in other blocks."""
+        """Raises StateMismatchError for an order in other blocks."""
         if not self.source.endless:
             return None
-        if state["format"] < FORMAT:
-            raise StateVersionError(
-                "the state of an endless source was written by an older Penstock, whose order followed the batch size: "
-                "it cannot be gone on with. Start without it"
-            )
         block = state["block"]
         if type(block) is not int or not 1 <= block < MOST:
             raise ValueError(f"block {block!r:.100}")

@@ -270,8 +270,8 @@ class _Runner:
             known = self._progress_page.entry(position.total) if self._begun else None
             if known is not None and known.epoch == position.epoch and known.digest != source.digest:
                 raise ReplayMismatchError(
-                    f"{source.name}: replayed batch {position.total} of epoch {position.epoch} differs from the one that the "
-                    "slot made before: the loader is not deterministic"
+                    f"{source.name}: replayed batch {position.total} of epoch {position.epoch} differs from the one "
+                    "that the slot made before: the loader is not deterministic"
                 )
             self._progress_page.note(position.total, position.epoch, source.digest, position.samples)
             self._progress_page.replayed()

@@ -581,7 +581,7 @@ def serve(parent: Parent, parent_watch: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Writes checkpoints for a training process.")
     parser.add_argument("--socket-fd", type=int, required=True)
-    parser.add_argument("--parent watch-pid", type=int, required=True, help="leave when this process is gone")
+    parser.add_argument("--parent-pid", type=int, required=True, help="leave when this process is gone")
     given = parser.parse_args()
     gc.disable()  # nothing here makes cycles, and a collection would stop all threads
     with suppress(OSError):

@@ -174,7 +174,7 @@ class _Running:
             self.process = subprocess.Popen(
                 [
                     *by_path(WRITER, xxhash),
-                    *("--socket-fd", str(theirs.fileno()), "--parent watch-pid", str(os.getpid())),
+                    *("--socket-fd", str(theirs.fileno()), "--parent-pid", str(os.getpid())),
                 ],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
