@@ -3,20 +3,20 @@
 isort:skip_file
 The control plane. Batches never come here.
 
-Every call carries metadata "authorization: Bearer TOKEN" and "penstock-protocol: N"; the first of every peer states
-its versions in full. Errors travel as a gRPC status plus ErrorDetail in trailing metadata "penstock-error-bin".
-FetchState, FetchHistory and Status only read: they are answered whatever number is sent, or none, and what their
-messages say today they say as long as this package is called v1. docs/grpc.md shows how to call them.
+Every call carries metadata "authorization: Bearer TOKEN" and "penstock-protocol: N"; a peer's first call states its
+versions in full. Errors travel as a gRPC status plus ErrorDetail in trailing metadata "penstock-error-bin".
+FetchState, FetchHistory and Status only read: they are answered for every protocol number and for none, and their
+messages keep their meaning as long as this package is called v1. docs/grpc.md shows how to call them.
 
 Order. All calls are idempotent: they may be repeated, delayed or reordered without harm, because each names what it
-belongs to (run, attempt, box; worker session; slot generation) and replies carry whole states, not changes. A call
-of a superseded attempt or an old generation is refused and changes nothing. What a reply says is in the journal
-before it is sent.
+belongs to (run, attempt, box; worker session; slot generation), and replies carry whole states, not changes. A call of
+a superseded attempt or an old generation is refused and changes nothing. A reply is sent after its content is in the
+journal.
 
-Pace. Replies tell how long the next long poll should be held (heartbeat_s) and the lease that goes with it (lease_s): in a
-large fleet both are longer. A caller asks with what it was last told, and says so in its own lease_s; the lease that
-the coordinator keeps is never shorter than that. A poll may be answered earlier than asked for: the coordinator
-spreads the polls of a fleet over the beat.
+Leases. Each reply says how long the next long poll may be held (heartbeat_s) and which lease goes with it (lease_s);
+both grow with the fleet. A peer's next call is held for the time that it was last told and states the lease that it
+was last told (its own lease_s); the coordinator never uses a shorter one. A poll may be answered before its hold is
+over: the coordinator spreads the polls of a fleet over the heartbeat interval.
 """
 
 from collections import abc as _abc
@@ -50,7 +50,7 @@ class _SlotPhaseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SlotPhase.V
     READY: _SlotPhase.ValueType  # 3
     """its lane can be opened"""
     FAILED: _SlotPhase.ValueType  # 4
-    """for good; error says why"""
+    """for good; `error` says why"""
 
 class SlotPhase(_SlotPhase, metaclass=_SlotPhaseEnumTypeWrapper): ...
 
@@ -62,7 +62,7 @@ STARTING: SlotPhase.ValueType  # 2
 READY: SlotPhase.ValueType  # 3
 """its lane can be opened"""
 FAILED: SlotPhase.ValueType  # 4
-"""for good; error says why"""
+"""for good; `error` says why"""
 Global___SlotPhase: _TypeAlias = SlotPhase  # noqa: Y015
 
 class _StateFormat:
@@ -74,15 +74,15 @@ class _StateFormatEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_StateForm
     STATE_ENVELOPE: _StateFormat.ValueType  # 0
     """exact, and what a resume needs: see penstock.proto.state.codec"""
     STATE_JSON: _StateFormat.ValueType  # 1
-    """JSON in UTF-8, to be read: see penstock.proto.state.state_json. Up to 8 MiB a record"""
+    """JSON in UTF-8 for people and other languages: see penstock.proto.state.state_json."""
 
 class StateFormat(_StateFormat, metaclass=_StateFormatEnumTypeWrapper):
-    """How the states of the records are written."""
+    """Encoding of the states in records."""
 
 STATE_ENVELOPE: StateFormat.ValueType  # 0
 """exact, and what a resume needs: see penstock.proto.state.codec"""
 STATE_JSON: StateFormat.ValueType  # 1
-"""JSON in UTF-8, to be read: see penstock.proto.state.state_json. Up to 8 MiB a record"""
+"""JSON in UTF-8 for people and other languages: see penstock.proto.state.state_json."""
 Global___StateFormat: _TypeAlias = StateFormat  # noqa: Y015
 
 @_typing.final
@@ -107,23 +107,25 @@ class OpenRunRequest(_message.Message):
     """Penstock's version, for messages"""
     job: _builtins.str
     ordinal: _builtins.int
-    """of the loader within the job"""
+    """number of the loader within the job"""
     attempt_key: _builtins.str
-    """the same on all boxes of one launch; another key than the open attempt's supersedes"""
+    """the same on all boxes of one launch; a key other than the open attempt's supersedes"""
     client_id: _builtins.str
-    """it. "": joins the open attempt if the place is free and all its members are live,
-    else opens the next
-    secret of a process and run object, 128 random bits: who shows it holds the place, and a
+    """that attempt. "": joins the open attempt if this box has not joined it and all its
+    members are live, else opens the next
+    secret of a process and run object, 128 random bits: whoever sends it is the box,
     """
     box: _builtins.int
-    """repeated call is the same opening. Only its digest is kept and told"""
+    """and a repeated call is the same opening. The coordinator keeps and shows only its
+    digest
+    """
     num_boxes: _builtins.int
     num_workers_per_box: _builtins.int
     host_id: _builtins.str
     """workers on this host are preferred"""
     has_seed: _builtins.bool
     seed: _builtins.int
-    """else the journaled one, or a fresh one"""
+    """valid with has_seed; otherwise the journaled seed, or a new one"""
     @_builtins.property
     def loader(self) -> _records_pb2.LoaderSpec: ...
     @_builtins.property
@@ -174,7 +176,7 @@ class OpenRunReply(_message.Message):
     lease_s: _builtins.float
     version: _builtins.str
     heartbeat_s: _builtins.float
-    """hold of the first watch"""
+    """hold of the first watch, seconds"""
     def __init__(
         self,
         *,
@@ -235,32 +237,36 @@ class SlotView(_message.Message):
     restarts: _builtins.int
     """recoveries so far"""
     note: _builtins.str
-    """why it moved last, for the one warning"""
+    """why it moved last, for the training job's warning"""
     doing: _builtins.str
-    """what its runner is in for long, and since when; "" = nothing unusual"""
+    """what its runner has been doing for long, and since when; "" = nothing unusual"""
     stack: _builtins.str
-    """of the runner: with `doing` now, else when it last died; "" = not known"""
+    """Python stack of the runner: now with `doing`, else of its last death; "" = not"""
     skipped: _builtins.int
-    """batches left out in this attempt, for they killed their runners"""
+    """known
+    batches left out in this attempt because they killed their runners
+    """
     target_worker: _builtins.str
-    """the worker that is getting ready to take it over; "" = none"""
+    """worker that prepares to take the slot over; "" = none"""
     migrated: _builtins.bool
-    """it moved last in good order, and `note` is no reason to warn"""
+    """the last move was a migration, and `note` is no reason to warn"""
     start_queue_position: _builtins.int
-    """of its runner in the worker's queue of starts, from 1; 0 = it does not wait there"""
+    """of its runner in the worker's queue of starts, from 1; 0 = not queued"""
     start_queue_length: _builtins.int
-    """with `start_queue_position`: runners that wait to be started on the worker"""
+    """with `start_queue_position`: runners in the worker's queue of starts"""
     queued: _builtins.int
     """In a status only:
     batches produced and not yet delivered
     """
     batches_per_s: _builtins.float
     snapshot_age_s: _builtins.float
-    """of the newest durable one, if it was stored since the coordinator started"""
+    """seconds since the newest durable snapshot, if it was stored since the"""
     wait_share: _builtins.float
-    """of the last minute or so, that the box's loop waited for this slot"""
+    """coordinator started
+    share of the last minute or so in which the box's loop waited for this slot
+    """
     batch_s: _builtins.float
-    """that a batch takes its runner, waits for room in the ring apart; 0 = not known"""
+    """seconds that the runner takes for a batch, without waits for a free ring entry; 0 ="""
     @_builtins.property
     def capabilities(self) -> _records_pb2.LoaderCapabilities: ...
     @_builtins.property
@@ -330,32 +336,34 @@ class WatchRunRequest(_message.Message):
     seen_version: _builtins.int
     hold_s: _builtins.float
     waiting_for: _builtins.int
-    """after the step: an end of an epoch that was noticed since is not yet in it
+    """step. An end of an epoch that was noticed since is not in it
     slot + 1 that the loop waits for now; 0 = none
     """
     waited_s: _builtins.float
-    """total time the loop waited for data"""
+    """total time that the loop waited for data"""
     epoch_ended: _builtins.bool
-    """the executor's one epoch is over: this box takes no further step for now"""
+    """the executor's only epoch is over: this box takes no further step for now"""
     lease_s: _builtins.float
-    """that the box was last told"""
+    """lease that the box was last told"""
     commit_mark: _builtins.bytes
-    """as the last WatchRunReply had it: see there"""
+    """from the last WatchRunReply: see there"""
     @_builtins.property
     def delivered(self) -> _records_pb2.BoxPosition:
-        """what the training loop was handed; empty before the first step. As it stood right"""
+        """position of the training loop right after its last step; empty before the first"""
 
     @_builtins.property
     def abandoned(self) -> _containers.RepeatedCompositeFieldContainer[Global___AbandonedEpoch]:
-        """epochs that the loop left by `break`, all of this attempt"""
+        """epochs that the loop abandoned by `break`, all of this attempt"""
 
     @_builtins.property
     def unreachable(self) -> _containers.RepeatedCompositeFieldContainer[Global___LaneTrouble]:
-        """slots whose workers this host cannot reach, though it hears the coordinator"""
+        """slots whose workers this host cannot reach although it reaches the"""
 
     @_builtins.property
     def waited_by_slot_s(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """waited_s, by the slot that was waited for; empty: not told"""
+        """coordinator
+        waited_s by the slot that was waited for; empty: not reported
+        """
 
     def __init__(
         self,
@@ -386,7 +394,7 @@ Global___WatchRunRequest: _TypeAlias = WatchRunRequest  # noqa: Y015
 
 @_typing.final
 class LaneTrouble(_message.Message):
-    """A lane that could not be opened, or kept, again and again: the slot may go to a worker that can be reached."""
+    """A lane that repeatedly could not be opened or kept: the slot may move to a worker that the box can reach."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -413,7 +421,7 @@ Global___LaneTrouble: _TypeAlias = LaneTrouble  # noqa: Y015
 
 @_typing.final
 class AbandonedEpoch(_message.Message):
-    """An epoch that was left before its end."""
+    """An epoch that the loop abandoned before its end."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -421,7 +429,7 @@ class AbandonedEpoch(_message.Message):
     STEP_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     step: _builtins.int
-    """the last step of it"""
+    """its last step"""
     def __init__(
         self,
         *,
@@ -446,7 +454,7 @@ class BoxEnd(_message.Message):
     STEP_FIELD_NUMBER: _builtins.int
     box: _builtins.int
     step: _builtins.int
-    """its last one"""
+    """its last step"""
     def __init__(
         self,
         *,
@@ -475,18 +483,19 @@ class WatchRunReply(_message.Message):
     COMMIT_MARK_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     missing_slots: _builtins.int
-    """slots of this box that no worker has"""
+    """slots of this box without a worker"""
     wall_s: _builtins.float
+    """collective"""
     heartbeat_s: _builtins.float
-    """hold of the next watch"""
+    """hold of the next watch, seconds"""
     lease_s: _builtins.float
     commit_mark: _builtins.bytes
-    """the number of the journal's last commit, signed: a coordinator that is shown one"""
+    """number of the journal's last commit, signed. A coordinator that receives a higher"""
     @_builtins.property
     def slots(self) -> _containers.RepeatedCompositeFieldContainer[Global___SlotView]: ...
     @_builtins.property
     def ended(self) -> _containers.RepeatedCompositeFieldContainer[Global___BoxEnd]:
-        """the other boxes that have ended: who goes on will wait for them in a collective"""
+        """the other boxes that have ended: boxes that continue would wait for them in a"""
 
     def __init__(
         self,
@@ -523,7 +532,7 @@ class CloseRunRequest(_message.Message):
     box: _builtins.int
     client_id: _builtins.str
     forget: _builtins.bool
-    """the run will not be reopened (embedded)"""
+    """the run will not be opened again (embedded)"""
     @_builtins.property
     def progress(self) -> Global___WatchRunRequest:
         """the last report: where the box ended"""
@@ -582,16 +591,18 @@ class FetchStateRequest(_message.Message):
     newest: _builtins.bool
     """the last step delivered to every box, instead of `step` (penstock state)"""
     format: Global___StateFormat.ValueType
-    """cuts count before the step is looked up. Absent: an asker that is no box"""
+    """abandoned epochs count before the step is looked up. Absent: the caller is not a
+    box
+    """
     aggregate_blob: _builtins.str
-    """instead: have one of the asking box's workers call aggregate_state_dict over the"""
+    """instead: one of the asking box's workers calls aggregate_state_dict over the list"""
     packs: _builtins.bool
-    """list of states in this blob; the reply is one record with the result
-    the asker takes several small parts as one (StatePart.parts)
+    """of states in this blob; the reply is one record with the result
+    the caller accepts several small parts as one (StatePart.parts)
     """
     @_builtins.property
     def progress(self) -> Global___WatchRunRequest:
-        """what the asking box would report now (hold_s is not looked at): its position and"""
+        """what the asking box would report now (hold_s is ignored): its position and"""
 
     def __init__(
         self,
@@ -639,7 +650,7 @@ class WorkerRecord(_message.Message):
     worker_step: _builtins.int
     samples_streamed: _builtins.int
     state_bytes: _builtins.int
-    """size of the data parts that follow: envelope, see penstock.worker.restart"""
+    """size of the data parts that follow"""
     epoch: _builtins.int
     digest: _builtins.int
     """of the slot's last batch up to the step, 0 if none"""
@@ -691,7 +702,7 @@ class StatePart(_message.Message):
 
     @_builtins.property
     def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___StatePart]:
-        """instead, for an asker that packs: small ones, as if each had come by itself"""
+        """instead, for a caller that packs: small parts, as if each had come by itself"""
 
     def __init__(
         self,
@@ -734,14 +745,16 @@ class RegisterWorkerRequest(_message.Message):
     local_address: _builtins.str
     tcp_address: _builtins.str
     draining: _builtins.bool
-    """as the last HeartbeatReply said: a coordinator that was started anew hears of it so"""
+    """itself
+    from the last HeartbeatReply: so a restarted coordinator knows it
+    """
     cores: _builtins.int
     """processors that it may use: its affinity and its container's quota; 0 = not known"""
     commit_mark: _builtins.bytes
-    """as the last HeartbeatReply had it: see WatchRunReply"""
+    """from the last HeartbeatReply: see WatchRunReply"""
     @_builtins.property
     def allow(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """prefixes of the modules that it may run; empty: not told, and it refuses by itself"""
+        """prefixes of the modules that it may run; empty: not reported, the worker refuses by"""
 
     def __init__(
         self,
@@ -776,7 +789,7 @@ class RegisterWorkerReply(_message.Message):
     lease_s: _builtins.float
     version: _builtins.str
     heartbeat_s: _builtins.float
-    """hold of the first heartbeat"""
+    """hold of the first heartbeat, seconds"""
     def __init__(
         self,
         *,
@@ -827,33 +840,35 @@ class SlotReport(_message.Message):
     phase: Global___SlotPhase.ValueType
     """STARTING, READY or FAILED"""
     lost: _builtins.bool
-    """with FAILED: the runner died or was given up; another may take the slot over"""
+    """with FAILED: the runner died or was given up; another worker may take the slot over"""
     produced: _builtins.int
     """total of the newest batch in the ring"""
     delivered: _builtins.int
     batches_per_s: _builtins.float
     doing: _builtins.str
-    """what the runner is in for long, and since when"""
+    """what the runner has been doing for long, and since when"""
     stack: _builtins.str
     """its Python stack, with `doing`"""
     recycle: _builtins.bool
-    """with `lost`: its memory went over the limit; it ended in good order at a snapshot"""
+    """with `lost`: its memory exceeded the limit; it ended at a snapshot"""
     outgrown: _builtins.bool
-    """before; absent = it was making none
-    with `recycle`: it held that much before its second batch
+    """before it; absent = none
+    with `recycle`: it exceeded the limit before its second batch
     """
     batch_s: _builtins.float
-    """that a batch took the runner lately, waits for room in the ring apart; 0 = not known"""
+    """seconds that the runner took for a batch lately, without waits for a free ring"""
     migrated: _builtins.bool
-    """what a successor needs is durable: see WorkerAssignment.prepare_migration"""
+    """entry; 0 = not known
+    what the target worker needs is durable: see WorkerAssignment.prepare_migration
+    """
     start_queue_position: _builtins.int
-    """of its runner in the worker's queue of starts, from 1; 0 = it does not wait there"""
+    """of its runner in the worker's queue of starts, from 1; 0 = not queued"""
     start_queue_length: _builtins.int
-    """with `start_queue_position`: runners that wait to be started on the worker"""
+    """with `start_queue_position`: runners in the worker's queue of starts"""
     batch_cpu_s: _builtins.float
-    """processor time of the runner and its children for a batch lately; 0 = not known"""
+    """processor seconds of the runner and its children for a batch lately; 0 = not known"""
     batch_delay_s: _builtins.float
-    """part of a batch's time that the runner waited for a processor; 0 = not known"""
+    """part of a batch's time in which the runner waited for a processor; 0 = not known"""
     @_builtins.property
     def capabilities(self) -> _records_pb2.LoaderCapabilities: ...
     @_builtins.property
@@ -862,7 +877,7 @@ class SlotReport(_message.Message):
 
     @_builtins.property
     def making(self) -> _records_pb2.Skip:
-        """with `lost`: the place of the batch that it was making, `count` left out there"""
+        """with `lost`: position of the batch that it was making, `count` batches left out"""
 
     def __init__(
         self,
@@ -915,9 +930,9 @@ class HeartbeatRequest(_message.Message):
     seen_version: _builtins.int
     hold_s: _builtins.float
     lease_s: _builtins.float
-    """that the worker was last told"""
+    """lease that the worker was last told"""
     leaving: _builtins.bool
-    """it is to end and wants to be drained first"""
+    """it is about to end and asks to be drained first"""
     @_builtins.property
     def slots(self) -> _containers.RepeatedCompositeFieldContainer[Global___SlotReport]: ...
     def __init__(
@@ -967,18 +982,18 @@ class StateRequest(_message.Message):
     epoch: _builtins.int
     deadline_s: _builtins.float
     aggregate_blob: _builtins.str
-    """instead of a state: aggregate_state_dict over the list of states in this blob"""
+    """instead of a state: call aggregate_state_dict over the list of states in this blob"""
     digests_after: _builtins.int
     """answer with the digests of the batches after this total, up to the position's"""
     abandoned_from: _builtins.int
-    """of epochs before this one, that is not known here any more"""
+    """`abandoned` is complete from this epoch on; earlier ones are not known here any"""
     @_builtins.property
     def position(self) -> _records_pb2.SlotPosition:
         """of the slot at the step, if its epochs are as long as known so far"""
 
     @_builtins.property
     def abandoned(self) -> _containers.RepeatedCompositeFieldContainer[_records_pb2.EpochEnd]:
-        """where the loop left passes by `break`, for a runner that has not heard of it"""
+        """where the loop abandoned epochs, for a runner that does not know it yet"""
 
     def __init__(
         self,
@@ -1030,18 +1045,18 @@ class HeartbeatReply(_message.Message):
     wall_s: _builtins.float
     """the coordinator's clock, by which tickets expire"""
     unchanged: _builtins.bool
-    """`version` is the one seen: assignments and requests are left out"""
+    """`version` equals seen_version: assignments and requests are left out"""
     heartbeat_s: _builtins.float
-    """hold of the next heartbeat"""
+    """hold of the next heartbeat, seconds"""
     lease_s: _builtins.float
     snapshot_every_s: _builtins.float
-    """a slot's share of the fleet's snapshots: one in so many seconds,"""
+    """a slot's quota of durable snapshots: one in so many seconds"""
     snapshot_bytes_per_s: _builtins.float
-    """and so many bytes a second. A slot's first one is exempt"""
+    """and so many bytes a second. A slot's first snapshot is exempt"""
     draining: _builtins.bool
     """this worker is being drained"""
     stuck: _builtins.int
-    """with `draining`: slots of its own for which nobody else has a place"""
+    """with `draining`: slots of its own for which no other worker has capacity"""
     commit_mark: _builtins.bytes
     """see WatchRunReply"""
     @_builtins.property
@@ -1054,7 +1069,7 @@ class HeartbeatReply(_message.Message):
 
     @_builtins.property
     def taken(self) -> _containers.RepeatedCompositeFieldContainer[Global___TakenSlot]:
-        """of the slots that the worker reported, those that are not its own"""
+        """slots that the worker reported and that are not its own"""
 
     def __init__(
         self,
@@ -1084,7 +1099,7 @@ Global___HeartbeatReply: _TypeAlias = HeartbeatReply  # noqa: Y015
 
 @_typing.final
 class TakenSlot(_message.Message):
-    """A slot that a worker had, and why it has it no more: for its log."""
+    """A slot that the worker has lost, and why: for its log."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1146,9 +1161,9 @@ class SnapshotHeader(_message.Message):
     """in this epoch"""
     samples: _builtins.int
     epoch_start: _builtins.bool
-    """the opening of an epoch, not a state within it"""
+    """taken at the start of an epoch, not within it"""
     step: _builtins.int
-    """the box's step that the state speaks of, 0 if it does not depend on it"""
+    """the box's step that the state depends on, 0 if it depends on none"""
     def __init__(
         self,
         *,
@@ -1282,9 +1297,11 @@ class StateAnswer(_message.Message):
     state_bytes: _builtins.int
     digest: _builtins.int
     digests_after: _builtins.int
-    """of the request that is answered: the same may be asked again from another place"""
+    """of the request that is answered: the same request may be sent again with another"""
     next_digest: _builtins.int
-    """of the batch after the position; 0 = not known"""
+    """included
+    of the batch after the position; 0 = not known
+    """
     next_epoch: _builtins.bool
     """next_digest is of the next epoch's first batch"""
     @_builtins.property
@@ -1297,7 +1314,9 @@ class StateAnswer(_message.Message):
 
     @_builtins.property
     def ends(self) -> _containers.RepeatedCompositeFieldContainer[_records_pb2.EpochEnd]:
-        """with `ended`: all epochs of this slot whose ends the worker knows, that one included"""
+        """value
+        with `ended`: all epochs of this slot whose ends the worker knows, that one
+        """
 
     def __init__(
         self,
@@ -1411,9 +1430,9 @@ class DrainWorkerRequest(_message.Message):
     LOOK_FIELD_NUMBER: _builtins.int
     worker: _builtins.str
     undo: _builtins.bool
-    """it is to take slots again"""
+    """the worker takes slots again"""
     look: _builtins.bool
-    """nothing is to change: how far is it?"""
+    """change nothing, only report how far the drain is"""
     def __init__(
         self,
         *,
@@ -1439,14 +1458,14 @@ class DrainWorkerReply(_message.Message):
     SESSION_FIELD_NUMBER: _builtins.int
     FAILED_FIELD_NUMBER: _builtins.int
     slots: _builtins.int
-    """that it still has"""
+    """slots that it still has"""
     stuck: _builtins.int
-    """of `slots`, for which nobody else has a place now"""
+    """of `slots`: no other worker has capacity for them now"""
     draining: _builtins.bool
     session: _builtins.str
-    """of its process: another one of that name is another worker"""
+    """of its process: another session under that name is another worker"""
     failed: _builtins.int
-    """of `slots`, whose loaders have failed: they stay until their training job ends"""
+    """of `slots`: their loaders have failed; they stay until their training job ends"""
     def __init__(
         self,
         *,
@@ -1476,9 +1495,11 @@ class BlobPart(_message.Message):
     """first part: job/ordinal that the blob is for"""
     data: _builtins.bytes
     blob: _builtins.str
-    """first part: its name; a coordinator that has it answers without waiting for the data"""
+    """first part: its name; a coordinator that has it answers without waiting for the"""
     size: _builtins.int
-    """first part"""
+    """data
+    first part: bytes of the whole
+    """
     def __init__(
         self,
         *,
@@ -1565,9 +1586,9 @@ class StatusReply(_message.Message):
     version: _builtins.str
     uptime_s: _builtins.float
     recommended_workers: _builtins.int
-    """daemons like those that are there, for the open runs: see demand.py"""
+    """daemons like the present ones, for the open runs: see demand.py"""
     wall_s: _builtins.float
-    """the clock of the coordinator, by which tickets expire"""
+    """the coordinator's clock, by which tickets expire"""
     dashboard: _builtins.str
     """its URL; "" = none is served"""
     protocol: _builtins.int
@@ -1578,7 +1599,7 @@ class StatusReply(_message.Message):
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerStatus]: ...
     @_builtins.property
     def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___Event]:
-        """what happened lately, oldest first"""
+        """recent events, oldest first"""
 
     def __init__(
         self,
@@ -1634,11 +1655,11 @@ class RunStatus(_message.Message):
     steps_per_s: _builtins.float
     """of a live box, on average"""
     wait_share: _builtins.float
-    """of the last minute or so, that the box that waited most waited for data"""
+    """share of the last minute or so in which the box that waited most waited for data"""
     batches_per_s: _builtins.float
-    """that all its slots make"""
+    """of all its slots"""
     kept_step: _builtins.int
-    """of a run that is closed: the step whose state can still be had"""
+    """of a closed run: the step whose state is still available"""
     kept_wall_s: _builtins.float
     """with kept_step: when the run ended, seconds since the epoch"""
     @_builtins.property
@@ -1649,7 +1670,7 @@ class RunStatus(_message.Message):
 
     @_builtins.property
     def states(self) -> _containers.RepeatedCompositeFieldContainer[Global___StateFetch]:
-        """states that were asked for lately, oldest first"""
+        """recent state queries, oldest first"""
 
     def __init__(
         self,
@@ -1683,7 +1704,7 @@ Global___RunStatus: _TypeAlias = RunStatus  # noqa: Y015
 
 @_typing.final
 class Bottleneck(_message.Message):
-    """What a run's speed hangs on: see penstock.appliance.policies.bottleneck."""
+    """What limits a run's speed: see penstock.appliance.policies.bottleneck."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1707,7 +1728,7 @@ class Bottleneck(_message.Message):
     worker: _builtins.str
     """the worker that has it"""
     blame: _builtins.float
-    """the share of the box's waiting that is for that slot, or for that worker's slots"""
+    """share of the box's waiting that is for that slot, or for that worker's slots"""
     text: _builtins.str
     """the finding as a sentence, with its numbers"""
     def __init__(
@@ -1739,7 +1760,7 @@ Global___Bottleneck: _TypeAlias = Bottleneck  # noqa: Y015
 
 @_typing.final
 class StateFetch(_message.Message):
-    """One state that was asked for: by a checkpoint of the training job, or by an operator."""
+    """One state query: by a checkpoint of the training job, or by an operator."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1754,15 +1775,15 @@ class StateFetch(_message.Message):
     asker: _builtins.str
     """"box 0", or "operator" """
     wall_s: _builtins.float
-    """when it was asked for, seconds since the epoch"""
+    """when it was requested, seconds since the epoch"""
     seconds: _builtins.float
-    """that it took"""
+    """duration"""
     bytes: _builtins.int
     """of all states that were sent"""
     error: _builtins.str
-    """why it could not be had; "" = it could"""
+    """why it failed; "" = it did not"""
     askers: _builtins.int
-    """ranks that asked for the same"""
+    """ranks that requested the same state"""
     def __init__(
         self,
         *,
@@ -1784,7 +1805,7 @@ Global___StateFetch: _TypeAlias = StateFetch  # noqa: Y015
 
 @_typing.final
 class Event(_message.Message):
-    """Something that happened."""
+    """An event of the cluster."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1799,7 +1820,7 @@ class Event(_message.Message):
     kind: _builtins.str
     """see penstock.appliance.model.recent_events"""
     fault: _builtins.bool
-    """nobody asked for it"""
+    """it was not requested"""
     wall_s: _builtins.float
     """seconds since the epoch"""
     age_s: _builtins.float
@@ -1809,7 +1830,7 @@ class Event(_message.Message):
     worker: _builtins.str
     """"" = it concerns no worker"""
     count: _builtins.int
-    """of the same, told together"""
+    """equal events that were reported together"""
     def __init__(
         self,
         *,
@@ -1855,9 +1876,9 @@ class BoxStatus(_message.Message):
     """worker and slot that the loop waits for now, "" = none"""
     epoch_ended: _builtins.bool
     waited_share: _builtins.float
-    """of the time between the last two reports, that the loop waited for data"""
+    """share of the time between the last two reports in which the loop waited for data"""
     wait_share: _builtins.float
-    """the same of the last minute or so"""
+    """the same share of the last minute or so"""
     @_builtins.property
     def slots(self) -> _containers.RepeatedCompositeFieldContainer[Global___SlotView]: ...
     def __init__(
@@ -1911,10 +1932,10 @@ class WorkerStatus(_message.Message):
     version: _builtins.str
     """of Penstock there"""
     wait_share: _builtins.float
-    """of the last minute or so, that boxes waited for its slots: the sum over its slots"""
+    """share of the last minute or so in which boxes waited for its slots: the sum over"""
     @_builtins.property
     def allow(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """prefixes of the modules that it may run; empty: not told"""
+        """prefixes of the modules that it may run; empty: not reported"""
 
     def __init__(
         self,
@@ -1993,7 +2014,7 @@ Global___HistoryPart: _TypeAlias = HistoryPart  # noqa: Y015
 
 @_typing.final
 class History(_message.Message):
-    """One box in one attempt: how it was opened, where its training loop was, and what there is to start from."""
+    """One box in one attempt: how it was opened, positions of its training loop, and snapshots to start from."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2005,16 +2026,16 @@ class History(_message.Message):
     SETTLED_FIELD_NUMBER: _builtins.int
     attempt: _builtins.int
     settled: _builtins.bool
-    """it was handed what is known and no more, but for steps since its last report"""
+    """the box got what is known and no more, except for steps since its last report"""
     @_builtins.property
     def opening(self) -> Global___OpenRunRequest:
-        """with the seed that the attempt has, without what names the client"""
+        """with the attempt's seed, without what identifies the client"""
 
     @_builtins.property
     def abandoned(self) -> _containers.RepeatedCompositeFieldContainer[Global___AbandonedEpoch]: ...
     @_builtins.property
     def known(self) -> _containers.RepeatedCompositeFieldContainer[_records_pb2.BoxPosition]:
-        """where the box was at some steps, as it reported; oldest first"""
+        """positions of the box at some steps, as it reported; oldest first"""
 
     @_builtins.property
     def slots(self) -> _containers.RepeatedCompositeFieldContainer[Global___SlotHistory]: ...

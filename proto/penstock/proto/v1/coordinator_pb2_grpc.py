@@ -116,7 +116,7 @@ class CoordinatorServicer(object):
 
     def OpenRun(self, request, context):
         """---- clients
-        Takes a box's place in the run's attempt, or opens the next attempt (see OpenRunRequest.attempt_key).
+        Joins a box to the run's open attempt, or opens the next attempt (see OpenRunRequest.attempt_key).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -131,8 +131,8 @@ class CoordinatorServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def CloseRun(self, request, context):
-        """Gives the box's place back. The last box's close ends the attempt; until then, for a while, its workers stay for
-        the others' state queries, which the box answers with its final state.
+        """Ends the box's part in the attempt. The last box's close ends the attempt. Until then, for a while, the box's workers
+        stay for the other boxes' state queries, which are answered with the box's final state.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -141,8 +141,8 @@ class CoordinatorServicer(object):
     def FetchState(self, request, context):
         """The DataLoaderCheckpoint records of every worker of every box at a step, by global_worker_id. Each record is one
         part with `record` set; its state is the `data` of that part and of those that follow. Records come as boxes are
-        complete: an error may follow some of them. Of a run that is closed the state that was asked for last can be had,
-        for a week.
+        complete: an error may follow some of them. The state of a closed run that was fetched last stays available for a
+        week.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -164,7 +164,7 @@ class CoordinatorServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def PutSnapshot(self, request_iterator, context):
-        """Makes a snapshot durable: `header` first, with data or before it. How often, and how large: see HeartbeatReply.
+        """Makes a snapshot durable: `header` first, with data or before it. HeartbeatReply limits rate and size.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -186,15 +186,15 @@ class CoordinatorServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DeregisterWorker(self, request, context):
-        """A worker that drains: takes no new slots, hands its own on.
+        """Starts draining a worker: it gets no new slots, and its own move to other workers.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DrainWorker(self, request, context):
-        """A worker that is to be left: it gets no new slots, and its own are handed over one by one, each when another worker is
-        ready for it. A slot for which there is no place stays, and goes on. For operators.
+        """Drains a worker for an operator: it gets no new slots, and its own migrate one by one, each when its target worker is
+        ready. A slot for which no worker has capacity stays and keeps running.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -221,8 +221,8 @@ class CoordinatorServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def FetchHistory(self, request, context):
-        """What is kept of a box's stream, so that `penstock replay` can make a batch of it again: a `history` for each attempt,
-        oldest first. With `snapshot` in the request: that snapshot's bytes, as `data`.
+        """What is kept of a box's stream for `penstock replay`: one `history` for each attempt, oldest first. With `snapshot` in
+        the request: that snapshot's bytes, as `data`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

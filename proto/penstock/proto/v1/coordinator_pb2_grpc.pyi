@@ -3,20 +3,20 @@
 isort:skip_file
 The control plane. Batches never come here.
 
-Every call carries metadata "authorization: Bearer TOKEN" and "penstock-protocol: N"; the first of every peer states
-its versions in full. Errors travel as a gRPC status plus ErrorDetail in trailing metadata "penstock-error-bin".
-FetchState, FetchHistory and Status only read: they are answered whatever number is sent, or none, and what their
-messages say today they say as long as this package is called v1. docs/grpc.md shows how to call them.
+Every call carries metadata "authorization: Bearer TOKEN" and "penstock-protocol: N"; a peer's first call states its
+versions in full. Errors travel as a gRPC status plus ErrorDetail in trailing metadata "penstock-error-bin".
+FetchState, FetchHistory and Status only read: they are answered for every protocol number and for none, and their
+messages keep their meaning as long as this package is called v1. docs/grpc.md shows how to call them.
 
 Order. All calls are idempotent: they may be repeated, delayed or reordered without harm, because each names what it
-belongs to (run, attempt, box; worker session; slot generation) and replies carry whole states, not changes. A call
-of a superseded attempt or an old generation is refused and changes nothing. What a reply says is in the journal
-before it is sent.
+belongs to (run, attempt, box; worker session; slot generation), and replies carry whole states, not changes. A call of
+a superseded attempt or an old generation is refused and changes nothing. A reply is sent after its content is in the
+journal.
 
-Pace. Replies tell how long the next long poll should be held (heartbeat_s) and the lease that goes with it (lease_s): in a
-large fleet both are longer. A caller asks with what it was last told, and says so in its own lease_s; the lease that
-the coordinator keeps is never shorter than that. A poll may be answered earlier than asked for: the coordinator
-spreads the polls of a fleet over the beat.
+Leases. Each reply says how long the next long poll may be held (heartbeat_s) and which lease goes with it (lease_s);
+both grow with the fleet. A peer's next call is held for the time that it was last told and states the lease that it
+was last told (its own lease_s); the coordinator never uses a shorter one. A poll may be answered before its hold is
+over: the coordinator spreads the polls of a fleet over the heartbeat interval.
 """
 
 from collections import abc as _abc
@@ -49,21 +49,21 @@ class CoordinatorStub:
     def __new__(cls, channel: _aio.Channel) -> CoordinatorAsyncStub: ...
     OpenRun: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.OpenRunRequest, _coordinator_pb2.OpenRunReply]
     """---- clients
-    Takes a box's place in the run's attempt, or opens the next attempt (see OpenRunRequest.attempt_key).
+    Joins a box to the run's open attempt, or opens the next attempt (see OpenRunRequest.attempt_key).
     """
     WatchRun: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.WatchRunRequest, _coordinator_pb2.WatchRunReply]
     """Long poll: returns at once when the run's version is not `seen_version`, else when it changes or when the hold is
     over; then `slots` is empty. Renews the box's lease and reports its progress.
     """
     CloseRun: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.CloseRunRequest, _coordinator_pb2.CloseRunReply]
-    """Gives the box's place back. The last box's close ends the attempt; until then, for a while, its workers stay for
-    the others' state queries, which the box answers with its final state.
+    """Ends the box's part in the attempt. The last box's close ends the attempt. Until then, for a while, the box's workers
+    stay for the other boxes' state queries, which are answered with the box's final state.
     """
     FetchState: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.FetchStateRequest, _coordinator_pb2.StatePart]
     """The DataLoaderCheckpoint records of every worker of every box at a step, by global_worker_id. Each record is one
     part with `record` set; its state is the `data` of that part and of those that follow. Records come as boxes are
-    complete: an error may follow some of them. Of a run that is closed the state that was asked for last can be had,
-    for a week.
+    complete: an error may follow some of them. The state of a closed run that was fetched last stays available for a
+    week.
     """
     RegisterWorker: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.RegisterWorkerRequest, _coordinator_pb2.RegisterWorkerReply]
     """---- workers"""
@@ -72,7 +72,7 @@ class CoordinatorStub:
     not the worker's version, else when it changes, or `unchanged` when the hold is over. Renews the worker's lease.
     """
     PutSnapshot: _grpc.StreamUnaryMultiCallable[_coordinator_pb2.SnapshotPart, _coordinator_pb2.PutSnapshotReply]
-    """Makes a snapshot durable: `header` first, with data or before it. How often, and how large: see HeartbeatReply."""
+    """Makes a snapshot durable: `header` first, with data or before it. HeartbeatReply limits rate and size."""
     GetSnapshots: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.GetSnapshotsRequest, _coordinator_pb2.SnapshotPart]
     """The durable snapshots of a slot that the coordinator keeps for its recovery, oldest first: for each a part with
     `header`, then data.
@@ -80,10 +80,10 @@ class CoordinatorStub:
     PutState: _grpc.StreamUnaryMultiCallable[_coordinator_pb2.AnswerPart, _coordinator_pb2.PutStateReply]
     """Answers a state request: `answer` first, with data or before it."""
     DeregisterWorker: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.DeregisterWorkerRequest, _coordinator_pb2.DeregisterWorkerReply]
-    """A worker that drains: takes no new slots, hands its own on."""
+    """Starts draining a worker: it gets no new slots, and its own move to other workers."""
     DrainWorker: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.DrainWorkerRequest, _coordinator_pb2.DrainWorkerReply]
-    """A worker that is to be left: it gets no new slots, and its own are handed over one by one, each when another worker is
-    ready for it. A slot for which there is no place stays, and goes on. For operators.
+    """Drains a worker for an operator: it gets no new slots, and its own migrate one by one, each when its target worker is
+    ready. A slot for which no worker has capacity stays and keeps running.
     """
     PutBlob: _grpc.StreamUnaryMultiCallable[_coordinator_pb2.BlobPart, _coordinator_pb2.PutBlobReply]
     """---- both: content-addressed bytes of a run (a state to resume from)"""
@@ -91,8 +91,8 @@ class CoordinatorStub:
     Status: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.StatusRequest, _coordinator_pb2.StatusReply]
     """---- operators"""
     FetchHistory: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.FetchHistoryRequest, _coordinator_pb2.HistoryPart]
-    """What is kept of a box's stream, so that `penstock replay` can make a batch of it again: a `history` for each attempt,
-    oldest first. With `snapshot` in the request: that snapshot's bytes, as `data`.
+    """What is kept of a box's stream for `penstock replay`: one `history` for each attempt, oldest first. With `snapshot` in
+    the request: that snapshot's bytes, as `data`.
     """
 
 @_typing.type_check_only
@@ -100,21 +100,21 @@ class CoordinatorAsyncStub(CoordinatorStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     OpenRun: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.OpenRunRequest, _coordinator_pb2.OpenRunReply]  # type: ignore[assignment]
     """---- clients
-    Takes a box's place in the run's attempt, or opens the next attempt (see OpenRunRequest.attempt_key).
+    Joins a box to the run's open attempt, or opens the next attempt (see OpenRunRequest.attempt_key).
     """
     WatchRun: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.WatchRunRequest, _coordinator_pb2.WatchRunReply]  # type: ignore[assignment]
     """Long poll: returns at once when the run's version is not `seen_version`, else when it changes or when the hold is
     over; then `slots` is empty. Renews the box's lease and reports its progress.
     """
     CloseRun: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.CloseRunRequest, _coordinator_pb2.CloseRunReply]  # type: ignore[assignment]
-    """Gives the box's place back. The last box's close ends the attempt; until then, for a while, its workers stay for
-    the others' state queries, which the box answers with its final state.
+    """Ends the box's part in the attempt. The last box's close ends the attempt. Until then, for a while, the box's workers
+    stay for the other boxes' state queries, which are answered with the box's final state.
     """
     FetchState: _aio.UnaryStreamMultiCallable[_coordinator_pb2.FetchStateRequest, _coordinator_pb2.StatePart]  # type: ignore[assignment]
     """The DataLoaderCheckpoint records of every worker of every box at a step, by global_worker_id. Each record is one
     part with `record` set; its state is the `data` of that part and of those that follow. Records come as boxes are
-    complete: an error may follow some of them. Of a run that is closed the state that was asked for last can be had,
-    for a week.
+    complete: an error may follow some of them. The state of a closed run that was fetched last stays available for a
+    week.
     """
     RegisterWorker: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.RegisterWorkerRequest, _coordinator_pb2.RegisterWorkerReply]  # type: ignore[assignment]
     """---- workers"""
@@ -123,7 +123,7 @@ class CoordinatorAsyncStub(CoordinatorStub):
     not the worker's version, else when it changes, or `unchanged` when the hold is over. Renews the worker's lease.
     """
     PutSnapshot: _aio.StreamUnaryMultiCallable[_coordinator_pb2.SnapshotPart, _coordinator_pb2.PutSnapshotReply]  # type: ignore[assignment]
-    """Makes a snapshot durable: `header` first, with data or before it. How often, and how large: see HeartbeatReply."""
+    """Makes a snapshot durable: `header` first, with data or before it. HeartbeatReply limits rate and size."""
     GetSnapshots: _aio.UnaryStreamMultiCallable[_coordinator_pb2.GetSnapshotsRequest, _coordinator_pb2.SnapshotPart]  # type: ignore[assignment]
     """The durable snapshots of a slot that the coordinator keeps for its recovery, oldest first: for each a part with
     `header`, then data.
@@ -131,10 +131,10 @@ class CoordinatorAsyncStub(CoordinatorStub):
     PutState: _aio.StreamUnaryMultiCallable[_coordinator_pb2.AnswerPart, _coordinator_pb2.PutStateReply]  # type: ignore[assignment]
     """Answers a state request: `answer` first, with data or before it."""
     DeregisterWorker: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.DeregisterWorkerRequest, _coordinator_pb2.DeregisterWorkerReply]  # type: ignore[assignment]
-    """A worker that drains: takes no new slots, hands its own on."""
+    """Starts draining a worker: it gets no new slots, and its own move to other workers."""
     DrainWorker: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.DrainWorkerRequest, _coordinator_pb2.DrainWorkerReply]  # type: ignore[assignment]
-    """A worker that is to be left: it gets no new slots, and its own are handed over one by one, each when another worker is
-    ready for it. A slot for which there is no place stays, and goes on. For operators.
+    """Drains a worker for an operator: it gets no new slots, and its own migrate one by one, each when its target worker is
+    ready. A slot for which no worker has capacity stays and keeps running.
     """
     PutBlob: _aio.StreamUnaryMultiCallable[_coordinator_pb2.BlobPart, _coordinator_pb2.PutBlobReply]  # type: ignore[assignment]
     """---- both: content-addressed bytes of a run (a state to resume from)"""
@@ -142,8 +142,8 @@ class CoordinatorAsyncStub(CoordinatorStub):
     Status: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.StatusRequest, _coordinator_pb2.StatusReply]  # type: ignore[assignment]
     """---- operators"""
     FetchHistory: _aio.UnaryStreamMultiCallable[_coordinator_pb2.FetchHistoryRequest, _coordinator_pb2.HistoryPart]  # type: ignore[assignment]
-    """What is kept of a box's stream, so that `penstock replay` can make a batch of it again: a `history` for each attempt,
-    oldest first. With `snapshot` in the request: that snapshot's bytes, as `data`.
+    """What is kept of a box's stream for `penstock replay`: one `history` for each attempt, oldest first. With `snapshot` in
+    the request: that snapshot's bytes, as `data`.
     """
 
 class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
@@ -154,7 +154,7 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.OpenRunReply, _abc.Awaitable[_coordinator_pb2.OpenRunReply]]:
         """---- clients
-        Takes a box's place in the run's attempt, or opens the next attempt (see OpenRunRequest.attempt_key).
+        Joins a box to the run's open attempt, or opens the next attempt (see OpenRunRequest.attempt_key).
         """
 
     @_abc_1.abstractmethod
@@ -173,8 +173,8 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         request: _coordinator_pb2.CloseRunRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.CloseRunReply, _abc.Awaitable[_coordinator_pb2.CloseRunReply]]:
-        """Gives the box's place back. The last box's close ends the attempt; until then, for a while, its workers stay for
-        the others' state queries, which the box answers with its final state.
+        """Ends the box's part in the attempt. The last box's close ends the attempt. Until then, for a while, the box's workers
+        stay for the other boxes' state queries, which are answered with the box's final state.
         """
 
     @_abc_1.abstractmethod
@@ -185,8 +185,8 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_coordinator_pb2.StatePart], _abc.AsyncIterator[_coordinator_pb2.StatePart]]:
         """The DataLoaderCheckpoint records of every worker of every box at a step, by global_worker_id. Each record is one
         part with `record` set; its state is the `data` of that part and of those that follow. Records come as boxes are
-        complete: an error may follow some of them. Of a run that is closed the state that was asked for last can be had,
-        for a week.
+        complete: an error may follow some of them. The state of a closed run that was fetched last stays available for a
+        week.
         """
 
     @_abc_1.abstractmethod
@@ -213,7 +213,7 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_coordinator_pb2.SnapshotPart],
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.PutSnapshotReply, _abc.Awaitable[_coordinator_pb2.PutSnapshotReply]]:
-        """Makes a snapshot durable: `header` first, with data or before it. How often, and how large: see HeartbeatReply."""
+        """Makes a snapshot durable: `header` first, with data or before it. HeartbeatReply limits rate and size."""
 
     @_abc_1.abstractmethod
     def GetSnapshots(
@@ -239,7 +239,7 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         request: _coordinator_pb2.DeregisterWorkerRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.DeregisterWorkerReply, _abc.Awaitable[_coordinator_pb2.DeregisterWorkerReply]]:
-        """A worker that drains: takes no new slots, hands its own on."""
+        """Starts draining a worker: it gets no new slots, and its own move to other workers."""
 
     @_abc_1.abstractmethod
     def DrainWorker(
@@ -247,8 +247,8 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         request: _coordinator_pb2.DrainWorkerRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.DrainWorkerReply, _abc.Awaitable[_coordinator_pb2.DrainWorkerReply]]:
-        """A worker that is to be left: it gets no new slots, and its own are handed over one by one, each when another worker is
-        ready for it. A slot for which there is no place stays, and goes on. For operators.
+        """Drains a worker for an operator: it gets no new slots, and its own migrate one by one, each when its target worker is
+        ready. A slot for which no worker has capacity stays and keeps running.
         """
 
     @_abc_1.abstractmethod
@@ -280,8 +280,8 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         request: _coordinator_pb2.FetchHistoryRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_coordinator_pb2.HistoryPart], _abc.AsyncIterator[_coordinator_pb2.HistoryPart]]:
-        """What is kept of a box's stream, so that `penstock replay` can make a batch of it again: a `history` for each attempt,
-        oldest first. With `snapshot` in the request: that snapshot's bytes, as `data`.
+        """What is kept of a box's stream for `penstock replay`: one `history` for each attempt, oldest first. With `snapshot` in
+        the request: that snapshot's bytes, as `data`.
         """
 
 def add_CoordinatorServicer_to_server(servicer: CoordinatorServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

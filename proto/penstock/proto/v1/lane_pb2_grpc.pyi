@@ -3,48 +3,49 @@
 isort:skip_file
 The data plane's frames, the same on both lanes.
 
-A consumer opens with one Hello, the message below, and then only sends acks. The producer sends frames. Frames and
-acks are fixed headers and not messages, for there is one for each batch or few; penstock.proto.lane.frames writes and
-reads them. All numbers are little endian and unsigned; x is a byte of 0 that nobody reads.
+A consumer opens a lane with one Hello, the message below, and then only sends acks. The producer sends frames. Frames
+and acks are fixed headers, not messages, because there is one for each batch or few batches; penstock.proto.lane.frames
+writes and reads them. All numbers are little endian and unsigned; x is a byte of 0 that is not read.
 
-  frame  u8 kind, u8 codec, u8 flags, x, u32 ring, u32 slot, u32 structure, u32 cut, u32 size,
+  frame  u8 kind, u8 codec, u8 flags, x, u32 ring, u32 entry, u32 structure, u32 abandons, u32 size,
          u64 total, u64 epoch, u64 nbytes, u64 digest, u64 wire; the rest: bytes up to the frame's end
   ack    u8 close, x, x, x, u32 count of released, u32 count of wanted, u64 delivered, u64 open_epochs,
          u64 abandon_epoch; u32 released ...; u64 wanted ...
 
-Kinds of frames, and the fields that they use. What is not named is 0.
+Kinds of frames, and the fields that they use. Fields that are not listed are 0.
 
-  1 BATCH      total: this batch's count over the run, from 1. epoch. ring, slot: where it lies. structure: its id.
-               nbytes: of its region. digest: of structure, shapes and region; flag 1: of every byte, 2: of rows, else as
-               penstock.proto.batch.digest samples it. cut: abandons that the producer had seen; frames with fewer than the
-               consumer has sent belong to an epoch that was left, and are to be ignored unreleased. The rest: its
-               shapes, u64 each; or there is no rest, and `size` shapes lie behind the region in its slot.
-               Over TCP, codec: how its payload travels, and wire: bytes of it then, fewer than without.
-  2 RING       ring, slot: how many slots, nbytes: bytes of each; locally its descriptor follows (SCM_RIGHTS)
+  1 BATCH      total: this batch's count over the run, from 1. epoch. ring, entry: where it lies. structure: its id.
+               nbytes: size of its region. digest: of structure, shapes and region; flag 1: of every byte, 2: of rows,
+               else as penstock.proto.batch.digest samples it. abandons: abandoned epochs that the producer had seen;
+               a frame with fewer than the consumer has sent belongs to an abandoned epoch: the consumer ignores it and
+               does not release it. The rest: its shapes, u64 each; or the rest is empty, and `size` shapes follow the
+               region in its entry.
+               Over TCP, codec: how its payload travels, and wire: its bytes then, fewer than without.
+  2 RING       ring, entry: number of entries, nbytes: bytes of each; locally its descriptor follows (SCM_RIGHTS)
   3 STRUCTURE  structure: its id, size: bytes of all of it, the rest: a piece; pieces come in order
-  4 END        the epoch `epoch` is over after batch `total`; cut
-  5 ERROR      total, epoch, cut, the rest: an ErrorDetail; last frame
+  4 END        the epoch `epoch` is over after batch `total`; abandons
+  5 ERROR      total, epoch, abandons, the rest: an ErrorDetail; last frame
   6 CLOSE      the producer closed the lane on purpose; last frame
 
-Local lane: a SEQPACKET Unix socket between runner and consumer. A packet holds one or more whole frames, each with its
-u32 length in front; payload lies in a memfd ring whose descriptor comes in the packet behind the RING frame, which
-ends its own. Hello and acks are a packet each.
+Local lane: a SEQPACKET Unix socket between runner and consumer. A packet holds one or more whole frames, each after
+its u32 length. Payload lies in a memfd ring whose descriptor comes in the packet after the RING frame; the RING frame
+ends its own packet. Hello and acks are a packet each.
 
-TCP lane: Hello, frames and acks all travel sealed (penstock.proto.lane.tcp): u32 length, u32 its complement, u64 xxh3 of
-what follows, and that. The payload of `nbytes` + 8 * `size` bytes follows its BATCH frame, or `wire` bytes of it where
-the frame names a codec. Behind a payload that has a codec, flag 2, or more than 64 KiB in `nbytes`, comes the u64 xxh3 of
-the payload as it travelled; of others the batch's digest covers every byte. What arrives otherwise is fetched again.
+TCP lane: Hello, frames and acks travel sealed (penstock.proto.lane.tcp): u32 length, u32 its complement, u64 xxh3 of the
+content, the content. The payload of `nbytes` + 8 * `size` bytes follows its BATCH frame, or `wire` bytes of it if the
+frame names a codec. A payload with a codec, with flag 2, or with more than 64 KiB in `nbytes` is followed by the u64
+xxh3 of the payload as it travelled; for others the batch's digest covers every byte. A damaged one is fetched again.
 
 Order. The producer answers a Hello with STRUCTURE and RING frames before the first BATCH that needs them, and sends
 BATCH frames of strictly rising `total`, starting with Hello.next_total. END closes an epoch after its last batch; the
 next epoch starts only when `open_epochs` allows it. After an `abandon_epoch` (value + 1) the producer takes back all
-slots of that epoch that were not delivered, and counts on from `delivered`. ERROR and CLOSE are last frames. A socket
+entries of that epoch that were not delivered, and counts on from `delivered`. ERROR and CLOSE are last frames. A socket
 that just ends is a lost peer: the consumer reconnects with the first total that it has not handed to the training
-loop, and the producer resends from there.
+loop, and the producer sends again from there.
 
-Credits. A ring entry belongs to the producer until its BATCH frame is sent, to the consumer until it is named in
-`released` (ring, slot, ring, slot ...). `delivered` says what the training loop was handed and need never be sent
-again; a slot that was handed out is not resent even if it has not been released yet. `wanted` (step, total, step,
+Credits. A ring entry belongs to the producer until its BATCH frame is sent, then to the consumer until it is named in
+`released` (ring, entry, ring, entry ...). `delivered` is what the training loop was handed and need never be sent
+again; an entry that was handed out is not sent again even if it has not been released yet. `wanted` (step, total, step,
 total ...): snapshots wanted after batch `total` for `step`.
 """
 
