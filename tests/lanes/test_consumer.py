@@ -53,8 +53,8 @@ def say(peer: socket.socket, **frame: object) -> None:
     peer.send(framed(a_frame(**frame).encode()))  # type: ignore[arg-type]
 
 
-def pass_ring(peer: socket.socket, fd: int, ring: int = 1, entry_bytes: int = PAGE, slots: int = 4) -> None:
-    say(peer, kind=RING, ring=ring, entry_bytes=entry_bytes, slots=slots)
+def pass_ring(peer: socket.socket, fd: int, ring: int = 1, entry_bytes: int = PAGE, entries: int = 4) -> None:
+    say(peer, kind=RING, ring=ring, entry_bytes=entry_bytes, entries=entries)
     socket.send_fds(peer, [b"\0"], [fd])
 
 
@@ -83,7 +83,7 @@ def announce(peer: socket.socket) -> None:
 def test_a_ring_and_its_descriptor_may_come_apart(pair: Pair) -> None:
     peer, consumer = pair
     ring = Ring.create(PAGE, 4)
-    say(peer, kind=RING, ring=5, entry_bytes=PAGE, slots=4)
+    say(peer, kind=RING, ring=5, entry_bytes=PAGE, entries=4)
     for _ in range(3):
         assert consumer.receive() is None, "it does not wait for the second packet"
     assert consumer.rings == {}
@@ -121,7 +121,7 @@ def test_an_unsealed_or_wrongly_announced_ring_is_never_mapped(
 ) -> None:
     peer, consumer = pair
     fd = memfd(size, sealed=sealed)
-    pass_ring(peer, fd, slots=announced)
+    pass_ring(peer, fd, entries=announced)
     os.close(fd)
     with pytest.raises(ProtocolError, match=says):
         consumer.receive()
@@ -178,7 +178,7 @@ def test_a_ring_with_holes_is_refused(pair: Pair, pages: int) -> None:
 def test_a_ring_comes_with_exactly_one_descriptor(pair: Pair, count: int) -> None:
     peer, consumer = pair
     fd = memfd(4 * PAGE, sealed=True)
-    say(peer, kind=RING, ring=1, entry_bytes=PAGE, slots=4)
+    say(peer, kind=RING, ring=1, entry_bytes=PAGE, entries=4)
     socket.send_fds(peer, [b"\0"], [fd] * count)
     os.close(fd)
     with pytest.raises(ProtocolError, match=f"{count} descriptors"):
@@ -204,7 +204,7 @@ def test_rings_without_batches_are_not_collected_for_ever(pair: Pair) -> None:
     for number in range(1, 65):
         pass_ring(peer, ring.fd, ring=number)
         assert consumer.receive() is None
-    say(peer, kind=RING, ring=65, entry_bytes=PAGE, slots=4)
+    say(peer, kind=RING, ring=65, entry_bytes=PAGE, entries=4)
     with pytest.raises(ProtocolError, match="64 in use"):
         consumer.receive()
     consumer.close()
@@ -214,7 +214,7 @@ def test_rings_without_batches_are_not_collected_for_ever(pair: Pair) -> None:
 
 def test_the_peer_may_vanish_between_a_ring_and_its_descriptor(pair: Pair) -> None:
     peer, consumer = pair
-    say(peer, kind=RING, ring=1, entry_bytes=PAGE, slots=4)
+    say(peer, kind=RING, ring=1, entry_bytes=PAGE, entries=4)
     assert consumer.receive() is None
     peer.close()
     with pytest.raises(LaneLostError):
@@ -245,7 +245,7 @@ def test_the_rings_of_a_box_share_its_memory() -> None:
     [
         {"ring": 2},
         {"ring": 0},
-        {"slot": 4},
+        {"entry": 4},
         {"nbytes": PAGE + 1},
         {"nbytes": (1 << 64) - 1},
         {"nbytes": PAGE - 16, "size": 3},
@@ -413,7 +413,7 @@ def test_a_stale_batch_is_not_looked_at_at_all(pair: Pair) -> None:
     peer, consumer = pair
     announce(peer)
     consumer.abandons = 3
-    batch(peer, abandons=2, ring=77, slot=9, structure=5)  # of a ring that this connection never heard of
+    batch(peer, abandons=2, ring=77, entry=9, structure=5)  # of a ring that this connection never heard of
     assert consumer.receive() is None
 
 
@@ -431,12 +431,12 @@ frames = st.builds(
     total=large,
     epoch=large,
     ring=numbers,
-    slot=numbers,
+    entry=numbers,
     structure=numbers,
     nbytes=large | st.integers(0, 5000),
     shapes=st.lists(large, max_size=3),
     entry_bytes=large | st.just(PAGE),
-    slots=numbers,
+    entries=numbers,
     inline=st.binary(max_size=4),
     size=numbers,
     abandons=numbers,

@@ -77,7 +77,7 @@ def rig(receiver: Receiver) -> Iterator[Rig]:
 
 
 def ring(entry_bytes: int, number: int = 1) -> Frame:
-    return a_frame(kind=RING, ring=number, entry_bytes=entry_bytes, slots=32)
+    return a_frame(kind=RING, ring=number, entry_bytes=entry_bytes, entries=32)
 
 
 def batch(total: int, nbytes: int, **fields: int) -> Frame:
@@ -233,7 +233,7 @@ def test_passes_left_while_their_batches_come_in(rig: Rig) -> None:
 
 
 def test_its_ring_is_no_larger_than_the_senders(rig: Rig) -> None:
-    ring = a_frame(kind=RING, ring=1, entry_bytes=1 << 20, slots=3)
+    ring = a_frame(kind=RING, ring=1, entry_bytes=1 << 20, entries=3)
     rig.far.sendall(stream(ring, ONE, batch(1, 10)))
     rig.expect(1, 10)
     assert [known.entries for known in rig.consumer.rings.values()] == [3]
@@ -401,11 +401,11 @@ def test_a_slot_above_the_limit_is_refused_before_memory_is_taken(rig: Rig) -> N
             kind=st.integers(0, 6),
             ring=st.integers(0, 2),
             total=st.integers(0, 3),
-            slot=st.integers(0, 3),
+            entry=st.integers(0, 3),
             structure=st.integers(0, 2),
             nbytes=st.integers(0, 40) | st.integers(0, (1 << 64) - 1),
             entry_bytes=st.integers(0, 9000) | st.integers(0, (1 << 64) - 1),
-            slots=st.integers(0, (1 << 32) - 1),
+            entries=st.integers(0, (1 << 32) - 1),
             inline=st.binary(max_size=3),
             size=st.integers(0, 3) | st.integers(0, (1 << 32) - 1),
             abandons=st.integers(0, 2),

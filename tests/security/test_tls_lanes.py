@@ -135,7 +135,7 @@ def test_what_openssl_holds_back_is_not_forgotten(ends: tuple[Receiver, Consumer
     receiver is stopped while they are sent, so that all are there, and the last of them within a record's rest."""
     receiver, consumer, far = ends
     assert receiver.pid is not None
-    ring = a_frame(kind=RING, ring=1, entry_bytes=32 << 10, slots=32)
+    ring = a_frame(kind=RING, ring=1, entry_bytes=32 << 10, entries=32)
     structure = a_frame(kind=STRUCTURE, structure=1, inline=b"one", size=3)
     far.sendall(tcp.sealed(ring.encode()) + tcp.sealed(structure.encode()))
     total = 0
@@ -162,7 +162,7 @@ def test_a_connection_that_is_cut_under_tls_is_a_lost_one_and_no_error(
     ends: tuple[Receiver, Consumer, TlsSocket],
 ) -> None:
     _, consumer, far = ends
-    ring = a_frame(kind=RING, ring=1, entry_bytes=4096, slots=4)
+    ring = a_frame(kind=RING, ring=1, entry_bytes=4096, entries=4)
     structure = a_frame(kind=STRUCTURE, structure=1, inline=b"one", size=3)
     far.sendall(tcp.sealed(ring.encode()) + tcp.sealed(structure.encode()) + batch(1, 100))
     assert next_frame(consumer).total == 1

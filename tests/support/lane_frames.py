@@ -21,7 +21,7 @@ def a_frame(
     shapes: Sequence[int] = (),
     inline: bytes = b"",
     entry_bytes: int = 0,
-    slots: int = 0,
+    entries: int = 0,
     error: records_pb2.ErrorDetail | None = None,
     **fields: int,
 ) -> Frame:
@@ -29,8 +29,8 @@ def a_frame(
     rest = pack_shapes(shapes) + inline + (b"" if error is None else error.SerializeToString())
     if entry_bytes:
         fields["nbytes"] = entry_bytes
-    if slots:
-        fields["slot"] = slots
+    if entries:
+        fields["entry"] = entries
     return Frame(kind, **fields, rest=rest)
 
 

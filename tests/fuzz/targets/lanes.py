@@ -150,7 +150,7 @@ def _runner_frames() -> tuple[bytes, bytes, bytes, list[bytes]]:
     content = bytes(ring.view[: flat.nbytes])
     text = flat.structure.to_bytes()
     structure = a_frame(STRUCTURE, structure=1, inline=text, size=len(text)).encode()
-    announced = a_frame(RING, ring=9, entry_bytes=PAGE, slots=SLOTS).encode()
+    announced = a_frame(RING, ring=9, entry_bytes=PAGE, entries=SLOTS).encode()
     ring.close_fd()
     digest = batch_digest(flat.structure.key, content, 0, flat.nbytes, flat.shapes)
     behind = Frame(BATCH, ring=9, structure=1, nbytes=flat.nbytes, total=2, digest=digest, size=len(flat.shapes))
