@@ -294,7 +294,7 @@ def test_a_newer_journal_is_refused(state: StateDir) -> None:
     with sqlite3.connect(state.path / "journal.db") as db:
         db.execute(f"PRAGMA user_version={SCHEMA + 1}")
     db.close()
-    with pytest.raises(JournalError, match=r"journal\.db schema of .*journal\.db must be 2, got 3"):
+    with pytest.raises(JournalError, match=r"schema of .*journal\.db must be 2, got 3"):
         Journal(state)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sqlite3
 from pathlib import Path
 
 import pytest
@@ -99,18 +98,6 @@ def test_the_journal_remembers_and_the_next_attempt_starts_without(tmp_path: Pat
     again = world.open(skip_poison=True, attempt_key="next", client_id="another")
     assert again.reply.attempt == 2
     assert skips(worker) == []
-    assert world.journal.rows("skips") == []
-    world.journal.close()
-    directory.close()
-
-
-def test_a_journal_of_a_release_without_quarantine_is_read(tmp_path: Path) -> None:
-    directory = StateDir(tmp_path)
-    FakeCluster(directory=directory).journal.close()
-    with sqlite3.connect(tmp_path / "journal.db") as db:
-        db.execute("DROP TABLE skips")
-    db.close()
-    world = FakeCluster(directory=directory)
     assert world.journal.rows("skips") == []
     world.journal.close()
     directory.close()

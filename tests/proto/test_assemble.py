@@ -96,7 +96,7 @@ def test_the_slot_returns_with_the_last_leaf(order: tuple[int, ...]) -> None:
         lambda t, a, h: a[0][1:][:1],
         lambda t, a, h: a.T.reshape(-1, order="F"),
         lambda t, a, h: a.view(np.int64),
-        lambda t, a, h: a.start,
+        lambda t, a, h: a.base,
         lambda t, a, h: a.base[3:],
         lambda t, a, h: memoryview(a)[1:],
         lambda t, a, h: torch.from_numpy(a)[0],

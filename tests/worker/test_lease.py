@@ -140,7 +140,7 @@ def test_a_batch_that_is_still_held_is_copied_and_its_holder_sees_no_change(
         lambda t: t.numpy()[:1],
         lambda t: memoryview(t.numpy()),
         lambda t: t.untyped_storage(),
-        lambda t: t.numpy().point,
+        lambda t: t.numpy().base,
         lambda t: {"deep": [t.detach()]},
         lambda t: t.__dlpack__(),
         lambda t: lambda: t,

@@ -124,7 +124,7 @@ async def _by_child(
         fork_server = await host.fork_server(assignment)
         answer: asyncio.Future[ControlMessage] = asyncio.get_running_loop().create_future()
         child = await fork_server.fork(
-            "helper", f"{name} {task}", progress_page, _first(answer), about_slot(assignment)
+            "task", f"{name} {task}", progress_page, _first(answer), about_slot(assignment)
         )
         try:
             await _ask(host, child, assignment, points, task, fields)
