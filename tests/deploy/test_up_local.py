@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import select
 import signal
 import socket
 import stat
@@ -18,8 +17,9 @@ import pytest
 
 from penstock.deploy.console.exit_codes import CommandError
 from penstock.deploy.engines import keeper
-from penstock.deploy.engines.fleet_folder import Folder, Identity
+from penstock.deploy.engines.fleet_folder import Folder
 from penstock.deploy.engines.keeper import Keeper
+from penstock.runtime.process.watch import Identity
 
 Until = Callable[[Callable[[], bool]], None]
 UP = ("up", "--detach", "--listen", "127.0.0.1:0", "--slots", "1", "--allow", "streams", "--dir", "fleet")
@@ -61,13 +61,8 @@ class Fleet:
 
 
 def _ended(identity: Identity) -> bool:
-    fd = identity.open()
-    if fd is None:
-        return True
-    try:  # readable: it has ended, and nobody has collected it
-        return bool(select.select([fd], [], [], 0)[0])
-    finally:
-        os.close(fd)
+    process = identity.open()
+    return process is None or process.ended  # or nobody has collected it yet
 
 
 @pytest.fixture(scope="module")
@@ -190,7 +185,7 @@ def test_what_cannot_start_says_why_and_leaves_nothing(shell: Any) -> None:
         taken.listen()
         done = shell.call(*UP, "--listen", f"127.0.0.1:{taken.getsockname()[1]}")
     assert done.returncode == 13
-    assert "the coordinator ended with status 13" in done.error
+    assert "the coordinator exited with status 13" in done.error
     assert "is in use by another process" in done.error
     assert Folder(shell.folder / "fleet").fleet() is None
 

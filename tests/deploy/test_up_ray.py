@@ -19,7 +19,8 @@ from cluster import SUPPORT
 from job import Job
 
 from penstock.deploy.engines.engine import Plan
-from penstock.deploy.engines.fleet_folder import Folder, Identity
+from penstock.deploy.engines.fleet_folder import Folder
+from penstock.runtime.process.watch import Identity
 
 pytestmark = [
     pytest.mark.timeout(300),  # Ray takes its time to start nodes, and to notice that one is gone

@@ -70,6 +70,7 @@ from penstock.proto.lane.ring import BOX_BYTES, PAGE, RingBudget
 from penstock.proto.lane.tls_socket import TlsSocket, check_damage, connect_tls
 from penstock.proto.rpc.tls import Renewing, Tls, explain, host_of, load_tls
 from penstock.proto.v1 import lane_pb2, records_pb2
+from penstock.runtime.process.watch import Process
 
 _log = logging.getLogger("penstock.client.stream.receiver")
 
@@ -455,7 +456,7 @@ class Loop:
         self._epoll = select.epoll()
         self._watched: dict[int, tuple[int, Lane]] = {}
         self._lanes: set[Lane] = set()
-        self._lifeline = os.pidfd_open(lifeline_pid)
+        self._lifeline = Process(lifeline_pid)
         self._arrived: deque[tuple[Callable[[Connection], None], Connection]] = deque()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
@@ -474,7 +475,7 @@ class Loop:
             if self.again:
                 timeout = 0
             for fd, events in self._epoll.poll(timeout):
-                if fd == self._lifeline:
+                if fd == self._lifeline.fileno():
                     return
                 if fd in special:
                     special[fd]()
@@ -494,7 +495,7 @@ class Loop:
             lane.end("the receiver ends")
         self._listener.close()
         self._epoll.close()
-        os.close(self._lifeline)
+        self._lifeline.close()
         os.close(self._wake)
 
     def watch(self, lane: Lane, fd: int, mask: int) -> None:

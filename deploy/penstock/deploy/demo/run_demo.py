@@ -20,10 +20,11 @@ from typing import Any
 
 from penstock.deploy.console.signals import raised
 from penstock.deploy.engines.engine import Fleet, Plan
-from penstock.deploy.engines.fleet_folder import Folder, Identity
+from penstock.deploy.engines.fleet_folder import Folder
 from penstock.deploy.engines.local import LocalEngine
 from penstock.proto.errors import WorkerLostError
 from penstock.proto.rpc.calls import CoordinatorClient
+from penstock.runtime.process.watch import Identity
 
 __all__ = ["run_demo"]
 

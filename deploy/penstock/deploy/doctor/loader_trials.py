@@ -17,7 +17,6 @@ pass.
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from functools import partial
 from statistics import median
@@ -25,13 +24,15 @@ from typing import Any, cast
 
 import torch
 
-from penstock.deploy.forking_interpreter import begin, fork
+from penstock.deploy.forking_interpreter import begin
 from penstock.proto.batch.replay_digest import ReplayDigest
 from penstock.proto.errors import EmptyInputError, LaneLostError, UnsupportedLeafError, UnsupportedStateError
 from penstock.proto.state import assignment as place_of
 from penstock.proto.state.codec import decode_state, encode_state
 from penstock.proto.v1 import records_pb2
 from penstock.runtime.process import forks
+from penstock.runtime.process.end import reap
+from penstock.runtime.process.spawn import fork
 from penstock.worker.loader.restart_points import END, Base, Launch
 from penstock.worker.loader.restorable_loader import Source
 from penstock.worker.processes.control_channel import Channel, Message, plain_detail
@@ -57,11 +58,11 @@ def main() -> None:
             parts = [cast(Message, channel.receive()).payload for _ in range(task.fields["parts"])]
             pid = fork(partial(_child, channel, task, parts))
             channel.send("forked", pid=pid)
-            _, status = os.waitpid(pid, 0)
-            channel.send("exited", status=os.waitstatus_to_exitcode(status))
+            channel.send("exited", status=reap(pid))  # what it left behind has gone too
 
 
 def _child(channel: Channel, task: Message, parts: list[bytes]) -> None:
+    forks.host_user_code()
     forks.keep(channel)
     source = Source(_assignment(task.fields))
     try:

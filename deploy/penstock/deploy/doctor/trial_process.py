@@ -6,9 +6,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from penstock.deploy.forking_interpreter import Interpreter, kill_group, show_stack
+from penstock.deploy.forking_interpreter import Interpreter, show_stack
 from penstock.proto.errors import DeadlineError, WorkerLostError, error_named
-from penstock.runtime.process.exit_status import describe_exit
+from penstock.runtime.process.end import describe_exit, kill_group
 from penstock.worker.processes.control_channel import Message
 
 __all__ = ["Answer", "Ward"]
@@ -56,7 +56,7 @@ class Ward(Interpreter):
                 if message.kind == "forked":
                     pid = message.fields["pid"]
                 elif message.kind == "exited":
-                    status = message.fields["status"]
+                    pid, status = 0, message.fields["status"]
                     break
                 else:
                     said.append(message)

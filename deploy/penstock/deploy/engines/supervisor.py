@@ -15,7 +15,6 @@ import contextlib
 import json
 import logging
 import os
-import select
 import signal
 import sys
 import time
@@ -27,9 +26,10 @@ from typing import Any
 from penstock.deploy.console.exit_codes import BUG, INTERRUPTED, PORT_TAKEN, USAGE, CommandError, exit_code
 from penstock.deploy.console.signals import ending
 from penstock.deploy.engines.engine import Fleet, Plan, worker_name
-from penstock.deploy.engines.fleet_folder import Folder, Identity
+from penstock.deploy.engines.fleet_folder import Folder
 from penstock.deploy.engines.keeper import COORDINATOR_GRACE_S, WORKER_GRACE_S, Keeper
 from penstock.proto.errors import DeadlineError, PenstockError
+from penstock.runtime.process.watch import Identity, Process
 
 __all__ = ["supervise"]
 
@@ -75,20 +75,14 @@ def _end_leftovers(folder: Folder) -> None:
     fleet = folder.fleet()
     deadline = time.monotonic() + LEFTOVERS_S
     for daemon in fleet.about.get("daemons", ()) if fleet is not None else ():
-        fd = Identity(**daemon["identity"]).open() if daemon["identity"] else None
-        if fd is None:
+        process = Identity(**daemon["identity"]).open() if daemon["identity"] else None
+        if process is None:
             continue
-        try:
+        with process:
             _log.info("waiting for %s of the fleet before this one to end", daemon["name"])
-            if not _ends(fd, deadline):
-                signal.pidfd_send_signal(fd, signal.SIGKILL)
-                _ends(fd, time.monotonic() + LEFTOVERS_S)
-        finally:
-            os.close(fd)
-
-
-def _ends(pidfd: int, deadline: float) -> bool:
-    return bool(select.select([pidfd], [], [], max(0.0, deadline - time.monotonic()))[0])
+            if not process.wait(deadline - time.monotonic()):
+                process.kill()
+                process.wait(LEFTOVERS_S)
 
 
 class _Supervisor:
@@ -124,7 +118,7 @@ class _Supervisor:
         stop = asyncio.Event()
         if lifeline_pid is not None:
             try:
-                loop.add_reader(os.pidfd_open(lifeline_pid), stop.set)
+                Process(lifeline_pid).on_end(stop.set)
             except ProcessLookupError:
                 return
         for number in (signal.SIGINT, *ending()):

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import select
 import socket
 import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any
 
-from penstock.deploy.forking_interpreter import Interpreter, kill_group, show_stack
+from penstock.deploy.forking_interpreter import Interpreter, show_stack
 from penstock.proto.errors import DeadlineError, LaneLostError, PenstockError, WorkerLostError, error_named
-from penstock.runtime.process.exit_status import describe_exit
+from penstock.runtime.process.end import describe_exit, kill_group
+from penstock.runtime.process.watch import Process
 from penstock.worker.processes.child_processes import START_DEADLINE_S
 from penstock.worker.processes.control_channel import Channel, Message
 
@@ -83,12 +82,12 @@ class Crew:
     def __enter__(self) -> Crew:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
         """Kill them, and what they left behind."""
-        for pid in self._pids:
+        for pid in filter(None, self._pids):
             kill_group(pid)
         for channel in self._channels:
             channel.close()
@@ -132,12 +131,10 @@ class Crew:
     def _died(self, slot: int) -> PenstockError:
         name = f"the process that ran slot {slot} again"
         how = f"{name} closed its descriptors"
-        fd = os.pidfd_open(self._pids[slot])
-        try:
-            if select.select([fd], [], [], EXIT_S)[0]:
-                how = f"{name} {describe_exit(self._forker.reap(self._pids[slot]))}"
-        finally:
-            os.close(fd)
+        with Process(self._pids[slot]) as process:
+            if process.wait(EXIT_S):
+                how = f"{name} {describe_exit(self._forker.reap(process.pid))}"
+                self._pids[slot] = 0  # which is no longer its own
         return WorkerLostError(f"{how}, after batch {self._at[slot]} of the worker or later")
 
     def _late(self, slots: list[int]) -> DeadlineError:

@@ -25,7 +25,7 @@ from typing import Any, cast
 import numpy.random  # noqa: F401  # what every child needs, loaded once
 import torch
 
-from penstock.deploy.forking_interpreter import begin, fork
+from penstock.deploy.forking_interpreter import begin
 from penstock.deploy.operations import batch_tables
 from penstock.proto.batch.digest import cover_of
 from penstock.proto.batch.replay_digest import ReplayDigest
@@ -33,6 +33,8 @@ from penstock.proto.errors import LaneLostError, ReplayMismatchError
 from penstock.proto.state.codec import decode_state
 from penstock.proto.v1 import records_pb2
 from penstock.runtime.process import forks
+from penstock.runtime.process.end import reap
+from penstock.runtime.process.spawn import fork
 from penstock.worker.loader.epoch_crossing import catch_up, leave
 from penstock.worker.loader.restart_points import Base
 from penstock.worker.loader.restorable_loader import Source
@@ -53,8 +55,7 @@ def main() -> None:
         while True:
             order = cast(Message, control.receive())
             if order.kind == "reap":
-                _, status = os.waitpid(order.fields["pid"], 0)
-                control.send("reaped", status=os.waitstatus_to_exitcode(status))
+                control.send("reaped", status=reap(order.fields["pid"]))
                 continue
             (fd,) = order.fds
             pid = fork(partial(_child, control, fd))
@@ -63,6 +64,7 @@ def main() -> None:
 
 
 def _child(control: Channel, fd: int) -> None:
+    forks.host_user_code()
     control.close()
     with contextlib.suppress(LaneLostError):
         _serve(Channel(socket.socket(fileno=fd)))
