@@ -8,12 +8,26 @@ import signal
 
 from penstock.runtime.process.watch import stat_of
 
-__all__ = ["describe_exit", "exit_words", "has_ended", "kill_group", "reap", "reap_orphan", "zombie_status"]
+__all__ = [
+    "describe_exit",
+    "exit_words",
+    "has_ended",
+    "kill_child",
+    "kill_group",
+    "reap",
+    "reap_orphan",
+    "zombie_status",
+]
+
+
+def kill_child(pid: int) -> None:
+    """Kill a child of this process that is not reaped: until then its number is its own."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
 
 
 def kill_group(pid: int) -> None:
-    """Kill the process group that a process leads: itself, and what it left behind. Call it while the process is not
-    reaped: until then its number is its own."""
+    """Kill the process group that a process leads, which is not reaped: itself, and what it left behind."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
 

@@ -14,12 +14,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import time
 from collections.abc import Collection
 from pathlib import Path
 
-from penstock.runtime.process.end import reap_orphan
+from penstock.runtime.process.end import kill_child, reap_orphan
 from penstock.runtime.process.watch import stat_of
 
 __all__ = ["Orphans", "forget_shared_memory", "own_children"]
@@ -68,8 +67,7 @@ class Orphans:
             if now < until:
                 spared[pid] = until
             else:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+                kill_child(pid)
         self._spared = spared
         return bool(living)
 

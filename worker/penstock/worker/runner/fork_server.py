@@ -30,7 +30,7 @@ from functools import partial
 
 from penstock.proto.errors import LaneLostError
 from penstock.runtime.process import sandbox
-from penstock.runtime.process.end import has_ended, reap
+from penstock.runtime.process.end import has_ended, kill_child, reap
 from penstock.runtime.process.spawn import fork
 from penstock.runtime.process.watch import Process, become_subreaper, die_with_parent
 from penstock.worker.processes.control_channel import DESCRIPTORS_CLOSED, Channel, DescriptorsClosedError, Message
@@ -113,8 +113,7 @@ def _reap(children: dict[int, int], channel: Channel, orphans: Orphans) -> None:
 def _end(children: Iterable[int], orphans: Orphans) -> None:
     """Kill all that is below us: our children, and then what became ours when they died."""
     for pid in children:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+        kill_child(pid)
         reap(pid, group=False)
         forget_shared_memory([pid])
     for _ in range(LAST_LOOKS):
