@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import select
 import signal
 import socket
 import sys
@@ -32,7 +31,7 @@ from penstock.runtime.files.private_folders import OwnFolder
 from penstock.runtime.process.end import exit_words
 from penstock.runtime.process.line_reader import LinePipe
 from penstock.runtime.process.spawn import NULL, TORCHRUN, Spawned, environment, module, spawn
-from penstock.runtime.process.watch import readable
+from penstock.runtime.process.watch import readable, wait_for_any
 
 __all__ = ["Embedded"]
 
@@ -136,23 +135,15 @@ class Embedded:
 
     def _attend(self) -> None:
         """Move what the daemons print to stderr, until both are gone."""
-        poll = select.poll()
-        by_fd: dict[int, _Child] = {}
-        for child in self._children:
-            for fd in (child.out.fileno(), child.process.fileno()):
-                poll.register(fd, select.POLLIN)
-                by_fd[fd] = child
-        alive = len(self._children)
+        outputs = {child.out.fileno(): child for child in self._children}
+        alive = {child.process.fileno(): child for child in self._children}
         while alive:
-            for fd, _ in poll.poll():
-                child = by_fd[fd]
-                if fd == child.out.fileno():
-                    if not child.forward():
-                        poll.unregister(fd)
+            for fd in wait_for_any([*outputs, *alive]):
+                if fd in outputs:
+                    if not outputs[fd].forward():
+                        del outputs[fd]
                     continue
-                poll.unregister(fd)
-                alive -= 1
-                child.process.wait()
+                alive.pop(fd).process.wait()
                 # The worker ends with its coordinator, and may be the first to be noticed.
                 self._ended(next(other for other in self._children if other.process.ended))
 

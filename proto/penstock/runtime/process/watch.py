@@ -12,7 +12,7 @@ import os
 import select
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -24,6 +24,7 @@ __all__ = [
     "die_with_parent",
     "readable",
     "stat_of",
+    "wait_for_any",
     "wait_for_parent_end",
 ]
 
@@ -35,13 +36,21 @@ LONGEST_S = 1e6
 """Seconds that poll(2) can be told to wait; more is for ever."""
 
 
-def readable(fd: int, timeout_s: float | None = None) -> bool:
-    """Wait until there is something to read, or the other side has ended; None: for as long as it takes. Return whether
-    there is. Unlike select(2) it takes any descriptor."""
+def wait_for_any(fds: Iterable[int], timeout_s: float | None = None) -> list[int]:
+    """Wait until one of these can be read, or its other side has ended; None: for as long as it takes. Return those.
+
+    As select(2), but for descriptors of any number.
+    """
     poll = select.poll()
-    poll.register(fd, select.POLLIN)
+    for fd in fds:
+        poll.register(fd, select.POLLIN)
     forever = timeout_s is None or timeout_s > LONGEST_S
-    return bool(poll.poll(None if forever else max(0.0, timeout_s or 0.0) * 1000))
+    return [fd for fd, _ in poll.poll(None if forever else max(0.0, timeout_s or 0.0) * 1000)]
+
+
+def readable(fd: int, timeout_s: float | None = None) -> bool:
+    """Wait for one, and return whether it can be read."""
+    return bool(wait_for_any([fd], timeout_s))
 
 
 class Process:

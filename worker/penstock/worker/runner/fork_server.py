@@ -171,6 +171,8 @@ def _child(parent: int, message: Message, parents_channel: Channel, own: Iterabl
             replayer.run_scratch(channel)
     except DescriptorsClosedError:
         return DESCRIPTORS_CLOSED
+    finally:
+        channel.sock.detach()  # it closes with the process; if user code closed it, its number is another's by now
     return 0
 
 

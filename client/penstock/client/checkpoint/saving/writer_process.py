@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import select
 import signal
 import socket
 import threading
@@ -31,6 +30,7 @@ from penstock.runtime.files.atomic_files import write_whole
 from penstock.runtime.process.end import exit_words
 from penstock.runtime.process.line_reader import LineReader
 from penstock.runtime.process.spawn import NULL, by_path, environment, spawn
+from penstock.runtime.process.watch import wait_for_any
 from penstock.runtime.telemetry.logs import about
 
 __all__ = ["Pending", "WriterProcess", "wait_all"]
@@ -247,11 +247,9 @@ class _Running:
     def _lines(self) -> Iterator[bytes]:
         """What it says, until it ends. That may be seen by its process only: a child that was forked while it was being
         started holds its end of the socket too."""
-        poll, said = select.poll(), LineReader(self._sock.fileno())
-        poll.register(said, select.POLLIN)
-        if self.process.fileno() >= 0:  # else its end of the socket has to do
-            poll.register(self.process, select.POLLIN)
-        while not said.ended and said.fileno() in {fd for fd, _ in poll.poll()}:
+        said, process = LineReader(self._sock.fileno()), self.process.fileno()
+        watched = [said.fileno(), process] if process >= 0 else [said.fileno()]  # no pidfds here: its end has to do
+        while not said.ended and said.fileno() in wait_for_any(watched):
             yield from said.read()
 
     def _take(self, reply: dict[str, Any], ready: threading.Event) -> None:
