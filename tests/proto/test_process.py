@@ -64,14 +64,24 @@ def test_a_child_leads_a_group(session: bool, leads: str) -> None:
     assert said(code, session=session) == leads.encode()
 
 
-def test_a_child_reads_nothing_from_the_terminal() -> None:
-    assert said("import sys; print(repr(sys.stdin.read()))") == b"''"
+def test_a_child_reads_nothing_of_ours() -> None:
+    kept, (read, write) = os.dup(0), os.pipe()
+    os.write(write, b"for us")
+    try:
+        os.dup2(read, 0)
+        assert said("import os; print(os.readlink('/proc/self/fd/0'))") == b"/dev/null"
+    finally:
+        os.dup2(kept, 0)
+        for fd in (kept, read, write):
+            os.close(fd)
 
 
 def test_nothing_stays_open_if_it_cannot_start() -> None:
     before = descriptors()
-    with LinePipe() as pipe, pytest.raises(FileNotFoundError):
-        spawn(["/nowhere/python"], stdout=pipe.theirs)
+    with LinePipe() as pipe:
+        with pytest.raises(FileNotFoundError):
+            spawn(["/nowhere/python"], stdout=pipe.theirs)
+        assert len(descriptors()) == len(before) + 1
     assert descriptors() == before
 
 
