@@ -19,7 +19,7 @@ from penstock.deploy.console.exit_codes import CommandError
 from penstock.deploy.engines import keeper
 from penstock.deploy.engines.fleet_folder import Folder
 from penstock.deploy.engines.keeper import Keeper
-from penstock.runtime.process.watch import Identity
+from penstock.runtime.process.identity import Identity
 
 Until = Callable[[Callable[[], bool]], None]
 UP = ("up", "--detach", "--listen", "127.0.0.1:0", "--slots", "1", "--allow", "streams", "--dir", "fleet")

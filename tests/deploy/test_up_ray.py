@@ -20,7 +20,7 @@ from job import Job
 
 from penstock.deploy.engines.engine import Plan
 from penstock.deploy.engines.fleet_folder import Folder
-from penstock.runtime.process.watch import Identity
+from penstock.runtime.process.identity import Identity
 
 pytestmark = [
     pytest.mark.timeout(300),  # Ray takes its time to start nodes, and to notice that one is gone

@@ -12,9 +12,10 @@ import time
 import pytest
 
 from penstock.runtime.process.end import describe_exit, exit_words, kill_group, reap_orphan
+from penstock.runtime.process.identity import Identity
 from penstock.runtime.process.line_reader import LinePipe
 from penstock.runtime.process.spawn import Spawned, environment, spawn
-from penstock.runtime.process.watch import Identity, Process, stat_of, wait_for_any
+from penstock.runtime.process.watch import Process, stat_of, wait_for_any
 
 SOON_S = 20.0
 

@@ -24,7 +24,7 @@ from penstock.deploy.engines.fleet_folder import Folder
 from penstock.deploy.engines.local import LocalEngine
 from penstock.proto.errors import WorkerLostError
 from penstock.proto.rpc.calls import CoordinatorClient
-from penstock.runtime.process.watch import Identity
+from penstock.runtime.process.identity import Identity
 
 __all__ = ["run_demo"]
 

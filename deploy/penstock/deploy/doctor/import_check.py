@@ -14,7 +14,6 @@ from penstock.proto.errors import DeadlineError, InvalidArgumentError, PenstockE
 from penstock.runtime.process.end import exit_words, kill_group
 from penstock.runtime.process.line_reader import LinePipe
 from penstock.runtime.process.spawn import spawn
-from penstock.runtime.process.watch import readable
 from penstock.worker.processes.user_path import interpreter
 
 __all__ = ["Imported", "main", "try_import"]
@@ -43,7 +42,7 @@ def try_import(input_fn: str, deadline_s: float) -> Imported:
         command = interpreter("penstock.deploy.doctor.import_check", input_fn, str(answer.theirs.fileno()))
         child = spawn(command, fds=[answer.theirs], stdout=sys.stderr.fileno())
         try:
-            in_time = readable(child.fileno(), deadline_s)
+            in_time = child.wait(deadline_s)
         finally:
             kill_group(child.pid)  # what it left behind too
             status = child.result()

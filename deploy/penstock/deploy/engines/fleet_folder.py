@@ -22,7 +22,7 @@ from penstock.deploy.console.command_token import make_token
 from penstock.deploy.console.exit_codes import USAGE, CommandError
 from penstock.deploy.engines.engine import Fleet, Plan
 from penstock.runtime.files.atomic_files import write_whole
-from penstock.runtime.process.watch import Identity
+from penstock.runtime.process.identity import Identity
 
 __all__ = ["Folder", "default_folder", "open_log"]
 

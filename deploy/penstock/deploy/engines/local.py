@@ -19,9 +19,9 @@ from penstock.deploy.engines.engine import Fleet, Plan
 from penstock.deploy.engines.fleet_folder import Folder, open_log
 from penstock.deploy.engines.keeper import COORDINATOR_GRACE_S, WORKER_GRACE_S, last_words
 from penstock.proto.errors import DeadlineError
+from penstock.runtime.process.identity import Identity
 from penstock.runtime.process.line_reader import LinePipe
 from penstock.runtime.process.spawn import Spawned, module, spawn
-from penstock.runtime.process.watch import Identity
 
 __all__ = ["LocalEngine"]
 

@@ -29,7 +29,8 @@ from penstock.deploy.engines.engine import Fleet, Plan, worker_name
 from penstock.deploy.engines.fleet_folder import Folder
 from penstock.deploy.engines.keeper import COORDINATOR_GRACE_S, WORKER_GRACE_S, Keeper
 from penstock.proto.errors import DeadlineError, PenstockError
-from penstock.runtime.process.watch import Identity, Process
+from penstock.runtime.process.identity import Identity
+from penstock.runtime.process.watch import Process
 
 __all__ = ["supervise"]
 

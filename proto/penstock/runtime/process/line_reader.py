@@ -54,11 +54,14 @@ class LinePipe(LineReader):
     """A pipe for a child to write to; both ends are closed on exec, the reading one does not block."""
 
     def __init__(self) -> None:
-        fd, write = os.pipe2(os.O_CLOEXEC)
-        os.set_blocking(fd, False)
-        super().__init__(fd)
+        super().__init__(-1)
+        self._fd, write = os.pipe2(os.O_CLOEXEC)
         self.theirs: BinaryIO = os.fdopen(write, "wb", 0)
         """The end to write to. `spawn` closes it here once the child has it."""
+        os.set_blocking(self._fd, False)
+
+    def __del__(self) -> None:
+        self.close()
 
     def __enter__(self) -> Self:
         return self
@@ -68,7 +71,7 @@ class LinePipe(LineReader):
 
     def close(self) -> None:
         """Close both ends."""
-        self.theirs.close()
         if self._fd >= 0:
+            self.theirs.close()
             os.close(self._fd)
             self._fd = -1

@@ -13,12 +13,10 @@ import select
 import signal
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
 __all__ = [
-    "Identity",
     "Process",
     "become_subreaper",
     "die_with_parent",
@@ -148,46 +146,6 @@ class Process:
         if self._pidfd >= 0:
             os.close(self._pidfd)
             self._pidfd = -1
-
-
-@dataclass(frozen=True)
-class Identity:
-    """A process for a record on disk: as long as it lives, and never another of its number."""
-
-    pid: int
-    started: int
-    """Clock ticks from the boot."""
-    boot: str
-
-    @classmethod
-    def of(cls, pid: int) -> Identity:
-        """Return that of a process that lives. ProcessLookupError otherwise."""
-        fields = stat_of(pid)
-        if not fields:
-            raise ProcessLookupError(f"there is no process {pid}")
-        return cls(pid, int(fields[19]), Path("/proc/sys/kernel/random/boot_id").read_text().strip())
-
-    def open(self) -> Process | None:
-        """Return the process, for the caller to close; None if it has ended."""
-        try:
-            process = Process(self.pid)
-        except ProcessLookupError:
-            return None
-        try:  # after it was opened: what is compared is what will be signalled
-            if Identity.of(self.pid) == self:
-                return process
-        except ProcessLookupError:
-            pass
-        process.close()
-        return None
-
-    def send(self, number: int) -> bool:
-        """Send it a signal. Return False if it has ended."""
-        process = self.open()
-        if process is None:
-            return False
-        with process:
-            return process.send(number)
 
 
 def stat_of(pid: int) -> list[str]:
