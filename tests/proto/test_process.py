@@ -95,7 +95,7 @@ def test_nothing_stays_open_of_one_that_ended() -> None:
     assert descriptors() == before
 
 
-def test_variables_are_left_out_by_name_or_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "RANKED", "TORCHELASTIC_RUN_ID", "PENSTOCK_TOKEN_FILE"):
         monkeypatch.setenv(name, "x")
     names = environment("RANK", "TORCHELASTIC_*", "PENSTOCK_TOKEN*").keys()
