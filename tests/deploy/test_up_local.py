@@ -17,8 +17,8 @@ import pytest
 
 from penstock.deploy.console.exit_codes import CommandError
 from penstock.deploy.engines import keeper
-from penstock.deploy.engines.fleet_folder import Folder
-from penstock.deploy.engines.keeper import Keeper
+from penstock.deploy.engines.fleet_folder import FleetFolder
+from penstock.deploy.engines.keeper import FleetKeeper
 from penstock.runtime.process.identity import Identity
 
 Until = Callable[[Callable[[], bool]], None]
@@ -30,7 +30,7 @@ class Fleet:
 
     def __init__(self, shell: Any) -> None:
         self.shell = shell
-        self.folder = Folder(shell.folder / "fleet")
+        self.folder = FleetFolder(shell.folder / "fleet")
         self.seen: list[Identity] = []
 
     def record(self) -> dict[str, Any]:
@@ -187,7 +187,7 @@ def test_what_cannot_start_says_why_and_leaves_nothing(shell: Any) -> None:
     assert done.returncode == 13
     assert "the coordinator exited with status 13" in done.error
     assert "is in use by another process" in done.error
-    assert Folder(shell.folder / "fleet").fleet() is None
+    assert FleetFolder(shell.folder / "fleet").fleet() is None
 
 
 def test_a_folder_that_others_can_change_is_refused(shell: Any) -> None:
@@ -200,7 +200,7 @@ def test_a_folder_that_others_can_change_is_refused(shell: Any) -> None:
 
 
 def test_another_port_is_tried_only_when_the_former_one_is_taken(shell: Any) -> None:
-    folder = Folder(shell.folder / "fleet")
+    folder = FleetFolder(shell.folder / "fleet")
     folder.make()
     folder.address = "127.0.0.1:1"
     done = shell.call(*UP, "--token-file", "no/such")
@@ -263,7 +263,7 @@ def test_a_daemon_that_dies_again_and_again_is_given_up_by_name(
         if kept.state == "ready":
             os.kill(kept.pid, signal.SIGKILL)
 
-    kept = Keeper("coordinator", lambda line: command, tmp_path / "log", come_back=True, changed=changed)
+    kept = FleetKeeper("coordinator", lambda line: command, tmp_path / "log", come_back=True, changed=changed)
     with pytest.raises(CommandError, match=r"the coordinator was killed by SIGKILL \(3 times in a row\): .*listening"):
         asyncio.run(kept.run())
     assert (kept.restarts, kept.state) == (2, "failed")
@@ -278,7 +278,7 @@ def test_a_number_that_is_another_process_by_now_is_not_hit() -> None:
 
 
 def test_down_ends_a_fleet_that_is_being_started(shell: Any, until: Until) -> None:
-    folder = Folder(shell.folder / "fleet")
+    folder = FleetFolder(shell.folder / "fleet")
     for _ in range(5):
         starting = shell.begin(*UP)
         until(partial(_is_held_by_another, folder, Identity.of(starting.process.pid)))  # before there is a record
@@ -291,13 +291,13 @@ def test_down_ends_a_fleet_that_is_being_started(shell: Any, until: Until) -> No
     assert (folder.supervised, folder.fleet()) == (False, None)
 
 
-def _is_held_by_another(folder: Folder, one: Identity) -> bool:
+def _is_held_by_another(folder: FleetFolder, one: Identity) -> bool:
     return folder.holder() not in (None, one)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_an_up_that_is_told_to_end_leaves_no_fleet(shell: Any, until: Until, number: signal.Signals) -> None:
-    folder = Folder(shell.folder / "fleet")
+    folder = FleetFolder(shell.folder / "fleet")
     for _ in range(5):
         starting = shell.begin(*UP)
         until(partial(_is_held_by_another, folder, Identity.of(starting.process.pid)))

@@ -18,8 +18,8 @@ import pytest
 from cluster import SUPPORT
 from job import Job
 
-from penstock.deploy.engines.engine import Plan
-from penstock.deploy.engines.fleet_folder import Folder
+from penstock.deploy.engines.engine import FleetPlan
+from penstock.deploy.engines.fleet_folder import FleetFolder
 from penstock.runtime.process.identity import Identity
 
 pytestmark = [
@@ -43,7 +43,7 @@ class RayFleet:
 
     def __init__(self, shell: Any, cluster: Any) -> None:
         self.shell, self.cluster = shell, cluster
-        self.folder = Folder(shell.folder / "fleet")
+        self.folder = FleetFolder(shell.folder / "fleet")
 
     def run(self, *arguments: str) -> Any:
         return self.shell.run(*arguments, deadline_s=150, PYTHONWARNINGS=None)
@@ -171,7 +171,7 @@ def test_what_ray_is_asked_for() -> None:
     from penstock.deploy.engines.ray import worker_options
 
     def options(near: str) -> dict[str, Any]:
-        plan = Plan("ray", "f", 2, 4, "m", "127.0.0.1:0", "/token", options={"near": near})
+        plan = FleetPlan("ray", "f", 2, 4, "m", "127.0.0.1:0", "/token", options={"near": near})
         return worker_options(plan)
 
     assert options("")["num_cpus"] == 4
@@ -189,7 +189,7 @@ def test_the_living_nodes_will_do(caplog: pytest.LogCaptureFixture) -> None:
     def actor(name: str) -> Any:
         return SimpleNamespace(ready=SimpleNamespace(remote=lambda: name))
 
-    plan = Plan("ray", "f", 2, 4, "m", "127.0.0.1:0", "/token", timeout_s=7, options={"near": ""})
+    plan = FleetPlan("ray", "f", 2, 4, "m", "127.0.0.1:0", "/token", timeout_s=7, options={"near": ""})
     ray: Any = SimpleNamespace(
         wait=lambda waits, num_returns, timeout: (["f-1"], ["f-2"]),
         get=lambda name: {"host": "node", "line": name},

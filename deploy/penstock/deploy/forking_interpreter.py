@@ -25,10 +25,10 @@ from penstock.runtime.process.end import describe_exit, kill_group, reap
 from penstock.runtime.process.spawn import fork, spawn
 from penstock.runtime.process.watch import Process, die_with_parent, readable, wait_for_any
 from penstock.worker.processes.child_processes import START_DEADLINE_S, child_environment
-from penstock.worker.processes.control_channel import Channel, Message
+from penstock.worker.processes.control_channel import ControlChannel, ControlMessage
 from penstock.worker.processes.user_path import interpreter
 
-__all__ = ["ForkedChild", "Interpreter", "Task", "serve", "take_task", "wait_for_news"]
+__all__ = ["ForkedChild", "ForkingInterpreter", "Task", "serve", "take_task", "wait_for_news"]
 
 ABORT_S = 2.0
 """For a child that is told to show its stack and end."""
@@ -46,7 +46,7 @@ class Task:
     parts: Sequence[bytes] = ()
 
 
-class Interpreter:
+class ForkingInterpreter:
     """Seen from the command, which waits with deadlines. What user code prints goes to standard error.
 
     `module`: its `main` calls `serve`.
@@ -54,7 +54,7 @@ class Interpreter:
 
     def __init__(self, module: str, seed: int) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._channel = Channel(ours)
+        self._channel = ControlChannel(ours)
         command = interpreter(module, str(theirs.fileno()), str(os.getpid()))
         self._process = spawn(command, fds=[theirs], stdout=2, env=child_environment(seed))
         try:
@@ -79,7 +79,7 @@ class Interpreter:
     def fork(self) -> ForkedChild:
         """Return a new child, which has seen no user code."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        channel = Channel(ours)
+        channel = ControlChannel(ours)
         try:
             with theirs:
                 self._channel.send("fork", fds=[theirs.fileno()])
@@ -93,7 +93,7 @@ class Interpreter:
         self._channel.send("reap", pid=pid)
         return int(self._hear().fields["status"])
 
-    def _hear(self) -> Message:
+    def _hear(self) -> ControlMessage:
         """What it says next; WorkerLostError if it died."""
         until = time.monotonic() + START_DEADLINE_S
         try:
@@ -109,7 +109,7 @@ class ForkedChild:
     """A child of the interpreter, seen from the command. Its end is seen by its process: what it forked may hold its
     socket."""
 
-    def __init__(self, parent: Interpreter, channel: Channel, pid: int) -> None:
+    def __init__(self, parent: ForkingInterpreter, channel: ControlChannel, pid: int) -> None:
         self.channel = channel
         self.process = Process(pid)
         self._parent = parent
@@ -135,7 +135,7 @@ class ForkedChild:
             for part in task.parts:
                 self.channel.send("part", part)
 
-    def said(self) -> Message | None:
+    def said(self) -> ControlMessage | None:
         """What it has said next; None if nothing yet. LaneLostError: it will say nothing any more."""
         ended = self.process.ended  # looked at first: what it said before its end is there to be read
         message = self.channel.receive(wait=False)
@@ -143,7 +143,7 @@ class ForkedChild:
             raise LaneLostError("the process has ended")
         return message
 
-    def hear(self, until: float) -> Message | None:
+    def hear(self, until: float) -> ControlMessage | None:
         """Wait for what it says next; None if it has said nothing by this monotonic time. LaneLostError: see `said`."""
         while (message := self.said()) is None:
             if not wait_for_news([self], until):
@@ -174,16 +174,16 @@ def wait_for_news(children: Iterable[ForkedChild], until: float) -> list[ForkedC
 # ---- inside
 
 
-def serve(child: Callable[[Channel], None]) -> None:
+def serve(child: Callable[[ControlChannel], None]) -> None:
     """In the interpreter: fork a child that does this for each socket that comes, until the inherited one closes."""
-    control = Channel(socket.socket(fileno=int(sys.argv[1])))
+    control = ControlChannel(socket.socket(fileno=int(sys.argv[1])))
     die_with_parent(int(sys.argv[2]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the command's, which stops us
     faulthandler.enable()
     control.send("up")
     with contextlib.suppress(LaneLostError):
         while True:
-            order = cast(Message, control.receive())
+            order = cast(ControlMessage, control.receive())
             if order.kind == "reap":
                 control.send("reaped", status=reap(order.fields["pid"]))
                 continue
@@ -193,10 +193,10 @@ def serve(child: Callable[[Channel], None]) -> None:
             control.send("forked", pid=pid)
 
 
-def _in_child(child: Callable[[Channel], None], control: Channel, fd: int) -> None:
+def _in_child(child: Callable[[ControlChannel], None], control: ControlChannel, fd: int) -> None:
     control.close()
     forks.host_user_code()
-    channel = Channel(socket.socket(fileno=fd))
+    channel = ControlChannel(socket.socket(fileno=fd))
     forks.keep(channel)
     try:
         with contextlib.suppress(LaneLostError):
@@ -205,8 +205,8 @@ def _in_child(child: Callable[[Channel], None], control: Channel, fd: int) -> No
         channel.sock.detach()  # it closes with the process
 
 
-def take_task(channel: Channel) -> Task:
+def take_task(channel: ControlChannel) -> Task:
     """In a child: wait for a task."""
-    message = cast(Message, channel.receive())
-    parts = [cast(Message, channel.receive()).payload for _ in range(message.fields.pop("parts"))]
+    message = cast(ControlMessage, channel.receive())
+    parts = [cast(ControlMessage, channel.receive()).payload for _ in range(message.fields.pop("parts"))]
     return Task(message.kind, message.fields, message.payload, parts)

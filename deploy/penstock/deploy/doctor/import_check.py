@@ -16,21 +16,21 @@ from penstock.runtime.process.line_reader import LinePipe
 from penstock.runtime.process.spawn import spawn
 from penstock.worker.processes.user_path import interpreter
 
-__all__ = ["Imported", "main", "try_import"]
+__all__ = ["ImportedLoader", "main", "try_import"]
 
 TRACEBACK = 8 << 10
 """Characters: with the message, less than a pipe holds, for nobody reads before the end."""
 
 
 @dataclass(frozen=True)
-class Imported:
+class ImportedLoader:
     """It can be."""
 
     file: str
     """Of the module."""
 
 
-def try_import(input_fn: str, deadline_s: float) -> Imported:
+def try_import(input_fn: str, deadline_s: float) -> ImportedLoader:
     """Import "module:name" and look the name up.
 
     Raises what a worker would raise: InputFnNotFoundError, InputFnError with the traceback; DeadlineError.
@@ -54,7 +54,7 @@ def try_import(input_fn: str, deadline_s: float) -> Imported:
     found = json.loads(answer.rest)
     if "error" in found:
         raise error_named(**found["error"])
-    return Imported(found["file"])
+    return ImportedLoader(found["file"])
 
 
 def main() -> None:

@@ -20,11 +20,11 @@ from typing import Any, BinaryIO, TypeVar
 
 from penstock.deploy.console.command_token import make_token
 from penstock.deploy.console.exit_codes import USAGE, CommandError
-from penstock.deploy.engines.engine import Fleet, Plan
+from penstock.deploy.engines.engine import Fleet, FleetPlan
 from penstock.runtime.files.atomic_files import write_whole
-from penstock.runtime.process.identity import Identity
+from penstock.runtime.process.identity import FleetIdentity
 
-__all__ = ["Folder", "default_folder", "open_log"]
+__all__ = ["FleetFolder", "default_folder", "open_log"]
 
 _T = TypeVar("_T")
 
@@ -35,7 +35,7 @@ def default_folder(name: str) -> Path:
     return Path(home) / "penstock" / name
 
 
-class Folder:
+class FleetFolder:
     """The files of one fleet."""
 
     def __init__(self, path: Path) -> None:
@@ -81,7 +81,7 @@ class Folder:
             return None
         return fd
 
-    def hold(self, lock: int, identity: Identity) -> None:
+    def hold(self, lock: int, identity: FleetIdentity) -> None:
         """Say whom to signal about a lock that is held: its holder, or the one that it is handed on to."""
         data = json.dumps(asdict(identity)).encode()
         try:
@@ -90,10 +90,10 @@ class Folder:
         except OSError as error:
             raise CommandError(f"{self.path / 'lock'} cannot be written: {error.strerror}", USAGE) from error
 
-    def holder(self) -> Identity | None:
+    def holder(self) -> FleetIdentity | None:
         """What `hold` said last; that process may have ended since."""
         try:
-            return Identity(**json.loads((self.path / "lock").read_text()))
+            return FleetIdentity(**json.loads((self.path / "lock").read_text()))
         except (OSError, ValueError, TypeError):  # none yet, or just being written
             return None
 
@@ -110,12 +110,12 @@ class Folder:
 
     # ---- what is in it
 
-    def save_plan(self, plan: Plan) -> None:
+    def save_plan(self, plan: FleetPlan) -> None:
         """CommandError: it cannot be written, as on a full disk; so `save` and `address`."""
         _write(self._plan, _encoded(asdict(plan)))
 
-    def plan(self) -> Plan | None:
-        return self._read(self._plan, lambda found: Plan(**found))
+    def plan(self) -> FleetPlan | None:
+        return self._read(self._plan, lambda found: FleetPlan(**found))
 
     def save(self, fleet: Fleet) -> None:
         _write(self._record, _encoded(asdict(fleet)))
@@ -197,11 +197,11 @@ def _fleet(found: Any) -> Fleet:
     """TypeError, KeyError, AttributeError: it is no record."""
     fleet = Fleet(**found)
     if fleet.engine == "local":
-        Identity(**fleet.about["supervisor"])
+        FleetIdentity(**fleet.about["supervisor"])
         for daemon in fleet.about["daemons"]:
             daemon["name"], daemon["state"], fleet.about["ready"]
             if daemon["identity"] is not None:
-                Identity(**daemon["identity"])
+                FleetIdentity(**daemon["identity"])
     return fleet
 
 

@@ -1,7 +1,7 @@
 """Keeps one daemon running: a real `penstock coordinator` or `penstock worker`, as a child of this process.
 
 Used by the local engine's supervisor and by Ray's actors. A child ends with us, however we end: it watches this process
-by a pidfd (`--lifeline-pid`), which a parent-death signal does not do as well, for that one fires when the *thread*
+by a pidfd (`--parent-pid`), which a parent-death signal does not do as well, for that one fires when the *thread*
 that started the child ends. It has a session of its own, so that a Ctrl-C reaches the supervisor alone, which knows the
 order to end them in.
 
@@ -28,7 +28,7 @@ from penstock.runtime.process.line_reader import LinePipe
 from penstock.runtime.process.spawn import Spawned, module, spawn
 from penstock.runtime.telemetry.logs import printable
 
-__all__ = ["COORDINATOR_GRACE_S", "LONGEST_PAUSE_S", "WORKER_GRACE_S", "Keeper", "last_words"]
+__all__ = ["COORDINATOR_GRACE_S", "LONGEST_PAUSE_S", "WORKER_GRACE_S", "FleetKeeper", "last_words"]
 
 _log = logging.getLogger("penstock.deploy.engines")
 
@@ -47,7 +47,7 @@ WORDS = 5
 """Lines of a log that an error shows."""
 
 
-class Keeper:
+class FleetKeeper:
     """One daemon, from start to `stop`.
 
     Args:
@@ -148,7 +148,7 @@ class Keeper:
                 loop.remove_reader(out.fileno())
 
         with LinePipe() as out:
-            command = module("penstock.deploy", *self._command(self.line), "--lifeline-pid", str(os.getpid()))
+            command = module("penstock.deploy", *self._command(self.line), "--parent-pid", str(os.getpid()))
             self._child = child = spawn(command, stdout=out.theirs, stderr=open_log(self._path))
             loop.add_reader(out.fileno(), hear)
             child.on_end(ended.set)

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from penstock.deploy.console.exit_codes import BUG, INTERRUPTED, USAGE, CommandError
-from penstock.deploy.engines.engine import Fleet, Plan
-from penstock.deploy.engines.fleet_folder import Folder, open_log
+from penstock.deploy.engines.engine import Fleet, FleetPlan
+from penstock.deploy.engines.fleet_folder import FleetFolder, open_log
 from penstock.deploy.engines.keeper import COORDINATOR_GRACE_S, WORKER_GRACE_S, last_words
 from penstock.proto.errors import DeadlineError
 from penstock.runtime.process.identity import Identity
@@ -36,12 +36,12 @@ POLL_S = 0.05
 class LocalEngine:
     """`up` starts a supervisor that outlives this process. The foreground is penstock.deploy.engines.supervisor."""
 
-    def up(self, plan: Plan, folder: Path, *, ends_with_us: bool = False) -> Fleet:
+    def up(self, plan: FleetPlan, folder: Path, *, ends_with_us: bool = False) -> Fleet:
         """Start it, or tell the one that is up to have another number of workers. CommandError, DeadlineError.
 
         ends_with_us: it does not outlive this process after all, however that ends.
         """
-        where = Folder(folder)
+        where = FleetFolder(folder)
         lock = where.lock()
         if lock is None:
             return _adjust(plan, where)
@@ -77,7 +77,7 @@ class LocalEngine:
     def down(self, folder: Path, timeout_s: float) -> list[str]:
         """End the supervisor, also one that is being started; it ends the rest. And daemons of one that was killed, if
         there are any left. DeadlineError."""
-        where = Folder(folder)
+        where = FleetFolder(folder)
         deadline = time.monotonic() + timeout_s
         fleet = where.fleet()
         ended = []
@@ -99,10 +99,10 @@ class LocalEngine:
         return ended
 
 
-def _begin(where: Folder, log: Path, ready: BinaryIO, lock: int, ends_with_us: bool) -> Spawned:
+def _begin(where: FleetFolder, log: Path, ready: BinaryIO, lock: int, ends_with_us: bool) -> Spawned:
     what = [str(where.path), "--ready-fd", str(ready.fileno()), "--lock-fd", str(lock)]
     if ends_with_us:
-        what += ["--lifeline-pid", str(os.getpid())]
+        what += ["--parent-pid", str(os.getpid())]
     out = open_log(log)
     process = spawn(module("penstock.deploy.engines.supervisor", *what), stdout=out, stderr=out, fds=[ready, lock])
     try:
@@ -113,7 +113,7 @@ def _begin(where: Folder, log: Path, ready: BinaryIO, lock: int, ends_with_us: b
     return process
 
 
-def _adjust(plan: Plan, where: Folder) -> Fleet:
+def _adjust(plan: FleetPlan, where: FleetFolder) -> Fleet:
     current, fleet = where.plan(), where.fleet()
     if current is None or fleet is None or not fleet.about["ready"]:
         raise CommandError(f"a fleet is being started in {where.path} by another `penstock up`", USAGE)

@@ -5,39 +5,39 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Mapping
 
-from penstock.deploy.forking_interpreter import ForkedChild, Interpreter, Task, wait_for_news
+from penstock.deploy.forking_interpreter import ForkedChild, ForkingInterpreter, ReplayTask, wait_for_news
 from penstock.proto.errors import DeadlineError, LaneLostError, WorkerLostError, error_named
-from penstock.worker.processes.control_channel import Message
+from penstock.worker.processes.control_channel import ControlMessage
 
-__all__ = ["Crew", "Forker", "Task", "digests_of"]
+__all__ = ["ReplayForker", "ReplayProcesses", "ReplayTask", "digests_of"]
 
 
-def digests_of(answer: Message) -> list[int]:
+def digests_of(answer: ControlMessage) -> list[int]:
     """Of the batches since the child's last answer; the last is that of batch `total`."""
     return list(struct.unpack(f"<{len(answer.payload) // 8}Q", answer.payload))
 
 
-class Forker(Interpreter):
+class ReplayForker(ForkingInterpreter):
     """Forks the children."""
 
     def __init__(self, seed: int) -> None:
-        super().__init__("penstock.deploy.replay.rerun", seed)
+        super().__init__("penstock.deploy.replay.slot_replay", seed)
 
 
-class Crew:
+class ReplayProcesses:
     """`count` children, one for each worker of the box.
 
     `until`: the monotonic time at which everything must be done. `told`: hears (slot, total) from time to time.
     """
 
-    def __init__(self, forker: Forker, count: int, until: float, told: Callable[[int, int], None]) -> None:
+    def __init__(self, forker: ReplayForker, count: int, until: float, told: Callable[[int, int], None]) -> None:
         self._until, self._told = until, told
         self._at = [0] * count
         self._children: list[ForkedChild] = []
         for _ in range(count):
             self._children.append(forker.fork())
 
-    def __enter__(self) -> Crew:
+    def __enter__(self) -> ReplayProcesses:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -48,7 +48,7 @@ class Crew:
         for child in self._children:
             child.close()
 
-    def ask(self, tasks: Mapping[int, Task]) -> dict[int, Message]:
+    def ask(self, tasks: Mapping[int, ReplayTask]) -> dict[int, ControlMessage]:
         """Have children do their tasks, all at the same time; their answers by slot.
 
         Raises what one of them raised first; WorkerLostError if one died; DeadlineError, with the stacks on standard
@@ -56,7 +56,7 @@ class Crew:
         """
         for slot, task in tasks.items():
             self._children[slot].ask(task)
-        answers: dict[int, Message] = {}
+        answers: dict[int, ControlMessage] = {}
         while len(answers) < len(tasks):
             waited = {self._children[slot]: slot for slot in tasks if slot not in answers}
             news = wait_for_news(waited, self._until)
@@ -66,7 +66,7 @@ class Crew:
                 self._hear(waited[child], answers)
         return answers
 
-    def _hear(self, slot: int, answers: dict[int, Message]) -> None:
+    def _hear(self, slot: int, answers: dict[int, ControlMessage]) -> None:
         try:
             while slot not in answers and (message := self._children[slot].said()) is not None:
                 if message.kind == "at":

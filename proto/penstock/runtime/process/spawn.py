@@ -3,7 +3,7 @@
 What all of them have in common: no shell, no standard input, no descriptors but those that are named, a process group
 of their own (a Ctrl-C in the terminal is for whoever started us to act on), and -P, so that a file of the user's in the
 working directory does not stand in for a module of ours or of the library. A spawned child ends with this process by
-watching it (`--lifeline-pid`, watch.py), a forked one by a parent-death signal.
+watching it (`--parent-pid`, watch.py), a forked one by a parent-death signal.
 """
 
 from __future__ import annotations

@@ -33,7 +33,12 @@ from penstock.runtime.process import sandbox
 from penstock.runtime.process.end import has_ended, kill_child, reap
 from penstock.runtime.process.spawn import fork
 from penstock.runtime.process.watch import Process, become_subreaper, die_with_parent
-from penstock.worker.processes.control_channel import DESCRIPTORS_CLOSED, Channel, DescriptorsClosedError, Message
+from penstock.worker.processes.control_channel import (
+    DESCRIPTORS_CLOSED,
+    ControlChannel,
+    ControlMessage,
+    DescriptorsClosedError,
+)
 from penstock.worker.processes.orphans import Orphans, forget_shared_memory
 from penstock.worker.processes.runner_user import RunnerUser
 from penstock.worker.processes.stack_dump import write_stacks_to
@@ -48,7 +53,7 @@ LAST_LOOKS = 90
 
 def main() -> None:
     """Serve fork requests on the inherited control socket until it closes."""
-    channel = Channel(socket.socket(fileno=int(sys.argv[1])))
+    channel = ControlChannel(socket.socket(fileno=int(sys.argv[1])))
     die_with_parent(int(sys.argv[2]), signal.SIGCONT)
     become_subreaper()
     gc.disable()  # it would walk, again and again, what is imported to stay: a fifth of the time that torch takes
@@ -100,7 +105,7 @@ def main() -> None:
     os._exit(0)  # nothing here is worth the half second in which the interpreter would take torch apart
 
 
-def _reap(children: dict[int, int], channel: Channel, orphans: Orphans) -> None:
+def _reap(children: dict[int, int], channel: ControlChannel, orphans: Orphans) -> None:
     """Collect the children that have died, and tell their ends. Their group goes first, while its number is theirs."""
     for pid in list(children):
         if not has_ended(pid):
@@ -122,7 +127,7 @@ def _end(children: Iterable[int], orphans: Orphans) -> None:
         time.sleep(ORPHANS_S)
 
 
-def _fork(message: Message, channel: Channel, own: Iterable[int]) -> int:
+def _fork(message: ControlMessage, channel: ControlChannel, own: Iterable[int]) -> int:
     """`own`: descriptors that are no business of a child's."""
     pid = fork(partial(_child, os.getpid(), message, channel, own))
     for fd in message.fds:
@@ -141,7 +146,7 @@ def _give_up_rights(tempdir: str) -> None:
         multiprocessing.current_process()._config["tempdir"] = tempdir  # type: ignore[attr-defined]
 
 
-def _child(parent: int, message: Message, parents_channel: Channel, own: Iterable[int]) -> int:
+def _child(parent: int, message: ControlMessage, parents_channel: ControlChannel, own: Iterable[int]) -> int:
     """Return the exit status. What is raised comes out of the runner's own code: user errors never get here."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -161,14 +166,14 @@ def _child(parent: int, message: Message, parents_channel: Channel, own: Iterabl
     from penstock.worker.processes.progress_page import ProgressPage
     from penstock.worker.runner import helper_process, replayer, runner
 
-    channel, role = Channel(socket.socket(fileno=control)), message.fields["role"]
+    channel, role = ControlChannel(socket.socket(fileno=control)), message.fields["role"]
     try:
         if role == "runner":
             runner.run_slot(channel, ProgressPage(progress_page))
         elif role == "helper":
             helper_process.run_helper(channel)
         else:
-            replayer.run_scratch(channel)
+            replayer.run_task(channel)
     except DescriptorsClosedError:
         return DESCRIPTORS_CLOSED
     finally:
