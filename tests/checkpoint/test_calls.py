@@ -224,7 +224,7 @@ def test_an_interrupt_while_the_writer_is_started_again(tmp_path: Path, monkeypa
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr("penstock.client.checkpoint.saving.writer_process.subprocess.Popen", interrupted)
+            patch.setattr("penstock.runtime.process.spawn.subprocess.Popen", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 checkpointer.save(1, state_of(1.0))
         with pytest.raises(CheckpointError, match="interrupted by KeyboardInterrupt before its writer had it"):

@@ -176,7 +176,7 @@ def test_a_death_is_seen_where_others_hold_the_socket(tmp_path: Path, monkeypatc
         children.append(child)
         return real(*arguments, **options)
 
-    monkeypatch.setattr("penstock.client.checkpoint.saving.writer_process.subprocess.Popen", forks)
+    monkeypatch.setattr("penstock.runtime.process.spawn.subprocess.Popen", forks)
     try:
         with AsyncCheckpointer(tmp_path, timeout_s=600) as checkpointer:
             pid = checkpointer._writer.pid

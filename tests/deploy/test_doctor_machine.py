@@ -212,7 +212,7 @@ def test_a_coordinator_that_runs_here_may_have_its_port(coordinator: Any) -> Non
         ("light:nothing", "light", "problem", "has no 'nothing'"),
         ("lacking:fn", "lacking", "problem", "ModuleNotFoundError: No module named 'not_installed_here'"),
         ("waiting_module:fn", "*", "problem", "takes more than 4 s"),
-        ("dying:fn", "*", "problem", "ended with signal SIGKILL"),
+        ("dying:fn", "*", "problem", "was killed by SIGKILL"),
         ("colon", "*", "problem", "is not MODULE:NAME"),
     ],
 )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import select
 import signal
 import socket
 import stat
@@ -18,8 +17,9 @@ import pytest
 
 from penstock.deploy.console.exit_codes import CommandError
 from penstock.deploy.engines import keeper
-from penstock.deploy.engines.fleet_folder import FleetFolder, FleetIdentity
+from penstock.deploy.engines.fleet_folder import FleetFolder
 from penstock.deploy.engines.keeper import FleetKeeper
+from penstock.runtime.process.identity import Identity
 
 Until = Callable[[Callable[[], bool]], None]
 UP = ("up", "--detach", "--listen", "127.0.0.1:0", "--slots", "1", "--allow", "streams", "--dir", "fleet")
@@ -31,18 +31,18 @@ class Fleet:
     def __init__(self, shell: Any) -> None:
         self.shell = shell
         self.folder = FleetFolder(shell.folder / "fleet")
-        self.seen: list[FleetIdentity] = []
+        self.seen: list[Identity] = []
 
     def record(self) -> dict[str, Any]:
         fleet = self.folder.fleet()
         assert fleet is not None
         return fleet.as_dict()
 
-    def processes(self) -> dict[str, FleetIdentity | None]:
+    def processes(self) -> dict[str, Identity | None]:
         """By name; None: between two lives, or for good."""
         record = self.record()
         found = {daemon["name"]: daemon["identity"] for daemon in record["daemons"]} | {"sup": record["supervisor"]}
-        living = {name: FleetIdentity(**identity) if identity else None for name, identity in found.items()}
+        living = {name: Identity(**identity) if identity else None for name, identity in found.items()}
         self.seen += [identity for identity in living.values() if identity is not None]
         return living
 
@@ -60,14 +60,9 @@ class Fleet:
         return all(_ended(identity) for identity in self.seen)
 
 
-def _ended(identity: FleetIdentity) -> bool:
-    fd = identity.open()
-    if fd is None:
-        return True
-    try:  # readable: it has ended, and nobody has collected it
-        return bool(select.select([fd], [], [], 0)[0])
-    finally:
-        os.close(fd)
+def _ended(identity: Identity) -> bool:
+    process = identity.open()
+    return process is None or process.ended  # or nobody has collected it yet
 
 
 @pytest.fixture(scope="module")
@@ -190,7 +185,7 @@ def test_what_cannot_start_says_why_and_leaves_nothing(shell: Any) -> None:
         taken.listen()
         done = shell.call(*UP, "--listen", f"127.0.0.1:{taken.getsockname()[1]}")
     assert done.returncode == 13
-    assert "the coordinator ended with status 13" in done.error
+    assert "the coordinator exited with status 13" in done.error
     assert "is in use by another process" in done.error
     assert FleetFolder(shell.folder / "fleet").fleet() is None
 
@@ -275,12 +270,9 @@ def test_a_daemon_that_dies_again_and_again_is_given_up_by_name(
 
 
 def test_a_number_that_is_another_process_by_now_is_not_hit() -> None:
-    mine = FleetIdentity.of(os.getpid())
+    mine = Identity.of(os.getpid())
     assert not _ended(mine)
-    for other in (
-        FleetIdentity(mine.pid, mine.started + 1, mine.boot),
-        FleetIdentity(mine.pid, mine.started, "another boot"),
-    ):
+    for other in (Identity(mine.pid, mine.started + 1, mine.boot), Identity(mine.pid, mine.started, "another boot")):
         assert other.open() is None
         assert not other.send(signal.SIGKILL)
 
@@ -289,7 +281,7 @@ def test_down_ends_a_fleet_that_is_being_started(shell: Any, until: Until) -> No
     folder = FleetFolder(shell.folder / "fleet")
     for _ in range(5):
         starting = shell.begin(*UP)
-        until(partial(_is_held_by_another, folder, FleetIdentity.of(starting.process.pid)))  # before there is a record
+        until(partial(_is_held_by_another, folder, Identity.of(starting.process.pid)))  # before there is a record
         done = shell.call("down", "--dir", "fleet")
         assert done.returncode == 0
         if (status := starting.process.wait(20)) != 0:
@@ -299,7 +291,7 @@ def test_down_ends_a_fleet_that_is_being_started(shell: Any, until: Until) -> No
     assert (folder.supervised, folder.fleet()) == (False, None)
 
 
-def _is_held_by_another(folder: FleetFolder, one: FleetIdentity) -> bool:
+def _is_held_by_another(folder: FleetFolder, one: Identity) -> bool:
     return folder.holder() not in (None, one)
 
 
@@ -308,7 +300,7 @@ def test_an_up_that_is_told_to_end_leaves_no_fleet(shell: Any, until: Until, num
     folder = FleetFolder(shell.folder / "fleet")
     for _ in range(5):
         starting = shell.begin(*UP)
-        until(partial(_is_held_by_another, folder, FleetIdentity.of(starting.process.pid)))
+        until(partial(_is_held_by_another, folder, Identity.of(starting.process.pid)))
         starting.process.send_signal(number)
         if (status := starting.process.wait(20)) != 0:
             break

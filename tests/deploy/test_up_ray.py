@@ -19,7 +19,8 @@ from cluster import SUPPORT
 from job import Job
 
 from penstock.deploy.engines.engine import FleetPlan
-from penstock.deploy.engines.fleet_folder import FleetFolder, FleetIdentity
+from penstock.deploy.engines.fleet_folder import FleetFolder
+from penstock.runtime.process.identity import Identity
 
 pytestmark = [
     pytest.mark.timeout(300),  # Ray takes its time to start nodes, and to notice that one is gone
@@ -114,7 +115,7 @@ def test_a_lost_node_and_a_killed_coordinator_change_no_batch(
     near = {node.node_id: node for node in fleet.cluster.worker_nodes}
     assert {daemons[name]["node"] for name in ("penstock-1", "penstock-2")} == set(near)
     assert daemons["penstock-coordinator"]["node"] == fleet.cluster.head_node.node_id
-    processes = [FleetIdentity.of(one[pid]) for one in daemons.values() for pid in ("pid", "actor_pid")]
+    processes = [Identity.of(one[pid]) for one in daemons.values() for pid in ("pid", "actor_pid")]
 
     undisturbed = fleet.job("undisturbed").finish(110)
     assert len(undisturbed) == STEPS

@@ -507,6 +507,6 @@ def test_stop_ends_it_and_may_be_said_twice() -> None:
 def test_one_that_cannot_listen_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("secrets.token_hex", lambda _: "x" * 200)
     receiver = Receiver()
-    with pytest.raises(PenstockError, match="ended with code 1 before it listened"):
+    with pytest.raises(PenstockError, match="exited with status 1 before it listened"):
         receiver.start()
     assert receiver.pid is None

@@ -51,17 +51,7 @@ import asyncio
 from penstock.worker.processes import child_processes as children
 from penstock.worker.processes.temporary_folders import TemporaryFolders
 
-start = asyncio.create_subprocess_exec
-
-
-async def slowly(*args, **kwargs):
-    process = await start(*args, **kwargs)
-    await asyncio.sleep(0.3)  # the event loop does other things before it goes on here
-    return process
-
-
 async def main():
-    asyncio.create_subprocess_exec = slowly
     ending = asyncio.ensure_future(children.end_orphans(1.0))
     fork_server = children.ForkServer(TemporaryFolders())
     await fork_server.start(1, main_script=False)

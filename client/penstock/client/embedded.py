@@ -17,10 +17,8 @@ from __future__ import annotations
 
 import os
 import secrets
-import select
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
@@ -30,6 +28,10 @@ from collections.abc import Callable, Sequence
 
 from penstock.proto.errors import PenstockError
 from penstock.runtime.files.private_folders import PrivateFolder
+from penstock.runtime.process.end import exit_words
+from penstock.runtime.process.line_reader import LinePipe
+from penstock.runtime.process.spawn import NULL, TORCHRUN, Spawned, environment, module, spawn
+from penstock.runtime.process.watch import readable, wait_for_any
 
 __all__ = ["Embedded"]
 
@@ -40,11 +42,10 @@ STOP_S = 5.0
 """Seconds for a daemon to end after SIGTERM."""
 PROBE_S = 0.01
 
-# What torchrun and Penstock's own settings tell the training process is not meant for its daemons.
 NO_CAGE = "PENSTOCK_WORKER_NO_CAGE"
 """The setting of `penstock worker --no-cage`, which an embedded worker has no flag for."""
-_DROPPED_PREFIXES = ("TORCHELASTIC_", "TORCH_NCCL_", "PENSTOCK_", "GROUP_", "ROLE_", "LOCAL_")
-_DROPPED = frozenset(("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "PYTHONHASHSEED"))
+_NOT_FOR_DAEMONS = (*TORCHRUN, "TORCH_NCCL_*", "PENSTOCK_*", "PYTHONHASHSEED")
+"""Variables of the environment that are the training process's alone."""
 
 
 class Embedded:
@@ -85,45 +86,30 @@ class Embedded:
             for child in self._children:
                 child.process.kill()
                 child.process.wait()
-                child.drop()
+                child.close()
             self._folder.close()
             raise
         self._thread = threading.Thread(target=self._attend, name="penstock-embedded", daemon=True)
         self._thread.start()
 
-    def _start(self, title: str, module: str, arguments: list[str], fds: Sequence[int] = ()) -> _Child:
+    def _start(self, title: str, name: str, arguments: list[str], fds: Sequence[int] = ()) -> _Child:
         if not sys.executable:
             raise PenstockError(
                 "Appliance(): sys.executable is empty, so the daemons cannot be started; give an address"
             )
-        out, write = os.pipe2(os.O_CLOEXEC)
+        out = LinePipe()
         try:
-            # -P: a file of the user's in the working directory must not stand in for a module of ours or of the
-            # library.
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-m", module, *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=write if module == "penstock.worker" else subprocess.DEVNULL,
-                stderr=write,
-                env=self._environment(),
-                pass_fds=fds,
-                start_new_session=True,
+            process = spawn(
+                module(name, *arguments),
+                stdout=out.theirs if name == "penstock.worker" else NULL,
+                stderr=out.theirs,
+                fds=fds,
+                env=environment(*_NOT_FOR_DAEMONS) | {"PENSTOCK_TOKEN": self.token},
             )
         except BaseException:
-            os.close(out)
+            out.close()
             raise
-        finally:
-            os.close(write)
         return _Child(title, process, out)
-
-    def _environment(self) -> dict[str, str]:
-        env = {
-            name: value
-            for name, value in os.environ.items()
-            if name not in _DROPPED and not name.startswith(_DROPPED_PREFIXES)
-        }
-        env["PENSTOCK_TOKEN"] = self.token
-        return env
 
     # ---- starting
 
@@ -149,32 +135,23 @@ class Embedded:
 
     def _attend(self) -> None:
         """Move what the daemons print to stderr, until both are gone."""
-        poll = select.poll()
-        by_fd: dict[int, _Child] = {}
-        for child in self._children:
-            for fd in (child.out, child.pidfd):
-                poll.register(fd, select.POLLIN)
-                by_fd[fd] = child
-        alive = len(self._children)
+        outputs = {child.out.fileno(): child for child in self._children}
+        alive = {child.process.fileno(): child for child in self._children}
         while alive:
-            for fd, _ in poll.poll():
-                child = by_fd[fd]
-                if fd == child.out:
-                    if not child.forward():
-                        poll.unregister(fd)
+            for fd in wait_for_any([*outputs, *alive]):
+                if fd in outputs:
+                    if not outputs[fd].forward():
+                        del outputs[fd]
                     continue
-                poll.unregister(fd)
-                alive -= 1
-                child.process.wait()
+                alive.pop(fd).process.wait()
                 # The worker ends with its coordinator, and may be the first to be noticed.
-                self._ended(next(other for other in self._children if other.has_ended()))
+                self._ended(next(other for other in self._children if other.process.ended))
 
     def _ended(self, child: _Child) -> None:
-        code = child.process.wait()
         if self._closing or self._failure is not None:
             return
         child.read_rest()
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
+        how = exit_words(child.process.result())
         self._failure = PenstockError(f"the embedded {child.title} {how}{child.last_words()}")
         self._down.set()
         self._on_death(self._failure)
@@ -186,7 +163,7 @@ class Embedded:
         if os.getpid() == self._pid and not self._closing:
             self._closing = True
             for child in self._children:
-                child.ask_to_end()
+                child.process.send(signal.SIGTERM)
 
     def close(self) -> None:
         """Stop both and wait for them."""
@@ -198,74 +175,46 @@ class Embedded:
             self._closing = True
         # The worker first: it tells the coordinator that it leaves.
         for child in reversed(self._children):
-            child.stop()
+            child.process.end(STOP_S)
         if self._thread is not threading.current_thread():
             self._thread.join(STOP_S)
         for child in self._children:
-            child.drop()
+            child.close()
         self._folder.close()
 
 
 class _Child:
-    def __init__(self, title: str, process: subprocess.Popen[bytes], out: int) -> None:
+    """A daemon, and where it prints to."""
+
+    def __init__(self, title: str, process: Spawned, out: LinePipe) -> None:
         self.title = title
         self.process = process
-        self.pidfd = os.pidfd_open(process.pid)
         self.out = out
-        """Where it prints to."""
-        os.set_blocking(self.out, False)
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
-        self._part = b""
 
     def forward(self) -> bool:
         """Pass on what there is. False at the end."""
-        try:
-            data = os.read(self.out, 1 << 16)
-        except BlockingIOError:
-            return True
-        except OSError:
-            data = b""
-        if not data:
-            return False
-        *lines, self._part = (self._part + data).split(b"\n")
-        for line in lines:
+        for line in self.out.read():
             text = line.decode(errors="backslashreplace")
             self._tail.append(text)
             try:
                 print(text, file=sys.stderr, flush=True)
             except (OSError, ValueError, AttributeError):
                 pass  # stderr is closed; the tail still has it
-        return True
+        return not self.out.ended
 
     def read_rest(self) -> None:
         """What was in the pipe when the process ended; runners may still hold it open."""
         for _ in range(TAIL_LINES):
-            if not select.select([self.out], [], [], 0)[0] or not self.forward():
+            if not readable(self.out.fileno(), 0) or not self.forward():
                 return
 
-    def has_ended(self) -> bool:
-        return bool(select.select([self.pidfd], [], [], 0)[0])
-
     def last_words(self) -> str:
-        lines = [*self._tail, self._part.decode(errors="backslashreplace")] if self._part else list(self._tail)
+        """What it printed last, for an error."""
+        lines = [*self._tail, self.out.rest.decode(errors="backslashreplace")] if self.out.rest else [*self._tail]
         return ":\n" + "\n".join(lines) if lines else " without a word"
 
-    def ask_to_end(self) -> None:
-        try:
-            signal.pidfd_send_signal(self.pidfd, signal.SIGTERM)
-        except OSError:
-            pass  # it has ended
-
-    def stop(self) -> None:
-        process = self.process
-        if process.poll() is None:
-            process.terminate()
-            if not select.select([self.pidfd], [], [], STOP_S)[0]:
-                process.kill()
-        process.wait()
-
-    def drop(self) -> None:
-        if self.pidfd >= 0:
-            os.close(self.pidfd)
-            os.close(self.out)
-            self.pidfd = self.out = -1
+    def close(self) -> None:
+        """Once it has ended."""
+        self.process.close()
+        self.out.close()

@@ -1,7 +1,8 @@
 """An interpreter that forks, from both sides.
 
 `penstock doctor` and `penstock replay` run loaders as workers do: in processes forked from a fresh interpreter that has
-imported torch and seen no user code, with the run's hash seed. It dies with the command, and its children with it.
+imported torch and seen no user code, with the run's hash seed. Each child has a socket of its own to the command, by
+which it gets tasks and answers. It dies with the command, and its children with it.
 """
 
 from __future__ import annotations
@@ -9,50 +10,55 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
-import select
 import signal
 import socket
-import subprocess
 import sys
 import time
-from collections.abc import Callable
-from types import TracebackType
-from typing import Self
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Self, cast
 
 from penstock.proto.errors import DeadlineError, LaneLostError, WorkerLostError
 from penstock.runtime.process import forks
+from penstock.runtime.process.end import describe_exit, kill_group, reap
+from penstock.runtime.process.spawn import fork, spawn
+from penstock.runtime.process.watch import Process, die_with_parent, readable, wait_for_any
 from penstock.worker.processes.child_processes import START_DEADLINE_S, child_environment
 from penstock.worker.processes.control_channel import ControlChannel, ControlMessage
 from penstock.worker.processes.user_path import interpreter
-from penstock.worker.runner.fork_server import die_with_parent
 
-__all__ = ["ForkingInterpreter", "begin", "fork", "kill_group", "show_stack"]
+__all__ = ["ForkedChild", "ForkingInterpreter", "Task", "serve", "take_task", "wait_for_news"]
 
 ABORT_S = 2.0
 """For a child that is told to show its stack and end."""
+EXIT_S = 2.0
+"""For a child whose socket is closed to be seen to have ended."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a child is asked."""
+
+    kind: str
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    payload: bytes = b""
+    parts: Sequence[bytes] = ()
 
 
 class ForkingInterpreter:
     """Seen from the command, which waits with deadlines. What user code prints goes to standard error.
 
-    `module`: its `main` serves what is said on `channel`, which it gets from `begin`.
+    `module`: its `main` calls `serve`.
     """
 
     def __init__(self, module: str, seed: int) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.channel = ControlChannel(ours)
-        with theirs:
-            self._process = subprocess.Popen(
-                interpreter(module, str(theirs.fileno()), str(os.getpid())),
-                pass_fds=[theirs.fileno()],
-                env=child_environment(seed),
-                stdin=subprocess.DEVNULL,
-                stdout=2,
-                start_new_session=True,  # Ctrl-C is ours alone
-            )
+        self._channel = ControlChannel(ours)
+        command = interpreter(module, str(theirs.fileno()), str(os.getpid()))
+        self._process = spawn(command, fds=[theirs], stdout=2, env=child_environment(seed))
         try:
-            if self.hear(time.monotonic() + START_DEADLINE_S) is None:
-                raise DeadlineError("the interpreter that runs the loaders did not start")
+            self._hear()
         except BaseException:
             self.close()
             raise
@@ -60,70 +66,147 @@ class ForkingInterpreter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
         """Kill it; its children die with it."""
         self._process.kill()
         self._process.wait()
-        self.channel.close()
+        self._process.close()
+        self._channel.close()
 
-    def hear(self, until: float) -> ControlMessage | None:
-        """What it says next; None if it has said nothing by this monotonic time. Raises WorkerLostError if it died."""
+    def fork(self) -> ForkedChild:
+        """Return a new child, which has seen no user code."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        channel = ControlChannel(ours)
         try:
-            while (message := self.channel.receive(wait=False)) is None:
-                if not select.select([self.channel.fileno()], [], [], max(0.0, until - time.monotonic()))[0]:
-                    return None
+            with theirs:
+                self._channel.send("fork", fds=[theirs.fileno()])
+                return ForkedChild(self, channel, int(self._hear().fields["pid"]))
+        except BaseException:
+            channel.close()
+            raise
+
+    def reap(self, pid: int) -> int:
+        """Return the exit status of a child that has ended, as Python has it. What it left behind is killed."""
+        self._channel.send("reap", pid=pid)
+        return int(self._hear().fields["status"])
+
+    def _hear(self) -> ControlMessage:
+        """What it says next; WorkerLostError if it died."""
+        until = time.monotonic() + START_DEADLINE_S
+        try:
+            while (message := self._channel.receive(wait=False)) is None:
+                if not readable(self._channel.fileno(), until - time.monotonic()):
+                    raise DeadlineError("the interpreter that runs the loaders does not answer")
         except LaneLostError as error:
             raise WorkerLostError("the interpreter that runs the loaders died; see above") from error
         return message
 
 
-def begin() -> ControlChannel:
-    """Inside it, before anything else: the way to the command, which hears that it is up."""
-    channel = ControlChannel(socket.socket(fileno=int(sys.argv[1])))
+class ForkedChild:
+    """A child of the interpreter, seen from the command. Its end is seen by its process: what it forked may hold its
+    socket."""
+
+    def __init__(self, parent: ForkingInterpreter, channel: ControlChannel, pid: int) -> None:
+        self.channel = channel
+        self.process = Process(pid)
+        self._parent = parent
+        self._reaped = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Kill it, and what it left behind."""
+        if not self._reaped:
+            kill_group(self.process.pid)
+        self.process.close()
+        self.channel.close()
+
+    def ask(self, task: Task) -> None:
+        """Give it a task. If it has died it says nothing any more, which is found out by listening."""
+        with contextlib.suppress(LaneLostError):
+            self.channel.send(task.kind, task.payload, parts=len(task.parts), **task.fields)
+            for part in task.parts:
+                self.channel.send("part", part)
+
+    def said(self) -> ControlMessage | None:
+        """What it has said next; None if nothing yet. LaneLostError: it will say nothing any more."""
+        ended = self.process.ended  # looked at first: what it said before its end is there to be read
+        message = self.channel.receive(wait=False)
+        if message is None and ended:
+            raise LaneLostError("the process has ended")
+        return message
+
+    def hear(self, until: float) -> ControlMessage | None:
+        """Wait for what it says next; None if it has said nothing by this monotonic time. LaneLostError: see `said`."""
+        while (message := self.said()) is None:
+            if not wait_for_news([self], until):
+                return None
+        return message
+
+    def how_it_ended(self) -> str:
+        """Say in words how it ended, once it says nothing any more."""
+        if not self.process.wait(EXIT_S):
+            return "closed its descriptors"
+        status = self._parent.reap(self.process.pid)
+        self._reaped = True
+        return describe_exit(status)
+
+    def show_stack(self) -> None:
+        """Have faulthandler print the stack of each of its threads, of which it dies."""
+        self.process.send(signal.SIGABRT)
+        self.process.wait(ABORT_S)
+
+
+def wait_for_news(children: Iterable[ForkedChild], until: float) -> list[ForkedChild]:
+    """Wait until one of them has said something or ended, and return those; none if nothing came by this monotonic
+    time."""
+    by_fd = {fd: child for child in children for fd in (child.channel.fileno(), child.process.fileno())}
+    return list(dict.fromkeys(by_fd[fd] for fd in wait_for_any(by_fd, until - time.monotonic())))
+
+
+# ---- inside
+
+
+def serve(child: Callable[[ControlChannel], None]) -> None:
+    """In the interpreter: fork a child that does this for each socket that comes, until the inherited one closes."""
+    control = ControlChannel(socket.socket(fileno=int(sys.argv[1])))
     die_with_parent(int(sys.argv[2]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the command's, which stops us
     faulthandler.enable()
-    channel.send("up")
-    return channel
-
-
-def fork(run: Callable[[], None]) -> int:
-    """Inside it: a child that does this, in a process group of its own, and ends with status 0, or 1 for an error. Its
-    process id."""
-    parent = os.getpid()
-    pid = os.fork()
-    if pid:
-        return pid
-    code = 1
-    try:
-        os.setpgid(0, 0)
-        die_with_parent(parent)
-        forks.host_user_code()
-        run()
-        code = 0
-    except BaseException as error:
-        sys.excepthook(type(error), error, error.__traceback__)
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-
-
-def show_stack(pid: int) -> None:
-    """faulthandler prints the stack of every thread of a child before it dies."""
-    with contextlib.suppress(ProcessLookupError):
-        fd = os.pidfd_open(pid)
-        try:
-            os.kill(pid, signal.SIGABRT)
-            select.select([fd], [], [], ABORT_S)
-        finally:
+    control.send("up")
+    with contextlib.suppress(LaneLostError):
+        while True:
+            order = cast(ControlMessage, control.receive())
+            if order.kind == "reap":
+                control.send("reaped", status=reap(order.fields["pid"]))
+                continue
+            (fd,) = order.fds
+            pid = fork(partial(_in_child, child, control, fd))
             os.close(fd)
+            control.send("forked", pid=pid)
 
 
-def kill_group(pid: int) -> None:
-    """A child, and whatever it started."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
+def _in_child(child: Callable[[ControlChannel], None], control: ControlChannel, fd: int) -> None:
+    control.close()
+    forks.host_user_code()
+    channel = ControlChannel(socket.socket(fileno=fd))
+    forks.keep(channel)
+    try:
+        with contextlib.suppress(LaneLostError):
+            child(channel)
+    finally:
+        channel.sock.detach()  # it closes with the process
+
+
+def take_task(channel: ControlChannel) -> Task:
+    """In a child: wait for a task."""
+    message = cast(ControlMessage, channel.receive())
+    parts = [cast(ControlMessage, channel.receive()).payload for _ in range(message.fields.pop("parts"))]
+    return Task(message.kind, message.fields, message.payload, parts)

@@ -38,6 +38,7 @@ from penstock.proto.errors import JournalError
 from penstock.proto.rpc.channel import RunningServer, Tls, host_id, server_aio
 from penstock.proto.rpc.connection_limits import raise_file_limit
 from penstock.proto.v1.coordinator_pb2_grpc import add_CoordinatorServicer_to_server
+from penstock.runtime.process.watch import Process
 from penstock.runtime.telemetry.counters import CallCounters
 from penstock.runtime.web.prometheus import in_loop
 
@@ -87,8 +88,13 @@ async def serve(
             closing.enter_context(paced(loop))
             raise_file_limit()
         _stop_by_signal(loop, stop, closing, leave_interrupt=parent_pid is not None)
-        if parent_pid is not None and not _stop_with(parent_pid, loop, stop, closing):
-            return
+        if parent_pid is not None:
+            try:
+                parent = Process.parent(parent_pid)
+            except ProcessLookupError:
+                return
+            closing.callback(parent.close)
+            parent.on_end(stop.set)
         directory = None
         if not in_memory:
             directory = StateDir(Path(state_dir))
@@ -163,20 +169,6 @@ def _stop_by_signal(
         closing.callback(loop.remove_signal_handler, signal.SIGTERM)
         loop.add_signal_handler(signal.SIGINT, (lambda: None) if leave_interrupt else stop.set)
         closing.callback(loop.remove_signal_handler, signal.SIGINT)
-
-
-def _stop_with(pid: int, loop: asyncio.AbstractEventLoop, stop: asyncio.Event, closing: contextlib.ExitStack) -> bool:
-    """Stops when our parent `pid` ends; false if it has ended already."""
-    try:
-        fd = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return False
-    closing.callback(os.close, fd)
-    if os.getppid() != pid:  # it ended before we looked, and its number is another's by now
-        return False
-    loop.add_reader(fd, stop.set)
-    closing.callback(loop.remove_reader, fd)
-    return True
 
 
 def announcer(ready_fd: int | None) -> Callable[[str], None]:

@@ -70,6 +70,7 @@ from penstock.proto.lane.ring import BOX_BYTES, PAGE, RingBudget
 from penstock.proto.lane.tls_socket import TlsSocket, check_damage, connect_tls
 from penstock.proto.rpc.tls import Renewing, Tls, explain, host_of, load_tls
 from penstock.proto.v1 import lane_pb2, records_pb2
+from penstock.runtime.process.watch import Process
 
 _log = logging.getLogger("penstock.client.stream.receiver")
 
@@ -457,7 +458,7 @@ class ReceiverLoop:
         self._epoll = select.epoll()
         self._watched: dict[int, tuple[int, ReceiverLane]] = {}
         self._lanes: set[ReceiverLane] = set()
-        self._parent_watch = os.pidfd_open(parent_pid)
+        self._parent_watch = Process(parent_pid)
         self._arrived: deque[tuple[Callable[[Connection], None], Connection]] = deque()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
@@ -476,7 +477,7 @@ class ReceiverLoop:
             if self.again:
                 timeout = 0
             for fd, events in self._epoll.poll(timeout):
-                if fd == self._parent_watch:
+                if fd == self._parent_watch.fileno():
                     return
                 if fd in special:
                     special[fd]()
@@ -496,7 +497,7 @@ class ReceiverLoop:
             lane.end("the receiver ends")
         self._listener.close()
         self._epoll.close()
-        os.close(self._parent_watch)
+        self._parent_watch.close()
         os.close(self._wake)
 
     def watch(self, lane: ReceiverLane, fd: int, mask: int) -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import os
 import secrets
-import select
-import subprocess
 import threading
 from pathlib import Path
 
 from penstock.proto.errors import DeadlineError, PenstockError
 from penstock.proto.rpc.tls import Tls
-from penstock.runtime.process.by_path import by_path
+from penstock.runtime.process.end import exit_words
+from penstock.runtime.process.line_reader import LinePipe
+from penstock.runtime.process.spawn import NULL, Spawned, by_path, environment, spawn
 
 __all__ = ["Receiver"]
 
@@ -37,14 +37,14 @@ class Receiver:
         self.tls = tls
         self.name = ""
         """Abstract Unix socket of the running receiver, "" before the first start."""
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Spawned | None = None
         self._lock = threading.Lock()
 
     @property
     def pid(self) -> int | None:
         """Of the running receiver."""
         process = self._process
-        return process.pid if process is not None and process.poll() is None else None
+        return process.pid if process is not None and process.status is None else None
 
     def start(self, parent_watch: int | None = None) -> str:
         """The name to connect to (`lane.connect_local`), of a receiver that listens.
@@ -66,35 +66,25 @@ class Receiver:
 
     def _spawn(self, parent_watch: int) -> None:
         name = f"penstock-receiver-{os.getpid()}-{secrets.token_hex(8)}"
-        read, write = os.pipe2(os.O_CLOEXEC)
-        try:
-            self._process = subprocess.Popen(
-                [
-                    *by_path(RECEIVER),
-                    *("--parent-pid", str(parent_watch), "--ready-fd", str(write), "--name", name),
-                    *("--max-batch-bytes", str(self.max_batch_bytes)),
-                    *self._tls_arguments(),
-                ],
-                pass_fds=[write],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                env={**MALLOC, **_environment()},
-                process_group=0,  # an interrupt from the keyboard is the training process's to handle
+        with LinePipe() as ready:
+            what = ("--parent-pid", str(parent_watch), "--ready-fd", str(ready.theirs.fileno()), "--name", name)
+            self._process = process = spawn(
+                [*by_path(RECEIVER), *what, "--max-batch-bytes", str(self.max_batch_bytes), *self._tls_arguments()],
+                fds=[ready.theirs],
+                stdout=NULL,
+                # Without the token: the receiver talks to workers only, with tickets.
+                env=MALLOC | environment("PENSTOCK_TOKEN*"),
+                session=False,
             )
-            os.close(write)
-            write = -1
-            ready, _, _ = select.select([read], [], [], START_S)
-            if not ready:
+            try:
+                said = ready.line(START_S)
+            except TimeoutError:
                 self._end()
-                raise DeadlineError(f"waited {START_S:g} s for the receiver to listen")
-            if not os.read(read, 1):
-                code = self._process.wait()
-                self._end()
-                raise PenstockError(f"the receiver ended with code {code} before it listened; see its standard error")
-        finally:
-            os.close(read)
-            if write >= 0:
-                os.close(write)
+                raise DeadlineError(f"waited {START_S:g} s for the receiver to listen") from None
+        if said is None:
+            how = exit_words(process.result())
+            self._end()
+            raise PenstockError(f"the receiver {how} before it listened; see its standard error")
         self.name = name
 
     def _tls_arguments(self) -> list[str]:
@@ -110,8 +100,4 @@ class Receiver:
         if process is not None:
             process.kill()  # it has nothing to put in order
             process.wait()
-
-
-def _environment() -> dict[str, str]:
-    """Without the token: the receiver talks to workers only, with tickets."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_TOKEN")}
+            process.close()

@@ -20,10 +20,11 @@ from typing import Any
 
 from penstock.deploy.console.signals import raised
 from penstock.deploy.engines.engine import Fleet, FleetPlan
-from penstock.deploy.engines.fleet_folder import FleetFolder, FleetIdentity
+from penstock.deploy.engines.fleet_folder import FleetFolder
 from penstock.deploy.engines.local import LocalEngine
 from penstock.proto.errors import WorkerLostError
 from penstock.proto.rpc.calls import CoordinatorClient
+from penstock.runtime.process.identity import Identity
 
 __all__ = ["run_demo"]
 
@@ -84,7 +85,7 @@ class _Demo:
         assert record is not None
         for daemon in record.about["daemons"]:
             if daemon["name"] == self.killed and daemon["identity"] is not None:
-                FleetIdentity(**daemon["identity"]).send(signal.SIGKILL)
+                Identity(**daemon["identity"]).send(signal.SIGKILL)
                 self._say(f"    step {KILL_AT}: worker {self.killed}, which makes the next batches, is killed")
                 return
         raise WorkerLostError(f"worker {self.killed} had gone before it could be killed")

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
 import sys
 from dataclasses import dataclass
 
 from penstock.proto.errors import DeadlineError, InvalidArgumentError, PenstockError, error_named
+from penstock.runtime.process.end import exit_words, kill_group
+from penstock.runtime.process.line_reader import LinePipe
+from penstock.runtime.process.spawn import spawn
 from penstock.worker.processes.user_path import interpreter
 
 __all__ = ["ImportedLoader", "main", "try_import"]
@@ -37,32 +38,20 @@ def try_import(input_fn: str, deadline_s: float) -> ImportedLoader:
     module, _, name = input_fn.partition(":")
     if not module or not name:
         raise InvalidArgumentError(f"{input_fn!r} is not MODULE:NAME, such as mypackage.data:train_input")
-    reading, writing = os.pipe()
-    with os.fdopen(reading, "rb") as answer:
-        child = subprocess.Popen(
-            interpreter("penstock.deploy.doctor.import_check", input_fn, str(writing)),
-            pass_fds=[writing],
-            stdin=subprocess.DEVNULL,
-            stdout=sys.stderr.fileno(),
-            start_new_session=True,
-        )
-        os.close(writing)
+    with LinePipe() as answer:
+        command = interpreter("penstock.deploy.doctor.import_check", input_fn, str(answer.theirs.fileno()))
+        child = spawn(command, fds=[answer.theirs], stdout=sys.stderr.fileno())
         try:
-            status = child.wait(deadline_s)
-        except subprocess.TimeoutExpired:
-            raise DeadlineError(f"importing {module} takes more than {deadline_s:g} s") from None
+            in_time = child.wait(deadline_s)
         finally:
-            try:
-                os.killpg(child.pid, signal.SIGKILL)  # what it left behind too
-            except ProcessLookupError:
-                pass
-            child.wait()
-        os.set_blocking(answer.fileno(), False)  # a process that it left behind elsewhere may hold the other end
-        said = answer.read() or b""
-    if not said:
-        how = f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}"
-        raise PenstockError(f"the process that imported {module} ended with {how}")
-    found = json.loads(said)
+            kill_group(child.pid)  # what it left behind too
+            status = child.result()
+        if not in_time:
+            raise DeadlineError(f"importing {module} takes more than {deadline_s:g} s")
+        answer.read()  # once: a process that it left behind elsewhere may hold the other end
+    if not answer.rest:
+        raise PenstockError(f"the process that imported {module} {exit_words(status)}")
+    found = json.loads(answer.rest)
     if "error" in found:
         raise error_named(**found["error"])
     return ImportedLoader(found["file"])

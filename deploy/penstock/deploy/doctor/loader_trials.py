@@ -16,25 +16,22 @@ pass.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import time
-from functools import partial
+from collections.abc import Mapping, Sequence
 from statistics import median
-from typing import Any, cast
+from typing import Any
 
 import torch
 
-from penstock.deploy.forking_interpreter import begin, fork
+from penstock.deploy.forking_interpreter import serve, take_task
 from penstock.proto.batch.replay_digest import ReplayDigest
-from penstock.proto.errors import EmptyInputError, LaneLostError, UnsupportedLeafError, UnsupportedStateError
+from penstock.proto.errors import EmptyInputError, UnsupportedLeafError, UnsupportedStateError
 from penstock.proto.state import assignment as place_of
 from penstock.proto.state.codec import decode_state, encode_state
 from penstock.proto.v1 import records_pb2
-from penstock.runtime.process import forks
 from penstock.worker.loader.restart_points import END, Launch, RestartPoint
 from penstock.worker.loader.restorable_loader import RestorableLoader
-from penstock.worker.processes.control_channel import ControlChannel, ControlMessage, plain_detail
+from penstock.worker.processes.control_channel import ControlChannel, plain_detail
 from penstock.worker.processes.user_code import load_input_fn
 
 __all__ = ["main"]
@@ -47,30 +44,21 @@ would give it, or its snapshot might be right by chance."""
 
 
 def main() -> None:
-    """Take tasks from the inherited socket, one at a time, until it closes."""
+    """Fork a child for each task."""
     torch.set_num_threads(1)
-    channel = begin()
-    with contextlib.suppress(LaneLostError):
-        while True:
-            task = cast(ControlMessage, channel.receive())
-            # All of a task is read before the fork, or both processes would have a part of it.
-            parts = [cast(ControlMessage, channel.receive()).payload for _ in range(task.fields["parts"])]
-            pid = fork(partial(_child, channel, task, parts))
-            channel.send("forked", pid=pid)
-            _, status = os.waitpid(pid, 0)
-            channel.send("exited", status=os.waitstatus_to_exitcode(status))
+    serve(_do_task)
 
 
-def _child(channel: ControlChannel, task: ControlMessage, parts: list[bytes]) -> None:
-    forks.keep(channel)
+def _do_task(channel: ControlChannel) -> None:
+    task = take_task(channel)
     source = RestorableLoader(_assignment(task.fields))
     try:
-        _TASKS[task.kind](source, channel, task.fields, parts)
+        _TASKS[task.kind](source, channel, task.fields, task.parts)
     except Exception as error:
         channel.send("failed", error=plain_detail(error))
 
 
-def _assignment(fields: dict[str, Any]) -> records_pb2.WorkerAssignment:
+def _assignment(fields: Mapping[str, Any]) -> records_pb2.WorkerAssignment:
     workers, launch = fields["workers"], fields.get("launch")
     arguments = {"args": tuple(fields["args"]), "kwargs": fields["kwargs"]}
     return records_pb2.WorkerAssignment(
@@ -94,13 +82,13 @@ def _assignment(fields: dict[str, Any]) -> records_pb2.WorkerAssignment:
 # ---- stream
 
 
-def _stream(source: RestorableLoader, channel: ControlChannel, fields: dict[str, Any], _: list[bytes]) -> None:
+def _stream(source: RestorableLoader, channel: ControlChannel, fields: Mapping[str, Any], _: Sequence[bytes]) -> None:
     source.build()
     _Stream(source, channel, fields).run()
 
 
 class _Stream:
-    def __init__(self, source: RestorableLoader, channel: ControlChannel, fields: dict[str, Any]) -> None:
+    def __init__(self, source: RestorableLoader, channel: ControlChannel, fields: Mapping[str, Any]) -> None:
         self._source = source
         self._channel = channel
         self._batches: int = fields["batches"]
@@ -213,13 +201,17 @@ def _ms(times_s: list[float]) -> dict[str, float] | None:
 # ---- check, aggregate, resume
 
 
-def _check(source: RestorableLoader, channel: ControlChannel, fields: dict[str, Any], parts: list[bytes]) -> None:
+def _check(
+    source: RestorableLoader, channel: ControlChannel, fields: Mapping[str, Any], parts: Sequence[bytes]
+) -> None:
     source.build()
     source.restore(RestartPoint.decode(parts[0]))
     _compare(source, channel, fields)
 
 
-def _resume(source: RestorableLoader, channel: ControlChannel, fields: dict[str, Any], parts: list[bytes]) -> None:
+def _resume(
+    source: RestorableLoader, channel: ControlChannel, fields: Mapping[str, Any], parts: Sequence[bytes]
+) -> None:
     """As a runner does on the same topology: the loader's own methods, then the RNG of the moment."""
     point = RestartPoint.taken(parts[0])
     source.build()
@@ -234,7 +226,7 @@ def _resume(source: RestorableLoader, channel: ControlChannel, fields: dict[str,
     _compare(source, channel, fields)
 
 
-def _compare(source: RestorableLoader, channel: ControlChannel, fields: dict[str, Any]) -> None:
+def _compare(source: RestorableLoader, channel: ControlChannel, fields: Mapping[str, Any]) -> None:
     """Says whether these events come next, or the first that does not. If they are to lead to another launch (`then`:
     after how many batches, and its step), sends a snapshot of that place on the way."""
     replay_digest, then = ReplayDigest(), fields.get("then")
@@ -263,7 +255,7 @@ def _compare(source: RestorableLoader, channel: ControlChannel, fields: dict[str
     channel.send("done", same=True, crossing=source.history.crossing)
 
 
-def _aggregate(_: RestorableLoader, channel: ControlChannel, fields: dict[str, Any], parts: list[bytes]) -> None:
+def _aggregate(_: RestorableLoader, channel: ControlChannel, fields: Mapping[str, Any], parts: Sequence[bytes]) -> None:
     """As the training process does: one instance of its own, outside any worker."""
     input_fn = load_input_fn(records_pb2.LoaderSpec(input_fn=fields["input_fn"]))
     with place_of.assigned(place_of.NEUTRAL):

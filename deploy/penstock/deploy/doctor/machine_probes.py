@@ -21,6 +21,8 @@ from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 
+from penstock.runtime.process.watch import Process
+
 __all__ = [
     "bind_error",
     "cgroup_room",
@@ -65,7 +67,7 @@ def kernel_gaps() -> dict[str, str]:
     """What Penstock asks of the kernel and is refused -> the reason."""
     tries: dict[str, Callable[[], object]] = {
         "memfd_create with seals": _sealed_memfd,
-        "pidfd_open": lambda: os.close(os.pidfd_open(os.getpid())),
+        "pidfd_open": lambda: Process(os.getpid()).close(),
         "PR_SET_CHILD_SUBREAPER": _subreaper,
         "abstract Unix sockets": _abstract_socket,
         "SEQPACKET with descriptors (SCM_RIGHTS)": _passed_descriptor,

@@ -6,9 +6,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from penstock.deploy.forking_interpreter import ForkingInterpreter, kill_group, show_stack
-from penstock.proto.errors import DeadlineError, WorkerLostError, error_named
-from penstock.runtime.process.exit_status import describe_exit
+from penstock.deploy.forking_interpreter import ForkingInterpreter, Task
+from penstock.proto.errors import DeadlineError, LaneLostError, WorkerLostError, error_named
 from penstock.worker.processes.control_channel import ControlMessage
 
 __all__ = ["TrialAnswer", "TrialProcesses"]
@@ -38,33 +37,19 @@ class TrialProcesses(ForkingInterpreter):
         Raises what the task raised; WorkerLostError if its process died; DeadlineError, with the stack on standard
         error.
         """
-        self.channel.send(kind, parts=len(parts), **fields)
-        for part in parts:
-            self.channel.send("part", part)
-        until = time.monotonic() + self._deadline_s
         said = TrialAnswer()
-        pid = status = 0
-        try:
-            while True:
-                message = self.hear(until)
-                if message is None:
-                    if pid:
-                        show_stack(pid)
-                    raise DeadlineError(
-                        f"{what} took more than {self._deadline_s:g} s" + ("; its stack is above" if pid else "")
-                    )
-                if message.kind == "forked":
-                    pid = message.fields["pid"]
-                elif message.kind == "exited":
-                    status = message.fields["status"]
-                    break
-                else:
+        with self.fork() as child:
+            child.ask(Task(kind, fields, parts=parts))
+            until = time.monotonic() + self._deadline_s
+            try:
+                while (message := child.hear(until)) is not None:
                     said.append(message)
-        finally:
-            if pid:
-                kill_group(pid)  # what it left behind too
+                child.show_stack()
+                raise DeadlineError(f"{what} took more than {self._deadline_s:g} s; its stack is above")
+            except LaneLostError:
+                how = child.how_it_ended()
         if said and said.done.kind == "failed":
             raise error_named(**said.done.fields["error"])
         if not said or said.done.kind != "done":
-            raise WorkerLostError(f"{what}: the process that ran it {describe_exit(status)}")
+            raise WorkerLostError(f"{what}: the process that ran it {how}")
         return said

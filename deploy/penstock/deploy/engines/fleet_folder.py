@@ -12,10 +12,9 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import signal
 import stat
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -23,8 +22,9 @@ from penstock.deploy.console.command_token import make_token
 from penstock.deploy.console.exit_codes import USAGE, CommandError
 from penstock.deploy.engines.engine import Fleet, FleetPlan
 from penstock.runtime.files.atomic_files import write_whole
+from penstock.runtime.process.identity import FleetIdentity
 
-__all__ = ["FleetFolder", "FleetIdentity", "default_folder", "open_log"]
+__all__ = ["FleetFolder", "default_folder", "open_log"]
 
 _T = TypeVar("_T")
 
@@ -33,53 +33,6 @@ def default_folder(name: str) -> Path:
     """Of a fleet of this name: below XDG_STATE_HOME."""
     home = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
     return Path(home) / "penstock" / name
-
-
-@dataclass(frozen=True)
-class FleetIdentity:
-    """A process, as long as it lives and never another."""
-
-    pid: int
-    started: int
-    """Clock ticks from the boot."""
-    boot: str
-
-    @classmethod
-    def of(cls, pid: int) -> FleetIdentity:
-        """Of a process that lives. ProcessLookupError otherwise."""
-        try:
-            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        except OSError as error:
-            raise ProcessLookupError(f"there is no process {pid}") from error
-        return cls(pid, int(fields[19]), Path("/proc/sys/kernel/random/boot_id").read_text().strip())
-
-    def open(self) -> int | None:
-        """A pidfd, which the caller closes; None if it has ended."""
-        try:
-            fd = os.pidfd_open(self.pid)
-        except ProcessLookupError:
-            return None
-        try:  # after it was opened: what is compared is what will be signalled
-            same = FleetIdentity.of(self.pid) == self
-        except ProcessLookupError:
-            same = False
-        if not same:
-            os.close(fd)
-            return None
-        return fd
-
-    def send(self, number: signal.Signals) -> bool:
-        """False if it has ended."""
-        fd = self.open()
-        if fd is None:
-            return False
-        try:
-            signal.pidfd_send_signal(fd, number)
-        except ProcessLookupError:
-            return False
-        finally:
-            os.close(fd)
-        return True
 
 
 class FleetFolder:

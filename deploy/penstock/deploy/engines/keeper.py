@@ -17,14 +17,15 @@ import contextlib
 import logging
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from penstock.deploy.console.exit_codes import BUG, CommandError
 from penstock.deploy.engines.fleet_folder import open_log
+from penstock.runtime.process.end import exit_words
+from penstock.runtime.process.line_reader import LinePipe
+from penstock.runtime.process.spawn import Spawned, module, spawn
 from penstock.runtime.telemetry.logs import printable
 
 __all__ = ["COORDINATOR_GRACE_S", "LONGEST_PAUSE_S", "WORKER_GRACE_S", "FleetKeeper", "last_words"]
@@ -77,6 +78,7 @@ class FleetKeeper:
         """Set when it has said its line for the first time."""
         self._command, self._path, self._come_back, self._changed = command, log, come_back, changed
         self._stopping = asyncio.Event()
+        self._child: Spawned | None = None
 
     async def run(self) -> None:
         """Returns after `stop`, or when the daemon was told by others to leave. CommandError: it is given up."""
@@ -94,7 +96,7 @@ class FleetKeeper:
             if time.monotonic() - began >= STEADY_S:
                 quick, pause = 0, PAUSE_S
             quick += 1
-            how = f"was killed by {_signal(-code)}" if code < 0 else f"ended with status {code}"
+            how = exit_words(code)
             if code in HOPELESS or quick >= QUICK_DEATHS or not self.ready.is_set():
                 self._become("failed")
                 again = f" ({quick} times in a row)" if quick > 1 else ""
@@ -128,66 +130,41 @@ class FleetKeeper:
         self._changed()
 
     def _send(self, number: signal.Signals) -> None:
-        if self.pid:  # it is our child and not reaped yet, so the number is its own
-            os.kill(self.pid, number)
+        if self._child is not None:
+            self._child.send(number)
 
     async def _life(self) -> int:
         """Start it, and wait for its end; its exit status, negative for a signal."""
         loop = asyncio.get_running_loop()
-        self._gone = asyncio.Event()
-        with open_log(self._path) as log:
-            child = subprocess.Popen(
-                # -P: a file of the user's in the working directory must not stand in for a module of ours.
-                [
-                    *(sys.executable, "-P", "-m", "penstock.deploy", *self._command(self.line)),
-                    *("--parent-pid", str(os.getpid())),
-                ],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                start_new_session=True,
-            )
-        assert child.stdout is not None
-        ended = asyncio.Event()
-        pidfd, out = os.pidfd_open(child.pid), child.stdout.fileno()
-        os.set_blocking(out, False)
-        said = b""
+        self._gone, ended = asyncio.Event(), asyncio.Event()
 
         def hear() -> None:
-            nonlocal said
-            data = os.read(out, 4096)
-            if not data:
-                loop.remove_reader(out)
-            said += data
-            if b"\n" in said and self.state != "ready":
-                self.line = said.split(b"\n", 1)[0].decode(errors="replace").strip()
-                self._become("ready")
-                self.ready.set()
+            for line in out.read():
+                if self.state != "ready":
+                    self.line = line.decode(errors="replace").strip()
+                    self._become("ready")
+                    self.ready.set()
+            if out.ended:
+                loop.remove_reader(out.fileno())
 
-        loop.add_reader(pidfd, ended.set)
-        loop.add_reader(out, hear)
-        self.pid = child.pid
-        self._become("starting")
-        if self._stopping.is_set():
-            self._send(signal.SIGTERM)
-        try:
-            await ended.wait()
-        finally:
-            loop.remove_reader(pidfd)
-            loop.remove_reader(out)
-            os.close(pidfd)
-            child.stdout.close()
-            code = child.wait()
-            self.pid = 0
-            self._gone.set()
+        with LinePipe() as out:
+            command = module("penstock.deploy", *self._command(self.line), "--parent-pid", str(os.getpid()))
+            self._child = child = spawn(command, stdout=out.theirs, stderr=open_log(self._path))
+            loop.add_reader(out.fileno(), hear)
+            child.on_end(ended.set)
+            self.pid = child.pid
+            self._become("starting")
+            if self._stopping.is_set():
+                self._send(signal.SIGTERM)
+            try:
+                await ended.wait()
+            finally:
+                loop.remove_reader(out.fileno())
+                code = child.result()
+                child.close()
+                self.pid, self._child = 0, None
+                self._gone.set()
         return code
-
-
-def _signal(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def last_words(log: Path, lines: int = WORDS) -> str:

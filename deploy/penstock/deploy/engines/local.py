@@ -6,27 +6,29 @@ it.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import select
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import BinaryIO
 
 from penstock.deploy.console.exit_codes import BUG, INTERRUPTED, USAGE, CommandError
 from penstock.deploy.engines.engine import Fleet, FleetPlan
-from penstock.deploy.engines.fleet_folder import FleetFolder, FleetIdentity, open_log
+from penstock.deploy.engines.fleet_folder import FleetFolder, open_log
 from penstock.deploy.engines.keeper import COORDINATOR_GRACE_S, WORKER_GRACE_S, last_words
 from penstock.proto.errors import DeadlineError
+from penstock.runtime.process.identity import Identity
+from penstock.runtime.process.line_reader import LinePipe
+from penstock.runtime.process.spawn import Spawned, module, spawn
 
 __all__ = ["LocalEngine"]
 
 GONE = {"failed", "left"}
 """States of workers that do not come back by themselves."""
+KILLED_S = 10.0
+"""Seconds for the kernel to end a supervisor that is killed."""
 POLL_S = 0.05
 """Between two looks at a record that a supervisor is about to change."""
 
@@ -43,27 +45,25 @@ class LocalEngine:
         lock = where.lock()
         if lock is None:
             return _adjust(plan, where)
-        read, write = os.pipe()
         log = where.logs / "supervisor.log"
-        try:
-            where.hold(lock, FleetIdentity.of(os.getpid()))
-            where.save_plan(plan)
-            process = _begin(where, log, write, lock, ends_with_us)
-        finally:  # it has the lock now, if it is there
-            os.close(write)
-            os.close(lock)
-        with open(read, "rb") as pipe:
+        with LinePipe() as ready:
             try:
-                in_time = select.select([pipe], [], [], plan.timeout_s + 60)[0]
-                said = pipe.readline() if in_time else b""
+                where.hold(lock, Identity.of(os.getpid()))
+                where.save_plan(plan)
+                process = _begin(where, log, ready.theirs, lock, ends_with_us)
+            finally:  # it has the lock now, if it is there
+                os.close(lock)
+            try:
+                said, in_time = ready.line(plan.timeout_s + 60), True
+            except TimeoutError:
+                said, in_time = None, False
             except BaseException:
-                process.terminate()
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(WORKER_GRACE_S + COORDINATOR_GRACE_S)
+                process.send(signal.SIGTERM)
+                process.wait(WORKER_GRACE_S + COORDINATOR_GRACE_S)
                 raise
-        if not said:
-            told = bool(in_time) and process.wait() == -signal.SIGTERM
-            process.terminate()
+        if said is None:
+            told = in_time and process.result() == -signal.SIGTERM
+            process.send(signal.SIGTERM)
             if told:  # before it could hear of it
                 raise CommandError(f"the fleet in {where.path} was told to end while it was starting", INTERRUPTED)
             raise CommandError(f"the supervisor did not start: {last_words(log)}", BUG)
@@ -71,7 +71,7 @@ class LocalEngine:
         if "error" in answer:
             process.wait(plan.timeout_s)
             raise CommandError(answer["error"], answer["code"])
-        process.returncode = 0  # it stays: nobody here waits for it
+        process.let_go()
         return Fleet(**answer["fleet"])
 
     def down(self, folder: Path, timeout_s: float) -> list[str]:
@@ -93,30 +93,22 @@ class LocalEngine:
             if daemon["identity"] is None:
                 continue
             # Those of a supervisor that lived have ended with it; of one that was killed they end by themselves.
-            _end(FleetIdentity(**daemon["identity"]), deadline)
+            _end(Identity(**daemon["identity"]), deadline)
             ended.append(f"{daemon['name']} (pid {daemon['identity']['pid']})")
         where.forget()
         return ended
 
 
-def _begin(where: FleetFolder, log: Path, ready: int, lock: int, ends_with_us: bool) -> subprocess.Popen[bytes]:
-    with open_log(log) as out:
-        process = subprocess.Popen(
-            [
-                *(sys.executable, "-P", "-m", "penstock.deploy.engines.supervisor"),
-                *(str(where.path), "--ready-fd", str(ready), "--lock-fd", str(lock)),
-                *(["--parent-pid", str(os.getpid())] if ends_with_us else []),
-            ],
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=out,
-            pass_fds=[ready, lock],
-            start_new_session=True,
-        )
+def _begin(where: FleetFolder, log: Path, ready: BinaryIO, lock: int, ends_with_us: bool) -> Spawned:
+    what = [str(where.path), "--ready-fd", str(ready.fileno()), "--lock-fd", str(lock)]
+    if ends_with_us:
+        what += ["--parent-pid", str(os.getpid())]
+    out = open_log(log)
+    process = spawn(module("penstock.deploy.engines.supervisor", *what), stdout=out, stderr=out, fds=[ready, lock])
     try:
-        where.hold(lock, FleetIdentity.of(process.pid))
+        where.hold(lock, Identity.of(process.pid))
     except BaseException:
-        process.terminate()
+        process.send(signal.SIGTERM)
         raise
     return process
 
@@ -134,7 +126,7 @@ def _adjust(plan: FleetPlan, where: FleetFolder) -> Fleet:
             USAGE,
         )
     where.save_plan(replace(current, workers=plan.workers))
-    if not FleetIdentity(**fleet.about["supervisor"]).send(signal.SIGUSR1):
+    if not Identity(**fleet.about["supervisor"]).send(signal.SIGUSR1):
         raise CommandError(f"the supervisor in {where.path} has just ended: try again", USAGE)
     before = fleet.about.get("adjusted", 0)
     deadline = time.monotonic() + plan.timeout_s
@@ -154,18 +146,11 @@ def _states(fleet: Fleet) -> list[str]:
     return [daemon["state"] for daemon in fleet.about["daemons"] if daemon["name"] != "coordinator"]
 
 
-def _end(process: FleetIdentity, deadline: float) -> bool:
-    """SIGTERM, SIGKILL at the deadline; returns when it has ended. False if it had before."""
-    fd = process.open()
-    if fd is None:
+def _end(identity: Identity, deadline: float) -> bool:
+    """End a process by the deadline, or kill it then. False if it had ended before."""
+    process = identity.open()
+    if process is None:
         return False
-    try:
-        signal.pidfd_send_signal(fd, signal.SIGTERM)
-        if not select.select([fd], [], [], max(0.0, deadline - time.monotonic()))[0]:
-            signal.pidfd_send_signal(fd, signal.SIGKILL)
-            select.select([fd], [], [], 10)
-    except ProcessLookupError:
-        pass
-    finally:
-        os.close(fd)
+    with process:
+        process.end(deadline - time.monotonic(), KILLED_S)
     return True

@@ -15,7 +15,6 @@ import contextlib
 import json
 import logging
 import os
-import select
 import signal
 import sys
 import time
@@ -27,9 +26,11 @@ from typing import Any
 from penstock.deploy.console.exit_codes import BUG, INTERRUPTED, PORT_TAKEN, USAGE, CommandError, exit_code
 from penstock.deploy.console.signals import ending
 from penstock.deploy.engines.engine import Fleet, FleetPlan, worker_name
-from penstock.deploy.engines.fleet_folder import FleetFolder, FleetIdentity
+from penstock.deploy.engines.fleet_folder import FleetFolder
 from penstock.deploy.engines.keeper import COORDINATOR_GRACE_S, WORKER_GRACE_S, FleetKeeper
 from penstock.proto.errors import DeadlineError, PenstockError
+from penstock.runtime.process.identity import Identity
+from penstock.runtime.process.watch import Process
 
 __all__ = ["supervise"]
 
@@ -59,7 +60,7 @@ def supervise(
     if lock is None:
         raise CommandError(f"a fleet is up in {folder.path} already: `penstock down` ends it", USAGE)
     try:
-        folder.hold(lock, FleetIdentity.of(os.getpid()))
+        folder.hold(lock, Identity.of(os.getpid()))
         folder.save_plan(plan)
         _end_leftovers(folder)
         try:
@@ -75,20 +76,14 @@ def _end_leftovers(folder: FleetFolder) -> None:
     fleet = folder.fleet()
     deadline = time.monotonic() + LEFTOVERS_S
     for daemon in fleet.about.get("daemons", ()) if fleet is not None else ():
-        fd = FleetIdentity(**daemon["identity"]).open() if daemon["identity"] else None
-        if fd is None:
+        process = Identity(**daemon["identity"]).open() if daemon["identity"] else None
+        if process is None:
             continue
-        try:
+        with process:
             _log.info("waiting for %s of the fleet before this one to end", daemon["name"])
-            if not _ends(fd, deadline):
-                signal.pidfd_send_signal(fd, signal.SIGKILL)
-                _ends(fd, time.monotonic() + LEFTOVERS_S)
-        finally:
-            os.close(fd)
-
-
-def _ends(pidfd: int, deadline: float) -> bool:
-    return bool(select.select([pidfd], [], [], max(0.0, deadline - time.monotonic()))[0])
+            if not process.wait(deadline - time.monotonic()):
+                process.kill()
+                process.wait(LEFTOVERS_S)
 
 
 class _Supervisor:
@@ -124,7 +119,7 @@ class _Supervisor:
         stop = asyncio.Event()
         if parent_pid is not None:
             try:
-                loop.add_reader(os.pidfd_open(parent_pid), stop.set)
+                Process(parent_pid).on_end(stop.set)
             except ProcessLookupError:
                 return
         for number in (signal.SIGINT, *ending()):
@@ -260,7 +255,7 @@ class _Supervisor:
             token_file=self._plan.token_file,
             tls=self._plan.tls,
             about={
-                "supervisor": asdict(FleetIdentity.of(os.getpid())),
+                "supervisor": asdict(Identity.of(os.getpid())),
                 "ready": self._up,
                 "adjusted": self._adjusted,
                 "daemons": [
@@ -289,7 +284,7 @@ def _daemon(name: str, kept: FleetKeeper) -> dict[str, Any]:
     identity = None
     if kept.pid:
         with contextlib.suppress(ProcessLookupError):
-            identity = asdict(FleetIdentity.of(kept.pid))
+            identity = asdict(Identity.of(kept.pid))
     return {"name": name, "state": kept.state, "restarts": kept.restarts, "identity": identity}
 
 

@@ -12,32 +12,28 @@ asked:
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import socket
 import struct
 import time
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import numpy.random  # noqa: F401  # what every child needs, loaded once
 import torch
 
-from penstock.deploy.forking_interpreter import begin, fork
+from penstock.deploy.forking_interpreter import serve, take_task
 from penstock.deploy.operations import batch_tables
 from penstock.proto.batch.digest import cover_of
 from penstock.proto.batch.replay_digest import ReplayDigest
 from penstock.proto.errors import LaneLostError, ReplayMismatchError
 from penstock.proto.state.codec import decode_state
 from penstock.proto.v1 import records_pb2
-from penstock.runtime.process import forks
 from penstock.worker.loader.epoch_crossing import catch_up, leave
 from penstock.worker.loader.restart_points import RestartPoint
 from penstock.worker.loader.restorable_loader import RestorableLoader
 from penstock.worker.loader.start import start
-from penstock.worker.processes.control_channel import ControlChannel, ControlMessage, plain_detail
+from penstock.worker.processes.control_channel import ControlChannel, plain_detail
 
 __all__ = ["main"]
 
@@ -46,41 +42,22 @@ TELL_S = 0.5
 
 
 def main() -> None:
-    """Fork children, each for a socket that comes with the order, until the inherited one closes."""
+    """Fork children, one for each worker of the box."""
     torch.set_num_threads(1)
-    control = begin()
-    with contextlib.suppress(LaneLostError):
-        while True:
-            order = cast(ControlMessage, control.receive())
-            if order.kind == "reap":
-                _, status = os.waitpid(order.fields["pid"], 0)
-                control.send("reaped", status=os.waitstatus_to_exitcode(status))
-                continue
-            (fd,) = order.fds
-            pid = fork(partial(_child, control, fd))
-            os.close(fd)
-            control.send("forked", pid=pid)
-
-
-def _child(control: ControlChannel, fd: int) -> None:
-    control.close()
-    with contextlib.suppress(LaneLostError):
-        _serve(ControlChannel(socket.socket(fileno=fd)))
+    serve(_serve)
 
 
 def _serve(channel: ControlChannel) -> None:
     worker: _SlotReplay | None = None
-    forks.keep(channel)
     while True:
-        task = cast(ControlMessage, channel.receive())
-        parts = [cast(ControlMessage, channel.receive()).payload for _ in range(task.fields["parts"])]
+        task = take_task(channel)
         try:
             if task.kind == "start":
                 worker = _SlotReplay(channel, records_pb2.WorkerAssignment.FromString(task.payload))
-                worker.start(parts, task.fields)
+                worker.start(task.parts, task.fields)
             else:
                 assert worker is not None
-                getattr(worker, task.kind)(**{name: v for name, v in task.fields.items() if name != "parts"})
+                getattr(worker, task.kind)(**task.fields)
         except LaneLostError:
             raise
         except Exception as error:
@@ -100,7 +77,7 @@ class _SlotReplay:
         self._left: dict[int, int] = {}
         self._told = 0.0
 
-    def start(self, parts: list[bytes], fields: dict[str, Any]) -> None:
+    def start(self, parts: Sequence[bytes], fields: Mapping[str, Any]) -> None:
         """From a snapshot, a saved state, or nothing, to `total` in epoch `epoch`."""
         source, total, epoch = self._source, fields["total"], fields["epoch"]
         source.build()

@@ -30,7 +30,7 @@ from torch import _C
 from penstock.data.loading.map_reading import MapReader
 from penstock.data.ordering.epoch_plan import BatchPlan, WorkerBatches
 from penstock.proto.errors import DatasetError, InvalidArgumentError
-from penstock.runtime.process.exit_status import describe_exit
+from penstock.runtime.process.end import describe_exit
 
 __all__ = ["ReadAhead", "in_processes", "in_threads"]
 

@@ -34,6 +34,7 @@ from penstock.proto.rpc.channel import VERSION, Tls, detail_of, host_id
 from penstock.proto.rpc.credentials.tickets import check_ticket
 from penstock.proto.v1 import coordinator_pb2, lane_pb2, records_pb2
 from penstock.runtime.process.liveness_file import LivenessWriter
+from penstock.runtime.process.watch import Process, become_subreaper
 from penstock.worker.daemon.durable_snapshots import SnapshotQuota
 from penstock.worker.daemon.heartbeats import Heartbeats
 from penstock.worker.daemon.listeners import LaneListeners, slot_of
@@ -45,7 +46,6 @@ from penstock.worker.loader.crossing_kinds import more_careful
 from penstock.worker.processes.child_output import unblocked_logging
 from penstock.worker.processes.child_processes import START_DEADLINE_S, ForkServer, end_orphans
 from penstock.worker.processes.fork_servers import ForkServers
-from penstock.worker.processes.orphans import become_subreaper
 from penstock.worker.processes.runner_user import RunnerUser, find_user, sees_shared_memory
 from penstock.worker.processes.temporary_folders import TemporaryFolders
 from penstock.worker.processes.user_code import BY_VALUE, MAIN, check_allowed, check_plain
@@ -557,7 +557,7 @@ async def serve(settings: DaemonSettings, ready: Callable[[str], None] | None = 
         loop.add_signal_handler(number, daemon.stop)
     for pid in settings.parent_pids:
         try:
-            loop.add_reader(os.pidfd_open(pid), daemon.stopping.set)
+            Process(pid).on_end(daemon.stopping.set)
         except ProcessLookupError:
             return
     become_subreaper()  # of what is below a fork server that dies

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from penstock.proto.errors import WorkerLostError
 from penstock.proto.v1 import records_pb2
+from penstock.runtime.process.watch import Process, stat_of
 from penstock.worker.processes.child_processes import Child, ForkServer
 from penstock.worker.processes.control_channel import ControlMessage
 from penstock.worker.processes.progress_page import ProgressPage
@@ -49,7 +48,8 @@ class HelperProcess:
         """What it, or the child that does its task, says."""
         if message.kind == "working":
             pid = message.fields.get("pid")
-            self.worker = pid if self.child is not None and type(pid) is int and _parent(pid) == self.child.pid else 0
+            parent = [] if self.child is None else [str(self.child.pid)]
+            self.worker = pid if isinstance(pid, int) and parent and stat_of(pid)[1:2] == parent else 0
         elif not self.answer.done():
             self.answer.set_result(message)
 
@@ -63,13 +63,11 @@ class HelperProcess:
         if not self.worker or self.child is None:
             return ""
         try:
-            pidfd = os.pidfd_open(self.worker)
+            worker = Process(self.worker)
         except OSError:
             return ""
-        try:
-            return await self.child.stacks.ask(self.worker, pidfd)
-        finally:
-            os.close(pidfd)
+        with worker:
+            return await self.child.stacks.ask(worker)
 
     def end(self) -> None:
         """Kill it, and what it does."""
@@ -190,10 +188,3 @@ class HelperPool:
 def _key_of(assignment: records_pb2.WorkerAssignment) -> _Key:
     loader = assignment.loader
     return (assignment.run, str(assignment.attempt), loader.input_fn, loader.main_path, *loader.sys_path)
-
-
-def _parent(pid: int) -> int:
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    except (OSError, ValueError, IndexError):
-        return 0

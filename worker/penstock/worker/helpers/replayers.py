@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from penstock.proto.errors import DeadlineError, WorkerLostError, error_named
 from penstock.proto.v1 import records_pb2
-from penstock.runtime.process.exit_status import describe_exit
+from penstock.runtime.process.end import describe_exit
 from penstock.worker.helpers.blobs import Blobs
 from penstock.worker.helpers.helper_pool import HelperPool, HelperProcess
 from penstock.worker.processes.child_processes import Child, ForkServer, about_slot

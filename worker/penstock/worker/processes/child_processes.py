@@ -17,10 +17,12 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 from penstock.proto.errors import LaneLostError, PenstockError, ProtocolError, WorkerLostError
 from penstock.proto.v1 import records_pb2
+from penstock.runtime.process.end import kill_group, zombie_status
+from penstock.runtime.process.spawn import TORCHRUN, Spawned, environment, spawn
+from penstock.runtime.process.watch import Process
 from penstock.runtime.telemetry.logs import SubjectLogger
 from penstock.worker.processes.child_output import PAUSE_S, READ_BYTES, OutputLines
 from penstock.worker.processes.control_channel import ControlChannel, ControlMessage
@@ -57,21 +59,6 @@ KILL_S = 5.0
 """Seconds for the kernel to end a process that was killed; one that hangs in a driver or a file system does not."""
 END_S = 5.0
 """For a fork server to end what is below it, and itself."""
-_NOT_FOR_CHILDREN = (
-    "PENSTOCK_TOKEN",
-    "PENSTOCK_TOKEN_FILE",
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
-    "GROUP_WORLD_SIZE",
-    "ROLE_RANK",
-    "ROLE_NAME",
-    "ROLE_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-)
 
 
 def child_environment(seed: int) -> dict[str, str]:
@@ -79,12 +66,7 @@ def child_environment(seed: int) -> dict[str, str]:
 
     Set iteration order is randomness too, and only PYTHONHASHSEED, at the interpreter's start, fixes it.
     """
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in _NOT_FOR_CHILDREN and not name.startswith("TORCHELASTIC_")
-    }
-    environment |= {
+    return environment("PENSTOCK_TOKEN*", *TORCHRUN) | {
         "PYTHONHASHSEED": str(random.Random(seed).randrange(1, 1 << 32)),
         "CUDA_VISIBLE_DEVICES": "",
         "PENSTOCK_RUNNER": "1",
@@ -92,7 +74,6 @@ def child_environment(seed: int) -> dict[str, str]:
         "OPENBLAS_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",
     }
-    return environment
 
 
 def about_slot(assignment: records_pb2.WorkerAssignment) -> dict[str, str | int]:
@@ -125,7 +106,7 @@ class Child:
         self._logger = SubjectLogger(_log, **(about or {}))
         self._user_logger = SubjectLogger(_user_log, **(about or {}))
         self.pid = 0
-        self.pidfd = -1
+        self._process: Process | None = None
         loop = asyncio.get_running_loop()
         self.forked: asyncio.Future[None] = loop.create_future()
         self.exited: asyncio.Future[int | None] = loop.create_future()
@@ -182,9 +163,8 @@ class Child:
     def kill(self) -> None:
         """Kill the child; its fork server then kills what it leaves behind. Harmless when it is gone."""
         self.unwanted = True
-        if self.pidfd >= 0:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+        if self._process is not None:
+            self._process.kill()
 
     async def stop(self, grace_s: float) -> None:
         """Ask the child to end, then see to it."""
@@ -196,16 +176,14 @@ class Child:
 
     async def stack(self) -> str:
         """The Python stack of each of its threads now, or why there is none."""
-        if self.pidfd < 0:
-            return ""
-        return await self.stacks.ask(self.pid, self.pidfd)
+        return "" if self._process is None else await self.stacks.ask(self._process)
 
     # ---- its end
 
     def begun(self, pid: int, pidfd: int) -> None:
         """The fork server forked it."""
-        self.pid, self.pidfd = pid, pidfd
-        asyncio.get_running_loop().add_reader(pidfd, self._ended)
+        self.pid, self._process = pid, Process(pid, pidfd)
+        self._process.on_end(self._ended)
         if self.unwanted:
             self.kill()
         if not self.forked.done():
@@ -213,9 +191,8 @@ class Child:
 
     def _ended(self) -> None:
         """The kernel says that it has ended."""
-        loop = asyncio.get_running_loop()
-        loop.remove_reader(self.pidfd)
         self.drain()
+        loop = asyncio.get_running_loop()
         loop.call_later(STATUS_S, self._gone_untold, loop.time() + LAST_STATUS_S)
 
     def _gone_untold(self, until: float) -> None:
@@ -224,10 +201,9 @@ class Child:
         if self.exited.done():
             return
         loop = asyncio.get_running_loop()
-        unreaped, status = _status_of_zombie(self.pid)
+        unreaped, status = zombie_status(self.pid)
         if unreaped:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.pid, signal.SIGKILL)  # its number is its own until it is reaped
+            kill_group(self.pid)
             self.gone(status)
         elif loop.time() < until:
             loop.call_later(STATUS_S, self._gone_untold, until)
@@ -247,10 +223,9 @@ class Child:
             os.close(self._output)
             self._output = -1
             self._log(self._lines.reader(b"", time.monotonic()))
-        if self.pidfd >= 0:
-            loop.remove_reader(self.pidfd)
-            os.close(self.pidfd)
-            self.pidfd = -1
+        if self._process is not None:
+            self._process.close()
+            self._process = None
         if not self.forked.done():
             self.forked.set_result(None)
         self.last_stack = self.stacks.read()
@@ -292,36 +267,15 @@ class Child:
             self._user_logger.info("[%s] %s", self.name, line)
 
 
-def _status_of_zombie(pid: int) -> tuple[bool, int | None]:
-    """Whether a dead process is still there, for nobody has reaped it; and its exit code, if the kernel shows it."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return (True, os.waitstatus_to_exitcode(int(fields[-1]))) if fields[0] == "Z" else (False, None)
-    except (OSError, ValueError, IndexError):
-        return False, None
-
-
-class _Own:
-    """This process's own children: whatever else is below it is an orphan."""
-
-    def __init__(self) -> None:
-        self.fork_servers: set[asyncio.subprocess.Process] = set()
-        self.starting = 0
-        """Fork servers that may have been forked and are in no set yet."""
-
-
-_own = _Own()
+_fork_servers: set[int] = set()
+"""Process ids of this process's own children: whatever else is below it is an orphan."""
 
 
 async def end_orphans(least_s: float = 0.0) -> None:
     """Kill what came to this process because the fork server above it died. `least_s`: look for so long, for runners
     die a little later than their fork server, and what is below them comes here only then."""
     orphans, begun = Orphans(), time.monotonic()
-    while (
-        _own.starting
-        or orphans.end([fork_server.pid for fork_server in _own.fork_servers])
-        or time.monotonic() < begun + least_s
-    ):
+    while orphans.end(_fork_servers) or time.monotonic() < begun + least_s:
         if time.monotonic() > begun + ORPHANS_S:
             return
         await asyncio.sleep(ORPHANS_LOOK_S)
@@ -334,12 +288,13 @@ class ForkServer:
         self._tempdirs = tempdirs
         self._children: dict[int, Child] = {}
         self._next = 0
-        self._up = asyncio.get_running_loop().create_future()
-        self._process: asyncio.subprocess.Process | None = None
+        loop = asyncio.get_running_loop()
+        self._up: asyncio.Future[None] = loop.create_future()
+        self._exited: asyncio.Future[None] = loop.create_future()
+        self._process: Spawned | None = None
         self._channel: ControlChannel | None = None
         self.dead = False
         """It forks no more: it died, or did not answer."""
-        self._reaping: asyncio.Task[None] | None = None
         self._ending: asyncio.Task[None] | None = None
 
     async def start(
@@ -366,7 +321,7 @@ class ForkServer:
                 "caged": caged,
                 f"user={user.encode() if user else ''}": user is not None,
             }
-            await self._start(seed, [trait for trait, given in capabilities.items() if given])
+            self._start(seed, [trait for trait, given in capabilities.items() if given])
             still_s = STANDS_STILL * deadline_s
             await unless_it_stands_still(asyncio.shield(self._up), self.pid, still_s, deadline_s)
         except BaseException as error:
@@ -388,32 +343,27 @@ class ForkServer:
         if self.lives:
             _log.error("process %d, which was to fork runners, was killed and does not end", self.pid)
 
-    async def _start(self, seed: int, capabilities: list[str]) -> None:
+    def _start(self, seed: int, capabilities: list[str]) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         self._channel = ControlChannel(ours)
-        _own.starting += 1
+        what = (str(theirs.fileno()), str(os.getpid()), *capabilities)
+        command = interpreter("penstock.worker.runner.fork_server", *what)
         try:
-            with theirs:
-                self._process = await asyncio.create_subprocess_exec(
-                    *interpreter("penstock.worker.runner.fork_server", str(theirs.fileno()), str(os.getpid())),
-                    *capabilities,
-                    pass_fds=[theirs.fileno()],
-                    env=child_environment(seed),
-                    stdin=asyncio.subprocess.DEVNULL,
-                    process_group=0,
-                )
-            _own.fork_servers.add(self._process)
+            self._process = spawn(command, fds=[theirs], env=child_environment(seed), session=False)
         except BaseException:
             self._channel.close()
             raise
-        finally:
-            _own.starting -= 1
-        self._reaping = asyncio.ensure_future(self._reaped(self._process))
+        _fork_servers.add(self._process.pid)
+        self._process.on_end(self._reap)
         asyncio.get_running_loop().add_reader(ours.fileno(), self._listen)
 
-    async def _reaped(self, process: asyncio.subprocess.Process) -> None:
-        await process.wait()
-        _own.fork_servers.discard(process)
+    def _reap(self) -> None:
+        """It has ended."""
+        assert self._process is not None
+        self._process.wait()
+        self._process.close()
+        _fork_servers.discard(self._process.pid)
+        self._exited.set_result(None)
 
     async def fork(
         self,
@@ -467,7 +417,7 @@ class ForkServer:
     @property
     def lives(self) -> bool:
         """Whether its process is there."""
-        return self._process is not None and self._process.returncode is None
+        return self._process is not None and not self._exited.done()
 
     def _let_go(self, number: int, tempdir: str) -> None:
         self._children.pop(number, None)
@@ -492,7 +442,7 @@ class ForkServer:
     async def wait(self) -> None:
         """Until it has ended; after `close`."""
         if self._process is not None:
-            await self._process.wait()
+            await asyncio.shield(self._exited)
 
     def _listen(self) -> None:
         assert self._channel is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.proto.errors import InputFnError
-from penstock.runtime.process.exit_status import describe_exit
+from penstock.runtime.process.end import describe_exit
 from penstock.worker.processes.control_channel import DESCRIPTORS_CLOSED
 from penstock.worker.processes.progress_page import ProgressPage
 

@@ -13,24 +13,19 @@ never killed.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
-import signal
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from pathlib import Path
 
-__all__ = ["Orphans", "become_subreaper", "forget_shared_memory", "own_children"]
+from penstock.runtime.process.end import kill_child, reap_orphan
+from penstock.runtime.process.watch import stat_of
 
-_PR_SET_CHILD_SUBREAPER = 36
+__all__ = ["Orphans", "forget_shared_memory", "own_children"]
+
 GRACE_S = 3.5
 """For orphans that clean up by themselves; torch's manager waits for 2 s after its last user."""
 _SHARED_MEMORY = Path("/dev/shm")
-
-
-def become_subreaper() -> None:
-    """What is orphaned below this process comes to it, and not to process 1."""
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def forget_shared_memory(pids: Collection[int]) -> None:
@@ -60,11 +55,10 @@ class Orphans:
         """
         living, dead = [], set()
         for pid in _strangers(ours):
-            with contextlib.suppress(ChildProcessError):
-                if os.waitpid(pid, os.WNOHANG)[0]:
-                    dead.add(pid)
-                    continue
-            living.append(pid)
+            if reap_orphan(pid):
+                dead.add(pid)
+            else:
+                living.append(pid)
         forget_shared_memory(dead)
         now = time.monotonic()
         spared = {}
@@ -73,8 +67,7 @@ class Orphans:
             if now < until:
                 spared[pid] = until
             else:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+                kill_child(pid)
         self._spared = spared
         return bool(living)
 
@@ -98,8 +91,8 @@ def own_children() -> list[int]:
             with contextlib.suppress(ProcessLookupError), open(f"/proc/self/task/{thread}/children") as file:
                 children += map(int, file.read().split())
     except FileNotFoundError:  # a kernel without these lists
-        me = os.getpid()
-        return [pid for pid, parent in _processes() if parent == me]
+        me = [str(os.getpid())]
+        return [int(pid) for pid in os.listdir("/proc") if pid.isdigit() and stat_of(int(pid))[1:2] == me]
     return children
 
 
@@ -109,18 +102,6 @@ def _group_of(pid: int) -> int | None:
         return os.getpgid(pid)
     except ProcessLookupError:
         return None
-
-
-def _processes() -> Iterable[tuple[int, int]]:
-    """(pid, parent) of every process."""
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            try:
-                with open(f"/proc/{name}/stat", "rb") as file:
-                    fields = file.read().rpartition(b")")[2].split()
-            except OSError:
-                continue
-            yield int(name), int(fields[1])
 
 
 def _cleans_up(pid: int) -> bool:

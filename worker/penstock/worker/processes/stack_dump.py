@@ -17,6 +17,8 @@ import signal
 import time
 from pathlib import Path
 
+from penstock.runtime.process.watch import Process, stat_of
+
 __all__ = ["SIGNAL", "StackFile", "state_of", "write_stacks_to"]
 
 SIGNAL = signal.SIGRTMAX - 2
@@ -43,10 +45,7 @@ def write_stacks_to(fd: int) -> None:
 
 def state_of(pid: int) -> str:
     """The state of a process as in /proc/PID/stat: R, S, D, T, Z ...; "" if there is no such process."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""
+    return next(iter(stat_of(pid)), "")
 
 
 class StackFile:
@@ -73,8 +72,9 @@ class StackFile:
         os.pwrite(self.fd, bytes(SIZE), 0)
         os.lseek(self.fd, 0, os.SEEK_SET)  # the child writes through the same open file
 
-    async def ask(self, pid: int, pidfd: int) -> str:
+    async def ask(self, process: Process) -> str:
         """The stacks of the child now, or one line that says why they cannot be had."""
+        pid = process.pid
         state = state_of(pid)
         if self.fd < 0 or not state:
             return f"(process {pid} is gone)"
@@ -86,7 +86,7 @@ class StackFile:
             return f"(process {pid} shows no stack: user code has changed its signal handlers or blocks them)"
         self.clear()
         with contextlib.suppress(OSError):
-            signal.pidfd_send_signal(pidfd, SIGNAL)
+            process.send(SIGNAL)
         text, until = "", time.monotonic() + WAIT_S
         while time.monotonic() < until and self.fd >= 0:
             await asyncio.sleep(_LOOK_S)

@@ -17,7 +17,6 @@ the daemon's group would take it along; and if somebody had stopped it, the daem
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import multiprocessing
 import os
@@ -27,34 +26,29 @@ import socket
 import sys
 import time
 from collections.abc import Iterable
-from typing import NoReturn
+from functools import partial
 
 from penstock.proto.errors import LaneLostError
 from penstock.runtime.process import sandbox
+from penstock.runtime.process.end import has_ended, kill_child, reap
+from penstock.runtime.process.spawn import fork
+from penstock.runtime.process.watch import Process, become_subreaper, die_with_parent
 from penstock.worker.processes.control_channel import (
     DESCRIPTORS_CLOSED,
     ControlChannel,
     ControlMessage,
     DescriptorsClosedError,
 )
-from penstock.worker.processes.orphans import Orphans, become_subreaper, forget_shared_memory
+from penstock.worker.processes.orphans import Orphans, forget_shared_memory
 from penstock.worker.processes.runner_user import RunnerUser
 from penstock.worker.processes.stack_dump import write_stacks_to
 
-__all__ = ["die_with_parent", "main"]
+__all__ = ["main"]
 
-_PR_SET_PDEATHSIG = 1
 ORPHANS_S = 0.05
 """Between two looks at orphans that are about to end."""
 LAST_LOOKS = 90
 """At orphans, at the end; a fork bomb may be quicker, and the fork server goes all the same."""
-
-
-def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
-    """Be sent this signal when `parent`, this process's parent, dies."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def main() -> None:
@@ -101,9 +95,8 @@ def main() -> None:
                     number = message.fields["id"]
                     pid = _fork(message, channel, (deaths, wake))
                     children[pid] = number
-                    pidfd = os.pidfd_open(pid)
-                    channel.send("forked", fds=[pidfd], id=number, pid=pid)
-                    os.close(pidfd)
+                    with Process(pid) as child:
+                        channel.send("forked", fds=[child.fileno()], id=number, pid=pid)
             left = left and orphans.end(children)
     except (LaneLostError, BrokenPipeError, ConnectionResetError):
         pass  # the daemon is gone, or wants us gone
@@ -115,13 +108,9 @@ def main() -> None:
 def _reap(children: dict[int, int], channel: ControlChannel, orphans: Orphans) -> None:
     """Collect the children that have died, and tell their ends. Their group goes first, while its number is theirs."""
     for pid in list(children):
-        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if ended is None:
+        if not has_ended(pid):
             continue
-        if not orphans.spares(children):
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(pid, signal.SIGKILL)
-        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        status = reap(pid, group=not orphans.spares(children))
         forget_shared_memory([pid])
         channel.send("exited", id=children.pop(pid), status=status)
 
@@ -129,9 +118,8 @@ def _reap(children: dict[int, int], channel: ControlChannel, orphans: Orphans) -
 def _end(children: Iterable[int], orphans: Orphans) -> None:
     """Kill all that is below us: our children, and then what became ours when they died."""
     for pid in children:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+        kill_child(pid)
+        reap(pid, group=False)
         forget_shared_memory([pid])
     for _ in range(LAST_LOOKS):
         if not orphans.end(()):
@@ -141,20 +129,9 @@ def _end(children: Iterable[int], orphans: Orphans) -> None:
 
 def _fork(message: ControlMessage, channel: ControlChannel, own: Iterable[int]) -> int:
     """`own`: descriptors that are no business of a child's."""
-    control, output, progress_page, stacks = message.fds
-    me = os.getpid()
-    pid = os.fork()
-    if pid == 0:
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        channel.sock.close()
-        for fd in own:
-            os.close(fd)
-        _child(me, message.fields["role"], message.fields["tempdir"], control, output, progress_page, stacks)
+    pid = fork(partial(_child, os.getpid(), message, channel, own))
     for fd in message.fds:
         os.close(fd)
-    with contextlib.suppress(OSError):
-        os.setpgid(pid, pid)
     return pid
 
 
@@ -169,42 +146,39 @@ def _give_up_rights(tempdir: str) -> None:
         multiprocessing.current_process()._config["tempdir"] = tempdir  # type: ignore[attr-defined]
 
 
-def _child(
-    parent: int, role: str, tempdir: str, control: int, output: int, progress_page: int, stacks: int
-) -> NoReturn:
-    code = 1
-    try:
-        os.setpgid(0, 0)
-        become_subreaper()
-        write_stacks_to(stacks)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's; the daemon stops us
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-        os.close(output)
-        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-        _give_up_rights(tempdir)
-        die_with_parent(parent)  # which a change of user undoes
-        from penstock.worker.processes.progress_page import ProgressPage
-        from penstock.worker.runner import helper_process, replayer, runner
+def _child(parent: int, message: ControlMessage, parents_channel: ControlChannel, own: Iterable[int]) -> int:
+    """Return the exit status. What is raised comes out of the runner's own code: user errors never get here."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    parents_channel.sock.close()
+    for fd in own:
+        os.close(fd)
+    control, output, progress_page, stacks = message.fds
+    become_subreaper()
+    write_stacks_to(stacks)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's; the daemon stops us
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.close(output)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    _give_up_rights(message.fields["tempdir"])
+    die_with_parent(parent)  # again, for a change of user undoes it
+    from penstock.worker.processes.progress_page import ProgressPage
+    from penstock.worker.runner import helper_process, replayer, runner
 
-        channel = ControlChannel(socket.socket(fileno=control))
+    channel, role = ControlChannel(socket.socket(fileno=control)), message.fields["role"]
+    try:
         if role == "runner":
             runner.run_slot(channel, ProgressPage(progress_page))
         elif role == "helper":
             helper_process.run_helper(channel)
         else:
             replayer.run_task(channel)
-        code = 0
     except DescriptorsClosedError:
-        code = DESCRIPTORS_CLOSED
-    except BaseException as error:
-        # Out of the runner's own code: user errors never get here.
-        sys.excepthook(type(error), error, error.__traceback__)
+        return DESCRIPTORS_CLOSED
     finally:
-        with contextlib.suppress(Exception):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(code)
+        channel.sock.detach()  # it closes with the process; if user code closed it, its number is another's by now
+    return 0
 
 
 if __name__ == "__main__":

@@ -15,21 +15,21 @@ import contextlib
 import gc
 import importlib
 import os
-import select
-import signal
-import sys
 from collections.abc import Sequence
-from typing import NoReturn, cast
+from functools import partial
+from typing import cast
 
 from penstock.proto.errors import LaneLostError
 from penstock.proto.state import assignment as place_of
 from penstock.proto.state.generators import capture_rng
 from penstock.proto.v1 import records_pb2
 from penstock.runtime.process import forks
+from penstock.runtime.process.end import reap
+from penstock.runtime.process.spawn import fork
+from penstock.runtime.process.watch import readable
 from penstock.worker.processes.control_channel import ControlChannel, ControlMessage
 from penstock.worker.processes.orphans import forget_shared_memory, own_children
 from penstock.worker.processes.user_code import load_input_fn
-from penstock.worker.runner.fork_server import die_with_parent
 from penstock.worker.runner.replayer import run_task
 
 __all__ = ["run_helper"]
@@ -78,37 +78,17 @@ def _surroundings() -> dict[str, object]:
 def _serve(channel: ControlChannel) -> None:
     """Until the daemon hangs up, a task dies, or leaves something behind: what is wrong then is told to a fresh child,
     and the fork server cleans up."""
-    poll = select.poll()
-    poll.register(channel.fileno(), select.POLLIN)
-    me = os.getpid()
     while True:
-        poll.poll()
+        readable(channel.fileno())
         if channel.hung_up():
             return
-        child = os.fork()
-        if child == 0:
-            _do_task(me, channel)
-        os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(child, signal.SIGKILL)  # while its number is its own
-        status = os.waitpid(child, 0)[1]
+        child = fork(partial(_do_task, channel))
+        status = reap(child)
         forget_shared_memory([child])
         if status or own_children():
             return
 
 
-def _do_task(helper: int, channel: ControlChannel) -> NoReturn:
-    code = 1
-    try:
-        os.setpgid(0, 0)
-        die_with_parent(helper)
-        channel.send("working", pid=os.getpid())
-        run_task(channel)
-        code = 0
-    except BaseException as error:
-        sys.excepthook(type(error), error, error.__traceback__)
-    finally:
-        with contextlib.suppress(Exception):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(code)
+def _do_task(channel: ControlChannel) -> None:
+    channel.send("working", pid=os.getpid())
+    run_task(channel)

@@ -35,7 +35,6 @@ import gc
 import json
 import mmap
 import os
-import select
 import shutil
 import socket
 import threading
@@ -74,6 +73,7 @@ from penstock.proto.state.checkpoint_files import (
 )
 from penstock.runtime.files.atomic_files import sync_folder, write_whole
 from penstock.runtime.files.part_checksums import PartHasher
+from penstock.runtime.process.watch import wait_for_parent_end
 
 CHUNK = 16 << 20
 """Bytes that are hashed and then written: they are still in the cache the second time, and few calls are made."""
@@ -542,13 +542,7 @@ class Parent:
 
 def attend(parent: Parent, watched: list[SaveJob], parent_watch: int) -> None:
     """A thread for when the training process has ended: then nothing more comes, and nothing may take for ever."""
-    try:
-        poll = select.poll()
-        poll.register(os.pidfd_open(parent_watch), select.POLLIN)
-        poll.poll()
-    except OSError:  # it has gone already; or this kernel has no pidfds, or lets nobody have them
-        while os.getppid() == parent_watch:
-            time.sleep(1)
+    wait_for_parent_end(parent_watch)
     parent.gone.set()
     parent.end()
     while True:

@@ -10,14 +10,12 @@ from __future__ import annotations
 import json
 import logging
 import os
-import select
 import signal
 import socket
-import subprocess
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +27,10 @@ from penstock.client.stream import open_streams
 from penstock.proto.errors import CheckpointError, DeadlineError
 from penstock.proto.state.checkpoint_files import FAILED, report_name, temporary_name
 from penstock.runtime.files.atomic_files import write_whole
-from penstock.runtime.process.by_path import by_path
+from penstock.runtime.process.end import exit_words
+from penstock.runtime.process.line_reader import LineReader
+from penstock.runtime.process.spawn import NULL, by_path, environment, spawn
+from penstock.runtime.process.watch import wait_for_any
 from penstock.runtime.telemetry.logs import about
 
 __all__ = ["PendingSave", "WriterProcess", "wait_all"]
@@ -161,7 +162,6 @@ class _Running:
         self._queue: list[PendingSave] = []
         """Handed over and not ended, in the order in which they are written."""
         self._ended = False
-        self._closing = ExitStack()
         self._why = ""
         """Why it was killed, if it was us."""
         self._mapped: set[int] = set()
@@ -171,24 +171,16 @@ class _Running:
         except OSError as error:
             raise CheckpointError(f"rank {rank}: no writer process could be started: {error}") from error
         try:
-            self.process = subprocess.Popen(
-                [
-                    *by_path(WRITER, xxhash),
-                    *("--socket-fd", str(theirs.fileno()), "--parent-pid", str(os.getpid())),
-                ],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                env=_environment(),
-                start_new_session=True,  # whoever ends the training job's processes lets a save be finished
-            )
+            what = ("--socket-fd", str(theirs.fileno()), "--parent-pid", str(os.getpid()))
+            # Without the token, for it talks to nobody but us. In a session of its own: whoever ends the training job's
+            # processes lets a save be finished.
+            env = environment("PENSTOCK_TOKEN*")
+            self.process = spawn([*by_path(WRITER, xxhash), *what], fds=[theirs], stdout=NULL, env=env)
         except BaseException as error:
             self._sock.close()
             if not isinstance(error, OSError):  # interrupted
                 raise
             raise CheckpointError(f"rank {rank}: no writer process could be started: {error}") from error
-        finally:
-            theirs.close()
         ready = threading.Event()
         threading.Thread(target=self._listen, args=(ready,), name="penstock-checkpoint", daemon=True).start()
         try:
@@ -198,13 +190,11 @@ class _Running:
             raise
         if not started:
             self.process.kill()
-            raise CheckpointError(
-                f"rank {rank}: the writer process did not start{_how(self.process)}; see its standard error"
-            )
+            raise CheckpointError(f"rank {rank}: the writer process did not start{self._how()}; see its standard error")
 
     @property
     def alive(self) -> bool:
-        return not self._ended and self.process.poll() is None
+        return not self._ended and self.process.status is None
 
     def submit(self, pending: PendingSave, image: SharedImage | None, live: set[int]) -> None:
         numbers = {"image": None if image is None else image.number, "images": sorted(live)}
@@ -230,8 +220,7 @@ class _Running:
         with self._lock:
             self._why = why
         self.process.kill()
-        with suppress(subprocess.TimeoutExpired):  # stuck in the kernel; it goes when it gets out
-            self.process.wait(LEAVE_S)
+        self.process.wait(LEAVE_S)  # no longer: one that is stuck in the kernel goes when it gets out
         self._fail_all()
 
     def leave(self) -> None:
@@ -239,9 +228,7 @@ class _Running:
             self._sock.shutdown(socket.SHUT_WR)
 
     def stop(self) -> None:
-        try:
-            self.process.wait(LEAVE_S)
-        except subprocess.TimeoutExpired:
+        if not self.process.wait(LEAVE_S):
             self.kill("its writer did not leave")
 
     # ---- the thread
@@ -252,32 +239,18 @@ class _Running:
                 self._take(json.loads(line), ready)
         except (OSError, ValueError):
             pass
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(LEAVE_S)
+        self.process.wait(LEAVE_S)
         self._fail_all()
-        self._closing.close()
         self._sock.close()
         ready.set()  # last: who waits for it finds nothing left
 
     def _lines(self) -> Iterator[bytes]:
         """What it says, until it ends. That may be seen by its process only: a child that was forked while it was being
         started holds its end of the socket too."""
-        poll = select.poll()
-        poll.register(self._sock, select.POLLIN)
-        with suppress(OSError):  # no pidfds here: then its end of the socket has to do
-            pidfd = os.pidfd_open(self.process.pid)
-            self._closing.callback(os.close, pidfd)
-            poll.register(pidfd, select.POLLIN)
-        rest = b""
-        while True:
-            ready = {fd for fd, _ in poll.poll()}
-            if self._sock.fileno() not in ready:
-                return
-            data = self._sock.recv(1 << 16)
-            if not data:
-                return
-            *lines, rest = (rest + data).split(b"\n")
-            yield from lines
+        said, process = LineReader(self._sock.fileno()), self.process.fileno()
+        watched = [said.fileno(), process] if process >= 0 else [said.fileno()]  # no pidfds here: its end has to do
+        while not said.ended and said.fileno() in wait_for_any(watched):
+            yield from said.read()
 
     def _take(self, reply: dict[str, Any], ready: threading.Event) -> None:
         if reply["kind"] == "ready":
@@ -304,7 +277,14 @@ class _Running:
             _give_up(pending, self._rank, self._how_it_ended())
 
     def _how_it_ended(self) -> str:
-        return self._why or f"its writer process ended before the save did{_how(self.process)}"
+        return self._why or f"its writer process ended before the save did{self._how()}"
+
+    def _how(self) -> str:
+        status = self.process.status
+        if status is None:
+            return ""
+        hint = "; the kernel's log tells whether memory ran out" if -status == signal.SIGKILL else ""
+        return f" ({exit_words(status).removeprefix('was ')}{hint})"
 
 
 def _give_up(pending: PendingSave, rank: int, why: str) -> None:
@@ -349,19 +329,3 @@ def _ended(pending: PendingSave, timeout_s: float) -> bool:
 def _left(deadline: float, timeout_s: float | None) -> float:
     left = max(deadline - time.monotonic(), 0)
     return left if timeout_s is None else min(left, timeout_s)
-
-
-def _how(process: subprocess.Popen[bytes]) -> str:
-    code = process.poll()
-    if code is None:
-        return ""
-    if code >= 0:
-        return f" (exit status {code})"
-    name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
-    hint = "; the kernel's log tells whether memory ran out" if -code == signal.SIGKILL else ""
-    return f" (killed by {name}{hint})"
-
-
-def _environment() -> dict[str, str]:
-    """Without the token: the writer talks to nobody but us."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_TOKEN")}

@@ -1,0 +1,183 @@
+"""Starts child processes: fresh interpreters, and forks of this one.
+
+What all of them have in common: no shell, no standard input, no descriptors but those that are named, a process group
+of their own (a Ctrl-C in the terminal is for whoever started us to act on), and -P, so that a file of the user's in the
+working directory does not stand in for a module of ours or of the library. A spawned child ends with this process by
+watching it (`--parent-pid`, watch.py), a forked one by a parent-death signal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Protocol
+
+import penstock.proto
+from penstock.runtime.process.watch import Process, die_with_parent
+
+__all__ = ["NULL", "TORCHRUN", "Spawned", "by_path", "environment", "fork", "module", "spawn"]
+
+NULL = subprocess.DEVNULL
+TORCHRUN = (
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", "TORCHELASTIC_*"),
+)
+"""What torchrun tells a training process, and is not meant for processes that it starts: see `environment`."""
+_REAP_S = 1.0
+"""Seconds for another thread that is just reaping an ended child."""
+
+# What runs a program as -m would, without its package: see `by_path`.
+_RUN = (
+    "import os, runpy, sys; program, places = sys.argv[1:3]; sys.path += places.split(os.pathsep); "
+    "sys.argv[:3] = [program]; runpy.run_path(program, run_name='__main__')"
+)
+
+
+class _End(Protocol):
+    """A socket, or an end of a pipe."""
+
+    def fileno(self) -> int: ...
+
+    def close(self) -> None: ...
+
+
+class Spawned(Process):
+    """A child that `spawn` started. Where the kernel has no pidfds for us it is waited for by looking at it."""
+
+    def __init__(self, popen: subprocess.Popen[bytes]) -> None:
+        try:
+            super().__init__(popen.pid)
+        except OSError:
+            super().__init__(popen.pid, -1)
+        self._popen = popen
+
+    @property
+    def status(self) -> int | None:
+        """The exit status, negative for the signal that killed it; None while it runs."""
+        return self._popen.poll()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until it has ended, and reap it. Return whether it has."""
+        if self._popen.returncode is None and self.fileno() >= 0:
+            if not super().wait(timeout_s):
+                return False
+            timeout_s = _REAP_S  # a signal handler may have come in between another wait
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._popen.wait(timeout_s)
+        return self._popen.returncode is not None
+
+    def result(self) -> int:
+        """Wait until it has ended, for as long as it takes, and return its exit status."""
+        while not self.wait():
+            pass
+        return self._popen.returncode
+
+    def send(self, number: int) -> bool:
+        """Send it a signal. Return False if it has ended."""
+        if self.fileno() >= 0:
+            return super().send(number)
+        self._popen.send_signal(number)
+        return self._popen.returncode is None
+
+    def let_go(self) -> None:
+        """Let it outlive this process, which does not wait for it."""
+        self._popen.returncode = 0
+        self.close()
+
+
+def spawn(
+    command: Sequence[str],
+    *,
+    stdout: int | _End | None = None,
+    stderr: int | _End | None = None,
+    fds: Sequence[int | _End] = (),
+    env: Mapping[str, str] | None = None,
+    session: bool = True,
+) -> Spawned:
+    """Start a child process.
+
+    Args:
+        command: program and arguments, by `module` or `by_path` for example.
+        stdout: descriptor, NULL, or an end of a pipe; None: this process's.
+        stderr: the same.
+        fds: descriptors that the child has under the same numbers.
+        env: see `environment`; None: this process's.
+        session: it leads a session of its own; False: a process group in this session.
+
+    Sockets and ends of pipes are the child's: they are closed here, also if it cannot be started. Numbers stay open.
+
+    Raises OSError if it cannot be started.
+    """
+    passed = [fd if isinstance(fd, int) else fd.fileno() for fd in fds]
+    try:
+        popen = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,  # type: ignore[arg-type]  # Popen asks for no more than fileno()
+            stderr=stderr,  # type: ignore[arg-type]
+            pass_fds=passed,
+            env=env,
+            start_new_session=session,
+            process_group=None if session else 0,
+        )
+    finally:
+        for given in (stdout, stderr, *fds):
+            if given is not None and not isinstance(given, int):
+                given.close()
+    return Spawned(popen)
+
+
+def module(name: str, *arguments: str) -> list[str]:
+    """Return the command that runs a module in a fresh interpreter."""
+    return [sys.executable, "-P", "-m", name, *arguments]
+
+
+def by_path(program: Path, *needed: ModuleType) -> list[str]:
+    """Return the command that runs a program of ours that must not import torch, to be followed by its arguments. By
+    its path, for -m would import penstock.client with it.
+
+    It finds Penstock, and what else it needs, where this process has it from, by whatever means; behind everything
+    else, so that nothing there hides a module of Python's own.
+
+    needed: packages that it imports besides ours.
+    """
+    places = [Path(path).parent for path in penstock.__path__]
+    places += [Path(str(package.__file__)).parents[1] for package in needed]
+    return [sys.executable, "-P", "-c", _RUN, str(program), os.pathsep.join(map(str, places))]
+
+
+def environment(*without: str) -> dict[str, str]:
+    """Return this process's environment without some variables; a name that ends in * is for all that begin so."""
+    prefixes = tuple(name[:-1] for name in without if name.endswith("*"))
+    return {name: value for name, value in os.environ.items() if name not in without and not name.startswith(prefixes)}
+
+
+def fork(run: Callable[[], int | None]) -> int:
+    """Fork a child that does this and ends; return its process id, to be reaped by end.py.
+
+    It leads a process group and dies with this process, which must have no threads. Its exit status is what `run`
+    returns, None for 0; or 1 for an error, whose traceback it prints. Nothing of this process's is put in order there.
+    """
+    parent = os.getpid()
+    pid = os.fork()
+    if pid:
+        with contextlib.suppress(OSError):
+            os.setpgid(pid, pid)  # on both sides: whoever kills its group next may come before it
+        return pid
+    status = 1
+    try:
+        os.setpgid(0, 0)
+        die_with_parent(parent)
+        status = run() or 0
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(status)

@@ -1,0 +1,188 @@
+"""Watches a process, and signals it, by a pidfd: the one thing that says for certain that a process has ended.
+
+The end of its sockets and pipes does not, for whatever it forked holds them open. Its number does not either, for that
+may be another process's by now; what is sent by a pidfd hits no other. A process that is to end with another one
+watches it in the same way, and not by a parent-death signal, which fires when the *thread* that started the process
+ends; that signal (`die_with_parent`) is for forked children, whose parents have no threads.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Self
+
+__all__ = [
+    "Process",
+    "become_subreaper",
+    "die_with_parent",
+    "readable",
+    "stat_of",
+    "wait_for_any",
+    "wait_for_parent_end",
+]
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+PARENT_LOOK_S = 1.0
+"""Seconds between two looks at the parent where the kernel has no pidfds."""
+LONGEST_S = 1e6
+"""Seconds that poll(2) can be told to wait; more is for ever."""
+
+
+def wait_for_any(fds: Iterable[int], timeout_s: float | None = None) -> list[int]:
+    """Wait until one of these can be read, or its other side has ended; None: for as long as it takes. Return those.
+
+    As select(2), but for descriptors of any number.
+    """
+    poll = select.poll()
+    for fd in fds:
+        poll.register(fd, select.POLLIN)
+    forever = timeout_s is None or timeout_s > LONGEST_S
+    return [fd for fd, _ in poll.poll(None if forever else max(0.0, timeout_s or 0.0) * 1000)]
+
+
+def readable(fd: int, timeout_s: float | None = None) -> bool:
+    """Wait for one, and return whether it can be read."""
+    return bool(wait_for_any([fd], timeout_s))
+
+
+class Process:
+    """A process that this one may not have started, from now until `close`, or until this is dropped.
+
+    Args:
+        pid: its number.
+        pidfd: an open pidfd of it, which is closed with this; None: one is opened.
+
+    Raises ProcessLookupError if it has ended and is gone.
+    """
+
+    def __init__(self, pid: int, pidfd: int | None = None) -> None:
+        self.pid = pid
+        self._pidfd = -1
+        self._unwatch: Callable[[], object] | None = None
+        self._pidfd = os.pidfd_open(pid) if pidfd is None else pidfd
+
+    @classmethod
+    def parent(cls, pid: int) -> Self:
+        """Return this process's parent. ProcessLookupError: `pid` is not its number any more."""
+        process = cls(pid)
+        if os.getppid() != pid:  # it ended before it was opened, and its number is another's by now
+            process.close()
+            raise ProcessLookupError(f"the parent of process {os.getpid()} has ended")
+        return process
+
+    def __del__(self) -> None:
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def fileno(self) -> int:
+        """Return the pidfd, readable once the process has ended; -1 after `close`."""
+        return self._pidfd
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until it has ended; None: for as long as it takes. Return whether it has."""
+        return readable(self._pidfd, timeout_s)
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has."""
+        return self.wait(0)
+
+    def on_end(self, then: Callable[[], object]) -> None:
+        """Have the running event loop call `then` once, when it has ended; not after `close`."""
+        import asyncio
+
+        loop, pidfd = asyncio.get_running_loop(), self._pidfd
+
+        def ended() -> None:
+            loop.remove_reader(pidfd)
+            self._unwatch = None
+            then()
+
+        self._unwatch = lambda: loop.remove_reader(pidfd)
+        loop.add_reader(pidfd, ended)
+
+    def send(self, number: int) -> bool:
+        """Send it a signal. Return False if it has ended."""
+        if self._pidfd < 0:
+            return False
+        try:
+            signal.pidfd_send_signal(self._pidfd, number)
+        except ProcessLookupError:
+            return False
+        return True
+
+    def kill(self) -> None:
+        """Kill it; harmless once it has ended."""
+        self.send(signal.SIGKILL)
+
+    def end(self, grace_s: float, killed_s: float | None = None) -> bool:
+        """Ask it to end (SIGTERM), and kill it after `grace_s`; return whether it has ended.
+
+        killed_s: seconds that the kernel may take once it is killed; None: as many as it needs.
+        """
+        self.send(signal.SIGTERM)
+        if self.wait(grace_s):
+            return True
+        self.kill()
+        return self.wait(killed_s)
+
+    def close(self) -> None:
+        """Watch it no longer."""
+        if self._unwatch is not None:
+            self._unwatch()
+            self._unwatch = None
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+            self._pidfd = -1
+
+
+def stat_of(pid: int) -> list[str]:
+    """Return the fields of /proc/PID/stat behind the name: its state, its parent, ...; none if there is no such
+    process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (OSError, ValueError):
+        return []
+
+
+# ---- the other way round: what a process does to end with its parent, or to have what is orphaned below it
+
+
+def wait_for_parent_end(pid: int) -> None:
+    """Block a thread until this process's parent has ended, also where the kernel has no pidfds for us."""
+    try:
+        with Process.parent(pid) as parent:
+            parent.wait()
+    except OSError:
+        while os.getppid() == pid:
+            time.sleep(PARENT_LOOK_S)
+
+
+def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
+    """Be sent this signal when `parent`, this process's parent, dies; end at once if it has."""
+    _prctl(_PR_SET_PDEATHSIG, number)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def become_subreaper() -> None:
+    """Have what is orphaned below this process come to it, and not to process 1."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _prctl(option: int, value: int) -> None:
+    import ctypes  # not for those who only watch: it takes 3 ms
+
+    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)

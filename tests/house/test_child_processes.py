@@ -1,0 +1,85 @@
+"""One mechanism for child processes: whatever starts, watches or ends one goes through penstock.runtime.process."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).parents[2]
+ROOTS = ("appliance", "client", "deploy", "proto", "worker")
+HOME = REPO / "proto/penstock/runtime/process"
+
+FORBIDDEN = {
+    "os": {
+        *("fork", "forkpty", "posix_spawn", "posix_spawnp", "popen", "system", "startfile"),
+        *("wait", "wait3", "wait4", "waitid", "waitpid", "pidfd_open", "kill", "killpg"),
+    },
+    "signal": {"pidfd_send_signal"},
+    "asyncio": {"create_subprocess_exec", "create_subprocess_shell", "subprocess"},
+    "pty": {"fork", "spawn"},
+}
+"""Module -> what nothing else may use of it. Of `subprocess`: all but ONE_SHOT."""
+
+ONE_SHOT = {"run", "DEVNULL", "PIPE", "STDOUT", "TimeoutExpired", "CompletedProcess"}
+"""Of `subprocess`: for another program that is run to its end, with a deadline."""
+
+
+def _allowed(module: str, name: str) -> bool:
+    return name in ONE_SHOT if module == "subprocess" else name not in FORBIDDEN.get(module, ())
+
+
+def breaches(source: str) -> Iterator[str]:
+    """What a module does to processes by itself."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            uses = [(node.value.id, node.attr)]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            uses = [(node.module, alias.name) for alias in node.names]
+        elif isinstance(node, ast.Call):
+            given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+            called = ast.unparse(node.func)
+            if given.get("shell") == "True":
+                yield f"line {node.lineno}: {called} with a shell"
+            if called == "subprocess.run" and "timeout" not in given:
+                yield f"line {node.lineno}: {called} without a deadline"
+            continue
+        else:
+            continue
+        for module, name in uses:
+            if not _allowed(module, name):
+                yield f"line {node.lineno}: {module}.{name}"
+
+
+def test_processes_are_started_in_one_place() -> None:
+    wrong = [
+        f"{path.relative_to(REPO)}: {breach}"
+        for root in ROOTS
+        for path in sorted((REPO / root / "penstock").rglob("*.py"))
+        if path.parent != HOME
+        for breach in breaches(path.read_text())
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import subprocess\nsubprocess.Popen(['true'])",
+        "from subprocess import Popen",
+        "import os\nif os.fork() == 0:\n    pass",
+        "import os\nos.kill(pid, 9)",
+        "from os import pidfd_open",
+        "import asyncio\nasync def f():\n    await asyncio.create_subprocess_exec('true')",
+        "import subprocess\nsubprocess.run('true', shell=True, timeout=1)",
+        "import subprocess\nsubprocess.run(['true'])",
+    ],
+)
+def test_the_rule_sees_a_second_mechanism(source: str) -> None:
+    assert list(breaches(source))
+
+
+def test_the_rule_lets_a_command_be_run() -> None:
+    assert not list(breaches("import os, subprocess\nsubprocess.run(['true'], timeout=1)\nos.getpid()"))

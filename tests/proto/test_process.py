@@ -1,0 +1,283 @@
+"""Child processes: how they are started, watched and ended, with real ones."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from penstock.runtime.process.end import describe_exit, exit_words, kill_group, reap_orphan
+from penstock.runtime.process.identity import Identity
+from penstock.runtime.process.line_reader import LinePipe
+from penstock.runtime.process.spawn import Spawned, environment, spawn
+from penstock.runtime.process.watch import Process, stat_of, wait_for_any
+
+SOON_S = 20.0
+
+
+def started(code: str, **options: object) -> Spawned:
+    return spawn([sys.executable, "-P", "-c", code], **options)  # type: ignore[arg-type]
+
+
+def descriptors() -> set[str]:
+    return set(os.listdir("/proc/self/fd"))
+
+
+def said(code: str, *, fds: bool = False, **options: object) -> bytes | None:
+    """The first line that a child prints; with `fds`, on a descriptor that it is told as `fd`."""
+    with LinePipe() as pipe:
+        if fds:
+            child = started(f"fd = {pipe.theirs.fileno()}\n{code}", fds=[pipe.theirs], **options)
+        else:
+            child = started(code, stdout=pipe.theirs, **options)
+        line = pipe.line(SOON_S)
+        child.result()
+        child.close()
+    return line
+
+
+# ---- spawn
+
+
+def test_a_child_gets_what_is_named_only() -> None:
+    secret = os.open("/dev/null", os.O_RDONLY)
+    os.set_inheritable(secret, True)
+    try:
+        code = "import os, sys; os.write(fd, f'{sorted(map(int, os.listdir(\"/proc/self/fd\")))} {fd}\\n'.encode())"
+        line = said(code, fds=True)
+    finally:
+        os.close(secret)
+    assert line is not None
+    listed, fd = line.decode().removeprefix("[").split("] ")
+    # one more is that of the listing itself
+    assert {0, 1, 2, int(fd)} <= set(map(int, listed.split(", ")))
+    assert len(listed.split(", ")) == 5
+
+
+@pytest.mark.parametrize(("session", "leads"), [(True, "True True"), (False, "True False")])
+def test_a_child_leads_a_group(session: bool, leads: str) -> None:
+    code = "import os; print(os.getpgrp() == os.getpid(), os.getsid(0) == os.getpid())"
+    assert said(code, session=session) == leads.encode()
+
+
+def test_a_child_reads_nothing_of_ours() -> None:
+    kept, (read, write) = os.dup(0), os.pipe()
+    os.write(write, b"for us")
+    try:
+        os.dup2(read, 0)
+        assert said("import os; print(os.readlink('/proc/self/fd/0'))") == b"/dev/null"
+    finally:
+        os.dup2(kept, 0)
+        for fd in (kept, read, write):
+            os.close(fd)
+
+
+def test_nothing_stays_open_if_it_cannot_start() -> None:
+    before = descriptors()
+    with LinePipe() as pipe:
+        with pytest.raises(FileNotFoundError):
+            spawn(["/nowhere/python"], stdout=pipe.theirs)
+        assert len(descriptors()) == len(before) + 1
+    assert descriptors() == before
+
+
+def test_nothing_stays_open_of_one_that_ended() -> None:
+    before = descriptors()
+    assert said("print('here')") == b"here"
+    child = started("pass")
+    assert child.result() == 0
+    del child  # not closed
+    assert descriptors() == before
+
+
+def test_variables_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "RANKED", "TORCHELASTIC_RUN_ID", "PENSTOCK_TOKEN_FILE"):
+        monkeypatch.setenv(name, "x")
+    names = environment("RANK", "TORCHELASTIC_*", "PENSTOCK_TOKEN*").keys()
+    assert "RANKED" in names
+    assert not {"RANK", "TORCHELASTIC_RUN_ID", "PENSTOCK_TOKEN_FILE"} & names
+
+
+# ---- watch and end
+
+
+def test_a_polite_end_then_a_kill() -> None:
+    assert (child := started("import time; time.sleep(60)")).end(SOON_S)
+    assert child.status == -signal.SIGTERM
+    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(60)"
+    with LinePipe() as pipe:
+        child = started(deaf, stdout=pipe.theirs)
+        assert pipe.line(SOON_S) == b""
+        assert child.end(0.1)
+    assert child.status == -signal.SIGKILL
+    assert not child.send(signal.SIGTERM)
+
+
+def test_a_wait_has_a_deadline() -> None:
+    child, began = started("import time; time.sleep(60)"), time.monotonic()
+    assert not child.wait(0.1)
+    assert child.status is None
+    assert time.monotonic() - began < SOON_S
+    child.kill()
+    assert child.result() == -signal.SIGKILL
+
+
+def test_children_are_waited_for_without_pidfds(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(pid: int) -> int:
+        raise PermissionError("seccomp")
+
+    monkeypatch.setattr(os, "pidfd_open", refused)
+    child = started("import time; time.sleep(60)")
+    assert child.fileno() == -1
+    assert not child.wait(0.1)
+    assert child.end(SOON_S)
+    assert child.status == -signal.SIGTERM
+
+
+def test_an_event_loop_hears_of_an_end_once() -> None:
+    async def run() -> tuple[int, int]:
+        ended, calls = asyncio.Event(), 0
+
+        def then() -> None:
+            nonlocal calls
+            calls += 1
+            ended.set()
+
+        child = started("pass")
+        child.on_end(then)
+        unheard = started("pass")
+        unheard.on_end(then)
+        unheard.close()  # not any more
+        await asyncio.wait_for(ended.wait(), SOON_S)
+        await asyncio.sleep(0.1)
+        return calls, child.result() + unheard.result()
+
+    assert asyncio.run(run()) == (1, 0)
+
+
+def test_an_identity_is_not_its_number() -> None:
+    child = started("import time; time.sleep(60)")
+    identity = Identity.of(child.pid)
+    assert Identity(child.pid, identity.started + 1, identity.boot).open() is None
+    assert not Identity(child.pid, identity.started, "another boot").send(signal.SIGKILL)
+    assert child.status is None
+    assert identity.send(signal.SIGKILL)
+    assert child.result() == -signal.SIGKILL
+    assert not identity.send(signal.SIGKILL)
+    with pytest.raises(ProcessLookupError):
+        Identity.of(child.pid)
+
+
+def test_the_parent_is_the_parent() -> None:
+    Process.parent(os.getppid()).close()
+    with pytest.raises(ProcessLookupError, match="has ended"):
+        Process.parent(os.getpid())
+    assert stat_of(os.getpid())[1] == str(os.getppid())
+
+
+def test_a_descriptor_above_1024_is_waited_for() -> None:
+    import fcntl
+    import resource
+
+    if resource.getrlimit(resource.RLIMIT_NOFILE)[0] <= 2000:
+        pytest.skip("this process may not open so many")
+    read, write = os.pipe()
+    high = fcntl.fcntl(read, fcntl.F_DUPFD_CLOEXEC, 1500)
+    try:
+        assert wait_for_any([high], 0) == []
+        os.write(write, b"x")
+        assert wait_for_any([high], SOON_S) == [high]
+    finally:
+        for fd in (read, write, high):
+            os.close(fd)
+
+
+# ---- lines
+
+
+def test_lines_come_as_they_are_said() -> None:
+    with LinePipe() as pipe:
+        child = started("print('one'); print('two'); print('rest', end='')", stdout=pipe.theirs)
+        assert pipe.line(SOON_S) == b"one"
+        assert pipe.line(SOON_S) == b"two"
+        assert pipe.line(SOON_S) is None
+        assert (pipe.rest, pipe.ended) == (b"rest", True)
+        child.result()
+
+
+def test_a_line_has_a_deadline() -> None:
+    with LinePipe() as pipe:
+        child = started("import time; time.sleep(60)", stdout=pipe.theirs)
+        with pytest.raises(TimeoutError):
+            pipe.line(0.1)
+        child.kill()
+        child.result()
+
+
+# ---- forks, in an interpreter without threads
+
+FORKING = """
+import os, signal, subprocess, sys, time
+from penstock.runtime.process.end import has_ended, reap
+from penstock.runtime.process.spawn import fork
+
+def leaves_one_behind():
+    subprocess.Popen(["sleep", "60"], stdout=wake)
+    return 7
+
+def fails():
+    raise LookupError("in the child")
+
+listen, wake = os.pipe()
+pid = fork(leaves_one_behind)
+assert os.getpgid(pid) == pid
+print(reap(pid), reap(fork(fails)), reap(fork(lambda: os.kill(os.getpid(), 9))), flush=True)
+os.close(wake)
+print(os.read(listen, 1), flush=True)  # at its end all who held the other one are gone
+if fork(lambda: time.sleep(60)):
+    print(os.getpid(), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_forked_children_end_with_all_they_left() -> None:
+    """And with their parent, however that ends."""
+    began = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", FORKING], capture_output=True, text=True, timeout=50)
+    lines = done.stdout.splitlines()
+    assert lines[:2] == ["7 1 -9", "b''"], done.stderr
+    assert done.stderr.count("LookupError: in the child") == 1
+    # capture_output reads to the end of the pipe, which the last child would have held for a minute
+    assert time.monotonic() - began < 40
+
+
+def test_what_is_no_child_is_not_reaped() -> None:
+    assert not reap_orphan(os.getppid())
+    kill_group(1 << 22)  # no such group
+
+
+# ---- words
+
+
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [
+        (0, "exited with status 0"),
+        (3, "exited with status 3"),
+        (-15, "was killed by SIGTERM"),
+        (-62, "was killed by signal 62"),
+    ],
+)
+def test_an_end_in_words(status: int, words: str) -> None:
+    assert exit_words(status) == words
+
+
+def test_an_end_of_user_code_has_a_hint() -> None:
+    assert describe_exit(0).endswith("which is no end of its input (os._exit?)")
+    assert describe_exit(-9) == "was killed by SIGKILL (out of memory, if nobody sent it)"
+    assert describe_exit(None).startswith("died, cause unknown")
