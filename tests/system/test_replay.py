@@ -27,7 +27,7 @@ from penstock.deploy.operations.saved_file import SavedFile
 from penstock.deploy.replay.archive import Archive, RunningArchive, StoppedArchive
 from penstock.deploy.replay.plan import plan
 from penstock.deploy.replay.replay_batch import ReplayRequest, replay
-from penstock.deploy.replay.replay_processes import ReplayForker, ReplayProcesses, ReplayTask
+from penstock.deploy.replay.replay_processes import ReplayForker, ReplayProcesses, Task
 from penstock.deploy.replay.replay_report import tables
 from penstock.proto import errors
 from penstock.proto.rpc.calls import CoordinatorClient
@@ -233,9 +233,9 @@ def test_a_replay_that_does_not_end_in_time_or_dies(stage: Stage) -> None:
     assignment.loader.arguments = encode_state({"args": (3, str(stage.folder / "died")), "kwargs": {}})
     data = assignment.SerializeToString()
     with ReplayProcesses(stage.forker, 1, time.monotonic() + 60, lambda slot, total: None) as crew:
-        crew.ask({0: ReplayTask("start", {"snapshot": False, "epoch": 0, "total": 0, "live": True}, data)})
+        crew.ask({0: Task("start", {"snapshot": False, "epoch": 0, "total": 0, "live": True}, data)})
         with pytest.raises(errors.WorkerLostError, match=r"again was killed by SIGKILL \(out of mem.*\), after batch"):
-            crew.ask({0: ReplayTask("go", {"epoch": 0, "total": 9})})
+            crew.ask({0: Task("go", {"epoch": 0, "total": 9})})
 
 
 def test_data_that_are_others_are_told(stage: Stage) -> None:

@@ -22,7 +22,7 @@ from penstock.deploy.console.command_token import make_token
 from penstock.deploy.console.exit_codes import USAGE, CommandError
 from penstock.deploy.engines.engine import Fleet, FleetPlan
 from penstock.runtime.files.atomic_files import write_whole
-from penstock.runtime.process.identity import FleetIdentity
+from penstock.runtime.process.identity import Identity
 
 __all__ = ["FleetFolder", "default_folder", "open_log"]
 
@@ -81,7 +81,7 @@ class FleetFolder:
             return None
         return fd
 
-    def hold(self, lock: int, identity: FleetIdentity) -> None:
+    def hold(self, lock: int, identity: Identity) -> None:
         """Say whom to signal about a lock that is held: its holder, or the one that it is handed on to."""
         data = json.dumps(asdict(identity)).encode()
         try:
@@ -90,10 +90,10 @@ class FleetFolder:
         except OSError as error:
             raise CommandError(f"{self.path / 'lock'} cannot be written: {error.strerror}", USAGE) from error
 
-    def holder(self) -> FleetIdentity | None:
+    def holder(self) -> Identity | None:
         """What `hold` said last; that process may have ended since."""
         try:
-            return FleetIdentity(**json.loads((self.path / "lock").read_text()))
+            return Identity(**json.loads((self.path / "lock").read_text()))
         except (OSError, ValueError, TypeError):  # none yet, or just being written
             return None
 
@@ -197,11 +197,11 @@ def _fleet(found: Any) -> Fleet:
     """TypeError, KeyError, AttributeError: it is no record."""
     fleet = Fleet(**found)
     if fleet.engine == "local":
-        FleetIdentity(**fleet.about["supervisor"])
+        Identity(**fleet.about["supervisor"])
         for daemon in fleet.about["daemons"]:
             daemon["name"], daemon["state"], fleet.about["ready"]
             if daemon["identity"] is not None:
-                FleetIdentity(**daemon["identity"])
+                Identity(**daemon["identity"])
     return fleet
 
 

@@ -21,7 +21,7 @@ from penstock.deploy.console.coordinator_options import Peer
 from penstock.deploy.doctor.loader_check import json_option
 from penstock.deploy.operations.show_state import run_name
 from penstock.deploy.replay.archive import Archive, RunningArchive, StoppedArchive
-from penstock.deploy.replay.replay_processes import ReplayForker, ReplayProcesses, ReplayTask
+from penstock.deploy.replay.replay_processes import ReplayForker, ReplayProcesses, Task
 from penstock.deploy.replay.stream_replay import StreamReplay
 from penstock.proto.errors import (
     BoxOutOfRangeError,
@@ -217,7 +217,7 @@ class BatchReplay:
         out = None if request.out is None else request.out.absolute()
         part = None if out is None else out.with_name(f".{secrets.token_hex(8)}{out.suffix}")
         try:
-            shown = processes.ask({slot: ReplayTask("show", {"row": request.row, "out": part and str(part)})})[slot]
+            shown = processes.ask({slot: Task("show", {"row": request.row, "out": part and str(part)})})[slot]
             verified, why = self._verify(walk)
             if part is not None and out is not None:
                 _publish(part, out)
@@ -255,7 +255,7 @@ class BatchReplay:
             return f"snapshots before step {start.position.step + 1}"
         return f"the beginning of attempt {self._history.attempt} (step {self._history.opening.start.step})"
 
-    def _begin(self, slot: int) -> ReplayTask:
+    def _begin(self, slot: int) -> Task:
         """The start task of a worker."""
         opening, start = self._history.opening, self._plan.start
         position, saved = start.position, start.checkpoint
@@ -291,7 +291,7 @@ class BatchReplay:
             "total": position.total[slot],
             "live": slot in position.live,
         }
-        return ReplayTask("start", fields, assignment.SerializeToString(), parts)
+        return Task("start", fields, assignment.SerializeToString(), parts)
 
     def _resumed_from(self, blob: str) -> bytes:
         assert self._archive is not None

@@ -5,11 +5,11 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Mapping
 
-from penstock.deploy.forking_interpreter import ForkedChild, ForkingInterpreter, ReplayTask, wait_for_news
+from penstock.deploy.forking_interpreter import ForkedChild, ForkingInterpreter, Task, wait_for_news
 from penstock.proto.errors import DeadlineError, LaneLostError, WorkerLostError, error_named
 from penstock.worker.processes.control_channel import ControlMessage
 
-__all__ = ["ReplayForker", "ReplayProcesses", "ReplayTask", "digests_of"]
+__all__ = ["ReplayForker", "ReplayProcesses", "Task", "digests_of"]
 
 
 def digests_of(answer: ControlMessage) -> list[int]:
@@ -48,7 +48,7 @@ class ReplayProcesses:
         for child in self._children:
             child.close()
 
-    def ask(self, tasks: Mapping[int, ReplayTask]) -> dict[int, ControlMessage]:
+    def ask(self, tasks: Mapping[int, Task]) -> dict[int, ControlMessage]:
         """Have children do their tasks, all at the same time; their answers by slot.
 
         Raises what one of them raised first; WorkerLostError if one died; DeadlineError, with the stacks on standard

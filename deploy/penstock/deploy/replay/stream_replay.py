@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from penstock.deploy.replay.replay_processes import ReplayTask, digests_of
+from penstock.deploy.replay.replay_processes import Task, digests_of
 from penstock.proto.errors import StateUnavailableError
 from penstock.proto.state.position import Position, advance, chain_at
 from penstock.worker.processes.control_channel import ControlMessage
 
 __all__ = ["StreamReplay"]
 
-Ask = Callable[[Mapping[int, ReplayTask]], Mapping[int, ControlMessage]]
+Ask = Callable[[Mapping[int, Task]], Mapping[int, ControlMessage]]
 
 
 class StreamReplay:
@@ -56,7 +56,7 @@ class StreamReplay:
                 "cannot be replayed; start from a checkpoint of a later step (--checkpoint)"
             )
         totals = enumerate(self.at.total)
-        self._ask({slot: ReplayTask("leave", {"epoch": epoch, "total": total}) for slot, total in totals})
+        self._ask({slot: Task("leave", {"epoch": epoch, "total": total}) for slot, total in totals})
         self._made = list(self.at.total)
         self.at.abandon_epoch()
 
@@ -64,7 +64,7 @@ class StreamReplay:
         while True:
             plan = advance(self.at, step, self._ends)
             tasks = {
-                slot: ReplayTask("go", {"epoch": plan.epoch, "total": total})
+                slot: Task("go", {"epoch": plan.epoch, "total": total})
                 for slot, total in enumerate(plan.total)
                 if total > self._made[slot]
             }
