@@ -1,14 +1,19 @@
 """A line that says how the loop is doing: steps a second, and the share of the time that it waited for data.
 
-On a terminal one line is rewritten twice a second; elsewhere, where every line stays, there is one in ten seconds.
+On a terminal one line is rewritten twice a second; elsewhere, where every line stays, there is one in ten seconds. rich
+does not draw it: its live displays hide the cursor until they are told to stop, and a training job may be killed; and
+nothing of ours is to be imported, or to replace standard output, in the training process for one line.
 """
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 
 from penstock.client.stream.ordered_reader import Stats
+from penstock.runtime.telemetry.cluster_view import INPUT_BOUND
+from penstock.runtime.telemetry.units import percent, rate
 
 __all__ = ["ProgressLine"]
 
@@ -40,12 +45,14 @@ class ProgressLine:
 
     def _show(self, step: int, seconds: float) -> None:
         stats = self._stats
-        rate = (step - self._shown_step) / seconds
+        per_s = (step - self._shown_step) / seconds
         waited = min(1.0, (stats.waited_s - self._shown_waited) / seconds)
-        line = f"{self._label}: step {step}, {rate:.1f} steps/s, waiting for data {waited:.0%}"
-        if waited >= 0.05 and stats.waited_by_worker:
+        line = f"{self._label}: step {step}, {rate(per_s)} steps/s, waiting for data {percent(waited)}"
+        if waited > INPUT_BOUND and stats.waited_by_worker:
             line += f" (most for {max(stats.waited_by_worker, key=lambda worker: stats.waited_by_worker[worker])})"
-        self._write(f"\r\x1b[K{line}" if self._terminal else f"{line}\n")
+        if self._terminal:  # a line that wraps could not be rewritten
+            line = f"\r\x1b[K{line[: shutil.get_terminal_size().columns - 1]}"
+        self._write(line if self._terminal else f"{line}\n")
         self._drawn = True
 
     def finish(self) -> None:

@@ -7,9 +7,10 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
-from penstock.deploy.console.tables import Table, show, size
+from penstock.deploy.console.tables import Table, show
 from penstock.deploy.doctor.loader_check import METHODS, REPLAY, STATE, Check, Diagnosis, Question, examine, saved_by
 from penstock.proto.errors import PenstockError
+from penstock.runtime.telemetry.units import size
 
 __all__ = ["as_dict", "show_doctor", "tables"]
 

@@ -10,13 +10,14 @@ import json
 from typing import Any, cast
 
 from penstock.deploy.console.coordinator_options import Peer
-from penstock.deploy.console.tables import Table, show, size
+from penstock.deploy.console.tables import Table, show
 from penstock.deploy.operations.state_values import as_json as plain
 from penstock.deploy.operations.state_values import brief
 from penstock.proto.errors import InvalidArgumentError
 from penstock.proto.rpc.calls import FetchedState
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
+from penstock.runtime.telemetry.units import size
 
 __all__ = ["as_dict", "run_name", "show_state", "tables"]
 
