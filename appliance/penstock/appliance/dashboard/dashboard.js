@@ -74,8 +74,7 @@ const clock = (seconds) => new Date(1000 * seconds).toLocaleTimeString([], { hou
 // A cell is a text, or a text with what it is marked by: see Cell in dashboard_data.py.
 function drawCell(cell, value, heading) {
   const { text: said, state, share, hot, at } = typeof value === "string" ? { text: value } : value;
-  const number = heading.endsWith(">") && share === undefined;
-  attribute(cell, "class", state ? "state text" : number ? "number" : at || share !== undefined ? "" : "text");
+  attribute(cell, "class", state ? "state text" : heading.endsWith(">") ? "number" : at || share !== undefined ? "" : "text");
   if (state) attribute(cell, "data-state", state);
   if (share === undefined) {
     text(cell, at ? clock(at) : said || "\u2013");
@@ -93,7 +92,7 @@ function drawCell(cell, value, heading) {
 function drawTable(table, { headings, rows }) {
   const head = table.tHead.rows[0] || table.tHead.insertRow();
   fill(head, headings, (heading) => heading, () => make("th", { scope: "col" }), (cell, heading) => {
-    if (heading.endsWith(">")) attribute(cell, "class", "number");
+    if (heading.endsWith(">")) cell.className = "number";
     text(cell, heading.replace(">", ""));
   });
   fill(table.tBodies[0], rows.map((cells, number) => [number, cells]), ([number]) => number, () => {

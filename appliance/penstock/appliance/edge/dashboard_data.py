@@ -129,7 +129,8 @@ def _event(event: EventView) -> dict[str, Any]:
 def _table(
     columns: Columns[Any], headings: Sequence[str], rows: Sequence[Any], marks: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """`marks`: of each row, by heading, what a cell has besides its text."""
+    """`marks`: of each row, by heading, what a cell has besides its text. Heads of rows and bars stand at the left."""
+    left = {headings[0], *(heading for mark in marks for heading in mark)}
     drawn: list[list[Cell]] = [
         [
             {"text": text, **mark[heading]} if heading in mark else text
@@ -137,4 +138,4 @@ def _table(
         ]
         for row, mark in zip(cells(columns, headings, rows), marks, strict=True)
     ]
-    return {"headings": headings, "rows": drawn}
+    return {"headings": [h.rstrip(">") if h in left else h for h in headings], "rows": drawn}
