@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import typer
@@ -16,7 +16,18 @@ import typer.main
 
 from penstock.deploy.cli.main import app
 from penstock.deploy.console import exit_codes
+from penstock.deploy.console.daemon_settings import (
+    CoordinatorSettings,
+    PeerSettings,
+    TelemetrySettings,
+    TlsSettings,
+    WorkerSettings,
+    flag,
+    variable,
+)
 from penstock.deploy.console.exit_codes import CODES, CommandError, exit_code, guarded
+from penstock.deploy.console.fleet_settings import UpSettings
+from penstock.deploy.console.options import flags_of, option
 from penstock.proto.errors import CATALOGUE, PenstockError, StateUnavailableError
 
 REPO = Path(__file__).parents[2]
@@ -115,25 +126,29 @@ def test_the_manual_has_the_same_exit_codes_and_all_commands() -> None:
 
 
 def test_the_manual_has_all_settings() -> None:
-    from penstock.deploy.console.daemon_settings import (
-        CoordinatorSettings,
-        PeerSettings,
-        Section,
-        TelemetrySettings,
-        TlsSettings,
-        WorkerSettings,
-        flag,
-        variable,
-    )
-    from penstock.deploy.console.fleet_settings import UpSettings
-
+    """Flag, unit, variable and description, word for word as the fields have them."""
     manual = (REPO / "docs" / "cli.md").read_text()
-    sections: list[type[Section]] = [CoordinatorSettings, PeerSettings, TelemetrySettings, TlsSettings, WorkerSettings]
-    sections.append(UpSettings)
-    for section in sections:
-        for field in section.model_fields:
-            assert f"`{variable(section, field)}`" in manual
-            assert f"`{flag(field)}" in manual
+    for section in (CoordinatorSettings, PeerSettings, TelemetrySettings, TlsSettings, WorkerSettings, UpSettings):
+        for field, info in section.model_fields.items():
+            unit = option(section, field).metavar
+            named = f"{flag(field)} {unit}".replace("|", "\\|") if unit else flag(field)
+            row = (
+                re.escape(f"| `{named}` | `{variable(section, field)}` |") + ".*" + re.escape(f"| {info.description} |")
+            )
+            assert re.search(f"^{row}$", manual, re.MULTILINE), row
+
+
+def test_flags_have_the_types_of_their_settings() -> None:
+    flags = flags_of(WorkerSettings)
+    kinds = {name: get_args(flags[name])[0] for name in ("slots", "allow", "drain", "insecure", "listen")}
+    assert kinds == {
+        "slots": int | None,
+        "allow": list[str] | None,
+        "drain": float | None,
+        "insecure": bool | None,
+        "listen": str | None,
+    }
+    assert get_args(flags_of(CoordinatorSettings)["state_dir"])[0] == Path | None
 
 
 def code_of(error: BaseException | None) -> int:

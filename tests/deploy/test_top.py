@@ -37,6 +37,7 @@ def reply(boxes: int = 50, slots: int = 8, worker: str = "w") -> pb.StatusReply:
     for number in range(30):
         found.events.add(kind="worker joined", text=f"worker {number}", wall_s=number, count=1)
     found.events.add(kind="slot lost", fault=True, text="its worker was killed", run="job/0", wall_s=40, count=3)
+    found.events.add(kind="worker left", text="worker 31", wall_s=41, count=1)
     return found
 
 
@@ -110,7 +111,7 @@ def test_nothing_that_a_peer_sent_moves_the_cursor() -> None:
 def test_lines_hold_a_run_each_and_events_once() -> None:
     found = status()
     events = [line for line in plain(found, 39.0) if " fault: " in line or " event: " in line]
-    assert len(events) == 1
+    assert len(events) == 2
     assert events[0].endswith("fault: slot lost x3: job/0: its worker was killed")
     (run,) = plain(found, 100.0)
     assert "job/0  step 100  12.5 steps/s  waits 0%" in run

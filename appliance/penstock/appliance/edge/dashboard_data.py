@@ -9,21 +9,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from penstock.runtime.telemetry.cluster_columns import BOXES, STATES, WORKERS, Columns, cells
 from penstock.runtime.telemetry.cluster_view import (
-    BOXES,
     INPUT_BOUND,
-    STATES,
-    WORKERS,
     BoxView,
     ClusterView,
-    Columns,
     EventView,
     Finding,
     RunView,
     SlotView,
     StateView,
     WorkerView,
-    cells,
 )
 from penstock.runtime.telemetry.units import percent, rate
 

@@ -155,7 +155,7 @@ class CoordinatorSettings(Section):
     http: PageListen = Field(
         DEFAULT_HTTP,
         description="Address of the dashboard and of its data, HOST:PORT; port 0 takes a free one, off: none. If the "
-        "default is in use, another port is taken.",
+        "default is in use, another port is taken, and the log says which.",
     )
     insecure: bool = Field(False, description="Listen beyond this machine without TLS.")
     lease: Seconds = Field(

@@ -9,17 +9,8 @@ from typing import Any
 
 from penstock.deploy.console.coordinator_options import Peer
 from penstock.deploy.console.tables import Table, show
-from penstock.runtime.telemetry.cluster_view import (
-    BOXES,
-    RUNS,
-    SLOTS,
-    WORKERS,
-    ClusterView,
-    Columns,
-    as_dict,
-    cells,
-    view,
-)
+from penstock.runtime.telemetry.cluster_columns import BOXES, RUNS, SLOTS, WORKERS, Columns, cells
+from penstock.runtime.telemetry.cluster_view import ClusterView, as_dict, view
 
 __all__ = ["show_status", "tables"]
 

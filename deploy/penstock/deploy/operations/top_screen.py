@@ -13,16 +13,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from penstock.runtime.telemetry.cluster_view import (
-    BOXES,
-    EVENTS,
-    SLOTS,
-    WORKERS,
-    ClusterView,
-    Columns,
-    RunView,
-    cells,
-)
+from penstock.runtime.telemetry.cluster_columns import BOXES, EVENTS, SLOTS, WORKERS, Columns, cells
+from penstock.runtime.telemetry.cluster_view import ClusterView, RunView
 from penstock.runtime.telemetry.logs import printable
 from penstock.runtime.telemetry.units import clock
 

@@ -64,7 +64,7 @@ class JobSettings(TlsFiles):
         validation_alias=_named("address", "PENSTOCK_COORDINATOR"),
         description="HOST:PORT of the coordinator (default: embedded, all on this machine).",
     )
-    token: SecretStr = Field(SecretStr(""), validation_alias=_named("token"))
+    token: SecretStr = SecretStr("")
     num_workers_per_box: int = Field(1, ge=1, le=4096, description="Workers that feed each box.")
     box: int = Field(0, validation_alias=_named("box", "RANK"), description="Number of this box, from 0.")
     num_boxes: int = Field(1, ge=1, validation_alias=_named("num_boxes", "WORLD_SIZE"), description="Boxes of the job.")

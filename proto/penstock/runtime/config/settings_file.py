@@ -12,8 +12,8 @@ file says to which address the token is sent and what code may run, so it must n
 else filled. For the same reason one that other users can change, or that belongs to another user than root or our own,
 is refused. PENSTOCK_CONFIG=/dev/null stands for no file.
 
-It is read here, and not by TomlConfigSettingsSource of pydantic-settings: that does not say where a value stands, passes
-over a file that is not there, and opens whatever it is given.
+It is read here, and not by TomlConfigSettingsSource of pydantic-settings: that does not say where a value stands,
+passes over a file that is not there, and opens whatever it is given.
 
 A secret never stands in it, for such files get copied, mounted and committed: `token` is an error that says where
 tokens go. Paths in it are relative to its own folder, not to where a daemon happens to be started, and may begin

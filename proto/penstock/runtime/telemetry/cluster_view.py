@@ -11,28 +11,21 @@ protobuf does not write them; it would write every 64-bit number as a text, too.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 
 from penstock.proto.v1 import coordinator_pb2 as pb
-from penstock.runtime.telemetry.units import clock, percent, rate, seconds, size
+from penstock.runtime.telemetry.units import percent, rate, seconds
 
 __all__ = [
-    "BOXES",
-    "EVENTS",
     "INPUT_BOUND",
     "LATELY_S",
     "PHASES",
-    "RUNS",
-    "SLOTS",
-    "STATES",
-    "WORKERS",
     "Alarm",
     "BoxView",
     "ClusterView",
-    "Columns",
     "EventView",
     "Finding",
     "RunView",
@@ -40,7 +33,6 @@ __all__ = [
     "StateView",
     "WorkerView",
     "as_dict",
-    "cells",
     "view",
     "worker_view",
 ]
@@ -61,9 +53,6 @@ PerSecond = Annotated[float, 3]
 Seconds = Annotated[float, 3]
 Share = Annotated[float, 4]
 
-PLACE = "place"
-"""Of a field that says where a view belongs: JSON nests views, and does not say it again."""
-
 
 # ------------------------------------------------------------------------------------------------------------ the views
 
@@ -72,8 +61,8 @@ PLACE = "place"
 class SlotView:
     """A worker slot of a box."""
 
-    run: Annotated[str, PLACE]
-    box: Annotated[int, PLACE]
+    run: str
+    box: int
     slot: int
     worker: str | None
     successor: str | None
@@ -90,10 +79,6 @@ class SlotView:
     doing: str | None
     skipped: int
     error: Mapping[str, str] | None
-
-    @property
-    def name(self) -> str:
-        return f"{self.run} {self.box}.{self.slot}"
 
     @property
     def state(self) -> str:
@@ -126,7 +111,7 @@ class SlotView:
 class BoxView:
     """A box of a run."""
 
-    run: Annotated[str, PLACE]
+    run: str
     box: int
     live: bool
     step: int
@@ -138,10 +123,6 @@ class BoxView:
     wait_share: Share
     waiting_for: str | None
     slots: tuple[SlotView, ...]
-
-    @property
-    def name(self) -> str:
-        return f"{self.run} {self.box}"
 
     @property
     def going(self) -> bool:
@@ -204,14 +185,6 @@ class StateView:
     bytes: int
     error: str | None
 
-    @property
-    def asked_by(self) -> str:
-        return f"{self.askers} ranks" if self.askers > 1 else self.asker
-
-    @property
-    def alarm(self) -> Alarm:
-        return "bad" if self.error else ""
-
 
 @dataclass(frozen=True, slots=True)
 class RunView:
@@ -247,8 +220,7 @@ class RunView:
 
     @property
     def shape(self) -> str:
-        boxes, workers = _many(self.num_boxes, "box", "boxes"), _many(self.num_workers_per_box, "worker", "workers")
-        return f"{boxes} x {workers}"
+        return f"{self.num_boxes} x {self.num_workers_per_box} workers"
 
     @property
     def figures(self) -> list[str]:
@@ -375,82 +347,6 @@ class ClusterView:
         ]
 
 
-def _many(count: int, one: str, more: str) -> str:
-    return f"{count} {one if count == 1 else more}"
-
-
-# ----------------------------------------------------------------------------------------------- columns, for all faces
-
-Columns = Mapping[str, Callable[[_View], str]]
-"""Heading -> cell. A heading that ends with ">" stands over numbers. A face takes those that it has room for."""
-
-RUNS: Columns[RunView] = {
-    "run": lambda run: run.run,
-    "attempt>": lambda run: str(run.attempt),
-    "state": lambda run: run.state,
-    "boxes>": lambda run: str(run.num_boxes),
-    "workers a box>": lambda run: str(run.num_workers_per_box),
-    "input_fn": lambda run: run.input_fn or "",
-    "bottleneck": lambda run: run.finding.title,
-    "finding": lambda run: run.finding.text,
-}
-BOXES: Columns[BoxView] = {
-    "run": lambda box: box.run,
-    "box>": lambda box: str(box.box),
-    "box": lambda box: box.name,
-    "state": lambda box: box.state,
-    "step>": lambda box: str(box.step),
-    "epoch>": lambda box: str(box.epoch),
-    "steps/s>": lambda box: rate(box.steps_per_s),
-    "waits>": lambda box: percent(box.wait_share),
-    "waits for": lambda box: box.waiting_for or "",
-}
-SLOTS: Columns[SlotView] = {
-    "run": lambda slot: slot.run,
-    "box>": lambda slot: str(slot.box),
-    "slot>": lambda slot: str(slot.slot),
-    "slot": lambda slot: slot.name,
-    "waited for>": lambda slot: percent(slot.wait_share),
-    "queued>": lambda slot: str(slot.queued),
-    "batches/s>": lambda slot: rate(slot.batches_per_s),
-    "phase": lambda slot: slot.state,
-    "worker": lambda slot: slot.worker or "",
-    "generation>": lambda slot: str(slot.generation),
-    "restarts>": lambda slot: str(slot.restarts),
-    "skipped>": lambda slot: str(slot.skipped),
-    "saved>": lambda slot: slot.saved,
-    "note": lambda slot: slot.remark,
-}
-WORKERS: Columns[WorkerView] = {
-    "worker": lambda worker: worker.worker,
-    "state": lambda worker: worker.state,
-    "slots used>": lambda worker: f"{worker.slots_used}/{worker.slots}",
-    "batches/s>": lambda worker: rate(worker.batches_per_s),
-    "waited for>": lambda worker: percent(worker.wait_share),
-    "heard of>": lambda worker: worker.heard_of,
-    "lanes": lambda worker: worker.tcp_address or "",
-}
-EVENTS: Columns[EventView] = {
-    "when>": lambda event: event.when,
-    "event": lambda event: event.title,
-    "what": lambda event: event.what,
-}
-STATES: Columns[StateView] = {
-    "step>": lambda state: str(state.step),
-    "asked by": lambda state: state.asked_by,
-    "at": lambda state: clock(state.at),
-    "took>": lambda state: seconds(state.seconds),
-    "size>": lambda state: size(state.bytes),
-    "result": lambda state: state.error or "done",
-}
-
-
-def cells(columns: Columns[_View], headings: Iterable[str], rows: Iterable[_View]) -> list[Sequence[str]]:
-    """The rows of a table with these columns."""
-    of = [columns[heading] for heading in headings]
-    return [tuple(cell(row) for cell in of) for row in rows]
-
-
 # ----------------------------------------------------------------------------------------------------- from the message
 
 
@@ -527,15 +423,5 @@ def as_dict(shown: ClusterView) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
         return [_plain(one) for one in value]
-    kind: Any = type(value)
-    names = _in_json(kind)
-    return {name: _plain(getattr(value, name)) for name in names} if names else value
-
-
-@cache
-def _in_json(kind: Any) -> Sequence[str]:
-    """The fields of a view; none of a plain value."""
-    if not is_dataclass(kind):
-        return []
-    hints = get_type_hints(kind, include_extras=True)
-    return [one.name for one in fields(kind) if PLACE not in getattr(hints[one.name], "__metadata__", ())]
+    fields = getattr(type(value), "__slots__", None)  # a view has them, and no plain value
+    return {name: _plain(getattr(value, name)) for name in fields} if fields else value
