@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from penstock.appliance.model.entities import Attempt, AttemptState, Box, Place, Run, client_of, shape
+from penstock.appliance.model.entities import Attempt, AttemptState, Box, Place, Run, client_of
 from penstock.appliance.model.limits import Limits
 from penstock.appliance.storage.snapshot_index import SnapshotIndex
 from penstock.proto.errors import (
@@ -28,6 +28,7 @@ from penstock.proto.errors import (
 )
 from penstock.proto.state.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
+from penstock.runtime.telemetry.units import topology
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def validate(request: pb.OpenRunRequest, limits: Limits) -> Position:
         )
     if request.num_boxes * request.num_workers_per_box > limits.slots_max:
         raise InvalidArgumentError(
-            f"{shape(request.num_boxes, request.num_workers_per_box)} are more than {limits.slots_max} workers"
+            f"{topology(request.num_boxes, request.num_workers_per_box)} are more than {limits.slots_max} workers"
         )
     if request.box >= request.num_boxes:
         raise BoxOutOfRangeError(
@@ -169,7 +170,7 @@ def _taken(attempt: Attempt, held: Box, now: float, remedy: str) -> BoxTakenErro
 
 def _join(attempt: Attempt, request: pb.OpenRunRequest) -> Join:
     where = f"box {request.box} of run {attempt.run} (attempt {attempt.number})"
-    asked = shape(request.num_boxes, request.num_workers_per_box)
+    asked = topology(request.num_boxes, request.num_workers_per_box)
     if asked != attempt.shape:
         raise RunShapeError(
             f"{where} opens it as {asked}, the other boxes as {attempt.shape}: all boxes of a launch need the "
@@ -195,7 +196,7 @@ def _join(attempt: Attempt, request: pb.OpenRunRequest) -> Join:
 
 
 def _next(run: Run, request: pb.OpenRunRequest) -> Next:
-    before, asked = shape(run.num_boxes, run.num_workers), shape(request.num_boxes, request.num_workers_per_box)
+    before, asked = topology(run.num_boxes, run.num_workers), topology(request.num_boxes, request.num_workers_per_box)
     if before != asked and not resumes(request):
         raise RunShapeError(
             f"run {run.name} was opened as {before}, now as {asked} without a state: load a state to go on with "

@@ -21,7 +21,7 @@ from penstock.runtime.telemetry.cluster_view import (
     StateView,
     WorkerView,
 )
-from penstock.runtime.telemetry.units import percent, rate
+from penstock.runtime.telemetry.units import percent, rate, topology
 
 __all__ = ["dashboard"]
 
@@ -54,10 +54,11 @@ def _run(run: RunView) -> dict[str, Any]:
     boxes = sorted(waiting, key=lambda box: box.box)
     states = run.states[-MOST_STATES:][::-1]
     headings = ("box>", "state", "step>", "epoch>", "steps/s>", "waits>", "waits for")
+    size = topology(run.num_boxes, run.num_workers_per_box)
     going = [box.waited_share for box in run.boxes if box.going]
     return {
         "run": run.run,
-        "about": " \u00b7 ".join((run.input_fn or "?", run.shape, f"attempt {run.attempt}", *run.figures)),
+        "about": " \u00b7 ".join((run.input_fn or "?", size, f"attempt {run.attempt}", *run.figures)),
         "finding": {
             "alarm": run.finding.alarm,
             "title": f"{MARKS[run.finding.alarm]} {run.finding.title}",

@@ -219,10 +219,6 @@ class RunView:
         return [slot for box in self.boxes for slot in box.slots]
 
     @property
-    def shape(self) -> str:
-        return f"{self.num_boxes} x {self.num_workers_per_box} workers"
-
-    @property
     def figures(self) -> list[str]:
         """How it is doing, in numbers. `queued`: batches that lie ready at a slot, on average."""
         step, slots = min((box.step for box in self.boxes), default=0), self.slots

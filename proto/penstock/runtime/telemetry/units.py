@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-__all__ = ["clock", "percent", "rate", "seconds", "size"]
+__all__ = ["clock", "percent", "rate", "seconds", "size", "topology"]
 
 
 def seconds(value: float) -> str:
@@ -39,3 +39,10 @@ def percent(share: float) -> str:
 def clock(at: float) -> str:
     """Seconds since the epoch, as this machine's time of day."""
     return time.strftime("%H:%M:%S", time.localtime(at))
+
+
+def topology(num_boxes: int, num_workers: int) -> str:
+    """How large a job is: 2 boxes x 1 worker."""
+    boxes = "1 box" if num_boxes == 1 else f"{num_boxes} boxes"
+    workers = "1 worker" if num_workers == 1 else f"{num_workers} workers"
+    return f"{boxes} x {workers}"
