@@ -329,9 +329,9 @@ function legend() {
 
 function draw(status) {
   text(byId("about"), status.about);
-  fill(byId("tiles"), status.tiles, ({ what }) => what,
-    ({ what }) => make("div", null, make("dt", null, what), make("dd", null, make("span"), " ", make("small"))),
-    (tile, { count, of, alarm }) => {
+  fill(byId("tiles"), status.tiles, ([what]) => what,
+    ([what]) => make("div", null, make("dt", null, what), make("dd", null, make("span"), " ", make("small"))),
+    (tile, [, count, of, alarm]) => {
       text(tile.querySelector("span"), count);
       text(tile.querySelector("small"), of);
       tile.classList.toggle("alarm", Boolean(alarm));

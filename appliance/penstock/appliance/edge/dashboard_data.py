@@ -14,12 +14,9 @@ from penstock.runtime.telemetry.cluster_view import (
     INPUT_BOUND,
     BoxView,
     ClusterView,
-    EventView,
     Finding,
     RunView,
     SlotView,
-    StateView,
-    WorkerView,
 )
 from penstock.runtime.telemetry.units import percent, rate, topology
 
@@ -31,6 +28,9 @@ MOST_STATES = 6
 SIGNS = {"ready": "", "starting": "\u2026", "waiting": "\u2013", "failed": "\u2715"}
 MARKS = {"": "\u2713", "info": "\u2026", "warn": "\u25b2", "bad": "\u25b2"}
 """Before the title of a finding."""
+LAMPS = {"live": "live", "done": "live", "pass ended": "idle", "draining": "idle"}
+"""How a state is marked; others are lost."""
+BARS = ("slots used>", "waits>", "waited for>")
 
 Cell = str | Mapping[str, Any]
 """A text; or `text` with `state` (live, idle or lost), `share` (0 to 1, drawn as a bar; `hot`: it is too long), or `at`
@@ -42,10 +42,13 @@ def dashboard(found: ClusterView) -> dict[str, Any]:
     return {
         "about": found.coordinator.about,
         "input_bound": INPUT_BOUND,
-        "tiles": [{"what": what, "count": count, "of": of, "alarm": alarm} for what, count, of, alarm in found.totals],
+        "tiles": found.totals,
         "runs": [_run(run) for run in found.open_runs],
-        "workers": _table(WORKERS, tuple(WORKERS), found.workers, [_worker(worker) for worker in found.workers]),
-        "events": [_event(event) for event in reversed(found.events)],
+        "workers": _table(WORKERS, tuple(WORKERS), found.workers),
+        "events": [
+            {"at": event.at, "fault": event.fault, "title": event.title, "what": event.what}
+            for event in reversed(found.events)
+        ],
     }
 
 
@@ -69,8 +72,8 @@ def _run(run: RunView) -> dict[str, Any]:
             {"name": f"box {box.box}", "slots": [_slot(slot, box, run.finding) for slot in box.slots]} for box in boxes
         ],
         "more": f"The {len(boxes)} of {len(run.boxes)} boxes that wait most." if len(boxes) < len(run.boxes) else "",
-        "boxes": _table(BOXES, headings, boxes, [_box(box) for box in boxes]),
-        "states": _table(STATES, tuple(STATES), states, [_state(state) for state in states]),
+        "boxes": _table(BOXES, headings, boxes),
+        "states": _table(STATES, tuple(STATES), states),
     }
 
 
@@ -96,43 +99,22 @@ def _slot(slot: SlotView, box: BoxView, found: Finding) -> dict[str, str]:
     return {"slot": f"{slot.box}.{slot.slot}", "state": kind, "sign": sign, "text": text}
 
 
-def _box(box: BoxView) -> dict[str, dict[str, Any]]:
-    return {
-        "state": {"state": "live" if box.going else "idle" if box.live else "lost"},
-        "waits>": _waits(box.wait_share),
-    }
-
-
-def _worker(worker: WorkerView) -> dict[str, dict[str, Any]]:
-    return {
-        "state": {"state": "idle" if worker.state == "draining" else worker.state},
-        "slots used>": {"share": worker.slots_used / max(1, worker.slots)},
-        "waited for>": _waits(worker.wait_share),
-    }
-
-
-def _state(state: StateView) -> dict[str, dict[str, Any]]:
-    return {"result": {"state": "lost" if state.error else "live"}, "at": {"at": state.at}}
-
-
-def _waits(share: float) -> dict[str, Any]:
-    return {"share": min(1.0, share), "hot": share > INPUT_BOUND}
-
-
-def _event(event: EventView) -> dict[str, Any]:
-    return {"at": event.at, "fault": event.fault, "title": event.title, "what": event.what}
-
-
-def _table(
-    columns: Columns[Any], headings: Sequence[str], rows: Sequence[Any], marks: Sequence[Mapping[str, Any]]
-) -> dict[str, Any]:
-    """`marks`: of each row, by heading, what a cell has besides its text. Heads of rows and bars stand at the left."""
-    left = {headings[0], *(heading for mark in marks for heading in mark)}
-    drawn: list[list[Cell]] = [
-        [
-            {"text": text, **mark[heading]} if heading in mark else text
-            for heading, text in zip(headings, row, strict=True)
-        ]
-        for row, mark in zip(cells(columns, headings, rows), marks, strict=True)
+def _table(columns: Columns[Any], headings: Sequence[str], rows: Sequence[Any]) -> dict[str, Any]:
+    shown = [
+        [_cell(heading, text, row) for heading, text in zip(headings, texts, strict=True)]
+        for row, texts in zip(rows, cells(columns, headings, rows), strict=True)
     ]
-    return {"headings": [h.rstrip(">") if h in left else h for h in headings], "rows": drawn}
+    left = {headings[0], *BARS}  # heads of rows, and bars, stand at the left
+    return {"headings": [one.rstrip(">") if one in left else one for one in headings], "rows": shown}
+
+
+def _cell(heading: str, text: str, row: Any) -> Cell:
+    if heading in ("state", "result"):
+        return {"text": text, "state": LAMPS.get(text, "lost")}
+    if heading == "at":
+        return {"text": text, "at": row.at}
+    if heading == "slots used>":
+        return {"text": text, "share": row.slots_used / max(1, row.slots)}
+    if heading in BARS:
+        return {"text": text, "share": min(1.0, row.wait_share), "hot": row.wait_share > INPUT_BOUND}
+    return text
