@@ -7,7 +7,7 @@ torch. Between a variable and the settings file stands what torchrun sets: see p
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import AliasChoices, Field, SecretStr, field_validator
 from pydantic_settings import SettingsConfigDict
@@ -16,11 +16,6 @@ from penstock.runtime.config.settings import FilePath, Section, Unit
 from penstock.runtime.config.settings_file import CLUSTER, read_settings_file
 
 __all__ = ["JobSettings", "TlsFiles", "check_file"]
-
-
-def _named(name: str, *more: str) -> Any:
-    """The variables of a setting that has several."""
-    return AliasChoices(f"PENSTOCK_{name.upper()}", *more)
 
 
 _ONE_JOB = "it belongs to one job, not to all that read this file: pass it to Appliance, or set its variable"
@@ -61,13 +56,17 @@ class JobSettings(TlsFiles):
 
     address: str = Field(
         "",
-        validation_alias=_named("address", "PENSTOCK_COORDINATOR"),
+        validation_alias=AliasChoices("PENSTOCK_ADDRESS", "PENSTOCK_COORDINATOR"),
         description="HOST:PORT of the coordinator (default: embedded, all on this machine).",
     )
     token: SecretStr = SecretStr("")
     num_workers_per_box: int = Field(1, ge=1, le=4096, description="Workers that feed each box.")
-    box: int = Field(0, validation_alias=_named("box", "RANK"), description="Number of this box, from 0.")
-    num_boxes: int = Field(1, ge=1, validation_alias=_named("num_boxes", "WORLD_SIZE"), description="Boxes of the job.")
+    box: int = Field(
+        0, validation_alias=AliasChoices("PENSTOCK_BOX", "RANK"), description="Number of this box, from 0."
+    )
+    num_boxes: int = Field(
+        1, ge=1, validation_alias=AliasChoices("PENSTOCK_NUM_BOXES", "WORLD_SIZE"), description="Boxes of the job."
+    )
     job: str = Field("", description="Name of the job (default: torchrun's, or fresh).")
     seed: int | None = Field(
         None,
