@@ -12,10 +12,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any
 
 from penstock.runtime.telemetry.logs import printable
 
-__all__ = ["Table", "show"]
+if TYPE_CHECKING:
+    import rich.table
+
+__all__ = ["Table", "drawn", "show"]
 
 
 @dataclass(frozen=True)
@@ -45,19 +50,26 @@ def show(tables: Iterable[Table]) -> None:
             print(table.empty)
 
 
-def _draw(table: Table) -> None:
-    import rich.box
-    import rich.console
+def drawn(table: Table, styles: Iterable[str] = (), *, no_wrap: bool = False, **look: Any) -> rich.table.Table:
+    """The table for rich. `styles`: of its rows; `look`: of rich's table."""
     import rich.table
     from rich.text import Text
 
-    drawn = rich.table.Table(title=table.title, title_justify="left", box=rich.box.SIMPLE_HEAD, title_style="bold")
+    made = rich.table.Table(title=table.title or None, title_justify="left", title_style="bold", **look)
     for heading in table.headings:
         right = heading.endswith(">")
-        drawn.add_column(heading.rstrip(">"), justify="right" if right else "left", overflow="fold")
-    for row in table.rows:
-        drawn.add_row(*(Text(printable(cell)) for cell in row))  # Text: nothing that a peer sent is taken for markup
-    rich.console.Console().print(drawn)
+        made.add_column(heading.rstrip(">"), justify="right" if right else "left", overflow="fold", no_wrap=no_wrap)
+    for row, style in zip_longest(table.rows, styles):
+        # Text: nothing that a peer sent is taken for markup.
+        made.add_row(*(Text(printable(cell) or "-") for cell in row), style=style)
+    return made
+
+
+def _draw(table: Table) -> None:
+    import rich.box
+    import rich.console
+
+    rich.console.Console().print(drawn(table, box=rich.box.SIMPLE_HEAD))
 
 
 def _write(table: Table) -> None:

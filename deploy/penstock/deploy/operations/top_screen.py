@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from penstock.deploy.console.tables import Table, drawn
 from penstock.runtime.telemetry.cluster_columns import BOXES, EVENTS, SLOTS, WORKERS, Columns, cells
 from penstock.runtime.telemetry.cluster_view import ClusterView, RunView
 from penstock.runtime.telemetry.logs import printable
@@ -21,7 +22,7 @@ from penstock.runtime.telemetry.units import clock
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions
     from rich.segment import Segment
-    from rich.table import Table
+    from rich.table import Table as RichTable
 
 __all__ = ["Screen", "plain"]
 
@@ -41,21 +42,14 @@ class Section:
     rows: Sequence[Any]
     """Views, each with its `alarm`."""
 
-    def table(self, count: int) -> Table:
+    def table(self, count: int) -> RichTable:
         """The first `count` rows, below the head."""
-        from rich.table import Table
-        from rich.text import Text
-
         *others, last = self.headings
-        more = len(self.rows) - count
-        drawn = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-        for heading in (*others, f"{last.rstrip('>')} ({more} more)" if more else last):
-            drawn.add_column(heading.rstrip(">"), justify="right" if heading.endswith(">") else "left", no_wrap=True)
-        shown = self.rows[:count]
-        for view, row in zip(shown, cells(self.columns, self.headings, shown), strict=True):
-            # Text: nothing that a peer sent is taken for markup.
-            drawn.add_row(*(Text(printable(cell) or "-") for cell in row), style=STYLES[view.alarm])
-        return drawn
+        shown, more = self.rows[:count], len(self.rows) - count
+        heads = (*others, f"{last.rstrip('>')} ({more} more)" if more else last)
+        table = Table("", heads, cells(self.columns, self.headings, shown))
+        styles = [STYLES[view.alarm] for view in shown]
+        return drawn(table, styles, no_wrap=True, box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
 
 
 @dataclass(frozen=True)
@@ -72,14 +66,14 @@ class Screen:
         from rich.text import Text
 
         width, height = options.max_width, options.height or console.height
-        drawn: list[Any] = [Text(line, style) for style, line in self._head(width, height)]
+        parts: list[Any] = [Text(line, style) for style, line in self._head(width, height)]
         sections = [section for section in _sections(self.found) if section.rows]
-        counts = fit([len(section.rows) for section in sections], height - len(drawn))
+        counts = fit([len(section.rows) for section in sections], height - len(parts))
         for section, count in zip(sections, counts, strict=True):
             if count:
-                drawn += [Text(""), section.table(count)]
+                parts += [Text(""), section.table(count)]
         wide = options.update(width=WIDEST, height=None)
-        lines = [line for one in drawn for line in console.render_lines(one, wide, pad=False)]
+        lines = [line for one in parts for line in console.render_lines(one, wide, pad=False)]
         for line in lines[:height]:
             yield from Segment.adjust_line_length(line, width, pad=False)
             yield Segment.line()
