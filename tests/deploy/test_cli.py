@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, get_args
+from typing import Annotated, Any, get_args
 
 import pytest
 import typer
@@ -16,6 +17,7 @@ import typer.main
 
 from penstock.deploy.cli.main import app
 from penstock.deploy.console import exit_codes
+from penstock.deploy.console.common_options import completed
 from penstock.deploy.console.daemon_settings import (
     CoordinatorSettings,
     PeerSettings,
@@ -27,7 +29,7 @@ from penstock.deploy.console.daemon_settings import (
 )
 from penstock.deploy.console.exit_codes import CODES, CommandError, exit_code, guarded
 from penstock.deploy.console.fleet_settings import UpSettings
-from penstock.deploy.console.options import flags_of, option
+from penstock.deploy.console.options import Debug, Flags, flags_of, option
 from penstock.proto.errors import CATALOGUE, PenstockError, StateUnavailableError
 
 REPO = Path(__file__).parents[2]
@@ -135,6 +137,21 @@ def test_the_manual_has_all_settings() -> None:
             head = re.escape(f"| `{named}` | `{variable(section, field)}` |")
             row = rf"{head}(.* \|)? {re.escape(str(info.description))} \|"
             assert re.search(f"^{row}$", manual, re.MULTILINE), row
+
+
+@completed
+def _command(flags: Annotated[Flags, WorkerSettings], debug: Debug = False) -> tuple[Flags, bool]:
+    return flags, debug
+
+
+def test_a_commands_flags_come_as_one_parameter() -> None:
+    names = list(flags_of(WorkerSettings))
+    assert list(inspect.signature(_command).parameters) == [*names, "debug", "config"]
+    none: dict[str, Any] = dict.fromkeys(names)
+    given = {**none, "slots": 2, "allow": ["a", "b"]}
+    assert _command(**given, debug=True, config=None) == ({**none, "slots": 2, "allow": "a,b"}, True)
+    assert _command(**{**none, "allow": []}, debug=False)[0] == none
+    assert _command(**{**none, "allow": [""]}, debug=False)[0]["allow"] == ""
 
 
 def test_flags_have_the_types_of_their_settings() -> None:

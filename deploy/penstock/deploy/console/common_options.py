@@ -124,10 +124,7 @@ def completed(command: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(command)
     def run(*, config: object = None, **given: Any) -> Any:
         for parameter, names in groups.items():
-            flags = {name: given.pop(name) for name in names}
-            flags = {
-                name: (",".join(value) or None) if isinstance(value, list) else value for name, value in flags.items()
-            }
+            flags = {name: _one(given.pop(name)) for name in names}
             given[parameter] = Peer(**flags) if parameter == "peer" else flags
         if "peer" in groups:
             quiet_grpc()
@@ -136,6 +133,11 @@ def completed(command: Callable[..., Any]) -> Callable[..., Any]:
     run.__signature__ = signature.replace(parameters=list(options.values()))  # type: ignore[attr-defined]
     run.__annotations__ = {name: option.annotation for name, option in options.items()}
     return run
+
+
+def _one(value: Any) -> Any:
+    """A flag's value; of one that may be given again, all of them. Typer has an empty list where it was not given."""
+    return (",".join(value) if value else None) if isinstance(value, list) else value
 
 
 def _option(name: str, annotation: Any) -> inspect.Parameter:
