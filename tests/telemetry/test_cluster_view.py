@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -32,6 +33,10 @@ def status() -> pb.StatusReply:
     reply.workers.add(worker="b", slots=2, slots_used=1, draining=True, seen_s_ago=130)
     reply.events.add(kind="slot failed", fault=True, count=2, text="for good", run="j/0", age_s=130, wall_s=5)
     return reply
+
+
+def as_json(reply: pb.StatusReply, address: str = "") -> Any:
+    return json.loads(json.dumps(view(reply, address), default=as_dict))
 
 
 def faces() -> dict[str, str]:
@@ -81,7 +86,7 @@ def test_lines_name_events_as_the_screen_does() -> None:
 
 
 def test_json_keeps_its_names() -> None:
-    found = as_dict(view(status(), "head:7070"))
+    found = as_json(status(), "head:7070")
     run = found["runs"][0]
     box, (slot, failed) = run["boxes"][0], run["boxes"][0]["slots"]
     assert list(found) == ["coordinator", "recommended_workers", "runs", "workers", "events"]
@@ -108,7 +113,7 @@ def test_json_keeps_its_names() -> None:
 
 
 def test_json_says_null_for_what_is_not_known() -> None:
-    run = as_dict(view(status()))["runs"][0]
+    run = as_json(status())["runs"][0]
     assert run["recommended_workers_per_box"] is None
     assert (run["bottleneck"]["box"], run["bottleneck"]["worker"]) == (0, None)
     known, failed = run["boxes"][0]["slots"]

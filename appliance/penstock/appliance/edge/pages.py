@@ -105,7 +105,7 @@ class Pages:
 
     def _told(self, show: Callable[[ClusterView], dict[str, Any]]) -> Page:
         found = view(self.on_loop(self._board.snapshot()), self.address)
-        return Page(JSON, json.dumps(show(found) | {"at": time.time()}).encode())
+        return Page(JSON, json.dumps(show(found) | {"at": time.time()}, default=as_dict).encode())
 
     def _history(self) -> Page:
         async def found() -> dict[str, Any]:

@@ -20,7 +20,7 @@ def show_status(peer: Peer, as_json: bool) -> None:
     with peer.client() as client:
         found = view(client.status(), peer.address)
     if as_json:
-        print(json.dumps(as_dict(found), indent=2))
+        print(json.dumps(found, default=as_dict, indent=2))
     else:
         show(tables(found))
 

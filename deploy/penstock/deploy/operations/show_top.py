@@ -110,9 +110,8 @@ def _repeat(watch: _Watch, interval_s: float, count: int | None, show: Callable[
 
 
 def _print_json(watch: _Watch) -> None:
-    print(
-        json.dumps({**as_dict(watch.found), "at": round(time.time(), 3), "away_s": round(watch.away_s, 3)}), flush=True
-    )
+    found = {**as_dict(watch.found), "at": round(time.time(), 3), "away_s": round(watch.away_s, 3)}
+    print(json.dumps(found, default=as_dict), flush=True)
 
 
 class _Printer:

@@ -375,11 +375,15 @@ def _run(run: pb.RunStatus) -> RunView:
     )
 
 
+_PHASES = {number: name for name, number in pb.SlotPhase.items()}
+
+
 def _slot(run: str, box: int, slot: pb.SlotView) -> SlotView:
     queue = f"number {slot.start_place} of {slot.start_queue} that wait to be started there" if slot.start_place else ""
     error = {"name": slot.error.name, "message": slot.error.message} if slot.error.name else None
-    phase = pb.SlotPhase.Name(slot.phase)
-    return _read(SlotView, slot, run=run, box=box, phase=phase, doing=slot.doing or queue or None, error=error)
+    return _read(
+        SlotView, slot, run=run, box=box, phase=_PHASES[slot.phase], doing=slot.doing or queue or None, error=error
+    )
 
 
 def _read(cls: type[_View], message: Any, **own: Any) -> _View:
@@ -410,14 +414,6 @@ def _plan(kind: Any, descriptor: Any) -> Sequence[tuple[str, int | None, bool, b
     return plan
 
 
-def as_dict(shown: ClusterView) -> dict[str, Any]:
-    """The same for `--json`."""
-    found: dict[str, Any] = _plain(shown)
-    return found
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return [_plain(one) for one in value]
-    fields = getattr(type(value), "__slots__", None)  # a view has them, and no plain value
-    return {name: _plain(getattr(value, name)) for name in fields} if fields else value
+def as_dict(shown: Any) -> dict[str, Any]:
+    """A view for `--json`: the views in it are left to json.dumps(..., default=as_dict)."""
+    return {name: getattr(shown, name) for name in shown.__slots__}
