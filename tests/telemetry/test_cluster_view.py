@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from penstock.appliance.edge.coordinator_metrics import Vitals, readings
+from penstock.appliance.edge.coordinator_metrics import CoordinatorCounters, readings
 from penstock.appliance.edge.dashboard_data import MOST_BOXES, dashboard
 from penstock.deploy.doctor.cluster_check import check_worker
 from penstock.deploy.operations.show_status import tables
 from penstock.deploy.operations.top_screen import Screen, plain
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.runtime.telemetry.cluster_view import as_dict, view
-from penstock.runtime.telemetry.counters import CallTally, Histogram
+from penstock.runtime.telemetry.counters import CallCounters, Histogram
 
 
 def status() -> pb.StatusReply:
@@ -68,7 +68,7 @@ def test_no_face_says_what_another_does_not() -> None:
 
 
 def test_a_lost_worker_is_lost_to_metrics_and_doctor() -> None:
-    found = readings(status(), Vitals(CallTally(), Histogram([1.0]), 0, 0, {}))
+    found = readings(status(), CoordinatorCounters(CallCounters(), Histogram([1.0]), 0, 0, {}))
     workers = {
         sample.labels["phase"]: sample.value
         for family in found.families()
@@ -97,7 +97,7 @@ def test_json_keeps_its_names() -> None:
     ]
     assert list(run["bottleneck"]) == ["kind", "input_bound", "text", "wait_share", "box", "slot", "worker", "blame"]
     assert list(box) == [
-        *("run", "box", "live", "step", "epoch", "pass_ended", "steps_per_s", "waited_s", "waited_share"),
+        *("run", "box", "live", "step", "epoch", "epoch_ended", "steps_per_s", "waited_s", "waited_share"),
         *("wait_share", "waiting_for", "slots"),
     ]
     assert list(slot) == [

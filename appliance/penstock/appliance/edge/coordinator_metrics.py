@@ -15,18 +15,18 @@ from penstock.proto.errors import InvalidArgumentError
 from penstock.proto.rpc.tls import Renewing
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.runtime.telemetry.cluster_view import PHASES, RunView, view
-from penstock.runtime.telemetry.counters import CallTally, Histogram
+from penstock.runtime.telemetry.counters import CallCounters, Histogram
 from penstock.runtime.web.http_server import Page, Route
-from penstock.runtime.web.prometheus import Collector, Readings, metrics_route
+from penstock.runtime.web.prometheus import Collector, MetricReadings, metrics_route
 
-__all__ = ["Vitals", "readings", "route"]
+__all__ = ["CoordinatorCounters", "readings", "route"]
 
 
 @dataclass(frozen=True)
-class Vitals:
+class CoordinatorCounters:
     """What no status holds."""
 
-    calls: CallTally
+    calls: CallCounters
     commits: Histogram
     snapshot_bytes: int
     snapshot_limit: int
@@ -34,9 +34,9 @@ class Vitals:
     """(run, box) -> the step that its attempt began at, and the slot that it waits for + 1."""
 
 
-def readings(status: pb.StatusReply, vitals: Vitals, files: Renewing | None = None) -> Readings:
+def readings(status: pb.StatusReply, vitals: CoordinatorCounters, files: Renewing | None = None) -> MetricReadings:
     """All metrics. `files`: the certificate that the coordinator shows."""
-    found, shown = Readings("coordinator"), view(status)
+    found, shown = MetricReadings("coordinator"), view(status)
     runs = Counter(run.state for run in shown.runs)
     for phase in ("open", "closed"):
         found.add("penstock_runs", runs[phase], phase=phase)
@@ -59,7 +59,7 @@ def readings(status: pb.StatusReply, vitals: Vitals, files: Renewing | None = No
     return found
 
 
-def _read_run(found: Readings, run: RunView, vitals: Vitals) -> None:
+def _read_run(found: MetricReadings, run: RunView, vitals: CoordinatorCounters) -> None:
     found.add("penstock_run_attempt", run.attempt, run=run.run)
     found.add("penstock_run_boxes", run.num_boxes, run=run.run)
     found.add("penstock_run_recommended_workers_per_box", run.recommended_workers_per_box or 0, run=run.run)
@@ -84,7 +84,7 @@ def _read_run(found: Readings, run: RunView, vitals: Vitals) -> None:
         found.add("penstock_box_waiting_for_slot", waiting_for - 1 if box.live else -1, **of)
 
 
-def route(read: Callable[[], Readings]) -> Route:
+def route(read: Callable[[], MetricReadings]) -> Route:
     """The page /metrics; `read` is called on the thread of a request."""
     made: list[Route] = []
 

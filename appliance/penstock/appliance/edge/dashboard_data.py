@@ -28,7 +28,7 @@ MOST_STATES = 6
 SIGNS = {"ready": "", "starting": "\u2026", "waiting": "\u2013", "failed": "\u2715"}
 MARKS = {"": "\u2713", "info": "\u2026", "warn": "\u25b2", "bad": "\u25b2"}
 """Before the title of a finding."""
-LAMPS = {"live": "live", "done": "live", "pass ended": "idle", "draining": "idle"}
+LAMPS = {"live": "live", "done": "live", "epoch ended": "idle", "draining": "idle"}
 """How a state is marked; others are lost."""
 BARS = ("slots used>", "waits>", "waited for>")
 

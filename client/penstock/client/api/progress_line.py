@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.client.stream.ordered_reader import Stats
+from penstock.client.stream.ordered_reader import StreamStats
 from penstock.runtime.telemetry.cluster_view import INPUT_BOUND
 from penstock.runtime.telemetry.progress import Progress
 from penstock.runtime.telemetry.units import percent, rate
@@ -13,7 +13,7 @@ __all__ = ["ProgressLine"]
 class ProgressLine:
     """The line of one executor."""
 
-    def __init__(self, label: str, stats: Stats, step: int) -> None:
+    def __init__(self, label: str, stats: StreamStats, step: int) -> None:
         self._label, self._stats, self._line = label, stats, Progress()
         self._shown_step, self._shown_waited = step, stats.waited_s
         self.finish = self._line.finish

@@ -25,7 +25,7 @@ __all__ = [
     "ConfigFile",
     "Debug",
     "Flags",
-    "LifelinePid",
+    "ParentPid",
     "ReadyFile",
     "TokenFile",
     "flags_of",
@@ -102,10 +102,10 @@ ReadyFile = Annotated[
         help="File to write the line to that is printed once this is ready, for scripts.",
     ),
 ]
-LifelinePid = Annotated[
+ParentPid = Annotated[
     int | None,
     typer.Option(
-        "--lifeline-pid",
+        "--parent-pid",
         metavar="PID",
         min=1,
         hidden=True,  # for programs that start this as their child

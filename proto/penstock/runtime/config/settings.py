@@ -25,10 +25,10 @@ from penstock.runtime.config.settings_file import SettingsFile, read_settings_fi
 __all__ = [
     "IN_MEMORY",
     "FilePath",
-    "Found",
     "IsList",
     "IsPath",
     "OtherType",
+    "ResolvedSetting",
     "Section",
     "Unit",
     "field_of",
@@ -178,7 +178,7 @@ def source_of(section: type[Section], field: str) -> str:
 
 
 @dataclass(frozen=True)
-class Found:
+class ResolvedSetting:
     """A setting as it holds."""
 
     field: str
@@ -189,7 +189,7 @@ class Found:
     """Why the value cannot be meant."""
 
 
-def find(section: type[Section]) -> list[Found]:
+def find(section: type[Section]) -> list[ResolvedSetting]:
     """Every setting but secrets, each by itself: one that is wrong or missing hides none of the others."""
     problems: dict[str, tuple[str, Any]] = {}
     values: dict[str, Any] = {}
@@ -204,11 +204,11 @@ def find(section: type[Section]) -> list[Found]:
             continue
         source, raw = sources.get(name, ("", info.default))
         if name not in problems:
-            found.append(Found(name, values.get(name, raw), source or "default"))
+            found.append(ResolvedSetting(name, values.get(name, raw), source or "default"))
         elif source:
-            found.append(Found(name, problems[name][1], source, problems[name][0]))
+            found.append(ResolvedSetting(name, problems[name][1], source, problems[name][0]))
         else:
-            found.append(Found(name, None, ""))
+            found.append(ResolvedSetting(name, None, ""))
     return found
 
 

@@ -116,7 +116,7 @@ class BoxView:
     live: bool
     step: int
     epoch: int
-    pass_ended: bool
+    epoch_ended: bool
     steps_per_s: PerSecond
     waited_s: Seconds
     waited_share: Share
@@ -127,11 +127,11 @@ class BoxView:
     @property
     def going(self) -> bool:
         """Its loop takes steps."""
-        return self.live and not self.pass_ended
+        return self.live and not self.epoch_ended
 
     @property
     def state(self) -> str:
-        return "lost" if not self.live else "pass ended" if self.pass_ended else "live"
+        return "lost" if not self.live else "epoch ended" if self.epoch_ended else "live"
 
     @property
     def alarm(self) -> Alarm:
@@ -379,7 +379,11 @@ _PHASES = {number: name for name, number in pb.SlotPhase.items()}
 
 
 def _slot(run: str, box: int, slot: pb.SlotView) -> SlotView:
-    queue = f"number {slot.start_place} of {slot.start_queue} that wait to be started there" if slot.start_place else ""
+    queue = (
+        f"number {slot.start_queue_position} of {slot.start_queue_length} that wait to be started there"
+        if slot.start_queue_position
+        else ""
+    )
     error = {"name": slot.error.name, "message": slot.error.message} if slot.error.name else None
     return _read(
         SlotView, slot, run=run, box=box, phase=_PHASES[slot.phase], doing=slot.doing or queue or None, error=error

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from penstock.deploy.console.common_options import quiet_grpc
 from penstock.deploy.console.daemon_settings import CoordinatorSettings, TelemetrySettings, TlsSettings
-from penstock.deploy.console.options import Debug, Flags, LifelinePid, ReadyFile, TokenFile
+from penstock.deploy.console.options import Debug, Flags, ParentPid, ReadyFile, TokenFile
 
 __all__ = ["coordinator"]
 
@@ -17,7 +17,7 @@ def coordinator(
     tls: Annotated[Flags, TlsSettings],
     token_file: TokenFile = None,
     ready_file: ReadyFile = None,
-    lifeline_pid: LifelinePid = None,
+    parent_pid: ParentPid = None,
     debug: Debug = False,
 ) -> None:
     """Run the coordinator: it hands out the work and keeps the cluster state.
@@ -35,4 +35,4 @@ def coordinator(
     quiet_grpc()
     from penstock.deploy.operations.run_daemon import run_coordinator
 
-    run_coordinator(flags, tls, telemetry, token_file, ready_file, debug, lifeline_pid)
+    run_coordinator(flags, tls, telemetry, token_file, ready_file, debug, parent_pid)

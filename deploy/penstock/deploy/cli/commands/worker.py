@@ -11,7 +11,7 @@ from penstock.deploy.console.common_options import completed, subcommands
 from penstock.deploy.console.coordinator_options import Peer
 from penstock.deploy.console.daemon_settings import PeerSettings, TelemetrySettings, TlsSettings, WorkerSettings
 from penstock.deploy.console.exit_codes import guarded
-from penstock.deploy.console.options import AsJson, Debug, Flags, LifelinePid, ReadyFile, TokenFile
+from penstock.deploy.console.options import AsJson, Debug, Flags, ParentPid, ReadyFile, TokenFile
 
 __all__ = ["worker"]
 
@@ -28,7 +28,7 @@ def _worker(
     tls: Annotated[Flags, TlsSettings],
     token_file: TokenFile = None,
     ready_file: ReadyFile = None,
-    lifeline_pid: LifelinePid = None,
+    parent_pid: ParentPid = None,
     debug: Debug = False,
 ) -> None:
     """Run a worker daemon: it runs your input_fn in child processes and streams their batches.
@@ -48,7 +48,7 @@ def _worker(
         return  # and not guarded: that ends the command
     from penstock.deploy.operations.run_daemon import run_worker
 
-    guarded(run_worker)(coordinator, flags, tls, telemetry, token_file, ready_file, debug, lifeline_pid)
+    guarded(run_worker)(coordinator, flags, tls, telemetry, token_file, ready_file, debug, parent_pid)
 
 
 def _refuse_options_of_the_daemon(context: typer.Context) -> None:
