@@ -276,7 +276,7 @@ def test_waiting_and_digest(two: Any) -> None:
 def test_a_progress_line_when_asked_for(
     appliances: Any, loader: DataLoader, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.client.api.progress_line.LOG_S", 0.0)
+    monkeypatch.setattr("penstock.runtime.telemetry.progress.LOG_S", 0.0)
     told = appliances(numbers, progress=True)
     list(DataExecutor(loader, num_steps=3, appliance=told))
     lines = capsys.readouterr().err.splitlines()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, get_args
 
 import pytest
 import typer
@@ -16,7 +17,19 @@ import typer.main
 
 from penstock.deploy.cli.main import app
 from penstock.deploy.console import exit_codes
+from penstock.deploy.console.common_options import completed
+from penstock.deploy.console.daemon_settings import (
+    CoordinatorSettings,
+    PeerSettings,
+    TelemetrySettings,
+    TlsSettings,
+    WorkerSettings,
+    flag,
+    variable,
+)
 from penstock.deploy.console.exit_codes import CODES, CommandError, exit_code, guarded
+from penstock.deploy.console.fleet_settings import UpSettings
+from penstock.deploy.console.options import Debug, Flags, flags_of, option
 from penstock.proto.errors import CATALOGUE, PenstockError, StateUnavailableError
 
 REPO = Path(__file__).parents[2]
@@ -115,25 +128,43 @@ def test_the_manual_has_the_same_exit_codes_and_all_commands() -> None:
 
 
 def test_the_manual_has_all_settings() -> None:
-    from penstock.deploy.console.daemon_settings import (
-        CoordinatorSettings,
-        PeerSettings,
-        Section,
-        TelemetrySettings,
-        TlsSettings,
-        WorkerSettings,
-        flag,
-        variable,
-    )
-    from penstock.deploy.console.fleet_settings import UpSettings
-
+    """Flag, unit, variable and description, word for word as the fields have them."""
     manual = (REPO / "docs" / "cli.md").read_text()
-    sections: list[type[Section]] = [CoordinatorSettings, PeerSettings, TelemetrySettings, TlsSettings, WorkerSettings]
-    sections.append(UpSettings)
-    for section in sections:
-        for field in section.model_fields:
-            assert f"`{variable(section, field)}`" in manual
-            assert f"`{flag(field)}" in manual
+    for section in (CoordinatorSettings, PeerSettings, TelemetrySettings, TlsSettings, WorkerSettings, UpSettings):
+        for field, info in section.model_fields.items():
+            unit = option(section, field).metavar
+            named = f"{flag(field)} {unit}".replace("|", "\\|") if unit else flag(field)
+            head = re.escape(f"| `{named}` | `{variable(section, field)}` |")
+            row = rf"{head}(.* \|)? {re.escape(str(info.description))} \|"
+            assert re.search(f"^{row}$", manual, re.MULTILINE), row
+
+
+@completed
+def _command(flags: Annotated[Flags, WorkerSettings], debug: Debug = False) -> tuple[Flags, bool]:
+    return flags, debug
+
+
+def test_a_commands_flags_come_as_one_parameter() -> None:
+    names = list(flags_of(WorkerSettings))
+    assert list(inspect.signature(_command).parameters) == [*names, "debug", "config"]
+    none: dict[str, Any] = dict.fromkeys(names)
+    given = {**none, "slots": 2, "allow": ["a", "b"]}
+    assert _command(**given, debug=True, config=None) == ({**none, "slots": 2, "allow": "a,b"}, True)
+    assert _command(**{**none, "allow": []}, debug=False)[0] == none
+    assert _command(**{**none, "allow": [""]}, debug=False)[0]["allow"] == ""
+
+
+def test_flags_have_the_types_of_their_settings() -> None:
+    flags = flags_of(WorkerSettings)
+    kinds = {name: get_args(flags[name])[0] for name in ("slots", "allow", "drain", "insecure", "listen")}
+    assert kinds == {
+        "slots": int | None,
+        "allow": list[str] | None,
+        "drain": float | None,
+        "insecure": bool | None,
+        "listen": str | None,
+    }
+    assert get_args(flags_of(CoordinatorSettings)["state_dir"])[0] == Path | None
 
 
 def code_of(error: BaseException | None) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import socket
 from typing import Any
@@ -24,6 +25,7 @@ from penstock.deploy.doctor.cluster_check import (
 from penstock.deploy.doctor.findings import Finding
 from penstock.proto.rpc.version import PROTOCOL
 from penstock.proto.v1 import coordinator_pb2 as pb
+from penstock.runtime.telemetry.cluster_view import view, worker_view
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +56,7 @@ def test_a_cluster_that_is_well(cluster: Any) -> None:
     assert code == 0
     assert list(found) == ["name", "connection", "token", "version", "clock", "worker w1", "slots"]
     assert {each["level"] for each in found.values()} == {"ok"}
-    assert "live, 0 of 2 slots used" in found["worker w1"]["found"]
+    assert re.match(r"live, last heard of .* ago, 0 of 2 slots used, lanes at", found["worker w1"]["found"])
     assert "2 free on 1 of 1 workers that may run streams:slow" in found["slots"]["found"]
 
 
@@ -146,8 +148,8 @@ def test_a_worker_that_was_lost_and_forgotten_is_named_for_a_while() -> None:
     for name, age_s in (("old", 5000), ("gone", 90), ("back", 80), ("gone", 9)):
         reply.events.add(kind="worker lost", worker=name, age_s=age_s, text="its lease ran out")
     reply.events.add(kind="worker left", worker="told", age_s=1)
-    assert [(each.check, each.found) for each in check_lost(reply)] == [
-        ("worker gone", "lost 9 s ago: its lease ran out")
+    assert [(each.check, each.found) for each in check_lost(view(reply))] == [
+        ("worker gone", "lost 9.0 s ago: its lease ran out")
     ]
 
 
@@ -175,13 +177,31 @@ def test_tls_at_one_end_only(cluster: Any, tmp_path: Any) -> None:
         (check_skew(-5.0, 0.3), "warning"),
         (check_skew(-4000.0, 0.3), "problem"),
         (check_skew(-1.8e9, 0.3), "warning"),  # it does not tell
-        (check_worker(pb.WorkerStatus(worker="w"), "", False, "0.1.0"), "warning"),
-        (check_worker(pb.WorkerStatus(worker="w", live=True, draining=True), "", False, "0.1.0"), "warning"),
-        (check_worker(pb.WorkerStatus(worker="w", live=True, version="0.9.0"), "", False, "0.1.0"), "warning"),
-        (check_worker(pb.WorkerStatus(worker="w", live=True, tcp_address="h:1"), "no", False, "0.1.0"), "problem"),
-        (check_worker(pb.WorkerStatus(worker="w", live=True, tcp_address="h:1"), "no", True, "0.1.0"), "ok"),
-        (check_worker(pb.WorkerStatus(worker="w", live=True, tcp_address="h:1"), SILENT, True, "0.1.0"), "problem"),
-        (check_worker(pb.WorkerStatus(worker="w", live=True, seen_s_ago=2.5), "", True, "0.1.0"), "warning"),
+        (check_worker(worker_view(pb.WorkerStatus(worker="w")), "", False, "0.1.0"), "warning"),
+        (
+            check_worker(worker_view(pb.WorkerStatus(worker="w", live=True, draining=True)), "", False, "0.1.0"),
+            "warning",
+        ),
+        (
+            check_worker(worker_view(pb.WorkerStatus(worker="w", live=True, version="0.9.0")), "", False, "0.1.0"),
+            "warning",
+        ),
+        (
+            check_worker(worker_view(pb.WorkerStatus(worker="w", live=True, tcp_address="h:1")), "no", False, "0.1.0"),
+            "problem",
+        ),
+        (
+            check_worker(worker_view(pb.WorkerStatus(worker="w", live=True, tcp_address="h:1")), "no", True, "0.1.0"),
+            "ok",
+        ),
+        (
+            check_worker(worker_view(pb.WorkerStatus(worker="w", live=True, tcp_address="h:1")), SILENT, True, "0.1.0"),
+            "problem",
+        ),
+        (
+            check_worker(worker_view(pb.WorkerStatus(worker="w", live=True, seen_s_ago=2.5)), "", True, "0.1.0"),
+            "warning",
+        ),
     ],
 )
 def test_what_is_said_of_values(finding: Finding, level: str) -> None:

@@ -1,26 +1,27 @@
-"""What `penstock top` shows, from plain values: it fits, what matters most is on top, and peers move no cursor."""
+"""What `penstock top` shows, from a status: it fits, what matters most is on top, and peers move no cursor."""
 
 from __future__ import annotations
 
+import io
 import threading
 import time
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from penstock.deploy.operations import show_top
-from penstock.deploy.operations.top_screen import LEAST_ROWS, fit, plain, screen
+from penstock.deploy.operations.top_screen import LEAST_ROWS, Screen, fit, plain
 from penstock.proto.v1 import coordinator_pb2 as pb
-from penstock.proto.v1 import records_pb2
-from penstock.runtime.telemetry.cluster_status import as_dict
+from penstock.runtime.telemetry.cluster_view import ClusterView, view
 
 TEXT = "Input-bound: box 7 waits for data 62% of its time, 97% of that for slot 1 on worker w7."
 
 
-def status(boxes: int = 50, slots: int = 8, worker: str = "w") -> dict[str, Any]:
+def reply(boxes: int = 50, slots: int = 8, worker: str = "w") -> pb.StatusReply:
     """A run in which box 7 waits for its slot 1."""
-    reply = pb.StatusReply(version="0.1.0", uptime_s=90, dashboard="http://127.0.0.1:7071")
-    run = reply.runs.add(
+    found = pb.StatusReply(version="0.1.0", uptime_s=90, dashboard="http://127.0.0.1:7071")
+    run = found.runs.add(
         run="job/0", attempt=1, num_boxes=boxes, num_workers_per_box=slots, open=True, steps_per_s=12.5
     )
     run.bottleneck.CopyFrom(pb.Bottleneck(kind="straggler", input_bound=True, text=TEXT))
@@ -30,13 +31,26 @@ def status(boxes: int = 50, slots: int = 8, worker: str = "w") -> dict[str, Any]
             share = 0.6 if (number, slot) == (7, 1) else 0.0
             box.slots.add(slot=slot, phase=pb.READY, worker=f"{worker}{number}", queued=4, wait_share=share)
             box.wait_share += share
-        reply.workers.add(
+        found.workers.add(
             worker=f"{worker}{number}", slots=slots, slots_used=slots, live=True, wait_share=box.wait_share
         )
     for number in range(30):
-        reply.events.add(kind="worker joined", text=f"worker {number}", wall_s=number, count=1)
-    reply.events.add(kind="slot lost", fault=True, text="its worker was killed", run="job/0", wall_s=40, count=3)
-    return as_dict(reply, "127.0.0.1:7070")
+        found.events.add(kind="worker joined", text=f"worker {number}", wall_s=number, count=1)
+    found.events.add(kind="slot lost", fault=True, text="its worker was killed", run="job/0", wall_s=40, count=3)
+    found.events.add(kind="worker left", text="worker 31", wall_s=41, count=1)
+    return found
+
+
+def status(**shape: Any) -> ClusterView:
+    return view(reply(**shape), "127.0.0.1:7070")
+
+
+def screen(found: ClusterView, width: int, height: int, away: str = "") -> list[tuple[str, str]]:
+    """Style and text of each line, as rich draws them."""
+    console = Console(width=width, height=height, file=io.StringIO(), force_terminal=True)
+    options = console.options.update(height=height)
+    lines = console.render_lines(Screen(found, away), options, pad=False)
+    return [(str(line[0].style or "") if line else "", "".join(part.text for part in line)) for line in lines]
 
 
 @pytest.mark.parametrize("height", [5, 10, 24, 60, 500])
@@ -62,15 +76,16 @@ def test_the_most_interesting_comes_first() -> None:
 
 
 def test_a_failed_slot_stands_above_those_that_are_waited_for() -> None:
-    found = status(2, 2)
-    error = records_pb2.ErrorDetail(name="InputFnError", message="it raised")
-    found["runs"][0]["boxes"][1]["slots"][1] |= {
-        "phase": "FAILED",
-        "error": {"name": error.name, "message": error.message},
-    }
-    style, row = next((style, line) for style, line in screen(found, 160, 40) if line.startswith("job/0 1.1"))
+    found = reply(2, 2)
+    slot = found.runs[0].boxes[1].slots[1]
+    slot.phase, slot.doing = pb.FAILED, "in next() for 3 s"
+    slot.error.name, slot.error.message = "InputFnError", "it\n raised"
+    lines = screen(view(found), 160, 40)
+    first = next(number for number, (_, line) in enumerate(lines) if line.startswith("slot "))
+    style, row = lines[first + 1]
     assert style == "red"
-    assert row.endswith("InputFnError: it raised")
+    assert row.startswith("job/0 1.1")
+    assert row.rstrip().endswith("InputFnError: it raised")
 
 
 def test_room_is_dealt_out_by_what_matters() -> None:
@@ -86,7 +101,7 @@ def test_an_old_picture_says_so() -> None:
 
 
 def test_nothing_that_a_peer_sent_moves_the_cursor() -> None:
-    found = status(2, 2, worker="\x1b[2J\x1b]0;owned\x07\n")
+    found = status(boxes=2, slots=2, worker="\x1b[2J\x1b]0;owned\x07\n")
     for text in ("\n".join(line for _, line in screen(found, 400, 60)), "\n".join(plain(found, 0.0))):
         assert "\x1b" not in text
         assert "\x07" not in text
@@ -96,7 +111,7 @@ def test_nothing_that_a_peer_sent_moves_the_cursor() -> None:
 def test_lines_hold_a_run_each_and_events_once() -> None:
     found = status()
     events = [line for line in plain(found, 39.0) if " fault: " in line or " event: " in line]
-    assert len(events) == 1
+    assert len(events) == 2
     assert events[0].endswith("fault: slot lost x3: job/0: its worker was killed")
     (run,) = plain(found, 100.0)
     assert "job/0  step 100  12.5 steps/s  waits 0%" in run
@@ -104,7 +119,7 @@ def test_lines_hold_a_run_each_and_events_once() -> None:
 
 
 def test_no_run() -> None:
-    found = as_dict(pb.StatusReply(version="0.1.0"), "127.0.0.1:7070")
+    found = view(pb.StatusReply(version="0.1.0"), "127.0.0.1:7070")
     assert [line for _, line in screen(found, 80, 24)][1] == "No run is open."
     assert next(iter(plain(found, 0.0))).endswith("no run is open, 0 workers are there")
 

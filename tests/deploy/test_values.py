@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.deploy.console.tables import seconds, size
 from penstock.deploy.operations.state_values import BYTES_IN_FULL, as_json, brief
+from penstock.runtime.telemetry.units import seconds, size
 
 
 @pytest.mark.parametrize(

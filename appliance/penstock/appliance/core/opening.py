@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from penstock.appliance.model.entities import Attempt, AttemptState, Box, BoxPresence, Run, client_of, topology
+from penstock.appliance.model.entities import Attempt, AttemptState, Box, BoxPresence, Run, client_of
 from penstock.appliance.model.limits import Limits
 from penstock.appliance.storage.snapshot_index import SnapshotIndex
 from penstock.proto.errors import (
@@ -28,6 +28,7 @@ from penstock.proto.errors import (
 )
 from penstock.proto.state.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
+from penstock.runtime.telemetry.units import topology
 
 
 @dataclass(frozen=True)

@@ -1,23 +1,18 @@
-// The dashboard: asks the coordinator once a second and draws. Names and texts come from peers: they are only ever set
-// as text, and never parsed as HTML. Elements are kept from one answer to the next, so focus and selection stay.
+// The dashboard: asks the coordinator once a second and draws. What it says, and in which words, is decided there
+// (dashboard_data.py); said here is the time of day, and what belongs to the charts. Names and texts come from peers: they
+// are only ever set as text, and never parsed as HTML. Elements are kept from one answer to the next, so focus and
+// selection stay.
 "use strict";
 
 const EVERY_MS = 1000;
 const HIDDEN_MS = 5000;
 const HISTORY_MS = 60000;
 const DEADLINE_MS = 15000;
-const INPUT_BOUND = 0.05; // as in bottleneck.py
-const MOST_BOXES = 100; // of a run that are drawn: those that wait most
 const MOST_EVENTS = 200;
-const MOST_STATES = 6;
 const MOST_POINTS = 600;
 const SVG = "http://www.w3.org/2000/svg";
-
-const KINDS = {
-  loop: "\u2713 Loop-bound", starting: "\u2026 Starting", straggler: "\u25B2 Straggler",
-  workers: "\u25B2 Too few workers", network: "\u25B2 Batches arrive late", unplaced: "\u25B2 Slots without a worker",
-  recovering: "\u25B2 Recovering",
-};
+const SPANS = [[120, "2 min"], [600, "10 min"], [86400, "24 h"]];
+const HALVES = { 120: "1 min", 600: "5 min", 86400: "12 h" };
 
 const byId = (id) => document.getElementById(id);
 let history = {}; // run -> {seconds, minutes}
@@ -71,62 +66,45 @@ function fill(parent, items, keyOf, create, update) {
   }
 }
 
+// Of the charts' scales and points alone.
 const percent = (share) => `${Math.round(100 * share)}%`;
-
-function rate(value) {
-  return value >= 100 ? String(Math.round(value)) : value.toFixed(1);
-}
-
-function duration(seconds) {
-  if (seconds < 10) return `${seconds.toFixed(1)} s`;
-  if (seconds < 120) return `${Math.round(seconds)} s`;
-  return seconds < 7200 ? `${Math.round(seconds / 60)} min` : `${(seconds / 3600).toFixed(1)} h`;
-}
-
-function size(bytes) {
-  const units = ["B", "KiB", "MiB", "GiB"];
-  let unit = 0;
-  while (bytes >= 1024 && unit < units.length - 1) {
-    bytes /= 1024;
-    unit += 1;
-  }
-  return `${unit ? bytes.toFixed(1) : bytes} ${units[unit]}`;
-}
-
+const rate = (value) => (value >= 100 ? String(Math.round(value)) : value.toFixed(1));
 const clock = (seconds) => new Date(1000 * seconds).toLocaleTimeString([], { hour12: false });
 
-function bar(cell, share, what) {
+// A cell is a text, or a text with what it is marked by: see Cell in dashboard_data.py.
+function drawCell(cell, value, heading) {
+  const { text: said, state, share, hot, at } = typeof value === "string" ? { text: value } : value;
+  attribute(cell, "class", state ? "state text" : heading.endsWith(">") ? "number" : at || share !== undefined ? "" : "text");
+  if (state) attribute(cell, "data-state", state);
+  if (share === undefined) {
+    text(cell, at ? clock(at) : said || "\u2013");
+    return;
+  }
   if (!cell.firstChild) {
     cell.append(make("span", { class: "bar" }, make("i", { "aria-hidden": "true" }, make("b")), make("span")));
   }
-  const whole = cell.firstChild;
-  attribute(whole, "data-hot", share > INPUT_BOUND && what === "wait");
-  whole.querySelector("b").style.width = `${100 * Math.min(1, share)}%`;
-  return whole.lastChild;
+  attribute(cell.firstChild, "data-hot", Boolean(hot));
+  cell.querySelector("b").style.width = `${100 * share}%`;
+  text(cell.firstChild.lastChild, said);
 }
 
-// A table row: `cells` are [class, value] or [class, function that draws into the cell]; the first is the row's head.
-function row(element, cells) {
-  while (element.children.length < cells.length) {
-    element.append(element.children.length ? make("td") : make("th", { scope: "row" }));
-  }
-  cells.forEach(([kind, value], index) => {
-    const cell = element.children[index];
-    if (kind) attribute(cell, "class", kind);
-    if (typeof value === "function") value(cell);
-    else text(cell, value);
+// The first cell of a row is its head.
+function drawTable(table, { headings, rows }) {
+  const head = table.tHead.rows[0] || table.tHead.insertRow();
+  fill(head, headings, (heading) => heading, () => make("th", { scope: "col" }), (cell, heading) => {
+    if (heading.endsWith(">")) cell.className = "number";
+    text(cell, heading.replace(">", ""));
   });
+  fill(table.tBodies[0], rows.map((cells, number) => [number, cells]), ([number]) => number, () => {
+    const row = make("tr");
+    row.append(...headings.map((_, column) => (column ? make("td") : make("th", { scope: "row" }))));
+    return row;
+  }, (row, [, cells]) => cells.forEach((value, column) => drawCell(row.children[column], value, headings[column])));
 }
 
-function state(name, shown) {
-  return ["state", (cell) => {
-    attribute(cell, "data-state", name);
-    text(cell, shown);
-  }];
-}
-
-function waits(share) {
-  return ["", (cell) => text(bar(cell, share, "wait"), percent(share))];
+function table(title) {
+  const of = make("table", null, make("caption", null, title), make("thead"), make("tbody"));
+  return { of, whole: make("div", { class: "scroll" }, of) };
 }
 
 // ---- charts
@@ -174,12 +152,12 @@ class Chart {
       parts.push(shape("text", { x: left - 6, y: y(part * most) + 4, "text-anchor": "end" }, label));
     }
     if (this.kind === "wait") {
-      parts.push(shape("line", { class: "limit", x1: left, x2: width, y1: y(INPUT_BOUND), y2: y(INPUT_BOUND) }));
+      parts.push(shape("line", { class: "limit", x1: left, x2: width, y1: y(latest.input_bound), y2: y(latest.input_bound) }));
     }
     for (const part of [0, 0.5, 1]) {
-      const seconds = this.span * (1 - part);
       const anchor = part === 0 ? "start" : part === 1 ? "end" : "middle";
-      const label = seconds ? `\u2212${duration(seconds)}` : "now";
+      const ago = { 0: spanName(this.span), 0.5: HALVES[this.span] }[part];
+      const label = ago ? `\u2212${ago}` : "now";
       parts.push(shape("text", { x: left + (width - left) * part, y: height - 3, "text-anchor": anchor }, label));
     }
     const group = shape("g", { class: this.kind });
@@ -197,7 +175,7 @@ class Chart {
     if (!this.pointing) text(this.now, values.length ? this.show(values[values.length - 1]) : "");
     const told = values.length
       ? `now ${this.show(values[values.length - 1])}, between ${this.show(Math.min(...values))} and ` +
-        `${this.show(Math.max(...values))} over ${duration(this.span)}`
+        `${this.show(Math.max(...values))} over ${spanName(this.span)}`
       : "nothing yet";
     this.svg.setAttribute("aria-label", `${this.title}: ${told}`);
   }
@@ -216,6 +194,8 @@ class Chart {
     text(this.now, `${this.show(nearest[1])} at ${clock(nearest[0])}`);
   }
 }
+
+const spanName = (span) => SPANS.find(([of]) => of === span)[1];
 
 function shape(tag, attributes, label) {
   const element = document.createElementNS(SVG, tag);
@@ -258,7 +238,7 @@ class Card {
     this.rates = new Chart("rate", "Steps/s of a box", "steps/s");
     this.waits = new Chart("wait", "Waiting for data, of the box that waits most", "");
     this.span = 600;
-    this.ranges = [[120, "2 min"], [600, "10 min"], [86400, "24 h"]].map(([span, label]) => {
+    this.ranges = SPANS.map(([span, label]) => {
       const button = make("button", { type: "button", "aria-pressed": span === this.span }, label);
       button.addEventListener("click", () => this.choose(span));
       return [span, button];
@@ -272,9 +252,8 @@ class Card {
     this.detail = make("p", { class: "detail", role: "status", hidden: "" });
     const slots = make("div", null, make("h3", null, "Slots, with the batches that lie ready"), this.map, this.more);
     slots.append(legend(), this.detail);
-    this.boxes = table("Boxes", ["Box", "State", ">Step", ">Epoch", ">Steps/s", "Waits (last minute)", "Waits now for"]);
-    this.states = table("Checkpoints and other states that were fetched",
-      ["Step", "For", "At", ">Took", ">Size", "Result"]);
+    this.boxes = table("Boxes");
+    this.states = table("Checkpoints and other states that were fetched");
     this.noStates = make("p", { class: "note" }, "No state was fetched yet.");
     const lower = make("div", null, this.states.whole, this.noStates);
     this.root = make("article", { class: "card", "aria-labelledby": title.id, "data-run": run.run });
@@ -299,87 +278,41 @@ class Card {
   update(run) {
     this.run = run;
     text(this.title, run.run);
-    const shapeOf = `${run.num_boxes} ${run.num_boxes === 1 ? "box" : "boxes"} \u00D7 ${run.num_workers_per_box} workers`;
-    const recovered = run.recoveries ? `, ${run.recoveries} recoveries` : "";
-    text(this.about, `${run.input_fn || "?"} \u00B7 ${shapeOf} \u00B7 attempt ${run.attempt}${recovered} \u00B7 ` +
-      `${rate(run.batches_per_s)} batches/s made`);
-    const found = run.bottleneck;
-    attribute(this.banner, "data-kind", found ? found.kind : "starting");
-    text(this.kind, found ? KINDS[found.kind] || found.kind : "\u2026 No box is live");
-    text(this.finding, found ? found.text : "Its training job has ended, or was not heard of.");
+    text(this.about, run.about);
+    attribute(this.banner, "data-alarm", run.finding.alarm);
+    text(this.kind, run.finding.title);
+    text(this.finding, run.finding.text);
     this.drawCharts();
-    const boxes = [...run.boxes].sort((a, b) => b.wait_share - a.wait_share).slice(0, MOST_BOXES).sort((a, b) => a.box - b.box);
-    text(this.more, boxes.length < run.boxes.length ? `The ${boxes.length} of ${run.boxes.length} boxes that wait most.` : "");
-    fill(this.map, boxes.flatMap((box) => [["name", box], ["slots", box]]), ([what, box]) => `${what} ${box.box}`,
-      ([what]) => make("div", { class: what }), (element, [what, box]) => this.drawBox(element, what, box, found));
-    fill(this.boxes.body, boxes, (box) => box.box, () => make("tr"), (element, box) => row(element, [
-      ["", box.box], boxState(box), ["number", box.step], ["number", box.epoch], ["number", rate(box.steps_per_s)],
-      waits(box.wait_share), ["text", box.waiting_for || "\u2013"],
-    ]));
-    const states = [...run.states].reverse().slice(0, MOST_STATES);
-    this.states.whole.hidden = !states.length;
-    this.noStates.hidden = Boolean(states.length);
-    fill(this.states.body, states, (one) => `${one.at} ${one.step} ${one.asker}`, () => make("tr"), (element, one) => row(element, [
-      ["", one.step], ["text", one.askers > 1 ? `${one.askers} ranks` : one.asker], ["", clock(one.at)],
-      ["number", duration(one.seconds)], ["number", size(one.bytes)],
-      one.error ? ["state text", (cell) => { attribute(cell, "data-state", "lost"); text(cell, one.error); }]
-        : ["state", (cell) => { attribute(cell, "data-state", "live"); text(cell, "done"); }],
-    ]));
+    text(this.more, run.more);
+    fill(this.map, run.map.flatMap((box) => [["name", box], ["slots", box]]), ([what, box]) => `${what} ${box.name}`,
+      ([what]) => make("div", { class: what }), (element, [what, box]) => {
+        if (what === "name") text(element, box.name);
+        else this.drawSlots(element, box.slots);
+      });
+    drawTable(this.boxes.of, run.boxes);
+    this.noStates.hidden = Boolean(run.states.rows.length);
+    this.states.whole.hidden = !run.states.rows.length;
+    drawTable(this.states.of, run.states);
   }
 
-  drawBox(element, what, box, found) {
-    if (what === "name") {
-      text(element, `box ${box.box}`);
-      return;
-    }
-    fill(element, box.slots, (slot) => slot.slot, (slot) => {
+  drawSlots(element, slots) {
+    fill(element, slots, ({ slot }) => slot, ({ slot }) => {
       const button = make("button", { type: "button", class: "slot", "aria-pressed": "false" });
       button.addEventListener("click", () => {
-        const key = `${box.box}.${slot.slot}`;
-        this.chosen = this.chosen === key ? null : key;
+        this.chosen = this.chosen === slot ? null : slot;
         this.update(this.run);
       });
       return button;
-    }, (button, slot) => {
-      const kind = slotState(box, slot, found);
-      attribute(button, "data-state", kind);
-      text(button, { failed: "\u2715", waiting: "\u2013", starting: "\u2026", hot: `\u25B2${slot.queued}` }[kind] || slot.queued);
-      const told = `Box ${box.box} slot ${slot.slot}: ${slotText(slot)}`;
+    }, (button, { slot, state, sign, text: told }) => {
+      attribute(button, "data-state", state);
+      text(button, sign);
       attribute(button, "aria-label", told);
       attribute(button, "title", told);
-      const chosen = this.chosen === `${box.box}.${slot.slot}`;
-      attribute(button, "aria-pressed", chosen);
-      if (chosen) text(this.detail, told);
+      attribute(button, "aria-pressed", this.chosen === slot);
+      if (this.chosen === slot) text(this.detail, told);
     });
     this.detail.hidden = !this.chosen;
   }
-}
-
-function boxState(box) {
-  if (!box.live) return state("lost", "lost");
-  return box.epoch_ended ? state("idle", "pass ended") : state("live", "live");
-}
-
-function slotState(box, slot, found) {
-  if (slot.phase === "FAILED") return "failed";
-  if (slot.phase === "WAITING") return "waiting";
-  if (slot.phase === "STARTING") return "starting";
-  const blamed = found && found.input_bound && found.box === box.box && found.slot === slot.slot;
-  if (blamed || (slot.wait_share > INPUT_BOUND && slot.wait_share > 0.5 * box.wait_share)) return "hot";
-  return slot.queued ? "ahead" : "dry";
-}
-
-function slotText(slot) {
-  const parts = [slot.phase.toLowerCase(), slot.worker ? `worker ${slot.worker}` : "no worker"];
-  parts.push(`${slot.queued} batches ready`, `${rate(slot.batches_per_s)} batches/s`);
-  parts.push(`its box waits ${percent(slot.wait_share)} of the time for it`);
-  parts.push(slot.snapshot_age_s === null ? "no durable snapshot since the coordinator started"
-    : `durable snapshot ${duration(slot.snapshot_age_s)} old`);
-  if (slot.restarts) parts.push(`${slot.restarts} recoveries`);
-  if (slot.skipped) parts.push(`${slot.skipped} batches left out`);
-  if (slot.error) parts.push(`${slot.error.name}: ${slot.error.message}`);
-  else if (slot.doing || slot.note) parts.push(slot.doing || slot.note);
-  return parts.join(", ");
 }
 
 function legend() {
@@ -392,82 +325,50 @@ function legend() {
   return list;
 }
 
-function table(title, headings) {
-  const head = make("tr");
-  for (const heading of headings) {
-    const number = heading.startsWith(">");
-    head.append(make("th", number ? { scope: "col", class: "number" } : { scope: "col" }, heading.replace(">", "")));
-  }
-  const body = make("tbody");
-  const whole = make("div", { class: "scroll" });
-  whole.append(make("table", null, make("caption", null, title), make("thead", null, head), body));
-  return { whole, body };
-}
-
 // ---- the page
 
 function draw(status) {
-  const runs = status.runs.filter((run) => run.open);
-  const boxes = runs.flatMap((run) => run.boxes);
-  const slots = boxes.flatMap((box) => box.slots);
-  const faults = status.events.filter((event) => event.fault && event.age_s < 600).reduce((sum, event) => sum + event.count, 0);
-  text(byId("about"), `${status.coordinator.address} \u00B7 ${status.coordinator.version} \u00B7 up ` +
-    duration(status.coordinator.uptime_s));
-  const tiles = [
-    ["Open runs", runs.length, ""],
-    ["Boxes live", boxes.filter((box) => box.live).length, `of ${boxes.length}`],
-    ["Slots ready", slots.filter((slot) => slot.phase === "READY").length, `of ${slots.length}`],
-    ["Workers", status.workers.filter((worker) => worker.live).length, ""],
-    ["Batches/s delivered", rate(boxes.reduce((sum, box) => sum + (box.live ? box.steps_per_s : 0), 0)), ""],
-    ["Faults, 10 min", faults, ""],
-  ];
-  fill(byId("tiles"), tiles, ([name]) => name, ([name]) => make("div", null, make("dt", null, name), make("dd", null, make("span"), " ", make("small"))),
-    (tile, [name, value, of]) => {
-      text(tile.querySelector("span"), value);
+  text(byId("about"), status.about);
+  fill(byId("tiles"), status.tiles, ([what]) => what,
+    ([what]) => make("div", null, make("dt", null, what), make("dd", null, make("span"), " ", make("small"))),
+    (tile, [, count, of, alarm]) => {
+      text(tile.querySelector("span"), count);
       text(tile.querySelector("small"), of);
-      tile.classList.toggle("alarm", name.startsWith("Faults") && value > 0);
+      tile.classList.toggle("alarm", Boolean(alarm));
     });
-  byId("no-runs").hidden = Boolean(runs.length);
-  fill(byId("runs"), runs, (run) => run.run, (run) => {
+  byId("no-runs").hidden = Boolean(status.runs.length);
+  fill(byId("runs"), status.runs, (run) => run.run, (run) => {
     const card = new Card(run);
     cards.set(run.run, card);
     return card.root;
   }, (root, run) => cards.get(run.run).update(run));
   for (const name of [...cards.keys()]) {
-    if (!runs.some((run) => run.run === name)) cards.delete(name);
+    if (!status.runs.some((run) => run.run === name)) cards.delete(name);
   }
-  byId("no-workers").hidden = Boolean(status.workers.length);
-  fill(byId("workers").tBodies[0], status.workers, (worker) => worker.worker, () => make("tr"), (element, worker) => row(element, [
-    ["", worker.worker],
-    worker.draining ? state("idle", "draining") : worker.live ? state("live", "live") : state("lost", "lost"),
-    ["", (cell) => text(bar(cell, worker.slots_used / Math.max(1, worker.slots), "used"), `${worker.slots_used}/${worker.slots}`)],
-    ["number", rate(worker.batches_per_s)], waits(worker.wait_share),
-    ["number", `${duration(worker.seen_s_ago)} ago`], ["text", worker.tcp_address || "\u2013"],
-  ]));
+  byId("no-workers").hidden = Boolean(status.workers.rows.length);
+  byId("workers").hidden = !status.workers.rows.length;
+  drawTable(byId("workers"), status.workers);
   drawEvents(status.events);
 }
 
 function drawEvents(all) {
   const only = byId("faults-only").checked;
-  const events = all.filter((event) => event.fault || !only).slice(-MOST_EVENTS).reverse();
+  const events = all.filter((event) => event.fault || !only).slice(0, MOST_EVENTS);
   byId("no-events").hidden = Boolean(events.length);
-  fill(byId("events"), events, (event) => [event.at, event.kind, event.run, event.worker, event.text].join(" "), () => make("li", null,
+  fill(byId("events"), events, (event) => [event.at, event.title, event.what].join(" "), () => make("li", null,
     make("time"), make("span", { class: "kind" }), make("span", { class: "said" })), (item, event) => {
     attribute(item, "data-fault", event.fault);
     text(item.children[0], clock(event.at));
-    text(item.children[1], event.count > 1 ? `${event.kind} \u00D7${event.count}` : event.kind);
-    text(item.children[2], event.run ? `${event.run}: ${event.text}` : event.text);
+    text(item.children[1], event.title);
+    text(item.children[2], event.what);
   });
 }
 
 // What the history lacks since it was fetched is added from each answer.
 function remember(status) {
   for (const run of status.runs) {
-    if (!run.open) continue;
     const track = history[run.run] || (history[run.run] = { seconds: [], minutes: [] });
-    const going = run.boxes.filter((box) => box.live && !box.epoch_ended);
-    const waited = Math.max(0, ...going.map((box) => box.waited_share));
-    track.seconds.push([status.at, run.steps_per_s, waited, run.batches_per_s]);
+    track.seconds.push([status.at, ...run.point]);
     if (track.seconds.length > MOST_POINTS) track.seconds.shift();
   }
 }
@@ -500,7 +401,7 @@ async function look() {
       history = (await ask("api/history.json")).runs;
       historyAt = began;
     }
-    latest = await ask("api/status.json");
+    latest = await ask("api/dashboard.json");
     remember(latest);
     connected(true);
   } catch (error) {

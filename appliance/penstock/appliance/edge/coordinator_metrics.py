@@ -14,13 +14,12 @@ from dataclasses import dataclass
 from penstock.proto.errors import InvalidArgumentError
 from penstock.proto.rpc.tls import Renewing
 from penstock.proto.v1 import coordinator_pb2 as pb
+from penstock.runtime.telemetry.cluster_view import PHASES, RunView, view
 from penstock.runtime.telemetry.counters import CallCounters, Histogram
 from penstock.runtime.web.http_server import Page, Route
 from penstock.runtime.web.prometheus import Collector, MetricReadings, metrics_route
 
 __all__ = ["CoordinatorCounters", "readings", "route"]
-
-_PHASES = ("waiting", "starting", "ready", "failed")
 
 
 @dataclass(frozen=True)
@@ -37,19 +36,18 @@ class CoordinatorCounters:
 
 def readings(status: pb.StatusReply, vitals: CoordinatorCounters, files: Renewing | None = None) -> MetricReadings:
     """All metrics. `files`: the certificate that the coordinator shows."""
-    found = MetricReadings("coordinator")
-    found.add("penstock_runs", sum(run.open for run in status.runs), phase="open")
-    found.add("penstock_runs", sum(not run.open for run in status.runs), phase="closed")
-    for run in status.runs:
-        if run.open:
-            _read_run(found, run, vitals)
-    workers = Counter("lost" if not w.live else "draining" if w.draining else "live" for w in status.workers)
+    found, shown = MetricReadings("coordinator"), view(status)
+    runs = Counter(run.state for run in shown.runs)
+    for phase in ("open", "closed"):
+        found.add("penstock_runs", runs[phase], phase=phase)
+    for run in shown.open_runs:
+        _read_run(found, run, vitals)
     for phase in ("live", "draining", "lost"):
-        found.add("penstock_workers", workers[phase], phase=phase)
-    found.add("penstock_workers_recommended", status.recommended_workers)
-    found.add("penstock_slots_capacity", sum(w.slots for w in status.workers if w.live and not w.draining))
-    found.add("penstock_slots_used", sum(w.slots_used for w in status.workers))
-    found.add("penstock_coordinator_uptime_seconds", status.uptime_s)
+        found.add("penstock_workers", shown.workers_by_state[phase], phase=phase)
+    found.add("penstock_workers_recommended", shown.recommended_workers)
+    found.add("penstock_slots_capacity", sum(w.slots for w in shown.workers if w.state == "live"))
+    found.add("penstock_slots_used", sum(w.slots_used for w in shown.workers))
+    found.add("penstock_coordinator_uptime_seconds", shown.coordinator.uptime_s)
     found.add("penstock_coordinator_certificate_expires_timestamp_seconds", files.expires_at if files else 0)
     found.add("penstock_coordinator_snapshot_bytes", vitals.snapshot_bytes)
     found.add("penstock_coordinator_snapshot_limit_bytes", vitals.snapshot_limit)
@@ -61,19 +59,17 @@ def readings(status: pb.StatusReply, vitals: CoordinatorCounters, files: Renewin
     return found
 
 
-def _read_run(found: MetricReadings, run: pb.RunStatus, vitals: CoordinatorCounters) -> None:
+def _read_run(found: MetricReadings, run: RunView, vitals: CoordinatorCounters) -> None:
     found.add("penstock_run_attempt", run.attempt, run=run.run)
     found.add("penstock_run_boxes", run.num_boxes, run=run.run)
-    found.add("penstock_run_recommended_workers_per_box", run.recommended_workers_per_box, run=run.run)
-    slots = [slot for box in run.boxes for slot in box.slots]
+    found.add("penstock_run_recommended_workers_per_box", run.recommended_workers_per_box or 0, run=run.run)
     # A box whose training process is gone has its slots until the job opens anew or the run is given up: they wait for
     # no worker.
-    living = [slot for box in run.boxes if box.live for slot in box.slots]
-    phases = Counter(pb.SlotPhase.Name(slot.phase).lower() for slot in living)
-    for phase in _PHASES:
+    phases = Counter(slot.state for box in run.boxes if box.live for slot in box.slots)
+    for phase in PHASES:
         found.add("penstock_run_slots", phases[phase], run=run.run, phase=phase)
-    found.add("penstock_run_recoveries_total", sum(slot.restarts for slot in slots), run=run.run)
-    found.add("penstock_run_skipped_batches_total", sum(slot.skipped for slot in slots), run=run.run)
+    found.add("penstock_run_recoveries_total", sum(slot.restarts for slot in run.slots), run=run.run)
+    found.add("penstock_run_skipped_batches_total", sum(slot.skipped for slot in run.slots), run=run.run)
     for box in run.boxes:
         of = {"run": run.run, "box": box.box}
         # The status may be of a moment before the vitals, and its run opened anew since.

@@ -21,13 +21,14 @@ from concurrent.futures import CancelledError
 from importlib.resources import files
 from typing import Any, Protocol, TypeVar
 
+from penstock.appliance.edge.dashboard_data import dashboard
 from penstock.appliance.edge.run_series import RunSeries
 from penstock.appliance.model.entities import Attempt
 from penstock.proto.errors import PortTakenError
 from penstock.proto.rpc.addresses import is_local
 from penstock.proto.rpc.tls import Tls
 from penstock.proto.v1 import coordinator_pb2 as pb
-from penstock.runtime.telemetry.cluster_status import as_dict
+from penstock.runtime.telemetry.cluster_view import ClusterView, as_dict, view
 from penstock.runtime.web.http_server import Page, Route, WebServer
 
 __all__ = ["DashboardPages", "open_web"]
@@ -74,7 +75,8 @@ class DashboardPages:
         self._series = RunSeries()
         self.routes: dict[str, Route] = {
             **{path: _file(name, content_type) for path, (name, content_type) in FILES.items()},
-            "/api/status.json": SharedPage(self._status),
+            "/api/status.json": SharedPage(lambda: self._told(as_dict)),
+            "/api/dashboard.json": SharedPage(lambda: self._told(dashboard)),
             "/api/history.json": SharedPage(self._history),
         }
         """Path -> page. Others may be added as long as the server has not started."""
@@ -101,9 +103,9 @@ class DashboardPages:
             for _ in self._series.sample(self._board.attempts(), time.time()):
                 await asyncio.sleep(0)
 
-    def _status(self) -> Page:
-        reply = self.on_loop(self._board.snapshot())
-        return Page(JSON, json.dumps(as_dict(reply, self.address) | {"at": time.time()}).encode())
+    def _told(self, show: Callable[[ClusterView], dict[str, Any]]) -> Page:
+        found = view(self.on_loop(self._board.snapshot()), self.address)
+        return Page(JSON, json.dumps(show(found) | {"at": time.time()}, default=as_dict).encode())
 
     def _history(self) -> Page:
         async def found() -> dict[str, Any]:

@@ -24,6 +24,7 @@ from penstock.proto.state.position import Position
 from penstock.proto.state.restartable import by_own_methods
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
+from penstock.runtime.telemetry.units import topology
 
 
 class SlotKey(NamedTuple):
@@ -414,10 +415,3 @@ def client_in(row: str) -> str:
 def shown(client: str) -> str:
     """A client, for messages."""
     return client.removeprefix(_DIGEST)[:_SHOWN]
-
-
-def topology(num_boxes: int, num_workers: int) -> str:
-    """For messages."""
-    boxes = "1 box" if num_boxes == 1 else f"{num_boxes} boxes"
-    workers = "1 worker" if num_workers == 1 else f"{num_workers} workers"
-    return f"{boxes} x {workers}"

@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from statistics import median
 
 from penstock.appliance.model.gauges import AHEAD
+from penstock.runtime.telemetry.cluster_view import INPUT_BOUND
+from penstock.runtime.telemetry.units import percent
 
-INPUT_BOUND = 0.05
-"""A box that waits for more of its time than this is bound by its input."""
 LEAST_S = 3.0
 """Less than that says nothing."""
 BLAME = 0.5
@@ -94,11 +94,11 @@ def find(boxes: Iterable[BoxFacts], busy_cores: int = 0) -> Bottleneck | None:
     share = worst.wait_share
     if share <= INPUT_BOUND or not top.wait_share:
         text = (
-            f"Not input-bound: box {worst.box}, which waits most, waits for data {_percent(share)} of its time. The "
+            f"Not input-bound: box {worst.box}, which waits most, waits for data {percent(share)} of its time. The "
             "training loop sets the speed."
         )
         return Bottleneck("loop", text, share, worst.box)
-    waits = f"Input-bound: box {worst.box} waits for data {_percent(share)} of its time"
+    waits = f"Input-bound: box {worst.box} waits for data {percent(share)} of its time"
     alone = _of_phase(worst, top, waits) or _late(worst, top, waits) or _straggler(worst, top, waits)
     return alone or _few(worst, waits, busy_cores)
 
@@ -127,7 +127,7 @@ def _of_phase(box: BoxFacts, top: SlotFacts, waits: str) -> Bottleneck | None:
     if top.phase == "READY" and not top.behind:
         return None
     blame = _share(top.wait_share, box)
-    of_it = f"{waits}, {_percent(blame)} of that for slot {top.slot}"
+    of_it = f"{waits}, {percent(blame)} of that for slot {top.slot}"
     if top.phase == "WAITING":
         text = f"{of_it}, which no worker has room for: start more workers, or ones with more slots."
         return Bottleneck("unplaced", text, box.wait_share, box.box, top.slot, "", blame)
@@ -146,7 +146,7 @@ def _late(box: BoxFacts, top: SlotFacts, waits: str) -> Bottleneck | None:
         return None
     blame = _share(top.wait_share, box)
     text = (
-        f"{waits}, {_percent(blame)} of that for slot {top.slot}, although {top.mean_queued:.1f} batches lie ready "
+        f"{waits}, {percent(blame)} of that for slot {top.slot}, although {top.mean_queued:.1f} batches lie ready "
         f"there on average: they come late from worker {top.worker}. Look at the network between, or at how busy that "
         "machine is."
     )
@@ -171,7 +171,7 @@ def _straggler(box: BoxFacts, top: SlotFacts, waits: str) -> Bottleneck | None:
             continue
         who = f"slot {top.slot} on worker {top.worker}" if len(group) == 1 else f"worker {worker}"
         text = (
-            f"{waits}, {_percent(blame)} of that for {who}, which is slower than the others: {_mean(group):.1f} "
+            f"{waits}, {percent(blame)} of that for {who}, which is slower than the others: {_mean(group):.1f} "
             f"batches lie ready there on average, {_mean(others):.1f} at each other slot. Look at that machine, or at "
             "what its slot reads."
         )
@@ -205,7 +205,3 @@ def _share(part: float, box: BoxFacts) -> float:
 
 def _mean(slots: Sequence[SlotFacts]) -> float:
     return sum(slot.mean_queued for slot in slots) / len(slots)
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.0f}%"

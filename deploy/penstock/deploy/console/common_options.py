@@ -16,10 +16,11 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from penstock.deploy.console.coordinator_options import Peer
+from penstock.deploy.console.daemon_settings import PeerSettings, Section, TlsSettings
 from penstock.deploy.console.exit_codes import EXIT_LINES
-from penstock.deploy.console.options import ConfigFile, Coordinator, TlsCa, TlsCert, TlsKey, TlsName, TokenFile
+from penstock.deploy.console.options import ConfigFile, TokenFile, flags_of
 
-__all__ = ["CONTEXT", "EPILOG", "App", "Group", "quiet_grpc", "subcommands", "tls_flags"]
+__all__ = ["CONTEXT", "EPILOG", "App", "Group", "completed", "quiet_grpc", "subcommands"]
 
 EPILOG = f"\b\nExit codes:\n{EXIT_LINES}\n\n\b\nMore: docs/cli.md"
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
@@ -96,41 +97,47 @@ class App(typer.Typer):
     def command(self, name: str | None = None, **settings: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:  # type: ignore[override]
         """As of Typer."""
         add = super().command(name, **{"cls": _Command, "epilog": EPILOG, **settings})
-        return lambda command: add(_completed(command))
+        return lambda command: add(completed(command))
 
 
-_PEER: dict[str, Any] = {
-    "coordinator": Coordinator,
-    "token_file": TokenFile,
-    "tls_ca": TlsCa,
-    "tls_cert": TlsCert,
-    "tls_key": TlsKey,
-    "tls_name": TlsName,
-}
+_PEER = {**flags_of(PeerSettings), "token_file": TokenFile, **flags_of(TlsSettings)}
 
 
-def _completed(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The command with `--config`, which has done its work when it is parsed, and with the options of a `peer`."""
+def completed(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The command with `--config`, which has done its work when it is parsed, with the options of a `peer`, and with
+    those of every parameter that is `Annotated[Flags, ...]`."""
     signature = inspect.signature(command, eval_str=True)
-    asks = "peer" in signature.parameters
+    groups: dict[str, dict[str, Any]] = {}
+    options: dict[str, inspect.Parameter] = {}
+    for parameter in signature.parameters.values():
+        settings = getattr(parameter.annotation, "__metadata__", (None,))[0]
+        if parameter.name == "peer":
+            groups["peer"] = _PEER
+        elif isinstance(settings, type) and issubclass(settings, Section):
+            groups[parameter.name] = flags_of(settings)
+        else:
+            options[parameter.name] = parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+            continue
+        options |= {name: _option(name, annotation) for name, annotation in groups[parameter.name].items()}
+    options["config"] = _option("config", ConfigFile)
 
     @functools.wraps(command)
     def run(*, config: object = None, **given: Any) -> Any:
-        if asks:
+        for parameter, names in groups.items():
+            flags = {name: _one(given.pop(name)) for name in names}
+            given[parameter] = Peer(**flags) if parameter == "peer" else flags
+        if "peer" in groups:
             quiet_grpc()
-            given["peer"] = Peer(**{name: given.pop(name) for name in _PEER})
         return command(**given)
 
-    options: dict[str, inspect.Parameter] = {}
-    for parameter in signature.parameters.values():
-        if parameter.name == "peer":
-            options |= {name: _option(name, annotation) for name, annotation in _PEER.items()}
-        else:
-            options[parameter.name] = parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
-    options["config"] = _option("config", ConfigFile)
     run.__signature__ = signature.replace(parameters=list(options.values()))  # type: ignore[attr-defined]
     run.__annotations__ = {name: option.annotation for name, option in options.items()}
     return run
+
+
+def _one(value: Any) -> Any:
+    """A flag's value; of one that may be given again, all of them. Typer has an empty list where it was not given."""
+    return (",".join(value) if value else None) if isinstance(value, list) else value
 
 
 def _option(name: str, annotation: Any) -> inspect.Parameter:
@@ -145,8 +152,3 @@ def subcommands(cls: type[Group] = Group, **settings: Any) -> App:
 def quiet_grpc() -> None:
     """gRPC reports on standard error what our errors say better. Not in a worker: its runners would inherit this."""
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-
-
-def tls_flags(ca: str | None, cert: str | None, key: str | None, name: str | None = None) -> dict[str, str | None]:
-    """What was given on the command line, for settings.resolve."""
-    return {"tls_ca": ca, "tls_cert": cert, "tls_key": key, "tls_name": name}

@@ -22,7 +22,8 @@ from pydantic_settings import SettingsConfigDict
 from penstock.deploy.console.settings_sources import describe, flag, resolve, variable
 from penstock.proto.rpc.addresses import socket_path
 from penstock.proto.rpc.tls import Tls, load_tls
-from penstock.runtime.config.settings import IN_MEMORY, FilePath, IsList, IsPath, Section
+from penstock.runtime.config.job_settings import TlsFiles
+from penstock.runtime.config.settings import IN_MEMORY, FilePath, IsList, IsPath, Section, Unit
 from penstock.runtime.config.settings_file import CLUSTER
 from penstock.runtime.config.sizes import bytes_of
 
@@ -100,33 +101,27 @@ def _store_size(value: str) -> str:
     return value
 
 
+Seconds = Annotated[float, Unit("SECONDS"), Field(allow_inf_nan=False)]
+Count = Annotated[int, Unit("N")]
+Listen = Annotated[str, AfterValidator(listen_address), Unit("HOST:PORT")]
+LaneListen = Annotated[str, AfterValidator(lane_address), Unit("HOST:PORT")]
+PageListen = Annotated[str, AfterValidator(_page_address), Unit("HOST:PORT")]
+Peer = Annotated[str, AfterValidator(_peer_address), Unit("HOST:PORT")]
+MemorySize = Annotated[str, AfterValidator(memory_size), Unit("SIZE")]
+Modules = Annotated[str, IsList(), Unit("PREFIX")]
+
+
 class PeerSettings(Section):
     """Of commands that ask the coordinator something."""
 
     model_config = SettingsConfigDict(env_prefix="PENSTOCK_")
     table: ClassVar[str] = CLUSTER
 
-    coordinator: Annotated[str, AfterValidator(_peer_address)] = Field(
-        DEFAULT_COORDINATOR, description="Address of the coordinator, HOST:PORT."
-    )
+    coordinator: Peer = Field(DEFAULT_COORDINATOR, description="Address of the coordinator, HOST:PORT.")
 
 
-class TlsSettings(Section):
-    """Of every command that listens for others or calls the coordinator. The files hold no secret in their names."""
-
-    model_config = SettingsConfigDict(env_prefix="PENSTOCK_")
-    table: ClassVar[str] = CLUSTER
-
-    tls_ca: FilePath = Field(
-        "",
-        description="File with the CA that the other end's certificate must be signed by; on a coordinator: callers "
-        "must show certificates.",
-    )
-    tls_cert: FilePath = Field("", description="File with the certificate to show.")
-    tls_key: FilePath = Field("", description="File with its key, readable by its owner.")
-    tls_name: str = Field(
-        "", description="Name to expect in the other end's certificate, instead of its address; `*` = its role."
-    )
+class TlsSettings(TlsFiles):
+    """Of every command."""
 
     def load(self) -> Tls | None:
         """The files, read and checked. TlsError names the file and the remedy."""
@@ -153,42 +148,37 @@ class CoordinatorSettings(Section):
     model_config = SettingsConfigDict(env_prefix="PENSTOCK_COORDINATOR_")
     table: ClassVar[str] = "coordinator"
 
-    listen: Annotated[str, AfterValidator(listen_address)] = Field(
-        DEFAULT_COORDINATOR, description="Address to listen on, HOST:PORT; port 0 takes a free one."
-    )
-    state_dir: Annotated[Path, IsPath()] = Field(
+    listen: Listen = Field(DEFAULT_COORDINATOR, description="Address to listen on, HOST:PORT; port 0 takes a free one.")
+    state_dir: Annotated[Path, IsPath(), Unit("DIR")] = Field(
         description=f"Directory of the journal, on a local disk; made if it is not there. {IN_MEMORY}: keep nothing."
     )
-    http: Annotated[str, AfterValidator(_page_address)] = Field(
+    http: PageListen = Field(
         DEFAULT_HTTP,
         description="Address of the dashboard and of its data, HOST:PORT; port 0 takes a free one, off: none. If the "
-        "default is in use, another port is taken.",
+        "default is in use, another port is taken, and the log says which.",
     )
     insecure: bool = Field(False, description="Listen beyond this machine without TLS.")
-    lease: float = Field(
+    lease: Seconds = Field(
         3.0,
         ge=0.5,
         le=3600,
-        allow_inf_nan=False,
         description="Seconds of silence after which a worker is taken for dead and its slots are handed on.",
     )
-    client_lease: float = Field(
+    client_lease: Seconds = Field(
         10.0,
         ge=0.5,
         le=3600,
-        allow_inf_nan=False,
         description="Seconds of silence after which a training process is taken for dead and its workers are freed.",
     )
-    budget: Annotated[str, AfterValidator(_store_size)] = Field(
+    budget: Annotated[str, AfterValidator(_store_size), Unit("SIZE")] = Field(
         "",
         description="Room for snapshots, states to resume from and large arguments, as 8GiB (default: 4GiB, and 512MiB "
         "in memory).",
     )
-    balance_after: float = Field(
+    balance_after: Seconds = Field(
         30.0,
         ge=0,
         le=86400,
-        allow_inf_nan=False,
         description="Seconds that a slot stays where it is before it may be moved away from a worker that is slow or "
         "full; 0: slots move only when they must.",
     )
@@ -200,32 +190,31 @@ class WorkerSettings(Section):
     model_config = SettingsConfigDict(env_prefix="PENSTOCK_WORKER_")
     table: ClassVar[str] = "worker"
 
-    slots: int = Field(
+    slots: Count = Field(
         ge=1, le=4096, description="Runners that may run here at a time: one for each CPU core is usual."
     )
-    allow: Annotated[str, IsList()] = Field(
+    allow: Modules = Field(
         description="Prefix of modules whose input_fn may run here: mypackage, mypackage.data; repeatable. '*': any."
     )
-    listen: Annotated[str, AfterValidator(lane_address)] = Field(
+    listen: LaneListen = Field(
         "127.0.0.1:0", description="Address for lanes from other machines, HOST:PORT; port 0 takes a free one."
     )
-    runner_memory: Annotated[str, AfterValidator(memory_size)] = Field(
+    runner_memory: MemorySize = Field(
         "",
         description="Memory that a runner may hold, as 4GiB or 500MiB: above it the runner is recycled at a snapshot, "
         "above twice as much killed (default: any).",
     )
-    starts: int = Field(
+    starts: Count = Field(
         0,
         ge=0,
         le=4096,
         description="Runners that start at a time, the others wait in a queue (default, 0: as many as there are CPU "
         "cores).",
     )
-    start_timeout: float = Field(
+    start_timeout: Seconds = Field(
         600.0,
         ge=1,
         le=86400,
-        allow_inf_nan=False,
         description="Seconds that the interpreter of a run's runners may take to start, a tenth of them without asking "
         "for a CPU core; then it is killed, and another one starts.",
     )
@@ -234,23 +223,24 @@ class WorkerSettings(Section):
         description="File to write at each heartbeat, by which `python -m penstock.deploy.probe` knows that this "
         "worker makes progress (default: none).",
     )
-    http: Annotated[str, AfterValidator(_page_address)] = Field(
+    http: PageListen = Field(
         "", description="Address of /metrics and /healthz, HOST:PORT; port 0 takes a free one (default: none)."
     )
-    name: str = Field("", max_length=200, description="Name of this worker, unique and stable (default: HOSTNAME:PID).")
-    drain: float = Field(
+    name: Annotated[str, Unit("NAME")] = Field(
+        "", max_length=200, description="Name of this worker, unique and stable (default: HOSTNAME:PID)."
+    )
+    drain: Seconds = Field(
         10.0,
         ge=0,
         le=3600,
-        allow_inf_nan=False,
         description="Seconds that this worker goes on when it is told to end, while others get ready for its slots.",
     )
-    runner_user: str = Field(
+    runner_user: Annotated[str, Unit("USER")] = Field(
         "",
         max_length=200,
         description="User that your code runs as, by name or number; only root's worker can (default: its own).",
     )
-    runner_processes: int = Field(
+    runner_processes: Count = Field(
         0,
         ge=0,
         le=1 << 22,

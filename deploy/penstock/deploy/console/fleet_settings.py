@@ -8,8 +8,16 @@ from typing import Annotated, ClassVar
 from pydantic import AfterValidator, Field
 from pydantic_settings import SettingsConfigDict
 
-from penstock.deploy.console.daemon_settings import DEFAULT_COORDINATOR, Section, lane_address, memory_size
-from penstock.runtime.config.settings import FilePath, IsList
+from penstock.deploy.console.daemon_settings import (
+    DEFAULT_COORDINATOR,
+    Count,
+    LaneListen,
+    MemorySize,
+    Modules,
+    Seconds,
+    Section,
+)
+from penstock.runtime.config.settings import IsPath, Unit
 
 __all__ = ["ENGINES", "UpSettings"]
 
@@ -36,57 +44,59 @@ class UpSettings(Section):
     model_config = SettingsConfigDict(env_prefix="PENSTOCK_UP_")
     table: ClassVar[str] = "up"
 
-    engine: Annotated[str, AfterValidator(_engine)] = Field("local", description=f"One of {', '.join(ENGINES)}.")
-    name: Annotated[str, AfterValidator(_fleet_name)] = Field(
+    engine: Annotated[str, AfterValidator(_engine), Unit("ENGINE")] = Field(
+        "local", description=f"One of {', '.join(ENGINES)}."
+    )
+    name: Annotated[str, AfterValidator(_fleet_name), Unit("NAME")] = Field(
         "penstock",
         description="Of the fleet: small letters, digits and dashes. Workers are called NAME-1, NAME-2.",
     )
-    dir: FilePath = Field(
+    dir: Annotated[str, IsPath(), Unit("DIR")] = Field(
         "",
         description="Folder of the fleet's record, token and logs (default: XDG_STATE_HOME/penstock/NAME). Slurm: on a "
         "file system that all nodes share.",
     )
-    workers: int = Field(2, ge=1, le=10_000, description="Worker daemons.")
-    slots: int = Field(
+    workers: Count = Field(2, ge=1, le=10_000, description="Worker daemons.")
+    slots: Count = Field(
         0,
         ge=0,
         le=4096,
         description="Runners that each may run at a time (default: local: the cores, shared out; else 8).",
     )
-    allow: Annotated[str, IsList()] = Field(
+    allow: Modules = Field(
         "", description="Prefix of modules whose input_fn may run: mypackage, mypackage.data; repeatable. '*': any."
     )
-    listen: Annotated[str, AfterValidator(lane_address)] = Field(
+    listen: LaneListen = Field(
         DEFAULT_COORDINATOR,
         description="Address of the coordinator, HOST:PORT; port 0 takes a free one. Ray, Slurm: the port counts, on "
         "its node's address.",
     )
-    runner_memory: Annotated[str, AfterValidator(memory_size)] = Field(
-        "", description="Memory that a runner may hold, as 4GiB: see `penstock worker`."
-    )
+    runner_memory: MemorySize = Field("", description="Memory that a runner may hold, as 4GiB: see `penstock worker`.")
     insecure: bool = Field(False, description="Listen beyond one machine without TLS.")
-    timeout: float = Field(120.0, ge=1, le=86_400, description="Seconds until all is ready, or it is an error.")
-    ray_address: str = Field("auto", description="Ray: the cluster, as `ray.init` takes it: auto, HOST:PORT, ray://...")
-    near: str = Field(
+    timeout: Seconds = Field(120.0, ge=1, le=86_400, description="Seconds until all is ready, or it is an error.")
+    ray_address: Annotated[str, Unit("ADDRESS")] = Field(
+        "auto", description="Ray: the cluster, as `ray.init` takes it: auto, HOST:PORT, ray://..."
+    )
+    near: Annotated[str, Unit("RESOURCE|KEY=VALUE")] = Field(
         "",
         description="Ray: put workers on nodes with this resource (accelerator_type:H100) or label (KEY=VALUE), where "
         "the boxes are.",
     )
-    coordinator_node: str = Field(
+    coordinator_node: Annotated[str, Unit("NODE")] = Field(
         "", description="Ray: id or address of the coordinator's node (default: the head node)."
     )
     send_token: bool = Field(
         False, description="Ray: hand the token to the nodes through Ray, which stores it in clear text."
     )
-    state_dir: str = Field(
+    state_dir: Annotated[str, Unit("DIR")] = Field(
         "", description="Ray, Slurm: the coordinator's journal, on a disk of its node (default: below /var/tmp)."
     )
-    sbatch: str = Field(
+    sbatch: Annotated[str, Unit("ARGS")] = Field(
         "", description="Slurm: further arguments of sbatch, as one text: '--partition cpu --time 1-0'."
     )
-    namespace: str = Field("default", description="Kubernetes: where to put it.")
-    image: str = Field("", description="Kubernetes: the image with Penstock and your code.")
-    storage: str = Field("1Gi", description="Kubernetes: size of the coordinator's volume.")
-    tls_secret: str = Field(
+    namespace: Annotated[str, Unit("NAMESPACE")] = Field("default", description="Kubernetes: where to put it.")
+    image: Annotated[str, Unit("IMAGE")] = Field("", description="Kubernetes: the image with Penstock and your code.")
+    storage: Annotated[str, Unit("SIZE")] = Field("1Gi", description="Kubernetes: size of the coordinator's volume.")
+    tls_secret: Annotated[str, Unit("NAME")] = Field(
         "", description="Kubernetes: Secrets NAME-coordinator and NAME-worker have tls.crt, tls.key and ca.crt."
     )

@@ -1,6 +1,6 @@
 """Typer options made from settings: a flag's help is its field's description, with its variable and its default.
 
-Typer itself is told neither, so that a flag that was not given stays None and penstock.deploy.console.daemon_settings
+Typer itself is told neither, so that a flag that was not given stays None and penstock.deploy.console.settings_sources
 alone decides what wins.
 """
 
@@ -8,62 +8,27 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
 
-from penstock.deploy.console.daemon_settings import (
-    CoordinatorSettings,
-    PeerSettings,
-    Section,
-    TelemetrySettings,
-    TlsSettings,
-    WorkerSettings,
-    flag,
-    variable,
-)
+from penstock.deploy.console.daemon_settings import Section, flag, variable
 from penstock.deploy.console.exit_codes import set_debug
 from penstock.runtime.config import settings_file
+from penstock.runtime.config.settings import IsList, Unit
 
 __all__ = [
     "LARGEST",
     "LARGEST_BOX",
     "LARGEST_SEED",
-    "Allow",
     "AsJson",
-    "BalanceAfter",
-    "Budget",
-    "ClientLease",
     "ConfigFile",
-    "Coordinator",
-    "CoordinatorHttp",
-    "CoordinatorInsecure",
-    "CoordinatorListen",
     "Debug",
-    "Drain",
-    "Lease",
-    "LivenessFile",
-    "LogFormat",
-    "Name",
-    "NoCage",
-    "Otel",
+    "Flags",
     "ParentPid",
     "ReadyFile",
-    "RunnerMemory",
-    "RunnerProcesses",
-    "RunnerUser",
-    "Slots",
-    "StartTimeout",
-    "Starts",
-    "StateDir",
-    "TlsCa",
-    "TlsCert",
-    "TlsKey",
-    "TlsName",
     "TokenFile",
-    "WorkerHttp",
-    "WorkerInsecure",
-    "WorkerListen",
+    "flags_of",
     "option",
 ]
 
@@ -73,8 +38,12 @@ LARGEST = 2**63 - 1
 LARGEST_BOX = 2**32 - 1
 LARGEST_SEED = 2**64 - 1
 
+Flags = dict[str, Any]
+"""A command's parameter `Annotated[Flags, WorkerSettings]` is all flags of these settings: what was given, None for the
+rest. See penstock.deploy.console.common_options."""
 
-def option(section: type[Section], field: str, metavar: str | None = None) -> Any:
+
+def option(section: type[Section], field: str) -> Any:
     """Of a setting."""
     info = section.model_fields[field]
     facts = [variable(section, field)]
@@ -82,42 +51,21 @@ def option(section: type[Section], field: str, metavar: str | None = None) -> An
         facts.append("required")
     elif info.default not in ("", False):
         facts.append(f"default: {info.default:g}" if isinstance(info.default, float) else f"default: {info.default}")
+    choices = "|".join(get_args(info.annotation)) if get_origin(info.annotation) is Literal else None
+    unit = next((fact.name for fact in info.metadata if isinstance(fact, Unit)), choices)
     # Two names: Typer would add --no-insecure otherwise, which says nothing that leaving it out does not.
-    return typer.Option(flag(field), metavar=metavar, help=f"{info.description} [{'; '.join(facts)}]")
+    return typer.Option(flag(field), metavar=unit, help=f"{info.description} [{'; '.join(facts)}]")
 
 
-CoordinatorListen = Annotated[str | None, option(CoordinatorSettings, "listen", "HOST:PORT")]
-CoordinatorHttp = Annotated[str | None, option(CoordinatorSettings, "http", "HOST:PORT")]
-StateDir = Annotated[Path | None, option(CoordinatorSettings, "state_dir", "DIR")]
-CoordinatorInsecure = Annotated[bool | None, option(CoordinatorSettings, "insecure")]
-Lease = Annotated[float | None, option(CoordinatorSettings, "lease", "SECONDS")]
-Budget = Annotated[str | None, option(CoordinatorSettings, "budget", "SIZE")]
-BalanceAfter = Annotated[float | None, option(CoordinatorSettings, "balance_after", "SECONDS")]
-ClientLease = Annotated[float | None, option(CoordinatorSettings, "client_lease", "SECONDS")]
+def flags_of(section: type[Section]) -> dict[str, Any]:
+    """Field -> the annotation of its flag."""
+    found: dict[str, Any] = {}
+    for field, info in section.model_fields.items():
+        several = any(isinstance(fact, IsList) for fact in info.metadata)
+        kind: Any = list[str] if several else info.annotation if info.annotation in (bool, int, float, Path) else str
+        found[field] = Annotated[kind | None, option(section, field)]
+    return found
 
-Coordinator = Annotated[str | None, option(PeerSettings, "coordinator", "HOST:PORT")]
-Slots = Annotated[int | None, option(WorkerSettings, "slots", "N")]
-Allow = Annotated[list[str] | None, option(WorkerSettings, "allow", "PREFIX")]
-WorkerListen = Annotated[str | None, option(WorkerSettings, "listen", "HOST:PORT")]
-Starts = Annotated[int | None, option(WorkerSettings, "starts", "N")]
-StartTimeout = Annotated[float | None, option(WorkerSettings, "start_timeout", "SECONDS")]
-RunnerUser = Annotated[str | None, option(WorkerSettings, "runner_user", "USER")]
-RunnerProcesses = Annotated[int | None, option(WorkerSettings, "runner_processes", "N")]
-NoCage = Annotated[bool | None, option(WorkerSettings, "no_cage")]
-RunnerMemory = Annotated[str | None, option(WorkerSettings, "runner_memory", "SIZE")]
-LivenessFile = Annotated[str | None, option(WorkerSettings, "liveness_file", "PATH")]
-Name = Annotated[str | None, option(WorkerSettings, "name", "NAME")]
-WorkerHttp = Annotated[str | None, option(WorkerSettings, "http", "HOST:PORT")]
-Drain = Annotated[float | None, option(WorkerSettings, "drain", "SECONDS")]
-WorkerInsecure = Annotated[bool | None, option(WorkerSettings, "insecure")]
-
-LogFormat = Annotated[str | None, option(TelemetrySettings, "log_format", "text|json")]
-Otel = Annotated[bool | None, option(TelemetrySettings, "otel")]
-
-TlsCa = Annotated[str | None, option(TlsSettings, "tls_ca", "FILE")]
-TlsCert = Annotated[str | None, option(TlsSettings, "tls_cert", "FILE")]
-TlsKey = Annotated[str | None, option(TlsSettings, "tls_key", "FILE")]
-TlsName = Annotated[str | None, option(TlsSettings, "tls_name", "NAME")]
 
 TokenFile = Annotated[
     Path | None,

@@ -8,7 +8,6 @@ that this command does not read.
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from typing import Any, TypeVar
@@ -17,8 +16,8 @@ from pydantic import ValidationError
 
 from penstock.proto.errors import InvalidArgumentError
 from penstock.runtime.config.job_settings import CLUSTER_KEYS, check_file
-from penstock.runtime.config.settings import Section, field_of, reason_of, source_of, variable
-from penstock.runtime.config.settings_file import CLUSTER, read_settings_file
+from penstock.runtime.config.settings import Section, field_of, reason_of, stated, variable
+from penstock.runtime.config.settings_file import CLUSTER, likely, read_settings_file
 
 __all__ = ["check_settings_file", "daemon", "describe", "flag", "refuse_unknown", "resolve", "sections", "variable"]
 
@@ -79,13 +78,11 @@ def refuse_unknown(section: type[Section]) -> None:
     for name in sorted(os.environ):
         if not name.upper().startswith(prefix) or name.upper() in known or _KUBERNETES.fullmatch(name):
             continue
-        near = difflib.get_close_matches(name.upper(), known, n=1)
-        hint = f"; is {near[0]} meant?" if near else f" (there are {', '.join(sorted(known))})"
-        raise InvalidArgumentError(f"the environment variable {name} names no setting{hint}")
+        raise InvalidArgumentError(f"the environment variable {name} names no setting{likely(name.upper(), known)}")
 
 
 def _explain(section: type[Section], error: ValidationError, given: dict[str, Any]) -> str:
-    parts = []
+    parts, sources = [], stated(section)
     for detail in error.errors():
         field = field_of(section, detail["loc"])
         if field not in section.model_fields:
@@ -96,7 +93,7 @@ def _explain(section: type[Section], error: ValidationError, given: dict[str, An
         elif field in given:
             parts.append(f"{flag(field)} {detail['input']}: {reason_of(detail)}")
         else:
-            source = source_of(section, field)
+            source, _ = sources[field]
             # FILE:LINE needs the name of the setting beside it, a variable is one.
             what = f"{source}: {field} = {detail['input']!r}" if ":" in source else f"{source}={detail['input']}"
             parts.append(f"{what}: {reason_of(detail)}")
@@ -105,10 +102,8 @@ def _explain(section: type[Section], error: ValidationError, given: dict[str, An
 
 def describe(settings: Section, **flags: Any) -> str:
     """Every setting with its value and where it came from, for the log of a daemon."""
-    section = type(settings)
-    parts = []
-    for field in section.model_fields:
-        source = flag(field) if flags.get(field) is not None else source_of(section, field) or "default"
-        value = getattr(settings, field)
+    sources, parts = stated(type(settings)), []
+    for field, value in settings:
+        source = flag(field) if flags.get(field) is not None else sources.get(field, ("default",))[0]
         parts.append(f"{field}={value if value != '' else '-'} ({source})")
     return ", ".join(parts)

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.deploy.console.tables import Table, show, size
+from penstock.deploy.console.tables import Table, show
 from penstock.proto.errors import CheckpointCorruptError, CheckpointNotFoundError
 from penstock.proto.state.checkpoint_files import FoundCheckpoint, checkpoints, damage, leftovers, read_manifest
+from penstock.runtime.telemetry.units import size
 
 __all__ = ["is_path", "show_checkpoints"]
 

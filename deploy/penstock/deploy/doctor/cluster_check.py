@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -24,8 +24,8 @@ from penstock.proto.rpc.channel import VERSION
 from penstock.proto.rpc.tls import Tls, diagnose, host_of
 from penstock.proto.rpc.version import PROTOCOL
 from penstock.proto.state.allowed_modules import module_of, under
-from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import lane_pb2
+from penstock.runtime.telemetry.cluster_view import LATELY_S, ClusterView, EventView, WorkerView, view
 
 __all__ = ["JobQuestion", "check_cluster", "check_lost", "check_skew", "check_slots", "check_version", "check_worker"]
 
@@ -37,8 +37,6 @@ QUIET_S = 2.0
 """Since a worker's last heartbeat, of which there is one a second: worth a word before its lease runs out."""
 MANY = 1000
 """Workers beyond which heartbeats may be rarer (penstock.appliance.policies.lease_policy), and so is that word."""
-LATELY_S = 600.0
-"""For which a worker that was lost, and has not come back, is worth a word."""
 AT_A_TIME = 64
 SKEW_S, FAR_OFF_S = 2.0, 300.0
 """Seconds between two clocks: the first is worth a word; with the second, certificates may not be valid at one end."""
@@ -77,24 +75,25 @@ def check_cluster(
     yield ok("token", "good for the role admin")
     yield check_version("coordinator", reply.version, VERSION, reply.protocol)
     yield check_skew(reply.wall_s - before, time.time() - before)
-    live = [worker for worker in reply.workers if worker.live]
-    if not live:
-        yield from check_lost(reply)
+    found = view(reply)
+    workers = found.workers
+    if not any(worker.live for worker in workers):
+        yield from check_lost(found)
         yield problem(
             "workers",
-            f"none of {len(reply.workers)} is live" if reply.workers else "there are none",
+            f"none of {len(workers)} is live" if workers else "there are none",
             f"penstock worker --coordinator {address} --slots N --allow MODULE on each input node.",
         )
         return
     here = host_id()
     with ThreadPoolExecutor(AT_A_TIME) as pool:
-        answers = pool.map(lambda worker: _lane_error(worker.tcp_address, tls) if worker.live else "", reply.workers)
-        for worker, refused in zip(reply.workers, answers, strict=True):
+        answers = pool.map(lambda worker: _lane_error(worker.tcp_address, tls) if worker.live else "", workers)
+        for worker, refused in zip(workers, answers, strict=True):
             yield check_worker(
-                worker, refused, worker.host_id == here, reply.version, QUIET_S * max(1.0, len(reply.workers) / MANY)
+                worker, refused, worker.host_id == here, reply.version, QUIET_S * max(1.0, len(workers) / MANY)
             )
-    yield from check_lost(reply)
-    yield check_slots(list(reply.workers), job)
+    yield from check_lost(found)
+    yield check_slots(workers, job)
 
 
 def _way(address: str, tls: Tls | None) -> Iterator[Finding]:
@@ -128,7 +127,7 @@ def _way(address: str, tls: Tls | None) -> Iterator[Finding]:
         )
 
 
-def _connect_error(address: str) -> str:
+def _connect_error(address: str | None) -> str:
     """Why there is no TCP connection to an address; "" if there is one."""
     if not address:
         return "it has no address for lanes from other machines"
@@ -141,9 +140,10 @@ def _connect_error(address: str) -> str:
         return error.strerror or str(error)
 
 
-def _lane_error(address: str, tls: Tls | None) -> str:
+def _lane_error(address: str | None, tls: Tls | None) -> str:
     """Why a worker's lanes cannot be had from here; "" if it answers a Hello, which it refuses: it is for no slot."""
-    if refused := _connect_error(address):
+    refused = _connect_error(address)
+    if refused or not address:
         return refused
     hello = lane_pb2.Hello(protocol=LANE_PROTOCOL, run="`penstock doctor`")
     host, port = host_of(address)
@@ -198,9 +198,7 @@ def check_skew(ahead_s: float, took_s: float) -> Finding:
     return ok("clock", found)
 
 
-def check_worker(
-    worker: pb.WorkerStatus, error: str, here: bool, coordinator: str, quiet_s: float = QUIET_S
-) -> Finding:
+def check_worker(worker: WorkerView, error: str, here: bool, coordinator: str, quiet_s: float = QUIET_S) -> Finding:
     """
     Args:
         error: why its lanes cannot be reached from here; "" if they can.
@@ -211,13 +209,16 @@ def check_worker(
     check = f"worker {worker.worker}"
     if not worker.live:
         return warning(
-            check, f"lost, silent for {worker.seen_s_ago:.0f} s", "Look at its log; start it again, or forget about it."
+            check,
+            f"{worker.state}, last heard of {worker.heard_of}",
+            "Look at its log; start it again, or forget about it.",
         )
-    found = f"live, {worker.slots_used} of {worker.slots} slots used, lanes at {worker.tcp_address or 'no address'}"
+    used = f"{worker.slots_used} of {worker.slots} slots used"
+    found = f"{worker.state}, last heard of {worker.heard_of}, {used}, lanes at {worker.tcp_address or 'no address'}"
     if error == SILENT:
         return problem(
             check,
-            f"{found}; {error}, and its last heartbeat was {worker.seen_s_ago:.1f} s ago",
+            f"{found}; {error}",
             "It hangs or is stopped: look at its process (its state in ps) and its log, and start it again.",
         )
     if error and not here:
@@ -229,11 +230,11 @@ def check_worker(
     if worker.seen_s_ago > quiet_s:
         return warning(
             check,
-            f"{found}; its last heartbeat was {worker.seen_s_ago:.1f} s ago",
+            found,
             "Its machine is overloaded, it hangs, or the network loses much: look at its log, and ask again.",
         )
     if worker.draining:
-        return warning(check, f"{found}; draining", "It was told to end, and takes no new slots.")
+        return warning(check, found, "It was told to end, and takes no new slots.")
     if worker.version and worker.version.split(".")[:2] != coordinator.split(".")[:2]:
         return warning(
             check, f"{found}; it runs Penstock {worker.version}", f"pip install penstock=={coordinator} there."
@@ -241,24 +242,24 @@ def check_worker(
     return ok(check, f"{found}; on this host" if here else found)
 
 
-def check_lost(reply: pb.StatusReply) -> Iterator[Finding]:
+def check_lost(found: ClusterView) -> Iterator[Finding]:
     """Workers that were lost lately and are not there any more."""
-    there = {worker.worker for worker in reply.workers}
-    lost: dict[str, pb.Event] = {}
-    for event in reply.events:
+    there = {worker.worker for worker in found.workers}
+    lost: dict[str | None, EventView] = {}
+    for event in found.events:
         if event.kind == "worker lost" and event.age_s <= LATELY_S and event.worker not in there:
             lost[event.worker] = event  # the last, for they come oldest first
     for name, event in lost.items():
         yield warning(
             f"worker {name}",
-            f"lost {event.age_s:.0f} s ago: {event.text}",
+            f"lost {event.when}: {event.text}",
             "If nobody ended it, look at its log and start it again.",
         )
 
 
-def check_slots(workers: list[pb.WorkerStatus], job: JobQuestion) -> Finding:
+def check_slots(workers: Sequence[WorkerView], job: JobQuestion) -> Finding:
     """Whether there is room for a job, on workers that may run it."""
-    ready = [worker for worker in workers if worker.live and not worker.draining]
+    ready = [worker for worker in workers if worker.state == "live"]
     module = module_of(job.input_fn) if job.input_fn else ""
     may = [worker for worker in ready if not module or not worker.allow or under(module, worker.allow)]
     if module and not may:

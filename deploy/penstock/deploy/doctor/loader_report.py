@@ -7,7 +7,7 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
-from penstock.deploy.console.tables import Table, show, size
+from penstock.deploy.console.tables import Table, show
 from penstock.deploy.doctor.loader_check import (
     METHODS,
     REPLAY,
@@ -19,6 +19,7 @@ from penstock.deploy.doctor.loader_check import (
     saved_by,
 )
 from penstock.proto.errors import PenstockError
+from penstock.runtime.telemetry.units import size
 
 __all__ = ["as_dict", "show_doctor", "tables"]
 

@@ -10,8 +10,8 @@ import datetime
 import re
 from collections.abc import Iterable, Mapping
 
-from penstock.deploy.console.tables import size
 from penstock.deploy.doctor.findings import Finding, ok, problem, warning
+from penstock.runtime.telemetry.units import size
 
 __all__ = [
     "check_cage",

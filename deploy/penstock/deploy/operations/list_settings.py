@@ -38,7 +38,7 @@ OF: dict[str, tuple[type[Section], ...]] = {
 TITLES = {
     "coordinator": "the coordinator",
     "worker": "the worker",
-    "client": "the training job",
+    "client": "the training job: Appliance(...)",
     "up": "penstock up",
 }
 TOKEN_FILE = "File that holds the token, or lines ROLE:TOKEN, readable by its owner alone. Never the token itself."
@@ -125,12 +125,7 @@ def example() -> Iterator[str]:
     yield f"[{CLUSTER}]"
     yield from _lines((PeerSettings, TlsSettings, TelemetrySettings))
     yield from _setting("token_file", '""', TOKEN_FILE, "PENSTOCK_TOKEN_FILE")
-    for name, about in (
-        ("coordinator", "penstock coordinator"),
-        ("worker", "penstock worker"),
-        ("client", "Appliance(...) in a training job"),
-        ("up", "penstock up"),
-    ):
+    for name, about in TITLES.items():
         yield ""
         yield f"# Of {about}."
         yield f"[{name}]"

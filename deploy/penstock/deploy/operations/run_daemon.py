@@ -101,7 +101,7 @@ def run_coordinator(
 
 
 def run_worker(
-    coordinator: str | None,
+    coordinator: dict[str, Any],
     flags: dict[str, Any],
     tls_flags: dict[str, str | None],
     telemetry_flags: dict[str, Any],
@@ -114,7 +114,7 @@ def run_worker(
     command line, None for the rest."""
     from penstock.worker.daemon.daemon import DaemonSettings, own_name, serve
 
-    peer = resolve(PeerSettings, coordinator=coordinator)
+    peer = resolve(PeerSettings, **coordinator)
     settings = resolve(WorkerSettings, **flags)
     tls_settings = resolve(TlsSettings, **tls_flags)
     telemetry = resolve(TelemetrySettings, **telemetry_flags)
@@ -123,7 +123,7 @@ def run_worker(
     tls = tls_settings.load()
     refuse_unsafe(settings.listen, encrypted=tls is not None and bool(tls.cert), insecure=settings.insecure)
     about = [
-        describe(peer, coordinator=coordinator),
+        describe(peer, **coordinator),
         describe(settings, **flags),
         describe(tls_settings, **tls_flags),
         describe(telemetry, **telemetry_flags),

@@ -10,13 +10,14 @@ import json
 from typing import Any, cast
 
 from penstock.deploy.console.coordinator_options import Peer
-from penstock.deploy.console.tables import Table, show, size
+from penstock.deploy.console.tables import Table, show
 from penstock.deploy.operations.state_values import as_json as plain
 from penstock.deploy.operations.state_values import brief
 from penstock.proto.errors import InvalidArgumentError
 from penstock.proto.rpc.calls import FetchedState
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
+from penstock.runtime.telemetry.units import size, topology
 
 __all__ = ["as_dict", "run_name", "show_state", "tables"]
 
@@ -107,7 +108,7 @@ def _user_state(data: bytes) -> Any:
 def tables(found: dict[str, Any]) -> list[Table]:
     """The same for people."""
     boxes = Table(
-        f"Run {found['run']} at step {found['step']}: {found['num_boxes']} x {found['num_workers_per_box']} workers",
+        f"Run {found['run']} at step {found['step']}: {topology(found['num_boxes'], found['num_workers_per_box'])}",
         ("box>", "step>", "epoch>", "next slot>", "live slots", "batches of each slot (this epoch / in all)", "digest"),
     )
     for box in found["boxes"]:

@@ -18,14 +18,15 @@ import time
 import tty
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from penstock.deploy.console.coordinator_options import Peer
 from penstock.deploy.console.signals import raised
-from penstock.deploy.operations.top_screen import plain, screen
+from penstock.deploy.operations.top_screen import Screen, plain
 from penstock.proto.errors import CoordinatorUnavailableError, DeadlineError
 from penstock.proto.rpc.calls import CoordinatorClient
-from penstock.runtime.telemetry.cluster_status import as_dict
+from penstock.runtime.telemetry.cluster_view import ClusterView, as_dict, view
+from penstock.runtime.telemetry.units import clock, seconds
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -64,7 +65,7 @@ class _Watch:
 
     def __init__(self, client: CoordinatorClient, address: str) -> None:
         self._client, self._address = client, address
-        self.found: dict[str, Any] = {}
+        self._found: ClusterView | None = None
         self.away_s = 0.0
         """For so long there was no answer; 0 = there was one just now."""
         self._answered_at = 0.0
@@ -72,9 +73,9 @@ class _Watch:
     def ask(self) -> None:
         """Raises what the coordinator answers, and that it cannot be reached if it never was."""
         try:
-            self.found = as_dict(self._client.status(deadline_s=DEADLINE_S), self._address)
+            self._found = view(self._client.status(deadline_s=DEADLINE_S), self._address)
         except AWAY:
-            if not self.found:
+            if self._found is None:
                 raise
             self.away_s = time.monotonic() - self._answered_at
             self._client.reach(0.2)  # lets the channel work on its connection
@@ -82,12 +83,17 @@ class _Watch:
         self._answered_at, self.away_s = time.monotonic(), 0.0
 
     @property
+    def found(self) -> ClusterView:
+        assert self._found is not None, "it was never asked"
+        return self._found
+
+    @property
     def away(self) -> str:
         if not self.away_s:
             return ""
         return (
-            f"the coordinator at {self._address} has not answered for {self.away_s:.0f} s; training goes on from what "
-            "its lanes hold, and this is what it said last"
+            f"the coordinator at {self._address} has not answered for {seconds(self.away_s)}; training goes on from "
+            "what its lanes hold, and this is what it said last"
         )
 
 
@@ -104,7 +110,8 @@ def _repeat(watch: _Watch, interval_s: float, count: int | None, show: Callable[
 
 
 def _print_json(watch: _Watch) -> None:
-    print(json.dumps({**watch.found, "at": round(time.time(), 3), "away_s": round(watch.away_s, 3)}), flush=True)
+    found = {**as_dict(watch.found), "at": round(time.time(), 3), "away_s": round(watch.away_s, 3)}
+    print(json.dumps(found, default=as_dict), flush=True)
 
 
 class _Printer:
@@ -115,11 +122,11 @@ class _Printer:
 
     def show(self, watch: _Watch) -> None:
         if watch.away_s:
-            print(f"{time.strftime('%H:%M:%S')} {watch.away}", flush=True)
+            print(f"{clock(time.time())} {watch.away}", flush=True)
             return
         for line in plain(watch.found, self._since):
             print(line, flush=True)
-        self._since = max((event["at"] for event in watch.found["events"]), default=self._since)
+        self._since = max((event.at for event in watch.found.events), default=self._since)
 
 
 def _terminal() -> Console | None:
@@ -135,22 +142,13 @@ def _terminal() -> Console | None:
 def _live(watch: _Watch, interval_s: float, console: Console) -> None:
     """Until q, Esc or Ctrl-C. A signal that ends it is SystemExit."""
     from rich.live import Live
-    from rich.text import Text
 
     watch.ask()  # an error of the first answer is no matter for a screen
-
-    def drawn() -> Text:
-        """Text, not markup: nothing that a peer sent colours the screen."""
-        width, height = console.size
-        whole = Text(no_wrap=True, overflow="crop")
-        for number, (style, line) in enumerate(screen(watch.found, width, height - 1, watch.away)):
-            whole.append(("\n" if number else "") + line, style or None)
-        return whole
 
     with (
         raised(lambda number: SystemExit(128 + number)) as check,  # so that the terminal is put in order
         _keys() as quits,
-        Live(drawn(), console=console, screen=True, auto_refresh=False) as live,
+        Live(Screen(watch.found, watch.away), console=console, screen=True, auto_refresh=False) as live,
     ):
         while True:
             until = time.monotonic() + interval_s
@@ -160,7 +158,7 @@ def _live(watch: _Watch, interval_s: float, console: Console) -> None:
                     return
             if not _ask(watch.ask, quits):
                 return
-            live.update(drawn(), refresh=True)
+            live.update(Screen(watch.found, watch.away), refresh=True)
 
 
 def _ask(ask: Callable[[], None], quits: Callable[[float], bool]) -> bool:

@@ -35,6 +35,8 @@ from penstock.proto.state.allowed_modules import module_of, under
 from penstock.proto.state.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
+from penstock.runtime.telemetry.progress import Progress
+from penstock.runtime.telemetry.units import seconds
 from penstock.worker.processes.user_code import MAIN
 
 if TYPE_CHECKING:
@@ -42,9 +44,6 @@ if TYPE_CHECKING:
     from penstock.deploy.replay.plan import ReplayPlan
 
 __all__ = ["BatchReplay", "ReplayRequest", "archive_of", "replay"]
-
-LINE_S = 10.0
-"""Between two lines about the progress where they stay; on a terminal one is drawn over."""
 
 
 @dataclass(frozen=True)
@@ -199,16 +198,18 @@ class BatchReplay:
         self._began = time.monotonic()
         self.until = self._began + request.timeout_s
         self._made: dict[int, int] = {}
-        self._drawn, self._shown_at = False, self._began
+        self._line = Progress()
 
     def run(self, processes: ReplayProcesses) -> dict[str, Any]:
         """Start the workers, go to the step, look at the batch, go on to where the stream digest is known."""
         request, way = self._request, self._plan
         start = way.start.position
         count = len(start.total)
-        self._say(
-            f"replaying box {request.box} from {self._where}: {_counted(request.step - start.step, 'step')} on "
-            f"{_counted(count, 'worker')}"
+        print(
+            f"penstock: replaying box {request.box} from {self._where}: {_counted(request.step - start.step, 'step')} "
+            f"on {_counted(count, 'worker')}",
+            file=sys.stderr,
+            flush=True,
         )
         processes.ask({slot: self._begin(slot) for slot in range(count)})
         walk = StreamReplay(processes.ask, start, way.abandoned)
@@ -224,7 +225,7 @@ class BatchReplay:
         finally:
             if part is not None:
                 part.unlink(missing_ok=True)
-            self._end_line()
+            self._line.finish()
         opening = self._history.opening
         return {
             "run": request.run and run_name(request.run),
@@ -323,21 +324,8 @@ class BatchReplay:
     def told(self, slot: int, total: int) -> None:
         """A worker is so far."""
         self._made[slot] = total
-        now = time.monotonic()
-        if not sys.stderr.isatty() and now - self._shown_at < LINE_S:
-            return
-        self._shown_at = now
-        start: Position = self._plan.start.position
-        made = sum(total - start.total[of] for of, total in self._made.items())
-        self._say(f"{max(0, made)} of {self._request.step - start.step} batches, {now - self._began:.0f} s", over=True)
-
-    def _say(self, text: str, over: bool = False) -> None:
-        drawn = over and sys.stderr.isatty()
-        print(f"\r\x1b[Kpenstock: {text}" if drawn else f"penstock: {text}", end="" if drawn else "\n", file=sys.stderr)
-        sys.stderr.flush()
-        self._drawn |= drawn
-
-    def _end_line(self) -> None:
-        if self._drawn:
-            print(file=sys.stderr)
-            self._drawn = False
+        if self._line.due():
+            start: Position = self._plan.start.position
+            made = max(0, sum(total - start.total[of] for of, total in self._made.items()))
+            took_s = time.monotonic() - self._began
+            self._line.show(f"penstock: {made} of {self._request.step - start.step} batches, {seconds(took_s)}")

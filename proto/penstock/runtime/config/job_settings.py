@@ -7,33 +7,47 @@ torch. Between a variable and the settings file stands what torchrun sets: see p
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import AliasChoices, Field, SecretStr, field_validator
 from pydantic_settings import SettingsConfigDict
 
-from penstock.runtime.config.settings import FilePath, Section
+from penstock.runtime.config.settings import FilePath, Section, Unit
 from penstock.runtime.config.settings_file import CLUSTER, read_settings_file
 
-__all__ = ["JobSettings", "check_file"]
-
-
-def _named(name: str, *more: str) -> Any:
-    """The variables of a setting. Never the bare name: JOB, SEED and DEVICE are other people's variables."""
-    return AliasChoices(f"PENSTOCK_{name.upper()}", *more)
+__all__ = ["JobSettings", "TlsFiles", "check_file"]
 
 
 _ONE_JOB = "it belongs to one job, not to all that read this file: pass it to Appliance, or set its variable"
 
 
-class JobSettings(Section):
+class TlsFiles(Section):
+    """Of everything that listens for others or calls the coordinator. The files hold no secret in their names."""
+
+    model_config = SettingsConfigDict(env_prefix="PENSTOCK_")
+    table: ClassVar[str] = CLUSTER
+
+    tls_ca: FilePath = Field(
+        "",
+        description="File with the CA that the other end's certificate must be signed by; on a coordinator: callers "
+        "must show certificates.",
+    )
+    tls_cert: FilePath = Field("", description="File with the certificate to show.")
+    tls_key: FilePath = Field("", description="File with its key, readable by its owner.")
+    tls_name: Annotated[str, Unit("NAME")] = Field(
+        "", description="Name to expect in the other end's certificate, instead of its address; `*` = its role."
+    )
+
+
+class JobSettings(TlsFiles):
     """Of `Appliance(...)`."""
 
+    # Never the bare name: JOB, SEED and DEVICE are other people's variables.
     model_config = SettingsConfigDict(populate_by_name=True, env_prefix="PENSTOCK_")
     table: ClassVar[str] = "client"
     places: ClassVar[Mapping[str, tuple[str, str]]] = {
         "address": (CLUSTER, "coordinator"),
-        **{name: (CLUSTER, name) for name in ("tls_ca", "tls_cert", "tls_key", "tls_name")},
+        **{name: (CLUSTER, name) for name in TlsFiles.model_fields},
     }
     not_in_file: ClassVar[Mapping[str, str]] = {
         "token": "it is a secret: name its file, token_file in [cluster]",
@@ -42,99 +56,64 @@ class JobSettings(Section):
 
     address: str = Field(
         "",
-        validation_alias=_named("address", "PENSTOCK_COORDINATOR"),
+        validation_alias=AliasChoices("PENSTOCK_ADDRESS", "PENSTOCK_COORDINATOR"),
         description="HOST:PORT of the coordinator (default: embedded, all on this machine).",
     )
-    token: SecretStr = Field(SecretStr(""), validation_alias=_named("token"))
-    tls_ca: FilePath = Field(
-        "",
-        validation_alias=_named("tls_ca"),
-        description="File with the CA of coordinator and workers (default: no TLS).",
+    token: SecretStr = SecretStr("")
+    num_workers_per_box: int = Field(1, ge=1, le=4096, description="Workers that feed each box.")
+    box: int = Field(
+        0, validation_alias=AliasChoices("PENSTOCK_BOX", "RANK"), description="Number of this box, from 0."
     )
-    tls_cert: FilePath = Field(
-        "",
-        validation_alias=_named("tls_cert"),
-        description="File with the certificate to show where one is asked for.",
+    num_boxes: int = Field(
+        1, ge=1, validation_alias=AliasChoices("PENSTOCK_NUM_BOXES", "WORLD_SIZE"), description="Boxes of the job."
     )
-    tls_key: FilePath = Field("", validation_alias=_named("tls_key"), description="File with its key.")
-    tls_name: str = Field(
-        "",
-        validation_alias=_named("tls_name"),
-        description="Name to expect in their certificates, instead of their addresses.",
-    )
-    num_workers_per_box: int = Field(
-        1, ge=1, le=4096, validation_alias=_named("num_workers_per_box"), description="Workers that feed each box."
-    )
-    box: int = Field(0, validation_alias=_named("box", "RANK"), description="Number of this box, from 0.")
-    num_boxes: int = Field(1, ge=1, validation_alias=_named("num_boxes", "WORLD_SIZE"), description="Boxes of the job.")
-    job: str = Field("", validation_alias=_named("job"), description="Name of the job (default: torchrun's, or fresh).")
+    job: str = Field("", description="Name of the job (default: torchrun's, or fresh).")
     seed: int | None = Field(
         None,
         ge=0,
         lt=1 << 64,
-        validation_alias=_named("seed"),
         description="Seed of new runs (default: a fresh one for each, which the coordinator keeps).",
     )
-    attempt: str = Field("", validation_alias=_named("attempt"), description="The same on all boxes of one launch.")
-    lane: Literal["auto", "tcp"] = Field(
-        "auto", validation_alias=_named("lane"), description="auto: shared memory on the same host; tcp: never."
-    )
+    attempt: str = Field("", description="The same on all boxes of one launch.")
+    lane: Literal["auto", "tcp"] = Field("auto", description="auto: shared memory on the same host; tcp: never.")
     compression: Literal["lz4", "zstd"] | None = Field(
         None,
-        validation_alias=_named("compression"),
         description="Of batches over TCP, where the worker has it too: lz4 or zstd (default: none).",
     )
-    max_batch_bytes: int = Field(
-        1 << 30, ge=1, validation_alias=_named("max_batch_bytes"), description="Bytes; a batch above is an error."
-    )
+    max_batch_bytes: int = Field(1 << 30, ge=1, description="Bytes; a batch above is an error.")
     digest: Literal["sample", "full", "rows"] | None = Field(
         None,
-        validation_alias=_named("digest"),
         description="What digests of batches cover: sample, full, rows (default: as in the loaded state, else sample).",
     )
-    strict_structure: bool = Field(
-        False, validation_alias=_named("strict_structure"), description="A batch of another structure is an error."
-    )
-    replay: bool = Field(
-        False, validation_alias=_named("replay"), description="Save loaders without state methods too, by replay."
-    )
+    strict_structure: bool = Field(False, description="A batch of another structure is an error.")
+    replay: bool = Field(False, description="Save loaders without state methods too, by replay.")
     retention_steps: int = Field(
         256,
         ge=1,
-        validation_alias=_named("retention_steps"),
         description="Delivered steps back for which a state can be had.",
     )
     timeout_s: float = Field(
         120.0,
         gt=0,
         allow_inf_nan=False,
-        validation_alias=_named("timeout_s"),
         description="Seconds; the deadline of every wait.",
     )
     poison: Literal["fail", "skip"] = Field(
         "fail",
-        validation_alias=_named("poison"),
         description="What becomes of a batch that kills its runner again and again: fail or skip.",
     )
     synthetic: bool = Field(
         False,
-        validation_alias=_named("synthetic"),
         description="Repeat each worker's first batch, to measure a job without the cost of its input.",
     )
-    progress: bool = Field(
-        False, validation_alias=_named("progress"), description="Show a line of progress while the loop runs."
-    )
+    progress: bool = Field(False, description="Show a line of progress while the loop runs.")
     http: str = Field(
         "",
-        validation_alias=_named("http"),
         description="HOST:PORT of this process's metrics; ranks of a host take PORT + LOCAL_RANK (default: none).",
     )
-    otel: bool = Field(
-        False, validation_alias=_named("otel"), description="Trace calls to the coordinator with OpenTelemetry."
-    )
+    otel: bool = Field(False, description="Trace calls to the coordinator with OpenTelemetry.")
     device: str = Field(
         "",
-        validation_alias=_named("device"),
         description="Where batches arrive: cuda, cuda:N or cpu (default: the ring).",
     )
 

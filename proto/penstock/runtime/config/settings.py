@@ -2,8 +2,11 @@
 
 Shared by the daemons and commands (penstock.deploy.console.daemon_settings) and the training job
 (penstock.runtime.config.job_settings), so that one file and one environment serve all of them by the same rules.
-pydantic checks values; which of several places a value came from is found out here, because an error, `penstock config`
-and a daemon's log must all be able to say it.
+pydantic-settings takes arguments and variables as they are, and decides what wins. What it cannot do is done here: a
+file that is found and trusted by our rules, whose values must have the types of their settings; saying which of several
+places a value came from, as an error, `penstock config` and a daemon's log must; and showing every setting by itself,
+also where others are wrong. Its command line is not used: flags are Typer's, like all others, made from the same fields
+(penstock.deploy.console.options).
 """
 
 from __future__ import annotations
@@ -15,8 +18,7 @@ from types import NoneType
 from typing import Annotated, Any, ClassVar, get_args
 
 from pydantic import AliasChoices, SecretStr, ValidationError
-from pydantic.fields import FieldInfo
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 from penstock.runtime.config.settings_file import SettingsFile, read_settings_file
 
@@ -28,11 +30,13 @@ __all__ = [
     "OtherType",
     "ResolvedSetting",
     "Section",
+    "Unit",
     "field_of",
     "find",
     "from_file",
     "reason_of",
     "source_of",
+    "stated",
     "variable",
     "variables",
 ]
@@ -42,15 +46,23 @@ IN_MEMORY = ":memory:"
 """Stands where a path may, and is none."""
 
 
+@dataclass(frozen=True)
+class Unit:
+    """Of a field: what its value is, as help shows it: SECONDS, HOST:PORT."""
+
+    name: str
+
+
 class IsPath:
     """Of a field: in the settings file it is relative to that file."""
 
 
-FilePath = Annotated[str, IsPath()]
+FilePath = Annotated[str, IsPath(), Unit("FILE")]
 
 
 class IsList:
-    """Of a field whose text is a list with commas: in the settings file it may be a list of TOML."""
+    """Of a field whose text is a list with commas: in the settings file it may be a list of TOML, and a flag for one of
+    its items may be given again."""
 
 
 class Section(BaseSettings):
@@ -84,29 +96,19 @@ class Section(BaseSettings):
         return init_settings, env_settings, _FromFile(cls)
 
 
-class _FromFile(PydanticBaseSettingsSource):
+class _FromFile(InitSettingsSource):
+    """The section's values in the settings file."""
+
     def __init__(self, section: type[Section]) -> None:
-        super().__init__(section)
-        self._section = section
-
-    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
-        return None, field_name, False
-
-    def __call__(self) -> dict[str, Any]:
-        file = read_settings_file() if self._section.table else None
-        if file is None:
-            return {}
-        # By the name that arguments and variables go by in pydantic-settings, so that theirs come before the file's.
-        return {
-            variables(self._section, name)[0] if self._section.model_fields[name].validation_alias else name: value
-            for name, value in from_file(self._section, file).items()
-        }
+        file = read_settings_file() if section.table else None
+        super().__init__(section, from_file(section, file) if file else {})
 
 
 @dataclass(frozen=True, repr=False)
 class OtherType:
-    """A value of the settings file that is of another type than its setting: pydantic would make a number of a text or
-    a truth value in silence, as it must for variables; this it refuses, with its own words."""
+    """A value of the settings file that is of another type than its setting. pydantic would make a number of a text or
+    a truth value in silence, as it must for variables, and is strict for all sources or for none; this it refuses, with
+    its own words."""
 
     value: Any
 
@@ -153,15 +155,26 @@ def variable(section: type[Section], field: str) -> str:
     return variables(section, field)[0]
 
 
+def stated(section: type[Section]) -> dict[str, tuple[str, Any]]:
+    """Field -> a variable or FILE:LINE, and what it says there. The rest has its default, or comes as an argument."""
+    file = read_settings_file() if section.table else None
+    found: dict[str, tuple[str, Any]] = {}
+    for field, value in (from_file(section, file) if file else {}).items():
+        place = section.place(field)
+        assert file is not None
+        assert place is not None
+        found[field] = file.where(*place), value
+    there = {name.upper(): value for name, value in os.environ.items() if value}
+    for field in section.model_fields:
+        name = next((name for name in variables(section, field) if name in there), None)
+        if name:
+            found[field] = name, there[name]
+    return found
+
+
 def source_of(section: type[Section], field: str) -> str:
     """Where a field that was no argument came from: a variable, FILE:LINE, or ""; then it is the default."""
-    there = {name.upper() for name, value in os.environ.items() if value}
-    for name in variables(section, field):
-        if name in there:
-            return name
-    file = read_settings_file() if section.table else None
-    place = section.place(field)
-    return file.where(*place) if file and place and field in from_file(section, file) else ""
+    return stated(section).get(field, ("", None))[0]
 
 
 @dataclass(frozen=True)
@@ -185,28 +198,18 @@ def find(section: type[Section]) -> list[ResolvedSetting]:
     except ValidationError as error:
         for detail in error.errors():
             problems[field_of(section, detail["loc"])] = (reason_of(detail), detail["input"])
-    found = []
+    found, sources = [], stated(section)
     for name, info in section.model_fields.items():
         if info.annotation is SecretStr:
             continue
-        source = source_of(section, name)
-        if name in problems:
-            reason, value = problems[name]
-            found.append(ResolvedSetting(name, value if source else None, source, reason if source else ""))
-        elif values:
-            found.append(ResolvedSetting(name, values[name], source or "default"))
+        source, raw = sources.get(name, ("", info.default))
+        if name not in problems:
+            found.append(ResolvedSetting(name, values.get(name, raw), source or "default"))
+        elif source:
+            found.append(ResolvedSetting(name, problems[name][1], source, problems[name][0]))
         else:
-            found.append(ResolvedSetting(name, _raw(section, name) if source else info.default, source or "default"))
+            found.append(ResolvedSetting(name, None, ""))
     return found
-
-
-def _raw(section: type[Section], field: str) -> Any:
-    for name in variables(section, field):
-        for given, value in os.environ.items():
-            if given.upper() == name and value:
-                return value
-    file = read_settings_file()
-    return from_file(section, file)[field] if file else None
 
 
 def field_of(section: type[Section], place: tuple[Any, ...]) -> str:

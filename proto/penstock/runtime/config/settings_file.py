@@ -12,6 +12,9 @@ file says to which address the token is sent and what code may run, so it must n
 else filled. For the same reason one that other users can change, or that belongs to another user than root or our own,
 is refused. PENSTOCK_CONFIG=/dev/null stands for no file.
 
+It is read here, and not by TomlConfigSettingsSource of pydantic-settings: that does not say where a value stands,
+passes over a file that is not there, and opens whatever it is given.
+
 A secret never stands in it, for such files get copied, mounted and committed: `token` is an error that says where
 tokens go. Paths in it are relative to its own folder, not to where a daemon happens to be started, and may begin
 with "~".
@@ -30,7 +33,7 @@ from typing import Any
 
 from penstock.proto.errors import InvalidArgumentError
 
-__all__ = ["CLUSTER", "TABLES", "VARIABLE", "SettingsFile", "read_settings_file", "token_file_of_settings"]
+__all__ = ["CLUSTER", "TABLES", "VARIABLE", "SettingsFile", "likely", "read_settings_file", "token_file_of_settings"]
 
 VARIABLE = "PENSTOCK_CONFIG"
 CLUSTER = "cluster"
@@ -69,11 +72,12 @@ class SettingsFile:
                     f"{self.where(table, key)}: {key} does not go into [{table}]: {foreign[key]}"
                 )
             raise InvalidArgumentError(
-                f"{self.where(table, key)}: [{table}] has no setting {key!r}{_likely(key, known)}"
+                f"{self.where(table, key)}: [{table}] has no setting {key!r}{likely(key, known)}"
             )
 
 
-def _likely(name: str, known: Collection[str]) -> str:
+def likely(name: str, known: Collection[str]) -> str:
+    """The end of an error about a name that is not known: the one that may be meant, or all."""
     near = difflib.get_close_matches(name, known, n=1)
     return f"; is {near[0]} meant?" if near else f" (there are {', '.join(sorted(known))})"
 
@@ -150,7 +154,7 @@ def _checked(file: SettingsFile) -> SettingsFile:
                 )
         if name not in TABLES:
             what = f"a section [{name}]" if isinstance(value, dict) else f"{name!r} outside a section"
-            raise InvalidArgumentError(f"{file.where('', name)}: {what} has no meaning{_likely(name, TABLES)}")
+            raise InvalidArgumentError(f"{file.where('', name)}: {what} has no meaning{likely(name, TABLES)}")
         if not isinstance(value, dict):
             raise InvalidArgumentError(
                 f"{file.where('', name)}: {name} is a section: [{name}]; an address of the coordinator goes into "

@@ -2,47 +2,20 @@
 
 from __future__ import annotations
 
-from penstock.deploy.console.common_options import quiet_grpc, tls_flags
-from penstock.deploy.console.options import (
-    BalanceAfter,
-    Budget,
-    ClientLease,
-    CoordinatorHttp,
-    CoordinatorInsecure,
-    CoordinatorListen,
-    Debug,
-    Lease,
-    LogFormat,
-    Otel,
-    ParentPid,
-    ReadyFile,
-    StateDir,
-    TlsCa,
-    TlsCert,
-    TlsKey,
-    TlsName,
-    TokenFile,
-)
+from typing import Annotated
+
+from penstock.deploy.console.common_options import quiet_grpc
+from penstock.deploy.console.daemon_settings import CoordinatorSettings, TelemetrySettings, TlsSettings
+from penstock.deploy.console.options import Debug, Flags, ParentPid, ReadyFile, TokenFile
 
 __all__ = ["coordinator"]
 
 
 def coordinator(
-    listen: CoordinatorListen = None,
-    state_dir: StateDir = None,
-    http: CoordinatorHttp = None,
+    flags: Annotated[Flags, CoordinatorSettings],
+    telemetry: Annotated[Flags, TelemetrySettings],
+    tls: Annotated[Flags, TlsSettings],
     token_file: TokenFile = None,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
-    tls_name: TlsName = None,
-    insecure: CoordinatorInsecure = None,
-    lease: Lease = None,
-    client_lease: ClientLease = None,
-    log_format: LogFormat = None,
-    otel: Otel = None,
-    balance_after: BalanceAfter = None,
-    budget: Budget = None,
     ready_file: ReadyFile = None,
     parent_pid: ParentPid = None,
     debug: Debug = False,
@@ -62,16 +35,4 @@ def coordinator(
     quiet_grpc()
     from penstock.deploy.operations.run_daemon import run_coordinator
 
-    flags = {
-        "listen": listen,
-        "state_dir": state_dir,
-        "http": http,
-        "insecure": insecure,
-        "lease": lease,
-        "client_lease": client_lease,
-        "budget": budget,
-        "balance_after": balance_after,
-    }
-    telemetry = {"log_format": log_format, "otel": otel}
-    tls = tls_flags(tls_ca, tls_cert, tls_key, tls_name)
     run_coordinator(flags, tls, telemetry, token_file, ready_file, debug, parent_pid)

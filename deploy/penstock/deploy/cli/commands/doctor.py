@@ -8,19 +8,11 @@ from typing import Annotated, Any
 
 import typer
 
-from penstock.deploy.console.common_options import Group, subcommands, tls_flags
+from penstock.deploy.console.common_options import Group, subcommands
 from penstock.deploy.console.coordinator_options import Peer
+from penstock.deploy.console.daemon_settings import TlsSettings
 from penstock.deploy.console.exit_codes import guarded
-from penstock.deploy.console.options import (
-    LARGEST_SEED,
-    AsJson,
-    Debug,
-    TlsCa,
-    TlsCert,
-    TlsKey,
-    TlsName,
-    TokenFile,
-)
+from penstock.deploy.console.options import LARGEST_SEED, AsJson, Debug, Flags, TokenFile
 
 __all__ = ["doctor"]
 
@@ -93,10 +85,8 @@ def doctor_machine(
         float, typer.Option("--deadline", metavar="SECONDS", min=1, help="For importing the loader's module.")
     ] = 60.0,
     token_file: TokenFile = None,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
-    tls_name: TlsName = None,
+    *,
+    tls: Annotated[Flags, TlsSettings],
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> int:
@@ -121,7 +111,7 @@ def doctor_machine(
         "allow": ",".join(allow) if allow else None,
         "listen": listen,
         "state_dir": state_dir,
-        **tls_flags(tls_ca, tls_cert, tls_key, tls_name),
+        **tls,
     }
     asked = MachineQuestion(flags, token_file, input_fn, deadline)
     return show_findings("This machine", list(check_machine(asked)), as_json)

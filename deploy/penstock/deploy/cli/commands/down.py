@@ -13,8 +13,8 @@ __all__ = ["down"]
 
 
 def down(
-    name: Annotated[str | None, option(UpSettings, "name", "NAME")] = None,
-    dir: Annotated[str | None, option(UpSettings, "dir", "DIR")] = None,
+    name: Annotated[str | None, option(UpSettings, "name")] = None,
+    dir: Annotated[str | None, option(UpSettings, "dir")] = None,
     timeout: Annotated[
         float, typer.Option("--timeout", metavar="SECONDS", min=1, help="For an orderly end; then it is killed.")
     ] = 60.0,

@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 from penstock.deploy.console.coordinator_options import Peer
-from penstock.deploy.console.options import (
-    AsJson,
-    Debug,
-)
+from penstock.deploy.console.options import AsJson, Debug
 
 __all__ = ["status"]
 
 
-def status(
-    peer: Peer,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
+def status(peer: Peer, as_json: AsJson = False, debug: Debug = False) -> None:
     """Show runs, boxes, slots and workers: rates, and who waits for whom.
 
     \b

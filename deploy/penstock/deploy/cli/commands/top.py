@@ -7,10 +7,7 @@ from typing import Annotated
 import typer
 
 from penstock.deploy.console.coordinator_options import Peer
-from penstock.deploy.console.options import (
-    AsJson,
-    Debug,
-)
+from penstock.deploy.console.options import AsJson, Debug
 
 __all__ = ["top"]
 

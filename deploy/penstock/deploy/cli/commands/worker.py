@@ -7,38 +7,11 @@ from typing import Annotated
 import typer
 
 from penstock.deploy.cli.completion import worker_names
-from penstock.deploy.console.common_options import subcommands, tls_flags
+from penstock.deploy.console.common_options import completed, subcommands
 from penstock.deploy.console.coordinator_options import Peer
+from penstock.deploy.console.daemon_settings import PeerSettings, TelemetrySettings, TlsSettings, WorkerSettings
 from penstock.deploy.console.exit_codes import guarded
-from penstock.deploy.console.options import (
-    Allow,
-    AsJson,
-    ConfigFile,
-    Coordinator,
-    Debug,
-    Drain,
-    LivenessFile,
-    LogFormat,
-    Name,
-    NoCage,
-    Otel,
-    ParentPid,
-    ReadyFile,
-    RunnerMemory,
-    RunnerProcesses,
-    RunnerUser,
-    Slots,
-    Starts,
-    StartTimeout,
-    TlsCa,
-    TlsCert,
-    TlsKey,
-    TlsName,
-    TokenFile,
-    WorkerHttp,
-    WorkerInsecure,
-    WorkerListen,
-)
+from penstock.deploy.console.options import AsJson, Debug, Flags, ParentPid, ReadyFile, TokenFile
 
 __all__ = ["worker"]
 
@@ -46,32 +19,15 @@ worker = subcommands(invoke_without_command=True)
 
 
 @worker.callback()
+@completed
 def _worker(
     context: typer.Context,
-    coordinator: Coordinator = None,
-    slots: Slots = None,
-    allow: Allow = None,
-    listen: WorkerListen = None,
-    runner_memory: RunnerMemory = None,
-    starts: Starts = None,
-    start_timeout: StartTimeout = None,
-    runner_user: RunnerUser = None,
-    runner_processes: RunnerProcesses = None,
-    no_cage: NoCage = None,
-    name: Name = None,
-    http: WorkerHttp = None,
-    drain: Drain = None,
+    coordinator: Annotated[Flags, PeerSettings],
+    flags: Annotated[Flags, WorkerSettings],
+    telemetry: Annotated[Flags, TelemetrySettings],
+    tls: Annotated[Flags, TlsSettings],
     token_file: TokenFile = None,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
-    tls_name: TlsName = None,
-    insecure: WorkerInsecure = None,
-    log_format: LogFormat = None,
-    otel: Otel = None,
     ready_file: ReadyFile = None,
-    config: ConfigFile = None,
-    liveness_file: LivenessFile = None,
     parent_pid: ParentPid = None,
     debug: Debug = False,
 ) -> None:
@@ -92,24 +48,6 @@ def _worker(
         return  # and not guarded: that ends the command
     from penstock.deploy.operations.run_daemon import run_worker
 
-    flags = {
-        "slots": slots,
-        "allow": ",".join(allow) if allow else None,
-        "listen": listen,
-        "runner_memory": runner_memory,
-        "starts": starts,
-        "start_timeout": start_timeout,
-        "runner_user": runner_user,
-        "runner_processes": runner_processes,
-        "no_cage": no_cage,
-        "name": name,
-        "http": http,
-        "drain": drain,
-        "liveness_file": liveness_file,
-        "insecure": insecure,
-    }
-    tls = tls_flags(tls_ca, tls_cert, tls_key, tls_name)
-    telemetry = {"log_format": log_format, "otel": otel}
     guarded(run_worker)(coordinator, flags, tls, telemetry, token_file, ready_file, debug, parent_pid)
 
 

@@ -1,0 +1,120 @@
+"""What the dashboard draws: words and figures of penstock.runtime.telemetry.cluster_view, laid out for its script.
+
+The script knows no state, unit or threshold: it sets texts, and marks them by the names of states beside them. It
+says by itself only what belongs to the browser: the time of day there, and the scales of its charts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from penstock.runtime.telemetry.cluster_columns import BOXES, STATES, WORKERS, Columns, cells
+from penstock.runtime.telemetry.cluster_view import (
+    INPUT_BOUND,
+    BoxView,
+    ClusterView,
+    Finding,
+    RunView,
+    SlotView,
+)
+from penstock.runtime.telemetry.units import percent, rate, topology
+
+__all__ = ["dashboard"]
+
+MOST_BOXES = 100
+"""Of a run, that are drawn: those that wait most."""
+MOST_STATES = 6
+SIGNS = {"ready": "", "starting": "\u2026", "waiting": "\u2013", "failed": "\u2715"}
+MARKS = {"": "\u2713", "info": "\u2026", "warn": "\u25b2", "bad": "\u25b2"}
+"""Before the title of a finding."""
+LAMPS = {"live": "live", "done": "live", "epoch ended": "idle", "draining": "idle"}
+"""How a state is marked; others are lost."""
+BARS = ("slots used>", "waits>", "waited for>")
+
+Cell = str | Mapping[str, Any]
+"""A text; or `text` with `state` (live, idle or lost), `share` (0 to 1, drawn as a bar; `hot`: it is too long), or `at`
+(seconds since the epoch) for a text."""
+
+
+def dashboard(found: ClusterView) -> dict[str, Any]:
+    """All that the page shows."""
+    return {
+        "about": found.coordinator.about,
+        "input_bound": INPUT_BOUND,
+        "tiles": found.totals,
+        "runs": [_run(run) for run in found.open_runs],
+        "workers": _table(WORKERS, tuple(WORKERS), found.workers),
+        "events": [
+            {"at": event.at, "fault": event.fault, "title": event.title, "what": event.what}
+            for event in reversed(found.events)
+        ],
+    }
+
+
+def _run(run: RunView) -> dict[str, Any]:
+    waiting = sorted(run.boxes, key=lambda box: -box.wait_share)[:MOST_BOXES]
+    boxes = sorted(waiting, key=lambda box: box.box)
+    states = run.states[-MOST_STATES:][::-1]
+    headings = ("box>", "state", "step>", "epoch>", "steps/s>", "waits>", "waits for")
+    size = topology(run.num_boxes, run.num_workers_per_box)
+    going = [box.waited_share for box in run.boxes if box.going]
+    return {
+        "run": run.run,
+        "about": " \u00b7 ".join((run.input_fn or "?", size, f"attempt {run.attempt}", *run.figures)),
+        "finding": {
+            "alarm": run.finding.alarm,
+            "title": f"{MARKS[run.finding.alarm]} {run.finding.title}",
+            "text": run.finding.text,
+        },
+        "point": [run.steps_per_s, max(going, default=0.0), run.batches_per_s],
+        "map": [
+            {"name": f"box {box.box}", "slots": [_slot(slot, box, run.finding) for slot in box.slots]} for box in boxes
+        ],
+        "more": f"The {len(boxes)} of {len(run.boxes)} boxes that wait most." if len(boxes) < len(run.boxes) else "",
+        "boxes": _table(BOXES, headings, boxes),
+        "states": _table(STATES, tuple(STATES), states),
+    }
+
+
+def _slot(slot: SlotView, box: BoxView, found: Finding) -> dict[str, str]:
+    kind = slot.state
+    if kind == "ready":
+        blamed = found.input_bound and (found.box, found.slot) == (slot.box, slot.slot)
+        hot = slot.wait_share > INPUT_BOUND and slot.wait_share > 0.5 * box.wait_share
+        kind = "hot" if blamed or hot else "ahead" if slot.queued else "dry"
+    sign = SIGNS[slot.state] or f"{MARKS['warn'] if kind == 'hot' else ''}{slot.queued}"
+    said = [
+        slot.state,
+        f"worker {slot.worker}" if slot.worker else "no worker",
+        f"{slot.queued} batches ready",
+        f"{rate(slot.batches_per_s)} batches/s",
+        f"its box waits {percent(slot.wait_share)} of the time for it",
+        f"durable snapshot {slot.saved}" if slot.saved else "no durable snapshot since the coordinator started",
+        f"{slot.restarts} recoveries" if slot.restarts else "",
+        f"{slot.skipped} batches left out" if slot.skipped else "",
+        slot.remark,
+    ]
+    text = f"Box {slot.box} slot {slot.slot}: {', '.join(filter(None, said))}"
+    return {"slot": f"{slot.box}.{slot.slot}", "state": kind, "sign": sign, "text": text}
+
+
+def _table(columns: Columns[Any], headings: Sequence[str], rows: Sequence[Any]) -> dict[str, Any]:
+    shown = [
+        [_cell(heading, text, row) for heading, text in zip(headings, texts, strict=True)]
+        for row, texts in zip(rows, cells(columns, headings, rows), strict=True)
+    ]
+    left = {headings[0], *BARS}  # heads of rows, and bars, stand at the left
+    return {"headings": [one.rstrip(">") if one in left else one for one in headings], "rows": shown}
+
+
+def _cell(heading: str, text: str, row: Any) -> Cell:
+    if heading in ("state", "result"):
+        return {"text": text, "state": LAMPS.get(text, "lost")}
+    if heading == "at":
+        return {"text": text, "at": row.at}
+    if heading == "slots used>":
+        return {"text": text, "share": row.slots_used / max(1, row.slots)}
+    if heading in BARS:
+        return {"text": text, "share": min(1.0, row.wait_share), "hot": row.wait_share > INPUT_BOUND}
+    return text

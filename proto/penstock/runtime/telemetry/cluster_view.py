@@ -1,0 +1,423 @@
+"""A coordinator's status as values, and the words in which people are told of it.
+
+Every face is drawn of this: `penstock status`, `penstock top`, `penstock doctor cluster`, the dashboard, Prometheus.
+What a slot's remark is, when a worker is lost, how a rate is written: all of it is decided here, and a face decides
+only where things stand. Pure functions of the message `StatusReply`.
+
+The fields are what `--json` and /api/status.json hold, by these names: they are a promise to scripts (docs/cli.md). So
+protobuf does not write them; it would write every 64-bit number as a text, too. The properties are for people.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
+
+from penstock.proto.v1 import coordinator_pb2 as pb
+from penstock.runtime.telemetry.units import percent, rate, seconds
+
+__all__ = [
+    "INPUT_BOUND",
+    "LATELY_S",
+    "PHASES",
+    "Alarm",
+    "BoxView",
+    "ClusterView",
+    "EventView",
+    "Finding",
+    "RunView",
+    "SlotView",
+    "StateView",
+    "WorkerView",
+    "as_dict",
+    "view",
+    "worker_view",
+]
+
+INPUT_BOUND = 0.05
+"""A box that waits for more of its time than this is bound by its input."""
+LATELY_S = 600.0
+"""A fault, or a worker that was lost, is worth a word for so long."""
+PHASES = ("waiting", "starting", "ready", "failed")
+
+Alarm = Literal["", "info", "warn", "bad"]
+"""How much a row deserves to be looked at: "info" for what passes by itself."""
+_View = TypeVar("_View")
+
+
+# How a figure is rounded: the rest is noise, and makes JSON longer.
+PerSecond = Annotated[float, 3]
+Seconds = Annotated[float, 3]
+Share = Annotated[float, 4]
+
+
+# ------------------------------------------------------------------------------------------------------------ the views
+
+
+@dataclass(frozen=True, slots=True)
+class SlotView:
+    """A worker slot of a box."""
+
+    run: str
+    box: int
+    slot: int
+    worker: str | None
+    target_worker: str | None
+    generation: int
+    phase: str
+    """Of SlotPhase, by its name there."""
+    queued: int
+    batches_per_s: PerSecond
+    batch_s: Annotated[float, 6] | None
+    wait_share: Share
+    snapshot_age_s: Seconds | None
+    restarts: int
+    note: str | None
+    doing: str | None
+    skipped: int
+    error: Mapping[str, str] | None
+
+    @property
+    def state(self) -> str:
+        return self.phase.lower()
+
+    @property
+    def remark(self) -> str:
+        """What there is to say of it in words: its error, else what its runner is in for long, else why it moved."""
+        said = f"{self.error['name']}: {self.error['message']}" if self.error else self.doing or self.note or ""
+        return " ".join(said.split())
+
+    @property
+    def saved(self) -> str:
+        """How old its newest durable snapshot is."""
+        return "" if self.snapshot_age_s is None else f"{seconds(self.snapshot_age_s)} ago"
+
+    @property
+    def alarm(self) -> Alarm:
+        if self.error or self.phase == "FAILED":
+            return "bad"
+        return "warn" if self.wait_share > INPUT_BOUND or self.phase != "READY" else ""
+
+    @property
+    def urgency(self) -> tuple[int, float]:
+        """To sort by, largest first."""
+        return {"READY": 0, "FAILED": 2}.get(self.phase, 1), self.wait_share
+
+
+@dataclass(frozen=True, slots=True)
+class BoxView:
+    """A box of a run."""
+
+    run: str
+    box: int
+    live: bool
+    step: int
+    epoch: int
+    epoch_ended: bool
+    steps_per_s: PerSecond
+    waited_s: Seconds
+    waited_share: Share
+    wait_share: Share
+    waiting_for: str | None
+    slots: tuple[SlotView, ...]
+
+    @property
+    def going(self) -> bool:
+        """Its loop takes steps."""
+        return self.live and not self.epoch_ended
+
+    @property
+    def state(self) -> str:
+        return "lost" if not self.live else "epoch ended" if self.epoch_ended else "live"
+
+    @property
+    def alarm(self) -> Alarm:
+        return "bad" if not self.live else "warn" if self.wait_share > INPUT_BOUND else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What holds a run up."""
+
+    kind: str
+    input_bound: bool
+    text: str
+    wait_share: Share
+    box: int | None
+    slot: int | None
+    worker: str | None
+    blame: Share
+
+    @property
+    def title(self) -> str:
+        return _KINDS.get(self.kind, self.kind)
+
+    @property
+    def alarm(self) -> Alarm:
+        return "warn" if self.input_bound else "info" if self.kind in ("starting", "") else ""
+
+
+_KINDS = {
+    "loop": "Loop-bound",
+    "starting": "Starting",
+    "straggler": "Straggler",
+    "workers": "Too few workers",
+    "network": "Batches arrive late",
+    "unplaced": "Slots without a worker",
+    "recovering": "Recovering",
+    "": "No box is live",
+}
+_NO_BOX = Finding("", False, "Its training job has ended, or was not heard of.", 0.0, None, None, None, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class StateView:
+    """A state that was fetched: for a checkpoint, or by an operator."""
+
+    step: int
+    asker: str
+    askers: int
+    at: float
+    seconds: Annotated[float, 4]
+    bytes: int
+    error: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class RunView:
+    """A run. Rates are of its live boxes."""
+
+    run: str
+    attempt: int
+    open: bool
+    input_fn: str | None
+    num_boxes: int
+    num_workers_per_box: int
+    recommended_workers_per_box: int | None
+    recoveries: int
+    steps_per_s: PerSecond
+    batches_per_s: PerSecond
+    wait_share: Share
+    bottleneck: Finding | None
+    boxes: tuple[BoxView, ...]
+    states: tuple[StateView, ...]
+
+    @property
+    def state(self) -> str:
+        return "open" if self.open else "closed"
+
+    @property
+    def finding(self) -> Finding:
+        """The bottleneck, also where there is none."""
+        return self.bottleneck or _NO_BOX
+
+    @property
+    def slots(self) -> list[SlotView]:
+        return [slot for box in self.boxes for slot in box.slots]
+
+    @property
+    def figures(self) -> list[str]:
+        """How it is doing, in numbers. `queued`: batches that lie ready at a slot, on average."""
+        step, slots = min((box.step for box in self.boxes), default=0), self.slots
+        queued = sum(slot.queued for slot in slots) / max(1, len(slots))
+        return [
+            f"step {step}",
+            f"{rate(self.steps_per_s)} steps/s",
+            f"waits {percent(self.wait_share)}",
+            f"makes {rate(self.batches_per_s)} batches/s",
+            f"queued {rate(queued)}",
+            f"recoveries {self.recoveries}",
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerView:
+    """A worker daemon."""
+
+    worker: str
+    live: bool
+    draining: bool
+    slots: int
+    slots_used: int
+    seen_s_ago: Seconds
+    batches_per_s: PerSecond
+    wait_share: Share
+    host_id: str
+    tcp_address: str | None
+    version: str | None
+    allow: tuple[str, ...]
+
+    @property
+    def state(self) -> str:
+        return "lost" if not self.live else "draining" if self.draining else "live"
+
+    @property
+    def heard_of(self) -> str:
+        return f"{seconds(self.seen_s_ago)} ago"
+
+    @property
+    def alarm(self) -> Alarm:
+        return "" if self.state == "live" else "warn"
+
+
+@dataclass(frozen=True, slots=True)
+class EventView:
+    """Something that happened."""
+
+    kind: str
+    fault: bool
+    at: float
+    age_s: Seconds
+    text: str
+    run: str | None
+    worker: str | None
+    count: int
+
+    @property
+    def when(self) -> str:
+        return f"{seconds(self.age_s)} ago"
+
+    @property
+    def title(self) -> str:
+        return f"{self.kind} x{self.count}" if self.count > 1 else self.kind
+
+    @property
+    def what(self) -> str:
+        return f"{self.run}: {self.text}" if self.run else self.text
+
+    @property
+    def alarm(self) -> Alarm:
+        return "bad" if self.fault else ""
+
+
+@dataclass(frozen=True, slots=True)
+class CoordinatorView:
+    """The coordinator itself."""
+
+    address: str
+    version: str
+    uptime_s: Seconds
+    dashboard: str | None
+
+    @property
+    def about(self) -> str:
+        return f"{self.address} (Penstock {self.version}, up {seconds(self.uptime_s)})"
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterView:
+    """All of it."""
+
+    coordinator: CoordinatorView
+    recommended_workers: int
+    runs: tuple[RunView, ...]
+    workers: tuple[WorkerView, ...]
+    events: tuple[EventView, ...]
+    """What happened lately, oldest first."""
+
+    @property
+    def open_runs(self) -> list[RunView]:
+        return [run for run in self.runs if run.open]
+
+    @property
+    def workers_by_state(self) -> Counter[str]:
+        return Counter(worker.state for worker in self.workers)
+
+    @property
+    def totals(self) -> list[tuple[str, str, str, Alarm]]:
+        """(what, how many, "of" how many or "", alarm), of all open runs together."""
+        boxes = [box for run in self.open_runs for box in run.boxes]
+        slots = Counter(slot.state for box in boxes for slot in box.slots)
+        live = [box for box in boxes if box.live]
+        faults = sum(event.count for event in self.events if event.fault and event.age_s < LATELY_S)
+        return [
+            ("Open runs", str(len(self.open_runs)), "", ""),
+            ("Boxes live", str(len(live)), f"of {len(boxes)}", ""),
+            ("Slots ready", str(slots["ready"]), f"of {slots.total()}", ""),
+            ("Workers", str(sum(worker.live for worker in self.workers)), "", ""),
+            ("Batches/s delivered", rate(sum(box.steps_per_s for box in live)), "", ""),
+            (f"Faults, {seconds(LATELY_S)}", str(faults), "", "bad" if faults else ""),
+        ]
+
+
+# ----------------------------------------------------------------------------------------------------- from the message
+
+
+def view(reply: pb.StatusReply, address: str = "") -> ClusterView:
+    """What a status tells. `address`: where the coordinator was asked."""
+    return ClusterView(
+        coordinator=_read(CoordinatorView, reply, address=address),
+        recommended_workers=reply.recommended_workers,
+        runs=tuple(_run(run) for run in reply.runs),
+        workers=tuple(worker_view(worker) for worker in reply.workers),
+        events=tuple(_read(EventView, event, at=round(event.wall_s, 3)) for event in reply.events),
+    )
+
+
+def worker_view(worker: pb.WorkerStatus) -> WorkerView:
+    """What a status tells of a worker."""
+    return _read(WorkerView, worker, allow=tuple(worker.allow))
+
+
+def _run(run: pb.RunStatus) -> RunView:
+    return _read(
+        RunView,
+        run,
+        bottleneck=_read(Finding, run.bottleneck) if run.HasField("bottleneck") else None,
+        boxes=tuple(
+            _read(BoxView, box, run=run.run, slots=tuple(_slot(run.run, box.box, slot) for slot in box.slots))
+            for box in run.boxes
+        ),
+        states=tuple(_read(StateView, state, at=round(state.wall_s, 3)) for state in run.states),
+    )
+
+
+_PHASES = {number: name for name, number in pb.SlotPhase.items()}
+
+
+def _slot(run: str, box: int, slot: pb.SlotView) -> SlotView:
+    queue = (
+        f"number {slot.start_queue_position} of {slot.start_queue_length} that wait to be started there"
+        if slot.start_queue_position
+        else ""
+    )
+    error = {"name": slot.error.name, "message": slot.error.message} if slot.error.name else None
+    return _read(
+        SlotView, slot, run=run, box=box, phase=_PHASES[slot.phase], doing=slot.doing or queue or None, error=error
+    )
+
+
+def _read(cls: type[_View], message: Any, **own: Any) -> _View:
+    """A view whose fields the message has by the same names, but for `own`. What is empty there is not known, where a
+    view can say so."""
+    kind: Any = cls
+    for name, digits, optional, presence in _plan(kind, message.DESCRIPTOR):
+        if name in own:
+            continue
+        value = getattr(message, name)
+        if digits is not None:
+            value = round(value, digits)
+        if optional and not (message.HasField(name) if presence else value):
+            value = None
+        own[name] = value
+    return cls(**own)
+
+
+@cache
+def _plan(kind: Any, descriptor: Any) -> Sequence[tuple[str, int | None, bool, bool]]:
+    """Of each field that a message has: its name, its digits, whether it may be None, whether the message says that."""
+    there, plan = descriptor.fields_by_name, []
+    for name, hint in get_type_hints(kind, include_extras=True).items():
+        if name in there:
+            facts = [fact for part in (hint, *get_args(hint)) for fact in getattr(part, "__metadata__", ())]
+            digits = next((fact for fact in facts if isinstance(fact, int)), None)
+            plan.append((name, digits, type(None) in get_args(hint), there[name].has_presence))
+    return plan
+
+
+def as_dict(shown: Any) -> dict[str, Any]:
+    """A view for `--json`: the views in it are left to json.dumps(..., default=as_dict)."""
+    return {name: getattr(shown, name) for name in shown.__slots__}

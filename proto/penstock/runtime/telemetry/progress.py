@@ -1,0 +1,52 @@
+"""One line that says how far something is: drawn over on a terminal, elsewhere a new one now and then.
+
+rich does not draw it: its live displays hide the cursor until they are told to stop, which a job that is killed never
+does, and to draw one line rich would be imported into the training process.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+
+__all__ = ["Progress"]
+
+TERMINAL_S, LOG_S = 0.5, 10.0
+"""Between two lines on a terminal, and where each line stays."""
+
+
+class Progress:
+    """A line on standard error."""
+
+    def __init__(self) -> None:
+        self._stream = sys.stderr
+        self._terminal = self._stream is not None and self._stream.isatty()
+        self._shown_at = time.monotonic()
+        self._drawn = False
+
+    def due(self) -> float:
+        """Seconds since the last line, if it is time for another; else 0."""
+        passed = time.monotonic() - self._shown_at
+        return passed if passed >= (TERMINAL_S if self._terminal else LOG_S) else 0.0
+
+    def show(self, text: str) -> None:
+        """Show it instead of the last line."""
+        self._shown_at = time.monotonic()
+        if self._terminal:  # a line that wraps could not be drawn over
+            text = f"\r\x1b[K{text[: shutil.get_terminal_size().columns - 1]}"
+        self._write(text if self._terminal else f"{text}\n")
+        self._drawn = True
+
+    def finish(self) -> None:
+        """Leave the last line standing."""
+        if self._terminal and self._drawn:
+            self._write("\n")
+        self._drawn = False
+
+    def _write(self, text: str) -> None:
+        try:
+            self._stream.write(text)
+            self._stream.flush()
+        except (OSError, ValueError, AttributeError):
+            pass  # nobody can read it

@@ -1,0 +1,147 @@
+"""A status in words: every face says the same of it, and JSON keeps the names that scripts rely on."""
+
+from __future__ import annotations
+
+import io
+import json
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from penstock.appliance.edge.coordinator_metrics import CoordinatorCounters, readings
+from penstock.appliance.edge.dashboard_data import MOST_BOXES, dashboard
+from penstock.deploy.doctor.cluster_check import check_worker
+from penstock.deploy.operations.show_status import tables
+from penstock.deploy.operations.top_screen import Screen, plain
+from penstock.proto.v1 import coordinator_pb2 as pb
+from penstock.runtime.telemetry.cluster_view import as_dict, view
+from penstock.runtime.telemetry.counters import CallCounters, Histogram
+
+
+def status() -> pb.StatusReply:
+    """Box 0 waits for slot 1, which has failed; worker b drained, and was lost meanwhile."""
+    reply = pb.StatusReply(version="0.1.0", uptime_s=3700)
+    run = reply.runs.add(run="j/0", attempt=2, num_boxes=1, num_workers_per_box=2, open=True, input_fn="a:b")
+    run.steps_per_s, run.wait_share = 123.4, 0.256
+    run.bottleneck.CopyFrom(pb.Bottleneck(kind="recovering", input_bound=True, text="see its error", box=0, slot=1))
+    box = run.boxes.add(box=0, live=True, step=9, steps_per_s=123.4, wait_share=0.256, waiting_for="slot 1")
+    box.slots.add(slot=0, phase=pb.READY, worker="a", queued=3, batches_per_s=61.7, snapshot_age_s=130)
+    failed = box.slots.add(slot=1, phase=pb.FAILED, worker="b", doing="in next() for 3 s", wait_share=0.25)
+    failed.error.name, failed.error.message = "InputFnError", "it\n  raised"
+    reply.workers.add(worker="a", slots=2, slots_used=1, live=True, batches_per_s=61.7)
+    reply.workers.add(worker="b", slots=2, slots_used=1, draining=True, seen_s_ago=130)
+    reply.events.add(kind="slot failed", fault=True, count=2, text="for good", run="j/0", age_s=130, wall_s=5)
+    return reply
+
+
+def as_json(reply: pb.StatusReply, address: str = "") -> Any:
+    return json.loads(json.dumps(view(reply, address), default=as_dict))
+
+
+def faces() -> dict[str, str]:
+    found = view(status(), "head:7070")
+    console = Console(width=200, height=60, file=io.StringIO())
+    console.print(Screen(found))
+    assert isinstance(console.file, io.StringIO)
+    return {
+        "status": "\n".join("  ".join(row) for table in tables(found) for row in table.rows),
+        "top": console.file.getvalue(),
+        "dashboard": json.dumps(dashboard(found), ensure_ascii=False),
+    }
+
+
+@pytest.mark.parametrize(
+    "word",
+    ["see its error", "InputFnError: it raised", "failed", "lost", "26%", "123", "2 min ago", "61.7", "1/2", "slot 1"],
+)
+def test_every_face_says_the_same(word: str) -> None:
+    for name, text in faces().items():
+        assert word in text, name
+
+
+def test_no_face_says_what_another_does_not() -> None:
+    """Each of these is what one of them said, before there was one place to say it."""
+    for name, text in faces().items():
+        for word in ("FAILED", "draining", "in next()"):
+            assert word not in text, name
+
+
+def test_a_lost_worker_is_lost_to_metrics_and_doctor() -> None:
+    found = readings(status(), CoordinatorCounters(CallCounters(), Histogram([1.0]), 0, 0, {}))
+    workers = {
+        sample.labels["phase"]: sample.value
+        for family in found.families()
+        for sample in family.samples
+        if sample.name == "penstock_workers"
+    }
+    assert workers == {"live": 1, "draining": 0, "lost": 1}
+    assert check_worker(view(status()).workers[1], "", False, "0.1.0").found == "lost, last heard of 2 min ago"
+
+
+def test_lines_name_events_as_the_screen_does() -> None:
+    event, run = plain(view(status()), 0.0)
+    assert event.endswith("fault: slot failed x2: j/0: for good")
+    assert "step 9  123 steps/s  waits 26%" in run
+
+
+def test_json_keeps_its_names() -> None:
+    found = as_json(status(), "head:7070")
+    run = found["runs"][0]
+    box, (slot, failed) = run["boxes"][0], run["boxes"][0]["slots"]
+    assert list(found) == ["coordinator", "recommended_workers", "runs", "workers", "events"]
+    assert list(found["coordinator"]) == ["address", "version", "uptime_s", "dashboard"]
+    assert list(run) == [
+        *("run", "attempt", "open", "input_fn", "num_boxes", "num_workers_per_box", "recommended_workers_per_box"),
+        *("recoveries", "steps_per_s", "batches_per_s", "wait_share", "bottleneck", "boxes", "states"),
+    ]
+    assert list(run["bottleneck"]) == ["kind", "input_bound", "text", "wait_share", "box", "slot", "worker", "blame"]
+    assert list(box) == [
+        *("run", "box", "live", "step", "epoch", "epoch_ended", "steps_per_s", "waited_s", "waited_share"),
+        *("wait_share", "waiting_for", "slots"),
+    ]
+    assert list(slot) == [
+        *("run", "box", "slot", "worker", "target_worker", "generation", "phase", "queued", "batches_per_s", "batch_s"),
+        *("wait_share", "snapshot_age_s", "restarts", "note", "doing", "skipped", "error"),
+    ]
+    assert (failed["phase"], failed["error"]) == ("FAILED", {"name": "InputFnError", "message": "it\n  raised"})
+    assert list(found["workers"][0]) == [
+        *("worker", "live", "draining", "slots", "slots_used", "seen_s_ago", "batches_per_s", "wait_share", "host_id"),
+        *("tcp_address", "version", "allow"),
+    ]
+    assert list(found["events"][0]) == ["kind", "fault", "at", "age_s", "text", "run", "worker", "count"]
+
+
+def test_json_says_null_for_what_is_not_known() -> None:
+    run = as_json(status())["runs"][0]
+    assert run["recommended_workers_per_box"] is None
+    assert (run["bottleneck"]["box"], run["bottleneck"]["worker"]) == (0, None)
+    known, failed = run["boxes"][0]["slots"]
+    assert (known["snapshot_age_s"], known["note"], known["batch_s"], known["error"]) == (130, None, None, None)
+    assert failed["snapshot_age_s"] is None
+
+
+def test_page_marks_what_is_to_be_looked_at() -> None:
+    reply = status()
+    slots = reply.runs[0].boxes[0].slots
+    slots.add(slot=2, phase=pb.READY, wait_share=0.2)
+    slots.add(slot=3, phase=pb.READY)
+    slots.add(slot=4, phase=pb.WAITING)
+    (run,) = dashboard(view(reply))["runs"]
+    shown = run["map"][0]["slots"]
+    assert [slot["state"] for slot in shown] == ["ahead", "failed", "hot", "dry", "waiting"]
+    assert [slot["sign"] for slot in shown] == ["3", "\u2715", "\u25b20", "0", "\u2013"]
+    assert shown[0]["text"].startswith("Box 0 slot 0: ready, worker a, 3 batches ready, 61.7 batches/s")
+    assert run["finding"] == {"alarm": "warn", "title": "\u25b2 Recovering", "text": "see its error"}
+    assert run["boxes"]["rows"][0][5] == {"text": "26%", "share": 0.256, "hot": True}
+
+
+def test_page_shows_the_boxes_that_wait_most() -> None:
+    reply = pb.StatusReply()
+    run = reply.runs.add(run="j/0", open=True)
+    for number in range(3 * MOST_BOXES):
+        run.boxes.add(box=number, wait_share=number / 1000)
+    (shown,) = dashboard(view(reply))["runs"]
+    assert [row[0] for row in shown["boxes"]["rows"]] == [str(n) for n in range(2 * MOST_BOXES, 3 * MOST_BOXES)]
+    assert shown["more"] == f"The {MOST_BOXES} of {3 * MOST_BOXES} boxes that wait most."
+    assert shown["finding"]["title"] == "\u2026 No box is live"

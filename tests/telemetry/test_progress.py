@@ -1,0 +1,59 @@
+"""A line of progress: drawn over on a terminal, and never wider than that; elsewhere each line stays."""
+
+from __future__ import annotations
+
+import io
+import sys
+
+import pytest
+
+from penstock.runtime.telemetry import progress
+from penstock.runtime.telemetry.progress import Progress
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def on_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("COLUMNS", "20")
+    return terminal
+
+
+def test_a_line_is_drawn_over_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = on_terminal(monkeypatch)
+    line = Progress()
+    line.show("step 1")
+    line.show("step 2 " + 50 * "x")
+    line.finish()
+    line.finish()
+    assert terminal.getvalue() == "\r\x1b[Kstep 1\r\x1b[Kstep 2 " + 12 * "x" + "\n"
+
+
+def test_lines_stay_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:
+    line = Progress()
+    line.show("step 1")
+    line.show("step 2")
+    line.finish()
+    assert capsys.readouterr().err == "step 1\nstep 2\n"
+
+
+def test_a_line_is_due_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_terminal(monkeypatch)
+    line = Progress()
+    assert line.due() == 0
+    monkeypatch.setattr(progress, "TERMINAL_S", 1e-9)
+    assert line.due() > 0
+
+
+@pytest.mark.parametrize("stream", [None, "closed"])
+def test_nobody_to_read_it_is_no_error(stream: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", closed if stream else None)
+    line = Progress()
+    closed.close()
+    line.show("step 1")
+    line.finish()
