@@ -209,7 +209,7 @@ def test_every_container_is_nobody_special_and_writes_only_where_there_is_a_volu
 
 
 def _written(settings: dict[str, str]) -> list[Path]:
-    names = ("PENSTOCK_COORDINATOR_STATE_DIR", "PENSTOCK_WORKER_PULSE_FILE", "HOME")
+    names = ("PENSTOCK_COORDINATOR_STATE_DIR", "PENSTOCK_WORKER_LIVENESS_FILE", "HOME")
     return [Path("/tmp/any"), *(Path(settings[name]) for name in names if name in settings)]
 
 

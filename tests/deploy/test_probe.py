@@ -16,7 +16,7 @@ from penstock.runtime.process.liveness_file import LivenessWriter, read_liveness
 
 @pytest.fixture(autouse=True)
 def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("PENSTOCK_WORKER_PULSE_FILE", "PENSTOCK_COORDINATOR_LISTEN"):
+    for name in ("PENSTOCK_WORKER_LIVENESS_FILE", "PENSTOCK_COORDINATOR_LISTEN"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -38,7 +38,7 @@ def test_a_worker_without_its_coordinator_is_live_and_not_ready(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "pulse"
-    monkeypatch.setenv("PENSTOCK_WORKER_PULSE_FILE", str(file))
+    monkeypatch.setenv("PENSTOCK_WORKER_LIVENESS_FILE", str(file))
     at(monkeypatch, 1000.0)
     liveness = LivenessWriter(str(file))
     liveness.turned()
@@ -67,7 +67,7 @@ def test_a_worker_whose_rounds_do_not_end_is_not_live(
 
 def test_what_is_not_there_or_something_else_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["worker", "live"]) == 1
-    assert "--liveness-file is missing (or the variable PENSTOCK_WORKER_PULSE_FILE)" in capsys.readouterr().err
+    assert "--liveness-file is missing (or the variable PENSTOCK_WORKER_LIVENESS_FILE)" in capsys.readouterr().err
     assert main(["worker", "live", "--liveness-file", str(tmp_path / "none")]) == 1
     assert "does a worker run with this --liveness-file?" in capsys.readouterr().err
     (tmp_path / "other").write_text("something else")

@@ -40,14 +40,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("role", choices=["coordinator", "worker"])
     parser.add_argument("what", choices=["live", "ready"])
     parser.add_argument("--address", help="of the coordinator [PENSTOCK_COORDINATOR_LISTEN]")
-    parser.add_argument("--liveness-file", help="of the worker [PENSTOCK_WORKER_PULSE_FILE]")
+    parser.add_argument("--liveness-file", help="of the worker [PENSTOCK_WORKER_LIVENESS_FILE]")
     parser.add_argument("--within", type=float, metavar="SECONDS", help="since a worker's last sign")
     given = parser.parse_args(arguments)
     try:
         if given.role == "coordinator":
             _ask_coordinator(_given(given.address, "--address", "PENSTOCK_COORDINATOR_LISTEN"), given.what == "ready")
         else:
-            file = _given(given.liveness_file, "--liveness-file", "PENSTOCK_WORKER_PULSE_FILE")
+            file = _given(given.liveness_file, "--liveness-file", "PENSTOCK_WORKER_LIVENESS_FILE")
             _look_at_worker(file, given.what == "ready", given.within)
     except PenstockError as error:
         print(f"penstock probe: {error.message}", file=sys.stderr)

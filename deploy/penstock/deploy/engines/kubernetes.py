@@ -122,7 +122,7 @@ def _workers(plan: FleetPlan) -> dict[str, Any]:
         "PENSTOCK_WORKER_LISTEN": f"$(POD_IP):{LANES}",
         "PENSTOCK_WORKER_SLOTS": str(plan.slots),
         "PENSTOCK_WORKER_ALLOW": plan.allow,
-        "PENSTOCK_WORKER_PULSE_FILE": "/tmp/pulse",
+        "PENSTOCK_WORKER_LIVENESS_FILE": "/tmp/pulse",
         "HOME": "/tmp",
         **({"PENSTOCK_WORKER_RUNNER_MEMORY": plan.runner_memory} if plan.runner_memory else {}),
         **({"PENSTOCK_WORKER_INSECURE": "true"} if plan.insecure else {}),
