@@ -46,7 +46,7 @@ def save_of(folder: Path, rank: int, orphaned: bool, step: int = 2) -> Save:
         "keep_last": None,
         "keep_every": None,
         "threads": 1,
-        "commit": {"plan": {"0": [], "1": []}, "metadata": [0, 0]},
+        "commit": {"plan": {"0": [], "1": []}, "index": [0, 0]},
     }
     return Save(request, memoryview(b""), lambda reply: None, lambda: orphaned)
 

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import WriteItemType
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
@@ -65,24 +64,24 @@ class Collected:
         tensors, found = TensorItems(), []
         for name, value in self.values.items():
             if type(value) in PLAIN:
-                found.append(LocalItem(WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO), False))
+                found.append(LocalItem((name, None), None, None, None, WriteItemType.BYTE_IO))
             elif isinstance(value, torch.Tensor) and is_plain(value):
                 found.append(tensors.of(name, value))
             else:
                 found += self._by_torch(name)
         return found
 
-    def tensor(self, index: MetadataIndex) -> torch.Tensor:
-        """The one that is saved there, or the part of it."""
-        value = self.values[index.fqn]
-        found: torch.Tensor = value if type(value) in LEAVES else find_state_dict_object(self.values, index)
+    def tensor(self, one: LocalItem) -> torch.Tensor:
+        """What is saved of an item: a tensor, or a part of one."""
+        value = self.values[one.key[0]]
+        found: torch.Tensor = value if type(value) in LEAVES else find_state_dict_object(self.values, one.index)
         return found
 
     def _by_torch(self, name: str) -> list[LocalItem]:
         """What is split, or says itself how it is saved."""
         plan = create_default_local_save_plan({name: self.values[name]}, is_coordinator=True)
         return [
-            LocalItem(
+            LocalItem.of(
                 item,
                 item.type is not WriteItemType.BYTE_IO and is_plain(find_state_dict_object(self.values, item.index)),
             )
@@ -273,16 +272,16 @@ def object_bytes(collected: Collected, items: list[LocalItem]) -> dict[Key, byte
     """
     found = {}
     for one in items:
-        if one.framed:
+        if one.frame is not None:
             continue
-        name = one.item.index.fqn
+        key, name = one.key, one.key[0]
         try:
-            if one.item.type is not WriteItemType.BYTE_IO:
-                found[one.key] = saved_bytes(find_state_dict_object(collected.values, one.item.index).detach())
+            if one.data is not None:
+                found[key] = saved_bytes(find_state_dict_object(collected.values, one.index).detach())
             elif name in collected.opaque:
-                found[one.key] = saved_bytes(collected.values[name])
+                found[key] = saved_bytes(collected.values[name])
             else:
-                found[one.key] = plain_bytes(collected.values[name])
+                found[key] = plain_bytes(collected.values[name])
         except (pickle.PicklingError, AttributeError, TypeError, NotImplementedError, RuntimeError) as error:
             raise InvalidArgumentError(
                 f"{name!r} of the state to save cannot be saved: {type(error).__name__}: {error}"

@@ -72,6 +72,7 @@ from penstock.proto.state.checkpoint_files import (
     surplus,
     temporary_name,
 )
+from penstock.proto.state.checkpoint_index import DescribedIndex
 from penstock.runtime.files.atomic_files import sync_folder, write_whole
 from penstock.runtime.files.part_checksums import PartHasher
 
@@ -224,10 +225,10 @@ class Save:
                 causes[rank] = f"wrote {wrote}, where the plan has {plan[str(rank)]}"
         if causes:
             raise Failed(causes)
-        start, size = self.request["commit"]["metadata"]
-        metadata = self.image[start : start + size]
+        start, size = self.request["commit"]["index"]
+        metadata = DescribedIndex.decode(bytes(self.image[start : start + size])).pickle()
         files = [File.from_row(*file) for rank in range(self.ranks) for file in reports[rank]["files"]]
-        files.append(File(METADATA, size, xxhash.xxh3_128_hexdigest(metadata)))
+        files.append(File(METADATA, len(metadata), xxhash.xxh3_128_hexdigest(metadata)))
         before = checkpoints(self.folder, sizes=self.request["keep_last"] is not None)
         sequence = 1 + max((one.manifest.sequence for one in before if one.manifest), default=0)
         manifest = Manifest(self.request["step"], self.save, sequence, self.ranks, tuple(files))
