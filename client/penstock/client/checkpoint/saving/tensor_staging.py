@@ -85,7 +85,7 @@ class Buffer:
 
     def _lay_out(self, layout: RankLayout, sizes: Sequence[int]) -> None:
         self._layout = None  # until all of it is there
-        framed = [*(file.framed_bytes for file in layout.files), 0]
+        framed = [*(file.framed_bytes for file in layout.files), sizes[-1]]  # the metadata has numbers to grow by
         self._rooms = [
             pages(size + max(SLACK, size - fixed)) if size else 0 for size, fixed in zip(sizes, framed, strict=True)
         ]
