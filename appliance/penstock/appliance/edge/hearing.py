@@ -49,7 +49,7 @@ class Hearing:
         """Call again and again, for ever."""
         told = False
         async with connect_aio(self.address) as channel:
-            call = channel.unary_unary(METHOD)
+            call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(METHOD)
             while True:
                 sent = self._clock()
                 try:

@@ -103,7 +103,7 @@ class _Pickle:
         if isinstance(kind, int):
             return parts[kind]
         properties, size, chunks = kind
-        values = at["properties"] + parts[properties] + at["size"] + parts[size]
+        values: bytes = at["properties"] + parts[properties] + at["size"] + parts[size]
         listed = at["chunks"] + _LIST + b"".join(parts[chunk] for chunk in chunks) + _APPENDS
         return self._tensor + _NEW + values + listed + _BUILD
 

@@ -71,7 +71,7 @@ class Collected:
     def tensor(self, one: LocalItem) -> torch.Tensor:
         """What is saved of an item: a tensor, or a part of one."""
         value = self.values[one.key[0]]
-        found: torch.Tensor = value if type(value) in LEAVES else find_state_dict_object(self.values, one.index)
+        found: torch.Tensor = value if type(value) in LEAVES else find_state_dict_object(self.values, one.torch_index)
         return found
 
     def _by_torch(self, name: str) -> list[LocalItem]:
@@ -302,7 +302,7 @@ def object_bytes(collected: Collected, items: list[LocalItem]) -> dict[Key, byte
         key, name = one.key, one.key[0]
         try:
             if one.data is not None:
-                found[key] = saved_bytes(find_state_dict_object(collected.values, one.index).detach())
+                found[key] = saved_bytes(find_state_dict_object(collected.values, one.torch_index).detach())
             elif name in collected.opaque:
                 found[key] = saved_bytes(collected.values[name])
             else:

@@ -71,7 +71,7 @@ def described(metadata: Metadata, files: Iterable[tuple[str, Iterable[Stored]]])
                 kinds.append(number(stored))
         names[name] = kind
     entries = [
-        (file, [(name, offset and number(offset), *others) for (name, offset), *others in stored])
+        (file, [(name, None if offset is None else number(offset), *others) for (name, offset), *others in stored])
         for file, stored in files
     ]
     storage_meta = number(metadata.storage_meta)

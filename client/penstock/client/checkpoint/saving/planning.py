@@ -80,14 +80,14 @@ class LocalItem(NamedTuple):
         return self.key[0]
 
     @property
-    def index(self) -> MetadataIndex:
+    def torch_index(self) -> MetadataIndex:
         """Torch's name for it."""
         return MetadataIndex(*self.key, self.hint)
 
     @property
     def item(self) -> WriteItem:
         """For torch's planner."""
-        return WriteItem(self.index, self.kind, tensor_data=self.data)
+        return WriteItem(self.torch_index, self.kind, tensor_data=self.data)
 
 
 class TensorItems:
@@ -285,7 +285,7 @@ def _compare(everybody: Sequence[tuple[list[LocalItem], Any]]) -> dict[Key, list
 
 def lay_out(items: Sequence[LocalItem], prefix: str, buckets: int, hint: str | None) -> RankLayout:
     """Where in which files the items of one rank lie; arguments as for `assign`."""
-    sizes = [Item(key[0], frame and frame.length) for key, _, _, frame, _ in items]
+    sizes = [Item(key[0], None if frame is None else frame.length) for key, _, _, frame, _ in items]
     files = []
     for bucket in assign(sizes, prefix, buckets, hint):
         framed, others, offset = [], [], 0

@@ -41,7 +41,7 @@ def digests(
         if one.frame is None:
             found[one.key] = OBJECT, _object_digest(collected, one, objects)
             continue
-        tensor = find_state_dict_object(collected.values, one.index).detach()
+        tensor = find_state_dict_object(collected.values, one.torch_index).detach()
         tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         if tensor.numel():
             groups[tensor.device, tensor.dtype].append((one.key, _sample(tensor)))
