@@ -208,7 +208,7 @@ def test_what_a_coordinator_is_late_does_not_count_against_leases() -> None:
 def test_unheard_calls_keep_leases_open() -> None:
     world = World()
     world.worker("w")
-    for tick in range(20):  # in time, 6 s long; but a call of its own has been waiting from the beginning
+    for tick in range(30):  # in time, 9 s long; but a call of its own has been waiting from the beginning
         world.now += 0.3
         world.registry.tick(unheard_s=0.3 * (tick + 1))
     assert "w" in world.registry.cluster.workers

@@ -58,7 +58,7 @@ class Hearing:
                     if error.code() not in (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.DEADLINE_EXCEEDED):
                         sent = self._clock()  # nothing is known, so leases end as they would without
                         if not told:
-                            _log.warning("the coordinator does not reach itself: %s", error.details())
+                            _log.warning("leases do not wait for calls that are not heard yet: %s", error.details())
                             told = True
                 self._heard = sent
                 await asyncio.sleep(self._every_s)
