@@ -1,8 +1,9 @@
 """The writer: shared memory -> files on the disk -> a checkpoint that is there.
 
 A small process of its own beside each rank, without torch, gRPC or CUDA: what it writes lies in shared memory as it
-will lie in the files (shared_image.py), so all that is left to do is to write, to hash and to commit. It starts in 0.1
-s, holds 12 to 14 MiB, has no interpreter lock in common with the training loop, and lives as long as its checkpointer
+will lie in the files (shared_image.py), so all that is left to do is to write, to hash and to commit. Only torch's
+index it makes itself, of what the training process says of it (proto/state/checkpoint_index.py). It starts in 0.1 s,
+holds 12 to 14 MiB, has no interpreter lock in common with the training loop, and lives as long as its checkpointer
 does. It runs by its file's path (writer_process.py starts it), because `python -m` would import penstock.client, and
 with that torch.
 
