@@ -1,4 +1,4 @@
-"""What each rank saves, and where it will lie: torch's plan, made once and kept while the state keeps its shape.
+"""What each rank saves, and where it will lie: torch's plan, made once and kept while the state keeps its topology.
 
 torch.distributed.checkpoint plans a save anew each time: a write item for each tensor on each rank, a gather of all
 of them, a scatter. For an unchanged model the outcome is the same, so here it is agreed on once (`agree`) and then only
@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 from penstock.client.checkpoint.saving.file_layout import Item, assign
 from penstock.client.checkpoint.saving.index_description import Stored, described
-from penstock.client.checkpoint.values.torch_frames import ALIGNMENT, Frame, frame_of
+from penstock.client.checkpoint.values.torch_frames import ALIGNMENT, TorchFrame, frame_of
 from penstock.proto.errors import CheckpointError
 
 __all__ = [
@@ -64,7 +64,7 @@ class LocalItem(NamedTuple):
     """Where torch's reader looks first for the part among the tensor's parts."""
     data: TensorWriteData | None
     """None for an object."""
-    frame: Frame | None
+    frame: TorchFrame | None
     """Of a plain tensor, whose archive is its frame and its values; else torch.save's bytes, as long as they are."""
     kind: WriteItemType
 
@@ -97,7 +97,7 @@ class TensorItems:
     """
 
     def __init__(self) -> None:
-        self._known: dict[Any, tuple[torch.Size, TensorWriteData, Frame]] = {}
+        self._known: dict[Any, tuple[torch.Size, TensorWriteData, TorchFrame]] = {}
 
     def of(self, name: str, tensor: torch.Tensor) -> LocalItem:
         shape = tensor.shape
