@@ -537,11 +537,14 @@ class Registry:
 
     # ----------------------------------------------------------------------------------------------- time, operators
 
-    def tick(self) -> None:
-        """Looks at the leases. Call it several times a lease."""
+    def tick(self, unheard_s: float = 0.0) -> None:
+        """Looks at the leases. Call it several times a lease.
+
+        unheard_s: what came within the last so many seconds may still wait to be heard; a tick or two are normal.
+        """
         now, cluster, limits = self._clock(), self.cluster, self.limits
         gap, self._ticked = now - self._ticked, now
-        cluster.strain = updated_strain(cluster.strain, gap, limits.tick_s)
+        cluster.strain = updated_strain(cluster.strain, max(gap, unheard_s), limits.tick_s)
         late = gap if gap > limits.stall_s else gap - 2 * limits.tick_s
         if late > 0:
             gap = late
@@ -551,9 +554,10 @@ class Registry:
                 attempt.last_live += gap
                 for box in attempt.boxes.values():
                     box.lease_until += gap
-        cluster.drop_silent(now, patience_s(cluster.strain, cluster.worker_lease_policy().lease_s))
+        strain = cluster.strain
+        cluster.drop_silent(now, patience_s(strain, cluster.worker_lease_policy().lease_s, unheard_s))
         cluster.count_fleet(now)
-        overdue = now - patience_s(cluster.strain, cluster.box_lease_policy().lease_s)
+        overdue = now - patience_s(strain, cluster.box_lease_policy().lease_s, unheard_s)
         vacated = 0  # slots; of more than `slots_at_once` the rest is left to the next tick
         named: set[str] = set()
         cluster.live_boxes = 0
