@@ -299,17 +299,6 @@ def test_a_machine_that_is_overloaded_is_no_reason_to_kill_a_daemon() -> None:
         assert live["timeoutSeconds"] > 15, "a quarter of a second of a core may take a while to get"
 
 
-def test_a_job_runs_the_containers_of_the_base() -> None:
-    base = {pod.role: pod for pod in pods(rendered("base"))}
-    for pod in pods(rendered("overlays/jobset")):
-        if pod.role == "trainer":
-            continue
-        here, there = dict(pod.container), dict(base[pod.role].container)
-        for container in (here, there):
-            container["env"] = [entry for entry in container["env"] if entry["name"] != "PENSTOCK_COORDINATOR"]
-        assert here == there
-
-
 # ---------------------------------------------------------------------------------------------------- they really start
 
 
