@@ -77,7 +77,7 @@ RESOURCES = {"requests": {"cpu": "3", "memory": "1Gi"}, "limits": {"memory": "1G
         ),
     ],
 )
-def test_every_value_is_a_setting_of_the_manifests(tls: bool, values: dict[str, Any], settings: dict[str, Any]) -> None:
+def test_every_value_is_a_setting(tls: bool, values: dict[str, Any], settings: dict[str, Any]) -> None:
     documents = made(tls=tls, **values)
     for document in documents.values():
         kubernetes_validate.validate(document, "1.30", strict=True)

@@ -49,7 +49,7 @@ def test_kustomize_makes_what_the_source_says(folder: str, tls: bool) -> None:
     assert by_name(rendered(folder)) == by_name(manifests(FleetSettings(tls=tls)))
 
 
-def test_default_values_of_the_chart_are_those_of_the_base() -> None:
+def test_chart_values_default_to_the_base() -> None:
     values = yaml.safe_load((KUBERNETES / "helm" / "values.yaml").read_text())
     base = FleetSettings()
     assert values["coordinator"] == {

@@ -253,7 +253,7 @@ def test_the_job_script_runs_daemons_and_ends_them(shell: Any, tmp_path: Path, u
         path.write_text(text)
         path.chmod(mode)
     path = os.pathsep.join([str(programs), str(Path(sys.executable).parent), os.environ["PATH"]])
-    environment = shell.env({"PATH": path, "SLURM_NTASKS": "2", "PENSTOCK_TOKEN": None})
+    environment = shell.env({"PATH": path, "SLURM_NTASKS": "2", "SLURM_JOB_ID": "7", "PENSTOCK_TOKEN": None})
     with (tmp_path / "log").open("wb") as log:
         job = subprocess.Popen(
             ["bash", str(script)], env=environment, cwd=shell.folder, stderr=log, start_new_session=True
@@ -295,5 +295,5 @@ def _session(leader: int) -> dict[int, list[str]]:
 
 
 def _process(session: int, worker: str) -> int:
-    (pid,) = [pid for pid, command in _session(session).items() if worker in command and "--slots" in command]
+    (pid,) = [pid for pid, command in _session(session).items() if worker in command and "--name" in command]
     return pid
