@@ -21,10 +21,8 @@ from typing import Self
 
 from penstock.proto.errors import DeadlineError, LaneLostError, WorkerLostError
 from penstock.runtime.process import forks
-from penstock.worker.processes.child_processes import START_DEADLINE_S, child_environment
-from penstock.worker.processes.control_channel import Channel, Message
-from penstock.worker.processes.user_path import interpreter
 from penstock.worker.runner.fork_server import die_with_parent
+from penstock.worker.tools.loader_children import START_DEADLINE_S, Channel, Message, child_environment, interpreter
 
 __all__ = ["Interpreter", "begin", "fork", "kill_group", "show_stack"]
 

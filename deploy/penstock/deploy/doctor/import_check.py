@@ -13,7 +13,7 @@ import sys
 from dataclasses import dataclass
 
 from penstock.proto.errors import DeadlineError, InvalidArgumentError, PenstockError, error_named
-from penstock.worker.processes.user_path import interpreter
+from penstock.worker.tools.loader_children import interpreter, load_input_fn
 
 __all__ = ["Imported", "main", "try_import"]
 
@@ -71,7 +71,6 @@ def try_import(input_fn: str, deadline_s: float) -> Imported:
 def main() -> None:
     """In the child: arguments are the name, and the number of the pipe to answer on."""
     from penstock.proto.v1 import records_pb2
-    from penstock.worker.processes.user_code import load_input_fn
 
     input_fn, pipe = sys.argv[1], int(sys.argv[2])
     os.set_inheritable(pipe, False)

@@ -32,10 +32,8 @@ from penstock.proto.state import assignment as place_of
 from penstock.proto.state.codec import decode_state, encode_state
 from penstock.proto.v1 import records_pb2
 from penstock.runtime.process import forks
-from penstock.worker.loader.restart_points import END, Base, Launch
-from penstock.worker.loader.restorable_loader import Source
-from penstock.worker.processes.control_channel import Channel, Message, plain_detail
-from penstock.worker.processes.user_code import load_input_fn
+from penstock.worker.tools.loader_children import Channel, Message, load_input_fn, plain_detail
+from penstock.worker.tools.user_loaders import END, REPLAY, Base, Launch, Source
 
 __all__ = ["main"]
 
@@ -256,7 +254,7 @@ def _compare(source: Source, channel: Channel, fields: dict[str, Any]) -> None:
                 continue
         channel.send("done", same=False, differs=total, what=what)
         return
-    channel.send("done", same=True, rewinds=source.past.rewinds)
+    channel.send("done", same=True, from_beginning=source.past.rewinds == REPLAY)
 
 
 def _aggregate(_: Source, channel: Channel, fields: dict[str, Any], parts: list[bytes]) -> None:

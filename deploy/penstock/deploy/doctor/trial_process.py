@@ -9,7 +9,7 @@ from typing import Any
 from penstock.deploy.forking_interpreter import Interpreter, kill_group, show_stack
 from penstock.proto.errors import DeadlineError, WorkerLostError, error_named
 from penstock.runtime.process.exit_status import describe_exit
-from penstock.worker.processes.control_channel import Message
+from penstock.worker.tools.loader_children import Message
 
 __all__ = ["Answer", "Ward"]
 

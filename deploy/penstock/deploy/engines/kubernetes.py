@@ -48,10 +48,10 @@ def fleet_settings(plan: Plan) -> FleetSettings:
     return replace(fleet, checksum=hashlib.sha256(json.dumps(config_maps(fleet)).encode()).hexdigest())
 
 
-def render(plan: Plan) -> str:
+def render(plan: Plan, folder: Path) -> str:
     """Return what kubectl is given, without the Secrets with the tokens: text for `kubectl apply -f -`.
 
-    Raises CommandError without an image, UnsafeBindError without certificates.
+    Nothing in it is of the fleet's folder. Raises CommandError without an image, UnsafeBindError without certificates.
     """
     if not plan.options["image"]:
         raise CommandError("--image is missing: the image that has Penstock and your code in it", USAGE)
@@ -75,7 +75,7 @@ class KubernetesEngine:
 
         Raises PenstockError with what kubectl said; CommandError, UnsafeBindError.
         """
-        text = render(plan)
+        text = render(plan, folder)
         space = str(plan.options["namespace"])
         kubectl = ["kubectl", "--namespace", space]
         secrets = fleet_settings(plan).token_secrets

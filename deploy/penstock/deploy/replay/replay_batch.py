@@ -35,7 +35,7 @@ from penstock.proto.state.allowed_modules import module_of, under
 from penstock.proto.state.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
-from penstock.worker.processes.user_code import MAIN
+from penstock.worker.tools.loader_children import MAIN
 
 if TYPE_CHECKING:
     from penstock.client.states.saved_state import Saved

@@ -15,8 +15,7 @@ from typing import Any
 from penstock.deploy.forking_interpreter import Interpreter, kill_group, show_stack
 from penstock.proto.errors import DeadlineError, LaneLostError, PenstockError, WorkerLostError, error_named
 from penstock.runtime.process.exit_status import describe_exit
-from penstock.worker.processes.child_processes import START_DEADLINE_S
-from penstock.worker.processes.control_channel import Channel, Message
+from penstock.worker.tools.loader_children import START_DEADLINE_S, Channel, Message
 
 __all__ = ["Crew", "Forker", "Task", "digests_of"]
 

@@ -33,11 +33,8 @@ from penstock.proto.errors import LaneLostError, ReplayMismatchError
 from penstock.proto.state.codec import decode_state
 from penstock.proto.v1 import records_pb2
 from penstock.runtime.process import forks
-from penstock.worker.loader.epoch_crossing import catch_up, leave
-from penstock.worker.loader.restart_points import Base
-from penstock.worker.loader.restorable_loader import Source
-from penstock.worker.loader.start import start
-from penstock.worker.processes.control_channel import Channel, Message, plain_detail
+from penstock.worker.tools.loader_children import Channel, Message, plain_detail
+from penstock.worker.tools.user_loaders import Base, Source, catch_up, leave, start
 
 __all__ = ["main"]
 
