@@ -266,7 +266,6 @@ JOBSET_REASONS = {
 
 VALUES = {
     "name": ".Release.Name",
-    "instance": ".Release.Name",
     "coordinator_image": ".Values.coordinator.image | quote",
     "worker_image": ".Values.worker.image | quote",
     "workers": ".Values.worker.replicas",

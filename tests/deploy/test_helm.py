@@ -81,7 +81,7 @@ def test_every_value_is_a_setting(tls: bool, values: dict[str, Any], settings: d
     documents = made(tls=tls, **values)
     for document in documents.values():
         kubernetes_validate.validate(document, "1.30", strict=True)
-    fleet = FleetSettings(instance="penstock", allow=ALLOW["allow"], checksum="any", tls=tls, **settings)
+    fleet = FleetSettings(allow=ALLOW["allow"], checksum="any", tls=tls, **settings)
     assert documents == by_name(manifests(fleet))
 
 

@@ -126,7 +126,8 @@ def test_the_network_lets_through_what_the_daemons_listen_on_and_nothing_else(ov
         assert int(listens.rpartition(":")[2]) == ports[pod.role]
     policies = {doc["metadata"]["name"]: doc["spec"] for doc in documents if doc["kind"] == "NetworkPolicy"}
     client = {"penstock-client": "true"}
-    worker = {"app.kubernetes.io/name": "penstock", "app.kubernetes.io/component": "worker"}
+    label = "app.kubernetes.io"
+    worker = {f"{label}/name": "penstock", f"{label}/instance": "penstock", f"{label}/component": "worker"}
     allowed = {"coordinator": [worker, client], "worker": [client]}
     monitoring = ports.pop("monitoring", None)
     if monitoring is not None:

@@ -33,12 +33,13 @@ def test_no_other_manifest_is_written_by_hand() -> None:
 
 
 def by_name(documents: Any) -> dict[tuple[str, str], Manifest]:
-    """Documents by kind and name. Without kustomize's hashes of ConfigMaps, tags of images, and empty variables."""
+    """Documents by kind and name. Without hashes and labels of ConfigMaps, tags of images, and empty variables."""
     text = re.sub(r"\b(penstock(?:-worker)?)-[a-z0-9]{10}\b", r"\1", yaml.safe_dump(list(documents)))
     text = re.sub(r"(image: penstock-\w+):0\.1\.0\b", r"\1", text)
     found = {(document["kind"], document["metadata"]["name"]): document for document in yaml.safe_load(text)}
     for document in found.values():
-        document["metadata"].pop("labels", None)
+        if document["kind"] == "ConfigMap":
+            document["metadata"].pop("labels", None)
         if "data" in document:
             document["data"] = {name: value for name, value in document["data"].items() if value}
     return found

@@ -31,7 +31,6 @@ def fleet_settings(plan: Plan) -> FleetSettings:
     """Return what manifests are made of. Workers have no limit of memory, and may call whatever their data needs."""
     fleet = FleetSettings(
         name=plan.name,
-        instance=plan.name,
         coordinator_image=plan.options["image"],
         worker_image=plan.options["image"],
         entry_point=False,
@@ -103,7 +102,7 @@ class KubernetesEngine:
     def down(self, fleet: Fleet, timeout_s: float) -> list[str]:
         """Delete the daemons. The volume with the cluster state and the tokens' Secrets stay, for the next `up`."""
         kubectl = ["kubectl", "--namespace", fleet.about["namespace"]]
-        selected = labels(FleetSettings(instance=fleet.name))
+        selected = labels(FleetSettings(name=fleet.name))
         label = ",".join(f"{name}={value}" for name, value in selected.items())
         ended = []
         for kinds in ("deployment", "statefulset,service,networkpolicy,poddisruptionbudget,configmap"):  # workers first

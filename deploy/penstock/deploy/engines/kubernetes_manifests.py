@@ -49,9 +49,8 @@ class FleetSettings:
     """One coordinator and some workers. The defaults are those of deploy/kubernetes/base and of the chart's values."""
 
     name: str = "penstock"
-    """Beginning of the names of all objects."""
-    instance: str = ""
-    """Value of the label app.kubernetes.io/instance, which tells fleets of one namespace apart; "" = no such label."""
+    """Beginning of the names of all objects, and what tells fleets of one namespace apart: as a label it is in all
+    selectors."""
     coordinator_image: str = "penstock-coordinator"
     worker_image: str = "penstock-worker"
     entry_point: bool = True
@@ -102,7 +101,7 @@ def manifests(fleet: FleetSettings) -> list[Manifest]:
 
 def labels(fleet: FleetSettings, component: str = "") -> dict[str, str]:
     """Return the labels that select the objects of a fleet, or the pods of one component."""
-    names = {"name": "penstock", "instance": fleet.instance, "component": component}
+    names = {"name": "penstock", "instance": fleet.name, "component": component}
     return {f"app.kubernetes.io/{name}": value for name, value in names.items() if value}
 
 
