@@ -178,6 +178,15 @@ def test_up_and_down_say_to_kubectl_what_they_should(recorded: Recorded) -> None
     assert all(selector in call for call in deletes)
 
 
+def test_down_names_an_engine_it_does_not_know(recorded: Recorded) -> None:
+    assert recorded.shell.call(*KUBERNETES, "--insecure").returncode == 0
+    record = recorded.shell.folder / "fleet" / "fleet.json"
+    record.write_text(record.read_text().replace('"engine": "kubernetes"', '"engine": "later"'))
+    done = recorded.shell.call("down", "--dir", "fleet")
+    assert done.returncode == 2
+    assert "the engine must be one of ray, slurm, kubernetes, got later" in done.error
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
