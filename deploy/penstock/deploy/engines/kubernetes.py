@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.deploy.console.exit_codes import USAGE, CommandError
-from penstock.deploy.engines.engine import Fleet, Plan
+from penstock.deploy.engines.engine import Fleet, FleetPlan
 from penstock.deploy.engines.external_commands import called
 from penstock.deploy.engines.kubernetes_manifests import GRPC_PORT, FleetSettings, config_maps, labels, manifests
 from penstock.proto.errors import PenstockError, UnsafeBindError
@@ -27,7 +27,7 @@ MEMORY_GIB = 2
 """Memory that a worker requests for each slot."""
 
 
-def fleet_settings(plan: Plan) -> FleetSettings:
+def fleet_settings(plan: FleetPlan) -> FleetSettings:
     """Return what manifests are made of. Workers have no limit of memory, and may call whatever their data needs."""
     fleet = FleetSettings(
         name=plan.name,
@@ -47,7 +47,7 @@ def fleet_settings(plan: Plan) -> FleetSettings:
     return replace(fleet, checksum=hashlib.sha256(json.dumps(config_maps(fleet)).encode()).hexdigest())
 
 
-def render(plan: Plan, folder: Path) -> str:
+def render(plan: FleetPlan, folder: Path) -> str:
     """Return what kubectl is given, without the Secrets with the tokens: text for `kubectl apply -f -`.
 
     Nothing in it is of the fleet's folder. Raises CommandError without an image, UnsafeBindError without certificates.
@@ -69,7 +69,7 @@ def render(plan: Plan, folder: Path) -> str:
 class KubernetesEngine:
     """Applies the manifests with kubectl, and deletes by label."""
 
-    def up(self, plan: Plan, folder: Path) -> Fleet:
+    def up(self, plan: FleetPlan, folder: Path) -> Fleet:
         """Returns when the roll-out is done. What is there already is changed to what the plan says.
 
         Raises PenstockError with what kubectl said; CommandError, UnsafeBindError.
@@ -114,7 +114,7 @@ class KubernetesEngine:
         return ended
 
 
-def _secret(plan: Plan, role: str, name: str) -> str:
+def _secret(plan: FleetPlan, role: str, name: str) -> str:
     token = ""
     with contextlib.suppress(OSError):
         token = Path(plan.token_file).read_text().strip()

@@ -15,8 +15,8 @@ from penstock.deploy.console.exit_codes import INTERRUPTED, USAGE, CommandError
 from penstock.deploy.console.fleet_settings import UpSettings
 from penstock.deploy.console.signals import raised
 from penstock.deploy.engines import kubernetes, slurm
-from penstock.deploy.engines.engine import Engine, Fleet, Plan, exports
-from penstock.deploy.engines.fleet_folder import Folder, default_folder
+from penstock.deploy.engines.engine import Engine, Fleet, FleetPlan, exports
+from penstock.deploy.engines.fleet_folder import FleetFolder, default_folder
 from penstock.deploy.engines.fleet_plan import plan_of
 from penstock.deploy.engines.local import LocalEngine
 from penstock.deploy.engines.ray import RayEngine
@@ -31,7 +31,7 @@ ENGINES: Mapping[str, Engine] = {
     "kubernetes": kubernetes.KubernetesEngine(),
 }
 """Those that hand a fleet to a cluster's own scheduler."""
-RENDERERS: Mapping[str, Callable[[Plan, Path], str]] = {"slurm": slurm.render, "kubernetes": kubernetes.render}
+RENDERERS: Mapping[str, Callable[[FleetPlan, Path], str]] = {"slurm": slurm.render, "kubernetes": kubernetes.render}
 """Engine -> what it would submit, as text."""
 
 
@@ -85,11 +85,11 @@ DOWN_S = 60.0
 """For an orderly end of a fleet that was told to end while it started."""
 
 
-def _folder(settings: UpSettings) -> Folder:
-    return Folder(Path(settings.dir) if settings.dir else default_folder(settings.name))
+def _folder(settings: UpSettings) -> FleetFolder:
+    return FleetFolder(Path(settings.dir) if settings.dir else default_folder(settings.name))
 
 
-def _told_to_end(folder: Folder) -> contextlib.AbstractContextManager[Callable[[], None]]:
+def _told_to_end(folder: FleetFolder) -> contextlib.AbstractContextManager[Callable[[], None]]:
     """What would end this process at once, and leave a fleet that is being started to itself, is an error, as Ctrl-C
     is: the fleet ends with it."""
     return raised(
@@ -99,7 +99,7 @@ def _told_to_end(folder: Folder) -> contextlib.AbstractContextManager[Callable[[
     )
 
 
-def _refuse_another(folder: Folder, plan: Plan) -> None:
+def _refuse_another(folder: FleetFolder, plan: FleetPlan) -> None:
     """One folder is one fleet: an engine may adjust its own, none takes another's place."""
     up = folder.fleet()
     if folder.supervised or (up is not None and (up.engine, up.name) != (plan.engine, plan.name)):

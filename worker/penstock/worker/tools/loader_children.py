@@ -4,7 +4,7 @@ Needs no torch: the command line imports it.
 """
 
 from penstock.worker.processes.child_processes import START_DEADLINE_S, child_environment
-from penstock.worker.processes.control_channel import Channel, Message, plain_detail
+from penstock.worker.processes.control_channel import ControlChannel, ControlMessage, plain_detail
 from penstock.worker.processes.runner_user import find_user
 from penstock.worker.processes.user_code import MAIN, load_input_fn
 from penstock.worker.processes.user_path import interpreter
@@ -12,8 +12,8 @@ from penstock.worker.processes.user_path import interpreter
 __all__ = [
     "MAIN",
     "START_DEADLINE_S",
-    "Channel",
-    "Message",
+    "ControlChannel",
+    "ControlMessage",
     "child_environment",
     "find_user",
     "interpreter",
