@@ -46,7 +46,7 @@ $(BIN)/python -m grpc_tools.protoc \
 	$(PROTOS:proto/%=%)
 endef
 
-.PHONY: help setup lock proto proto-check proto-baseline lint format format-check types docs collect pytest test simulate chaos fuzz demo
+.PHONY: help setup lock proto proto-check proto-baseline manifests lint format format-check types docs collect pytest test simulate chaos fuzz demo
 .PHONY: soak demo-streaming signals slurm loaders node helm bench bench-peers storm peers pythons clean
 
 help: ## list the targets
@@ -84,6 +84,9 @@ proto-check: $(STAMP) ## the committed protobuf code is what its .proto files ge
 
 proto-baseline: $(STAMP) ## take what was added to the .proto files into the promise that tests hold them to
 	PYTHONPATH=tests/support $(BIN)/python -m wire_contract
+
+manifests: $(STAMP) ## write the Kubernetes files that are made from deploy/penstock/deploy/engines/kubernetes_manifests.py
+	$(BIN)/python deploy/kubernetes/write_manifests.py
 
 lint: $(STAMP) ## ruff's rules
 	$(BIN)/ruff check .

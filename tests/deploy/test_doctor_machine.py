@@ -19,6 +19,7 @@ from pki import Pki
 from penstock.deploy.doctor import machine_findings, machine_probes
 from penstock.deploy.doctor.findings import Finding
 from penstock.deploy.doctor.machine_check import MachineQuestion, check_machine
+from penstock.runtime.files import filesystems
 
 NOW = datetime.datetime(2026, 11, 1, tzinfo=datetime.UTC)
 GIB = 1 << 30
@@ -184,10 +185,8 @@ def _command(*arguments: str) -> list[str]:
 
 
 def test_a_network_filesystem_by_the_journals_own_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from penstock.appliance.storage import journal
-
-    here = journal.filesystem(tmp_path, Path("/proc/self/mountinfo").read_text())
-    monkeypatch.setattr(journal, "NETWORK", {here})
+    here = filesystems.filesystem(tmp_path, Path("/proc/self/mountinfo").read_text())
+    monkeypatch.setattr(filesystems, "NETWORK", {here})
     found = {each.check: each for each in check_machine(MachineQuestion({"state_dir": tmp_path / "state"}))}
     assert found["state directory"].level == "problem"
     assert f"network filesystem ({here})" in found["state directory"].found

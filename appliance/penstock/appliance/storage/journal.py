@@ -25,6 +25,7 @@ from typing import Any
 
 from penstock.appliance.storage.database import CommitMarks, CommitNumber, behind, damaged, open_database, transaction
 from penstock.proto.errors import JournalError
+from penstock.runtime.files import filesystems
 
 Rows = dict[tuple[Any, ...], tuple[str, tuple[Any, ...]]]
 """What is to be written: statement and values, under a key that a later one for the same row replaces."""
@@ -57,23 +58,6 @@ TABLES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "tracks": (("run", "attempt", "box"), ("over", "history")),
 }
 
-NETWORK = {"afs", "beegfs", "ceph", "cifs", "gfs2", "glusterfs", "gpfs", "lustre", "ncpfs", "nfs", "nfs4", "smb3"}
-NETWORK |= {"smbfs", "fuse.ceph", "fuse.glusterfs", "fuse.juicefs", "fuse.s3fs", "fuse.sshfs", "fuse.gcsfuse"}
-"""Filesystems, by their names in /proc/self/mountinfo, on which SQLite's write-ahead log is not safe."""
-
-
-def filesystem(path: Path, mounts: str) -> str:
-    """The type of the filesystem that holds `path`, by the text of /proc/self/mountinfo."""
-    best, kind = "", ""
-    where = str(path.resolve())
-    for line in mounts.splitlines():
-        fields, _, after = line.partition(" - ")
-        point = fields.split(" ")[4].encode().decode("unicode_escape")  # spaces stand as \040
-        inside = where == point or where.startswith(point.rstrip("/") + "/")
-        if inside and len(point) >= len(best):
-            best, kind = point, after.split(" ")[0]
-    return kind
-
 
 def _refuse_strangers(path: Path) -> None:
     """Raises JournalError for a directory that another user could have put cluster state into, or can read."""
@@ -99,8 +83,8 @@ class StateDir:
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             _refuse_strangers(self.path)
-            kind = filesystem(self.path, Path("/proc/self/mountinfo").read_text())
-            if kind in NETWORK:
+            kind = filesystems.filesystem(self.path, Path("/proc/self/mountinfo").read_text())
+            if kind in filesystems.NETWORK:
                 raise JournalError(
                     f"the state directory {self.path} is on a network filesystem ({kind}), where SQLite's journal is "
                     "not safe: choose a directory on a local disk"

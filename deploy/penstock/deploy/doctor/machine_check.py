@@ -45,7 +45,9 @@ from penstock.proto.state.allowed_modules import module_of, under
 from penstock.runtime.config.job_settings import JobSettings
 from penstock.runtime.config.settings import ResolvedSetting, Section, find
 from penstock.runtime.config.settings_file import VARIABLE, read_settings_file
+from penstock.runtime.files import filesystems
 from penstock.runtime.process import sandbox
+from penstock.worker.tools.loader_children import find_user
 
 __all__ = ["MachineQuestion", "check_import", "check_machine"]
 
@@ -100,8 +102,6 @@ def check_machine(asked: MachineQuestion) -> Iterator[Finding]:
 
 
 def _runner_user(wanted: str) -> Finding:
-    from penstock.worker.processes.runner_user import find_user
-
     why_not = ""
     try:
         if wanted:
@@ -143,12 +143,10 @@ def _value(section: type[Section], field: str, asked: MachineQuestion) -> Any:
 
 
 def _disk(path: Path) -> Finding:
-    from penstock.appliance.storage.journal import NETWORK, filesystem
-
     there = machine_probes.nearest(path)
-    kind = filesystem(there, Path("/proc/self/mountinfo").read_text())
+    kind = filesystems.filesystem(there, Path("/proc/self/mountinfo").read_text())
     return machine_findings.check_disk(
-        str(path), kind, kind in NETWORK, shutil.disk_usage(there).free, machine_probes.fsync_s(there)
+        str(path), kind, kind in filesystems.NETWORK, shutil.disk_usage(there).free, machine_probes.fsync_s(there)
     )
 
 

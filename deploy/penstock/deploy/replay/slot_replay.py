@@ -29,11 +29,8 @@ from penstock.proto.batch.replay_digest import ReplayDigest
 from penstock.proto.errors import LaneLostError, ReplayMismatchError
 from penstock.proto.state.codec import decode_state
 from penstock.proto.v1 import records_pb2
-from penstock.worker.loader.epoch_crossing import catch_up, leave
-from penstock.worker.loader.restart_points import RestartPoint
-from penstock.worker.loader.restorable_loader import RestorableLoader
-from penstock.worker.loader.start import start
-from penstock.worker.processes.control_channel import ControlChannel, plain_detail
+from penstock.worker.tools.loader_children import ControlChannel, plain_detail
+from penstock.worker.tools.user_loaders import RestartPoint, RestorableLoader, catch_up, leave, start
 
 __all__ = ["main"]
 
