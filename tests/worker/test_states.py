@@ -20,9 +20,10 @@ from penstock.worker.daemon.proofs import Findings
 from penstock.worker.daemon.slot import Host, Slot
 from penstock.worker.daemon.slot_states import POLL_S, States
 from penstock.worker.daemon.snapshots import Kept, SnapshotStore
-from penstock.worker.loader.epoch_crossing import catch_up, leave, travel
+from penstock.worker.loader.restart_plan import Target
 from penstock.worker.loader.restart_points import END, Base
 from penstock.worker.loader.restorable_loader import Source
+from penstock.worker.loader.travel import catch_up, leave, travel
 from penstock.worker.processes.control_channel import Channel
 from penstock.worker.processes.progress_page import ProgressPage
 from penstock.worker.runner.replayer import _state
@@ -190,7 +191,8 @@ def test_the_way_that_the_loop_went_is_gone_where_it_is_known(loader: str, place
         assert not said.fields["ended"]
         again, saved = built(), Base.decode(said.payload)
         again.restore(saved)
-        travel(again, dict(saved.past.left), total, epoch, lambda to, at: again.seek(to, at, lambda batch: None))
+        target = Target(epoch, total, dict(saved.past.left))
+        travel(again, target, lambda leg: again.seek(leg.total, leg.epoch, lambda batch: None))
         catch_up(again, epoch)
         assert goes_on(again) == truth
         told = source.marked(first, way_on=True)

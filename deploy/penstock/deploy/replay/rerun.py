@@ -33,10 +33,11 @@ from penstock.proto.errors import LaneLostError, ReplayMismatchError
 from penstock.proto.state.codec import decode_state
 from penstock.proto.v1 import records_pb2
 from penstock.runtime.process import forks
-from penstock.worker.loader.epoch_crossing import catch_up, leave
+from penstock.worker.loader.restart_plan import Leg, Target
 from penstock.worker.loader.restart_points import Base
 from penstock.worker.loader.restorable_loader import Source
 from penstock.worker.loader.start import start
+from penstock.worker.loader.travel import catch_up, leave, travel
 from penstock.worker.processes.control_channel import Channel, Message, plain_detail
 
 __all__ = ["main"]
@@ -110,16 +111,16 @@ class _Rerun:
         else:
             resume = cast(dict[str, Any], decode_state(parts[0])) if parts else None
             start(source, resume, self._keep, self._seek)
-        self._seek(total, epoch, 0)
+        self._seek(Leg(epoch, total))
         catch_up(source, epoch if fields["live"] else epoch + 1)
         self._done(traits=source.traits.state_methods)
 
     def _keep(self, base: Base, _: bool) -> None:
         self._base = base
 
-    def _seek(self, total: int, epoch: int, digest: int) -> None:
-        """To a place that is known to have been reached. `digest`: of its last batch, if known."""
-        source = self._source
+    def _seek(self, leg: Leg) -> None:
+        """To a place that is known to have been reached."""
+        source, total, epoch, digest = self._source, leg.total, leg.epoch, leg.digest
         replayed = source.place.total < total
         if not source.seek(total, epoch, self._seen):
             raise ReplayMismatchError(
@@ -152,10 +153,7 @@ class _Rerun:
         if source.place.epoch > epoch:
             assert self._base is not None
             source.restore(self._base)
-            for earlier in sorted(left for left in self._left if left >= self._base.place.epoch):
-                self._seek(self._left[earlier], earlier, 0)
-                leave(source, earlier, self._left[earlier])
-            self._seek(total, epoch, 0)
+            travel(source, Target(epoch, total, self._left), self._seek)
             self._digests.clear()
         leave(source, epoch, total)
         self._left[epoch] = total

@@ -141,6 +141,19 @@ class Base:
     """The restart point from which this place is come to by replay, if this is none itself."""
 
     @property
+    def epoch(self) -> int:
+        return self.place.epoch
+
+    @property
+    def total(self) -> int:
+        return self.place.total
+
+    @property
+    def began(self) -> int:
+        """Batches in all when its epoch was opened."""
+        return self.place.began
+
+    @property
     def is_origin(self) -> bool:
         """Taken where a pass begins, and not after a batch."""
         return self.rng_before is not None

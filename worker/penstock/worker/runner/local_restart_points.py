@@ -1,14 +1,15 @@
-"""What a runner itself remembers of its restart points, to go back to where the loop left a pass."""
+"""What a runner itself remembers of its restart points, and its plan to go back to where the loop left an epoch."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from penstock.proto.state.position import PASSES_AHEAD
+from penstock.worker.loader.restart_plan import Target
 
-__all__ = ["Known", "OwnBases", "Ways"]
+__all__ = ["Known", "OwnBases", "Return"]
 
 KEPT_BASES = 16
 """Origins, and snapshots, that are remembered."""
@@ -29,30 +30,34 @@ class Known:
 
 
 @dataclass(frozen=True)
-class Ways:
-    """Bases from which a place can be come to, each kind oldest first."""
+class Return:
+    """How to go back to a place of an epoch that the runner ran ahead of."""
 
-    inside: list[Known]
-    """Snapshots before it in its pass."""
-    origins: list[Known]
-    """Origins of its pass."""
-    earlier: list[Known]
-    """Of passes before."""
-    there: list[Known]
-    """Snapshots of just this place."""
+    inside: Known | None
+    """The newest snapshot before it in its epoch, with batches between that are compared."""
+    origin: Known | None
+    """The newest start of its epoch."""
+    earlier: Known | None
+    """The newest of the epochs before."""
+    first: Known | None
+    """The same, where its epoch's start is in doubt: of the run's first epoch only for a place in the second."""
+    there: Known | None
+    """The newest snapshot of just this place."""
+    probe: Target | None = None
+    """To go to from `origin` first: nothing was taken of the epoch, so no other batch would show that a loader that is
+    restored there is elsewhere. `origin` is in doubt if it does not lead there."""
 
-    def in_order(self, epoch: int, *, origins_doubted: bool) -> list[Known]:
-        """The best first.
+    def ways(self, *, origin_doubted: bool) -> list[Known]:
+        """Return the ways, the best first; empty if there is none.
 
         Best is a snapshot before the place: a loader that was just loaded and has yielded nothing may not know yet
         that it is in the middle of a pass, and would go on with it when the next one is opened. Then the pass's origin,
         which does not do for a loader that begins a pass in its first next(); then from before the pass, and last from
         just there.
         """
-        first = [*self.inside[-1:], *self.origins[-1:]]
-        if not self.inside and origins_doubted:
-            first = [base for base in self.earlier if base.epoch or epoch == 1][-1:] + first
-        return [*first, *self.earlier[-1:], *self.there[-1:]]
+        doubted = origin_doubted and self.inside is None
+        order = [self.first if doubted else None, self.inside, self.origin, self.earlier, self.there]
+        return [way for way in order if way is not None]
 
 
 class OwnBases:
@@ -78,16 +83,30 @@ class OwnBases:
             while bases and bases[-1].epoch > epoch:
                 bases.pop()
 
-    def ways_to(self, epoch: int, total: int, left: Mapping[int, int], *, exact: bool) -> Ways:
-        """Ways to the place after batch `total` in a pass. `left`: epoch -> batches when the loop left it. `exact`: the
-        loader's snapshots need no proof."""
-        snapshots = self._snapshots
+    def plan_return(self, target: Target, *, exact: bool, following: int = 0) -> Return:
+        """Plan the way back to a place.
+
+        Args:
+            exact: the loader's snapshots need no proof.
+            following: digest of the batch that came next there, of the same epoch; 0 if it is not known, or the loader
+                is not to be tried.
+        """
+        epoch, total, left, snapshots = target.epoch, target.total, target.left, self._snapshots
         near = total - (1 if exact else CHECKED_BATCHES)
+        origin = _newest(base for base in self._origins if base.epoch == epoch and base.total <= total)
         earlier = [base for base in self._origins if base.epoch == 0 < epoch]
         earlier += [base for base in snapshots if base.epoch < epoch and base.total < left.get(base.epoch, total)]
-        return Ways(
-            [base for base in snapshots if base.epoch == epoch and base.total <= near],
-            [base for base in self._origins if base.epoch == epoch and base.total <= total],
-            earlier,
-            [base for base in snapshots if base.epoch == epoch and base.total == total],
+        inside = _newest(base for base in snapshots if base.epoch == epoch and base.total <= near)
+        probes = inside is None and origin is not None and origin.total == total and following
+        return Return(
+            inside,
+            origin,
+            _newest(earlier),
+            _newest(base for base in earlier if base.epoch or epoch == 1),
+            _newest(base for base in snapshots if base.epoch == epoch and base.total == total),
+            replace(target, total=total + 1, digest=following) if probes else None,
         )
+
+
+def _newest(bases: Iterable[Known]) -> Known | None:
+    return next(reversed([*bases]), None)

@@ -24,10 +24,11 @@ from penstock.proto.errors import InputFnError, LaneLostError, ReplayMismatchErr
 from penstock.proto.state.codec import decode_state, encode_state
 from penstock.proto.v1 import records_pb2
 from penstock.runtime.process import forks
-from penstock.worker.loader.crossing_kinds import FRESH, KEPT, REPLAY, WAYS
-from penstock.worker.loader.epoch_crossing import leave
+from penstock.worker.loader.crossing_kinds import FRESH, REPLAY, to_try
+from penstock.worker.loader.restart_plan import Target, route
 from penstock.worker.loader.restart_points import END, UNFIT, Base, Place
 from penstock.worker.loader.restorable_loader import Source
+from penstock.worker.loader.travel import leave
 from penstock.worker.processes.control_channel import Channel, Message, assignment_of, plain_detail
 from penstock.worker.processes.progress_page import ENTRIES
 from penstock.worker.processes.user_code import MAIN, load_class
@@ -121,7 +122,7 @@ def _prove(
         source.abandon_pass(source.place.total)
     rewinds = ""
     if beyond and source.restored:
-        rewinds = _way_over(source, beyond, replay_digest, fields["rewinds"] or KEPT, opened)
+        rewinds = _way_over(source, beyond, replay_digest, fields["rewinds"], opened)
     return {"same": True, "rewinds": rewinds}
 
 
@@ -131,7 +132,7 @@ def _way_over(
     """How the source, at the end of its epoch, gets to these batches of later ones: in the way that is known, if it
     leads there still, else in a more careful one."""
     end, place = source.rng(), source.place.copy()
-    for way in WAYS[WAYS.index(known) : WAYS.index(REPLAY)]:
+    for way in to_try(known):
         source.place = place.copy()
         try:
             if way == FRESH:
@@ -248,12 +249,12 @@ def _replayed(
             )
 
     epoch, total = fields["epoch"], fields["total"]
-    way = dict(base.past.left) | {int(known): at for known, at in fields["left"].items()}
-    left = {known: at for known, at in way.items() if base.place.epoch <= known < epoch}
-    for known in sorted(left):
-        if not (source.seek(left[known], known, seen) and _all_over(source, known)):
+    target = Target(epoch, total, {int(known): at for known, at in fields["left"].items()}).behind(base.past.left)
+    *left, _ = route(base.place.epoch, target)
+    for leg in left:
+        if not (source.seek(leg.total, leg.epoch, seen) and _all_over(source, leg.epoch)):
             return {"elsewhere": True}, b""
-        leave(source, known, left[known])
+        leave(source, leg.epoch, leg.total)
     opened = source.open_pass(step=fields["step"]) if left else None
     if not source.seek(total, epoch, seen):
         return {"ended": True, "epoch": epoch, "total": source.place.total}, b""

@@ -25,6 +25,7 @@ from penstock.proto.batch.flatten import FlatBatch, Flattener, Structure
 from penstock.proto.batch.replay_digest import ReplayDigest
 from penstock.proto.errors import (
     LaneLostError,
+    PenstockError,
     ReplayMismatchError,
     StateMismatchError,
     UnsupportedStateError,
@@ -40,10 +41,11 @@ from penstock.runtime.process import forks
 from penstock.worker.batch.building import lend
 from penstock.worker.batch.entry_lease import Lease
 from penstock.worker.batch.stacking import Builder
-from penstock.worker.loader.epoch_crossing import catch_up, travel
-from penstock.worker.loader.restart_points import END, UNFIT, Base
+from penstock.worker.loader.restart_plan import BEGINNING, Leg, Recovery, Target, first_fit, plan_recovery
+from penstock.worker.loader.restart_points import END, UNFIT, Base, Past
 from penstock.worker.loader.restorable_loader import Source
 from penstock.worker.loader.start import start
+from penstock.worker.loader.travel import catch_up, replay, travel
 from penstock.worker.processes.control_channel import (
     Channel,
     DescriptorsClosedError,
@@ -53,7 +55,7 @@ from penstock.worker.processes.control_channel import (
     plain_detail,
 )
 from penstock.worker.processes.progress_page import ProgressPage
-from penstock.worker.runner.local_restart_points import Known, OwnBases
+from penstock.worker.runner.local_restart_points import Known, OwnBases, Return
 
 __all__ = ["run_slot"]
 
@@ -187,44 +189,33 @@ class _Runner:
         self._doing("waiting")
         while self._hello is None:
             self._serve(None)
-        hello, bases = self._hello, bases + self._bases
-        delivered, epoch = hello.next_total - 1, hello.epoch
-        left = self._left = {pass_left.epoch: pass_left.total for pass_left in hello.left}
-        usable = [base for base in bases if base.place.epoch <= epoch and base.place.total <= delivered]
-        # What was taken of a pass beyond the place where the loop left it is not on the way.
-        usable = [base for base in usable if base.place.total <= left.get(base.place.epoch, base.place.total)]
-        # And a pass that was opened ahead of the loop began behind that place.
-        usable = [base for base in usable if base.place.began <= left.get(base.place.epoch - 1, base.place.began)]
-        # Nor is a snapshot of just that place, if there is another: a loader that was loaded and has yielded nothing
-        # may not know that it is in the middle of a pass, and would go on with it when the next one is opened.
-        usable = [base for base in usable if base.is_origin or base.place.total != left.get(base.place.epoch)] or usable
-        # Strictly before the last delivered batch if there is one, so that at least that one is compared.
-        before = [base for base in usable if base.place.total < delivered] or usable
-        if not before:
-            raise ReplayMismatchError(f"{self.source.name}: no snapshot lies before batch {delivered + 1} of the slot")
-        # Each was proven, but over a few batches; what is kept besides lies further back.
-        ways = sorted(before, key=lambda base: (base.place.epoch, base.place.total), reverse=True)
-        base = self._first_fit(ways, delivered, epoch, hello.last_digest)
+        hello, source = self._hello, self.source
+        self._left = {pass_left.epoch: pass_left.total for pass_left in hello.left}
+        target = Target(hello.epoch, hello.next_total - 1, self._left, hello.last_digest)
+        plan = plan_recovery(bases + self._bases, target, counted=self._counts)
+        if plan is None:
+            raise ReplayMismatchError(f"{source.name}: no snapshot lies before batch {hello.next_total} of the slot")
+        base = self._go_from(plan, target)
         self._keep(base, origin=base.rng_before is not None, start=True)
-        catch_up(self.source, epoch)
+        catch_up(source, hello.epoch)
 
-    def _first_fit(self, ways: list[Base], total: int, epoch: int, digest: int) -> Base:
-        """Go to the place from the first of these that leads there, else from the beginning; returns that one."""
-        past, failure = ways[0].past, None
-        for base in ways if not (self._counts and past.whole) else ways[:0]:
-            try:
-                self._replay(base, total, epoch, digest)
-                return base
-            except UNFIT as mismatch:
-                _log.warning("%s; it is replayed from an older place instead", mismatch.message)
-                failure = mismatch
-        if failure is not None and (not past.whole or ways[-1].is_beginning):
-            raise failure
-        self.source.past = past
-        self.source.begin()
-        beginning = self.source.open_pass()
-        self._travel(dict(past.left) | self._left, total, epoch, digest)
-        return beginning
+    def _go_from(self, plan: Recovery[Base], target: Target) -> Base:
+        """Go to a place in the first of the ways that leads there; returns where it began."""
+        beginning = plan.nearest
+
+        def take(base: Base | None) -> None:
+            nonlocal beginning
+            if base is not None:
+                self._replay(base, target)
+                return
+            self._begin(plan.nearest.past)
+            beginning = self.source.open_pass()
+            travel(self.source, target.behind(plan.nearest.past.left), self._seek)
+
+        def tell(mismatch: Exception, instead: Base | None) -> None:
+            _log.warning("%s; it is replayed from an older place instead", cast(PenstockError, mismatch).message)
+
+        return first_fit(plan.ways, take, UNFIT, tell) or beginning
 
     def _await_resume(self) -> dict[str, Any]:
         """What the launch resumed from, which the daemon has fetched only for those that need it again."""
@@ -238,19 +229,17 @@ class _Runner:
         source = self.source
         self._keep(source.open_pass(step=self._step_of(source.place.total)))
 
-    def _replay(self, base: Base, total: int, epoch: int, digest: int) -> None:
-        """Go to the place after batch `total`, the way that the loop went."""
+    def _replay(self, base: Base, target: Target) -> None:
+        """Go to a place from a restart point, the way that the loop went."""
         self.source.restore(base)
-        self._travel(dict(base.past.left) | self._left, total, epoch, digest)
+        travel(self.source, target.behind(base.past.left), self._seek)
 
-    def _travel(self, left: dict[int, int], total: int, epoch: int, digest: int) -> None:
+    def _begin(self, past: Past) -> None:
+        """Be at the beginning. `past`: what is known of the way from there."""
+        self.source.past = past
+        self.source.begin()
 
-        def seek(to: int, within: int) -> None:
-            self._seek(to, within, digest if (to, within) == (total, epoch) else 0)
-
-        travel(self.source, left, total, epoch, seek)
-
-    def _seek(self, total: int, epoch: int, digest: int) -> None:
+    def _seek(self, leg: Leg) -> None:
         source, replay_digest = self.source, ReplayDigest(self._flattener, cover=self._cover)
 
         def seen(batch: Any) -> None:
@@ -267,17 +256,7 @@ class _Runner:
             self._progress_page.replayed()
             self._poll_now()
 
-        before = source.place.total
-        if not source.seek(total, epoch, seen, self._open_pass):
-            raise ReplayMismatchError(
-                f"{source.name}: pass {epoch} ended after batch {source.place.total} of the slot, but batch {total} "
-                "had been delivered: its data are not what they were"
-            )
-        if before < total and digest and source.digest != digest:
-            raise ReplayMismatchError(
-                f"{source.name}: replayed from its last snapshot, batch {total} of the slot differs from the one that "
-                "was delivered; the loader does not reproduce its batches"
-            )
+        replay(source, leg, seen, self._open_pass)
 
     def _say_ready(self) -> None:
         self._channel.send("ready", self.source.traits.SerializeToString())
@@ -526,38 +505,42 @@ class _Runner:
 
     def _return_to(self, epoch: int, total: int) -> None:
         """Restore the loader to the place after batch `total` in a pass that we ran ahead of."""
-        source = self.source
-        known = self._own.ways_to(epoch, total, self._left, exact=source.traits.exact_states)
-        delivered = self._progress_page.entry(total)
-        digest = delivered.digest if delivered is not None else 0
-        failure = StateMismatchError(f"{source.name}: no base of pass {epoch} is kept from which it could be left")
-        past = source.past
-        doubted = not known.inside and not self._begins_at(known.origins[-1:], total, epoch)
-        for base in known.in_order(epoch, origins_doubted=doubted):
-            try:
-                self._replay(Base.decode(base.data), total, epoch, digest)
-                return
-            except UNFIT as mismatch:
-                failure = StateMismatchError(mismatch.message)
-        if not past.whole:
-            raise failure
-        source.past = past
-        source.begin()
-        self._travel(dict(past.left) | self._left, total, epoch, digest)
+        source, past, page = self.source, self.source.past, self._progress_page
+        delivered, ahead = page.entry(total), page.entry(total + 1)
+        # One with worker processes of its own is not tried: each try would start them anew.
+        known = ahead is not None and ahead.epoch == epoch and not source.traits.own_workers
+        target = Target(epoch, total, self._left, delivered.digest if delivered is not None else 0)
+        following = ahead.digest if ahead is not None and known else 0
+        plan = self._own.plan_return(target, exact=source.traits.exact_states, following=following)
 
-    def _begins_at(self, origins: list[Known], total: int, epoch: int) -> bool:
-        """False if the loader, restored from the origin of a pass of which nothing was taken, does not go on with the
-        batch that came next there: no other batch would show that it is elsewhere."""
-        ahead = self._progress_page.entry(total + 1)
-        if not origins or origins[-1].total != total or ahead is None or ahead.epoch != epoch:
-            return True
-        if self.source.traits.own_workers:  # which each try would start anew
-            return True
+        def take(base: Known | None) -> None:
+            if base is not None:
+                self._replay(Base.decode(base.data), target)
+                return
+            self._begin(past)
+            travel(source, target.behind(past.left), self._seek)
+
+        ways: list[Known | None] = [*plan.ways(origin_doubted=self._is_doubted(plan))]
+        if past.whole:
+            ways.append(BEGINNING)
+        if not ways:
+            raise StateMismatchError(f"{source.name}: no base of pass {epoch} is kept from which it could be left")
         try:
-            self._replay(Base.decode(origins[-1].data), total + 1, epoch, ahead.digest)
-        except UNFIT:
+            first_fit(ways, take, UNFIT, lambda mismatch, instead: None)
+        except UNFIT as mismatch:
+            if past.whole:
+                raise
+            raise StateMismatchError(mismatch.message) from mismatch
+
+    def _is_doubted(self, plan: Return) -> bool:
+        """The loader, restored where the epoch began, does not go on with the batch that came next there."""
+        if plan.probe is None or plan.origin is None:
             return False
-        return True
+        try:
+            self._replay(Base.decode(plan.origin.data), plan.probe)
+        except UNFIT:
+            return True
+        return False
 
     def _leave_unsaved(self, epoch: int, total: int) -> None:
         """The same for a loader without states, which cannot be taken back; what it read ahead (of a queue, say) it has
