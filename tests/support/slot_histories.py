@@ -92,16 +92,17 @@ def histories(draw: st.DrawFn) -> History:
     lengths.append(9)  # what comes after the target's epoch, never reached
     left: dict[int, int] = {}
     total = 0
+    breaks = draw(st.lists(st.booleans(), min_size=epoch, max_size=epoch))
     for number in range(epoch):
-        if draw(st.booleans()):
+        if breaks[number]:
             left[number] = total + draw(st.integers(0, lengths[number]))
         total = left.get(number, total + lengths[number])
     target = Target(epoch, total + draw(st.integers(0, lengths[epoch])), left, digest=7)
     history = History(lengths, left, target, [])
-    is_whole = draw(st.booleans())
-    points = draw(st.lists(_points(history, is_whole), max_size=12))
+    whole = draw(st.booleans())
+    points = draw(st.lists(_points(history, whole), max_size=12))
     if draw(st.booleans()):
-        points.append(_point(history, is_whole, 0, 0, 0, origin=True))
+        points.append(_point(history, whole, 0, 0, 0, origin=True))
     astray = draw(st.frozensets(st.integers(0, max(0, len(points) - 1))))
     return History(lengths, left, target, points, astray)
 
@@ -112,7 +113,7 @@ def _points(draw: st.DrawFn, history: History, whole: bool) -> Base:
     epoch = draw(st.integers(0, history.target.epoch))
     began = history.began(epoch)
     origin = draw(st.booleans())
-    if history.left and draw(st.booleans()):
+    if draw(st.booleans()) and history.left:
         number = draw(st.sampled_from(sorted(history.left)))
         began = history.began(number)
         ahead = began + history.lengths[number]

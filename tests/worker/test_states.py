@@ -24,9 +24,8 @@ from penstock.worker.loader.restart_plan import Target
 from penstock.worker.loader.restart_points import END, Base
 from penstock.worker.loader.restorable_loader import Source
 from penstock.worker.loader.travel import catch_up, leave, travel
-from penstock.worker.processes.control_channel import Channel
 from penstock.worker.processes.progress_page import ProgressPage
-from penstock.worker.runner.replayer import _state
+from penstock.worker.runner.replayer import state_at
 
 DEADLINE_S = 10.0
 
@@ -88,13 +87,6 @@ def test_where_a_pass_began_is_told_by_who_has_begun_it(progress_page: ProgressP
 # ------------------------------------------------------------------------------ loaders that begin their passes lazily
 
 
-class Heard:
-    """The channel of a scratch child; keeps what it said."""
-
-    def send(self, kind: str, payload: bytes = b"", **fields: Any) -> None:
-        self.said = SimpleNamespace(kind=kind, payload=payload, fields=fields)
-
-
 @pytest.fixture
 def lazy() -> Iterator[tuple[Source, list[Base]]]:
     """A loader in its third pass of 8 batches, after two of them; and how each pass was opened."""
@@ -113,10 +105,9 @@ def lazy() -> Iterator[tuple[Source, list[Base]]]:
 
 
 def saying(source: Source, base: Base, **fields: Any) -> SimpleNamespace:
-    heard = Heard()
     fields = {"step": 0, "digests": {}, "left": {}, "left_from": 0} | fields
-    _state(source, base, fields, ReplayDigest(), cast(Channel, heard))
-    return heard.said
+    told, payload = state_at(source, base, fields, ReplayDigest())
+    return SimpleNamespace(payload=payload, fields=told)
 
 
 def scratch(source: Source, base: Base, total: int, *, epoch: int = 2, delivered: int = 4) -> Any:
@@ -338,11 +329,11 @@ class TakenOver:
         return answer, Base.decode(data)
 
     async def _child(self, bases: list[bytes], task: str, deadline_s: float, **fields: Any) -> Any:
-        source, heard = Source(self.assignment), Heard()
+        source = Source(self.assignment)
         source.build()
         source.traits.state_methods = self.traits.state_methods
-        _state(source, Base.decode(bases[0]), fields, ReplayDigest(), cast(Channel, heard))
-        return heard.said
+        told, payload = state_at(source, Base.decode(bases[0]), fields, ReplayDigest())
+        return SimpleNamespace(payload=payload, fields=told)
 
 
 @pytest.mark.parametrize("methods", [0, 2])

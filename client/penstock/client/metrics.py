@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from penstock.client.stream import open_streams
-from penstock.client.stream.ordered_reader import Feed
+from penstock.client.stream.stream_interfaces import Reader
 from penstock.proto.errors import InvalidArgumentError, PortTakenError, UnsafeBindError
 from penstock.proto.rpc.addresses import check_address, is_local
 from penstock.proto.rpc.tls import Tls
@@ -62,11 +62,11 @@ def _readings() -> Readings:
     return found
 
 
-def _open_feeds() -> Iterator[Feed]:
+def _open_feeds() -> Iterator[Reader]:
     return (feed for feed in open_streams.feeds.all() if not feed.run.closed)
 
 
-def _read_feed(found: Readings, feed: Feed) -> None:
+def _read_feed(found: Readings, feed: Reader) -> None:
     run, stats, step = feed.run, feed.stats, feed.position.step
     of = {"run": run.name, "box": run.box}
     found.add("penstock_client_step", step, **of)

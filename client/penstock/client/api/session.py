@@ -7,8 +7,8 @@ import warnings
 from dataclasses import dataclass, field, replace
 
 from penstock.client.api.appliance import Appliance
-from penstock.client.stream.open_run import Run
-from penstock.client.stream.ordered_reader import Feed, Stats
+from penstock.client.stream.ordered_reader import Stats
+from penstock.client.stream.stream_interfaces import Reader, StreamRun
 from penstock.proto.errors import EmptyInputError
 
 __all__ = ["Session"]
@@ -21,8 +21,8 @@ class Session:
     """One opening of a loader."""
 
     appliance: Appliance
-    run: Run
-    feed: Feed
+    run: StreamRun
+    feed: Reader
     name: str
     first_step: int
     """The step before its first batch."""

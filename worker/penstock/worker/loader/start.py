@@ -58,15 +58,15 @@ def start(source: Source, resume: dict[str, Any] | None, keep: Keep, go: Go) -> 
     _Resume(source, part, own.total, base.epoch, epoch, keep, go).run()
 
 
-def _leads_on(a: records_pb2.WorkerAssignment, slot: int, worker: int, resume: dict[str, Any]) -> bool:
+def _leads_on(beside: Source, slot: int, worker: int, resume: dict[str, Any]) -> bool:
     """Whether a loader made as this worker of the box goes on with the batch that came next in this slot."""
-    part = resume["slots"].get(slot)
+    a, part = beside.assignment, resume["slots"].get(slot)
     if part is None or not part["next_digest"]:
         return True
     assignment = records_pb2.WorkerAssignment()
     assignment.CopyFrom(a)
     assignment.slot = slot
-    source, step = Source(assignment), a.base.step
+    source, step = beside.another(assignment), a.base.step
     try:
         source.build()
         source.make_as(worker)
@@ -162,7 +162,7 @@ class _Resume:
         others = sorted({0, 1, slots - 1} - {a.slot}) if doubted else []
         for slot in others:
             source.drop()
-            if not _leads_on(a, slot, (slot - first) % slots, cast(dict[str, Any], resume)):
+            if not _leads_on(source, slot, (slot - first) % slots, cast(dict[str, Any], resume)):
                 raise ReplayMismatchError(
                     f"{source.name}: resumed from its state after batch {self._total}, slot {slot} of the box would go "
                     "on with another batch than the one that came when the state was saved"

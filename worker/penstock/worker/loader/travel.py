@@ -2,19 +2,56 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from penstock.proto.errors import ReplayMismatchError
-from penstock.worker.loader.restart_plan import Leg, Target, route
+from penstock.proto.errors import PenstockError, ReplayMismatchError
+from penstock.worker.loader.restart_plan import Leg, Recovery, Target, first_fit, route
+from penstock.worker.loader.restart_points import UNFIT, Base, Past
 
 if TYPE_CHECKING:
     from penstock.worker.loader.restorable_loader import Source
 
-__all__ = ["catch_up", "leave", "replay", "travel"]
+__all__ = ["begin", "catch_up", "leave", "recover", "replay", "restore", "travel"]
+
+_log = logging.getLogger("penstock.worker")
+Go = Callable[[Leg], object]
 
 
-def travel(source: Source, target: Target, go: Callable[[Leg], object]) -> None:
+def recover(source: Source, plan: Recovery[Base], target: Target, go: Go) -> Base:
+    """Go to a place in the first of the ways that leads there; returns where it began."""
+    beginning = plan.nearest
+
+    def take(base: Base | None) -> None:
+        nonlocal beginning
+        if base is not None:
+            restore(source, base, target, go)
+            return
+        past = plan.nearest.past
+        begin(source, past)
+        beginning = source.open_pass()
+        travel(source, target.behind(past.left), go)
+
+    def tell(mismatch: Exception, instead: Base | None) -> None:
+        _log.warning("%s; it is replayed from an older place instead", cast(PenstockError, mismatch).message)
+
+    return first_fit(plan.ways, take, UNFIT, tell) or beginning
+
+
+def restore(source: Source, base: Base, target: Target, go: Go) -> None:
+    """Go to a place from a restart point, the way that the loop went."""
+    source.restore(base)
+    travel(source, target.behind(base.past.left), go)
+
+
+def begin(source: Source, past: Past) -> None:
+    """Be at the beginning. `past`: what is known of the way from there."""
+    source.past = past
+    source.begin()
+
+
+def travel(source: Source, target: Target, go: Go) -> None:
     """Go to a place the way that the loop went: out of the epochs that it left, where it did. `go` replays a leg."""
     for leg in route(source.place.epoch, target):
         go(leg)

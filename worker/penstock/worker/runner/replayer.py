@@ -33,7 +33,7 @@ from penstock.worker.processes.control_channel import Channel, Message, assignme
 from penstock.worker.processes.progress_page import ENTRIES
 from penstock.worker.processes.user_code import MAIN, load_class
 
-__all__ = ["run_scratch"]
+__all__ = ["run_scratch", "state_at"]
 
 _log = logging.getLogger("penstock.worker")
 
@@ -86,7 +86,8 @@ def run_scratch(channel: Channel) -> None:
                 return
             if len(values) > 1:
                 source.learn_resume(cast(dict[str, Any], decode_state(values[1])))
-            _state(source, Base.decode(values[0]), message.fields, replay_digest, answer)
+            told, data = state_at(source, Base.decode(values[0]), message.fields, replay_digest)
+            answer.send("done", data, **told)
         except LaneLostError:
             raise
         except Exception as error:
@@ -213,20 +214,21 @@ def _all_over(source: Source, epoch: int) -> bool:
     return True
 
 
-def _state(source: Source, base: Base, fields: dict[str, Any], replay_digest: ReplayDigest, channel: _Answer) -> None:
+def state_at(
+    source: Source, base: Base, fields: dict[str, Any], replay_digest: ReplayDigest
+) -> tuple[dict[str, Any], bytes]:
     """Replay from the base to `total` in pass `epoch`, and save there, as of the box's `step`; from the beginning if
-    the base does not lead there."""
+    the base does not lead there. Returns what is told of the place, and the state."""
     try:
         source.restore(base)
-        told, data = _replayed(source, base, base.place.epoch, fields, replay_digest)
+        return _replayed(source, base, base.place.epoch, fields, replay_digest)
     except UNFIT as mismatch:
         if base.is_beginning or not base.past.whole:
             raise
         _log.warning("%s; its stream is made again from the beginning instead", mismatch.message)
         past = source.past = base.past
         source.begin()
-        told, data = _replayed(source, replace(source.open_pass(), past=past), base.place.epoch, fields, replay_digest)
-    channel.send("done", data, **told)
+        return _replayed(source, replace(source.open_pass(), past=past), base.place.epoch, fields, replay_digest)
 
 
 def _replayed(

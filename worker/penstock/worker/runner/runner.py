@@ -25,7 +25,6 @@ from penstock.proto.batch.flatten import FlatBatch, Flattener, Structure
 from penstock.proto.batch.replay_digest import ReplayDigest
 from penstock.proto.errors import (
     LaneLostError,
-    PenstockError,
     ReplayMismatchError,
     StateMismatchError,
     UnsupportedStateError,
@@ -41,11 +40,11 @@ from penstock.runtime.process import forks
 from penstock.worker.batch.building import lend
 from penstock.worker.batch.entry_lease import Lease
 from penstock.worker.batch.stacking import Builder
-from penstock.worker.loader.restart_plan import BEGINNING, Leg, Recovery, Target, first_fit, plan_recovery
-from penstock.worker.loader.restart_points import END, UNFIT, Base, Past
+from penstock.worker.loader.restart_plan import BEGINNING, Leg, Target, first_fit, plan_recovery
+from penstock.worker.loader.restart_points import END, UNFIT, Base
 from penstock.worker.loader.restorable_loader import Source
 from penstock.worker.loader.start import start
-from penstock.worker.loader.travel import catch_up, replay, travel
+from penstock.worker.loader.travel import begin, catch_up, recover, replay, restore, travel
 from penstock.worker.processes.control_channel import (
     Channel,
     DescriptorsClosedError,
@@ -195,27 +194,9 @@ class _Runner:
         plan = plan_recovery(bases + self._bases, target, counted=self._counts)
         if plan is None:
             raise ReplayMismatchError(f"{source.name}: no snapshot lies before batch {hello.next_total} of the slot")
-        base = self._go_from(plan, target)
+        base = recover(source, plan, target, self._seek)
         self._keep(base, origin=base.rng_before is not None, start=True)
         catch_up(source, hello.epoch)
-
-    def _go_from(self, plan: Recovery[Base], target: Target) -> Base:
-        """Go to a place in the first of the ways that leads there; returns where it began."""
-        beginning = plan.nearest
-
-        def take(base: Base | None) -> None:
-            nonlocal beginning
-            if base is not None:
-                self._replay(base, target)
-                return
-            self._begin(plan.nearest.past)
-            beginning = self.source.open_pass()
-            travel(self.source, target.behind(plan.nearest.past.left), self._seek)
-
-        def tell(mismatch: Exception, instead: Base | None) -> None:
-            _log.warning("%s; it is replayed from an older place instead", cast(PenstockError, mismatch).message)
-
-        return first_fit(plan.ways, take, UNFIT, tell) or beginning
 
     def _await_resume(self) -> dict[str, Any]:
         """What the launch resumed from, which the daemon has fetched only for those that need it again."""
@@ -228,16 +209,6 @@ class _Runner:
         """Open the next pass, and keep its origin."""
         source = self.source
         self._keep(source.open_pass(step=self._step_of(source.place.total)))
-
-    def _replay(self, base: Base, target: Target) -> None:
-        """Go to a place from a restart point, the way that the loop went."""
-        self.source.restore(base)
-        travel(self.source, target.behind(base.past.left), self._seek)
-
-    def _begin(self, past: Past) -> None:
-        """Be at the beginning. `past`: what is known of the way from there."""
-        self.source.past = past
-        self.source.begin()
 
     def _seek(self, leg: Leg) -> None:
         source, replay_digest = self.source, ReplayDigest(self._flattener, cover=self._cover)
@@ -515,9 +486,9 @@ class _Runner:
 
         def take(base: Known | None) -> None:
             if base is not None:
-                self._replay(Base.decode(base.data), target)
+                restore(source, Base.decode(base.data), target, self._seek)
                 return
-            self._begin(past)
+            begin(source, past)
             travel(source, target.behind(past.left), self._seek)
 
         ways: list[Known | None] = [*plan.ways(origin_doubted=self._is_doubted(plan))]
@@ -537,7 +508,7 @@ class _Runner:
         if plan.probe is None or plan.origin is None:
             return False
         try:
-            self._replay(Base.decode(plan.origin.data), plan.probe)
+            restore(self.source, Base.decode(plan.origin.data), plan.probe, self._seek)
         except UNFIT:
             return True
         return False
