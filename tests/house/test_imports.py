@@ -42,6 +42,9 @@ MAY_IMPORT = {
 EXCEPTIONS = {
     # It starts the other two on this machine.
     "penstock.client.embedded": {"penstock.appliance", "penstock.worker"},
+    # It runs the worker's loaders in this process, where there is no daemon to ask for their batches: tests of training
+    # loops (penstock.client.testing). A copy of them would not be what is tested.
+    "penstock.client.in_process": {"penstock.worker"},
     # It loads once what the input_fns of all its children may use.
     "penstock.worker.runner.fork_server": {"penstock.data"},
 }
@@ -171,6 +174,8 @@ def test_module_names_stand_for_one_thing() -> None:
         ("penstock.client.a", "def f():\n    from penstock.worker.daemon.daemon import main"),
         ("penstock.client.checkpoint.embedded", "import penstock.worker"),
         ("penstock.client.embedded", "import penstock.deploy"),
+        ("penstock.client.in_process", "import penstock.appliance"),
+        ("penstock.client.testing.fake_appliance", "import penstock.worker"),
         ("penstock.appliance.a", "import importlib\nimportlib.import_module('penstock.worker')"),
         ("penstock.appliance.a", "from ..worker import daemon"),
         ("penstock.appliance.a", "if TYPE_CHECKING:\n    import penstock.client as c"),
@@ -188,6 +193,7 @@ def test_the_rule_sees_a_breach(module: str, source: str) -> None:
         ("penstock.worker.a", "from penstock.proto import errors\nimport torch, penstock.worker.runner.runner"),
         ("penstock.data.loading.a", "from ..formats import mds\nfrom penstock.worker.batch.building import collate"),
         ("penstock.client.embedded", "from penstock import appliance, worker"),
+        ("penstock.client.in_process", "from penstock.worker.runner.in_process_slot import InProcessSlot"),
         ("penstock.deploy.cli.main", "import penstock.appliance, penstock.client, penstock.worker"),
     ],
 )

@@ -80,6 +80,11 @@ class _Box:
         if len(self._at) > self._kept:
             self._at.popitem(last=False)
 
+    def make(self, slot: int) -> MadeBatch | None:
+        """The next batch of a slot; None at the end of the epoch."""
+        position = self.position
+        return self.slots[slot].next(position.step + 1, position.epoch, position.total[slot])
+
     def exhaust(self, slot: int) -> bool:
         """The slot whose turn it is has ended. True if that ended the epoch."""
         if by_own_methods(self.slots[slot].traits):
@@ -101,7 +106,7 @@ class _Box:
                 self.cut()
                 continue
             slot = position.turn
-            made = self.slots[slot].next(position.step + 1)
+            made = self.make(slot)
             if made is not None:
                 self.deliver(made)
             else:
@@ -357,7 +362,7 @@ class InProcessReader:
                 self.raise_failed(view)
             self._strike(box.position.step + 1)
             try:
-                made = box.slots[slot].next(box.position.step + 1)
+                made = box.make(slot)
             except PenstockError as error:
                 raise self.failed(error) from error.__cause__
             if made is not None:

@@ -18,7 +18,7 @@ import time
 import weakref
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 
@@ -152,6 +152,9 @@ class Appliance:
         self._describe(resolve(**given))
         self._connect()
 
+    metrics_url = ""
+    """Where this process's metrics are, "" without `http`."""
+
     def _describe(self, settings: Settings) -> None:
         self.settings = settings
         self._owner = Owner()
@@ -171,7 +174,6 @@ class Appliance:
         self._meeting: Meeting | None = None
         self._tls = _tls_of(settings)
         self.metrics_url = _exported(settings, self._torchrun, self._tls)
-        """Where this process's metrics are, "" without `http`."""
         if settings.otel:
             tracing.start("penstock-client")
         self._receiver = Receiver(settings.max_batch_bytes, self._tls)
@@ -375,7 +377,7 @@ class Appliance:
         else:
             stop()
 
-    def __enter__(self) -> Appliance:
+    def __enter__(self) -> Self:
         _entered.enter(self)
         return self
 

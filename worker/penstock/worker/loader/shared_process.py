@@ -10,10 +10,10 @@ from penstock.proto.state import assignment as place_of
 from penstock.proto.state.generators import capture_rng, restore_rng
 from penstock.worker.loader import worker_info
 
-__all__ = ["Turns"]
+__all__ = ["ProcessGlobals"]
 
 
-class Turns:
+class ProcessGlobals:
     """The random generators, the assignment, and the answers of torch's get_worker_info() of one worker.
 
     What it cannot keep apart: PYTHONHASHSEED, environment variables, the working directory, and what modules of the
@@ -26,7 +26,7 @@ class Turns:
         self._answers: worker_info.Answers | None = None
 
     @contextmanager
-    def taken(self) -> Iterator[None]:
+    def in_place(self) -> Iterator[None]:
         """This worker's code runs in this block. 0.2 ms, most of it for the generators."""
         generators = capture_rng()
         if self._generators is not None:

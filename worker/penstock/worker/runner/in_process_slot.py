@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -36,7 +36,7 @@ from penstock.proto.v1 import records_pb2
 from penstock.worker.loader.restart_plan import Leg, Target, plan_recovery
 from penstock.worker.loader.restart_points import END, Base, Place
 from penstock.worker.loader.restorable_loader import Source
-from penstock.worker.loader.shared_process import Turns
+from penstock.worker.loader.shared_process import ProcessGlobals
 from penstock.worker.loader.start import start
 from penstock.worker.loader.travel import catch_up, leave, recover, replay
 from penstock.worker.runner.replayer import state_at
@@ -98,7 +98,7 @@ class InProcessSlot:
         self._cover, self._most = cover_of(options), options.max_batch_bytes
         self._flattener = Flattener(strict=options.strict_structure)
         self._take = ReplayDigest(self._flattener, cover=self._cover).take
-        self._turns = Turns()
+        self._globals = ProcessGlobals()
         self._start_data: bytes | None = None
         """Where the stream comes from, encoded."""
         self._unsaved: Exception | None = None
@@ -106,8 +106,8 @@ class InProcessSlot:
         self._log: OrderedDict[int, _Noted] = OrderedDict()
         self._noted = noted
         self._source: Source | None = None
-        self._lost_at: Target | None = None
-        """It is to be made anew, and brought back there."""
+        self._lost = False
+        """The loader is to be made anew."""
         self.traits = records_pb2.LoaderTraits(length=-1)
 
     # ---- the stream
@@ -116,27 +116,33 @@ class InProcessSlot:
         """Make the loader and bring it to where the slot starts. Raises what a runner would fail with."""
         if self._source is not None:
             return
-        with self._turns.taken():
+        with self._globals.in_place():
             source = self._built()
             resume = decode_state(self._resume) if self._resume else None
             start(source, resume, partial(self._keep, source), partial(self._go, source))  # type: ignore[arg-type]
             self._source, self.traits = source, source.traits
             self.traits.looked_at_assignment = place_of.looked_at()
 
-    def next(self, step: int) -> MadeBatch | None:
-        """The next batch, which will be the box's `step`; None at the end of the epoch."""
+    def next(self, step: int, epoch: int, total: int) -> MadeBatch | None:
+        """The batch after `total`, which will be the box's `step`; None at the end of the epoch.
+
+        Ctrl-C in the user's code is raised as it is, and not as an error of theirs: it was meant for the process. What
+        the loader was doing is lost then, as with a runner, and so is a batch that was made and not delivered: the next
+        call makes the loader anew.
+        """
         source = self._ready()
-        at = Target(source.place.epoch, source.place.total, digest=source.digest)
+        if source.place.total != total:
+            source = self._anew(epoch, total)
         try:
-            with self._turns.taken():
+            with self._globals.in_place():
                 if not source.is_open:
                     source.open_pass(step=step)
                 batch = source.next()
                 made = None if batch is END else self._made(batch)
                 self.traits.looked_at_assignment |= place_of.looked_at()
         except InputFnError as error:
-            if isinstance(error.__cause__, KeyboardInterrupt):  # of this process's user, and not of the loader
-                self._lose(at)
+            if isinstance(error.__cause__, KeyboardInterrupt):
+                self.lose()
                 raise error.__cause__ from None
             raise
         if made is not None:
@@ -148,7 +154,7 @@ class InProcessSlot:
     def leave(self, epoch: int, total: int) -> None:
         """The loop leaves the epoch after batch `total`, where the slot stands."""
         source = self._ready()
-        with self._turns.taken():
+        with self._globals.in_place():
             if source.saves_state and source.is_ahead:  # a resume has looked at the next batch
                 noted = self._log.get(total)
                 self._recover(source, Target(epoch, total, self._left, noted.digest if noted is not None else 0))
@@ -156,9 +162,8 @@ class InProcessSlot:
         self._left[epoch] = total
 
     def lose(self) -> None:
-        """Let the loader go, as if its worker had died: the next call makes it anew, and brings it back by replay."""
-        source = self._ready()
-        self._lose(Target(source.place.epoch, source.place.total, digest=source.digest))
+        """Take the loader for lost, as if its worker had died: the next call makes it anew, and brings it back."""
+        self._lost = True
 
     def failure(self, error: BaseException) -> PenstockError:
         """What a runner says where making the next batch raises this."""
@@ -174,7 +179,7 @@ class InProcessSlot:
     def aggregate(self, states: list[Any]) -> Any:
         """One state of all workers' states."""
         source = self._ready()
-        with self._turns.taken():
+        with self._globals.in_place():
             return source.aggregate(states)
 
     def _built(self) -> Source:
@@ -186,19 +191,21 @@ class InProcessSlot:
         if self._source is None:
             self.prepare()
         assert self._source is not None
-        lost, self._lost_at = self._lost_at, None
-        if lost is not None:
-            self._source.drop()
-            with self._turns.taken():
-                self._source = source = self._built()
-                if self._resume and source.by_own_methods:
-                    source.learn_resume(decode_state(self._resume))  # type: ignore[arg-type]
-                self._recover(source, replace(lost, left=self._left))
-            self.traits = source.traits
-        return self._source
+        place = self._source.place
+        return self._anew(place.epoch, place.total) if self._lost else self._source
 
-    def _lose(self, at: Target) -> None:
-        self._lost_at, self._turns = at, Turns()
+    def _anew(self, epoch: int, total: int) -> Source:
+        """Another loader, where this one stood, as a runner that takes the slot over."""
+        if self._source is not None:
+            self._source.drop()
+        self._globals, noted = ProcessGlobals(), self._log.get(total)
+        with self._globals.in_place():
+            source = self._built()
+            if self._resume and source.by_own_methods:
+                source.learn_resume(decode_state(self._resume))  # type: ignore[arg-type]
+            self._recover(source, Target(epoch, total, self._left, noted.digest if noted is not None else 0))
+        self._source, self.traits, self._lost = source, source.traits, False
+        return source
 
     def _recover(self, source: Source, target: Target) -> None:
         """Bring a loader back to where the slot stood."""
@@ -260,7 +267,7 @@ class InProcessSlot:
         place, exact = source.place, self.traits.exact_states
         is_here = (place.epoch, place.total) == (epoch, total) and source.is_open and not source.is_ahead
         if exact and is_here and not source.is_untouched:
-            with self._turns.taken():
+            with self._globals.in_place():
                 return self._answer(source.snapshot(step).encode(), epoch, total)
         if self.traits.state_methods == 4:
             return self._replayed(epoch, delivered, total, step)
@@ -294,7 +301,7 @@ class InProcessSlot:
             "left_from": 0,
             "following": not self.traits.exact_states,
         }
-        with Turns().taken():
+        with ProcessGlobals().in_place():
             source = self._built()
             try:
                 if self._resume:

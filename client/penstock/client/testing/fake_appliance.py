@@ -1,26 +1,9 @@
-"""Testing a training loop without daemons: an appliance in this process and thread.
-
-    from penstock.client.testing import FakeAppliance
-
-    def test_training_survives_a_restart():
-        with FakeAppliance(num_workers_per_box=2, seed=7) as appliance:
-            loader = DataLoader(input_fn)
-            for batch in DataExecutor(loader, num_steps=10, appliance=appliance):
-                ...
-            state = loader.state_dict()
-
-There is no socket, thread or process beside, and nothing to wait for: a batch is made when the loop asks for it. All
-the rest is the real thing: DataLoader, DataExecutor, checkpoint_closure, Lookahead, states. The batches are those that
-workers would send, from the same positions and with the same seeds, and a state that is saved here resumes on a real
-Appliance, and the other way round. See docs/testing.md for what differs.
-"""
+"""An appliance in this process and thread: see penstock.client.testing."""
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -31,10 +14,10 @@ from penstock.client.in_process import Fault, InProcessReader, InProcessRun
 from penstock.client.states.code_reference import forbid_in_runner
 from penstock.client.states.run_opening import Opening
 from penstock.client.stream.stream_interfaces import Reader, StreamRun
-from penstock.proto.errors import InvalidArgumentError, PenstockError, WorkerLostError
+from penstock.proto.errors import InvalidArgumentError, PenstockError
 from penstock.proto.v1 import records_pb2
 
-__all__ = ["FakeAppliance", "Fault", "InputError", "LostWorker", "SlowBatch"]
+__all__ = ["FakeAppliance"]
 
 
 class FakeAppliance(Appliance):
@@ -141,46 +124,3 @@ class FakeAppliance(Appliance):
         settings = self.settings
         shape = f"box {settings.box} of {settings.num_boxes}, {settings.num_workers_per_box} workers each"
         return f"<FakeAppliance {shape}>"
-
-
-# ---- faults
-
-
-@dataclass(frozen=True)
-class SlowBatch:
-    """The batch of this step comes `seconds` late. From the appliance's `timeout_s` on the loop gets a DeadlineError,
-    after which it may go on: the next executor gets the batch."""
-
-    step: int
-    seconds: float
-
-    def strike(self, reader: InProcessReader) -> None:
-        reader.delay(self.seconds)
-
-
-@dataclass(frozen=True)
-class InputError:
-    """Making the batch of this step raises `error` (a ValueError): the loop gets an InputFnError that names it, and the
-    run is over; load_state_dict begins another one."""
-
-    step: int
-    error: Exception = field(default_factory=partial(ValueError, "injected by a test"))
-
-    def strike(self, reader: InProcessReader) -> None:
-        raise reader.failed(reader.due.failure(self.error)) from self.error
-
-
-@dataclass(frozen=True)
-class LostWorker:
-    """The worker that was to make the batch of this step dies. The slot is made anew and brought back, with a warning
-    and a count in DataExecutor.stats.recoveries; with `for_good` the loop gets a WorkerLostError, and the run is over.
-    """
-
-    step: int
-    for_good: bool = False
-
-    def strike(self, reader: InProcessReader) -> None:
-        why = "its worker was lost (injected by a test)"
-        if self.for_good:
-            raise reader.failed(WorkerLostError(f"{reader.label}: {why}, and no other one made the batch either"))
-        reader.replace_worker(why)
