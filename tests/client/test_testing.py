@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 import torch.utils.data
 
 from penstock.client import DataExecutor, DataLoader
+from penstock.client.in_process import InProcessReader
 from penstock.client.testing import FakeAppliance, InputError, LostWorker, SlowBatch
 from penstock.proto.errors import (
     BatchTooLargeError,
@@ -30,7 +32,7 @@ from penstock.proto.errors import (
     StateUnavailableError,
     WorkerLostError,
 )
-from penstock.proto.state.assignment import NEUTRAL, current_assignment
+from penstock.proto.state.assignment import NEUTRAL, assigned, current_assignment
 
 INPUTS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "two methods": (streams.counter, {}),
@@ -174,10 +176,56 @@ def test_user_code_runs_in_the_loops_thread() -> None:
 
 
 def test_the_loop_is_no_worker() -> None:
-    with fake() as appliance:
+    own = replace(NEUTRAL, seed=3)
+    with fake() as appliance, assigned(own):
         for _ in DataExecutor(DataLoader(streams.counter), num_steps=3, appliance=appliance):
-            assert current_assignment() == NEUTRAL
+            assert current_assignment() == own
             assert torch.utils.data.get_worker_info() is None
+
+
+def test_a_batch_that_was_not_handed_out_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C after it was made."""
+    whole, digest = take(fake(), 6)
+    pressed: list[Any] = []
+    real = InProcessReader._assembled
+
+    def assembled(reader: InProcessReader, made: Any) -> Any:
+        pressed.append(made)
+        if len(pressed) == 4:
+            raise KeyboardInterrupt
+        return real(reader, made)
+
+    monkeypatch.setattr(InProcessReader, "_assembled", assembled)
+    with fake() as appliance:
+        loader = DataLoader(streams.counter)
+        got: list[Any] = []
+        with pytest.raises(KeyboardInterrupt):
+            got.extend(numbers(batch) for batch in DataExecutor(loader, num_steps=6, appliance=appliance))
+        executor = DataExecutor(loader, num_steps=3, appliance=appliance)
+        got.extend(numbers(batch) for batch in executor)
+    assert (got, executor.digest) == (whole, digest)
+
+
+def test_a_resumed_loop_may_break_at_once() -> None:
+    """A resume has looked at each slot's next batch; the epoch is left before it all the same."""
+    loader = DataLoader(streams.shared_noisy)
+    got = []
+    with fake() as appliance:
+        for batch in DataExecutor(loader, appliance=appliance):
+            got.append(numbers(batch))
+            if loader.step == 6:
+                state = loader.state_dict()
+            if loader.step == 7:
+                break
+        got += [numbers(batch) for batch in DataExecutor(loader, num_steps=6, appliance=appliance)]
+    again = DataLoader(streams.shared_noisy)
+    again.load_state_dict(state)
+    with fake() as appliance:
+        for batch in DataExecutor(again, appliance=appliance):
+            assert numbers(batch) == got[6]
+            break
+        rest = [numbers(batch) for batch in DataExecutor(again, num_steps=6, appliance=appliance)]
+    assert rest == got[7:]
 
 
 class InterruptedOnce(torch.utils.data.Dataset[torch.Tensor]):
@@ -206,7 +254,8 @@ def test_ctrl_c_is_the_loops() -> None:
         whole = [batch.tolist() for batch in DataExecutor(DataLoader(rows), num_steps=12, appliance=appliance)]
     InterruptedOnce.pressed.clear()
     with fake(num_workers_per_box=1, replay=True) as appliance:
-        loader, got = DataLoader(rows), []
+        got: list[Any] = []
+        loader = DataLoader(rows)
         with pytest.raises(KeyboardInterrupt):
             got.extend(batch.tolist() for batch in DataExecutor(loader, num_steps=12, appliance=appliance))
         state, done = loader.state_dict(), loader.step

@@ -127,7 +127,7 @@ class InProcessRun:
 
     Args:
         name: "job/ordinal".
-        settings: of the appliance: box, num_boxes, num_workers_per_box, retention_steps.
+        box, num_boxes, num_workers_per_box: which box this is, of how many, with how many slots each.
         options: of the loader.
         opening: which code, with which seed, from where.
         seed: of the run.

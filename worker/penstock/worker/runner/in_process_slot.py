@@ -152,10 +152,13 @@ class InProcessSlot:
         return made
 
     def leave(self, epoch: int, total: int) -> None:
-        """The loop leaves the epoch after batch `total`, where the slot stands."""
+        """The loop leaves the epoch after batch `total`, of which the slot may have met the end."""
         source = self._ready()
+        place = source.place
         with self._globals.in_place():
-            if source.saves_state and source.is_ahead:  # a resume has looked at the next batch
+            if not source.saves_state:  # it cannot be taken back
+                place.epoch, place.total = epoch, total
+            elif source.is_ahead or (place.epoch, place.total) != (epoch, total):
                 noted = self._log.get(total)
                 self._recover(source, Target(epoch, total, self._left, noted.digest if noted is not None else 0))
             leave(source, epoch, total)
