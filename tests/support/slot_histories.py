@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from hypothesis import strategies as st
 
 from penstock.worker.loader.restart_plan import Target, route
-from penstock.worker.loader.restart_points import Base, Launch, Past, Place
+from penstock.worker.loader.restart_points import Launch, RestartPoint, StreamHistory, StreamPosition
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class History:
     left: dict[int, int]
     """Epoch -> batches in all where the loop left it."""
     target: Target
-    points: list[Base]
+    points: list[RestartPoint]
     """In any order; some may lie where the runner ran ahead of a loop that left the epoch."""
     astray: frozenset[int] = field(default_factory=frozenset)
     """Numbers of the points from which a loader does not lead to the batches that were delivered."""
@@ -33,7 +33,7 @@ class History:
             total = self.left.get(number, total + self.lengths[number])
         return total
 
-    def is_on_the_way(self, point: Base) -> bool:
+    def is_on_the_way(self, point: RestartPoint) -> bool:
         """By the history itself, and not by what planning makes of it."""
         epoch, target = point.epoch, self.target
         if epoch > target.epoch or point.began != self.began(epoch):
@@ -72,7 +72,7 @@ class _Walker:
 
     def make(self) -> None:
         self.total += 1
-        began, last = self.history.began(self.epoch), self.history.left.get(self.epoch, self.total)
+        began, last = self.history.began(self.epoch), self.history.abandoned.get(self.epoch, self.total)
         assert began < self.total <= last, f"batch {self.total} of epoch {self.epoch} was not delivered"
 
     def open_next(self) -> None:
@@ -108,19 +108,19 @@ def histories(draw: st.DrawFn) -> History:
 
 
 @st.composite
-def _points(draw: st.DrawFn, history: History, whole: bool) -> Base:
+def _points(draw: st.DrawFn, history: History, whole: bool) -> RestartPoint:
     """An epoch start, or a snapshot; also one that was taken ahead of a loop that then left the epoch."""
     epoch = draw(st.integers(0, history.target.epoch))
     began = history.began(epoch)
     origin = draw(st.booleans())
-    if draw(st.booleans()) and history.left:
-        number = draw(st.sampled_from(sorted(history.left)))
+    if draw(st.booleans()) and history.abandoned:
+        number = draw(st.sampled_from(sorted(history.abandoned)))
         began = history.began(number)
         ahead = began + history.lengths[number]
         if draw(st.booleans()):
             return _point(history, whole, number + 1, ahead, ahead, origin=True)
         return _point(history, whole, number, began, draw(st.integers(began, ahead)), origin=False)
-    last = history.left.get(epoch, began + history.lengths[epoch])
+    last = history.abandoned.get(epoch, began + history.lengths[epoch])
     if origin or last == began:
         return _point(history, whole, epoch, began, began, origin=True)
     skips = draw(st.lists(st.tuples(st.just(epoch), st.integers(0, 40), st.integers(1, 3)), max_size=2))
@@ -137,8 +137,15 @@ def _point(
     origin: bool,
     launch: Launch = Launch(),  # noqa: B008 - frozen
     skips: Iterable[tuple[int, int, int]] = (),
-) -> Base:
-    past = Past(launch, tuple((number, at) for number, at in history.left.items() if number < epoch), whole)
-    return Base(
-        Place(epoch, total - began, total, 0), None, b"", b"" if origin else None, skips=tuple(skips), past=past
+) -> RestartPoint:
+    past = StreamHistory(
+        launch, tuple((number, at) for number, at in history.abandoned.items() if number < epoch), whole
+    )
+    return RestartPoint(
+        StreamPosition(epoch, total - began, total, 0),
+        None,
+        b"",
+        b"" if origin else None,
+        skips=tuple(skips),
+        past=past,
     )

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from slot_histories import History, histories
 
 from penstock.proto.errors import InputFnError, ReplayMismatchError
-from penstock.worker.daemon.snapshots import Kept, SnapshotStore
+from penstock.worker.daemon.snapshots import SlotSnapshots, StoredSnapshot
 from penstock.worker.loader.crossing_kinds import (
     FRESH,
     KEPT,
@@ -24,12 +24,12 @@ from penstock.worker.loader.crossing_kinds import (
     to_try,
 )
 from penstock.worker.loader.restart_plan import BEGINNING, Target, first_fit, plan_recovery, route
-from penstock.worker.loader.restart_points import UNFIT, Base, Launch
+from penstock.worker.loader.restart_points import UNFIT, Launch, RestartPoint
 from penstock.worker.loader.resume_plan import ResumeKind, ResumeWay, resume_ways, rotations
-from penstock.worker.runner.local_restart_points import CHECKED_BATCHES, Known, OwnBases
+from penstock.worker.runner.local_restart_points import CHECKED_BATCHES, EncodedPoint, LocalRestartPoints
 
 
-def start_of(way: Base | None) -> tuple[int, int]:
+def start_of(way: RestartPoint | None) -> tuple[int, int]:
     return (0, 0) if way is None else (way.epoch, way.total)
 
 
@@ -41,8 +41,8 @@ def test_every_way_reaches_just_the_target(history: History, counted: bool) -> N
     target = history.target
     plan = plan_recovery(history.points, target, counted=counted)
     for way in plan.ways if plan is not None else []:
-        past = plan.nearest.past if way is BEGINNING else way.past  # type: ignore[union-attr]
-        assert history.walk(*start_of(way), target.behind(past.left)) == (target.epoch, target.total)
+        history = plan.nearest.history if way is BEGINNING else way.history  # type: ignore[union-attr]
+        assert history.walk(*start_of(way), target.behind(history.abandoned)) == (target.epoch, target.total)
 
 
 @given(histories())
@@ -52,14 +52,14 @@ def test_legs_are_known_from_the_point_alone(history: History) -> None:
     for point in filter(history.is_on_the_way, history.points):
         heard = replace(target, left={epoch: at for epoch, at in target.left.items() if epoch >= point.epoch})
         for start in ((0, 0), (point.epoch, point.total)):
-            assert history.walk(*start, heard.behind(point.past.left)) == (target.epoch, target.total)
+            assert history.walk(*start, heard.behind(point.history.abandoned)) == (target.epoch, target.total)
 
 
 @given(histories())
 def test_the_nearest_point_comes_first(history: History) -> None:
     target = history.target
     fit = [point for point in history.points if history.is_on_the_way(point)]
-    just_left = [point for point in fit if not point.is_origin and point.total == target.left.get(point.epoch)]
+    just_left = [point for point in fit if not point.is_epoch_start and point.total == target.left.get(point.epoch)]
     fit = [point for point in fit if point not in just_left] or fit
     fit = [point for point in fit if point.total < target.total] or fit
     plan = plan_recovery(history.points, target, counted=False)
@@ -76,7 +76,7 @@ def test_the_nearest_point_comes_first(history: History) -> None:
 @given(histories())
 def test_the_beginning_is_tried_at_last(history: History) -> None:
     plan = plan_recovery(history.points, history.target, counted=False)
-    if plan is not None and plan.nearest.past.whole:
+    if plan is not None and plan.nearest.history.complete:
         assert start_of(plan.ways[-1]) == (0, 0)
     elif plan is not None:
         assert BEGINNING not in plan.ways
@@ -85,13 +85,13 @@ def test_the_beginning_is_tried_at_last(history: History) -> None:
 @given(histories())
 def test_misleading_states_are_passed_over(history: History) -> None:
     plan = plan_recovery(history.points, history.target, counted=True)
-    if plan is not None and plan.nearest.past.whole:
+    if plan is not None and plan.nearest.history.complete:
         assert plan.ways == [BEGINNING]
 
 
 @given(histories())
 def test_launches_and_poison_do_not_matter(history: History) -> None:
-    plain = [replace(point, skips=(), past=point.past.of(Launch())) for point in history.points]
+    plain = [replace(point, skips=(), history=point.history.of(Launch())) for point in history.points]
     one = plan_recovery(history.points, history.target, counted=False)
     other = plan_recovery(plain, history.target, counted=False)
     assert (one is None) == (other is None)
@@ -105,10 +105,10 @@ def test_a_way_astray_gives_way_to_the_next(history: History, kind: type[Excepti
     if plan is None:
         return
     wrong = [id(history.points[number]) for number in history.astray if number < len(history.points)]
-    tried: list[Base | None] = []
-    told: list[Base | None] = []
+    tried: list[RestartPoint | None] = []
+    told: list[RestartPoint | None] = []
 
-    def take(way: Base | None) -> None:
+    def take(way: RestartPoint | None) -> None:
         tried.append(way)
         if id(way) in wrong:
             raise kind(f"not from {start_of(way)}")
@@ -139,29 +139,33 @@ def test_another_error_ends_the_search_at_once() -> None:
 @given(histories())
 def test_the_daemon_picks_what_a_runner_would(history: History) -> None:
     """Of those that are proven; it need not lie before the last batch, for nothing is compared."""
-    target, store = history.target, SnapshotStore()
+    target, store = history.target, SlotSnapshots()
     last = {
-        (point.epoch, point.total, point.is_origin, point.began): number for number, point in enumerate(history.points)
+        (point.epoch, point.total, point.is_epoch_start, point.began): number
+        for number, point in enumerate(history.points)
     }
     for number in last.values():
         point, proven = history.points[number], number not in history.astray
-        place = point.place
-        store.add(Kept(place.epoch, place.delivered, place.total, 0, point.is_origin, 0, b"", proven=proven), -1)
+        place = point.position
+        store.add(
+            StoredSnapshot(place.epoch, place.delivered, place.total, 0, point.is_epoch_start, 0, b"", proven=proven),
+            -1,
+        )
     points = [history.points[number] for number in last.values() if number not in history.astray]
     fit = [point for point in points if history.is_on_the_way(point)]
-    first = [point for point in fit if point.is_origin or point.total != target.left.get(point.epoch)] or fit
-    expected = max(((point.epoch, point.total, point.is_origin) for point in first), default=None)
+    first = [point for point in fit if point.is_epoch_start or point.total != target.left.get(point.epoch)] or fit
+    expected = max(((point.epoch, point.total, point.is_epoch_start) for point in first), default=None)
     nearest = store.nearest(target.epoch, target.total, left=target.left)
-    assert expected == (None if nearest is None else (nearest.epoch, nearest.total, nearest.origin))
+    assert expected == (None if nearest is None else (nearest.epoch, nearest.total, nearest.epoch_start))
 
 
 # ---- back to where the loop left an epoch
 
 
-def own_bases(history: History) -> OwnBases:
-    own = OwnBases()
+def own_bases(history: History) -> LocalRestartPoints:
+    own = LocalRestartPoints()
     for point in sorted(history.points, key=lambda point: (point.epoch, point.total)):
-        own.add(Known(point.epoch, point.total, b""), origin=point.is_origin)
+        own.add(EncodedPoint(point.epoch, point.total, b""), epoch_start=point.is_epoch_start)
     return own
 
 
@@ -178,31 +182,31 @@ def test_every_way_back_reaches_the_place(history: History, exact: bool, doubted
     inside = [
         point.total
         for point in points
-        if not point.is_origin
+        if not point.is_epoch_start
         and point.epoch == target.epoch
         and target.total - point.total >= (1 if exact else CHECKED_BATCHES)
     ]
     if inside:
         assert (ways[0].epoch, ways[0].total) == (target.epoch, max(inside))
     if plan.probe is not None:
-        assert plan.origin is not None
+        assert plan.epoch_start is not None
         assert not inside
-        assert plan.origin.total == target.total == plan.probe.total - 1
+        assert plan.epoch_start.total == target.total == plan.probe.total - 1
         assert plan.probe.digest == following == 1
-    if any(point.epoch == target.epoch and point.is_origin for point in points):
-        assert plan.origin is not None
-        assert doubted or ways[0] in (plan.inside, plan.origin)
+    if any(point.epoch == target.epoch and point.is_epoch_start for point in points):
+        assert plan.epoch_start is not None
+        assert doubted or ways[0] in (plan.inside, plan.epoch_start)
 
 
 def test_doubt_prefers_what_lies_before_the_epoch() -> None:
-    own = OwnBases()
-    own.add(Known(0, 0, b"start"), origin=True)
-    own.add(Known(0, 5, b"inside"), origin=False)
-    own.add(Known(1, 8, b"origin"), origin=True)
+    own = LocalRestartPoints()
+    own.add(EncodedPoint(0, 0, b"start"), epoch_start=True)
+    own.add(EncodedPoint(0, 5, b"inside"), epoch_start=False)
+    own.add(EncodedPoint(1, 8, b"epoch_start"), epoch_start=True)
     plan = own.plan_return(Target(1, 8), exact=False, following=3)
     assert plan.probe == Target(1, 9, digest=3)
-    assert [way.data for way in plan.ways(origin_doubted=False)] == [b"origin", b"inside"]
-    assert [way.data for way in plan.ways(origin_doubted=True)] == [b"inside", b"origin", b"inside"]
+    assert [way.data for way in plan.ways(origin_doubted=False)] == [b"epoch_start", b"inside"]
+    assert [way.data for way in plan.ways(origin_doubted=True)] == [b"inside", b"epoch_start", b"inside"]
     assert own.plan_return(Target(1, 8), exact=False).probe is None
 
 

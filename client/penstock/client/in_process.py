@@ -24,13 +24,13 @@ from typing import Any, Final, Literal, NoReturn, Protocol
 import torch
 
 from penstock.client.states.run_opening import Opening
-from penstock.client.states.saved_state import Start
+from penstock.client.states.saved_state import BoxStart
 from penstock.client.stream import open_streams
-from penstock.client.stream.checkpoint_schedule import Schedule
-from penstock.client.stream.device import Backend
+from penstock.client.stream.checkpoint_schedule import CheckpointSchedule
+from penstock.client.stream.device import DeviceBackend
 from penstock.client.stream.device_reader import backend_of
-from penstock.client.stream.open_run import Progress
-from penstock.client.stream.ordered_reader import PASS_ENDED, Stats
+from penstock.client.stream.open_run import BoxProgress
+from penstock.client.stream.ordered_reader import EPOCH_ENDED, StreamStats
 from penstock.client.stream.stream_interfaces import StreamRun, placed, recovered, warn_of_whole_input
 from penstock.proto.batch.flatten import Assembler, wrap_buffer
 from penstock.proto.batch.structure import Structure
@@ -42,7 +42,7 @@ from penstock.proto.state.position import Position
 from penstock.proto.state.restartable import by_own_methods
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
-from penstock.runtime.process.forks import Owner
+from penstock.runtime.process.forks import OwnerProcess
 from penstock.worker.runner.in_process_slot import InProcessSlot, MadeBatch
 
 __all__ = ["Fault", "InProcessReader", "InProcessRun"]
@@ -66,10 +66,10 @@ class Fault(Protocol):
 class _Box:
     """One box: where it stands, and its slots."""
 
-    def __init__(self, number: int, start: Start, slots: list[InProcessSlot], kept: int) -> None:
+    def __init__(self, number: int, start: BoxStart, slots: list[InProcessSlot], kept: int) -> None:
         self.number = number
         self.slots = slots
-        self.position = Position.from_proto(start.base)
+        self.position = Position.from_proto(start.position)
         self._at: OrderedDict[int, Position] = OrderedDict()
         self._kept = kept
 
@@ -87,7 +87,7 @@ class _Box:
 
     def exhaust(self, slot: int) -> bool:
         """The slot whose turn it is has ended. True if that ended the epoch."""
-        if by_own_methods(self.slots[slot].traits):
+        if by_own_methods(self.slots[slot].capabilities):
             self.position.carry()
         return self.position.exhaust()
 
@@ -97,12 +97,12 @@ class _Box:
             slot.leave(self.position.epoch, total)
         self.position.cut()
 
-    def go(self, step: int, last_epoch: int, cuts: dict[int, int]) -> None:
+    def go(self, step: int, last_epoch: int, abandoned: dict[int, int]) -> None:
         """Take the steps up to this one, as a loop that leaves epochs there (epoch -> step) and opens none behind
         `last_epoch`."""
         position = self.position
         while position.step < step and position.epoch <= last_epoch:
-            if cuts.get(position.epoch) == position.step and any(position.delivered):
+            if abandoned.get(position.epoch) == position.step and any(position.delivered):
                 self.cut()
                 continue
             slot = position.turn
@@ -149,7 +149,7 @@ class InProcessRun:
         self.num_boxes, self.num_slots, self.cover = num_boxes, num_workers_per_box, opening.cover
         self.error: PenstockError | None = None
         self.views = [pb.SlotView(slot=slot) for slot in range(self.num_slots)]
-        self.progress = Progress()
+        self.progress = BoxProgress()
         self.ended_boxes: dict[int, int] = {}
         self.abandoned = False
         self.away_since: float | None = None
@@ -157,12 +157,12 @@ class InProcessRun:
         """User code of all slots runs in turn, for they share what a process has once."""
         self.last_epoch = 0
         """The last that this box's loop opens."""
-        self.cuts: dict[int, int] = {}
+        self.abandoned: dict[int, int] = {}
         """Epoch -> the step after which this box's loop left it."""
         self._opening, self._options, self._on_closed = opening, options, on_closed
         self._boxes: dict[int, _Box] = {}
         self._closed = False
-        self._owner = Owner()
+        self._owner = OwnerProcess()
 
     @property
     def closed(self) -> bool:
@@ -185,7 +185,7 @@ class InProcessRun:
             self._boxes[number] = _Box(number, start, slots, self._options.retention_steps + 1)
         return self._boxes[number]
 
-    def _slot(self, box: int, slot: int, start: Start) -> InProcessSlot:
+    def _slot(self, box: int, slot: int, start: BoxStart) -> InProcessSlot:
         assignment = records_pb2.WorkerAssignment(
             run=self.name,
             attempt=self.attempt,
@@ -196,10 +196,10 @@ class InProcessRun:
             num_workers_per_box=self.num_slots,
             seed=self.seed,
             loader=records_pb2.LoaderSpec(input_fn=self._opening.reference.name, options=self._options),
-            base=start.base,
+            base=start.position,
         )
         if start.blob:
-            assignment.resume.blob, assignment.resume.same_shape = HERE, start.same_shape
+            assignment.resume.blob, assignment.resume.same_topology = HERE, start.same_topology
         return InProcessSlot(assignment, self._opening.make, start.blob, noted=self._options.retention_steps + 2)
 
     def prepare(self) -> None:
@@ -211,7 +211,7 @@ class InProcessRun:
             try:
                 slot.prepare()
                 view.phase = pb.READY
-                view.traits.CopyFrom(slot.traits)
+                view.capabilities.CopyFrom(slot.capabilities)
             except PenstockError as error:
                 view.phase = pb.FAILED
                 view.error.CopyFrom(detail_of(error))
@@ -238,7 +238,7 @@ class InProcessRun:
             for number in range(self.num_boxes):
                 box = self.box_of(number)
                 if number != self.box:
-                    box.go(step, self.last_epoch, self.cuts)
+                    box.go(step, self.last_epoch, self.abandoned)
                 self._add(found, box, step)
         return found
 
@@ -262,7 +262,7 @@ class InProcessRun:
                 samples_streamed=state.samples,
                 state_bytes=len(state.data),
                 epoch=position.epoch,
-                traits=slot.traits,
+                capabilities=slot.capabilities,
                 digest=state.digest,
                 next_digest=state.next_digest,
                 next_epoch=state.next_epoch,
@@ -301,12 +301,12 @@ class InProcessReader:
         self._run, self._label, self._timeout_s = run, label, timeout_s
         self._box = run.box_of(run.box)
         self.position = self._box.position
-        self.stats = Stats()
+        self.stats = StreamStats()
         self.first_step = self.position.step
         self.wait_s = 0.0
         self.layout: tuple[Structure, list[int]] | None = None
         self.thread = threading.get_ident()
-        self._backend: Backend | None = backend_of(device) if device not in ("", "cpu") else None
+        self._backend: DeviceBackend | None = backend_of(device) if device not in ("", "cpu") else None
         self._faults = sorted(faults, key=lambda fault: fault.step)
         self._assemblers: OrderedDict[int, Assembler] = OrderedDict()
         self._told_whole_input = False
@@ -326,7 +326,7 @@ class InProcessReader:
     # ---- the stream
 
     def next(self) -> Any:
-        """The next batch, or PASS_ENDED; makes it.
+        """The next batch, or EPOCH_ENDED; makes it.
 
         Raises:
             PenstockError: the input failed, after every batch that came before it.
@@ -345,7 +345,7 @@ class InProcessReader:
             finally:
                 self._waited(box.position.turn, time.monotonic() - began)
         if made is None:
-            return PASS_ENDED
+            return EPOCH_ENDED
         batch = self._assembled(made)
         box.deliver(made)
         self.layout = made.structure, made.shapes
@@ -366,7 +366,7 @@ class InProcessReader:
             except PenstockError as error:
                 raise self.failed(error) from error.__cause__
             if made is not None:
-                view.traits.looked_at_assignment |= box.slots[slot].traits.looked_at_assignment
+                view.capabilities.looked_at_assignment |= box.slots[slot].capabilities.looked_at_assignment
                 return made
             if box.exhaust(slot):
                 return None
@@ -441,15 +441,15 @@ class InProcessReader:
     def open_epochs(self, limit: int) -> None:
         self._run.last_epoch = max(self._run.last_epoch, limit)
 
-    def announce(self, schedule: Schedule, last: int | None) -> int | None:
+    def announce(self, schedule: CheckpointSchedule, last: int | None) -> int | None:
         """Nothing is prepared ahead."""
         return None
 
     def cut(self) -> None:
         position, run = self.position, self._run
         if not any(position.delivered):
-            return  # nothing of the pass was taken
-        run.cuts[position.epoch] = position.step
+            return  # nothing of the epoch was taken
+        run.abandoned[position.epoch] = position.step
         with run.lock:
             self._box.cut()
 

@@ -3,7 +3,7 @@
 An explicit argument wins, then a PENSTOCK_* variable, then what torchrun sets, then the settings file (sections
 [cluster] and [client]), then the default. torchrun's RANK and
 WORLD_SIZE stand for box and num_boxes, because with plain data parallelism they are; with tensor or pipeline
-parallelism the box is the data-parallel rank, which only the script knows, and it passes that itself.
+parallelism the box is the data-parallel rank, which only the script knows, and it epochs that itself.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from penstock.proto.lane.compression import require
 from penstock.runtime.config.job_settings import JobSettings, check_file
 from penstock.runtime.config.settings import field_of, reason_of, source_of
 
-__all__ = ["Settings", "Torchrun", "attempt_key", "resolve", "resolve_given"]
+__all__ = ["ApplianceSettings", "Torchrun", "attempt_key", "resolve", "resolve_given"]
 
 
-class Settings(JobSettings):
+class ApplianceSettings(JobSettings):
     """What an Appliance was given, complete and checked."""
 
     @field_validator("device")
@@ -32,17 +32,17 @@ class Settings(JobSettings):
         return device and check_device(device)
 
 
-def resolve(**given: Any) -> Settings:
+def resolve(**given: Any) -> ApplianceSettings:
     """Settings from the arguments that were given (others are None) and the environment.
 
     Raises:
         InvalidArgumentError: a value that cannot be meant; names it and where it came from.
         BoxOutOfRangeError: the box does not lie in [0, num_boxes).
     """
-    return _resolved(Settings, given)
+    return _resolved(ApplianceSettings, given)
 
 
-class _GivenOnly(Settings):
+class _GivenOnly(ApplianceSettings):
     """Looks at neither variables nor the settings file."""
 
     @classmethod
@@ -57,12 +57,12 @@ class _GivenOnly(Settings):
         return (init_settings,)
 
 
-def resolve_given(**given: Any) -> Settings:
+def resolve_given(**given: Any) -> ApplianceSettings:
     """The same from the arguments alone, and defaults."""
     return _resolved(_GivenOnly, given)
 
 
-def _resolved(kind: type[Settings], given: dict[str, Any]) -> Settings:
+def _resolved(kind: type[ApplianceSettings], given: dict[str, Any]) -> ApplianceSettings:
     explicit = {name: value for name, value in given.items() if value is not None}
     for name in ("tls_ca", "tls_cert", "tls_key"):
         if name in explicit:
@@ -72,7 +72,7 @@ def _resolved(kind: type[Settings], given: dict[str, Any]) -> Settings:
         explicit["device"] = str(device)  # torch.device too
     if explicit.get("num_boxes") == 1 and not os.environ.get("PENSTOCK_BOX"):
         explicit.setdefault("box", 0)  # a loader of this rank's own under torchrun: RANK is not meant
-    if kind is Settings:
+    if kind is ApplianceSettings:
         check_file()
     try:
         settings = kind(**explicit)
@@ -96,14 +96,14 @@ def _resolved(kind: type[Settings], given: dict[str, Any]) -> Settings:
 
 def _source(name: str) -> str:
     """The variable or the line of the settings file that a setting came from."""
-    return source_of(Settings, name) or "its default"
+    return source_of(ApplianceSettings, name) or "its default"
 
 
 def _explain(error: ValidationError, explicit: dict[str, Any]) -> str:
     parts = []
     for detail in error.errors():
-        name = field_of(Settings, detail["loc"])
-        source = "" if name in explicit or name not in Settings.model_fields else f" (from {_source(name)})"
+        name = field_of(ApplianceSettings, detail["loc"])
+        source = "" if name in explicit or name not in ApplianceSettings.model_fields else f" (from {_source(name)})"
         shown = "" if name == "token" else f"={detail['input']!r}"
         parts.append(f"{name}{shown}{source}: {reason_of(detail)}")
     return "Appliance: " + "; ".join(parts)
@@ -127,7 +127,7 @@ class Torchrun:
         return self.present and self.local_world_size == self.world_size
 
 
-def attempt_key(settings: Settings, torchrun: Torchrun) -> str:
+def attempt_key(settings: ApplianceSettings, torchrun: Torchrun) -> str:
     """The same on all boxes of one launch, and another one after a restart of them."""
     if settings.attempt or not torchrun.present:
         return settings.attempt

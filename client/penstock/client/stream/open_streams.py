@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from penstock.client.stream.receiver_process import Receiver
     from penstock.client.stream.stream_interfaces import Reader
 
-__all__ = ["Saves", "feeds", "receivers", "saves"]
+__all__ = ["SaveCounters", "feeds", "receivers", "saves"]
 
 _Thing = TypeVar("_Thing")
 
@@ -39,7 +39,7 @@ class _Watched(Generic[_Thing]):
 
 
 @dataclass
-class Saves:
+class SaveCounters:
     """How the checkpoints of this process went, of all its AsyncCheckpointers. Times in seconds."""
 
     ok: int = 0
@@ -85,4 +85,4 @@ class Saves:
 
 feeds: _Watched[Reader] = _Watched()
 receivers: _Watched[Receiver] = _Watched()
-saves = Saves()
+saves = SaveCounters()

@@ -8,8 +8,8 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol
 
-from penstock.client.stream.checkpoint_schedule import Schedule
-from penstock.proto.batch.digest import Cover
+from penstock.client.stream.checkpoint_schedule import CheckpointSchedule
+from penstock.proto.batch.digest import DigestCover
 from penstock.proto.batch.structure import Structure
 from penstock.proto.errors import PenstockError
 from penstock.proto.rpc.calls import FetchedState
@@ -17,8 +17,8 @@ from penstock.proto.state.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 if TYPE_CHECKING:
-    from penstock.client.stream.open_run import Progress
-    from penstock.client.stream.ordered_reader import Stats
+    from penstock.client.stream.open_run import BoxProgress
+    from penstock.client.stream.ordered_reader import StreamStats
 
 __all__ = ["Reader", "StreamRun", "placed", "recovered", "warn_of_whole_input"]
 
@@ -31,11 +31,11 @@ class StreamRun(Protocol):
     num_slots: int
     attempt: int
     seed: int
-    cover: Cover
+    cover: DigestCover
     error: PenstockError | None
     """Why it cannot go on."""
     views: list[pb.SlotView]
-    progress: Progress
+    progress: BoxProgress
     ended_boxes: dict[int, int]
     """Other boxes that take no further step -> their last one."""
     abandoned: bool
@@ -68,7 +68,7 @@ class Reader(Protocol):
     """The batches of one box, in order."""
 
     position: Position
-    stats: Stats
+    stats: StreamStats
     first_step: int
     wait_s: float
     layout: tuple[Structure, list[int]] | None
@@ -82,7 +82,7 @@ class Reader(Protocol):
     def held(self) -> int: ...
 
     def next(self) -> Any:
-        """The next batch, or PASS_ENDED."""
+        """The next batch, or EPOCH_ENDED."""
 
     def flush(self) -> bool:
         """Say what was delivered."""
@@ -90,7 +90,7 @@ class Reader(Protocol):
     def open_epochs(self, limit: int) -> None:
         """Epochs up to this one may be opened."""
 
-    def announce(self, schedule: Schedule, last: int | None) -> int | None:
+    def announce(self, schedule: CheckpointSchedule, last: int | None) -> int | None:
         """Say which states will be asked for next. Returns the step at which to do so again."""
 
     def cut(self) -> None:
@@ -120,7 +120,9 @@ def recovered(box: int, slot: int, why: str) -> str:
 def warn_of_whole_input(label: str, views: Sequence[pb.SlotView], num_workers: int) -> bool:
     """Warn if no worker asked which part of the input is its own, once the first batches are out. `num_workers`: of all
     boxes."""
-    if num_workers < 2 or not all(view.HasField("traits") and not view.traits.looked_at_assignment for view in views):
+    if num_workers < 2 or not all(
+        view.HasField("capabilities") and not view.capabilities.looked_at_assignment for view in views
+    ):
         return False
     warnings.warn(
         f"{label}: no worker asked for its assignment, so every worker streams the whole input, and each "

@@ -3,7 +3,8 @@
 A loader that ran the whole epoch is asked for the next one by `iter()`. One that was restored in its middle may not
 know any more where an epoch begins: a Hugging Face IterableDataset begins every later epoch there again. One that
 input_fn makes anew begins where epochs begin, but may count epochs and know nothing of those before. The loader that
-ran from the beginning shows what is right, where it can be compared. `Past.rewinds` says which of three ways it is:
+ran from the beginning shows what is right, where it can be compared. `StreamHistory.rewinds` says which of three ways
+it is:
 
     KEPT     go on with the restored loader
     FRESH    input_fn() anew, with the generators as they are
@@ -13,7 +14,8 @@ Where it is not known, the first batch of the next epoch is made in the first tw
 loader says of itself after them (its `state_dict()`, the generators), FRESH will do; else the slot's stream is made
 again from the beginning, once, and what comes then is the answer for good. The batch alone would not tell: where an
 epoch's number decides on the order of shards, two epochs may well begin with the same one. Where a state was saved at
-an epoch's end, the batch that came next then is known (`Source.awaited`): ways that agree on another one are wrong.
+an epoch's end, the batch that came next then is known (`RestorableLoader.awaited`): ways that agree on another one are
+wrong.
 """
 
 from __future__ import annotations
@@ -28,22 +30,26 @@ from penstock.proto.errors import InputFnError, PenstockError, ReplayMismatchErr
 from penstock.proto.state.codec import encode_state
 from penstock.worker.loader.crossing_kinds import FRESH, KEPT, REPLAY, First, are_one, first_choice, the_right_one
 from penstock.worker.loader.restart_plan import Leg, Target
-from penstock.worker.loader.restart_points import END, Base, Past, Place
+from penstock.worker.loader.restart_points import END, RestartPoint, StreamHistory, StreamPosition
 from penstock.worker.loader.travel import catch_up, travel
 
 if TYPE_CHECKING:
-    from penstock.worker.loader.restorable_loader import Source
+    from penstock.worker.loader.restorable_loader import RestorableLoader
 
 __all__ = ["cross"]
 
 _log = logging.getLogger("penstock.worker")
 
 
-def cross(source: Source, step: int) -> Base:
+def cross(source: RestorableLoader, step: int) -> RestartPoint:
     """Open the next epoch of a restored source in the way that is right; returns its epoch start."""
-    end, untouched, past = source.rng(), source.is_untouched, source.past
+    end, untouched, history = source.rng(), source.is_untouched, source.history
     choice = first_choice(
-        past.rewinds, methods=source.traits.state_methods, whole=past.whole, untouched=untouched, strays=source.strays
+        history.crossing,
+        methods=source.capabilities.state_methods,
+        whole=history.complete,
+        untouched=untouched,
+        strays=source.strays,
     )
     if choice == KEPT:
         return source.open(step=step)
@@ -59,7 +65,7 @@ def cross(source: Source, step: int) -> Base:
     kept = _tried(source, step, take)
     source.renew(end)
     fresh = _tried(source, step, take)
-    if are_one(kept, fresh, awaited=source.awaited.get(source.place.total), whole=past.whole):
+    if are_one(kept, fresh, awaited=source.awaited.get(source.position.total), whole=history.complete):
         source.learn_rewinds(FRESH)
         source.renew(end)
         return source.open(step=step)
@@ -73,23 +79,23 @@ def cross(source: Source, step: int) -> Base:
             "%s: restored within pass %d, it does not begin the next one as a loader made anew. Which "
             "one is right was found out by making its stream again from the beginning, once: %s",
             source.name,
-            source.place.epoch - 1,
-            {KEPT: "the restored loader", FRESH: "the one made anew"}.get(source.past.rewinds, "neither"),
+            source.position.epoch - 1,
+            {KEPT: "the restored loader", FRESH: "the one made anew"}.get(source.history.crossing, "neither"),
         )
     return opened
 
 
-def _cross_as_resumed(source: Source, step: int) -> Base:
+def _cross_as_resumed(source: RestorableLoader, step: int) -> RestartPoint:
     """The same with a loader that is resumed by its own methods, and can be restored only where its launch began.
 
     What it makes of the next epoch is right if that begins with the batch that came when the state was saved there, or
     with that of a loader from the beginning, which is made once.
     """
     take = ReplayDigest(cover=cover_of(source.assignment.loader.options)).take
-    start, untouched, goal, past = source.start, source.is_untouched, source.place.copy(), source.past
+    start, untouched, goal, history = source.start, source.is_untouched, source.position.copy(), source.history
     awaited = source.awaited.get(goal.total)
     came: First | None = None
-    if past.rewinds != REPLAY:
+    if history.crossing != REPLAY:
         try:
             opened = source.open(step=step)
             came = _first_of(source, take)
@@ -105,54 +111,60 @@ def _cross_as_resumed(source: Source, step: int) -> Base:
     if came is not None and came.digest == right.digest and start is not None:
         if not untouched:
             source.learn_rewinds(KEPT)
-        _as_resumed(source, start, goal, past, take)
+        _as_resumed(source, start, goal, history, take)
         return source.open(step=step)
-    if not untouched and past.rewinds != REPLAY:
+    if not untouched and history.crossing != REPLAY:
         source.learn_rewinds(REPLAY)
         opened = source.marked(opened)
         _log.warning(
             "%s: restored within pass %d, it does not begin the next one with the right batch: its stream is made "
-            "again from the beginning at the end of each pass",
+            "again from the beginning at the end of each epoch",
             source.name,
             goal.epoch - 1,
         )
     return opened
 
 
-def _to(source: Source, goal: Place, past: Past, seen: Callable[[Any], None]) -> None:
+def _to(source: RestorableLoader, goal: StreamPosition, history: StreamHistory, seen: Callable[[Any], None]) -> None:
     """Go to a place, and say nothing where an epoch ends before."""
 
     def go(leg: Leg) -> None:
         source.seek(leg.total, leg.epoch, seen)
 
-    travel(source, Target(goal.epoch, goal.total, dict(past.left)), go)
+    travel(source, Target(goal.epoch, goal.total, dict(history.abandoned)), go)
 
 
-def _as_resumed(source: Source, start: Base, goal: Place, past: Past, take: Callable[[Any], tuple[int, int]]) -> None:
+def _as_resumed(
+    source: RestorableLoader,
+    start: RestartPoint,
+    goal: StreamPosition,
+    history: StreamHistory,
+    take: Callable[[Any], tuple[int, int]],
+) -> None:
     """Bring a loader that is resumed as its launch was back to where it stood, between two epochs. It got over the ends
     on the way by itself, and does again: they are not looked at once more."""
 
     def seen(batch: Any) -> None:
         source.digest, samples = take(batch)
-        source.place.samples += samples
+        source.position.samples += samples
 
     source.restore(start)
     source.restored = False
-    _to(source, goal, past, seen)
+    _to(source, goal, history, seen)
     catch_up(source, goal.epoch)
     source.restored = True
 
 
-def _first_of(source: Source, take: Callable[[Any], tuple[int, int]]) -> First:
+def _first_of(source: RestorableLoader, take: Callable[[Any], tuple[int, int]]) -> First:
     batch = source.peek()
     digest = None if batch is END else take(batch)[0]
     try:
-        return First(digest, encode_state(source.state(source.place.total)[0]) + source.rng())
+        return First(digest, encode_state(source.state(source.position.total)[0]) + source.rng())
     except PenstockError:
         return First(digest, b"")
 
 
-def _tried(source: Source, step: int, take: Callable[[Any], tuple[int, int]]) -> First:
+def _tried(source: RestorableLoader, step: int, take: Callable[[Any], tuple[int, int]]) -> First:
     """What the epoch begins with if it is opened as the source is now. A loader that raises where it was restored may
     be one that cannot begin again, and another way is right; if it always raises, the last way says so."""
     try:
@@ -164,29 +176,31 @@ def _tried(source: Source, step: int, take: Callable[[Any], tuple[int, int]]) ->
         source.abort()
 
 
-def _from_the_beginning(source: Source, take: Callable[[Any], tuple[int, int]]) -> None:
+def _from_the_beginning(source: RestorableLoader, take: Callable[[Any], tuple[int, int]]) -> None:
     """Bring a loader from the beginning to where the source stands, between two epochs."""
-    goal, digest, past = source.place.copy(), source.digest, source.past
+    goal, digest, history = source.position.copy(), source.digest, source.history
     why = (
-        f"{source.name}: how it begins pass {goal.epoch} cannot be known: it was restored within the pass before, and "
+        f"{source.name}: how it begins pass {goal.epoch} cannot be known: it was restored within the epoch before, and "
         "would not begin this one as a loader that input_fn makes anew"
     )
-    if not past.whole:
+    if not history.complete:
         raise ReplayMismatchError(
-            f"{why}; and its stream cannot be made again from the beginning, for it began on another shape, or more "
-            "than a thousand passes were left by `break`. Give the loader a state that says where an epoch begins"
+            f"{why}; and its stream cannot be made again from the beginning, for it began on another topology, or more "
+            "than a thousand epochs were left by `break`. Give the loader a state that says where an epoch begins"
         )
 
     def seen(batch: Any) -> None:
         source.digest, samples = take(batch)
-        source.place.samples += samples
+        source.position.samples += samples
 
     source.begin()
-    _to(source, goal, past, seen)
+    _to(source, goal, history, seen)
     catch_up(source, goal.epoch)
-    if (source.place.epoch, source.place.total) != (goal.epoch, goal.total) or (digest and source.digest != digest):
+    if (source.position.epoch, source.position.total) != (goal.epoch, goal.total) or (
+        digest and source.digest != digest
+    ):
         raise ReplayMismatchError(
             f"{why}; and made again from the beginning, batch {goal.total} is not the one that was delivered: the "
             "loader does not reproduce its batches (see penstock doctor)"
         )
-    source.past = past.of(source.past.launch)
+    source.history = history.of(source.history.launch)

@@ -32,7 +32,7 @@ class RestartPoint(Protocol):
         """Batches in all when its epoch was opened."""
 
     @property
-    def is_origin(self) -> bool:
+    def is_epoch_start(self) -> bool:
         """It was taken where an epoch begins, and not after a batch."""
 
 
@@ -47,7 +47,7 @@ class _WithPast(RestartPoint, Protocol):
     """A restart point that knows the way to it."""
 
     @property
-    def past(self) -> _Past: ...
+    def history(self) -> _Past: ...
     @property
     def is_beginning(self) -> bool: ...
 
@@ -109,7 +109,7 @@ def usable(points: Iterable[Point], target: Target) -> list[Point]:
     yielded nothing may not know that it is in the middle of an epoch, and would go on with it when the next is opened.
     """
     found = [point for point in points if _is_on_the_way(point, target)]
-    return [point for point in found if point.is_origin or point.total != target.left.get(point.epoch)] or found
+    return [point for point in found if point.is_epoch_start or point.total != target.left.get(point.epoch)] or found
 
 
 @dataclass(frozen=True)
@@ -136,8 +136,8 @@ def plan_recovery(points: Iterable[PointWithPast], target: Target, *, counted: b
         return None
     order = sorted(before, key=lambda point: (point.epoch, point.total), reverse=True)
     nearest = order[0]
-    ways: list[PointWithPast | None] = [] if nearest.past.whole and counted else [*order]
-    if nearest.past.whole and not (ways and order[-1].is_beginning):
+    ways: list[PointWithPast | None] = [] if nearest.history.complete and counted else [*order]
+    if nearest.history.complete and not (ways and order[-1].is_beginning):
         ways.append(BEGINNING)
     return Recovery(nearest, ways)
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.proto.batch.digest import Cover, batch_digest, cover_of, rows_digest, rows_in
+from penstock.proto.batch.digest import DigestCover, batch_digest, cover_of, rows_digest, rows_in
 from penstock.proto.batch.flatten import ALIGN, Flattener, Structure
 from penstock.proto.batch.replay_digest import ReplayDigest
 from penstock.proto.errors import (
@@ -34,8 +34,8 @@ from penstock.proto.state import assignment as place_of
 from penstock.proto.state.codec import decode_state
 from penstock.proto.v1 import records_pb2
 from penstock.worker.loader.restart_plan import Leg, Target, plan_recovery
-from penstock.worker.loader.restart_points import END, Base, Place
-from penstock.worker.loader.restorable_loader import Source
+from penstock.worker.loader.restart_points import END, RestartPoint, StreamPosition
+from penstock.worker.loader.restorable_loader import RestorableLoader
 from penstock.worker.loader.shared_process import ProcessGlobals
 from penstock.worker.loader.start import start
 from penstock.worker.loader.travel import catch_up, leave, recover, replay
@@ -105,10 +105,10 @@ class InProcessSlot:
         self._left: dict[int, int] = {}
         self._log: OrderedDict[int, _Noted] = OrderedDict()
         self._noted = noted
-        self._source: Source | None = None
+        self._source: RestorableLoader | None = None
         self._lost = False
         """The loader is to be made anew."""
-        self.traits = records_pb2.LoaderTraits(length=-1)
+        self.capabilities = records_pb2.LoaderCapabilities(length=-1)
 
     # ---- the stream
 
@@ -120,8 +120,8 @@ class InProcessSlot:
             source = self._built()
             resume = decode_state(self._resume) if self._resume else None
             start(source, resume, partial(self._keep, source), partial(self._go, source))  # type: ignore[arg-type]
-            self._source, self.traits = source, source.traits
-            self.traits.looked_at_assignment = place_of.looked_at()
+            self._source, self.capabilities = source, source.capabilities
+            self.capabilities.looked_at_assignment = place_of.looked_at()
 
     def next(self, step: int, epoch: int, total: int) -> MadeBatch | None:
         """The batch after `total`, which will be the box's `step`; None at the end of the epoch.
@@ -131,15 +131,15 @@ class InProcessSlot:
         call makes the loader anew.
         """
         source = self._ready()
-        if source.place.total != total:
+        if source.position.total != total:
             source = self._anew(epoch, total)
         try:
             with self._globals.in_place():
                 if not source.is_open:
-                    source.open_pass(step=step)
+                    source.open_epoch(step=step)
                 batch = source.next()
                 made = None if batch is END else self._made(batch)
-                self.traits.looked_at_assignment |= place_of.looked_at()
+                self.capabilities.looked_at_assignment |= place_of.looked_at()
         except InputFnError as error:
             if isinstance(error.__cause__, KeyboardInterrupt):
                 self.lose()
@@ -147,18 +147,18 @@ class InProcessSlot:
             raise
         if made is not None:
             source.digest = made.digest
-            source.place.samples += made.samples
+            source.position.samples += made.samples
             self._note(source)
         return made
 
     def leave(self, epoch: int, total: int) -> None:
         """The loop leaves the epoch after batch `total`, of which the slot may have met the end."""
         source = self._ready()
-        place = source.place
+        position = source.position
         with self._globals.in_place():
             if not source.saves_state:  # it cannot be taken back
-                place.epoch, place.total = epoch, total
-            elif source.is_ahead or (place.epoch, place.total) != (epoch, total):
+                position.epoch, position.total = epoch, total
+            elif source.is_ahead or (position.epoch, position.total) != (epoch, total):
                 noted = self._log.get(total)
                 self._recover(source, Target(epoch, total, self._left, noted.digest if noted is not None else 0))
             leave(source, epoch, total)
@@ -171,7 +171,7 @@ class InProcessSlot:
     def failure(self, error: BaseException) -> PenstockError:
         """What a runner says where making the next batch raises this."""
         source = self._ready()
-        return source.failed(f"batch {source.place.total + 1}", error)
+        return source.failed(f"batch {source.position.total + 1}", error)
 
     def drop(self) -> None:
         """Let the loader go, and its worker processes with it."""
@@ -185,19 +185,19 @@ class InProcessSlot:
         with self._globals.in_place():
             return source.aggregate(states)
 
-    def _built(self) -> Source:
-        source = Source(self._assignment, load=lambda spec: self._make)
+    def _built(self) -> RestorableLoader:
+        source = RestorableLoader(self._assignment, load=lambda spec: self._make)
         source.build()
         return source
 
-    def _ready(self) -> Source:
+    def _ready(self) -> RestorableLoader:
         if self._source is None:
             self.prepare()
         assert self._source is not None
-        place = self._source.place
-        return self._anew(place.epoch, place.total) if self._lost else self._source
+        position = self._source.position
+        return self._anew(position.epoch, position.total) if self._lost else self._source
 
-    def _anew(self, epoch: int, total: int) -> Source:
+    def _anew(self, epoch: int, total: int) -> RestorableLoader:
         """Another loader, where this one stood, as a runner that takes the slot over."""
         if self._source is not None:
             self._source.drop()
@@ -207,34 +207,36 @@ class InProcessSlot:
             if self._resume and source.by_own_methods:
                 source.learn_resume(decode_state(self._resume))  # type: ignore[arg-type]
             self._recover(source, Target(epoch, total, self._left, noted.digest if noted is not None else 0))
-        self._source, self.traits, self._lost = source, source.traits, False
+        self._source, self.capabilities, self._lost = source, source.capabilities, False
         return source
 
-    def _recover(self, source: Source, target: Target) -> None:
+    def _recover(self, source: RestorableLoader, target: Target) -> None:
         """Bring a loader back to where the slot stood."""
         plan = (
-            None if self._start_data is None else plan_recovery([Base.decode(self._start_data)], target, counted=False)
+            None
+            if self._start_data is None
+            else plan_recovery([RestartPoint.decode(self._start_data)], target, counted=False)
         )
         if plan is None:
             raise ReplayMismatchError(f"{source.name}: no snapshot lies before batch {target.total + 1} of the slot")
         recover(source, plan, target, partial(self._go, source))
         catch_up(source, target.epoch)
 
-    def _keep(self, source: Source, base: Base, begins: bool) -> None:
+    def _keep(self, source: RestorableLoader, point: RestartPoint, begins: bool) -> None:
         """As a runner does, but only where the stream comes from is a restart point here."""
         if not begins:
             return
         self._unsaved = source.unsaved
         if self._unsaved is None:
             try:
-                self._start_data = source.marked(base, way_on=True).encode()
+                self._start_data = source.marked(point, way_on=True).encode()
             except UnsupportedStateError as error:
                 self._unsaved = error
 
-    def _go(self, source: Source, leg: Leg) -> None:
+    def _go(self, source: RestorableLoader, leg: Leg) -> None:
         def seen(batch: Any) -> None:
             source.digest, samples = self._take(batch)
-            source.place.samples += samples
+            source.position.samples += samples
             self._note(source)
 
         replay(source, leg, seen)
@@ -246,15 +248,15 @@ class InProcessSlot:
         memory = np.empty(nbytes + ALIGN, np.uint8)
         offset = -memory.ctypes.data % ALIGN
         flat.write_to(memory.ctypes.data + offset)
-        if self._cover == Cover.ROWS:
+        if self._cover == DigestCover.ROWS:
             digest = rows_digest(structure, shapes, memory, offset, nbytes)
         else:
-            digest = batch_digest(structure.key, memory, offset, nbytes, shapes, self._cover == Cover.FULL)
+            digest = batch_digest(structure.key, memory, offset, nbytes, shapes, self._cover == DigestCover.FULL)
         return MadeBatch(structure, shapes, memory, offset, nbytes, digest, rows_in(structure, shapes))
 
-    def _note(self, source: Source) -> None:
-        place, log = source.place, self._log
-        log[place.total] = _Noted(place.epoch, source.digest, place.samples)
+    def _note(self, source: RestorableLoader) -> None:
+        position, log = source.position, self._log
+        log[position.total] = _Noted(position.epoch, source.digest, position.samples)
         if len(log) > self._noted:
             log.popitem(last=False)
 
@@ -263,29 +265,31 @@ class InProcessSlot:
     def state(self, epoch: int, delivered: int, total: int, step: int) -> SlotState:
         """The slot's part of the state at a place that it has reached, which is the box's `step`."""
         source = self._ready()
-        if self._unsaved is not None and self.traits.state_methods:
+        if self._unsaved is not None and self.capabilities.state_methods:
             raise self._unsaved
         if self._start_data is None:
             raise StateUnavailableError(f"{source.name}: there is no place from which batch {total} could be reached")
-        place, exact = source.place, self.traits.exact_states
-        is_here = (place.epoch, place.total) == (epoch, total) and source.is_open and not source.is_ahead
+        position, exact = source.position, self.capabilities.exact_states
+        is_here = (position.epoch, position.total) == (epoch, total) and source.is_open and not source.is_ahead
         if exact and is_here and not source.is_untouched:
             with self._globals.in_place():
                 return self._answer(source.snapshot(step).encode(), epoch, total)
-        if self.traits.state_methods == 4:
+        if self.capabilities.state_methods == 4:
             return self._replayed(epoch, delivered, total, step)
-        noted, began = self._log.get(total), Base.decode(self._start_data)
+        noted, began = self._log.get(total), RestartPoint.decode(self._start_data)
         if began.epoch == epoch:
             return self._answer(self._start_data, epoch, total)
-        there = Place(epoch, delivered, total, noted.samples if noted is not None else began.place.samples)
+        there = StreamPosition(epoch, delivered, total, noted.samples if noted is not None else began.position.samples)
         digest = noted.digest if noted is not None else began.digest
-        return self._answer(source.marked(Base(there, None, b"", digest=digest, behind=began)).encode(), epoch, total)
+        return self._answer(
+            source.marked(RestartPoint(there, None, b"", digest=digest, behind=began)).encode(), epoch, total
+        )
 
     def _answer(self, data: bytes, epoch: int, total: int) -> SlotState:
         at, following = self._log.get(total), self._log.get(total + 1)
         if at is None:  # nothing was made since the launch began
-            place = Base.taken(data)
-            at = _Noted(epoch, place.digest, place.place.samples)
+            position = RestartPoint.taken(data)
+            at = _Noted(epoch, position.digest, position.position.samples)
         if following is None:
             return SlotState(data, at.samples, at.digest)
         return SlotState(data, at.samples, at.digest, following.digest, following.epoch > epoch)
@@ -293,7 +297,7 @@ class InProcessSlot:
     def _replayed(self, epoch: int, delivered: int, total: int, step: int) -> SlotState:
         """By a second loader, as a helper process does it."""
         assert self._start_data is not None
-        base = Base.decode(self._start_data)
+        point = RestartPoint.decode(self._start_data)
         fields = {
             "epoch": epoch,
             "delivered": delivered,
@@ -301,15 +305,15 @@ class InProcessSlot:
             "step": step,
             "digests": {str(count): noted.digest for count, noted in self._log.items() if count <= total},
             "left": {str(number): at for number, at in self._left.items() if number < epoch},
-            "left_from": 0,
-            "following": not self.traits.exact_states,
+            "abandoned_from": 0,
+            "following": not self.capabilities.exact_states,
         }
         with ProcessGlobals().in_place():
             source = self._built()
             try:
                 if self._resume:
                     source.learn_resume(decode_state(self._resume))  # type: ignore[arg-type]
-                told, data = state_at(source, base, fields, ReplayDigest(cover=self._cover))
+                told, data = state_at(source, point, fields, ReplayDigest(cover=self._cover))
             finally:
                 source.drop()
         if told.get("elsewhere") or told["ended"]:
