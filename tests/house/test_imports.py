@@ -43,7 +43,11 @@ MAY_IMPORT = {
 EXCEPTIONS = {
     # It starts the other two on this machine.
     "penstock.client.embedded": {"penstock.appliance", "penstock.worker"},
+    # It runs the worker's loaders in this process, where there is no daemon to ask for their batches: tests of training
+    # loops (penstock.client.testing). A copy of them would not be what is tested.
+    "penstock.client.in_process": {"penstock.worker"},
     # It loads once what the input_fns of all its children may use.
+    "penstock.worker.runner.fork_server": {"penstock.data"},
 }
 """Module -> what it may import against MAY_IMPORT."""
 
@@ -208,6 +212,8 @@ def test_module_names_stand_for_one_thing() -> None:
         ("penstock.client.a", "def f():\n    from penstock.worker.daemon.daemon import main"),
         ("penstock.client.checkpoint.embedded", "import penstock.worker"),
         ("penstock.client.embedded", "import penstock.deploy"),
+        ("penstock.client.in_process", "import penstock.appliance"),
+        ("penstock.client.testing.fake_appliance", "import penstock.worker"),
         ("penstock.appliance.a", "import importlib\nimportlib.import_module('penstock.worker')"),
         ("penstock.appliance.a", "from ..worker import daemon"),
         ("penstock.appliance.a", "if TYPE_CHECKING:\n    import penstock.client as c"),
@@ -231,6 +237,7 @@ def test_the_rule_sees_a_breach(module: str, source: str) -> None:
         ("penstock.client.embedded", "from penstock import appliance, worker"),
         ("penstock.deploy.a", "from penstock.client import DataLoader\nfrom penstock.appliance.edge import server"),
         ("penstock.deploy.a", "from penstock.appliance.edge.server import serve\nimport penstock.worker.daemon.daemon"),
+        ("penstock.client.in_process", "from penstock.worker.runner.in_process_slot import InProcessSlot"),
     ],
 )
 def test_the_rule_lets_the_rest_pass(module: str, source: str) -> None:

@@ -7,8 +7,8 @@ import warnings
 from dataclasses import dataclass, field, replace
 
 from penstock.client.api.appliance import Appliance
-from penstock.client.stream.open_run import OpenRun
-from penstock.client.stream.ordered_reader import OrderedReader, StreamStats
+from penstock.client.stream.ordered_reader import StreamStats
+from penstock.client.stream.stream_interfaces import Reader, StreamRun
 from penstock.proto.errors import EmptyInputError
 
 __all__ = ["Session"]
@@ -21,8 +21,8 @@ class Session:
     """One opening of a loader."""
 
     appliance: Appliance
-    run: OpenRun
-    reader: OrderedReader
+    run: StreamRun
+    reader: Reader
     name: str
     first_step: int
     """The step before its first batch."""

@@ -52,7 +52,7 @@ from penstock.proto.lane.ring import BOX_BYTES, Ring, RingBudget, entries_for, g
 from penstock.proto.v1 import lane_pb2, records_pb2
 from penstock.runtime.process.forks import silence
 
-__all__ = ["FreeEntry", "Producer"]
+__all__ = ["FreeEntry", "Producer", "check_size"]
 
 _log = logging.getLogger(__name__)
 
@@ -70,6 +70,14 @@ MOST_ABANDONS = (1 << 32) - 1
 """What Frame.cut can hold."""
 _RESERVED = 1 << 64
 """Stands for the total of a slot that is being filled: above any total, so nothing takes it for delivered."""
+
+
+def check_size(nbytes: int, most: int) -> None:
+    """Raise BatchTooLargeError for a batch of more than max_batch_bytes."""
+    if nbytes > most:
+        raise BatchTooLargeError(
+            f"a batch of {nbytes} bytes is above max_batch_bytes={most}; make smaller batches, or raise max_batch_bytes"
+        )
 
 
 @dataclass(slots=True)
@@ -279,11 +287,7 @@ class Producer:
             nbytes += 8 * dims
         ring = self._rings.get(self._current)
         if ring is None or nbytes > ring.entry_bytes:
-            if nbytes > self.max_batch_bytes:
-                raise BatchTooLargeError(
-                    f"a batch of {nbytes} bytes is above max_batch_bytes={self.max_batch_bytes}; "
-                    "make smaller batches, or raise max_batch_bytes"
-                )
+            check_size(nbytes, self.max_batch_bytes)
             ring = self._start_ring(nbytes, 0 if ring is None else ring.entry_bytes)
         return self.reserve_current()
 

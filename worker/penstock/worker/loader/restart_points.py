@@ -148,6 +148,19 @@ class RestartPoint:
     """The restart point from which this place is come to by replay, if this is none itself."""
 
     @property
+    def epoch(self) -> int:
+        return self.position.epoch
+
+    @property
+    def total(self) -> int:
+        return self.position.total
+
+    @property
+    def began(self) -> int:
+        """Batches in all when its epoch was opened."""
+        return self.position.began
+
+    @property
     def is_epoch_start(self) -> bool:
         """Taken where an epoch begins, and not after a batch."""
         return self.rng_before is not None

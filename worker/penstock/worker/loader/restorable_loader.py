@@ -66,9 +66,10 @@ class RestorableLoader:
         assignment: records_pb2.WorkerAssignment,
         doing: Callable[[str], None] = lambda activity: None,
         left_out: Callable[[int, int], None] = lambda epoch, count: None,
+        load: Callable[[records_pb2.LoaderSpec], Callable[..., Any]] = load_input_fn,
     ) -> None:
         """`doing`: told what user code is called for. `left_out`: told the epoch of the next batch, and how many were
-        left out before it."""
+        left out before it. `load`: finds the callable of the spec."""
         self.assignment = assignment
         self.position = StreamPosition(0, 0, 0, 0)
         self.capabilities = records_pb2.LoaderCapabilities(length=-1)
@@ -93,6 +94,7 @@ class RestorableLoader:
         self._restored_at = 0
         self._doing = doing
         self._left_out = left_out
+        self._load_fn = load
         self._skips = {(skip.epoch, skip.total): skip.count for skip in assignment.skips}
         self._loader: Any = None
         self._iterator: Iterator[Any] | None = None
@@ -152,6 +154,10 @@ class RestorableLoader:
         """Where the launch began, of a loader that is restored by its own methods only."""
         return self._start
 
+    def another(self, assignment: records_pb2.WorkerAssignment) -> RestorableLoader:
+        """A loader of the same code, for this assignment."""
+        return RestorableLoader(assignment, load=self._load_fn)
+
     def learn_resume(self, resume: dict[str, Any] | None) -> None:
         """What the launch resumed from, and which batch came next if that was at an epoch's end."""
         self.resume, a = resume, self.assignment
@@ -174,7 +180,7 @@ class RestorableLoader:
         self._introduce(a.start.step + 1)
         self._doing("input_fn")  # its module is the user's too
         with self._user("its module"):
-            self._fn = load_input_fn(a.loader)
+            self._fn = self._load_fn(a.loader)
         self._call()
         loader, capabilities = self._loader, self.capabilities
         with self._user("its loader's methods"):
@@ -336,7 +342,7 @@ class RestorableLoader:
             self.leave_epoch()
             return END
         except BaseException as error:  # sys.exit() too is the user's code, and must not look like our death
-            raise self._failed(f"batch {self.position.total + 1}", error) from error
+            raise self.failed(f"batch {self.position.total + 1}", error) from error
         self.position.delivered += 1
         self.position.total += 1
         return batch
@@ -609,9 +615,10 @@ class RestorableLoader:
         except PenstockError:
             raise
         except BaseException as error:
-            raise self._failed(what, error) from error
+            raise self.failed(what, error) from error
 
-    def _failed(self, what: str, error: BaseException) -> PenstockError:
+    def failed(self, what: str, error: BaseException) -> PenstockError:
+        """What is said of an error of user code."""
         if isinstance(error, PenstockError):
             return error
         return InputFnError(f"{self.name}: {what} raised {describe(error)}", remote_traceback=format_remote(error))
