@@ -35,7 +35,7 @@ from penstock.proto.rpc.credentials.tickets import check_ticket
 from penstock.proto.v1 import coordinator_pb2, lane_pb2, records_pb2
 from penstock.runtime.process.liveness_file import PulseWriter
 from penstock.worker.daemon.durable_snapshots import Share
-from penstock.worker.daemon.heartbeats import Heart
+from penstock.worker.daemon.heartbeats import Heart, fitted
 from penstock.worker.daemon.listeners import LaneDoors, slot_of
 from penstock.worker.daemon.proofs import Findings
 from penstock.worker.daemon.slot import Slot, SlotKey, Tally, key_of
@@ -357,7 +357,9 @@ class Daemon:
             hold_s=hold_s,
             lease_s=self._lease_s,
             leaving=self._leaving,
-            slots=[] if bare else [slot.report() for slot in self._slots.values()] + [*self._unstarted.values()],
+            slots=[]
+            if bare
+            else fitted([slot.report() for slot in self._slots.values()] + [*self._unstarted.values()]),
         )
 
     # ---- assignments

@@ -26,6 +26,7 @@ from typing import Any
 
 import xxhash
 
+from penstock.proto.batch.classes import MAX_NAME
 from penstock.proto.errors import (
     InputFnError,
     NotRestartableError,
@@ -183,8 +184,9 @@ class Source:
             traits.is_iterator = hasattr(type(loader), "__next__")
             traits.loads_own_state = getattr(loader, "loads_own_state", False) is True
             traits.exact_states = getattr(loader, "exact_states", False) is True
-            if callable(getattr(loader, "advance_state", None)):
-                traits.advances_state = f"{type(loader).__module__}:{type(loader).__qualname__}"
+            name = f"{type(loader).__module__}:{type(loader).__qualname__}"
+            if callable(getattr(loader, "advance_state", None)) and len(name) <= MAX_NAME:
+                traits.advances_state = name
             traits.own_workers = int(getattr(loader, "num_workers", 0) or 0)
             if traits.own_workers and getattr(loader, "persistent_workers", False):
                 traits.not_restartable = (
