@@ -246,7 +246,9 @@ class Producer:
                     raise ProtocolError(f"an ack of {size} bytes")
                 ack = read_ack(self._view, 0, size)
                 if ack.delivered > max(self.delivered, self._sent_total):
-                    raise ProtocolError(f"it delivered batch {ack.delivered}, and batch {self._sent_total} was the last")
+                    raise ProtocolError(
+                        f"it delivered batch {ack.delivered}, and batch {self._sent_total} was the last"
+                    )
                 self._apply(ack)
             except ProtocolError as error:
                 # Not this end's failure: the batches are kept for a consumer that can be understood.
