@@ -15,10 +15,14 @@ from penstock.proto.state.position import Position
 from penstock.worker.loader.restart_points import Base, Place
 
 
+def decoded(data: bytes) -> Any:
+    return decode_state(data)
+
+
 def state() -> dict[str, Any]:
     """Of one box with one worker, at step 3."""
     base = Base(Place(0, 3, 3, 12), {"i": 3}, b"rng", digest=7)
-    restart = decode_state(base.encode())["restart"]
+    restart = decoded(base.encode())["restart"]
     position = Position.start(1, step=0, epoch=0)
     position.step = 3
     part = Part(0, 0, 3, 12, 7, restart, {"i": 3})
@@ -28,7 +32,7 @@ def state() -> dict[str, Any]:
 def changed(**fields: object) -> dict[str, Any]:
     """The same, with other fields in its part."""
     saved = state()
-    record = decode_state(saved[KEY]["record"])
+    record = decoded(saved[KEY]["record"])
     record["parts"][0] |= fields
     saved[KEY]["record"] = encode_state(record)
     return saved
@@ -38,7 +42,7 @@ def test_the_state_itself_is_read() -> None:
     assert read(changed()).parts[0].digest == 7
 
 
-NO_COUNTS = [None, -1, 2**64, 1.5, "", True, {}, [1], torch.zeros(2)]
+NO_COUNTS: list[Any] = [None, -1, 2**64, 1.5, "", True, {}, [1], torch.zeros(2)]
 
 
 @pytest.mark.parametrize("value", NO_COUNTS, ids=str)
@@ -62,7 +66,7 @@ def test_a_step_is_a_number(step: object) -> None:
         read(saved)
 
 
-RESTARTS = [
+RESTARTS: list[dict[str, Any]] = [
     *({"rng": value} for value in (None, set(), "x", 1, torch.zeros(2))),
     *({"digest": value} for value in NO_COUNTS),
     *({"at": value} for value in ([0, 0, 0, -1], [0, 0, 0], [0, 0, 0, "x"], 5, None, torch.zeros(4))),
@@ -74,7 +78,7 @@ RESTARTS = [
 
 @pytest.mark.parametrize("fields", RESTARTS, ids=str)
 def test_a_restart_point_is_what_was_written(fields: dict[str, Any]) -> None:
-    value = decode_state(Base(Place(0, 3, 3, 12), {"i": 3}, b"rng", digest=7).encode())
+    value = decoded(Base(Place(0, 3, 3, 12), {"i": 3}, b"rng", digest=7).encode())
     assert Base.of(value).digest == 7
     value["restart"] |= fields
     with pytest.raises(StateCorruptError, match="a saved state that cannot be"):
