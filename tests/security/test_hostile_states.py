@@ -66,14 +66,15 @@ def test_a_step_is_a_number(step: object) -> None:
         read(saved)
 
 
-RESTARTS: list[dict[str, Any]] = [
-    *({"rng": value} for value in (None, set(), "x", 1, torch.zeros(2))),
-    *({"digest": value} for value in NO_COUNTS),
-    *({"at": value} for value in ([0, 0, 0, -1], [0, 0, 0], [0, 0, 0, "x"], 5, None, torch.zeros(4))),
-    *({"origin": value} for value in (5, [], "x", {"rng_before": 5}, {"rng_before": b"", "state": 1}, torch.zeros(2))),
-    *({"past": value} for value in (None, [], {"left": 5}, torch.zeros(2))),
-    *({"skips": value} for value in ([[0, 0, "x"]], [[0]], 5, [[0, 0, -1]])),
-]
+WRONG: dict[str, list[Any]] = {
+    "rng": [None, set(), "x", 1, torch.zeros(2)],
+    "digest": NO_COUNTS,
+    "at": [[0, 0, 0, -1], [0, 0, 0], [0, 0, 0, "x"], 5, None, torch.zeros(4)],
+    "origin": [5, [], "x", {"rng_before": 5}, {"rng_before": b"", "state": 1}, torch.zeros(2)],
+    "past": [None, [], {"left": 5}, torch.zeros(2)],
+    "skips": [[[0, 0, "x"]], [[0]], 5, [[0, 0, -1]]],
+}
+RESTARTS = [{name: value} for name, values in WRONG.items() for value in values]
 
 
 @pytest.mark.parametrize("fields", RESTARTS, ids=str)
