@@ -15,8 +15,8 @@ from bearer import metadata
 from penstock.appliance.edge.server import IN_MEMORY, serve
 from penstock.appliance.model.limits import MIB, Limits
 from penstock.appliance.storage.snapshot_index import SnapshotIndex
-from penstock.appliance.storage.snapshot_writer import Room
-from penstock.appliance.testing import World
+from penstock.appliance.storage.snapshot_writer import MemoryBudget
+from penstock.appliance.testing import FakeCluster
 from penstock.proto.errors import InvalidArgumentError, OverloadedError
 from penstock.proto.rpc.calls import AsyncCoordinatorClient, blob_name, blob_parts
 from penstock.proto.rpc.channel import connect_aio
@@ -50,7 +50,7 @@ def opening() -> pb.OpenRunRequest:
 
 
 def test_slots_are_placed_in_slices() -> None:
-    world = World(replace(Limits(), slots_at_once=3))
+    world = FakeCluster(replace(Limits(), slots_at_once=3))
     for number in range(4):
         world.open(number, num_boxes=4, num_workers_per_box=2)
     worker = world.worker("w", 8)
@@ -65,7 +65,7 @@ def test_slots_are_placed_in_slices() -> None:
 
 def test_slots_that_no_worker_may_run_hold_up_nobody() -> None:
     """They are passed over, a slice at a time, and those behind them are placed."""
-    world = World(replace(Limits(), slots_at_once=2))
+    world = FakeCluster(replace(Limits(), slots_at_once=2))
     stuck, served = pb.OpenRunRequest(job="stuck"), pb.OpenRunRequest(job="served")
     stuck.loader.input_fn, served.loader.input_fn = "elsewhere:f", "here:f"
     request = pb.RegisterWorkerRequest(worker="w", session="s", host_id="h", slots=8, allow=["here"])
@@ -78,7 +78,7 @@ def test_slots_that_no_worker_may_run_hold_up_nobody() -> None:
 
 
 def test_a_fleet_that_is_lost_goes_in_slices() -> None:
-    world = World(replace(Limits(), slots_at_once=4))
+    world = FakeCluster(replace(Limits(), slots_at_once=4))
     workers = [world.worker(f"w{number}", 2) for number in range(6)]
     box = world.open(num_workers_per_box=12)
     for _ in range(4):
@@ -94,7 +94,7 @@ def test_a_fleet_that_is_lost_goes_in_slices() -> None:
 
 
 def test_boxes_that_are_lost_go_in_slices() -> None:
-    world = World(replace(Limits(), slots_at_once=4))
+    world = FakeCluster(replace(Limits(), slots_at_once=4))
     for number in range(6):
         world.open(number, num_boxes=6, num_workers_per_box=2)
     live = [6]
@@ -105,7 +105,7 @@ def test_boxes_that_are_lost_go_in_slices() -> None:
 
 
 def test_the_next_attempt_has_the_places_of_the_one_before() -> None:
-    world = World(replace(Limits(), slots_at_once=3))
+    world = FakeCluster(replace(Limits(), slots_at_once=3))
     world.worker("w", 8)
     world.open(num_workers_per_box=8, attempt_key="1")
     for _ in range(4):
@@ -187,7 +187,7 @@ def test_uploads_of_a_token_wait_for_their_own() -> None:
     """Who lines up a hundred values keeps nobody else waiting for more than the one that is under way."""
 
     async def run() -> None:
-        room, came = Room(10), list[str]()
+        room, came = MemoryBudget(10), list[str]()
 
         async def one(who: str, size: int) -> None:
             async with room.taken(size, who):
@@ -229,11 +229,11 @@ def test_a_reader_that_takes_nothing_is_ended() -> None:
 
 def test_a_worker_has_so_many_slots() -> None:
     with pytest.raises(InvalidArgumentError, match="slots must be at most 4096 for one worker, got 4097"):
-        World().worker("w", 4097)
+        FakeCluster().worker("w", 4097)
 
 
 def test_slots_of_one_token_are_counted() -> None:
-    world = World(replace(Limits(), slots_max=4))
+    world = FakeCluster(replace(Limits(), slots_max=4))
     world.open(job="a", num_workers_per_box=3)
     with pytest.raises(OverloadedError, match="3 of the 4 that one token"):
         world.open(job="b", num_workers_per_box=2)
@@ -248,22 +248,22 @@ def test_a_registration_has_so_many_bytes(field: str) -> None:
     else:
         setattr(request, field, "x" * 20_000)
     with pytest.raises(InvalidArgumentError, match="a registration must have at most 16384 bytes, got 200"):
-        World().registry.register_worker(request)
+        FakeCluster().registry.register_worker(request)
 
 
 def test_a_report_tells_little_of_a_loader() -> None:
-    world = World()
+    world = FakeCluster()
     world.open()
     worker = world.worker("w", 2)
     report = worker.tell(worker.beat().assignments[0], pb.READY)
-    report.traits.not_used = "x" * 20_000
+    report.capabilities.not_used = "x" * 20_000
     with pytest.raises(InvalidArgumentError, match="traits of a slot must have at most 16384 bytes"):
         worker.beat(report)
 
 
 @pytest.mark.parametrize("lease_s", [math.nan, math.inf, -1.0])
 def test_a_lease_is_a_number_of_seconds(lease_s: float) -> None:
-    world = World()
+    world = FakeCluster()
     box = world.open()
     world.worker("w", 1)
     with pytest.raises(InvalidArgumentError, match="lease_s="):

@@ -11,20 +11,20 @@ import pytest
 from penstock.deploy.console.command_token import coordinator_tokens
 from penstock.deploy.console.exit_codes import CommandError
 from penstock.deploy.engines.engine import Fleet
-from penstock.deploy.engines.fleet_folder import Folder, Identity
+from penstock.deploy.engines.fleet_folder import FleetFolder, FleetIdentity
 from penstock.proto.errors import JournalError
 
 OTHER = 12_345
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Folder:
+def folder(tmp_path: Path) -> FleetFolder:
     """Of a fleet that is up, by this process."""
-    made = Folder(tmp_path / "fleet")
+    made = FleetFolder(tmp_path / "fleet")
     made.make()
     lock = made.lock()
     assert lock is not None
-    made.hold(lock, Identity.of(os.getpid()))
+    made.hold(lock, FleetIdentity.of(os.getpid()))
     os.close(lock)
     me = {"pid": os.getpid(), "started": 0, "boot": ""}
     about = {"supervisor": me, "ready": True, "adjusted": 0, "daemons": []}
@@ -34,7 +34,7 @@ def folder(tmp_path: Path) -> Folder:
     return made
 
 
-def test_a_folder_others_can_write_is_not_read(folder: Folder) -> None:
+def test_a_folder_others_can_write_is_not_read(folder: FleetFolder) -> None:
     folder.path.chmod(0o777)
     for read in (folder.fleet, folder.plan, folder.holder):
         with pytest.raises(CommandError, match="can be changed by others"):
@@ -42,7 +42,7 @@ def test_a_folder_others_can_write_is_not_read(folder: Folder) -> None:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can make another user's folder")
-def test_another_users_folder_is_not_read(folder: Folder) -> None:
+def test_another_users_folder_is_not_read(folder: FleetFolder) -> None:
     os.chown(folder.path, OTHER, OTHER)
     for read in (folder.fleet, folder.plan, folder.holder):
         with pytest.raises(CommandError, match="belongs to another user"):

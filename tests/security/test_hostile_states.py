@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.client.states.saved_state import KEY, Part, Saved, read
+from penstock.client.states.saved_state import KEY, SavedState, WorkerPart, read
 from penstock.proto.errors import StateCorruptError
 from penstock.proto.state.codec import decode_state, encode_state
 from penstock.proto.state.position import Position
-from penstock.worker.loader.restart_points import Base, Place
+from penstock.worker.loader.restart_points import RestartPoint, StreamPosition
 
 
 def decoded(data: bytes) -> Any:
@@ -21,12 +21,12 @@ def decoded(data: bytes) -> Any:
 
 def state() -> dict[str, Any]:
     """Of one box with one worker, at step 3."""
-    base = Base(Place(0, 3, 3, 12), {"i": 3}, b"rng", digest=7)
+    base = RestartPoint(StreamPosition(0, 3, 3, 12), {"i": 3}, b"rng", digest=7)
     restart = decoded(base.encode())["restart"]
     position = Position.start(1, step=0, epoch=0)
     position.step = 3
-    part = Part(0, 0, 3, 12, 7, restart, {"i": 3})
-    return Saved(3, "m:f", 2, 1, 1, 5, [position], parts=[part]).to_dict()
+    part = WorkerPart(0, 0, 3, 12, 7, restart, {"i": 3})
+    return SavedState(3, "m:f", 2, 1, 1, 5, [position], parts=[part]).to_dict()
 
 
 def changed(**fields: object) -> dict[str, Any]:
@@ -79,8 +79,8 @@ RESTARTS = [{name: value} for name, values in WRONG.items() for value in values]
 
 @pytest.mark.parametrize("fields", RESTARTS, ids=str)
 def test_a_restart_point_is_what_was_written(fields: dict[str, Any]) -> None:
-    value = decoded(Base(Place(0, 3, 3, 12), {"i": 3}, b"rng", digest=7).encode())
-    assert Base.of(value).digest == 7
+    value = decoded(RestartPoint(StreamPosition(0, 3, 3, 12), {"i": 3}, b"rng", digest=7).encode())
+    assert RestartPoint.of(value).digest == 7
     value["restart"] |= fields
     with pytest.raises(StateCorruptError, match="a saved state that cannot be"):
-        Base.of(value)
+        RestartPoint.of(value)

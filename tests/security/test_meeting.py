@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from penstock.client.api.appliance_settings import Torchrun
-from penstock.client.api.rendezvous import Meeting, Place
+from penstock.client.api.rendezvous import DaemonAddresses, SharedAppliance
 from penstock.proto.errors import PenstockError
 
 OTHER = 12_345
@@ -30,15 +30,15 @@ full.connect(held[-1].getsockname())
 print("held", flush=True)
 sys.stdin.read()
 """
-PLACE = Place("unix:/nowhere", "secret", "job")
+PLACE = DaemonAddresses("unix:/nowhere", "secret", "job")
 
 
-def meeting(local_rank: int, port: int, monkeypatch: pytest.MonkeyPatch) -> Meeting:
+def meeting(local_rank: int, port: int, monkeypatch: pytest.MonkeyPatch) -> SharedAppliance:
     """Of one of two ranks, which are one process here."""
     for name, value in (("RANK", local_rank), ("LOCAL_RANK", local_rank), ("WORLD_SIZE", 2), ("MASTER_PORT", port)):
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr("penstock.client.api.rendezvous._shared_so_far", 0)
-    return Meeting(Torchrun())
+    return SharedAppliance(Torchrun())
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def squatter(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
 
 def test_ranks_meet_where_another_user_has_the_name(squatter: int, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = (meeting(rank, squatter, monkeypatch) for rank in (0, 1))
-    found: list[Place] = []
+    found: list[DaemonAddresses] = []
     joining = threading.Thread(target=lambda: found.append(second.join(time.monotonic() + 20, 20)))
     joining.start()  # first: it asks who has the name, until rank 0 is there
     first.publish(PLACE)

@@ -12,7 +12,7 @@ from penstock.worker.daemon.heartbeats import REPORTS_MAX, fitted
 def report(slot: int, size: int) -> pb.SlotReport:
     one = pb.SlotReport(run="job/0", slot=slot, generation=2**63, phase=pb.FAILED, doing="d" * size, stack="é" * size)
     one.error.name, one.error.message, one.error.remote_traceback = "InputFnError", "m" * size, "é" * size
-    one.traits.advances_state = one.traits.not_used = "t" * (size // 8)
+    one.capabilities.advances_state = one.capabilities.not_used = "t" * (size // 8)
     return one
 
 

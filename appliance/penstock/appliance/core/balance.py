@@ -12,7 +12,7 @@ Load. When workers join, slots go from those that are fullest to those that are 
 difference of a quarter of a worker. Not away from the box's own host, where a batch costs one memcpy. And not to a
 worker that stragglers of the same run have left: it is the emptiest for that, and what came would leave it again.
 
-Neither for a loader that would replay its whole pass, or whose randomness is in no snapshot: the replay would hold the
+Neither for a loader that would replay its whole epoch, or whose randomness is in no snapshot: the replay would hold the
 loop up for longer than it gains.
 
 Pure: cluster state is looked at, never changed.
@@ -25,8 +25,8 @@ from dataclasses import dataclass
 
 from penstock.appliance.core.cluster_state import ClusterState
 from penstock.appliance.core.views import facts
-from penstock.appliance.model.entities import Attempt, Box, Place, Slot, Worker
-from penstock.appliance.policies.bottleneck import Finding, find
+from penstock.appliance.model.entities import Attempt, Box, BoxPresence, Slot, Worker
+from penstock.appliance.policies.bottleneck import Bottleneck, find
 from penstock.proto.state.allowed_modules import module_of
 from penstock.proto.v1 import coordinator_pb2 as pb
 
@@ -41,7 +41,7 @@ WORTH = 0.25
 
 
 @dataclass(frozen=True)
-class Move:
+class SlotMove:
     slot: Slot
     worker: Worker
     why: str
@@ -49,9 +49,9 @@ class Move:
     """For the loop waits for it: its own data may be the reason, and then no place helps."""
 
 
-def plan(cluster: ClusterState, now: float, room: int) -> list[Move]:
+def plan(cluster: ClusterState, now: float, room: int) -> list[SlotMove]:
     """At most `room` moves, each slot and each worker in one of them at most."""
-    moves: list[Move] = []
+    moves: list[SlotMove] = []
     taken: set[str] = set()
     for move in (*_stragglers(cluster, now), *_levelled(cluster, now)):
         if len(moves) >= room:
@@ -66,7 +66,7 @@ def _settled(cluster: ClusterState, slot: Slot, now: float, times: int = 1) -> b
     """It runs well where it is, has done so for long enough, and can be moved at little cost."""
     return (
         slot.phase == pb.READY
-        and slot.successor is None
+        and slot.target is None
         and not slot.gauge.behind
         and _is_cheap(slot)
         and now >= slot.left_alone_until
@@ -75,15 +75,20 @@ def _settled(cluster: ClusterState, slot: Slot, now: float, times: int = 1) -> b
 
 
 def _is_cheap(slot: Slot) -> bool:
-    """It goes on from a snapshot. What has no states replays its whole pass, and that is worse than what it is moved
+    """It goes on from a snapshot. What has no states replays its whole epoch, and that is worse than what it is moved
     for."""
-    traits = slot.traits
-    return traits is not None and traits.state_methods >= 2 and not traits.not_restartable and not traits.own_workers
+    capabilities = slot.capabilities
+    return (
+        capabilities is not None
+        and capabilities.state_methods >= 2
+        and not capabilities.not_restartable
+        and not capabilities.own_workers
+    )
 
 
-def _stragglers(cluster: ClusterState, now: float) -> Iterator[Move]:
+def _stragglers(cluster: ClusterState, now: float) -> Iterator[SlotMove]:
     for attempt in cluster.open_attempts():
-        boxes = [box for box in attempt.boxes.values() if box.place is Place.LIVE and not box.pass_ended]
+        boxes = [box for box in attempt.boxes.values() if box.place is BoxPresence.LIVE and not box.epoch_ended]
         found = [finding for box in boxes if (finding := _held_up(cluster, box)) is not None]
         slow = {finding.worker for finding in found}
         for finding in sorted(found, key=lambda finding: -finding.wait_share * finding.blame):
@@ -96,10 +101,10 @@ def _stragglers(cluster: ClusterState, now: float) -> Iterator[Move]:
             if worker is not None:
                 share = f"{finding.wait_share * finding.blame:.0%}"
                 why = f"box {finding.box} waited {share} of its time for it on worker {slot.worker}"
-                yield Move(slot, worker, why, nudge=True)
+                yield SlotMove(slot, worker, why, nudge=True)
 
 
-def _held_up(cluster: ClusterState, box: Box) -> Finding | None:
+def _held_up(cluster: ClusterState, box: Box) -> Bottleneck | None:
     """By one slot, enough to do something about it."""
     finding = find([facts(cluster, box)])
     if finding is None or finding.kind not in ("straggler", "network") or finding.slot is None:
@@ -126,7 +131,7 @@ def _far(cluster: ClusterState, box: Box) -> set[str]:
     return box.unreachable_since(cluster.events.now - cluster.limits.unreachable_s)
 
 
-def _levelled(cluster: ClusterState, now: float) -> Iterator[Move]:
+def _levelled(cluster: ClusterState, now: float) -> Iterator[SlotMove]:
     there = [worker for worker in cluster.workers.values() if worker.registered and not worker.draining]
     fullest = sorted(there, key=lambda worker: (-worker.load, worker.name))
     emptiest = [worker for worker in reversed(fullest) if worker.free > 0]
@@ -143,7 +148,7 @@ def _levelled(cluster: ClusterState, now: float) -> Iterator[Move]:
         slot = min(fitting, key=lambda slot: slot.key, default=None)
         if slot is not None:
             why = f"worker {full.name} has {len(full.slots)} slots and worker {empty.name} {len(empty.slots)}"
-            yield Move(slot, empty, why)
+            yield SlotMove(slot, empty, why)
 
 
 def _slow_for(attempt: Attempt) -> set[str]:

@@ -29,7 +29,7 @@ def check_measures(**values: float) -> None:
 def check_reports(reports: Iterable[pb.SlotReport], traits_max: int) -> None:
     """Raises InvalidArgumentError for what no worker can have measured of a runner, or tells of a loader."""
     for report in reports:
-        if report.HasField("traits") and (size := report.traits.ByteSize()) > traits_max:
+        if report.HasField("capabilities") and (size := report.capabilities.ByteSize()) > traits_max:
             raise InvalidArgumentError(f"traits of a slot must have at most {traits_max} bytes, got {size}")
         check_measures(
             batches_per_s=report.batches_per_s,

@@ -21,19 +21,19 @@ _MORE = "raise it: penstock coordinator --budget, or PENSTOCK_COORDINATOR_BUDGET
 
 
 @dataclass(frozen=True, order=True)
-class Kept:
+class DurableSnapshot:
     """One snapshot."""
 
     total: int
     epoch: int
     size: int
-    origin: bool = False
-    """Taken where a pass begins, and not after a batch."""
+    epoch_start: bool = False
+    """Taken where an epoch begins, and not after a batch."""
 
     @property
     def is_sure(self) -> bool:
         """Any loader goes on from here: see Kept in penstock.worker.daemon.snapshots."""
-        return not self.origin or self.epoch == 0
+        return not self.epoch_start or self.epoch == 0
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class _Blob:
 class SnapshotIndex:
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self._snapshots: dict[SlotKey, list[Kept]] = {}
+        self._snapshots: dict[SlotKey, list[DurableSnapshot]] = {}
         self._blobs: dict[str, _Blob] = {}
         self._drops: list[Drop] = []
         self.used = 0
@@ -91,7 +91,9 @@ class SnapshotIndex:
         finally:
             self.coming -= size
 
-    def load(self, snapshots: Iterable[tuple[SlotKey, Kept]], blobs: Iterable[tuple[str, int]], now: float) -> None:
+    def load(
+        self, snapshots: Iterable[tuple[SlotKey, DurableSnapshot]], blobs: Iterable[tuple[str, int]], now: float
+    ) -> None:
         """What the store holds, at the start."""
         for key, kept in snapshots:
             self.add(key, kept)
@@ -105,14 +107,14 @@ class SnapshotIndex:
 
     # ------------------------------------------------------------------------------------------------ snapshots
 
-    def snapshots(self, key: SlotKey) -> list[Kept]:
+    def snapshots(self, key: SlotKey) -> list[DurableSnapshot]:
         """Oldest first."""
         return list(self._snapshots.get(key, ()))
 
-    def find(self, key: SlotKey, total: int, epoch: int) -> Kept:
+    def find(self, key: SlotKey, total: int, epoch: int) -> DurableSnapshot:
         """Return the snapshot at that position; one of 0 bytes if it is not listed: of a past attempt, say."""
         there = (kept for kept in self._snapshots.get(key, ()) if (kept.total, kept.epoch) == (total, epoch))
-        return next(there, Kept(total, epoch, 0))
+        return next(there, DurableSnapshot(total, epoch, 0))
 
     def attempts(self) -> set[tuple[str, int]]:
         return {(key.run, key.attempt) for key in self._snapshots}
@@ -128,7 +130,7 @@ class SnapshotIndex:
             return f"a snapshot of {size} bytes: {used}; {_MORE}"
         return ""
 
-    def add(self, key: SlotKey, kept: Kept) -> None:
+    def add(self, key: SlotKey, kept: DurableSnapshot) -> None:
         """It is on disk. One for the same position replaces it there as here."""
         others = []
         for old in self._snapshots.get(key, ()):
@@ -136,7 +138,7 @@ class SnapshotIndex:
                 self.used -= old.size
             else:
                 others.append(old)
-        # By pass first: of a pass that the loop left, snapshots beyond that batch may be there, which serve nobody.
+        # By pass first: of an epoch that the loop left, snapshots beyond that batch may be there, which serve nobody.
         self._snapshots[key] = sorted([*others, kept], key=lambda one: (one.epoch, one.total))
         self.used += kept.size
 
@@ -144,7 +146,8 @@ class SnapshotIndex:
         """Drops all before the newest snapshot strictly below `edge`, the slot's total where its window begins, and
         before the newest sure one.
 
-        The newest is that of the latest pass: one of an earlier pass with more batches lies beyond where that was left.
+        The newest is that of the latest pass: one of an earlier epoch with more batches lies beyond where that was
+        left.
         """
         kept = self._snapshots.get(key)
         if not kept:
@@ -157,7 +160,7 @@ class SnapshotIndex:
             self._drops.append(DropSnapshot(key, old.total, old.epoch))
         self._snapshots[key] = kept[first:]
 
-    def discard(self, key: SlotKey, kept: Kept) -> None:
+    def discard(self, key: SlotKey, kept: DurableSnapshot) -> None:
         """It was written, and is not wanted any more."""
         self._drops.append(DropSnapshot(key, kept.total, kept.epoch))
 

@@ -30,7 +30,7 @@ from penstock.client.api.appliance_settings import Torchrun
 from penstock.proto.errors import DeadlineError, PenstockError
 from penstock.proto.lane.endpoints import check_peer, connect_local
 
-__all__ = ["Meeting", "Place"]
+__all__ = ["DaemonAddresses", "SharedAppliance"]
 
 POLL_S = 0.02
 LEAVE_S = 60.0
@@ -44,7 +44,7 @@ _pause = threading.Event()  # never set: a wait on it is a sleep
 
 
 @dataclass(frozen=True)
-class Place:
+class DaemonAddresses:
     """Where the daemons of local rank 0 are."""
 
     address: str
@@ -77,7 +77,7 @@ def _names(name: str) -> list[str]:
     return [name, *(word[1:] for word in listed if word.startswith(f"@{name}-"))]
 
 
-class Meeting:
+class SharedAppliance:
     """One appliance that the ranks of a launch share."""
 
     def __init__(self, torchrun: Torchrun) -> None:
@@ -92,7 +92,7 @@ class Meeting:
         self._joined: socket.socket | None = None
         self._others: list[socket.socket] = []
 
-    def publish(self, place: Place) -> None:
+    def publish(self, place: DaemonAddresses) -> None:
         """Tell the other ranks, whenever they ask."""
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
@@ -127,7 +127,7 @@ class Meeting:
             with contextlib.suppress(OSError):  # it is gone already, and `leave` sees that
                 sock.send(message)
 
-    def join(self, deadline: float, timeout_s: float) -> Place:
+    def join(self, deadline: float, timeout_s: float) -> DaemonAddresses:
         """Ask local rank 0 where the daemons are; from then on it waits for this rank to leave.
 
         deadline: time.monotonic(). Raises DeadlineError.
@@ -143,7 +143,7 @@ class Meeting:
                     data = b""
                 if data:
                     self._joined = sock
-                    return Place(**json.loads(data))
+                    return DaemonAddresses(**json.loads(data))
                 sock.close()
             if time.monotonic() > deadline:
                 raise DeadlineError(

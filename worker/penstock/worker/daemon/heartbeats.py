@@ -20,7 +20,7 @@ from penstock.proto.errors import PenstockError
 from penstock.proto.rpc.wire_errors import cut
 from penstock.proto.v1 import coordinator_pb2
 
-__all__ = ["Heart", "fitted"]
+__all__ = ["Heartbeats", "fitted"]
 
 REPORTS_MAX = 3 << 20
 """Bytes of all reports of a heartbeat: the coordinator takes 4 MiB."""
@@ -54,7 +54,7 @@ def _cut(report: coordinator_pb2.SlotReport, share: int) -> coordinator_pb2.Slot
         short.error.CopyFrom(cut(report.error, most))
     if short.ByteSize() > share:
         for name in ("not_restartable", "not_used", "advances_state"):
-            short.traits.ClearField(name)
+            short.capabilities.ClearField(name)
     return short
 
 
@@ -63,7 +63,7 @@ class _Client(Protocol):
     def close(self) -> None: ...
 
 
-class Heart:
+class Heartbeats:
     """
     Args:
         connect: makes the client that the thread calls with.
@@ -81,7 +81,7 @@ class Heart:
         self._answered = self._turned = time.monotonic()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="penstock-heart", daemon=True)
-        self.beats = 0
+        self.heartbeats = 0
         """Heartbeats that the thread had to make."""
 
     def start(self) -> None:
@@ -116,6 +116,6 @@ class Heart:
             except PenstockError:
                 continue  # the loop finds out, and tells
             self._answered = time.monotonic()
-            self.beats += 1
+            self.heartbeats += 1
         if client is not None:
             client.close()
