@@ -52,6 +52,7 @@ EXCEPTIONS = {
 """Module -> what it may import against MAY_IMPORT."""
 
 ENTRY_POINTS = {
+    "penstock.appliance.storage.journal": "a state directory that is private before a token is written into it",
     "penstock.appliance.edge.server": "a coordinator",
     "penstock.appliance.model.limits": "with other limits than its own",
     "penstock.appliance.core.box_history": "what is in the files of one that is stopped",

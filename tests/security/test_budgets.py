@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -236,3 +237,38 @@ def test_slots_of_one_token_are_counted() -> None:
     world.open(job="a", num_workers_per_box=3)
     with pytest.raises(OverloadedError, match="3 of the 4 that one token"):
         world.open(job="b", num_workers_per_box=2)
+
+
+@pytest.mark.parametrize("field", ["session", "host_id", "local_address", "allow"])
+def test_a_registration_has_so_many_bytes(field: str) -> None:
+    """It is kept, and stands in every status: eight of 4 MiB would be more than a reply may hold."""
+    request = pb.RegisterWorkerRequest(worker="w", session="s", slots=1)
+    if field == "allow":
+        request.allow.append("x" * 20_000)
+    else:
+        setattr(request, field, "x" * 20_000)
+    with pytest.raises(InvalidArgumentError, match="a registration must have at most 16384 bytes, got 200"):
+        FakeCluster().registry.register_worker(request)
+
+
+def test_a_report_tells_little_of_a_loader() -> None:
+    world = FakeCluster()
+    world.open()
+    worker = world.worker("w", 2)
+    report = worker.tell(worker.beat().assignments[0], pb.READY)
+    report.capabilities.not_used = "x" * 20_000
+    with pytest.raises(InvalidArgumentError, match="traits of a slot must have at most 16384 bytes"):
+        worker.beat(report)
+
+
+@pytest.mark.parametrize("lease_s", [math.nan, math.inf, -1.0])
+def test_a_lease_is_a_number_of_seconds(lease_s: float) -> None:
+    world = FakeCluster()
+    box = world.open()
+    world.worker("w", 1)
+    with pytest.raises(InvalidArgumentError, match="lease_s="):
+        world.registry.heartbeat(pb.HeartbeatRequest(worker="w", session="s", lease_s=lease_s))
+    watch = box.progress()
+    watch.lease_s = lease_s
+    with pytest.raises(InvalidArgumentError, match="lease_s="):
+        world.registry.watch_run(watch)

@@ -37,7 +37,7 @@ from penstock.appliance.model.entities import (
 )
 from penstock.appliance.model.limits import Limits
 from penstock.appliance.model.recent_events import RecentEvents
-from penstock.appliance.model.request_checks import check_counts, check_measures, check_rates
+from penstock.appliance.model.request_checks import check_counts, check_measures, check_reports
 from penstock.appliance.policies import quarantine
 from penstock.appliance.policies.lease_policy import PromisedLease, patience_s, updated_strain
 from penstock.appliance.policies.placement import nobody_may
@@ -216,7 +216,8 @@ class Registry:
         now = self._clock()
         by_slot_s = request.waited_by_slot_s
         self.cluster.journal.confirm(request.commit_mark, f"box {request.box} of run {request.run}")
-        check_measures(hold_s=request.hold_s, waited_s=request.waited_s, waited_by_slot_s=sum(by_slot_s))
+        check_measures(hold_s=request.hold_s, lease_s=request.lease_s)
+        check_measures(waited_s=request.waited_s, waited_by_slot_s=sum(by_slot_s))
         attempt, box = self._place_of(request.run, request.attempt, request.box, request.client_id)
         for abandoned_epoch in request.abandoned:
             check_counts(epoch=abandoned_epoch.epoch, step=abandoned_epoch.step)
@@ -275,6 +276,11 @@ class Registry:
             raise InvalidArgumentError(
                 f"slots must be at most {self.limits.worker_slots_max} for one worker, got {request.slots}: start "
                 "several workers"
+            )
+        if (size := request.ByteSize()) > self.limits.registration_max:
+            raise InvalidArgumentError(
+                f"a registration must have at most {self.limits.registration_max} bytes, got {size}: give the worker "
+                "fewer or shorter prefixes to allow"
             )
         cluster.journal.confirm(request.commit_mark, f"worker {request.worker}")
         if (request.worker, request.session) in self._old_sessions:
@@ -339,8 +345,8 @@ class Registry:
 
     def report_worker(self, request: pb.HeartbeatRequest) -> None:
         now = self._clock()
-        check_measures(hold_s=request.hold_s)
-        check_rates(request.slots)
+        check_measures(hold_s=request.hold_s, lease_s=request.lease_s)
+        check_reports(request.slots, self.limits.traits_max)
         worker = self._registered(request.worker, request.session)
         if worker is not None:
             worker.seen_at = now

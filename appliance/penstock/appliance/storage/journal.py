@@ -59,8 +59,10 @@ TABLES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 
 
-def _refuse_strangers(path: Path) -> None:
-    """Raises JournalError for a directory that another user could have put cluster state into, or can read."""
+def make_private(path: Path) -> None:
+    """Make a state directory if it is not there. Raise JournalError for one that another user could have put cluster
+    state or a token into, or can read; OSError where none can be made."""
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = path.stat()
     mode = stat.S_IMODE(found.st_mode)
     if found.st_uid != os.geteuid():
@@ -81,8 +83,7 @@ class StateDir:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         try:
-            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _refuse_strangers(self.path)
+            make_private(self.path)
             kind = filesystems.filesystem(self.path, Path("/proc/self/mountinfo").read_text())
             if kind in filesystems.NETWORK:
                 raise JournalError(

@@ -141,6 +141,8 @@ class Producer:
         """Abandons seen; frames carry it, so that the consumer can tell an epoch it left from the one that follows."""
         self.on_ack: Callable[[Ack], None] | None = None
         """Called with each ack once it has been applied, for who passes them on."""
+        self._sent_total = 0
+        """Largest total of what was sent."""
         self._sock: socket.socket | None = None
         self._met = False
         self._rings: dict[int, Ring] = {}
@@ -251,6 +253,10 @@ class Producer:
                 if size > MAX_FRAME:
                     raise ProtocolError(f"an ack of {size} bytes")
                 ack = read_ack(self._view, 0, size)
+                if ack.delivered > max(self.delivered, self._sent_total):
+                    raise ProtocolError(
+                        f"it delivered batch {ack.delivered}, and batch {self._sent_total} was the last"
+                    )
                 self._apply(ack)
             except ProtocolError as error:
                 # Not this end's failure: the batches are kept for a consumer that can be understood.
@@ -391,6 +397,7 @@ class Producer:
         if structure not in self._announced:
             self._announce_structure(structure)
         self._lent[slab.ring_id][slab.entry] = total
+        self._sent_total = max(self._sent_total, total)
         self._kept.append(_Kept(total, epoch, message, slab, structure))
         self._send(message, more)
 

@@ -36,7 +36,7 @@ from penstock.proto.v1 import coordinator_pb2, lane_pb2, records_pb2
 from penstock.runtime.process.liveness_file import LivenessWriter
 from penstock.runtime.process.watch import Process, become_subreaper
 from penstock.worker.daemon.durable_snapshots import SnapshotQuota
-from penstock.worker.daemon.heartbeats import Heartbeats
+from penstock.worker.daemon.heartbeats import Heartbeats, fitted
 from penstock.worker.daemon.listeners import LaneListeners, slot_of
 from penstock.worker.daemon.proofs import LoaderFindings
 from penstock.worker.daemon.slot import DaemonCounters, Slot, SlotKey, key_of
@@ -357,7 +357,9 @@ class Daemon:
             hold_s=hold_s,
             lease_s=self._lease_s,
             leaving=self._leaving,
-            slots=[] if bare else [slot.report() for slot in self._slots.values()] + [*self._unstarted.values()],
+            slots=[]
+            if bare
+            else fitted([slot.report() for slot in self._slots.values()] + [*self._unstarted.values()]),
         )
 
     # ---- assignments

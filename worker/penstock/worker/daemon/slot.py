@@ -21,11 +21,13 @@ from typing import Any, Protocol
 from penstock.proto.errors import (
     JournalError,
     PenstockError,
+    ProtocolError,
     SupersededError,
     WorkerLostError,
 )
 from penstock.proto.rpc.calls import AsyncCoordinatorClient
 from penstock.proto.rpc.channel import detail_of
+from penstock.proto.rpc.wire_errors import cut
 from penstock.proto.state.position import EPOCHS_AHEAD
 from penstock.proto.state.restartable import by_own_methods
 from penstock.proto.v1 import coordinator_pb2, lane_pb2, records_pb2
@@ -52,6 +54,8 @@ _log = logging.getLogger("penstock.worker")
 
 STOP_GRACE_S = 0.5
 """For a runner that is asked to end, before its process group is killed."""
+MOST_TRAITS = 8 << 10
+"""Bytes that a runner may say of its loader: each heartbeat tells it."""
 MOST_TOLD = 1000
 """Characters of what the training job is told of its loader's states."""
 LOOK_S = 0.02
@@ -379,10 +383,12 @@ class Slot:
                     point.generators = generators
             return
         if message.kind == "ready":
+            if len(message.payload) > MOST_TRAITS:
+                raise ProtocolError(f"traits of {len(message.payload)} bytes, above the limit of {MOST_TRAITS}")
             self.capabilities.ParseFromString(message.payload)
             self.spawn(self._become_ready())
         elif message.kind == "unsaved":
-            self.unsaved = records_pb2.ErrorDetail(**fields["error"])
+            self.unsaved = cut(records_pb2.ErrorDetail(**fields["error"]))
             self.log.warning("%s: its state cannot be saved: %.4000s", self.name, self.unsaved.message)
         elif message.kind == "begun":
             self.begun.set()
@@ -395,7 +401,7 @@ class Slot:
         elif message.kind == "broken":
             self.log.warning("%s: %.4000s", self.name, fields["error"]["message"])
         elif message.kind == "failed":
-            self.fail(records_pb2.ErrorDetail(**fields["error"]), lost=False)
+            self.fail(cut(records_pb2.ErrorDetail(**fields["error"])), lost=False)
         self.host.slot_changed()
 
     async def _send_resume(self) -> None:

@@ -26,6 +26,7 @@ from typing import Any
 
 import xxhash
 
+from penstock.proto.batch.classes import MAX_NAME
 from penstock.proto.errors import (
     InputFnError,
     NotRestartableError,
@@ -189,8 +190,9 @@ class RestorableLoader:
             capabilities.is_iterator = hasattr(type(loader), "__next__")
             capabilities.loads_own_state = getattr(loader, "loads_own_state", False) is True
             capabilities.exact_states = getattr(loader, "exact_states", False) is True
-            if callable(getattr(loader, "advance_state", None)):
-                capabilities.advances_state = f"{type(loader).__module__}:{type(loader).__qualname__}"
+            name = f"{type(loader).__module__}:{type(loader).__qualname__}"
+            if callable(getattr(loader, "advance_state", None)) and len(name) <= MAX_NAME:
+                capabilities.advances_state = name
             capabilities.own_workers = int(getattr(loader, "num_workers", 0) or 0)
             if capabilities.own_workers and getattr(loader, "persistent_workers", False):
                 capabilities.not_restartable = (
