@@ -219,7 +219,7 @@ def test_module_names_stand_for_one_thing() -> None:
         ("penstock.appliance.a", "from ..worker import daemon"),
         ("penstock.appliance.a", "if TYPE_CHECKING:\n    import penstock.client as c"),
         ("penstock.deploy.a", "from penstock.worker.loader.start import start"),
-        ("penstock.deploy.a", "def f():\n    import penstock.appliance.storage.journal"),
+        ("penstock.deploy.a", "def f():\n    import penstock.appliance.storage.snapshot_store"),
         ("penstock.deploy.a", "from penstock.client import states"),
         ("penstock.deploy.a", "from penstock.client.api import data_loader"),
         ("penstock.proto.v1.a", "from penstock.client import DataLoader"),
