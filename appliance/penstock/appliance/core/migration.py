@@ -57,6 +57,8 @@ class Migrations:
         for slot in list(cluster.appointed.values()):
             successor = slot.successor
             assert successor is not None
+            if not cluster.is_open(slot):
+                continue  # it is about to be released
             if successor.ready_at and now - successor.ready_at > limits.hand_over_s:
                 cluster.take_over(slot, successor.why, now)
             elif not successor.ready_at and now - successor.since > limits.successor_s:

@@ -111,7 +111,8 @@ class Registry:
     def _settle(self) -> None:
         """After every change: place what waits, plan what is asked, commit."""
         cluster = self.cluster
-        cluster.place_waiting()
+        if cluster.release_ended():
+            cluster.place_waiting()
         self.desk.settle()
         cluster.journal.commit()
 

@@ -112,7 +112,8 @@ def heartbeat_reply(
     bases: dict[tuple[str, int], records_pb2.BoxPosition] = {}
     for key in sorted(worker.slots):
         slot = cluster.slot(key)
-        assert slot is not None
+        if slot is None:
+            continue  # its attempt is over, and it is about to be released
         attempt, box = cluster.box_of(slot)
         of_box = key.run, key.box
         if of_box not in bases:
@@ -130,7 +131,7 @@ def _taken(cluster: ClusterState, worker: Worker, reports: Iterable[pb.SlotRepor
         if key in worker.slots:
             slot = cluster.slot(key)
             successor = slot.successor if slot is not None else None
-            if slot is None or report.generation == slot.generation:
+            if slot is not None and report.generation == slot.generation:
                 continue
             if successor is not None and successor.generation == report.generation:
                 continue
