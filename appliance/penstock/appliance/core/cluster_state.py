@@ -245,7 +245,7 @@ class ClusterState:
         box = Box(request.box, client, request, base, Place.LIVE, lease, 0, credential=credential, reported_at=now)
         self.slots_held[credential] += attempt.num_workers
         box.history.append(base)
-        attempt.boxes[box.number] = box
+        attempt.add_box(box)
         for number in range(attempt.num_workers):
             slot = Slot(SlotKey(attempt.run, attempt.number, box.number, number), run.generation + 1)
             box.slots.append(slot)

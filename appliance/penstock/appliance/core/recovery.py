@@ -106,7 +106,7 @@ def _box(cluster: ClusterState, attempt: Attempt, row: Mapping[str, Any], now: f
     box.history.append(base)
     if box.place is Place.CLOSED:
         box.lingers_until = now + cluster.limits.linger_s
-    attempt.boxes[box.number] = box
+    attempt.add_box(box)
     cluster.slots_held[box.credential] += attempt.num_workers
 
 
