@@ -172,13 +172,13 @@ def test_an_end_in_slices_outlives_a_restart(tmp_path: Path) -> None:
 def test_hand_overs_end_with_their_attempt() -> None:
     """Nothing is taken over for an attempt that is over, although its slots are still to be taken from workers."""
     world = World(replace(Limits(), slots_at_once=1))
-    leaving, coming = world.worker("a", 3), world.worker("b", 3)
+    leaving = world.worker("a", 3)
     for number in range(3):
         world.open(number, num_boxes=3, num_workers_per_box=1, attempt_key="1")
     while world.registry.cluster.waiting:
         world.registry.tick()
     leaving.ready()
-    coming.ready()
+    coming = world.worker("b", 3)
     world.registry.drain_worker(pb.DrainWorkerRequest(worker="a"))
     coming.ready()
     assert len(world.registry.cluster.appointed) == 3
