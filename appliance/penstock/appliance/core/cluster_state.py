@@ -75,6 +75,8 @@ class ClusterState:
         """Slots of live boxes that no worker has, in the order in which they began to wait."""
         self._to_place: deque[SlotKey] = deque()
         """Of `waiting`, those that `place_waiting` has not looked at yet in its present round."""
+        self._is_cut = False
+        """The last call of `place_waiting` ended before it had looked at all that it could."""
         self._stuck: set[str] = set()
         """Each input_fn that no worker with room may run, as found in this round."""
         self._ended: deque[tuple[Attempt, Box]] = deque()
@@ -155,6 +157,11 @@ class ClusterState:
 
     def open_attempts(self) -> list[Attempt]:
         return [run.current for run in self.runs.values() if run.current is not None]
+
+    @property
+    def is_between_slices(self) -> bool:
+        """The next call goes on with what the last one has begun: to release slots, or to place them."""
+        return bool(self._ended) or self._is_cut
 
     def is_open(self, slot: Slot) -> bool:
         """Its attempt is not over."""
@@ -443,6 +450,7 @@ class ClusterState:
     def place_waiting(self) -> None:
         """Give waiting slots to workers that have room, in the order in which they began to wait. One call looks at
         `slots_at_once` of them, the next one at those behind: to place 16,384 in one go would keep others waiting."""
+        self._is_cut = True
         begun = False  # a round, by this call
         for _ in range(self.limits.slots_at_once):
             if self.room.is_full:
@@ -452,6 +460,7 @@ class ClusterState:
                 self._to_place.extend(self.waiting)
                 self._stuck.clear()
             if not self._to_place:
+                self._is_cut = False
                 return
             slot = self.waiting.get(self._to_place.popleft())
             if slot is None:  # it has ended meanwhile

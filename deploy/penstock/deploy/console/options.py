@@ -104,6 +104,7 @@ StartTimeout = Annotated[float | None, option(WorkerSettings, "start_timeout", "
 RunnerUser = Annotated[str | None, option(WorkerSettings, "runner_user", "USER")]
 RunnerProcesses = Annotated[int | None, option(WorkerSettings, "runner_processes", "N")]
 NoCage = Annotated[bool | None, option(WorkerSettings, "no_cage")]
+NoGroups = Annotated[bool | None, option(WorkerSettings, "no_groups")]
 RunnerMemory = Annotated[str | None, option(WorkerSettings, "runner_memory", "SIZE")]
 PulseFile = Annotated[str | None, option(WorkerSettings, "pulse_file", "PATH")]
 Name = Annotated[str | None, option(WorkerSettings, "name", "NAME")]

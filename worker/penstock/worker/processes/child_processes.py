@@ -24,7 +24,8 @@ from penstock.proto.v1 import records_pb2
 from penstock.runtime.telemetry.logs import About
 from penstock.worker.processes.child_output import PAUSE_S, READ_BYTES, Lines
 from penstock.worker.processes.control_channel import Channel, Message
-from penstock.worker.processes.orphans import Orphans
+from penstock.worker.processes.control_groups import ControlGroups, OutOfMemory, out_of_memory
+from penstock.worker.processes.orphans import GRACE_S, Orphans
 from penstock.worker.processes.progress_page import ProgressPage
 from penstock.worker.processes.runner_user import RunnerUser
 from penstock.worker.processes.stack_dump import StackFile
@@ -55,6 +56,8 @@ ORPHANS_S = 4.0
 """For what a dead fork server had to end; at a daemon's end, too."""
 KILL_S = 5.0
 """Seconds for the kernel to end a process that was killed; one that hangs in a driver or a file system does not."""
+GROUP_S = GRACE_S + 1.0
+"""For what a dead child left in its control group to clean up and end, before all of it is killed."""
 END_S = 5.0
 """For a fork server to end what is below it, and itself."""
 _NOT_FOR_CHILDREN = (
@@ -120,8 +123,13 @@ class Child:
         on_message: Callable[[Message], None],
         on_gone: Callable[[], None],
         about: Mapping[str, str | int] | None = None,
+        group: str = "",
     ) -> None:
         self.name = name
+        self.group = group
+        """Its control group; "" = it has none. See control_groups.py."""
+        self.out_of_memory = OutOfMemory.NO
+        """Whether the kernel has killed it, or something of it, for want of memory; known once it has exited."""
         self._logger = About(_log, **(about or {}))
         self._user_logger = About(_user_log, **(about or {}))
         self.pid = 0
@@ -253,6 +261,7 @@ class Child:
             self.pidfd = -1
         if not self.forked.done():
             self.forked.set_result(None)
+        self.out_of_memory = out_of_memory(self.group)
         self.last_stack = self.stacks.read()
         self.stacks.close()
         self.exited.set_result(status)
@@ -330,8 +339,9 @@ async def end_orphans(least_s: float = 0.0) -> None:
 class ForkServer:
     """One fork server process and the children it forked."""
 
-    def __init__(self, tempdirs: TemporaryFolders) -> None:
+    def __init__(self, tempdirs: TemporaryFolders, groups: ControlGroups | None = None) -> None:
         self._tempdirs = tempdirs
+        self._groups = groups
         self._children: dict[int, Child] = {}
         self._next = 0
         self._up = asyncio.get_running_loop().create_future()
@@ -426,7 +436,8 @@ class ForkServer:
         read, write = os.pipe()
         self._next += 1
         number, tempdir = self._next, self._tempdirs.make()
-        child = Child(Channel(ours), read, name, on_message, lambda: self._let_go(number, tempdir), about)
+        group = self._groups.make() if self._groups is not None else ""
+        child = Child(Channel(ours), read, name, on_message, lambda: self._let_go(number, tempdir, group), about, group)
         self._children[number] = child
         try:
             self._channel.send(
@@ -435,6 +446,7 @@ class ForkServer:
                 id=number,
                 role=role,
                 tempdir=tempdir,
+                group=group,
             )
         except OSError as error:
             child.gone(None)
@@ -465,9 +477,11 @@ class ForkServer:
         """Whether its process is there."""
         return self._process is not None and self._process.returncode is None
 
-    def _let_go(self, number: int, tempdir: str) -> None:
+    def _let_go(self, number: int, tempdir: str, group: str) -> None:
         self._children.pop(number, None)
         self._tempdirs.remove(tempdir)
+        if self._groups is not None and not self._groups.remove(group):
+            asyncio.get_running_loop().call_later(GROUP_S, self._groups.kill, group)
         if self.dead and not self._children:
             self.close()
 

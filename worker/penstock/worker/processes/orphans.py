@@ -20,7 +20,7 @@ import time
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
-__all__ = ["Orphans", "become_subreaper", "forget_shared_memory", "own_children"]
+__all__ = ["GRACE_S", "Orphans", "become_subreaper", "forget_shared_memory", "own_children"]
 
 _PR_SET_CHILD_SUBREAPER = 36
 GRACE_S = 3.5

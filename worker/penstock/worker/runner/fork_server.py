@@ -31,6 +31,7 @@ from typing import NoReturn
 
 from penstock.proto.errors import LaneLostError
 from penstock.runtime.process import sandbox
+from penstock.worker.processes import control_groups
 from penstock.worker.processes.control_channel import DESCRIPTORS_CLOSED, Channel, DescriptorsClosedError, Message
 from penstock.worker.processes.orphans import Orphans, become_subreaper, forget_shared_memory
 from penstock.worker.processes.runner_user import RunnerUser
@@ -145,7 +146,8 @@ def _fork(message: Message, channel: Channel, own: Iterable[int]) -> int:
         channel.sock.close()
         for fd in own:
             os.close(fd)
-        _child(me, message.fields["role"], message.fields["tempdir"], control, output, progress_page, stacks)
+        fields = message.fields
+        _child(me, fields["role"], fields["tempdir"], fields["group"], control, output, progress_page, stacks)
     for fd in message.fds:
         os.close(fd)
     with contextlib.suppress(OSError):
@@ -165,7 +167,7 @@ def _give_up_rights(tempdir: str) -> None:
 
 
 def _child(
-    parent: int, role: str, tempdir: str, control: int, output: int, progress_page: int, stacks: int
+    parent: int, role: str, tempdir: str, group: str, control: int, output: int, progress_page: int, stacks: int
 ) -> NoReturn:
     code = 1
     try:
@@ -177,6 +179,8 @@ def _child(
         os.dup2(output, 2)
         os.close(output)
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+        if group:
+            control_groups.enter(group)
         _give_up_rights(tempdir)
         die_with_parent(parent)  # which a change of user undoes
         from penstock.worker.processes.progress_page import ProgressPage
