@@ -79,8 +79,8 @@ class ClusterState:
         """The last call of `place_waiting` ended before it had looked at all that it could."""
         self._stuck: set[str] = set()
         """Each input_fn that no worker with room may run, as found in this round."""
-        self._ended: deque[tuple[Attempt, Box]] = deque()
-        """Boxes of attempts that are over, whose slots their workers still have."""
+        self._ended: deque[tuple[Attempt, list[Box]]] = deque()
+        """Attempts that are over, with the boxes whose slots their workers still have, the next one last."""
         self.touched: set[tuple[str, int, int]] = set()
         """(run, attempt, box) whose slots or progress changed: their part of state queries is to be planned again."""
         self.tickets_expire = 0
@@ -224,9 +224,10 @@ class ClusterState:
         """Raises OverloadedError if another box would be more than the coordinator has room for. `superseded`: an
         attempt that ends first."""
         count, held, all_held = request.num_workers_per_box, self.slots_held[credential], self.slots_held.total()
-        for box in superseded.boxes.values() if superseded is not None else ():
-            all_held -= len(box.slots)
-            held -= len(box.slots) * (box.credential == credential)
+        if superseded is not None:
+            boxes = Counter(box.credential for box in superseded.boxes.values())
+            all_held -= boxes.total() * superseded.num_workers
+            held -= boxes[credential] * superseded.num_workers
         for what, there, limit in (
             ("one token", held, self.limits.slots_max),
             ("all tokens", all_held, self.limits.slots_open_max),
@@ -272,12 +273,14 @@ class ClusterState:
         self.events.add(f"attempt {state.value}", why, run=attempt.run, attempt=attempt.number)
         run.current = None
         boxes = attempt.boxes.values()
-        for box in boxes:
-            self.slots_held[box.credential] -= len(box.slots)
-            self._ended.append((attempt, box))
+        for credential, count in Counter(box.credential for box in boxes).items():
+            self.slots_held[credential] -= count * attempt.num_workers
+        if boxes:
+            self._ended.append((attempt, list(reversed(boxes))))
         self.touched.add((attempt.run, attempt.number, min(attempt.boxes, default=0)))  # one stands for all of them
-        generations = (max(slot.generation, slot.reserved) for box in boxes for slot in box.slots)
-        run.generation = max(run.generation, max(generations, default=0))
+        for box in boxes:
+            given = [slot.generation for slot in box.slots] + [slot.reserved for slot in box.slots]
+            run.generation = max(run.generation, *given)
         clients = {box.number: box.client for box in boxes}
         run.past[attempt.number] = Past(attempt.number, attempt.key, state, why, clients)
         which: dict[str, str | int] = {"run": attempt.run, "attempt": attempt.number}
@@ -301,7 +304,10 @@ class ClusterState:
         left: set[str] = set()
         taken = 0
         while self._ended and taken < self.limits.slots_at_once:
-            attempt, box = self._ended.popleft()
+            attempt, boxes = self._ended[0]
+            box = boxes.pop()
+            if not boxes:
+                self._ended.popleft()
             taken += len(box.slots)
             for slot in box.slots:
                 self.dismiss(slot)

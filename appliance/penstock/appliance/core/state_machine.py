@@ -381,7 +381,6 @@ class Registry:
         stuck = self._hand_overs.stuck(worker, self._clock()) if worker.draining else 0
         yield from views.fill_heartbeat(reply, self.cluster, worker, request, pace, self._wall(), wants, stuck)
         reply.commit_mark = self.cluster.journal.mark()
-        return reply
 
     def worker_hold(self, request: pb.HeartbeatRequest) -> float:
         """Seconds that a heartbeat with nothing to tell is held."""
