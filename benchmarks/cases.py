@@ -60,12 +60,16 @@ class Times:
 
 
 KIB, MIB = 1 << 10, 1 << 20
-MAX_SLOTS, MIN_SLOTS, RING_BYTES = 32, 4, 8 << 20  # Penstock's rule for a ring, see proto/penstock/proto/lane/ring.py
+MAX_ENTRIES, MIN_ENTRIES, RING_BYTES = (
+    32,
+    4,
+    8 << 20,
+)  # Penstock's rule for a ring, see proto/penstock/proto/lane/ring.py
 
 
 def ring_slots(nbytes: int) -> int:
     """How many slots of this many bytes a ring of Penstock has by its rule."""
-    return max(MIN_SLOTS, min(MAX_SLOTS, RING_BYTES // max(nbytes, 1)))
+    return max(MIN_ENTRIES, min(MAX_ENTRIES, RING_BYTES // max(nbytes, 1)))
 
 
 def _case(name: str, nbytes: int, **more: Any) -> Case:

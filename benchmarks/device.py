@@ -37,7 +37,7 @@ import torch.utils.data
 from penstock.client import Appliance, DataExecutor, DataLoader
 from penstock.client.stream.device import check_device
 from penstock.proto.errors import InvalidArgumentError
-from penstock.proto.lane.ring import slots_for
+from penstock.proto.lane.ring import entries_for
 
 SIZES = {64 << 10: 8000, 256 << 10: 4000, 1 << 20: 2000, 4 << 20: 600, 16 << 20: 150, 64 << 20: 40}
 """Bytes of a batch -> batches of one round of ours."""
@@ -97,7 +97,7 @@ def rate(batches: Iterable[Any], device: torch.device) -> tuple[float, float]:
 
 
 def plain_copy(device: torch.device, size: int, leaves: int, batches: int) -> tuple[float, float]:
-    count = slots_for(size)
+    count = entries_for(size)
     host = [torch.ones(size, dtype=torch.uint8, pin_memory=device.type == "cuda") for _ in range(count)]
     there = [torch.ones(size, dtype=torch.uint8, device=device) for _ in range(count)]
 

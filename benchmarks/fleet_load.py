@@ -188,7 +188,7 @@ class Fleet:
         found: dict[str, Any] = {}
         Path(f"/proc/{self.pid}/clear_refs").write_text("5")  # the high-water mark starts anew
         ours, theirs = cpu_s(os.getpid()), cpu_s(self.pid)
-        beats, watches, began = self.tally.beats, self.tally.watches, time.monotonic()
+        heartbeats, watches, began = self.tally.heartbeats, self.tally.watches, time.monotonic()
         self.tally.longest_gap_s, self.tally.shortest_margin = 0.0, float("inf")
         yield found
         ended = time.monotonic()
@@ -197,7 +197,7 @@ class Fleet:
             "span_s": span,
             "coordinator_cpu_s": cpu_s(self.pid) - theirs,
             "generator_cpu_s": cpu_s(os.getpid()) - ours,
-            "beats_per_s": (self.tally.beats - beats) / span,
+            "beats_per_s": (self.tally.heartbeats - heartbeats) / span,
             "watches_per_s": (self.tally.watches - watches) / span,
             "longest_gap_s": self.tally.longest_gap_s,
             "shortest_margin": self.tally.shortest_margin,
@@ -244,7 +244,7 @@ class Fleet:
         for box in self.boxes:
             box.train()
         # What the opening has left to do is done within two beats.
-        await asyncio.sleep(min(2.0, self.seconds) + 2 * max(worker.beat_s for worker in self.workers))
+        await asyncio.sleep(min(2.0, self.seconds) + 2 * max(worker.heartbeat_s for worker in self.workers))
         async with self.measured() as found:
             await asyncio.sleep(self.seconds)
         return found

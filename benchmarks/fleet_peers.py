@@ -34,7 +34,7 @@ JOB = "fleet"
 class Tally:
     """What the fleet has seen, in one place for all of it. Times are of time.monotonic()."""
 
-    beats: int = 0
+    heartbeats: int = 0
     watches: int = 0
     longest_gap_s: float = 0.0
     """Between two heartbeats of one worker."""
@@ -97,7 +97,7 @@ class FakeWorker:
         self._ready: set[tuple[int, int, int]] = set()
         self._answered: set[str] = set()
         self._version = 0
-        self.beat_s, self._lease_s = 1.0, 3.0
+        self.heartbeat_s, self._lease_s = 1.0, 3.0
         self._share_s, self._share_bytes_per_s = 1.0, float(4 << 20)
         self._last_beat = 0.0
         self._tasks: set[asyncio.Task[None]] = set()
@@ -137,7 +137,7 @@ class FakeWorker:
     # ---- heartbeats
 
     def _told(self, reply: pb.RegisterWorkerReply | pb.HeartbeatReply) -> None:
-        self.beat_s, self._lease_s = reply.beat_s, reply.lease_s
+        self.heartbeat_s, self._lease_s = reply.heartbeat_s, reply.lease_s
         if isinstance(reply, pb.HeartbeatReply):
             self._share_s, self._share_bytes_per_s = reply.snapshot_every_s, reply.snapshot_bytes_per_s
 
@@ -148,7 +148,7 @@ class FakeWorker:
             self._tally.longest_gap_s = max(self._tally.longest_gap_s, gap)
             self._tally.shortest_margin = min(self._tally.shortest_margin, self._lease_s / max(gap, 1e-6))
         self._last_beat = now
-        self._tally.beats += 1
+        self._tally.heartbeats += 1
         request = pb.HeartbeatRequest(worker=self.name, session=self.session, seen_version=version, hold_s=hold_s)
         request.lease_s = self._lease_s
         for key, assignment in self.assignments.items():
@@ -161,14 +161,14 @@ class FakeWorker:
         report.slot, report.generation = assignment.slot, assignment.generation
         report.phase = pb.READY if ready else pb.STARTING
         if ready:
-            report.traits.state_methods, report.traits.length = 4, -1
+            report.capabilities.state_methods, report.capabilities.length = 4, -1
         report.produced, report.batches_per_s = self._total, 1.0
         return report
 
     async def _heartbeats(self) -> None:
         while True:
             try:
-                reply = await self._beat(self._version, self.beat_s)
+                reply = await self._beat(self._version, self.heartbeat_s)
             except (CoordinatorUnavailableError, DeadlineError) as error:
                 await self._tally.pause(error)
                 continue
@@ -238,7 +238,7 @@ class FakeWorker:
 
     async def _put(self, assignment: records_pb2.WorkerAssignment, total: int) -> None:
         header = pb.SnapshotHeader(run=assignment.run, attempt=assignment.attempt, box=assignment.box)
-        header.slot, header.generation, header.total, header.origin = (
+        header.slot, header.generation, header.total, header.epoch_start = (
             assignment.slot,
             assignment.generation,
             total,
@@ -261,7 +261,7 @@ class FakeWorker:
     async def _answer(self, request: pb.StateRequest) -> None:
         answer = pb.StateAnswer(request=request.request, worker=self.name, session=self.session)
         answer.samples_streamed, answer.digest = request.position.total, request.position.total
-        answer.traits.state_methods, answer.traits.length = 4, -1
+        answer.capabilities.state_methods, answer.capabilities.length = 4, -1
         try:
             await self._client.put_state(answer, self._payload.state)
         except PenstockError as error:
@@ -313,7 +313,7 @@ class FakeBox:
                 break
             except (CoordinatorUnavailableError, DeadlineError) as error:
                 await self._tally.pause(error)
-        self.attempt, self._hold_s, self._lease_s = reply.attempt, reply.beat_s, reply.lease_s
+        self.attempt, self._hold_s, self._lease_s = reply.attempt, reply.heartbeat_s, reply.lease_s
 
     def start(self) -> None:
         self._watching = asyncio.ensure_future(self._watch())
@@ -355,7 +355,7 @@ class FakeBox:
                 self._tally.failed(f"box {self.number}", error)
                 return
             self._tally.watches += 1
-            self._hold_s, self._lease_s = reply.beat_s, reply.lease_s
+            self._hold_s, self._lease_s = reply.heartbeat_s, reply.lease_s
             if reply.version != seen:
                 seen = reply.version
                 self._tally.lost += sum("not heard of" in view.note for view in reply.slots)

@@ -5,7 +5,7 @@
 memcpy: one thread copies each leaf of a ready batch into the next slot of memory that was faulted in before. That is
 what the same host's lane cannot do without: its one copy, from the user's tensor into the ring.
 
-tcp: two processes and one connection over loopback; one sends each batch out of the next of its ring slots with
+tcp: two processes and one connection over loopback; one sends each batch out of the next of its ring entries with
 `sendall`, the other receives it into the next of its own with `recv_into`. No framing, no acknowledgement, no copy on
 either side but the kernel's.
 

@@ -27,7 +27,7 @@ from penstock.client.stream.receiver_process import Receiver
 from penstock.proto.lane import tcp
 from penstock.proto.lane.endpoints import Consumer, Producer, connect_local
 from penstock.proto.lane.frames import pack_shapes
-from penstock.proto.lane.ring import Ring, slots_for
+from penstock.proto.lane.ring import Ring, entries_for
 from penstock.proto.lane.tls_socket import accept_tls_blocking
 from penstock.proto.rpc.tls import Tls, load_tls
 from penstock.proto.v1 import lane_pb2
@@ -93,7 +93,7 @@ def consume(consumer: Consumer, size: int, seconds: float, pids: list[int]) -> t
     poll = select.poll()
     poll.register(consumer.fileno(), select.POLLIN)
     released: list[int] = []
-    group, total, begun = 2 * max(1, slots_for(size) // 4), 0, 0
+    group, total, begun = 2 * max(1, entries_for(size) // 4), 0, 0
     start = until = 0.0
     before: list[float] = []
     while True:
@@ -109,8 +109,8 @@ def consume(consumer: Consumer, size: int, seconds: float, pids: list[int]) -> t
         if frame.total != total:
             raise SystemExit(f"batch {frame.total} instead of {total}")
         ring = consumer.rings[frame.ring]
-        ring.view[frame.slot * ring.slot_bytes]
-        released += (frame.ring, frame.slot)
+        ring.view[frame.entry * ring.entry_bytes]
+        released += (frame.ring, frame.entry)
         consumer.delivered(total)
         if len(released) >= group:
             consumer.release(released)
@@ -193,7 +193,7 @@ def remote(
 def raw_tcp(size: int, seconds: float) -> tuple[float, list[float]]:
     """One send and one receive a batch, from a ring and into a ring."""
     listener = socket.create_server(("127.0.0.1", 0))
-    slots = slots_for(size)
+    slots = entries_for(size)
 
     def sender() -> None:
         ring, index = Ring.create(size, slots), 0
@@ -229,7 +229,7 @@ def raw_tcp(size: int, seconds: float) -> tuple[float, list[float]]:
 
 
 def memcpy(size: int, seconds: float) -> tuple[float, list[float]]:
-    slots, batch = slots_for(size), source(size)
+    slots, batch = entries_for(size), source(size)
     ring, index, copies = Ring.create(size, slots), 0, 0
     start, cpu = time.perf_counter(), time.process_time()
     while (now := time.perf_counter()) < start + seconds:

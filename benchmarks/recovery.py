@@ -41,7 +41,7 @@ WARM = 30
 
 class Slow:
     """A batch each 20 ms, so that a ring's worth is not the whole run. With a state: what has none is replayed from the
-    start of the pass, which takes as long as that takes."""
+    start of the epoch, which takes as long as that takes."""
 
     def __init__(self) -> None:
         self.number = 0

@@ -15,7 +15,7 @@ __all__ = ["BEGIN", "END", "IDLE_CORES", "between", "conditions", "markdown", "t
 BEGIN = "<!-- figures: begin (written by benchmarks/full_path.py --write) -->"
 END = "<!-- figures: end -->"
 IDLE_CORES = 0.2
-"""Cores that may be busy on a machine that passes as idle."""
+"""Cores that may be busy on a machine that epochs as idle."""
 OVER_TCP = (TCP, TF, RAW_TCP)
 """Modes whose floor is raw TCP; that of all others is memcpy."""
 

@@ -26,7 +26,7 @@ from benchmarks.processes import adopt_orphans, cpu_by_role, memory_by_role, rin
 from penstock.client import Appliance, DataExecutor, DataLoader
 
 PAUSE_S = 1.0
-"""Long enough for each source to fill its ring, at 20 ms a batch and at most 32 ring slots."""
+"""Long enough for each source to fill its ring, at 20 ms a batch and at most 32 ring entries."""
 WAIT_S = 0.002
 """A `next()` that took longer had to wait for a source."""
 

@@ -28,7 +28,7 @@ from benchmarks.streaming_player import Reader, memory_mib, play
 from PIL import Image
 
 from penstock.data import MDSWriter, StreamingDataset, StreamingLoader
-from penstock.data.ordering.sharded_order import Order
+from penstock.data.ordering.sharded_order import ShardedOrder
 from penstock.worker.batch.building import collate as stack
 
 SEED = 1
@@ -82,8 +82,8 @@ def _as_they_are(samples: list[Any]) -> list[Any]:
     return samples
 
 
-def _order(shards: int, per_shard: int, block: int | None) -> Order:
-    return Order([np.full(shards, per_shard)], [shards * per_shard], seed=SEED, shuffle=True, block=block)
+def _order(shards: int, per_shard: int, block: int | None) -> ShardedOrder:
+    return ShardedOrder([np.full(shards, per_shard)], [shards * per_shard], seed=SEED, shuffle=True, block=block)
 
 
 def _order_cost(shards: int, per_shard: int, position: int) -> dict[str, Any]:
@@ -94,7 +94,7 @@ def _order_cost(shards: int, per_shard: int, position: int) -> dict[str, Any]:
     answer = {"seconds": time.perf_counter() - started, "mib": memory_mib("VmHWM") - before}
     sizes = np.full(shards, per_shard)
     tracemalloc.start()
-    kept = Order([sizes], [shards * per_shard], seed=SEED, shuffle=True, block=1 << 18)
+    kept = ShardedOrder([sizes], [shards * per_shard], seed=SEED, shuffle=True, block=1 << 18)
     kept.ids(0, np.arange(position, position + BATCH))
     answer["kept_mib"], answer["peak_mib"] = (number / (1 << 20) for number in tracemalloc.get_traced_memory())
     tracemalloc.stop()
@@ -156,7 +156,7 @@ def _places(folder: Path, *, shuffle: bool) -> list[tuple[Path, int, int]]:
             offsets = struct.unpack(f"<{count + 1}I", file.read(4 + 4 * (count + 1))[4:])
         places += [(path, offsets[n + 1] - offsets[n], offsets[n]) for n in range(count)]
         counts.append(count)
-    order = Order([np.array(counts)], [sum(counts)], seed=SEED, shuffle=shuffle, block=1 << 18)
+    order = ShardedOrder([np.array(counts)], [sum(counts)], seed=SEED, shuffle=shuffle, block=1 << 18)
     return [places[number] for number in order.ids(0, np.arange(len(places))).tolist()]
 
 

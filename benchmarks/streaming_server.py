@@ -2,7 +2,7 @@
 
     python -m benchmarks.streaming_server FOLDER [--delay SECONDS]
 
-Prints its port and serves until standard input ends. A delay passes before each answer, as the way to a store in
+Prints its port and serves until standard input ends. A delay epochs before each answer, as the way to a store in
 another place takes; connections are kept. An S3 client that asks for path-style addresses gets what it needs too, since
 reading an object is GET, and HEAD before it.
 """

@@ -49,12 +49,12 @@ class Cluster:
     def daemons(self, allow: str, slots: int) -> Iterator[None]:
         """A coordinator on a free port, and two worker daemons with so many slots each that may run `allow`."""
         with contextlib.ExitStack() as stack:
-            lifeline = ["--lifeline-pid", str(os.getpid())]
+            parent_watch = ["--parent-pid", str(os.getpid())]
             books = ["--listen", "127.0.0.1:0", "--state-dir", str(self.out / "coordinator")]
-            address = self._daemon(stack, "coordinator", "penstock.appliance", *books, *lifeline)
+            address = self._daemon(stack, "coordinator", "penstock.appliance", *books, *parent_watch)
             for name in ("worker-1", "worker-2"):
                 work = ["--coordinator", address, "--name", name, "--slots", str(slots), "--allow", allow]
-                self._daemon(stack, name, "penstock.worker", *work, *lifeline)
+                self._daemon(stack, name, "penstock.worker", *work, *parent_watch)
             self.environment["PENSTOCK_COORDINATOR"] = address
             yield
 

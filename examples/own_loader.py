@@ -1,4 +1,4 @@
-"""A loader of one's own with the four methods: saved at any step, and resumed on any shape.
+"""A loader of one's own with the four methods: saved at any step, and resumed on any topology.
 
 penstock.data has such loaders ready; this one shows what they consist of, with the windows of train_lm:
 

@@ -7,8 +7,8 @@ checkpoint.
 CPUs use torchrun.) With PENSTOCK_COORDINATOR=HOST:PORT and PENSTOCK_TOKEN in the environment
 the same line takes its batches from the workers of that coordinator.
 
-Accelerate's loader moves batches to the device, and tells `accumulate` which batch is the last of a pass, for which it
-is one batch ahead of the loop: hence the Lookahead.
+Accelerate's loader moves batches to the device, and tells `accumulate` which batch is the last of an epoch, for which
+it is one batch ahead of the loop: hence the Lookahead.
 """
 
 from __future__ import annotations

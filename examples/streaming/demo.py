@@ -1,4 +1,4 @@
-"""`make demo-streaming`: train from shards on an HTTP server through worker daemons, and resume on another shape.
+"""`make demo-streaming`: train from shards on an HTTP server through worker daemons, and resume on another topology.
 
     (a) uninterrupted, on 1 box with 2 workers
     (b) the same up to a step, where it is saved

@@ -9,36 +9,36 @@ import pytest
 from penstock.appliance.core import balance
 from penstock.appliance.model.entities import Slot
 from penstock.appliance.model.limits import Limits
-from penstock.appliance.testing import FakeBox, FakeWorker, World
+from penstock.appliance.testing import FakeBox, FakeCluster, FakeWorker
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 
 LIMITS = replace(Limits(), balance_after_s=10.0, balance_every_s=1.0)
-SAVES, REPLAYS = records_pb2.LoaderTraits(state_methods=4), records_pb2.LoaderTraits(state_methods=0)
+SAVES, REPLAYS = records_pb2.LoaderCapabilities(state_methods=4), records_pb2.LoaderCapabilities(state_methods=0)
 
 
 @pytest.fixture
-def world() -> World:
-    return World(LIMITS)
+def world() -> FakeCluster:
+    return FakeCluster(LIMITS)
 
 
-def ready(worker: FakeWorker, traits: records_pb2.LoaderTraits = SAVES) -> None:
+def ready(worker: FakeWorker, capabilities: records_pb2.LoaderCapabilities = SAVES) -> None:
     reports = [worker.tell(assignment, pb.READY) for assignment in worker.beat().assignments]
     for report in reports:
-        report.traits.CopyFrom(traits)
+        report.capabilities.CopyFrom(capabilities)
     worker.beat(*reports)
 
 
-def planned(world: World, room: int = 10) -> list[tuple[int, str]]:
+def planned(world: FakeCluster, room: int = 10) -> list[tuple[int, str]]:
     """(slot, to worker)."""
     return [(move.slot.key.slot, move.worker.name) for move in moves(world, room)]
 
 
-def moves(world: World, room: int = 10) -> list[balance.Move]:
+def moves(world: FakeCluster, room: int = 10) -> list[balance.SlotMove]:
     return [move for move in balance.look(world.registry.cluster, world.now, room) if move is not None]
 
 
-def hold_up(slot: Slot, share: float, world: World, *, others_ahead: bool = True) -> None:
+def hold_up(slot: Slot, share: float, world: FakeCluster, *, others_ahead: bool = True) -> None:
     """The loop waits for the slot through this share of its time; the others have batches lying ready."""
     _, box = world.registry.cluster.box_of(slot)
     waits = box.waits
@@ -50,21 +50,21 @@ def hold_up(slot: Slot, share: float, world: World, *, others_ahead: bool = True
         other.gauge.mean_queued = 8.0 if others_ahead and other is not slot else 0.0
 
 
-def slots_of(world: World) -> list[Slot]:
+def slots_of(world: FakeCluster) -> list[Slot]:
     return world.slots()
 
 
-def crowded(world: World, traits: records_pb2.LoaderTraits = SAVES, host: str = "host-b") -> FakeBox:
+def crowded(world: FakeCluster, capabilities: records_pb2.LoaderCapabilities = SAVES, host: str = "host-b") -> FakeBox:
     """Four slots on a worker with four places; then another such worker joins. The box is on host-a."""
     full = world.worker("full", 4, host=host)
     box = world.open(num_workers_per_box=4)
-    ready(full, traits)
+    ready(full, capabilities)
     world.worker("empty", 4, host="host-c")
     world.now += LIMITS.balance_after_s
     return box
 
 
-def two_and_a_spare(world: World) -> None:
+def two_and_a_spare(world: FakeCluster) -> None:
     """A slot on each of two machines, for as long as balance waits, and an empty worker on a third."""
     one, two = world.worker("one", 1, host="host-b"), world.worker("two", 1, host="host-c")
     world.open()
@@ -74,7 +74,7 @@ def two_and_a_spare(world: World) -> None:
     world.now += LIMITS.balance_after_s
 
 
-def test_slots_go_from_the_fullest_to_the_emptiest_until_that_makes_little_difference(world: World) -> None:
+def test_slots_go_from_the_fullest_to_the_emptiest_until_that_makes_little_difference(world: FakeCluster) -> None:
     crowded(world)
     cluster = world.registry.cluster
     went = 0
@@ -86,13 +86,13 @@ def test_slots_go_from_the_fullest_to_the_emptiest_until_that_makes_little_diffe
     assert went == 2
 
 
-def test_a_slot_that_came_lately_is_left_where_it_is(world: World) -> None:
+def test_a_slot_that_came_lately_is_left_where_it_is(world: FakeCluster) -> None:
     crowded(world)
     world.now -= 0.5
     assert planned(world) == []
 
 
-def test_a_slot_does_not_try_again_and_again_where_it_could_not_start(world: World) -> None:
+def test_a_slot_does_not_try_again_and_again_where_it_could_not_start(world: FakeCluster) -> None:
     crowded(world)
     slot, cluster = slots_of(world)[0], world.registry.cluster
     assert planned(world) == [(0, "empty")]
@@ -105,17 +105,17 @@ def test_a_slot_does_not_try_again_and_again_where_it_could_not_start(world: Wor
     assert planned(world) == [(0, "empty")]
 
 
-def test_a_loader_that_would_replay_its_whole_pass_is_left_where_it_is(world: World) -> None:
+def test_a_loader_that_would_replay_its_whole_pass_is_left_where_it_is(world: FakeCluster) -> None:
     crowded(world, REPLAYS)
     assert planned(world) == []
 
 
-def test_a_slot_on_the_box_s_own_host_is_left_there(world: World) -> None:
+def test_a_slot_on_the_box_s_own_host_is_left_there(world: FakeCluster) -> None:
     crowded(world, host="host-a")
     assert planned(world) == []
 
 
-def test_nothing_goes_to_a_worker_that_drains_or_may_not_run_it(world: World) -> None:
+def test_nothing_goes_to_a_worker_that_drains_or_may_not_run_it(world: FakeCluster) -> None:
     crowded(world)
     empty = world.registry.cluster.workers["empty"]
     empty.draining = True
@@ -124,7 +124,7 @@ def test_nothing_goes_to_a_worker_that_drains_or_may_not_run_it(world: World) ->
     assert planned(world) == []
 
 
-def test_a_straggler_goes_to_another_machine_and_its_wait_for_the_next_move_doubles(world: World) -> None:
+def test_a_straggler_goes_to_another_machine_and_its_wait_for_the_next_move_doubles(world: FakeCluster) -> None:
     two_and_a_spare(world)
     world.worker("near-one", 1, host="host-b")
     (straggler,) = [slot for slot in slots_of(world) if slot.worker == "one"]
@@ -141,7 +141,7 @@ def test_a_straggler_goes_to_another_machine_and_its_wait_for_the_next_move_doub
     assert planned(world) == []
 
 
-def test_a_slot_is_no_straggler_where_all_take_equally_long(world: World) -> None:
+def test_a_slot_is_no_straggler_where_all_take_equally_long(world: FakeCluster) -> None:
     """The others are ahead for they are a little faster; that fills their rings, and proves nothing."""
     two_and_a_spare(world)
     slow, fast = slots_of(world)
@@ -153,19 +153,19 @@ def test_a_slot_is_no_straggler_where_all_take_equally_long(world: World) -> Non
     slow.gauge.behind = True  # it replays
     assert planned(world) == []
     slow.gauge.behind = False
-    slow.traits = REPLAYS
+    slow.capabilities = REPLAYS
     assert planned(world) == []
 
 
 @pytest.mark.parametrize("shares", [(0.05, 0.0), (0.3, 0.25)])
-def test_a_little_wait_and_one_that_all_have_move_nothing(world: World, shares: tuple[float, float]) -> None:
+def test_a_little_wait_and_one_that_all_have_move_nothing(world: FakeCluster, shares: tuple[float, float]) -> None:
     two_and_a_spare(world)
     for slot, share in zip(slots_of(world), shares, strict=True):
         hold_up(slot, share, world, others_ahead=False)
     assert planned(world) == []
 
 
-def test_load_brings_nothing_to_a_worker_where_the_run_was_held_up(world: World) -> None:
+def test_load_brings_nothing_to_a_worker_where_the_run_was_held_up(world: FakeCluster) -> None:
     crowded(world)
     nudged = slots_of(world)[0]
     nudged.was_slow_at = frozenset({"empty"})
@@ -174,7 +174,7 @@ def test_load_brings_nothing_to_a_worker_where_the_run_was_held_up(world: World)
     assert planned(world) == [(1, "empty")]
 
 
-def test_slots_do_not_go_to_and_fro_between_a_slow_machine_and_full_ones(world: World) -> None:
+def test_slots_do_not_go_to_and_fro_between_a_slow_machine_and_full_ones(world: FakeCluster) -> None:
     """Stragglers leave it, and then it is the emptiest: load brought them back, and so on for ever."""
     slow, fast = world.worker("slow", 2, host="host-b"), world.worker("fast", 4, host="host-c")
     box = world.open(num_workers_per_box=4)
@@ -184,8 +184,8 @@ def test_slots_do_not_go_to_and_fro_between_a_slow_machine_and_full_ones(world: 
         for worker in (slow, fast):
             reports = [worker.tell(assignment, pb.READY) for assignment in worker.beat().assignments]
             for report in reports:
-                report.traits.CopyFrom(SAVES)
-                report.batch_s, report.produced, report.handed_over = 0.1 if worker is slow else 0.01, 1, True
+                report.capabilities.CopyFrom(SAVES)
+                report.batch_s, report.produced, report.migrated = 0.1 if worker is slow else 0.01, 1, True
             worker.beat(*reports)
         box.report()
         for slot in slots_of(world):
@@ -198,14 +198,14 @@ def test_slots_do_not_go_to_and_fro_between_a_slow_machine_and_full_ones(world: 
     assert set(went[60:]) == {("fast",) * 4}
 
 
-def test_as_many_moves_as_there_is_room_for(world: World) -> None:
+def test_as_many_moves_as_there_is_room_for(world: FakeCluster) -> None:
     crowded(world)
     assert planned(world, room=0) == []
 
 
 def test_the_coordinator_moves_by_itself_and_never_if_told_so() -> None:
     for after_s, moved in ((10.0, 1), (0.0, 0)):
-        world = World(replace(LIMITS, balance_after_s=after_s))
+        world = FakeCluster(replace(LIMITS, balance_after_s=after_s))
         box = crowded(world)
         everybody = [FakeWorker(world, name, f"{name}-1", "", 4) for name in ("full", "empty")]
         world.run_for(1.5, [box, *everybody])
@@ -215,7 +215,7 @@ def test_the_coordinator_moves_by_itself_and_never_if_told_so() -> None:
 # ------------------------------------------------------------------------------------------------------------- demand
 
 
-def test_recommended_workers_follow_demand_and_supply(world: World) -> None:
+def test_recommended_workers_follow_demand_and_supply(world: FakeCluster) -> None:
     worker, box = world.worker("w", 4), world.open()
     ready(worker)
     status = world.registry.status()
@@ -238,7 +238,7 @@ def test_recommended_workers_follow_demand_and_supply(world: World) -> None:
     assert world.registry.status().recommended_workers == 0
 
 
-def test_a_young_run_is_asked_for_as_many_workers_as_an_old_one(world: World) -> None:
+def test_a_young_run_is_asked_for_as_many_workers_as_an_old_one(world: FakeCluster) -> None:
     """What is measured counts from the beginning, not from a speed of 0 that fades; and not before there is enough."""
     worker, box = world.worker("w", 4), world.open()
     recommended = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock.appliance.policies.bottleneck import BoxFacts, Finding, SlotFacts, find
+from penstock.appliance.policies.bottleneck import Bottleneck, BoxFacts, SlotFacts, find
 
 FULL = 8.0
 
@@ -18,7 +18,7 @@ def box(slots: Sequence[SlotFacts], number: int = 0, span_s: float = 20.0) -> Bo
     return BoxFacts(number, span_s, sum(slot.wait_share for slot in slots), slots)
 
 
-def found(*boxes: BoxFacts) -> Finding:
+def found(*boxes: BoxFacts) -> Bottleneck:
     finding = find(boxes)
     assert finding is not None
     return finding

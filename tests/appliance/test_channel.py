@@ -40,7 +40,7 @@ from penstock.proto.rpc.channel import (
     PROTOCOL,
     SERVICE,
     VERSION,
-    Served,
+    RunningServer,
     connect,
     connect_aio,
     detail_of,
@@ -93,7 +93,7 @@ class Scripted(rpc.CoordinatorServicer):
 
 
 @contextlib.asynccontextmanager
-async def serving(listen: str = "127.0.0.1:0") -> AsyncIterator[tuple[Served, Scripted]]:
+async def serving(listen: str = "127.0.0.1:0") -> AsyncIterator[tuple[RunningServer, Scripted]]:
     servicer = Scripted()  # type: ignore[abstract]  # calls that are not scripted are answered UNIMPLEMENTED
     served = await server_aio(listen, TOKEN, lambda server: rpc.add_CoordinatorServicer_to_server(servicer, server))
     try:
@@ -102,7 +102,7 @@ async def serving(listen: str = "127.0.0.1:0") -> AsyncIterator[tuple[Served, Sc
         await served.stop(0)
 
 
-Trial = Callable[[Served, Scripted, AsyncCoordinatorClient], Awaitable[None]]
+Trial = Callable[[RunningServer, Scripted, AsyncCoordinatorClient], Awaitable[None]]
 
 
 def trial(body: Trial, *, token: str = TOKEN, deadline_s: float = 20.0, listen: str = "127.0.0.1:0") -> None:
@@ -120,7 +120,7 @@ def trial(body: Trial, *, token: str = TOKEN, deadline_s: float = 20.0, listen: 
 
 
 def test_every_error_of_the_catalogue_crosses_with_its_traceback() -> None:
-    async def body(served: Served, _: Scripted, client: AsyncCoordinatorClient) -> None:
+    async def body(served: RunningServer, _: Scripted, client: AsyncCoordinatorClient) -> None:
         blocking = CoordinatorClient(served.address, TOKEN)
         for name, entry in CATALOGUE.items():
             request = pb.OpenRunRequest(job=name)
@@ -141,7 +141,7 @@ def test_every_error_of_the_catalogue_crosses_with_its_traceback() -> None:
 
 
 def test_a_bug_on_the_server_arrives_with_the_server_s_traceback() -> None:
-    async def body(_: Served, __: Scripted, client: AsyncCoordinatorClient) -> None:
+    async def body(_: RunningServer, __: Scripted, client: AsyncCoordinatorClient) -> None:
         with pytest.raises(PenstockError) as caught:
             await client.open_run(pb.OpenRunRequest(job="bug"))
         assert caught.value.message == "ZeroDivisionError: by nought"
@@ -152,7 +152,7 @@ def test_a_bug_on_the_server_arrives_with_the_server_s_traceback() -> None:
 
 
 def test_an_error_in_mid_stream_is_an_error_not_an_end() -> None:
-    async def body(served: Served, _: Scripted, client: AsyncCoordinatorClient) -> None:
+    async def body(served: RunningServer, _: Scripted, client: AsyncCoordinatorClient) -> None:
         with pytest.raises(InvalidArgumentError, match="in mid-stream"):
             await client.get_blob("broken")
         with CoordinatorClient(served.address, TOKEN) as blocking, pytest.raises(InvalidArgumentError):
@@ -198,7 +198,7 @@ def test_an_error_derived_from_ours_travels_under_the_name_of_ours() -> None:
 
 
 def test_a_wrong_or_missing_token_is_refused_whatever_the_kind_of_call() -> None:
-    async def body(served: Served, _: Scripted, client: AsyncCoordinatorClient) -> None:
+    async def body(served: RunningServer, _: Scripted, client: AsyncCoordinatorClient) -> None:
         calls: list[Callable[[], Awaitable[object]]] = [
             lambda: client.open_run(pb.OpenRunRequest()),
             lambda: client.get_blob("x"),
@@ -219,7 +219,7 @@ def test_a_wrong_or_missing_token_is_refused_whatever_the_kind_of_call() -> None
 
 
 def test_another_protocol_is_refused_with_both_versions_and_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def body(_: Served, __: Scripted, client: AsyncCoordinatorClient) -> None:
+    async def body(_: RunningServer, __: Scripted, client: AsyncCoordinatorClient) -> None:
         monkeypatch.setattr(
             authenticated_calls, "_RELEASE", (("penstock-protocol", "7"), ("penstock-version", "9.9.9"))
         )
@@ -273,7 +273,7 @@ def test_nobody_there_names_the_address() -> None:
 
 
 def test_a_deadline_names_address_call_and_seconds() -> None:
-    async def body(served: Served, _: Scripted, client: AsyncCoordinatorClient) -> None:
+    async def body(served: RunningServer, _: Scripted, client: AsyncCoordinatorClient) -> None:
         expected = f"the coordinator at {served.address} did not answer WatchRun within 0.5 s"
         with pytest.raises(DeadlineError) as caught:
             await client.watch_run(pb.WatchRunRequest(hold_s=0.25))
@@ -285,7 +285,7 @@ def test_a_deadline_names_address_call_and_seconds() -> None:
 
 
 def test_we_closed_it_is_told_from_the_peer_vanished() -> None:
-    async def body(served: Served, servicer: Scripted, client: AsyncCoordinatorClient) -> None:
+    async def body(served: RunningServer, servicer: Scripted, client: AsyncCoordinatorClient) -> None:
         waiting = asyncio.ensure_future(client.watch_run(pb.WatchRunRequest(hold_s=60)))
         await asyncio.to_thread(servicer.held.wait, 10)
         await client.close()
@@ -317,7 +317,7 @@ def test_we_closed_it_is_told_from_the_peer_vanished() -> None:
 
 
 def test_a_cancelled_task_stays_cancelled() -> None:
-    async def body(_: Served, servicer: Scripted, client: AsyncCoordinatorClient) -> None:
+    async def body(_: RunningServer, servicer: Scripted, client: AsyncCoordinatorClient) -> None:
         waiting = asyncio.ensure_future(client.watch_run(pb.WatchRunRequest(hold_s=60)))
         await asyncio.to_thread(servicer.held.wait, 10)
         waiting.cancel()
@@ -345,7 +345,7 @@ def test_a_call_that_an_older_coordinator_lacks_says_so() -> None:
 
 @pytest.mark.parametrize("size", [0, 1, CHUNK, CHUNK + 1, 9_000_001])
 def test_values_of_any_size_go_in_parts(size: int) -> None:
-    async def body(served: Served, _: Scripted, client: AsyncCoordinatorClient) -> None:
+    async def body(served: RunningServer, _: Scripted, client: AsyncCoordinatorClient) -> None:
         data = b"\xab" * size
         assert await client.put_blob(data) == blob_name(data)
         with CoordinatorClient(served.address, TOKEN) as blocking:
@@ -355,7 +355,7 @@ def test_values_of_any_size_go_in_parts(size: int) -> None:
 
 
 def test_large_loader_arguments_go_ahead_as_a_blob() -> None:
-    async def body(served: Served, _: Scripted, client: AsyncCoordinatorClient) -> None:
+    async def body(served: RunningServer, _: Scripted, client: AsyncCoordinatorClient) -> None:
         with CoordinatorClient(served.address, TOKEN) as blocking:
             request = pb.OpenRunRequest()
             request.loader.arguments = b"a" * 5_000_000
@@ -368,7 +368,7 @@ def test_large_loader_arguments_go_ahead_as_a_blob() -> None:
 
 
 def test_a_message_above_the_cap_is_an_error_that_says_so() -> None:
-    async def body(served: Served, _: Scripted, client: AsyncCoordinatorClient) -> None:
+    async def body(served: RunningServer, _: Scripted, client: AsyncCoordinatorClient) -> None:
         with pytest.raises(
             InvalidArgumentError, match=rf"RegisterWorker to the coordinator at {served.address} is too"
         ):
@@ -378,7 +378,7 @@ def test_a_message_above_the_cap_is_an_error_that_says_so() -> None:
 
 
 def test_an_answer_that_comes_before_the_last_part_is_heard() -> None:
-    async def body(_: Served, __: Scripted, client: AsyncCoordinatorClient) -> None:
+    async def body(_: RunningServer, __: Scripted, client: AsyncCoordinatorClient) -> None:
         for _attempt in range(20):
             reply = await client.put_snapshot(pb.SnapshotHeader(), b"x" * 8_000_000)
             assert reply.refused == "no room"
@@ -406,7 +406,7 @@ def overtaken(call: Any) -> Any:
 
 
 def test_a_refusal_is_heard_although_a_write_fails_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def body(_: Served, __: Scripted, client: AsyncCoordinatorClient) -> None:
+    async def body(_: RunningServer, __: Scripted, client: AsyncCoordinatorClient) -> None:
         put, calls = client._stub.PutBlob, list[Any]()
 
         def made(_: AsyncIterator[pb.BlobPart], **named: Any) -> Any:
@@ -436,9 +436,11 @@ class Overtaken(grpc.aio.StreamUnaryClientInterceptor):
 
 
 def test_so_it_is_where_calls_are_traced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracing, "aio_client_interceptors", lambda: [Waiting(), wire_errors.Answers(), Overtaken()])
+    monkeypatch.setattr(
+        tracing, "aio_client_interceptors", lambda: [Waiting(), wire_errors.ErrorInterceptor(), Overtaken()]
+    )
 
-    async def body(_: Served, __: Scripted, client: AsyncCoordinatorClient) -> None:
+    async def body(_: RunningServer, __: Scripted, client: AsyncCoordinatorClient) -> None:
         with pytest.raises(AuthenticationError, match=r"the token is wrong"):
             await client.put_blob(b"x")
 
@@ -446,7 +448,7 @@ def test_so_it_is_where_calls_are_traced(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_what_comes_is_checked_against_what_was_declared() -> None:
-    async def body(_: Served, __: Scripted, client: AsyncCoordinatorClient) -> None:
+    async def body(_: RunningServer, __: Scripted, client: AsyncCoordinatorClient) -> None:
         with pytest.raises(ProtocolError, match="GetSnapshots: 3 bytes declared, 2 came"):
             await client.get_snapshots(pb.GetSnapshotsRequest())
         with pytest.raises(StateCorruptError, match="blob other came as 4 bytes with the digest"):
@@ -465,7 +467,7 @@ def test_what_comes_is_checked_against_what_was_declared() -> None:
 
 
 def test_a_unix_socket_serves_as_well(tmp_path: Path) -> None:
-    async def body(served: Served, _: Scripted, client: AsyncCoordinatorClient) -> None:
+    async def body(served: RunningServer, _: Scripted, client: AsyncCoordinatorClient) -> None:
         assert served.address == listen
         assert (await client.open_run(pb.OpenRunRequest())).run == "inline"
         with pytest.raises(PortTakenError, match="is in use by another process"):
@@ -491,7 +493,7 @@ def test_a_unix_socket_where_others_could_answer_is_refused(tmp_path: Path) -> N
 
 
 def test_a_taken_port_is_named() -> None:
-    async def body(served: Served, _: Scripted, __: AsyncCoordinatorClient) -> None:
+    async def body(served: RunningServer, _: Scripted, __: AsyncCoordinatorClient) -> None:
         with pytest.raises(PortTakenError, match=f"{served.address} is in use by another process: choose another port"):
             await server_aio(served.address, TOKEN, lambda server: None)
 

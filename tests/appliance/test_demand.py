@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from penstock.appliance.core import demand
-from penstock.appliance.testing import FakeWorker, World
+from penstock.appliance.testing import FakeCluster, FakeWorker
 from penstock.proto.errors import InvalidArgumentError
 from penstock.proto.v1 import coordinator_pb2 as pb
 
@@ -20,7 +20,7 @@ def measured(worker: FakeWorker, batch_s: float, cpu_s: float, delay_s: float = 
     worker.beat(*reports)
 
 
-def starved(world: World, steps_per_s: float, share: float = 0.9) -> pb.StatusReply:
+def starved(world: FakeCluster, steps_per_s: float, share: float = 0.9) -> pb.StatusReply:
     """The loops wait for all of their slots, and none is ahead."""
     current = world.registry.cluster.runs["job/0"].current
     assert current is not None
@@ -36,7 +36,7 @@ def starved(world: World, steps_per_s: float, share: float = 0.9) -> pb.StatusRe
 @pytest.mark.parametrize("slots", [2, 6])
 def test_no_more_slots_than_the_cores_carry(slots: int) -> None:
     """Every batch is 0.1 s of computing, and the rest of its time a wait for one of the two cores."""
-    world = World()
+    world = FakeCluster()
     worker = world.worker("w", slots, cores=2)
     world.open(num_workers_per_box=slots)
     measured(worker, 0.1 * slots / 2, 0.1, 0.1 * slots / 2 - 0.1)
@@ -47,7 +47,7 @@ def test_no_more_slots_than_the_cores_carry(slots: int) -> None:
 
 
 def test_slots_that_wait_for_storage_need_no_core_each() -> None:
-    world = World()
+    world = FakeCluster()
     worker = world.worker("w", 2, cores=2)
     world.open()
     measured(worker, 0.1, 0.01)
@@ -58,7 +58,7 @@ def test_slots_that_wait_for_storage_need_no_core_each() -> None:
 
 def test_waits_for_a_processor_are_no_need_for_slots() -> None:
     """The cores are others' work, as far as the run needs them."""
-    world = World()
+    world = FakeCluster()
     worker = world.worker("w", 8, cores=64)
     world.open(num_workers_per_box=8)
     measured(worker, 0.5, 0.05, 0.4)
@@ -66,7 +66,7 @@ def test_waits_for_a_processor_are_no_need_for_slots() -> None:
 
 
 def test_boxes_share_the_cores() -> None:
-    world = World()
+    world = FakeCluster()
     worker = world.worker("w", 8, cores=4)
     for box in range(2):
         world.open(box, num_boxes=2, num_workers_per_box=4)
@@ -75,7 +75,7 @@ def test_boxes_share_the_cores() -> None:
 
 
 def test_a_slot_is_advised_where_many_boxes_share_few_cores() -> None:
-    world = World()
+    world = FakeCluster()
     worker = world.worker("w", 3, cores=1)
     for box in range(3):
         world.open(box, num_boxes=3, num_workers_per_box=1)
@@ -94,14 +94,14 @@ def test_a_slot_is_advised_where_many_boxes_share_few_cores() -> None:
     ],
 )
 def test_cores_of_all_machines(workers: Sequence[tuple[str, int]], cores: int) -> None:
-    world = World()
+    world = FakeCluster()
     for number, (host, count) in enumerate(workers):
         world.worker(f"w{number}", host=host, cores=count)
     assert demand.cores(world.registry.cluster.workers.values()) == cores
 
 
 def test_cores_of_draining_workers_do_not_count() -> None:
-    world = World()
+    world = FakeCluster()
     world.worker("stays", host="a", cores=2)
     world.worker("goes", host="b", cores=2)
     world.registry.cluster.workers["goes"].draining = True
@@ -110,7 +110,7 @@ def test_cores_of_draining_workers_do_not_count() -> None:
 
 @pytest.mark.parametrize("field", ["batch_cpu_s", "batch_delay_s"])
 def test_times_that_no_clock_has_said_are_refused(field: str) -> None:
-    world = World()
+    world = FakeCluster()
     worker = world.worker("w")
     world.open()
     report = worker.tell(worker.of(0), pb.READY)

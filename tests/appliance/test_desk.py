@@ -11,16 +11,16 @@ from penstock.appliance.core.state_queries import ROOM
 from penstock.appliance.model.entities import Attempt, SlotKey
 from penstock.appliance.model.limits import Limits
 from penstock.appliance.storage.snapshot_index import SnapshotIndex
-from penstock.appliance.testing import FakeBox, FakeWorker, World
+from penstock.appliance.testing import FakeBox, FakeCluster, FakeWorker
 from penstock.proto.errors import OverloadedError
 from penstock.proto.state.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 
 
-def fleet(limits: Limits, boxes: int) -> tuple[World, list[FakeBox], FakeWorker]:
+def fleet(limits: Limits, boxes: int) -> tuple[FakeCluster, list[FakeBox], FakeWorker]:
     """Boxes of two slots, all on one worker, four steps done."""
-    world = World(limits)
+    world = FakeCluster(limits)
     opened = [world.open(number, num_boxes=boxes) for number in range(boxes)]
     worker = world.worker("w", 2 * boxes)
     worker.ready()
@@ -74,7 +74,7 @@ def test_a_box_is_announced_when_it_is_complete() -> None:
 
 
 def test_a_box_that_has_not_opened_keeps_the_others_from_nothing() -> None:
-    world = World()
+    world = FakeCluster()
     box = world.open(0, num_boxes=2, num_workers_per_box=1)
     worker = world.worker("w")
     worker.ready()
@@ -143,7 +143,7 @@ def test_answers_wait_at_the_door_and_those_of_the_next_box_do_not() -> None:
     registry.answer_state(late, bytes(80))
     assert gathering.held == 80
     registry.end_state(gathering)
-    assert registry.desk.held == 0
+    assert registry.state_queries.held == 0
 
 
 def test_nobody_waits_with_an_answer_that_is_not_wanted() -> None:
@@ -217,7 +217,7 @@ def test_blobs_leave_room_for_snapshots() -> None:
 
 def test_a_workers_slots_of_one_box_share_its_position(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has an entry for each worker of the box: made for each slot, a heartbeat took their square."""
-    world = World()
+    world = FakeCluster()
     world.open(num_workers_per_box=50)
     worker, made = world.worker("w", 50), list[int]()
     whole = Position.to_proto
@@ -227,5 +227,5 @@ def test_a_workers_slots_of_one_box_share_its_position(monkeypatch: pytest.Monke
         return whole(position)
 
     monkeypatch.setattr(Position, "to_proto", to_proto)
-    assert [len(a.base.slots) for a in worker.beat().assignments] == [50] * 50
+    assert [len(a.start.slots) for a in worker.beat().assignments] == [50] * 50
     assert len(made) == 1

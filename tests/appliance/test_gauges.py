@@ -6,22 +6,22 @@ from collections.abc import Iterator
 
 import pytest
 
-from penstock.appliance.edge.run_series import MINUTES, RUNS, SECONDS, Series, Track
-from penstock.appliance.model.gauges import HALF_S, Gauge, Waits
-from penstock.appliance.model.recent_events import MOST, Events
+from penstock.appliance.edge.run_series import MINUTES, RUNS, SECONDS, OneRunSeries, RunSeries
+from penstock.appliance.model.gauges import HALF_S, BoxWaits, SlotGauge
+from penstock.appliance.model.recent_events import MOST, RecentEvents
 from penstock.appliance.states.recent_queries import RecentQueries
-from penstock.appliance.testing import World
+from penstock.appliance.testing import FakeCluster
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 
-def told(waits: Waits, *reports: tuple[float, list[float]], queued: tuple[int, ...] = (0, 0)) -> Waits:
+def told(waits: BoxWaits, *reports: tuple[float, list[float]], queued: tuple[int, ...] = (0, 0)) -> BoxWaits:
     for at, seconds in reports:
         waits.report(at, seconds, queued, begun=True)
     return waits
 
 
 def test_a_share_is_of_the_time_since_the_first_batch() -> None:
-    waits = Waits()
+    waits = BoxWaits()
     waits.report(100, [9.0, 0.0], (0, 0), begun=False)  # the start says nothing
     assert told(waits, (110, [19.0, 0.0])).share == 0.0
     told(waits, (111, [19.5, 0.0]), (112, [20.0, 0.0]))
@@ -31,30 +31,30 @@ def test_a_share_is_of_the_time_since_the_first_batch() -> None:
 
 
 def test_old_waits_fade() -> None:
-    waits = told(Waits(), (100, [0.0, 0.0]), (100 + HALF_S, [HALF_S, 0.0]))
+    waits = told(BoxWaits(), (100, [0.0, 0.0]), (100 + HALF_S, [HALF_S, 0.0]))
     assert waits.share == 1.0
     told(waits, (100 + 2 * HALF_S, [HALF_S, 0.0]))
     assert waits.share == pytest.approx(0.5 / 1.5)
 
 
 def test_a_new_executor_counts_from_0_again() -> None:
-    waits = told(Waits(), (100, [50.0, 0.0]), (101, [50.0, 0.0]), (102, [0.5, 0.25]))
+    waits = told(BoxWaits(), (100, [50.0, 0.0]), (101, [50.0, 0.0]), (102, [0.5, 0.25]))
     assert 0.36 < waits.share < 0.40
     assert waits.of(0) == pytest.approx(2 * waits.of(1))
 
 
 def test_nobody_waits_for_longer_than_there_was_time() -> None:
-    assert told(Waits(), (100, [0.0, 0.0]), (101, [1e9, 0.0])).share == 1.0
-    assert told(Waits(), (100, [0.0, 0.0]), (101, [-5.0, 0.0])).share == 0.0
+    assert told(BoxWaits(), (100, [0.0, 0.0]), (101, [1e9, 0.0])).share == 1.0
+    assert told(BoxWaits(), (100, [0.0, 0.0]), (101, [-5.0, 0.0])).share == 0.0
 
 
 def test_waits_while_batches_lay_ready_are_known() -> None:
-    waits = told(Waits(), (100, [0.0, 0.0]), (101, [0.5, 0.1]), queued=(7, 1))
+    waits = told(BoxWaits(), (100, [0.0, 0.0]), (101, [0.5, 0.1]), queued=(7, 1))
     assert (waits.late(0), waits.late(1)) == (1.0, 0.0)
 
 
 def test_a_queue_is_what_was_produced_and_not_delivered() -> None:
-    gauge = Gauge()
+    gauge = SlotGauge()
     gauge.report(10, 20, 12)
     assert (gauge.queued, gauge.mean_queued) == (8, 8.0)
     gauge.report(11, 20, 22)  # the box said so since
@@ -74,7 +74,7 @@ class Clock:
 
 def test_the_same_of_many_slots_is_one_event_with_a_count() -> None:
     clock = Clock()
-    events = Events(clock, lambda: 5.0)
+    events = RecentEvents(clock, lambda: 5.0)
     for _ in range(100):
         events.add("slot lost", "worker w was not heard of", run="job/0", worker="w")
     events.add("slot recovered", "box 0 slot 0", run="job/0")
@@ -86,7 +86,7 @@ def test_the_same_of_many_slots_is_one_event_with_a_count() -> None:
 
 
 def test_events_are_bounded_in_number_and_length() -> None:
-    events = Events(Clock(), lambda: 0.0)
+    events = RecentEvents(Clock(), lambda: 0.0)
     for number in range(2 * MOST):
         events.add("slot failed", f"{number} " + "x" * 10_000)
     assert len(events.messages()) == MOST
@@ -130,7 +130,7 @@ def test_what_ended_a_fetch_is_told() -> None:
 
 
 def test_minutes_are_means_of_seconds_and_both_are_bounded() -> None:
-    track = Track()
+    track = OneRunSeries()
     for second in range(60, 60 + 3 * 86400, 2):
         track.add((second, float(second % 60), 0.5, 1.0))
     assert len(track.seconds) == SECONDS
@@ -139,7 +139,7 @@ def test_minutes_are_means_of_seconds_and_both_are_bounded() -> None:
 
 
 def test_runs_that_are_gone_give_their_room_to_others() -> None:
-    series = Series()
+    series = RunSeries()
     for number in range(3 * RUNS):
         series.add(f"job/{number}", (1.0, 2.0, 0.1, 3.0))
     found = series.as_dict()
@@ -151,7 +151,7 @@ def test_runs_that_are_gone_give_their_room_to_others() -> None:
 
 
 def test_a_status_tells_queues_waits_and_snapshots() -> None:
-    world = World()
+    world = FakeCluster()
     worker, box = world.worker("w"), world.open()
     worker.ready()
     box.deliver(2)
@@ -181,12 +181,12 @@ def test_a_status_tells_queues_waits_and_snapshots() -> None:
     assert (run.bottleneck.box, run.bottleneck.slot) == (0, 1)
 
 
-def kinds(world: World) -> list[tuple[str, int]]:
+def kinds(world: FakeCluster) -> list[tuple[str, int]]:
     return [(event.kind, event.count) for event in world.registry.status().events]
 
 
 def test_a_lost_worker_is_a_fault_and_its_slots_recover() -> None:
-    world = World()
+    world = FakeCluster()
     first, box = world.worker("first"), world.open()
     first.ready()
     box.deliver(3)
@@ -208,7 +208,7 @@ def test_a_lost_worker_is_a_fault_and_its_slots_recover() -> None:
 
 
 def test_waits_that_are_no_clocks_are_refused_and_of_another_shape_passed_over() -> None:
-    world = World()
+    world = FakeCluster()
     world.worker("w")
     box = world.open()
     request = box.progress()

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from penstock.appliance.core.box_history import StoppedCoordinator, Track, past
+from penstock.appliance.core.box_history import BoxRecord, StoppedCoordinator, past
 from penstock.appliance.model.entities import SlotKey
 from penstock.appliance.model.limits import Limits
 from penstock.appliance.storage.journal import StateDir
 from penstock.appliance.storage.snapshot_store import Store
-from penstock.appliance.testing import FakeBox, World
+from penstock.appliance.testing import FakeBox, FakeCluster
 from penstock.proto.errors import JournalError
 from penstock.proto.state.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
@@ -23,14 +23,14 @@ def state(tmp_path: Path) -> StateDir:
     return StateDir(tmp_path / "state")
 
 
-def stopped(world: World, state: StateDir) -> StoppedCoordinator:
+def stopped(world: FakeCluster, state: StateDir) -> StoppedCoordinator:
     Store(state).close()
     world.journal.close()
     state.close()
     return StoppedCoordinator(state.path)
 
 
-def told(world: World) -> pb.History:
+def told(world: FakeCluster) -> pb.History:
     """By the cluster state, of box 0."""
     track = world.registry.cluster.track("job/0", 0)
     assert track is not None
@@ -38,7 +38,7 @@ def told(world: World) -> pb.History:
 
 
 def test_the_cluster_tell_where_the_box_was_and_what_it_left(state: StateDir) -> None:
-    world = World(directory=state)
+    world = FakeCluster(directory=state)
     box = world.open(attempt_key="secret")
     box.deliver(5)
     box.leave()
@@ -49,7 +49,7 @@ def test_the_cluster_tell_where_the_box_was_and_what_it_left(state: StateDir) ->
     history = told(world)
     assert (history.attempt, history.settled, history.opening.seed) == (1, True, 4242)
     assert (history.opening.client_id, history.opening.attempt_key) == ("", "")
-    assert [(cut.epoch, cut.step) for cut in history.cuts] == [(0, 5)]
+    assert [(cut.epoch, cut.step) for cut in history.abandoned] == [(0, 5)]
     assert [position.step for position in history.known][-1] == 8
     assert [(skip.epoch, skip.total, skip.count) for skip in history.slots[1].skips] == [(1, 4, 2)]
     assert world.registry.cluster.track("job/0", 1) is None
@@ -57,14 +57,14 @@ def test_the_cluster_tell_where_the_box_was_and_what_it_left(state: StateDir) ->
 
 
 def test_an_attempt_that_is_over_is_remembered_with_all_that_it_was(state: StateDir) -> None:
-    world = World(directory=state)
+    world = FakeCluster(directory=state)
     box = world.open()
     box.deliver(5)
     box.leave()
     box.deliver(4)
     world.open(client_id="next", has_seed=True, seed=4242)  # supersedes it
     (first,) = past(state.path / "journal.db", "job/0", 0)
-    assert (first.attempt, first.settled, [cut.step for cut in first.cuts]) == (1, False, [5])
+    assert (first.attempt, first.settled, [cut.step for cut in first.abandoned]) == (1, False, [5])
     assert first.known[-1].step == 9
     assert first.opening.loader.input_fn == "m:f"
     with stopped(world, state) as files:
@@ -74,21 +74,21 @@ def test_an_attempt_that_is_over_is_remembered_with_all_that_it_was(state: State
 
 def test_breaks_outlive_the_coordinator(state: StateDir) -> None:
     """Killed: its last word is the break, and where the box had come after it is not known."""
-    world = World(directory=state)
+    world = FakeCluster(directory=state)
     box = world.open()
     box.deliver(5)
     box.leave()
     box.deliver(4)
     stale = {"run": "job/0", "attempt": 0, "box": 0, "epoch": 7, "step": 3}
-    world.journal.put("cuts", stale)  # of an attempt that a release ended which does not know them
+    world.journal.put("abandoned", stale)  # of an attempt that a release ended which does not know them
     world.journal.commit()
     world.restart()
     restored = world.registry.cluster.runs["job/0"].current
     assert restored is not None
-    assert restored.boxes[0].cuts == {0: 5}
+    assert restored.boxes[0].abandoned == {0: 5}
     with stopped(world, state) as files:
         (history,) = files.histories("job/0", 0)
-        assert [(cut.epoch, cut.step) for cut in history.cuts] == [(0, 5)]
+        assert [(cut.epoch, cut.step) for cut in history.abandoned] == [(0, 5)]
         assert [position.step for position in history.known] == []
 
 
@@ -103,7 +103,7 @@ def chained(box: FakeBox, steps: int) -> None:
 @pytest.mark.parametrize("closed", [True, False])
 def test_the_flight_record_of_a_box_outlives_the_coordinator(state: StateDir, closed: bool) -> None:
     """Of one that has closed nobody will report again; nor of one at work, where it was before."""
-    world = World(directory=state)
+    world = FakeCluster(directory=state)
     one, other = world.open(0, num_boxes=2), world.open(1, num_boxes=2)
     chained(one, 5)
     chained(one, 4)
@@ -133,14 +133,14 @@ def test_what_is_kept_of_a_large_attempt_is_made_where_it_is_written(
 ) -> None:
     """And not in the event loop, which would hear no heartbeat meanwhile."""
     made: list[int] = []
-    message = Track.message
+    message = BoxRecord.message
 
-    def counted(track: Track) -> pb.History:
+    def counted(track: BoxRecord) -> pb.History:
         made.append(track.attempt)
         return message(track)
 
-    monkeypatch.setattr(Track, "message", counted)
-    world = World(directory=state)
+    monkeypatch.setattr(BoxRecord, "message", counted)
+    world = FakeCluster(directory=state)
     boxes = [world.open(number, num_boxes=8, attempt_key="first") for number in range(8)]
     for box in boxes:
         box.deliver(3)
@@ -153,7 +153,7 @@ def test_what_is_kept_of_a_large_attempt_is_made_where_it_is_written(
 
 
 def test_of_a_long_attempt_a_few_positions_are_kept(state: StateDir) -> None:
-    world = World(directory=state)
+    world = FakeCluster(directory=state)
     box = world.open(retention=6400)
     for _ in range(64):
         box.deliver(100)
@@ -166,7 +166,7 @@ def test_of_a_long_attempt_a_few_positions_are_kept(state: StateDir) -> None:
 
 
 def test_what_is_forgotten_is_gone(state: StateDir) -> None:
-    world = World(Limits(past_attempts=2), state)
+    world = FakeCluster(Limits(past_attempts=2), state)
     for number in range(5):
         box = world.open(client_id=f"client-{number}", box=0)
         box.deliver(2)
@@ -175,21 +175,21 @@ def test_what_is_forgotten_is_gone(state: StateDir) -> None:
     assert [history.attempt for history in found] == [3, 4]
     box.close(forget=True)
     assert not past(state.path / "journal.db", "job/0", 0)
-    assert not world.journal.rows("cuts")
+    assert not world.journal.rows("abandoned")
 
 
 def test_snapshots_and_blobs_are_read_from_the_files(state: StateDir) -> None:
-    world = World(directory=state)
+    world = FakeCluster(directory=state)
     world.open()
     store = Store(state)
-    header = pb.SnapshotHeader(run="job/0", attempt=1, slot=1, total=4, epoch=0, origin=True, size=4)
+    header = pb.SnapshotHeader(run="job/0", attempt=1, slot=1, total=4, epoch=0, epoch_start=True, size=4)
     store.put_snapshot(header, b"data")
     store.put_blob("name", b"blob")
     store.close()
     with stopped(world, state) as files:
         (history,) = files.histories("job/0", 0)
         (kept,) = history.slots[1].snapshots
-        assert (kept.total, kept.origin) == (4, True)
+        assert (kept.total, kept.epoch_start) == (4, True)
         assert files.find_snapshot(kept) == b"data"
         kept.total = 5
         assert files.find_snapshot(kept) is None
@@ -197,7 +197,7 @@ def test_snapshots_and_blobs_are_read_from_the_files(state: StateDir) -> None:
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path: Path, state: StateDir) -> None:
-    World(directory=state).journal.close()
+    FakeCluster(directory=state).journal.close()
     with pytest.raises(JournalError, match="in use by a coordinator that runs: ask that one"):
         StoppedCoordinator(state.path)
     with pytest.raises(JournalError, match=r"has no journal\.db"):

@@ -17,9 +17,9 @@ import pytest
 from penstock.appliance.model.entities import SlotKey
 from penstock.appliance.storage.database import SCHEMA
 from penstock.appliance.storage.journal import Journal, StateDir, filesystem
-from penstock.appliance.storage.snapshot_index import DropAttempt, DropBlob, DropSnapshot, Kept
+from penstock.appliance.storage.snapshot_index import DropAttempt, DropBlob, DropSnapshot, DurableSnapshot
 from penstock.appliance.storage.snapshot_store import Store
-from penstock.appliance.testing import FakeBox, FakeWorker, World
+from penstock.appliance.testing import FakeBox, FakeCluster, FakeWorker
 from penstock.proto.errors import BoxTakenError, JournalError, SupersededError
 from penstock.proto.v1 import coordinator_pb2 as pb
 
@@ -30,7 +30,7 @@ def header(key: SlotKey, total: int, epoch: int, generation: int) -> pb.Snapshot
     return pb.SnapshotHeader(**key._asdict(), total=total, epoch=epoch, generation=generation, delivered=3, step=7)
 
 
-def restarted(world: World) -> None:
+def restarted(world: FakeCluster) -> None:
     world.now += 1  # its clock goes on; what lease was left is not counted
     world.restart()
 
@@ -40,8 +40,8 @@ def state(tmp_path: Path) -> StateDir:
     return StateDir(tmp_path / "state")
 
 
-def running(directory: StateDir) -> tuple[World, FakeBox, FakeWorker]:
-    world = World(directory=directory)
+def running(directory: StateDir) -> tuple[FakeCluster, FakeBox, FakeWorker]:
+    world = FakeCluster(directory=directory)
     box, worker = world.open(has_seed=True, seed=2**63 + 1), world.worker("w")
     worker.ready()
     return world, box, worker
@@ -140,7 +140,7 @@ SECRET = "0123456789abcdef" * 2
 
 def test_a_place_is_proven_by_what_is_told_and_kept_nowhere(state: StateDir) -> None:
     """An error told it: with it a stranger had the lane tickets of another's run, closed it, and broke its saves."""
-    world = World(directory=state)
+    world = FakeCluster(directory=state)
     mine = world.open(client_id=SECRET, num_boxes=2)
     with pytest.raises(BoxTakenError) as taken:
         world.open(client_id="stranger", num_boxes=2)
@@ -188,7 +188,7 @@ def test_an_error_that_was_final_stays_final(state: StateDir) -> None:
 
 
 def test_only_the_last_attempts_are_remembered(state: StateDir) -> None:
-    world = World(directory=state)
+    world = FakeCluster(directory=state)
     for number in range(20):
         world.open(client_id=f"c{number}")
     assert len(world.journal.rows("attempts")) == world.limits.past_attempts + 1
@@ -214,7 +214,7 @@ def test_snapshots_of_attempts_that_are_over_are_dropped_at_the_start(state: Sta
         changed=print,
     )
     assert world.snapshot_index.take_drops() == [DropAttempt("job/0", 7)]
-    assert world.snapshot_index.snapshots(KEY) == [Kept(4, 0, 4)]
+    assert world.snapshot_index.snapshots(KEY) == [DurableSnapshot(4, 0, 4)]
     journal.close()
     store.close()
 
@@ -302,7 +302,7 @@ def test_a_newer_journal_is_refused(state: StateDir) -> None:
 
 @pytest.mark.parametrize("damage", ["not a database", "torn", "gone from the middle", "one page"])
 def test_a_damaged_journal_is_refused_and_left_as_it_is(state: StateDir, damage: str) -> None:
-    world = World(directory=state)
+    world = FakeCluster(directory=state)
     for number in range(40):
         world.open(job=f"job-{number}", loader=pb.OpenRunRequest().loader.__class__(input_fn="m:" + "f" * 400))
     world.journal.close()
@@ -367,18 +367,18 @@ def test_the_store_keeps_and_drops(state: StateDir) -> None:
     store.put_blob("name", b"blob")
     store.close()
     store = Store(state)
-    assert store.snapshot(KEY, Kept(4, 0, 4)) == (header(KEY, 4, 0, 2), b"FOUR")
+    assert store.snapshot(KEY, DurableSnapshot(4, 0, 4)) == (header(KEY, 4, 0, 2), b"FOUR")
     assert store.blob("name") == b"blob"
     kept, blobs = store.index()
     assert sorted(kept) == [
-        (KEY, Kept(4, 0, 4)),
-        (KEY, Kept(4, 1, 4)),
-        (KEY._replace(attempt=2), Kept(1, 0, 1)),
+        (KEY, DurableSnapshot(4, 0, 4)),
+        (KEY, DurableSnapshot(4, 1, 4)),
+        (KEY._replace(attempt=2), DurableSnapshot(1, 0, 1)),
     ]
     assert blobs == [("name", 4)]
     store.drop([DropSnapshot(KEY, 4, 0), DropAttempt("job/0", 2), DropBlob("name")])
-    assert store.index() == ([(KEY, Kept(4, 1, 4))], [])
-    assert store.snapshot(KEY, Kept(4, 0, 4)) is None
+    assert store.index() == ([(KEY, DurableSnapshot(4, 1, 4))], [])
+    assert store.snapshot(KEY, DurableSnapshot(4, 0, 4)) is None
     assert store.blob("name") is None
     store.close()
 
@@ -461,13 +461,13 @@ def test_a_log_that_is_gone_is_noticed_in_both_databases(state: StateDir, tmp_pa
 
 
 def test_a_bit_that_flips_in_a_value_is_refused_by_name(state: StateDir) -> None:
-    world = World(directory=state)
+    world = FakeCluster(directory=state)
     world.open(attempt_key="launch-seven")
     world.journal.close()
     file = state.path / "journal.db"
     flip(file, file.read_bytes().index(b"launch-seven") + 3)
     with pytest.raises(JournalError, match=r"table attempts, row with run job/0, attempt 1: its checksum does not fit"):
-        World(directory=state)
+        FakeCluster(directory=state)
 
 
 @pytest.mark.parametrize("who", ["worker", "box"])
@@ -482,9 +482,9 @@ def test_a_copy_that_is_older_than_its_peers_is_refused_also_at_the_next_start(
     shown.commit_mark = box.watch().commit_mark
     registering = pb.RegisterWorkerRequest(worker="w", session="w-1", host_id="host-a", slots=8)
     registering.commit_mark = worker.beat().commit_mark
-    World().registry.register_worker(registering)  # to another journal it says nothing
+    FakeCluster().registry.register_worker(registering)  # to another journal it says nothing
     world.journal.close()
-    restored = World(directory=directory)
+    restored = FakeCluster(directory=directory)
     found, expected = restored.journal.found, world.journal.committed
     show: dict[str, Callable[[], object]] = {
         "worker": partial(restored.registry.register_worker, registering),

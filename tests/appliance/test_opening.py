@@ -9,15 +9,15 @@ import pytest
 
 from penstock.appliance.model.entities import client_of, shown
 from penstock.appliance.model.limits import Limits
-from penstock.appliance.testing import World
+from penstock.appliance.testing import FakeCluster
 from penstock.proto.errors import (
     BoxOutOfRangeError,
     BoxTakenError,
     InvalidArgumentError,
     OverloadedError,
-    RunShapeError,
     StateMismatchError,
     SupersededError,
+    TopologyError,
     UnknownRunError,
 )
 from penstock.proto.state.position import Position
@@ -25,19 +25,19 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 
 
-def resumed(world: World, step: int = 10, count: int = 2) -> dict[str, Any]:
+def resumed(world: FakeCluster, step: int = 10, count: int = 2) -> dict[str, Any]:
     """The fields of an opening that goes on from a state."""
     world.snapshot_index.add_blob("blob", 5, world.now)
-    base = Position.start(count, step=step).to_proto()
-    return {"resume": records_pb2.Resume(blob="blob"), "base": base}
+    start = Position.start(count, step=step).to_proto()
+    return {"resume": records_pb2.Resume(blob="blob"), "start": start}
 
 
 @pytest.fixture
-def world() -> World:
-    return World()
+def world() -> FakeCluster:
+    return FakeCluster()
 
 
-def test_a_repeated_call_is_the_same_opening(world: World) -> None:
+def test_a_repeated_call_is_the_same_opening(world: FakeCluster) -> None:
     first = world.open()
     again = world.open()
     assert (first.reply.attempt, again.reply) == (1, first.reply)
@@ -45,7 +45,7 @@ def test_a_repeated_call_is_the_same_opening(world: World) -> None:
     assert first.reply.lease_s == world.limits.client_lease_s
 
 
-def test_a_single_box_supersedes_its_live_predecessor_at_once(world: World) -> None:
+def test_a_single_box_supersedes_its_live_predecessor_at_once(world: FakeCluster) -> None:
     worker = world.worker("w")
     old = world.open(client_id="old", host_id="host-1")
     assert len(worker.beat().assignments) == 2
@@ -58,7 +58,7 @@ def test_a_single_box_supersedes_its_live_predecessor_at_once(world: World) -> N
     assert error.message == expected.format(shown(client_of("new")))
 
 
-def test_a_delayed_duplicate_of_an_old_opening_is_refused(world: World) -> None:
+def test_a_delayed_duplicate_of_an_old_opening_is_refused(world: FakeCluster) -> None:
     world.open(client_id="old")
     world.open(client_id="new")
     with pytest.raises(SupersededError, match="superseded by attempt 2"):
@@ -66,12 +66,12 @@ def test_a_delayed_duplicate_of_an_old_opening_is_refused(world: World) -> None:
     assert world.registry.cluster.runs["job/0"].attempt == 2
 
 
-def test_boxes_without_a_key_gather_in_one_attempt(world: World) -> None:
+def test_boxes_without_a_key_gather_in_one_attempt(world: FakeCluster) -> None:
     boxes = [world.open(box, num_boxes=3) for box in range(3)]
     assert [box.reply.attempt for box in boxes] == [1, 1, 1]
 
 
-def test_without_a_key_a_live_place_is_an_error_that_names_the_holder_and_the_remedy(world: World) -> None:
+def test_without_a_key_a_live_place_is_an_error_that_names_the_holder_and_the_remedy(world: FakeCluster) -> None:
     world.open(1, num_boxes=2, client_id="first", host_id="node-7")
     world.now += 3
     with pytest.raises(BoxTakenError) as caught:
@@ -82,7 +82,7 @@ def test_without_a_key_a_live_place_is_an_error_that_names_the_holder_and_the_re
     assert "wait up to 7 s" in caught.value.message
 
 
-def test_without_a_key_a_dead_member_makes_the_attempt_broken(world: World) -> None:
+def test_without_a_key_a_dead_member_makes_the_attempt_broken(world: FakeCluster) -> None:
     first = world.open(0, num_boxes=2, client_id="a0")
     world.open(1, num_boxes=2, client_id="a1")
     world.run_for(11, [first])  # box 1 falls silent
@@ -91,27 +91,27 @@ def test_without_a_key_a_dead_member_makes_the_attempt_broken(world: World) -> N
     assert isinstance(first.refused(), SupersededError)
 
 
-def test_without_a_key_a_free_place_in_a_broken_attempt_is_not_taken(world: World) -> None:
+def test_without_a_key_a_free_place_in_a_broken_attempt_is_not_taken(world: FakeCluster) -> None:
     first = world.open(0, num_boxes=3, client_id="a0")
     world.open(1, num_boxes=3, client_id="a1")
     world.run_for(11, [first])
     assert world.open(2, num_boxes=3, client_id="b2").reply.attempt == 2
 
 
-def test_another_key_supersedes_and_the_same_key_joins(world: World) -> None:
+def test_another_key_supersedes_and_the_same_key_joins(world: FakeCluster) -> None:
     old = [world.open(box, num_boxes=2, client_id=f"a{box}", attempt_key="one") for box in range(2)]
     new = [world.open(box, num_boxes=2, client_id=f"b{box}", attempt_key="two") for box in range(2)]
     assert [box.reply.attempt for box in old + new] == [1, 1, 2, 2]
     assert isinstance(old[0].refused(), SupersededError)
 
 
-def test_with_the_key_of_a_live_holder_the_place_is_taken(world: World) -> None:
+def test_with_the_key_of_a_live_holder_the_place_is_taken(world: FakeCluster) -> None:
     world.open(0, num_boxes=2, client_id="a", attempt_key="one")
     with pytest.raises(BoxTakenError, match=f"held by client {shown(client_of('a'))} on host host-a"):
         world.open(0, num_boxes=2, client_id="b", attempt_key="one")
 
 
-def test_with_the_key_of_a_gone_holder_the_next_attempt_starts_under_that_key(world: World) -> None:
+def test_with_the_key_of_a_gone_holder_the_next_attempt_starts_under_that_key(world: FakeCluster) -> None:
     world.open(0, num_boxes=2, client_id="a0", attempt_key="one")
     other = world.open(1, num_boxes=2, client_id="a1", attempt_key="one")
     world.run_for(11, [other])
@@ -120,7 +120,7 @@ def test_with_the_key_of_a_gone_holder_the_next_attempt_starts_under_that_key(wo
     assert world.open(1, num_boxes=2, client_id="b1", attempt_key="one").reply.attempt == 2
 
 
-def test_a_superseded_launch_cannot_come_back_with_its_key(world: World) -> None:
+def test_a_superseded_launch_cannot_come_back_with_its_key(world: FakeCluster) -> None:
     world.open(0, num_boxes=2, client_id="a0", attempt_key="one")
     world.open(0, num_boxes=2, client_id="b0", attempt_key="two")
     with pytest.raises(SupersededError, match="attempt key 'one' cannot come back"):
@@ -129,7 +129,7 @@ def test_a_superseded_launch_cannot_come_back_with_its_key(world: World) -> None
     assert world.open(1, num_boxes=2, client_id="c1", attempt_key="one").reply.attempt == 3
 
 
-def test_closed_places_free_the_run_for_the_next_attempt(world: World) -> None:
+def test_closed_places_free_the_run_for_the_next_attempt(world: FakeCluster) -> None:
     boxes = [world.open(box, num_boxes=2, attempt_key="one") for box in range(2)]
     boxes[0].close()
     boxes[0].close()  # twice is no harm
@@ -140,14 +140,14 @@ def test_closed_places_free_the_run_for_the_next_attempt(world: World) -> None:
     assert world.open(0, num_boxes=2, client_id="new", attempt_key="one").reply.attempt == 2
 
 
-def test_a_client_that_closed_cannot_reopen_its_place(world: World) -> None:
+def test_a_client_that_closed_cannot_reopen_its_place(world: FakeCluster) -> None:
     world.open(0, num_boxes=2)
     world.open(1, num_boxes=2).close()
     with pytest.raises(SupersededError, match="was closed by this client"):
         world.open(1, num_boxes=2)
 
 
-def test_forget_leaves_nothing(world: World) -> None:
+def test_forget_leaves_nothing(world: FakeCluster) -> None:
     box = world.open()
     box.close(forget=True)
     assert [world.journal.rows(table) for table in ("runs", "attempts", "boxes", "slots")] == [[], [], [], []]
@@ -161,23 +161,23 @@ def test_forget_leaves_nothing(world: World) -> None:
         ({"num_boxes": 70_000, "num_workers_per_box": 1}, InvalidArgumentError, "more than 16384 workers"),
         ({"resume": records_pb2.Resume(blob="none")}, InvalidArgumentError, "no blob none to resume from"),
         ({"loader": records_pb2.LoaderSpec(arguments_blob="x")}, InvalidArgumentError, "no blob x to make the loader"),
-        ({"base": Position.start(3, step=4).to_proto()}, InvalidArgumentError, "has 3 slots, the box has 2"),
+        ({"start": Position.start(3, step=4).to_proto()}, InvalidArgumentError, "has 3 slots, the box has 2"),
         (
-            {"base": records_pb2.BoxPosition(step=1, slots=[records_pb2.SlotPosition()] * 2)},
+            {"start": records_pb2.BoxPosition(step=1, slots=[records_pb2.SlotPosition()] * 2)},
             InvalidArgumentError,
             "position with live slots",
         ),
     ],
 )
 def test_openings_that_cannot_be_meant(
-    world: World, fields: dict[str, Any], error: type[Exception], words: str
+    world: FakeCluster, fields: dict[str, Any], error: type[Exception], words: str
 ) -> None:
     with pytest.raises(error, match=words):
         world.open(**fields)
     assert world.registry.cluster.runs == {}
 
 
-def test_an_opening_is_as_large_as_the_loop_can_take(world: World) -> None:
+def test_an_opening_is_as_large_as_the_loop_can_take(world: FakeCluster) -> None:
     """Six of 65,536 workers stopped a coordinator for minutes, and arguments of 4 MB were in no budget."""
     with pytest.raises(InvalidArgumentError, match="slots must be at most 4096 for one worker, got 4097"):
         world.worker("huge", 4097)
@@ -190,7 +190,7 @@ def test_an_opening_is_as_large_as_the_loop_can_take(world: World) -> None:
 
 
 def test_workers_of_open_runs_are_counted_by_token_and_in_all() -> None:
-    world = World(replace(Limits(), slots_max=10, slots_open_max=16))
+    world = FakeCluster(replace(Limits(), slots_max=10, slots_open_max=16))
 
     def opened(job: str, count: int, token: str, client: str = "c") -> str:
         request = pb.OpenRunRequest(job=job, client_id=client, num_boxes=1, num_workers_per_box=count)
@@ -212,32 +212,32 @@ def test_workers_of_open_runs_are_counted_by_token_and_in_all() -> None:
     assert opened("d", 6, "one") == "d/0"
 
 
-def test_members_of_one_attempt_must_agree(world: World) -> None:
+def test_members_of_one_attempt_must_agree(world: FakeCluster) -> None:
     world.open(0, num_boxes=2, num_workers_per_box=2)
-    with pytest.raises(RunShapeError, match="opens it as 2 boxes x 3 workers, the other boxes as 2 boxes x 2 workers"):
+    with pytest.raises(TopologyError, match="opens it as 2 boxes x 3 workers, the other boxes as 2 boxes x 2 workers"):
         world.open(1, num_boxes=2, num_workers_per_box=3)
     with pytest.raises(InvalidArgumentError, match="comes with seed 7, the other boxes have 4242"):
         world.open(1, num_boxes=2, has_seed=True, seed=7)
-    with pytest.raises(RunShapeError, match="runs m:g, box 0 runs m:f"):
+    with pytest.raises(TopologyError, match="runs m:g, box 0 runs m:f"):
         world.open(1, num_boxes=2, loader=records_pb2.LoaderSpec(input_fn="m:g"))
     with pytest.raises(StateMismatchError, match=r"box 1 .* resumes from a state, box 0 starts anew"):
         world.open(1, num_boxes=2, **resumed(world))
 
 
-def test_another_shape_needs_a_state(world: World) -> None:
+def test_another_shape_needs_a_state(world: FakeCluster) -> None:
     world.open(client_id="a")
-    with pytest.raises(RunShapeError) as caught:
+    with pytest.raises(TopologyError) as caught:
         world.open(client_id="b", num_workers_per_box=3)
     assert caught.value.message == (
         "run job/0 was opened as 1 box x 2 workers, now as 1 box x 3 workers without a state: load a state to go on "
-        "with another shape, or choose another job name to start anew"
+        "with another topology, or choose another job name to start anew"
     )
     assert world.open(client_id="c", num_workers_per_box=3, **resumed(world, count=3)).reply.attempt == 2
-    with pytest.raises(RunShapeError):  # three workers are the run's shape now
+    with pytest.raises(TopologyError):  # three workers are the run's shape now
         world.open(client_id="d")
 
 
-def test_the_seed_is_journaled_and_only_a_state_changes_it(world: World) -> None:
+def test_the_seed_is_journaled_and_only_a_state_changes_it(world: FakeCluster) -> None:
     assert world.open(client_id="a", has_seed=True, seed=2**64 - 1).reply.seed == 2**64 - 1
     assert world.open(client_id="b").reply.seed == 2**64 - 1
     with pytest.raises(InvalidArgumentError, match=f"has the seed {2**64 - 1}, and is re-opened with seed 5"):
@@ -246,7 +246,7 @@ def test_the_seed_is_journaled_and_only_a_state_changes_it(world: World) -> None
     assert world.open(client_id="e").reply.seed == 5
 
 
-def test_calls_for_what_is_not_there(world: World) -> None:
+def test_calls_for_what_is_not_there(world: FakeCluster) -> None:
     box = world.open(0, num_boxes=2)
     request = box.progress()
     request.run = "other/0"

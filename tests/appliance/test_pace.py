@@ -10,16 +10,16 @@ import pytest
 from penstock.appliance.model.limits import MIB, Limits
 from penstock.appliance.policies.lease_policy import (
     MOST_STRAIN,
-    Pace,
-    Promise,
+    LeasePolicy,
+    PromisedLease,
     of_boxes,
     of_workers,
     patience_s,
     share,
-    strained,
+    updated_strain,
 )
 from penstock.appliance.storage.journal import Journal, StateDir
-from penstock.appliance.testing import World
+from penstock.appliance.testing import FakeCluster
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 LIMITS = Limits()
@@ -28,38 +28,40 @@ CROWDED = replace(LIMITS, heartbeats_per_s=1.0, watches_per_s=0.25)
 
 
 @pytest.mark.parametrize(
-    ("workers", "beat_s", "lease_s"), [(0, 1, 3), (100, 1, 3), (2_000, 1, 3), (4_000, 2, 6), (10_000, 5, 15)]
+    ("workers", "heartbeat_s", "lease_s"), [(0, 1, 3), (100, 1, 3), (2_000, 1, 3), (4_000, 2, 6), (10_000, 5, 15)]
 )
-def test_beat_and_lease_of_workers_follow_the_fleet(workers: int, beat_s: float, lease_s: float) -> None:
-    pace = of_workers(workers, 1.0, LIMITS)
-    assert [pace.beat_s, pace.lease_s] == pytest.approx([beat_s, lease_s])
+def test_beat_and_lease_of_workers_follow_the_fleet(workers: int, heartbeat_s: float, lease_s: float) -> None:
+    lease_policy = of_workers(workers, 1.0, LIMITS)
+    assert [lease_policy.heartbeat_s, lease_policy.lease_s] == pytest.approx([heartbeat_s, lease_s])
 
 
-@pytest.mark.parametrize(("boxes", "beat_s", "lease_s"), [(1, 1, 10), (200, 1, 10), (1_000, 5, 15), (2_000, 10, 30)])
-def test_beat_and_lease_of_boxes_follow_their_number(boxes: int, beat_s: float, lease_s: float) -> None:
-    pace = of_boxes(boxes, 1.0, LIMITS)
-    assert [pace.beat_s, pace.lease_s] == pytest.approx([beat_s, lease_s])
+@pytest.mark.parametrize(
+    ("boxes", "heartbeat_s", "lease_s"), [(1, 1, 10), (200, 1, 10), (1_000, 5, 15), (2_000, 10, 30)]
+)
+def test_beat_and_lease_of_boxes_follow_their_number(boxes: int, heartbeat_s: float, lease_s: float) -> None:
+    lease_policy = of_boxes(boxes, 1.0, LIMITS)
+    assert [lease_policy.heartbeat_s, lease_policy.lease_s] == pytest.approx([heartbeat_s, lease_s])
 
 
 def test_a_short_lease_has_a_short_beat() -> None:
-    assert of_workers(3, 1.0, replace(LIMITS, worker_lease_s=0.6)).beat_s == pytest.approx(0.2)
+    assert of_workers(3, 1.0, replace(LIMITS, worker_lease_s=0.6)).heartbeat_s == pytest.approx(0.2)
 
 
 def test_strain_makes_a_large_fleet_call_less_and_a_small_one_not() -> None:
-    assert of_workers(10_000, 2.0, LIMITS).beat_s == pytest.approx(10)
+    assert of_workers(10_000, 2.0, LIMITS).heartbeat_s == pytest.approx(10)
     assert of_workers(100, MOST_STRAIN, LIMITS) == of_workers(100, 1.0, LIMITS)
 
 
 def test_strain_rises_with_ticks_that_are_late_and_falls_with_those_that_are_not() -> None:
     strain = 1.0
     for _ in range(20):
-        strain = strained(strain, 0.7, 0.3)
+        strain = updated_strain(strain, 0.7, 0.3)
     assert strain == MOST_STRAIN
     for _ in range(35):
-        strain = strained(strain, 0.31, 0.3)
+        strain = updated_strain(strain, 0.31, 0.3)
     assert strain == pytest.approx(MOST_STRAIN / 2, rel=0.02)
     for _ in range(200):
-        strain = strained(strain, 0.31, 0.3)
+        strain = updated_strain(strain, 0.31, 0.3)
     assert strain == 1.0
 
 
@@ -68,13 +70,13 @@ def test_a_late_coordinator_waits_for_silent_peers_up_to_another_lease() -> None
 
 
 def test_polls_of_a_fleet_are_spread_over_the_beat() -> None:
-    pace = Pace(5.0, 15.0)
-    left = [pace.left(1000.0, f"worker-{number}") for number in range(1000)]
+    lease_policy = LeasePolicy(5.0, 15.0)
+    left = [lease_policy.left(1000.0, f"worker-{number}") for number in range(1000)]
     assert min(left) > 0
     assert max(left) <= 5
     assert all(150 < sum(second <= one < second + 1 for one in left) < 250 for second in range(5))
     # Who comes back right after his moment is held for a whole beat.
-    assert pace.left(1000.0 + left[7] + 1e-6, "worker-7") == pytest.approx(5, abs=1e-3)
+    assert lease_policy.left(1000.0 + left[7] + 1e-6, "worker-7") == pytest.approx(5, abs=1e-3)
 
 
 def test_the_share_of_a_slot_keeps_the_fleet_within_its_budget() -> None:
@@ -97,10 +99,10 @@ def test_snapshots_take_what_heartbeats_leave(slots: int, calls_per_s: float, pe
 
 
 def test_a_worker_of_a_large_fleet_has_the_lease_that_it_was_told() -> None:
-    world = World(CROWDED)
+    world = FakeCluster(CROWDED)
     workers = [world.worker(f"w{number}", 1) for number in range(10)]
     reply = workers[0].beat()
-    assert (reply.beat_s, reply.lease_s) == (10, 30)
+    assert (reply.heartbeat_s, reply.lease_s) == (10, 30)
     world.run_for(29, workers[1:])
     assert "w0" in world.registry.cluster.workers
     world.run_for(2, workers[1:])
@@ -108,7 +110,7 @@ def test_a_worker_of_a_large_fleet_has_the_lease_that_it_was_told() -> None:
 
 
 def test_a_lease_is_never_shorter_than_its_worker_knows() -> None:
-    world = World(CROWDED)
+    world = FakeCluster(CROWDED)
     workers = [world.worker(f"w{number}", 1) for number in range(10)]
     slow = workers[0]
     for worker in workers[1:]:
@@ -125,26 +127,26 @@ def test_a_lease_is_never_shorter_than_its_worker_knows() -> None:
 
 
 def test_what_a_worker_says_that_it_was_told_has_a_bound() -> None:
-    world = World()
+    world = FakeCluster()
     worker = world.worker("w")
     world.registry.heartbeat(pb.HeartbeatRequest(worker=worker.name, session=worker.session, lease_s=1e9))
     assert world.registry.cluster.workers["w"].lease_until == world.now + world.limits.lease_max_s
 
 
 def test_the_pace_of_a_fleet_that_shrinks_stays_for_a_while() -> None:
-    world = World(CROWDED)
+    world = FakeCluster(CROWDED)
     workers = [world.worker(f"w{number}", 1) for number in range(10)]
     world.run_for(35, workers[:2])
     assert len(world.registry.cluster.workers) == 2
-    assert workers[0].beat().beat_s == 10
+    assert workers[0].beat().heartbeat_s == 10
     world.run_for(CROWDED.shrinks_after_s, workers[:2])
-    assert workers[0].beat().beat_s == 2
+    assert workers[0].beat().heartbeat_s == 2
 
 
 def test_a_box_has_the_lease_that_it_was_told() -> None:
-    world = World(CROWDED)
+    world = FakeCluster(CROWDED)
     boxes = [world.open(number, num_boxes=4) for number in range(4)]
-    assert (boxes[3].reply.beat_s, boxes[3].reply.lease_s) == (16, 48)
+    assert (boxes[3].reply.heartbeat_s, boxes[3].reply.lease_s) == (16, 48)
     told = boxes[0].watch().lease_s
     assert told == 48
     world.run_for(47, boxes[1:])
@@ -155,7 +157,7 @@ def test_a_box_has_the_lease_that_it_was_told() -> None:
 
 def test_after_a_restart_leases_are_as_long_as_they_were_promised(tmp_path: Path) -> None:
     directory = StateDir(tmp_path)
-    world = World(CROWDED, directory)
+    world = FakeCluster(CROWDED, directory)
     workers = [world.worker(f"w{number}", 1) for number in range(10)]
     box = world.open(num_workers_per_box=1)  # the journal will know of one worker only
     holder = next(worker for worker in workers if worker.beat().assignments)
@@ -171,7 +173,7 @@ def test_after_a_restart_leases_are_as_long_as_they_were_promised(tmp_path: Path
 def test_a_promise_is_noted_with_room_and_taken_back_when_nobody_can_know_it(tmp_path: Path) -> None:
     directory = StateDir(tmp_path)
     journal = Journal(directory)
-    promise = Promise(journal, "lease", 3.0, 0.0)
+    promise = PromisedLease(journal, "lease", 3.0, 0.0)
     promise.keep(3.0, 0.0)
     assert not journal.pending  # the usual lease needs no note
     promise.keep(8.0, 1.0)
@@ -182,7 +184,7 @@ def test_a_promise_is_noted_with_room_and_taken_back_when_nobody_can_know_it(tmp
     assert promise.lease_s == 10
     journal.close()
     journal = Journal(directory)
-    again = Promise(journal, "lease", 3.0, 20.0)
+    again = PromisedLease(journal, "lease", 3.0, 20.0)
     assert again.lease_s == 10
     again.take_back(4.0, 30.5)
     assert again.lease_s == 4
@@ -191,7 +193,7 @@ def test_a_promise_is_noted_with_room_and_taken_back_when_nobody_can_know_it(tmp
 
 
 def test_what_a_coordinator_is_late_does_not_count_against_leases() -> None:
-    world = World()
+    world = FakeCluster()
     world.worker("w")
     for _ in range(4):  # 0.9 s from tick to tick, where 0.3 s was meant: its calls may wait in the queue
         world.now += 0.9
@@ -209,7 +211,7 @@ def test_what_a_coordinator_is_late_does_not_count_against_leases() -> None:
 
 
 def test_a_reply_repeats_nothing_that_was_seen() -> None:
-    world = World()
+    world = FakeCluster()
     box, worker = world.open(), world.worker("w")
     reply = worker.beat()
     assert len(reply.assignments) == 2
@@ -226,7 +228,7 @@ def test_a_reply_repeats_nothing_that_was_seen() -> None:
 
 
 def test_the_share_in_snapshots_follows_the_slots() -> None:
-    world = World()
+    world = FakeCluster()
     worker = world.worker("w", 1000)
     assert worker.beat().snapshot_every_s == 1
     for job in range(8):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.appliance.model.entities import Loss, Slot, SlotKey, Worker
-from penstock.appliance.policies.placement import Room, cost
+from penstock.appliance.model.entities import Slot, SlotKey, SlotLoss, Worker
+from penstock.appliance.policies.placement import FreeCapacity, cost
 from penstock.proto.state.allowed_modules import under
 
 HOSTS = ["host-a", "host-b", "host-c"]
@@ -32,7 +32,7 @@ def plainly(slot: Slot, host_id: str, input_fn: str, workers: dict[str, Worker])
 
 def slot(*lost_at: str) -> Slot:
     made = Slot(SlotKey("run", 1, 0, 0), 1)
-    made.losses = [Loss(1.0, name, "", 0) for name in lost_at]
+    made.losses = [SlotLoss(1.0, name, "", 0) for name in lost_at]
     return made
 
 
@@ -62,7 +62,7 @@ def test_the_choice_is_that_of_the_plain_rule_whatever_has_happened(
         name: worker(name, host, capacity, min(used, capacity), draining=draining, allow=allow)
         for name, (host, capacity, used, draining, allow) in fleet.items()
     }
-    room = Room(workers)
+    room = FreeCapacity(workers)
     for each in workers.values():
         room.offer(each)
     for number, (what, name, host, lost_at, input_fn) in enumerate(changes):
@@ -80,10 +80,10 @@ def test_the_choice_is_that_of_the_plain_rule_whatever_has_happened(
         elif known is None:
             continue
         elif what == "take" and known.free > 0:
-            known.slots.add(SlotKey("run", 2, number, 0))
+            known.entries.add(SlotKey("run", 2, number, 0))
             room.offer(known)
-        elif what == "give back" and known.slots:
-            known.slots.discard(min(known.slots))
+        elif what == "give back" and known.entries:
+            known.entries.discard(min(known.entries))
             room.offer(known)
         elif what == "remove":
             del workers[name]
@@ -96,7 +96,7 @@ def test_the_choice_is_that_of_the_plain_rule_whatever_has_happened(
 
 def test_one_loss_counts_against_nobody_and_two_do() -> None:
     workers = {"a": worker("a", "host-a", 4, 0), "b": worker("b", "host-b", 4, 0)}
-    room = Room(workers)
+    room = FreeCapacity(workers)
     for each in workers.values():
         room.offer(each)
     assert room.choose(slot("a"), "host-a", "m:f") is workers["a"]
@@ -108,7 +108,7 @@ def test_one_loss_counts_against_nobody_and_two_do() -> None:
 
 def test_a_fleet_that_changes_for_ever_takes_no_memory_for_ever() -> None:
     workers = {f"w{number}": worker(f"w{number}", "host-a", 2, 0) for number in range(20)}
-    room = Room(workers)
+    room = FreeCapacity(workers)
     for _ in range(10_000):
         for each in workers.values():
             room.offer(each)

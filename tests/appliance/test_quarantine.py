@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from penstock.appliance.storage.journal import StateDir
-from penstock.appliance.testing import FakeBox, FakeWorker, World
+from penstock.appliance.testing import FakeBox, FakeCluster, FakeWorker
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 
@@ -22,7 +22,7 @@ def dies(worker: FakeWorker, total: int, count: int = 0, epoch: int = 0) -> None
     worker.beat(report)
 
 
-def opened(world: World, *, skip: bool) -> tuple[FakeWorker, FakeBox]:
+def opened(world: FakeCluster, *, skip: bool) -> tuple[FakeWorker, FakeBox]:
     worker = world.worker("a", 4)
     box = world.open(skip_poison=skip)
     worker.ready()
@@ -35,7 +35,7 @@ def skips(worker: FakeWorker) -> list[tuple[int, int, int]]:
 
 
 def test_by_default_the_slot_fails_and_names_batch_and_step() -> None:
-    worker, box = opened(World(), skip=False)
+    worker, box = opened(FakeCluster(), skip=False)
     for _ in range(4):
         dies(worker, 5)
     view = box.watch().slots[0]
@@ -49,7 +49,7 @@ def test_by_default_the_slot_fails_and_names_batch_and_step() -> None:
 
 
 def test_with_skip_every_later_runner_leaves_it_out_and_the_view_counts_it() -> None:
-    worker, box = opened(World(), skip=True)
+    worker, box = opened(FakeCluster(), skip=True)
     for number in range(4):
         assert skips(worker) == []
         assert box.watch().slots[0].restarts == number
@@ -65,7 +65,7 @@ def test_with_skip_every_later_runner_leaves_it_out_and_the_view_counts_it() -> 
 
 
 def test_deaths_at_different_batches_name_none() -> None:
-    worker, box = opened(World(), skip=True)
+    worker, box = opened(FakeCluster(), skip=True)
     for total in (5, 6, 5, 6):
         assert skips(worker) == []
         dies(worker, total)
@@ -73,7 +73,7 @@ def test_deaths_at_different_batches_name_none() -> None:
 
 
 def test_progress_forgives_and_time_does_not_forgive_the_same_batch() -> None:
-    world = World()
+    world = FakeCluster()
     worker, box = opened(world, skip=True)
     for _ in range(3):
         dies(worker, 5)
@@ -88,7 +88,7 @@ def test_progress_forgives_and_time_does_not_forgive_the_same_batch() -> None:
 
 def test_the_journal_remembers_and_the_next_attempt_starts_without(tmp_path: Path) -> None:
     directory = StateDir(tmp_path)
-    world = World(directory=directory)
+    world = FakeCluster(directory=directory)
     worker, box = opened(world, skip=True)
     for _ in range(4):
         dies(worker, 5, count=2)  # two were left out by the state that this attempt started from
@@ -106,11 +106,11 @@ def test_the_journal_remembers_and_the_next_attempt_starts_without(tmp_path: Pat
 
 def test_a_journal_of_a_release_without_quarantine_is_read(tmp_path: Path) -> None:
     directory = StateDir(tmp_path)
-    World(directory=directory).journal.close()
+    FakeCluster(directory=directory).journal.close()
     with sqlite3.connect(tmp_path / "journal.db") as db:
         db.execute("DROP TABLE skips")
     db.close()
-    world = World(directory=directory)
+    world = FakeCluster(directory=directory)
     assert world.journal.rows("skips") == []
     world.journal.close()
     directory.close()
@@ -118,7 +118,7 @@ def test_a_journal_of_a_release_without_quarantine_is_read(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("outgrown", [False, True])
 def test_a_recycled_runner_costs_no_loss_and_two_that_begin_above_the_limit_are_an_error(outgrown: bool) -> None:
-    worker, box = opened(World(), skip=False)
+    worker, box = opened(FakeCluster(), skip=False)
     for number in range(6):
         report = worker.tell(worker.of(0), pb.FAILED)
         report.lost = report.recycle = True
@@ -136,7 +136,7 @@ def test_a_recycled_runner_costs_no_loss_and_two_that_begin_above_the_limit_are_
 
 
 def test_only_the_runner_right_before_counts_as_outgrown() -> None:
-    worker, box = opened(World(), skip=False)
+    worker, box = opened(FakeCluster(), skip=False)
 
     def outgrown() -> None:
         report = worker.tell(worker.of(0), pb.FAILED)
@@ -154,7 +154,7 @@ def test_only_the_runner_right_before_counts_as_outgrown() -> None:
 
 def test_a_place_that_is_none_is_not_quarantined() -> None:
     """User code can write into the memory where its runner notes what it makes."""
-    world = World()
+    world = FakeCluster()
     worker, box = opened(world, skip=True)
     for _ in range(4):
         report = worker.tell(worker.of(0), pb.FAILED)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from penstock.appliance.model.limits import Limits
-from penstock.appliance.testing import FakeBox, FakeWorker, World
+from penstock.appliance.testing import FakeBox, FakeCluster, FakeWorker
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 LIMITS = Limits(balance_after_s=0.0)
 
 
-def cannot_reach(world: World, box: FakeBox, *workers: str) -> list[str]:
+def cannot_reach(world: FakeCluster, box: FakeBox, *workers: str) -> list[str]:
     """The box says so of each slot that these have. Returns who has its slots then."""
     request = box.progress()
     for slot in world.slots():
@@ -19,7 +19,7 @@ def cannot_reach(world: World, box: FakeBox, *workers: str) -> list[str]:
     return owners(world, box)
 
 
-def owners(world: World, box: FakeBox) -> list[str]:
+def owners(world: FakeCluster, box: FakeBox) -> list[str]:
     return [slot.worker for slot in world.slots() if slot.key.box == box.request.box]
 
 
@@ -29,7 +29,7 @@ def ready(*workers: FakeWorker) -> None:
 
 
 def test_slots_go_to_a_worker_that_the_box_can_reach() -> None:
-    world = World(LIMITS)
+    world = FakeCluster(LIMITS)
     box, other = world.open(num_boxes=2, host_id="x"), world.open(box=1, num_boxes=2, host_id="x")
     one = world.worker("one", host="y")
     ready(one)
@@ -46,7 +46,7 @@ def test_slots_go_to_a_worker_that_the_box_can_reach() -> None:
 
 
 def test_a_slot_stays_where_it_is_while_nobody_else_has_room() -> None:
-    world = World(LIMITS)
+    world = FakeCluster(LIMITS)
     box, one = world.open(), world.worker("one", host="y")
     ready(one)
     generations = [slot.generation for slot in world.slots()]
@@ -57,7 +57,7 @@ def test_a_slot_stays_where_it_is_while_nobody_else_has_room() -> None:
 
 
 def test_a_claim_of_an_older_generation_or_of_no_slot_changes_nothing() -> None:
-    world = World(LIMITS)
+    world = FakeCluster(LIMITS)
     box, one = world.open(), world.worker("one")
     ready(one)
     world.worker("two")
@@ -69,7 +69,7 @@ def test_a_claim_of_an_older_generation_or_of_no_slot_changes_nothing() -> None:
 
 
 def test_where_all_are_out_of_reach_one_is_tried_again_after_a_while() -> None:
-    world = World(LIMITS)
+    world = FakeCluster(LIMITS)
     box, workers = world.open(), [world.worker(name) for name in ("one", "two")]
     ready(*workers)
     first = set(owners(world, box))
@@ -83,7 +83,7 @@ def test_where_all_are_out_of_reach_one_is_tried_again_after_a_while() -> None:
 
 
 def test_a_box_that_reaches_nobody_does_not_chase_its_slots_through_the_fleet() -> None:
-    world = World(LIMITS)
+    world = FakeCluster(LIMITS)
     workers = [world.worker(f"w{number:02}") for number in range(30)]
     box = world.open(num_workers_per_box=1)
     seen: list[str] = []
@@ -96,7 +96,7 @@ def test_a_box_that_reaches_nobody_does_not_chase_its_slots_through_the_fleet() 
 
 
 def test_neither_a_drain_nor_balance_leads_to_a_worker_out_of_reach() -> None:
-    world = World(Limits(balance_after_s=1.0, balance_every_s=0.25))
+    world = FakeCluster(Limits(balance_after_s=1.0, balance_every_s=0.25))
     box, one = world.open(num_workers_per_box=4), world.worker("one", host="y")
     ready(one)
     two = world.worker("two", host="z")
@@ -108,4 +108,4 @@ def test_neither_a_drain_nor_balance_leads_to_a_worker_out_of_reach() -> None:
     three = world.worker("three", host="v")
     world.registry.drain_worker(pb.DrainWorkerRequest(worker="two"))
     world.run_for(0.5, [one, two, three, box])
-    assert {slot.successor.worker for slot in world.slots() if slot.successor} == {"three"}
+    assert {slot.target.worker for slot in world.slots() if slot.target} == {"three"}

@@ -6,8 +6,8 @@ import pytest
 
 from penstock.appliance.model.entities import SlotKey
 from penstock.appliance.model.limits import Limits
-from penstock.appliance.storage.snapshot_index import DropAttempt, DropSnapshot, Kept
-from penstock.appliance.testing import FakeWorker, World
+from penstock.appliance.storage.snapshot_index import DropAttempt, DropSnapshot, DurableSnapshot
+from penstock.appliance.testing import FakeCluster, FakeWorker
 from penstock.proto.errors import InvalidArgumentError, SupersededError
 from penstock.proto.rpc.credentials.tickets import check_ticket
 from penstock.proto.state.position import Position
@@ -16,8 +16,8 @@ from penstock.proto.v1 import records_pb2
 
 
 @pytest.fixture
-def world() -> World:
-    return World()
+def world() -> FakeCluster:
+    return FakeCluster()
 
 
 def generations(worker: FakeWorker) -> dict[int, int]:
@@ -27,7 +27,7 @@ def generations(worker: FakeWorker) -> dict[int, int]:
 # ---------------------------------------------------------------------------------------------------------- placement
 
 
-def test_slots_go_to_the_box_s_own_host_and_then_to_the_least_loaded(world: World) -> None:
+def test_slots_go_to_the_box_s_own_host_and_then_to_the_least_loaded(world: FakeCluster) -> None:
     near, far, farther = (
         world.worker("z-near", 2, host="host-a"),
         world.worker("b-far", 4, host="host-b"),
@@ -38,7 +38,7 @@ def test_slots_go_to_the_box_s_own_host_and_then_to_the_least_loaded(world: Worl
     assert generations(near) == {0: 1, 1: 1}
 
 
-def test_slots_wait_for_workers_and_are_counted_as_missing(world: World) -> None:
+def test_slots_wait_for_workers_and_are_counted_as_missing(world: FakeCluster) -> None:
     box = world.open(num_workers_per_box=3)
     assert box.watch().missing_slots == 3
     seen = box.watch().version
@@ -52,22 +52,22 @@ def test_slots_wait_for_workers_and_are_counted_as_missing(world: World) -> None
     assert len(worker.beat().assignments) == 2
 
 
-def test_an_assignment_says_all_that_a_worker_needs(world: World) -> None:
+def test_an_assignment_says_all_that_a_worker_needs(world: FakeCluster) -> None:
     world.snapshot_index.add_blob("blob", 5, world.now)
-    base = Position.start(2, step=10).to_proto()
-    resume = records_pb2.Resume(blob="blob", same_shape=True)
-    world.open(has_seed=True, seed=11, resume=resume, base=base, num_boxes=1)
+    start = Position.start(2, step=10).to_proto()
+    resume = records_pb2.Resume(blob="blob", same_topology=True)
+    world.open(has_seed=True, seed=11, resume=resume, start=start, num_boxes=1)
     worker = world.worker("w")
     found = worker.of(1)
     assert (found.run, found.attempt, found.box, found.slot, found.generation) == ("job/0", 1, 0, 1, 1)
     assert (found.num_boxes, found.num_workers_per_box, found.seed) == (1, 2, 11)
-    assert (found.resume, found.base, found.loader.input_fn) == (resume, base, "m:f")
+    assert (found.resume, found.start, found.loader.input_fn) == (resume, start, "m:f")
     assert not found.recovery
     assert len(found.lane_key) == 32
     assert found.lane_key != worker.of(0).lane_key
 
 
-def test_a_ready_slot_shows_where_its_lane_is(world: World) -> None:
+def test_a_ready_slot_shows_where_its_lane_is(world: FakeCluster) -> None:
     box, worker = world.open(), world.worker("w")
     starting = box.watch().slots[0]
     assert (starting.worker, starting.ticket, starting.local_address) == ("w", "", "")
@@ -77,7 +77,7 @@ def test_a_ready_slot_shows_where_its_lane_is(world: World) -> None:
     check_ticket(view.ticket, worker.of(0).lane_key, 0.0, "the slot")
 
 
-def test_reports_again_and_out_of_order_change_nothing(world: World) -> None:
+def test_reports_again_and_out_of_order_change_nothing(world: FakeCluster) -> None:
     box, worker = world.open(), world.worker("w")
     worker.ready()
     version = box.watch().version
@@ -87,31 +87,31 @@ def test_reports_again_and_out_of_order_change_nothing(world: World) -> None:
     assert box.watch().version == version
 
 
-def test_place_in_the_queue_of_starts_is_told(world: World) -> None:
+def test_place_in_the_queue_of_starts_is_told(world: FakeCluster) -> None:
     box, worker = world.open(), world.worker("w")
     report = worker.tell(worker.of(0), pb.STARTING)
-    report.start_place, report.start_queue = 3, 7
+    report.start_queue_position, report.start_queue_length = 3, 7
     worker.beat(report)
     slot = box.watch().slots[0]
-    assert (slot.start_place, slot.start_queue) == (3, 7)
+    assert (slot.start_queue_position, slot.start_queue_length) == (3, 7)
     seen = box.watch().version
     worker.beat(report)
     assert box.watch().version == seen
     world.topics.clear()
-    report.start_place = 2
+    report.start_queue_position = 2
     worker.beat(report)
     assert not [topic for topic in world.topics if topic[0] == "box"], (
         "each start would wake the boxes of all that wait"
     )
-    assert box.watch().slots[0].start_place == 2
+    assert box.watch().slots[0].start_queue_position == 2
     worker.lose(worker.of(0))
-    assert box.watch().slots[0].start_place == 0
+    assert box.watch().slots[0].start_queue_position == 0
 
 
 # ------------------------------------------------------------------------------------------------------------- losses
 
 
-def test_a_lost_runner_moves_its_slot_under_the_next_generation(world: World) -> None:
+def test_a_lost_runner_moves_its_slot_under_the_next_generation(world: FakeCluster) -> None:
     box, worker = world.open(), world.worker("w")
     worker.ready()
     before = worker.of(1)
@@ -131,7 +131,7 @@ def test_a_lost_runner_moves_its_slot_under_the_next_generation(world: World) ->
     assert generations(worker) == {0: 1, 1: 2}
 
 
-def test_only_the_owner_s_words_count(world: World) -> None:
+def test_only_the_owner_s_words_count(world: FakeCluster) -> None:
     box, owner = world.open(), world.worker("owner")
     owner.ready()
     other = world.worker("other")
@@ -140,14 +140,14 @@ def test_only_the_owner_s_words_count(world: World) -> None:
     assert generations(owner) == {0: 1, 1: 1}
 
 
-def test_a_slot_that_never_ran_just_starts_again(world: World) -> None:
+def test_a_slot_that_never_ran_just_starts_again(world: FakeCluster) -> None:
     world.open()
     worker = world.worker("w")
     worker.lose(worker.of(0))
     assert (worker.of(0).generation, worker.of(0).recovery) == (2, False)
 
 
-def test_a_slot_with_a_durable_snapshot_is_taken_over_even_if_its_ready_was_never_heard(world: World) -> None:
+def test_a_slot_with_a_durable_snapshot_is_taken_over_even_if_its_ready_was_never_heard(world: FakeCluster) -> None:
     world.open()
     worker = world.worker("w")
     world.registry.snapshot_stored(pb.SnapshotHeader(run="job/0", attempt=1, generation=1, size=3))
@@ -155,7 +155,7 @@ def test_a_slot_with_a_durable_snapshot_is_taken_over_even_if_its_ready_was_neve
     assert worker.of(0).recovery
 
 
-def test_too_many_losses_without_progress_are_final_and_name_all(world: World) -> None:
+def test_too_many_losses_without_progress_are_final_and_name_all(world: FakeCluster) -> None:
     box, worker = world.open(), world.worker("w")
     worker.ready()
     for number in range(3):
@@ -173,7 +173,7 @@ def test_too_many_losses_without_progress_are_final_and_name_all(world: World) -
 
 
 @pytest.mark.parametrize("relief", ["progress", "time"])
-def test_progress_or_time_forgives_losses(world: World, relief: str) -> None:
+def test_progress_or_time_forgives_losses(world: FakeCluster, relief: str) -> None:
     box, worker = world.open(), world.worker("w")
     worker.ready()
     for _ in range(12):
@@ -185,7 +185,7 @@ def test_progress_or_time_forgives_losses(world: World, relief: str) -> None:
     assert box.phases()[0] == "STARTING"
 
 
-def test_after_one_loss_the_slot_stays_at_home_after_two_it_goes_elsewhere(world: World) -> None:
+def test_after_one_loss_the_slot_stays_at_home_after_two_it_goes_elsewhere(world: FakeCluster) -> None:
     home, away = world.worker("home", host="host-a"), world.worker("away", host="host-b")
     world.open(num_workers_per_box=1)
     home.lose(home.of(0))
@@ -193,7 +193,7 @@ def test_after_one_loss_the_slot_stays_at_home_after_two_it_goes_elsewhere(world
     assert (generations(home), generations(away)) == ({}, {0: 3})
 
 
-def test_an_error_of_user_code_is_final_and_the_worker_keeps_the_lane(world: World) -> None:
+def test_an_error_of_user_code_is_final_and_the_worker_keeps_the_lane(world: FakeCluster) -> None:
     box, worker = world.open(), world.worker("w")
     worker.ready()
     report = worker.tell(worker.of(0), pb.FAILED)
@@ -212,7 +212,7 @@ def test_an_error_of_user_code_is_final_and_the_worker_keeps_the_lane(world: Wor
     assert (view.phase, view.error.name, view.ticket) == (pb.FAILED, "InputFnError", "")
 
 
-def test_a_failure_without_a_reason_still_says_something(world: World) -> None:
+def test_a_failure_without_a_reason_still_says_something(world: FakeCluster) -> None:
     box, worker = world.open(), world.worker("w")
     worker.beat(worker.tell(worker.of(0), pb.FAILED))
     assert box.watch().slots[0].error.message == "the worker gave no reason"
@@ -221,7 +221,7 @@ def test_a_failure_without_a_reason_still_says_something(world: World) -> None:
 # ------------------------------------------------------------------------------------------------------------- leases
 
 
-def test_a_worker_whose_connection_ended_has_less_time_unless_it_comes_back(world: World) -> None:
+def test_a_worker_whose_connection_ended_has_less_time_unless_it_comes_back(world: FakeCluster) -> None:
     gone, back, other = world.worker("gone"), world.worker("back"), world.worker("other")
     for worker in (gone, back):
         world.registry.worker_hung_up(worker.name, worker.session)
@@ -231,7 +231,7 @@ def test_a_worker_whose_connection_ended_has_less_time_unless_it_comes_back(worl
     assert set(world.registry.cluster.workers) == {"back", "other"}
 
 
-def test_a_silent_worker_s_slots_move_and_its_late_calls_find_nothing(world: World) -> None:
+def test_a_silent_worker_s_slots_move_and_its_late_calls_find_nothing(world: FakeCluster) -> None:
     box, first = world.open(), world.worker("first")
     first.ready()
     second = world.worker("second", host="host-b")
@@ -245,7 +245,7 @@ def test_a_silent_worker_s_slots_move_and_its_late_calls_find_nothing(world: Wor
     assert generations(first) == {}
 
 
-def test_a_worker_that_was_started_anew_has_lost_its_slots(world: World) -> None:
+def test_a_worker_that_was_started_anew_has_lost_its_slots(world: FakeCluster) -> None:
     box, old = world.open(), world.worker("w")
     old.ready()
     new = world.worker("w", session="w-2")
@@ -258,7 +258,7 @@ def test_a_worker_that_was_started_anew_has_lost_its_slots(world: World) -> None
     assert generations(new) == {0: 2, 1: 2}
 
 
-def test_registering_again_in_the_same_session_keeps_the_slots(world: World) -> None:
+def test_registering_again_in_the_same_session_keeps_the_slots(world: FakeCluster) -> None:
     box, worker = world.open(), world.worker("w")
     worker.ready()
     worker.register()
@@ -270,7 +270,7 @@ def test_registering_again_in_the_same_session_keeps_the_slots(world: World) -> 
     assert box.watch().missing_slots == 1
 
 
-def test_a_draining_worker_hands_its_slots_on_and_gets_no_new_ones(world: World) -> None:
+def test_a_draining_worker_hands_its_slots_on_and_gets_no_new_ones(world: FakeCluster) -> None:
     box, old = world.open(), world.worker("old")
     old.ready()
     request = pb.DeregisterWorkerRequest(worker="old", session="old-1")
@@ -285,7 +285,7 @@ def test_a_draining_worker_hands_its_slots_on_and_gets_no_new_ones(world: World)
     assert [status.draining for status in world.registry.status().workers] == [True, False]
 
 
-def test_a_silent_client_frees_its_workers_at_once_and_may_come_back(world: World) -> None:
+def test_a_silent_client_frees_its_workers_at_once_and_may_come_back(world: FakeCluster) -> None:
     box, worker = world.open(), world.worker("w")
     worker.ready()
     world.run_for(9.75, [worker])
@@ -298,13 +298,13 @@ def test_a_silent_client_frees_its_workers_at_once_and_may_come_back(world: Worl
 
 
 def test_an_attempt_that_everybody_left_is_closed_in_the_end() -> None:
-    world = World(Limits(abandoned_s=60))
+    world = FakeCluster(Limits(abandoned_s=60))
     box, worker = world.open(), world.worker("w")
     world.run_for(75, [worker])
     assert "no box of attempt 1 of run job/0 was heard of for 60 s" in box.refused().message
 
 
-def test_a_coordinator_that_was_stopped_blames_nobody(world: World) -> None:
+def test_a_coordinator_that_was_stopped_blames_nobody(world: FakeCluster) -> None:
     box, worker = world.open(), world.worker("w")
     worker.ready()
     world.registry.tick()
@@ -314,7 +314,7 @@ def test_a_coordinator_that_was_stopped_blames_nobody(world: World) -> None:
     assert generations(worker) == {0: 1, 1: 1}
 
 
-def test_a_worker_needs_a_name_and_room(world: World) -> None:
+def test_a_worker_needs_a_name_and_room(world: FakeCluster) -> None:
     with pytest.raises(InvalidArgumentError, match="at least one slot"):
         world.registry.register_worker(pb.RegisterWorkerRequest(worker="w", session="s"))
 
@@ -322,7 +322,7 @@ def test_a_worker_needs_a_name_and_room(world: World) -> None:
 # ----------------------------------------------------------------------------------------- generations over attempts
 
 
-def test_generations_rise_over_attempts_too(world: World) -> None:
+def test_generations_rise_over_attempts_too(world: FakeCluster) -> None:
     worker = world.worker("w")
     world.open(client_id="a")
     worker.ready()
@@ -334,7 +334,7 @@ def test_generations_rise_over_attempts_too(world: World) -> None:
 # ---------------------------------------------------------------------------------------------------------- snapshots
 
 
-def put(world: World, total: int, *, generation: int = 1, size: int = 10, epoch: int = 0) -> None:
+def put(world: FakeCluster, total: int, *, generation: int = 1, size: int = 10, epoch: int = 0) -> None:
     header = pb.SnapshotHeader(run="job/0", attempt=1, box=0, slot=0, generation=generation)
     header.total, header.size, header.epoch = total, size, epoch
     world.registry.snapshot_stored(header)
@@ -343,11 +343,11 @@ def put(world: World, total: int, *, generation: int = 1, size: int = 10, epoch:
 KEY = SlotKey("job/0", 1, 0, 0)
 
 
-def totals(world: World) -> list[int]:
+def totals(world: FakeCluster) -> list[int]:
     return [kept.total for kept in world.snapshot_index.snapshots(KEY)]
 
 
-def test_of_the_snapshots_below_the_window_the_newest_is_kept(world: World) -> None:
+def test_of_the_snapshots_below_the_window_the_newest_is_kept(world: FakeCluster) -> None:
     box = world.open(retention=10, num_workers_per_box=1)
     world.worker("w").ready()
     for total in range(0, 41, 5):
@@ -361,7 +361,7 @@ def test_of_the_snapshots_below_the_window_the_newest_is_kept(world: World) -> N
     assert world.snapshot_index.used == 60
 
 
-def test_coarse_reports_keep_more_never_less(world: World) -> None:
+def test_coarse_reports_keep_more_never_less(world: FakeCluster) -> None:
     box = world.open(retention=10, num_workers_per_box=1)
     world.worker("w").ready()
     for total in range(0, 41, 5):
@@ -375,7 +375,7 @@ def test_coarse_reports_keep_more_never_less(world: World) -> None:
     assert totals(world) == [25, 30, 35, 40]
 
 
-def test_a_snapshot_of_an_old_generation_is_refused(world: World) -> None:
+def test_a_snapshot_of_an_old_generation_is_refused(world: FakeCluster) -> None:
     world.open()
     worker = world.worker("w")
     worker.ready()
@@ -389,7 +389,7 @@ def test_a_snapshot_of_an_old_generation_is_refused(world: World) -> None:
     assert totals(world) == [3, 4]
 
 
-def test_a_snapshot_that_comes_after_its_attempt_is_removed_again(world: World) -> None:
+def test_a_snapshot_that_comes_after_its_attempt_is_removed_again(world: FakeCluster) -> None:
     world.open(client_id="a")
     world.worker("w").ready()
     put(world, 4)
@@ -402,7 +402,7 @@ def test_a_snapshot_that_comes_after_its_attempt_is_removed_again(world: World) 
 
 
 def test_the_budget_refuses_and_keeps_what_is_there() -> None:
-    world = World(Limits(budget=1000, cadence_share=0.5, value_max=900))
+    world = FakeCluster(Limits(budget=1000, cadence_share=0.5, value_max=900))
     world.open()
     world.worker("w").ready()
     snapshot_index = world.snapshot_index
@@ -425,7 +425,7 @@ def test_the_budget_refuses_and_keeps_what_is_there() -> None:
 
 
 def test_blobs_stay_while_an_open_attempt_names_them() -> None:
-    world = World(Limits(blob_idle_s=30))
+    world = FakeCluster(Limits(blob_idle_s=30))
     for name in ("named", "idle"):
         world.registry.blob_stored(name, 5)
     box = world.open(resume=records_pb2.Resume(blob="named"))
@@ -440,35 +440,52 @@ def test_blobs_stay_while_an_open_attempt_names_them() -> None:
     assert not world.snapshot_index.has_blob("named")
 
 
-def test_behind_an_origin_one_is_kept_from_which_any_loader_goes_on(world: World) -> None:
+def test_behind_an_origin_one_is_kept_from_which_any_loader_goes_on(world: FakeCluster) -> None:
     snapshot_index = world.snapshot_index
-    for kept in (Kept(0, 0, 1, True), Kept(3, 0, 1), Kept(5, 0, 1), Kept(5, 1, 1, True), Kept(9, 1, 1)):
+    for kept in (
+        DurableSnapshot(0, 0, 1, True),
+        DurableSnapshot(3, 0, 1),
+        DurableSnapshot(5, 0, 1),
+        DurableSnapshot(5, 1, 1, True),
+        DurableSnapshot(9, 1, 1),
+    ):
         snapshot_index.add(KEY, kept)
     snapshot_index.trim(KEY, 7)
-    assert snapshot_index.snapshots(KEY) == [Kept(5, 0, 1), Kept(5, 1, 1, True), Kept(9, 1, 1)]
+    assert snapshot_index.snapshots(KEY) == [
+        DurableSnapshot(5, 0, 1),
+        DurableSnapshot(5, 1, 1, True),
+        DurableSnapshot(9, 1, 1),
+    ]
     snapshot_index.trim(KEY, 10)
-    assert snapshot_index.snapshots(KEY) == [Kept(9, 1, 1)]
+    assert snapshot_index.snapshots(KEY) == [DurableSnapshot(9, 1, 1)]
 
 
-def test_of_a_pass_that_was_left_only_snapshots_on_the_way_serve(world: World) -> None:
-    """A runner produces ahead: one of its snapshots may lie beyond the batch after which the loop left the pass."""
+def test_of_a_pass_that_was_left_only_snapshots_on_the_way_serve(world: FakeCluster) -> None:
+    """A runner produces ahead: one of its snapshots may lie beyond the batch after which the loop left the epoch."""
     snapshot_index = world.snapshot_index
-    for kept in (Kept(0, 0, 1), Kept(8, 0, 1), Kept(5, 1, 1), Kept(12, 1, 1)):
+    for kept in (
+        DurableSnapshot(0, 0, 1),
+        DurableSnapshot(8, 0, 1),
+        DurableSnapshot(5, 1, 1),
+        DurableSnapshot(12, 1, 1),
+    ):
         snapshot_index.add(KEY, kept)
-    snapshot_index.trim(KEY, 9)  # the loop left pass 0 after batch 5: from batch 8 of that pass nobody comes to batch 9
-    assert snapshot_index.snapshots(KEY) == [Kept(5, 1, 1), Kept(12, 1, 1)]
+    snapshot_index.trim(
+        KEY, 9
+    )  # the loop left pass 0 after batch 5: from batch 8 of that epoch nobody comes to batch 9
+    assert snapshot_index.snapshots(KEY) == [DurableSnapshot(5, 1, 1), DurableSnapshot(12, 1, 1)]
 
 
-def test_an_index_read_back_is_the_same_index(world: World) -> None:
-    world.snapshot_index.load([(KEY, Kept(5, 0, 7)), (KEY, Kept(2, 0, 3))], [("b", 4)], 0.0)
-    assert world.snapshot_index.snapshots(KEY) == [Kept(2, 0, 3), Kept(5, 0, 7)]
+def test_an_index_read_back_is_the_same_index(world: FakeCluster) -> None:
+    world.snapshot_index.load([(KEY, DurableSnapshot(5, 0, 7)), (KEY, DurableSnapshot(2, 0, 3))], [("b", 4)], 0.0)
+    assert world.snapshot_index.snapshots(KEY) == [DurableSnapshot(2, 0, 3), DurableSnapshot(5, 0, 7)]
     assert world.snapshot_index.used == 14
 
 
 # ------------------------------------------------------------------------------------------------------------- status
 
 
-def test_status_names_the_straggler_and_shows_no_tickets(world: World) -> None:
+def test_status_names_the_straggler_and_shows_no_tickets(world: FakeCluster) -> None:
     box, worker = world.open(), world.worker("w")
     worker.ready()
     report = worker.tell(worker.of(0), pb.READY)
@@ -491,7 +508,7 @@ def test_status_names_the_straggler_and_shows_no_tickets(world: World) -> None:
     assert (node.worker, node.slots, node.slots_used, node.batches_per_s) == ("w", 8, 2, 12.5)
 
 
-def test_a_report_that_was_overtaken_does_not_turn_back(world: World) -> None:
+def test_a_report_that_was_overtaken_does_not_turn_back(world: FakeCluster) -> None:
     box = world.open()
     box.deliver(5)
     late = box.progress()
@@ -500,7 +517,7 @@ def test_a_report_that_was_overtaken_does_not_turn_back(world: World) -> None:
     assert world.registry.status().runs[0].boxes[0].step == 10
 
 
-def test_a_report_of_another_shape_is_refused(world: World) -> None:
+def test_a_report_of_another_shape_is_refused(world: FakeCluster) -> None:
     box = world.open()
     box.position = Position.start(3)
     with pytest.raises(InvalidArgumentError, match="a position of 3 slots for 2 workers"):

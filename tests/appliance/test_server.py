@@ -188,15 +188,15 @@ def test_snapshots_and_generations_survive_kill_9(started: list[Coordinator], tm
 
 
 def test_it_ends_with_its_parent_however_that_ends(tmp_path: Path) -> None:
-    """A parent that starts a coordinator with a lifeline, tells us about it, and is killed."""
+    """A parent that starts a coordinator with a parent watch, tells us about it, and is killed."""
     parent = (
         "import os, subprocess, sys, time\n"
         "r, w = os.pipe()\n"
-        "command = [sys.executable, '-m', 'penstock.appliance', '--lifeline-pid', str(os.getpid())]\n"
+        "command = [sys.executable, '-m', 'penstock.appliance', '--parent-pid', str(os.getpid())]\n"
         "command += ['--ready-fd', str(w)]\n"
         "child = subprocess.Popen(command, pass_fds=[w])\n"
         "address = os.read(r, 1000).decode().strip()\n"
-        "os.kill(child.pid, 2)\n"  # Ctrl-C reaches the group: with a lifeline it is the parent's business
+        "os.kill(child.pid, 2)\n"  # Ctrl-C reaches the group: with a parent watch it is the parent's business
         "print(child.pid, address, flush=True)\n"
         "time.sleep(600)\n"
     )
@@ -218,7 +218,7 @@ def test_without_its_parent_it_does_not_even_start() -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait(DEADLINE_S)
     for pid in (gone.pid, 1):  # ended; alive, but not our parent
-        coordinator = Coordinator("--lifeline-pid", str(pid))
+        coordinator = Coordinator("--parent-pid", str(pid))
         assert coordinator.address == ""
         assert coordinator.process.wait(DEADLINE_S) == 0
         coordinator.close()

@@ -31,7 +31,7 @@ from served import (
 )
 
 from penstock.appliance.states.state_query import BoxState
-from penstock.appliance.states.state_stream import Turns, packed, parts
+from penstock.appliance.states.state_stream import LoopTurns, packed, parts
 from penstock.proto.errors import (
     BoxOutOfRangeError,
     DeadlineError,
@@ -124,7 +124,7 @@ def test_a_run_comes_up_and_long_polls_wake() -> None:
             async with asyncio.timeout(4):
                 while worker.reply.assignments:
                     await client.status()
-            assert worker.beats < 10  # it was woken, and did not spin
+            assert worker.heartbeats < 10  # it was woken, and did not spin
 
     trial(body)
 
@@ -373,8 +373,8 @@ def test_blobs_are_kept_by_content() -> None:
             InvalidArgumentError, match=r"a blob for run job/0 cannot be kept: 2000000 bytes: 5000000 of 6000000 b"
         ):
             await client.put_blob(b"z" * 2_000_000, "job/0")
-        base = Position.start(2, step=7).to_proto()
-        await client.open_run(opening(resume=records_pb2.Resume(blob=name), base=base))
+        start = Position.start(2, step=7).to_proto()
+        await client.open_run(opening(resume=records_pb2.Resume(blob=name), start=start))
 
     trial(body, replace(LIMITS, budget=6_000_000))
 
@@ -441,7 +441,7 @@ def test_a_turn_of_the_event_loop_is_given_to_one_at_a_time() -> None:
         got.append(number)
 
     async def body() -> None:
-        turns, loop = Turns(), asyncio.get_running_loop()
+        turns, loop = LoopTurns(), asyncio.get_running_loop()
         asks = [loop.create_task(turns.next()) for _ in range(5)]
         for number, ask in enumerate(asks):
             ask.add_done_callback(partial(note, number))
@@ -461,7 +461,7 @@ def test_a_turn_of_the_event_loop_is_given_to_one_at_a_time() -> None:
 
 def test_workers_whose_passes_ended_earlier_are_asked_again() -> None:
     def short(request: pb.StateRequest) -> tuple[pb.StateAnswer, bytes]:
-        """Slot 1 of box 1 has two batches a pass, slot 0 four; box 0 has not ended."""
+        """Slot 1 of box 1 has two batches an epoch, slot 0 four; box 0 has not ended."""
         length = (4, 2)[request.slot]
         if request.box == 1 and request.epoch == 0 and request.position.total > length:
             return pb.StateAnswer(ended=True, ended_epoch=0, ended_total=length), b""
@@ -588,7 +588,7 @@ def test_a_stop_answers_long_polls_and_a_start_goes_on(tmp_path: Path) -> None:
             async with daemon(address) as worker:
                 assert {slot.generation for slot in (await until_ready(client)).slots} == {1}
                 assert [data for _, data in await client.get_snapshots(query())] == [b"three"]
-                assert worker.beats < 10
+                assert worker.heartbeats < 10
 
     asyncio.run(run())
 
@@ -600,7 +600,7 @@ def test_nothing_but_our_numbers_is_believed() -> None:
         huge = 2**32 - 1
         calls: list[Callable[[], Awaitable[object]]] = [
             lambda: client.open_run(opening(num_boxes=huge, num_workers_per_box=huge)),
-            lambda: client.open_run(opening(base=records_pb2.BoxPosition(step=1, live=[huge], slots=[{}, {}]))),  # type: ignore[list-item]
+            lambda: client.open_run(opening(start=records_pb2.BoxPosition(step=1, live=[huge], slots=[{}, {}]))),  # type: ignore[list-item]
             lambda: client.watch_run(pb.WatchRunRequest()),
             lambda: client.register(pb.RegisterWorkerRequest()),
             lambda: client.put_snapshot(pb.SnapshotHeader(), b""),

@@ -64,7 +64,7 @@ def test_an_asker_whose_query_could_not_be_written_is_none(
         with pytest.raises(JournalError, match="no room"):
             await client.fetch_state(asking(0, 2))
         full = False
-        assert registry.desk._open == {}
+        assert registry.state_queries._open == {}
 
     trial(body)
 
@@ -89,7 +89,7 @@ def test_an_answer_whose_askers_have_left_is_not_taken_in(registries: list[Regis
 
         registry.admit_state = admitted  # type: ignore[method-assign]
         asker = asyncio.create_task(client.fetch_state(asking(0, 2)))
-        await until(lambda: len(registry.desk._asked) == 4)
+        await until(lambda: len(registry.state_queries._asked) == 4)
         requests = (await client.heartbeat(heartbeat)).state_requests
         of_box = 1 if where == "at the door" else 0  # those of the next box are let in
         request = next(one for one in requests if one.box == of_box)
@@ -103,13 +103,13 @@ def test_an_answer_whose_askers_have_left_is_not_taken_in(registries: list[Regis
             await asyncio.Event().wait()  # the rest is only sent if somebody takes it
 
         call = client._stub.PutState(parts(), timeout=DEADLINE_S, metadata=metadata(TOKEN))
-        gathering = next(iter(registry.desk._open.values()))
+        gathering = next(iter(registry.state_queries._open.values()))
         if where == "on the way":
             await until(lambda: gathering.held == 1000)
         else:
             await until(lambda: request.request in at_the_door)
         asker.cancel()
-        await until(lambda: not registry.desk._open)
+        await until(lambda: not registry.state_queries._open)
         left.set()
         assert await call == pb.PutStateReply()
         assert gathering.held == 0
@@ -130,7 +130,7 @@ def test_the_time_that_a_reader_takes_is_given_back_with_each_part(registries: l
             (registry,) = registries
             call = client._stub.FetchState(asking(0, 2), timeout=DEADLINE_S, metadata=metadata(TOKEN))
             await call.read()
-            (gathering,) = registry.desk._open.values()
+            (gathering,) = registry.state_queries._open.values()
             before = gathering.deadline
             while gathering.deadline == before:
                 assert await call.read() is not EOF
@@ -182,7 +182,7 @@ def test_a_connection_that_is_found_lost_after_its_worker_is_back_costs_it_nothi
             after.cancel()
             await until(lambda: worker.lease_until < lease_until)
 
-    trial(body, replace(LIMITS, worker_lease_s=3 * LONG_S, beat_s=LONG_S))
+    trial(body, replace(LIMITS, worker_lease_s=3 * LONG_S, heartbeat_s=LONG_S))
 
 
 def test_a_blob_that_comes_again_while_it_waits_to_be_dropped_stays(monkeypatch: pytest.MonkeyPatch) -> None:

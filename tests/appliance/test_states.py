@@ -7,7 +7,7 @@ from queries import ask, failure, respond, values
 
 from penstock.appliance.model.limits import Limits
 from penstock.appliance.states.state_query import StateQuery
-from penstock.appliance.testing import FakeBox, FakeWorker, World
+from penstock.appliance.testing import FakeBox, FakeCluster, FakeWorker
 from penstock.proto.errors import (
     InputFnError,
     InvalidArgumentError,
@@ -22,11 +22,11 @@ from penstock.proto.v1 import records_pb2
 
 
 @pytest.fixture
-def world() -> World:
-    return World()
+def world() -> FakeCluster:
+    return FakeCluster()
 
 
-def test_one_record_per_worker_of_every_box_by_global_worker_id(world: World) -> None:
+def test_one_record_per_worker_of_every_box_by_global_worker_id(world: FakeCluster) -> None:
     boxes = [world.open(number, num_boxes=2) for number in range(2)]
     worker = world.worker("w")
     worker.ready()
@@ -48,7 +48,7 @@ def test_one_record_per_worker_of_every_box_by_global_worker_id(world: World) ->
     assert list(worker.beat().state_requests) == []
 
 
-def test_a_slot_that_ended_earlier_is_planned_around_and_other_answers_are_kept(world: World) -> None:
+def test_a_slot_that_ended_earlier_is_planned_around_and_other_answers_are_kept(world: FakeCluster) -> None:
     asker, _ = (world.open(number, num_boxes=2, num_workers_per_box=3) for number in range(2))
     worker = world.worker("w")
     worker.ready()
@@ -70,7 +70,7 @@ def test_a_slot_that_ended_earlier_is_planned_around_and_other_answers_are_kept(
     assert list(gathering.result.positions[1].live) == [0, 2]
 
 
-def test_ranks_that_ask_for_one_step_share_a_gathering_and_its_result(world: World) -> None:
+def test_ranks_that_ask_for_one_step_share_a_gathering_and_its_result(world: FakeCluster) -> None:
     boxes = [world.open(number, num_boxes=2) for number in range(2)]
     worker = world.worker("w")
     worker.ready()
@@ -88,7 +88,7 @@ def test_ranks_that_ask_for_one_step_share_a_gathering_and_its_result(world: Wor
     assert list(worker.beat().state_requests) == []
 
 
-def test_when_all_askers_have_left_the_workers_are_asked_no_more(world: World) -> None:
+def test_when_all_askers_have_left_the_workers_are_asked_no_more(world: FakeCluster) -> None:
     box, worker = world.open(), world.worker("w")
     worker.ready()
     box.deliver(4)
@@ -102,7 +102,7 @@ def test_when_all_askers_have_left_the_workers_are_asked_no_more(world: World) -
     assert not ask(box, 4).done
 
 
-def test_a_slot_that_moves_is_asked_again_at_its_new_owner(world: World) -> None:
+def test_a_slot_that_moves_is_asked_again_at_its_new_owner(world: FakeCluster) -> None:
     box, worker = world.open(), world.worker("w")
     worker.ready()
     box.deliver(4)
@@ -119,7 +119,7 @@ def test_a_slot_that_moves_is_asked_again_at_its_new_owner(world: World) -> None
     assert values(gathering) == ["0.0:0.2", "0.1:0.2"]
 
 
-def test_who_is_waited_for_is_named(world: World) -> None:
+def test_who_is_waited_for_is_named(world: FakeCluster) -> None:
     box = world.open(0, num_boxes=2)
     world.worker("w", 1).ready()
     box.deliver(2)
@@ -133,7 +133,7 @@ def test_who_is_waited_for_is_named(world: World) -> None:
     assert "box 1 has closed and its workers are gone" in failure(gathering).message
 
 
-def test_a_box_that_is_not_heard_of_any_more_fails_the_state_at_once(world: World) -> None:
+def test_a_box_that_is_not_heard_of_any_more_fails_the_state_at_once(world: FakeCluster) -> None:
     boxes = [world.open(number, num_boxes=2, num_workers_per_box=1) for number in range(2)]
     worker = world.worker("w")
     worker.ready()
@@ -152,7 +152,7 @@ def test_a_box_that_is_not_heard_of_any_more_fails_the_state_at_once(world: Worl
     assert again.result is not None
 
 
-def test_a_box_that_closed_first_answers_with_its_final_state(world: World) -> None:
+def test_a_box_that_closed_first_answers_with_its_final_state(world: FakeCluster) -> None:
     boxes = [world.open(number, num_boxes=2, num_workers_per_box=1) for number in range(2)]
     worker = world.worker("w")
     worker.ready()
@@ -166,7 +166,7 @@ def test_a_box_that_closed_first_answers_with_its_final_state(world: World) -> N
     assert isinstance(failure(ask(boxes[0], 2)), StateUnavailableError)
 
 
-def test_a_box_whose_pass_is_over_answers_with_its_final_state(world: World) -> None:
+def test_a_box_whose_pass_is_over_answers_with_its_final_state(world: FakeCluster) -> None:
     boxes = [world.open(number, num_boxes=2, num_workers_per_box=1) for number in range(2)]
     worker = world.worker("w")
     worker.ready()
@@ -174,7 +174,7 @@ def test_a_box_whose_pass_is_over_answers_with_its_final_state(world: World) -> 
     boxes[1].deliver(6)
     gathering = ask(boxes[0], 9)
     assert {(r.box, r.position.total) for r in worker.beat().state_requests} == {(0, 9), (1, 9)}
-    boxes[1].pass_ended = True
+    boxes[1].epoch_ended = True
     boxes[1].watch()
     assert {(r.box, r.position.total) for r in worker.beat().state_requests} == {(0, 9), (1, 6)}
     respond(worker)
@@ -183,15 +183,15 @@ def test_a_box_whose_pass_is_over_answers_with_its_final_state(world: World) -> 
     assert (gathering.result.positions[1].step, gathering.result.records[1][0].step) == (6, 9)
     world.registry.end_state(gathering)
     # Once the box has gone on, its state at 9 is another one: the old answer must not be served.
-    boxes[1].pass_ended = False
+    boxes[1].epoch_ended = False
     boxes[1].deliver(3)
     assert not ask(boxes[1], 9).done
 
 
-def test_steps_that_cannot_be_had_are_refused_with_those_that_can(world: World) -> None:
-    base = Position.start(2, step=10).to_proto()
+def test_steps_that_cannot_be_had_are_refused_with_those_that_can(world: FakeCluster) -> None:
+    start = Position.start(2, step=10).to_proto()
     world.registry.blob_stored("blob", 3)
-    box = world.open(retention=20, base=base, resume=records_pb2.Resume(blob="blob"))
+    box = world.open(retention=20, start=start, resume=records_pb2.Resume(blob="blob"))
     world.worker("w").ready()
     box.deliver(15)
     with pytest.raises(StateUnavailableError) as caught:
@@ -211,19 +211,19 @@ def test_steps_that_cannot_be_had_are_refused_with_those_that_can(world: World) 
     assert not world.registry.begin_state(pb.FetchStateRequest(run="job/0", attempt=1, step=41)).done
 
 
-def test_newest_is_the_last_step_that_every_going_box_has_taken(world: World) -> None:
+def test_newest_is_the_last_step_that_every_going_box_has_taken(world: FakeCluster) -> None:
     boxes = [world.open(number, num_boxes=3) for number in range(3)]
     world.worker("w").ready()
     for box, steps in zip(boxes, (7, 5, 2), strict=True):
         box.deliver(steps)
     newest = pb.FetchStateRequest(run="job/0", newest=True)
     assert world.registry.begin_state(newest).step == 2
-    boxes[2].pass_ended = True
+    boxes[2].epoch_ended = True
     boxes[2].watch()
     assert world.registry.begin_state(newest).step == 5
 
 
-def test_an_error_on_a_worker_reaches_the_asker_with_its_place_and_traceback(world: World) -> None:
+def test_an_error_on_a_worker_reaches_the_asker_with_its_place_and_traceback(world: FakeCluster) -> None:
     box, worker = world.open(), world.worker("w")
     worker.ready()
     box.deliver(2)
@@ -239,7 +239,7 @@ def test_an_error_on_a_worker_reaches_the_asker_with_its_place_and_traceback(wor
     assert not ask(box, 2).done  # the next asker tries again
 
 
-def test_a_slot_that_has_failed_fails_the_state(world: World) -> None:
+def test_a_slot_that_has_failed_fails_the_state(world: FakeCluster) -> None:
     box, worker = world.open(), world.worker("w")
     worker.ready()
     box.deliver(2)
@@ -250,7 +250,7 @@ def test_a_slot_that_has_failed_fails_the_state(world: World) -> None:
     assert failure(gathering).message == "state of run job/0 at step 2: box 0 slot 0 on worker w: boom"
 
 
-def test_a_worker_that_contradicts_itself_is_an_error_not_a_loop(world: World) -> None:
+def test_a_worker_that_contradicts_itself_is_an_error_not_a_loop(world: FakeCluster) -> None:
     box, worker = world.open(), world.worker("w")
     worker.ready()
     box.deliver(4)
@@ -262,7 +262,7 @@ def test_a_worker_that_contradicts_itself_is_an_error_not_a_loop(world: World) -
     assert "epoch 0 ended after batch 7, when asked for epoch 0, batch 2" in failure(gathering).message
 
 
-def test_only_the_owner_s_answer_counts(world: World) -> None:
+def test_only_the_owner_s_answer_counts(world: FakeCluster) -> None:
     box, worker = world.open(num_workers_per_box=1), world.worker("w")
     worker.ready()
     box.deliver(1)
@@ -274,7 +274,7 @@ def test_only_the_owner_s_answer_counts(world: World) -> None:
     assert values(gathering) == ["0.0:0.1"]
 
 
-def test_a_superseded_attempt_s_askers_are_told(world: World) -> None:
+def test_a_superseded_attempt_s_askers_are_told(world: FakeCluster) -> None:
     box = world.open(client_id="a")
     box.deliver(1)
     gathering = ask(box, 1)
@@ -282,7 +282,7 @@ def test_a_superseded_attempt_s_askers_are_told(world: World) -> None:
     assert isinstance(failure(gathering), SupersededError)
 
 
-def test_queries_that_cannot_be_meant(world: World) -> None:
+def test_queries_that_cannot_be_meant(world: FakeCluster) -> None:
     box = world.open()
     with pytest.raises(UnknownRunError, match="knows no run 'x/0'"):
         world.registry.begin_state(pb.FetchStateRequest(run="x/0"))
@@ -292,7 +292,7 @@ def test_queries_that_cannot_be_meant(world: World) -> None:
 
 
 def test_results_are_kept_within_their_budget() -> None:
-    world = World(Limits(answers_max=20))
+    world = FakeCluster(Limits(answers_max=20))
     box, worker = world.open(), world.worker("w")
     worker.ready()
     for _ in range(3):
@@ -305,7 +305,7 @@ def test_results_are_kept_within_their_budget() -> None:
     assert ask(box, 6).done
 
 
-def test_no_result_outlives_its_attempt(world: World) -> None:
+def test_no_result_outlives_its_attempt(world: FakeCluster) -> None:
     box, worker = world.open(client_id="a"), world.worker("w")
     worker.ready()
     box.deliver(2)
@@ -313,7 +313,7 @@ def test_no_result_outlives_its_attempt(world: World) -> None:
     respond(worker)
     world.registry.end_state(gathering)
     world.open(client_id="b")
-    assert world.registry.desk._finished == {}
+    assert world.registry.state_queries._finished == {}
 
 
 def digest_of(box: int, slot: int, total: int) -> int:
@@ -339,7 +339,7 @@ def answer_with_digests(worker: FakeWorker, requests: list[pb.StateRequest]) -> 
         worker.world.registry.answer_state(answer, b"")
 
 
-def asked_ahead(world: World) -> tuple[list[FakeBox], FakeWorker, StateQuery]:
+def asked_ahead(world: FakeCluster) -> tuple[list[FakeBox], FakeWorker, StateQuery]:
     """Box 0 is at step 8 and asks for it, box 1 at step 3."""
     boxes = [world.open(number, num_boxes=2) for number in range(2)]
     worker = world.worker("w")
@@ -354,7 +354,7 @@ def asked_ahead(world: World) -> tuple[list[FakeBox], FakeWorker, StateQuery]:
 def test_a_state_has_the_flight_record_of_every_box(meanwhile: int, history: int) -> None:
     """Box 1 has not come to the step when it is asked for, and goes on while the workers answer; its report from before
     may be among the positions that the cluster state keeps, or not."""
-    boxes, worker, gathering = asked_ahead(World(Limits(history_entries=history)))
+    boxes, worker, gathering = asked_ahead(FakeCluster(Limits(history_entries=history)))
     requests = list(worker.beat().state_requests)
     fly(boxes[1], meanwhile)
     answer_with_digests(worker, requests)
@@ -366,7 +366,7 @@ def test_a_state_has_the_flight_record_of_every_box(meanwhile: int, history: int
     assert [gathering.result.positions[number].chain for number in range(2)] == [at.chain for at in truth]
 
 
-def test_a_flight_record_with_a_gap_is_unknown(world: World) -> None:
+def test_a_flight_record_with_a_gap_is_unknown(world: FakeCluster) -> None:
     _, worker, gathering = asked_ahead(world)
     for request in worker.beat().state_requests:
         answer = pb.StateAnswer(request=request.request, worker=worker.name, session=worker.session)

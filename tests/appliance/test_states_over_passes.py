@@ -10,14 +10,14 @@ from queries import ask, failure, respond, values
 
 from penstock.appliance.states.state_query import PASSES
 from penstock.appliance.storage.journal import StateDir
-from penstock.appliance.testing import FakeBox, FakeWorker, World
+from penstock.appliance.testing import FakeBox, FakeCluster, FakeWorker
 from penstock.proto.errors import ProtocolError
 from penstock.proto.state.position import Position
 
 
 @pytest.fixture
-def world() -> World:
-    return World()
+def world() -> FakeCluster:
+    return FakeCluster()
 
 
 @pytest.mark.parametrize("tells_all", [False, True])
@@ -26,11 +26,11 @@ def world() -> World:
 def test_whatever_the_ends_the_record_is_the_loop_s(seed: int, reports: bool, tells_all: bool) -> None:
     """Against the round robin itself, with random passes, breaks, reports and orders of answers.
 
-    Workers that tell one end at a time may not get to the bottom of passes that were left; then it is an error, and
+    Workers that tell one end at a time may not get to the bottom of epochs that were left; then it is an error, and
     never another record.
     """
     rng = random.Random(seed)
-    world = World()
+    world = FakeCluster()
     count = rng.randint(1, 4)
     lengths = {(slot, epoch): rng.randint(0, 6) + (slot == 0) for slot in range(count) for epoch in range(40)}
     box = world.open(num_workers_per_box=count)
@@ -57,7 +57,7 @@ def test_whatever_the_ends_the_record_is_the_loop_s(seed: int, reports: bool, te
             box.position = loop.copy()
             box.watch()
         if rng.random() < 0.05:
-            box.cuts[loop.epoch] = loop.step
+            box.abandoned[loop.epoch] = loop.step
             loop.cut()
             begin_pass()
     box.position = records[-1]
@@ -79,7 +79,7 @@ def test_whatever_the_ends_the_record_is_the_loop_s(seed: int, reports: bool, te
         world.registry.end_state(gathering)
 
 
-def test_a_loop_that_had_noticed_the_end_of_its_pass_is_asked_for_the_pass_it_was_in(world: World) -> None:
+def test_a_loop_that_had_noticed_the_end_of_its_pass_is_asked_for_the_pass_it_was_in(world: FakeCluster) -> None:
     box, worker = world.open(), world.worker("w")
     worker.ready()
     box.deliver(1)
@@ -98,8 +98,8 @@ def test_a_loop_that_had_noticed_the_end_of_its_pass_is_asked_for_the_pass_it_wa
     assert values(gathering) == ["0.0:1.4", "0.1:1.1"]
 
 
-def where_one_left(world: World) -> tuple[FakeBox, FakeBox, FakeWorker]:
-    """One of two boxes has left its pass behind step 5, and taken another batch; the other one has come to step 4."""
+def where_one_left(world: FakeCluster) -> tuple[FakeBox, FakeBox, FakeWorker]:
+    """One of two boxes has left its epoch behind step 5, and taken another batch; the other one has come to step 4."""
     first, second = (world.open(number, num_boxes=2) for number in range(2))
     worker = world.worker("w")
     worker.ready()
@@ -117,7 +117,7 @@ def test_a_box_that_may_be_about_to_leave_its_pass_too_is_waited_for(
 ) -> None:
     """What its workers have made ahead of the break is no state of the step."""
     directory = StateDir(tmp_path)
-    world = World(directory=directory)
+    world = FakeCluster(directory=directory)
     first, second, worker = where_one_left(world)
     if restarted:
         world.restart(worker)
@@ -125,7 +125,7 @@ def test_a_box_that_may_be_about_to_leave_its_pass_too_is_waited_for(
     gathering = ask(first, 6)
     respond(worker)
     assert not gathering.done
-    assert gathering.waits_for() == "box 1 (it has not come beyond step 5, after which box 0 left a pass)"
+    assert gathering.waits_for() == "box 1 (it has not come beyond step 5, after which box 0 left an epoch)"
     second.deliver(1)
     assert not [request for request in worker.beat().state_requests if request.box == 1]
     if leaves:
@@ -139,7 +139,7 @@ def test_a_box_that_may_be_about_to_leave_its_pass_too_is_waited_for(
     directory.close()
 
 
-def test_workers_are_told_where_the_loop_left_passes(world: World) -> None:
+def test_workers_are_told_where_the_loop_left_passes(world: FakeCluster) -> None:
     """The last ones; of what lies before them it is said that it is not known."""
     box = world.open(0)
     worker = world.worker("w")
@@ -152,47 +152,47 @@ def test_workers_are_told_where_the_loop_left_passes(world: World) -> None:
     told = {request.slot: request for request in worker.beat().state_requests}
     assert [(end.epoch, end.total) for end in told[0].left] == [(2, 7), (1, 5), (0, 3)]
     assert [(end.epoch, end.total) for end in told[1].left] == [(2, 5), (1, 4), (0, 2)]
-    assert {request.left_from for request in told.values()} == {0}
+    assert {request.abandoned_from for request in told.values()} == {0}
     for _ in range(PASSES):
         box.leave()
         box.deliver(1)
     ask(box, 14 + PASSES)
     later = next(request for request in worker.beat().state_requests if request.step > 14)
     assert [end.epoch for end in later.left] == list(reversed(range(3, 3 + PASSES)))
-    assert later.left_from == 3
+    assert later.abandoned_from == 3
 
 
-def test_a_box_at_its_end_is_not_waited_for_where_others_left_a_pass(world: World) -> None:
+def test_a_box_at_its_end_is_not_waited_for_where_others_left_a_pass(world: FakeCluster) -> None:
     first, second, worker = where_one_left(world)
     gathering = ask(first, 6)
-    second.pass_ended = True
+    second.epoch_ended = True
     second.watch()
     respond(worker)
     assert values(gathering)[2:] == ["1.0:0.2", "1.1:0.2"]
 
 
-def test_workers_that_do_not_agree_are_an_error_not_a_loop(world: World) -> None:
+def test_workers_that_do_not_agree_are_an_error_not_a_loop(world: FakeCluster) -> None:
     box, worker = world.open(), world.worker("w")
     worker.ready()
     box.deliver(4)
     box.leave()
     box.deliver(2)
     gathering = ask(box, 6)
-    for _ in range(3):  # the pass was left after two batches each; slot 1 insists that it has had one
+    for _ in range(3):  # the epoch was left after two batches each; slot 1 insists that it has had one
         respond(worker, starts={(0, 1): 2, (1, 1): 1})
     assert isinstance(failure(gathering), ProtocolError)
     assert failure(gathering).message == (
-        "state of run job/0 at step 6: the workers do not agree where passes ended; what the others said cannot be for "
+        "state of run job/0 at step 6: the workers do not agree where epochs ended; what the others said cannot be for "
         "box 0 slot 1 on worker w"
     )
 
 
 def test_a_report_of_a_later_pass_tells_where_the_one_before_ended() -> None:
-    """The coordinator has forgotten the ends; slot 2 had ended after 2 batches, the loop left the pass at step 9."""
-    world = World()
+    """The coordinator has forgotten the ends; slot 2 had ended after 2 batches, the loop left the epoch at step 9."""
+    world = FakeCluster()
     worker, box = world.worker("w", slots=3), world.open(num_workers_per_box=3)
     worker.ready()
-    box.cuts[0] = 9
+    box.abandoned[0] = 9
     box.position = Position(11, 1, [0, 1, 2], 2, [1, 1, 0], [5, 4, 2])
     box.report()
     gathering = ask(box, 10)
@@ -202,11 +202,11 @@ def test_a_report_of_a_later_pass_tells_where_the_one_before_ended() -> None:
 
 
 def test_a_plan_that_a_later_report_refutes_is_no_answer() -> None:
-    """Two passes back nothing tells that slot 1 had no batch at all, and its new worker does not know it."""
-    world = World()
+    """Two epochs back nothing tells that slot 1 had no batch at all, and its new worker does not know it."""
+    world = FakeCluster()
     worker, box = world.worker("w", slots=2), world.open(num_workers_per_box=2)
     worker.ready()
-    box.cuts |= {0: 4, 1: 6}
+    box.abandoned |= {0: 4, 1: 6}
     box.position = Position(7, 2, [0, 1], 1, [1, 0], [6, 1])
     box.report()
     gathering = ask(box, 4)

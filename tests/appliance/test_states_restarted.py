@@ -9,20 +9,20 @@ import pytest
 from queries import ask, failure, respond, values
 
 from penstock.appliance.storage.journal import StateDir
-from penstock.appliance.testing import World
+from penstock.appliance.testing import FakeCluster
 from penstock.proto.errors import StateUnavailableError
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
+def world(tmp_path: Path) -> Iterator[FakeCluster]:
     directory = StateDir(tmp_path)
-    world = World(directory=directory)
+    world = FakeCluster(directory=directory)
     yield world
     world.journal.close()
     directory.close()
 
 
-def test_after_a_restart_the_asker_s_own_position_is_taken(world: World) -> None:
+def test_after_a_restart_the_asker_s_own_position_is_taken(world: FakeCluster) -> None:
     box, worker = world.open(), world.worker("w")
     worker.ready()
     box.deliver(7)
@@ -35,14 +35,14 @@ def test_after_a_restart_the_asker_s_own_position_is_taken(world: World) -> None
     assert values(gathering) == ["0.0:0.5", "0.1:0.3"]
 
 
-def test_after_a_restart_a_state_waits_until_every_box_has_told_where_it_is(world: World) -> None:
+def test_after_a_restart_a_state_waits_until_every_box_has_told_where_it_is(world: FakeCluster) -> None:
     """Which passes a box left by `break` is not in the journal, and a runner that was just started knows it neither."""
     asking, other = (world.open(number, num_boxes=2) for number in (0, 1))
     worker = world.worker("w")
     worker.ready()
     for box in (asking, other):
         box.deliver(3)
-    other.cuts[0] = 3
+    other.abandoned[0] = 3
     world.restart(worker)
     asking.deliver(1)
     gathering = ask(asking, 4)
@@ -58,7 +58,7 @@ def test_after_a_restart_a_state_waits_until_every_box_has_told_where_it_is(worl
 
 
 @pytest.mark.parametrize("ended", [False, True])
-def test_after_a_restart_no_worker_is_asked_for_what_a_box_has_left_behind(world: World, ended: bool) -> None:
+def test_after_a_restart_no_worker_is_asked_for_what_a_box_has_left_behind(world: FakeCluster, ended: bool) -> None:
     """The base is known again, to count from, but what was kept of the steps since was dropped long ago."""
     boxes = [world.open(number, num_boxes=2, retention=4) for number in range(2)]
     worker = world.worker("w")
@@ -70,14 +70,14 @@ def test_after_a_restart_no_worker_is_asked_for_what_a_box_has_left_behind(world
     gathering = ask(boxes[0], 3)  # where box 1 stands is not known yet
     respond(worker)
     assert not gathering.done
-    boxes[1].pass_ended = ended
+    boxes[1].epoch_ended = ended
     boxes[1].watch()
     assert not [request for request in worker.beat().state_requests if request.box == 1]
     assert isinstance(failure(gathering), StateUnavailableError)
     assert "box 1 has left that step behind its retention window" in failure(gathering).message
 
 
-def test_after_a_restart_what_is_in_the_window_is_asked_for_from_the_base(world: World) -> None:
+def test_after_a_restart_what_is_in_the_window_is_asked_for_from_the_base(world: FakeCluster) -> None:
     box = world.open(retention=4)
     worker = world.worker("w")
     worker.ready()

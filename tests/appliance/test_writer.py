@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from penstock.appliance.edge.transfers import Paced
+from penstock.appliance.edge.transfers import MinimumRate
 from penstock.appliance.model.limits import Limits
-from penstock.appliance.storage.group_commit import Syncing
+from penstock.appliance.storage.group_commit import GroupCommit
 from penstock.appliance.storage.journal import Journal, Rows, StateDir
 from penstock.appliance.storage.snapshot_index import Drop, DropAttempt
 from penstock.appliance.storage.snapshot_store import PIECE, Store
-from penstock.appliance.storage.snapshot_writer import COMMIT_BYTES, Inflow, Room, Writer
+from penstock.appliance.storage.snapshot_writer import COMMIT_BYTES, InflowBudget, MemoryBudget, SnapshotWriter
 from penstock.proto.errors import DeadlineError, JournalError
 from penstock.proto.v1 import coordinator_pb2 as pb
 
@@ -50,7 +50,7 @@ async def turn() -> None:
 
 def test_values_are_let_in_in_order_as_far_as_there_is_room() -> None:
     async def body() -> None:
-        inflow, came = Room(100), list[str]()
+        inflow, came = MemoryBudget(100), list[str]()
         gates = {name: asyncio.Event() for name in "abcd"}
 
         async def one(name: str, size: int) -> None:
@@ -77,7 +77,7 @@ def test_values_are_let_in_in_order_as_far_as_there_is_room() -> None:
 
 def test_small_values_pass_large_ones() -> None:
     async def body() -> None:
-        inflow, go, came = Inflow(1000), asyncio.Event(), list[int]()
+        inflow, go, came = InflowBudget(1000), asyncio.Event(), list[int]()
 
         async def one(size: int) -> None:
             async with inflow.taken(size):
@@ -96,7 +96,7 @@ def test_small_values_pass_large_ones() -> None:
 
 def test_one_that_gives_up_takes_no_room() -> None:
     async def body() -> None:
-        inflow = Room(100)
+        inflow = MemoryBudget(100)
         async with inflow.taken(100):
 
             async def one() -> None:
@@ -117,7 +117,7 @@ def test_one_that_gives_up_takes_no_room() -> None:
 
 def test_one_that_gives_up_as_its_turn_comes_gives_nothing_back() -> None:
     async def body() -> None:
-        inflow, go = Room(100), asyncio.Event()
+        inflow, go = MemoryBudget(100), asyncio.Event()
 
         async def one(size: int) -> None:
             async with inflow.taken(size):
@@ -149,10 +149,10 @@ def test_a_sender_is_waited_for_as_long_as_it_keeps_its_rate() -> None:
     async def body() -> None:
         limits = replace(Limits(), part_s=0.2, least_bytes_per_s=1_000_000)
         with pytest.raises(DeadlineError, match=r"^blob: (\d+ bytes came|nothing more)"):
-            async for _ in Paced("blob", bytes_in(0.01, 10_000), limits):
+            async for _ in MinimumRate("blob", bytes_in(0.01, 10_000), limits):
                 pass
         with pytest.raises(DeadlineError, match=r"blob: nothing more came for 0\.2 s"):
-            async for _ in Paced("blob", bytes_in(100.0, 1), limits):
+            async for _ in MinimumRate("blob", bytes_in(100.0, 1), limits):
                 pass
 
     run(body())
@@ -177,7 +177,7 @@ class Gated:
 def test_snapshots_that_wait_share_a_commit_up_to_its_size(state: StateDir) -> None:
     async def body() -> None:
         gated = Gated(Store(state))
-        writer = Writer(gated)  # type: ignore[arg-type]
+        writer = SnapshotWriter(gated)  # type: ignore[arg-type]
         data = bytes(COMMIT_BYTES // 8)
         puts = [asyncio.create_task(writer.put_snapshot(header(total), data)) for total in range(20)]
         await turn()
@@ -195,7 +195,7 @@ def test_snapshots_that_wait_share_a_commit_up_to_its_size(state: StateDir) -> N
 def test_a_commit_that_fails_is_told_to_all_and_the_next_one_works(state: StateDir) -> None:
     async def body() -> None:
         store = Store(state)
-        writer = Writer(store)
+        writer = SnapshotWriter(store)
         store._db.execute("PRAGMA max_page_count=10")
         results = await asyncio.gather(
             *(writer.put_snapshot(header(n), bytes(100_000)) for n in range(3)), return_exceptions=True
@@ -227,7 +227,7 @@ def test_what_is_written_while_an_attempt_is_dropped_does_not_wait_for_all_of_it
     async def body() -> None:
         store = Store(state)
         store.put_snapshots([(header(total), b"x") for total in range(10 * PIECE)])
-        writer = Writer(store)
+        writer = SnapshotWriter(store)
         writer.drop([DropAttempt("job/0", 1)], lambda *_: None)
         await turn()
         await writer.put_snapshot(header(1, attempt=2), b"y")
@@ -251,7 +251,7 @@ def attempt(number: int) -> dict[str, object]:
 def test_many_calls_share_a_commit_and_each_returns_when_its_rows_are_there(state: StateDir) -> None:
     async def body() -> None:
         journal = Journal(state)
-        syncing = Syncing(journal)
+        syncing = GroupCommit(journal)
         written: list[int] = []
         write = journal.write
 
@@ -281,7 +281,7 @@ def test_many_calls_share_a_commit_and_each_returns_when_its_rows_are_there(stat
 def test_a_reply_waits_for_what_another_call_has_put(state: StateDir) -> None:
     async def body() -> None:
         journal = Journal(state)
-        syncing = Syncing(journal)
+        syncing = GroupCommit(journal)
         go, write = threading.Event(), journal.write
 
         def gated(rows: Rows) -> None:
@@ -318,7 +318,7 @@ def test_a_row_that_sqlite_cannot_take_leaves_no_transaction_open(state: StateDi
 def test_rows_that_could_not_be_written_are_tried_again_in_their_order(state: StateDir) -> None:
     async def body() -> None:
         journal = Journal(state)
-        syncing = Syncing(journal)
+        syncing = GroupCommit(journal)
         journal._db.execute("PRAGMA max_page_count=1")
         journal.put("attempts", attempt(1) | {"why": "x" * 100_000})
         with pytest.raises(JournalError, match="1 rows of 100017 bytes wait"):
@@ -347,7 +347,7 @@ def test_what_was_put_while_a_write_failed_counts_more(state: StateDir) -> None:
 def test_an_error_leaves_after_what_it_speaks_of(state: StateDir) -> None:
     async def body() -> None:
         journal = Journal(state)
-        syncing = Syncing(journal)
+        syncing = GroupCommit(journal)
 
         async def refused() -> None:
             async with syncing.synced():

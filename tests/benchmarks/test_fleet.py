@@ -52,8 +52,8 @@ def test_percentiles() -> None:
 
 @pytest.fixture
 def results() -> dict[str, Any]:
-    beats = {"p50": 0.002, "p99": 0.05, "max": 0.2, "samples": 100}
-    phase = {"span_s": 10.0, "heartbeat_s": beats, "rss_mib": 300.0, "peak_mib": 400.0, "cores": 0.4}
+    heartbeats = {"p50": 0.002, "p99": 0.05, "max": 0.2, "samples": 100}
+    phase = {"span_s": 10.0, "heartbeat_s": heartbeats, "rss_mib": 300.0, "peak_mib": 400.0, "cores": 0.4}
     sizes = [
         {
             "workers": count,

@@ -10,7 +10,7 @@ import torch
 from benchmarks.cases import Case, Times, calibrate, ring_slots, spin
 from benchmarks.measure import batch_bytes, consume, count_of, latencies, measure, percentile
 
-from penstock.proto.lane.ring import slots_for
+from penstock.proto.lane.ring import entries_for
 
 
 class Clock:
@@ -116,7 +116,7 @@ def test_the_count_of_states_is_read_from_the_sources_file(tmp_path: object) -> 
 
 @pytest.mark.parametrize("nbytes", [1, 4 << 10, 64 << 10, 1 << 20, 3 << 20, 8 << 20, 64 << 20])
 def test_the_floors_go_round_in_as_many_slots_as_a_ring_has(nbytes: int) -> None:
-    assert ring_slots(nbytes) == slots_for(nbytes)
+    assert ring_slots(nbytes) == entries_for(nbytes)
 
 
 def test_calibrated_work_is_pure_and_grows_with_the_time() -> None:

@@ -20,7 +20,7 @@ from torch import nn
 from waiting import wait_until
 
 from penstock.client.checkpoint import AsyncCheckpointer
-from penstock.client.checkpoint.saving.save_lock import Calls
+from penstock.client.checkpoint.saving.save_lock import CallLock
 from penstock.proto.errors import CheckpointError, InvalidArgumentError
 from penstock.proto.state.checkpoint_files import checkpoints
 
@@ -194,7 +194,7 @@ def test_a_save_within_a_call_is_an_error_by_name(tmp_path: Path) -> None:
 
 
 def test_a_second_signal_gets_through() -> None:
-    calls, seen = Calls(), []
+    calls, seen = CallLock(), []
     with handled(lambda number, frame: seen.append(number)):
         with calls.one("save"):
             os.kill(os.getpid(), signal.SIGUSR1)

@@ -13,7 +13,7 @@ from devices import FakeRuntime
 
 from penstock.client.checkpoint import AsyncCheckpointer
 from penstock.client.checkpoint.saving import tensor_staging
-from penstock.client.checkpoint.saving.shared_image import Image
+from penstock.client.checkpoint.saving.shared_image import SharedImage
 
 
 class FakeCuda:
@@ -53,7 +53,7 @@ class FakeCuda:
 
 
 def test_copies_come_behind_the_loop_and_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda, image = FakeCuda(), Image(1 << 16)
+    cuda, image = FakeCuda(), SharedImage(1 << 16)
     copies = tensor_staging.CudaCopies(torch.device("cuda", 0), cuda)
 
     address, nbytes = image.address, image.nbytes
@@ -73,7 +73,7 @@ def test_copies_come_behind_the_loop_and_are_waited_for(monkeypatch: pytest.Monk
 
 
 def test_memory_that_cannot_be_locked_is_told_and_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda, image, taken = FakeCuda(), Image(1 << 16), list[torch.device]()
+    cuda, image, taken = FakeCuda(), SharedImage(1 << 16), list[torch.device]()
     monkeypatch.setattr(tensor_staging, "take_error", taken.append)
     cuda.runtime.error = 2
     copies = tensor_staging.CudaCopies(torch.device("cuda", 0), cuda)

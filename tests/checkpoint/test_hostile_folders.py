@@ -20,7 +20,7 @@ from penstock.client.checkpoint import AsyncCheckpointer
 from penstock.client.checkpoint.restoring.restore import load
 from penstock.client.checkpoint.values.pickles import bounded
 from penstock.proto.errors import CheckpointCorruptError, CheckpointError
-from penstock.proto.state.checkpoint_files import MANIFEST, METADATA, File, read_manifest
+from penstock.proto.state.checkpoint_files import MANIFEST, METADATA, CheckpointFile, read_manifest
 
 DATA = "__0_0.distcp"
 
@@ -42,7 +42,7 @@ def restored(folder: Path, **options: Any) -> int | None:
         return checkpointer.restore(state(), **options)
 
 
-def rewritten(path: Path, change: Callable[[File], File]) -> None:
+def rewritten(path: Path, change: Callable[[CheckpointFile], CheckpointFile]) -> None:
     """The manifest, with its own checksum: whoever writes the files writes it too."""
     manifest = read_manifest(path)
     (path / MANIFEST).write_bytes(replace(manifest, files=tuple(map(change, manifest.files))).encode())

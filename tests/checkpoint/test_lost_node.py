@@ -16,7 +16,7 @@ import torch
 from penstock.client.checkpoint import AsyncCheckpointer
 from penstock.client.checkpoint.restoring import restore
 from penstock.client.checkpoint.saving import writer
-from penstock.client.checkpoint.saving.writer import Failed, Save
+from penstock.client.checkpoint.saving.writer import SaveJob, WriteFailed
 from penstock.proto.errors import DeadlineError
 from penstock.proto.state.checkpoint_files import (
     ASKED,
@@ -30,7 +30,7 @@ from penstock.proto.state.checkpoint_files import (
 )
 
 
-def save_of(folder: Path, rank: int, orphaned: bool, step: int = 2) -> Save:
+def save_of(folder: Path, rank: int, orphaned: bool, step: int = 2) -> SaveJob:
     """Of a rank of two; with nothing to write."""
     request: dict[str, Any] = {
         "save": "0abc",
@@ -48,7 +48,7 @@ def save_of(folder: Path, rank: int, orphaned: bool, step: int = 2) -> Save:
         "threads": 1,
         "commit": {"plan": {"0": [], "1": []}, "metadata": [0, 0]},
     }
-    return Save(request, memoryview(b""), lambda reply: None, lambda: orphaned)
+    return SaveJob(request, memoryview(b""), lambda reply: None, lambda: orphaned)
 
 
 def saved(folder: Path) -> None:
@@ -68,7 +68,7 @@ def test_a_restore_after_a_lost_node(tmp_path: Path) -> None:
             state = {"x": torch.zeros(3)}
             assert checkpointer.restore(state) == 1
         assert time.monotonic() - began < 10  # what is promised; 5 s of it are the writer's patience
-        with pytest.raises(Failed, match="rank 1: its writer gave no sign of life for 5 s after the"):
+        with pytest.raises(WriteFailed, match="rank 1: its writer gave no sign of life for 5 s after the"):
             ended.result()
 
 
@@ -99,7 +99,7 @@ def test_a_writer_without_a_training_process_does_not_wait_for_rank_0(
     """It holds as much memory as its rank's state."""
     monkeypatch.setattr(writer, "SILENCE_S", 0.2)
     monkeypatch.setattr(writer, "PROBE_S", 0.05)
-    with pytest.raises(Failed, match="rank 0: its writer gave no sign of life after the training had ended"):
+    with pytest.raises(WriteFailed, match="rank 0: its writer gave no sign of life after the training had ended"):
         save_of(tmp_path, 1, orphaned=True).run()
     assert not leftovers(tmp_path)
 

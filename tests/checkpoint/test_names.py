@@ -22,7 +22,7 @@ LAYERS = ("a", "b", "c", "d")
 
 
 class Net(nn.Module):
-    """Layers of one shape, registered in the order that is given: only names tell them apart."""
+    """Layers of one topology, registered in the order that is given: only names tell them apart."""
 
     def __init__(self, order: tuple[str, ...] = LAYERS, tied: bool = False) -> None:
         super().__init__()
@@ -226,7 +226,8 @@ def test_other_parameters_than_were_saved_are_named_and_nothing_is_touched(
 
 
 def test_parameters_without_names_are_warned_of(tmp_path: Path) -> None:
-    """At the save and at the restore, where parameters have one shape; with other shapes another order is an error."""
+    """At the save and at the restore, where parameters have one topology; with other shapes another order is an
+    error."""
     few, many = nn.Linear(2, 3), Net()
     with AsyncCheckpointer(tmp_path, fsync=False) as checkpointer:
         with pytest.warns(UserWarning, match="Save and restore the module with its optimizer"):

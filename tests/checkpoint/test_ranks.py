@@ -12,7 +12,7 @@ from ranked import Outcome, run
 from small_disk import small_disk_at
 from waiting import wait_until
 
-from penstock.client.checkpoint.saving.writer import Failed, Save
+from penstock.client.checkpoint.saving.writer import SaveJob, WriteFailed
 from penstock.proto.state.checkpoint_files import FAILED, damage, leftovers, newest, report_name
 
 pytestmark = pytest.mark.timeout(240)
@@ -142,12 +142,12 @@ def test_what_a_rank_says_into_a_folder_that_is_being_cleared(tmp_path: Path, mo
         "flying": [],
     }
     saves = [
-        Save({**shared, "rank": rank, "error": error}, memoryview(b""), lambda reply: None)
+        SaveJob({**shared, "rank": rank, "error": error}, memoryview(b""), lambda reply: None)
         for rank, error in enumerate(["no memory", None])
     ]
     with ThreadPoolExecutor(2) as pool:
         for ended in [pool.submit(save.run) for save in saves]:
-            with pytest.raises(Failed) as said:
+            with pytest.raises(WriteFailed) as said:
                 ended.result()
             assert said.value.causes == {0: "no memory"}
 

@@ -16,7 +16,7 @@ from torch import nn
 from penstock.client.checkpoint import AsyncCheckpointer
 from penstock.client.checkpoint.restoring import reading, restore
 from penstock.proto.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
-from penstock.proto.state.checkpoint_files import METADATA, File, checkpoints, claimed, leftovers, pinned
+from penstock.proto.state.checkpoint_files import METADATA, CheckpointFile, checkpoints, claimed, leftovers, pinned
 from penstock.runtime.files.part_checksums import PartHasher
 
 
@@ -78,7 +78,7 @@ def test_hashes_of_parts_and_of_the_whole(parts: list[int], pieces: list[int]) -
     expected = {
         begin: (end, xxhash.xxh3_64_hexdigest(data[begin:end])) for begin, end in zip(begins, ends, strict=True)
     }
-    assert File("x", size, whole, digests).spans == expected
+    assert CheckpointFile("x", size, whole, digests).spans == expected
 
 
 def test_a_rank_reads_what_it_needs_and_no_more(tmp_path: Path) -> None:

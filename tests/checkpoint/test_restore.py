@@ -246,7 +246,7 @@ def test_schedulers_and_whatever_has_a_state(tmp_path: Path) -> None:
         checkpointer.save(1, {"scheduler": scheduler, "optimizer": optimizer, "meter": meter, "step": 5})
         again = torch.optim.SGD(network(1).named_parameters(), lr=1.0)
         fresh, other = torch.optim.lr_scheduler.StepLR(again, 3), Meter()
-        other.state = {"seen": {"a": torch.zeros(2), "z": 1}}  # of another shape than what was saved
+        other.state = {"seen": {"a": torch.zeros(2), "z": 1}}  # of another topology than what was saved
         state: dict[str, Any] = {"scheduler": fresh, "optimizer": again, "meter": other, "step": 0}
         checkpointer.restore(state)
     assert (fresh.last_epoch, fresh.step_size, state["step"]) == (5, 2, 5)

@@ -20,12 +20,12 @@ import torch
 from devices import FakeBackend
 
 from penstock.client.api.appliance_settings import resolve
-from penstock.client.states.saved_state import Start
-from penstock.client.stream.device import Backend
-from penstock.client.stream.device_reader import DeviceFeed
-from penstock.client.stream.open_run import Progress
-from penstock.client.stream.ordered_reader import Feed
-from penstock.proto.batch.digest import Cover, batch_digest
+from penstock.client.states.saved_state import BoxStart
+from penstock.client.stream.device import DeviceBackend
+from penstock.client.stream.device_reader import DeviceReader
+from penstock.client.stream.open_run import BoxProgress
+from penstock.client.stream.ordered_reader import OrderedReader
+from penstock.proto.batch.digest import DigestCover, batch_digest
 from penstock.proto.batch.flatten import Flattener
 from penstock.proto.errors import PenstockError
 from penstock.proto.lane.endpoints import Producer
@@ -56,13 +56,13 @@ class FakeRunner:
         self.producer.attach(sock, hello)
 
     def room(self) -> bool:
-        """Whether the next batch finds a ring slot."""
+        """Whether the next batch finds a ring entry."""
         producer = self.producer
         producer.take_acks()
         return producer.free_slots > 0 or producer.ring_slots == 0
 
     def send(self, batch: Any) -> bool:
-        """Produce one batch. False if there is no room in the ring, or the pass was just heard to be left.
+        """Produce one batch. False if there is no room in the ring, or the epoch was just heard to be left.
 
         What is sent after that would pass for a batch of the next one.
         """
@@ -91,7 +91,7 @@ class FakeRunner:
         detail = records_pb2.ErrorDetail(name=name, message=message, remote_traceback=traceback)
         self.producer.fail(self.epoch, self.total, detail)
 
-    def leave_pass(self) -> int:
+    def leave_epoch(self) -> int:
         """Follow an abandon: the epoch that was left."""
         self.producer.take_acks()
         left = self.producer.abandoned.popleft()
@@ -117,7 +117,7 @@ class FakeRun:
         self.away_since: float | None = None
         self.heard_at = 0.0
         self.num_workers = num_slots
-        self.progress = Progress()
+        self.progress = BoxProgress()
         self.wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self.reports = 0
         self.views = [pb.SlotView(slot=slot, phase=pb.WAITING) for slot in range(num_slots)]
@@ -163,16 +163,16 @@ class Rig:
         *,
         timeout_s: float = 5.0,
         position: Position | None = None,
-        backend: Backend | None = None,
+        backend: DeviceBackend | None = None,
     ) -> None:
         self.runners = [FakeRunner(slot) for slot in range(num_slots)]
         run: Any = FakeRun(num_slots, self.runners)
         self.run = run
         position = position or Position.start(num_slots)
         if backend is None:
-            self.feed = Feed(run, position, "inputs:make", timeout_s)
+            self.reader = OrderedReader(run, position, "inputs:make", timeout_s)
         else:
-            self.feed = DeviceFeed(run, position, "inputs:make", timeout_s, backend)
+            self.reader = DeviceReader(run, position, "inputs:make", timeout_s, backend)
 
     def numbers(self, slot: int, *values: int) -> None:
         """One batch for each number from a slot."""
@@ -181,11 +181,11 @@ class Rig:
 
     def take(self, count: int) -> list[Any]:
         """The next steps of the loop, as plain values."""
-        return [batch.tolist()[0] for batch in (self.feed.next() for _ in range(count))]
+        return [batch.tolist()[0] for batch in (self.reader.next() for _ in range(count))]
 
     def acked(self, slot: int = 0) -> Producer:
         """The producer, once it knows what the feed can tell it."""
-        self.feed.flush()
+        self.reader.flush()
         producer = self.runners[slot].producer
         producer.take_acks()
         return producer
@@ -196,14 +196,14 @@ class Rig:
         return producer.ring_slots - producer.free_slots
 
     def close(self) -> None:
-        self.feed.close()
+        self.reader.close()
         for runner in self.run.runners.values():
             runner.producer.close()
         os.close(self.run.wake_fd)
 
 
 Passes = Callable[[int, int], Iterable[Any]]
-"""(slot, epoch) -> the batches of that pass."""
+"""(slot, epoch) -> the batches of that epoch."""
 
 
 class ThreadRunner(FakeRunner):
@@ -211,7 +211,7 @@ class ThreadRunner(FakeRunner):
 
     def __init__(self, slot: int, passes: Passes, *, delivered: int = 0, total: int = 0, epoch: int = 0) -> None:
         super().__init__(slot, total=total, epoch=epoch)
-        self._passes = passes
+        self._epochs_begun = passes
         self._skip = delivered
         self._arrivals: queue.SimpleQueue[socket.socket | None] = queue.SimpleQueue()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_SEMAPHORE)
@@ -254,7 +254,7 @@ class ThreadRunner(FakeRunner):
         producer = self.producer
         while not self.over:
             if producer.abandoned:
-                self.leave_pass()
+                self.leave_epoch()
                 self._skip = 0
             elif producer.open_epochs < self.epoch:
                 self._wait()
@@ -262,7 +262,7 @@ class ThreadRunner(FakeRunner):
                 self._stream()
 
     def _stream(self) -> None:
-        for number, batch in enumerate(self._passes(self.slot, self.epoch)):
+        for number, batch in enumerate(self._epochs_begun(self.slot, self.epoch)):
             if number < self._skip:
                 continue
             if isinstance(batch, Exception):
@@ -286,7 +286,7 @@ class FakeAppliance:
     def __init__(self, passes: Passes, **settings: Any) -> None:
         self.settings = resolve(timeout_s=settings.pop("timeout_s", 10.0), **settings)
         self.passes = passes
-        self.traits: dict[str, Any] = {"state_methods": 2, "length": -1, "looked_at_assignment": True}
+        self.capabilities: dict[str, Any] = {"state_methods": 2, "length": -1, "looked_at_assignment": True}
         self.opened: list[dict[str, Any]] = []
         self.runs: list[LoadedRun] = []
         self.closed = False
@@ -296,10 +296,10 @@ class FakeAppliance:
         owner: Any,
         reference: Any,
         arguments: bytes,
-        start: Start,
+        start: BoxStart,
         seed: int | None,
         key: str,
-        cover: Cover,
+        cover: DigestCover,
     ) -> Any:
         self.opened.append(
             {"name": reference.name, "start": start, "seed": seed, "key": key, "arguments": decode_state(arguments)}
@@ -320,9 +320,9 @@ class FakeAppliance:
 class LoadedRun(FakeRun):
     """A run that a loader has opened on a FakeAppliance."""
 
-    def __init__(self, appliance: FakeAppliance, start: Start, seed: int | None, cover: Cover) -> None:
+    def __init__(self, appliance: FakeAppliance, start: BoxStart, seed: int | None, cover: DigestCover) -> None:
         self.appliance = appliance
-        self.base = Position.from_proto(start.base)
+        self.base = Position.from_proto(start.position)
         self.seed = 5 if seed is None else seed
         self.abandoned = False
         self.cover = cover
@@ -343,7 +343,7 @@ class LoadedRun(FakeRun):
             ],
         )
         for view in self.views:
-            view.traits.CopyFrom(records_pb2.LoaderTraits(**appliance.traits))
+            view.capabilities.CopyFrom(records_pb2.LoaderCapabilities(**appliance.capabilities))
 
     def dial(self, view: pb.SlotView, hello: lane_pb2.Hello) -> socket.socket:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -372,7 +372,7 @@ class LoadedRun(FakeRun):
                 worker_step=place.total,
                 samples_streamed=place.total,
             )
-            user = {"done": place.delivered} if self.appliance.traits["state_methods"] else None
+            user = {"done": place.delivered} if self.appliance.capabilities["state_methods"] else None
             fetched.records.append((record, encode_state({"user": user, "restart": {"slot": slot}})))
         return fetched
 

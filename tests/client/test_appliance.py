@@ -20,7 +20,7 @@ import streams
 from penstock.client import Appliance, DataExecutor, DataLoader
 from penstock.client.api import appliance as module
 from penstock.client.api.appliance_settings import Torchrun
-from penstock.client.api.rendezvous import Meeting, Place
+from penstock.client.api.rendezvous import DaemonAddresses, SharedAppliance
 from penstock.client.embedded import Embedded
 from penstock.proto.errors import CoordinatorUnavailableError, DeadlineError, PenstockError
 
@@ -87,7 +87,7 @@ def test_the_default_appliance_closes_after_its_last_loader(pidfds: Any) -> None
     assert len(appliance._runs) == 2
     state = train.state_dict()
     train.load_state_dict(state)
-    assert len(list(train)) == 2, "the pass after the one that was over"
+    assert len(list(train)) == 2, "the epoch after the one that was over"
     del train
     gc.collect()
     assert not appliance.closed
@@ -171,10 +171,10 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MASTER_ADDR", "localhost")
 
-    def make(rank: int) -> Meeting:
+    def make(rank: int) -> SharedAppliance:
         monkeypatch.setenv("LOCAL_RANK", str(rank))
         monkeypatch.setattr("penstock.client.api.rendezvous._shared_so_far", 0)
-        return Meeting(Torchrun())
+        return SharedAppliance(Torchrun())
 
     return make
 
@@ -182,8 +182,8 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_ranks_meet_and_rank_0_leaves_last(ranks: Any) -> None:
     host, other = ranks(0), ranks(1)
     assert (host.hosts, other.hosts) == (True, False)
-    place = Place("unix:/x", "token", "job")
-    joined: list[Place] = []
+    place = DaemonAddresses("unix:/x", "token", "job")
+    joined: list[DaemonAddresses] = []
     join = threading.Thread(target=lambda: joined.append(other.join(time.monotonic() + SOON_S, SOON_S)))
     join.start()
     host.publish(place)
@@ -205,7 +205,7 @@ def test_a_rank_that_nobody_answers_says_so(ranks: Any) -> None:
 
 def test_two_local_ranks_0_are_an_error(ranks: Any) -> None:
     first, second = ranks(0), ranks(0)
-    first.publish(Place("a", "t", "j"))
+    first.publish(DaemonAddresses("a", "t", "j"))
     with pytest.raises(PenstockError, match="another process of this torchrun launch is local rank 0"):
-        second.publish(Place("b", "t", "j"))
+        second.publish(DaemonAddresses("b", "t", "j"))
     first.leave(lambda: None)

@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 import torch
-from lane_doors import doors
+from lane_doors import listeners
 from pki import Pki
 from proxy import Proxy
 from tests.client.conftest import FakeRun, FakeRunner, Rig, ThreadRunner
 
 from penstock.client.stream.lane_reader import CORRUPT_TRIES
-from penstock.client.stream.ordered_reader import PASS_ENDED, Feed
+from penstock.client.stream.ordered_reader import EPOCH_ENDED, OrderedReader
 from penstock.client.stream.receiver_process import Receiver
 from penstock.proto.errors import BatchCorruptError
 from penstock.proto.lane.compression import NAMES
@@ -87,20 +87,20 @@ class FarRig:
             self.runner.greetings.append(hello)
             self.runner.arrive(connection)
 
-        opened, _ = self.stack.enter_context(doors(attach, tls if kind == "tls" else None))
+        opened, _ = self.stack.enter_context(listeners(attach, tls if kind == "tls" else None))
         self.proxy = self.stack.enter_context(Proxy(opened.tcp_address))
         codec = kind.partition("+")[2]
         run: Any = FarRun(self.runner, receivers["tls" if kind == "tls" else "tcp"], self.proxy, codec)
-        self.feed = Feed(run, Position.start(1), "inputs:make", 20.0)
+        self.reader = OrderedReader(run, Position.start(1), "inputs:make", 20.0)
 
     def run(self) -> None:
-        """The whole pass, each batch compared."""
+        """The whole epoch, each batch compared."""
         for number in range(COUNT):
-            assert same(self.feed.next(), number), f"batch {number} is another"
-        assert self.feed.next() is PASS_ENDED
+            assert same(self.reader.next(), number), f"batch {number} is another"
+        assert self.reader.next() is EPOCH_ENDED
 
     def close(self) -> None:
-        self.feed.close()
+        self.reader.close()
         self.runner.stop()
         self.stack.close()
 
@@ -162,7 +162,7 @@ def test_bits_that_flip_on_the_way_are_not_delivered(
     rig.run()
     if direction == "down":
         assert flips
-        assert 0 < rig.feed.stats.corrupt <= flips
+        assert 0 < rig.reader.stats.corrupt <= flips
         assert "came is damaged and is fetched again" in caplog.text
 
 
@@ -205,11 +205,11 @@ def test_a_ring_entry_that_is_written_into_is_an_error_with_a_name(rigs: Any, si
     flip(rig, at)
     assert rig.take(1) == [7]
     with pytest.raises(BatchCorruptError, match="batch 2 of the slot is not what its runner made"):
-        rig.feed.next()
-    assert rig.feed.position.step == 1
-    assert rig.feed.stats.corrupt == CORRUPT_TRIES
+        rig.reader.next()
+    assert rig.reader.position.step == 1
+    assert rig.reader.stats.corrupt == CORRUPT_TRIES
     flip(rig, at)
-    assert not rig.feed.next().any(), "who asks again is served, once it is right"
+    assert not rig.reader.next().any(), "who asks again is served, once it is right"
 
 
 def mended(rig: Rig, times: list[int], sock: socket.socket) -> None:
@@ -228,8 +228,8 @@ def test_damage_that_goes_is_fetched_again(rigs: Any, device: Any) -> None:
         flip(rig, 0)
         times: list[int] = []
         runner.attach = partial(mended, rig, times)
-        batches = [rig.feed.next(), rig.feed.next()]
+        batches = [rig.reader.next(), rig.reader.next()]
         device.finish()
         assert [int(batch[0]) for batch in batches] == [1, 2]
-        assert (len(times), rig.feed.stats.corrupt) == (2, 1)
+        assert (len(times), rig.reader.stats.corrupt) == (2, 1)
         del runner.attach

@@ -34,7 +34,7 @@ def rows(slot: int, epoch: int) -> list[dict[str, Any]]:
 def two(appliances: Any) -> Any:
     """An appliance of two workers whose loaders have the four methods."""
     appliance = appliances(rows, num_workers_per_box=2)
-    appliance.traits |= {"state_methods": 4, "length": 3}
+    appliance.capabilities |= {"state_methods": 4, "length": 3}
     return appliance
 
 
@@ -172,7 +172,7 @@ def test_a_state_made_by_hand_is_the_loader_s_own_to_read(
     list(DataExecutor(loader, num_steps=2, appliance=two))
     start = two.opened[0]["start"]
     assert decode_state(start.blob) == {"aggregated": {"start": 12, "done": [0, 0]}, "strict": False, "slots": {}}
-    assert (start.base.step, start.same_shape, two.opened[0]["seed"]) == (0, False, None)
+    assert (start.position.step, start.same_topology, two.opened[0]["seed"]) == (0, False, None)
     assert loader.checkpoints()[0].lifetime_appliance_step == 2
 
 
@@ -190,7 +190,7 @@ def test_a_state_made_by_hand_needs_the_four_methods() -> None:
 
 
 def test_records_of_a_step_count_this_launch_and_all(two: Any) -> None:
-    two.traits["state_methods"] = 2
+    two.capabilities["state_methods"] = 2
     loader = DataLoader(streams.counter)
     with pytest.raises(StateUnavailableError, match="no records of step 0"):
         loader.checkpoints()

@@ -14,7 +14,7 @@ from devices import FakeBackend, FakeRuntime
 
 from penstock.client.stream import device as module
 from penstock.client.stream.cuda import CudaBackend, PageLocks
-from penstock.client.stream.device import Backend, CpuBackend, check_device
+from penstock.client.stream.device import CpuBackend, DeviceBackend, check_device
 from penstock.proto.batch.flatten import wrap_buffer
 from penstock.proto.batch.tree import TORCH_NAMES
 from penstock.proto.errors import InvalidArgumentError
@@ -100,19 +100,19 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
 # ---- the contract
 
 
-def _cpu(cuda: FakeCuda) -> Backend:
+def _cpu(cuda: FakeCuda) -> DeviceBackend:
     return CpuBackend()
 
 
-def _fake(cuda: FakeCuda) -> Backend:
+def _fake(cuda: FakeCuda) -> DeviceBackend:
     return FakeBackend(patience=2)
 
 
-def _cuda_on_the_cpu(cuda: FakeCuda) -> Backend:
+def _cuda_on_the_cpu(cuda: FakeCuda) -> DeviceBackend:
     return CudaBackend(torch.device("cpu"), cuda)
 
 
-def _cuda(cuda: FakeCuda) -> Backend:
+def _cuda(cuda: FakeCuda) -> DeviceBackend:
     return CudaBackend(torch.device("cuda"))
 
 
@@ -128,7 +128,7 @@ NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds 
     ]
 )
 def backend(request: pytest.FixtureRequest) -> Any:
-    make: Callable[[FakeCuda], Backend] = request.param
+    make: Callable[[FakeCuda], DeviceBackend] = request.param
     # The real tensors' record_stream stays where CUDA is the real one.
     cuda = FakeCuda() if make is _cuda else request.getfixturevalue("fake_cuda")
     return make(cuda)
@@ -158,23 +158,23 @@ def bits(tensor: torch.Tensor) -> Any:
 
 
 @pytest.mark.parametrize("shape", [(3, 4), (), (8,), (2, 1, 3)], ids=str)
-def test_every_dtype_arrives_to_the_bit(backend: Backend, ring: Ring, shape: Any) -> None:
+def test_every_dtype_arrives_to_the_bit(backend: DeviceBackend, ring: Ring, shape: Any) -> None:
     backend.lock(ring)
     for dtype in TORCH_NAMES:
         source = filled(ring, dtype, shape)
         expected = bits(source)
         (copy,), event = backend.copy([source])
-        backend.hand_over([copy], event)
+        backend.prepare_migration([copy], event)
         assert landed(event)
         assert copy.device == backend.device
         assert bits(copy) == expected
 
 
-def test_empty_tensors_arrive(backend: Backend, ring: Ring) -> None:
+def test_empty_tensors_arrive(backend: DeviceBackend, ring: Ring) -> None:
     backend.lock(ring)
     sources = [torch.empty(0), torch.empty(3, 0, 2, dtype=torch.bfloat16), filled(ring, torch.int32, (2,))]
     copies, event = backend.copy(sources)
-    backend.hand_over(copies, event)
+    backend.prepare_migration(copies, event)
     assert landed(event)
     assert [(tuple(copy.shape), copy.dtype) for copy in copies] == [
         ((0,), torch.float32),
@@ -184,7 +184,7 @@ def test_empty_tensors_arrive(backend: Backend, ring: Ring) -> None:
     assert all(copy.device == backend.device for copy in copies)
 
 
-def test_copies_have_memory_of_their_own(backend: Backend, ring: Ring) -> None:
+def test_copies_have_memory_of_their_own(backend: DeviceBackend, ring: Ring) -> None:
     backend.lock(ring)
     sources = [filled(ring, torch.int32, (4,), start=start) for start in (0, 64, 128)]
     expected = [source.tolist() for source in sources]
@@ -192,39 +192,39 @@ def test_copies_have_memory_of_their_own(backend: Backend, ring: Ring) -> None:
     assert landed(event)
     for source in sources:
         source.zero_()  # the slot is another batch's now
-    backend.hand_over(copies, event)
+    backend.prepare_migration(copies, event)
     assert [copy.tolist() for copy in copies] == expected
     assert len({copy.untyped_storage().data_ptr() for copy in copies}) == 3
     assert all(copy.untyped_storage().nbytes() == copy.nbytes for copy in copies), "torch.save writes a leaf alone"
 
 
-def test_copies_are_done_in_the_order_in_which_they_were_started(backend: Backend, ring: Ring) -> None:
+def test_copies_are_done_in_the_order_in_which_they_were_started(backend: DeviceBackend, ring: Ring) -> None:
     backend.lock(ring)
     started = [backend.copy([filled(ring, torch.int64, (1000,))]) for _ in range(20)]
     assert landed(started[-1][1])
     assert all(event.query() for _, event in started)
 
 
-def test_what_is_computed_after_handing_over_sees_the_batch(backend: Backend, ring: Ring) -> None:
+def test_what_is_computed_after_handing_over_sees_the_batch(backend: DeviceBackend, ring: Ring) -> None:
     backend.lock(ring)
     for number in range(50):
         source = filled(ring, torch.int64, (1024,)).fill_(number)
         copies, event = backend.copy([source])
-        backend.hand_over(copies, event)
+        backend.prepare_migration(copies, event)
         if backend.device.type == "cpu":
             assert landed(event)  # a CPU does not wait for events
         total = copies[0].sum()
         assert int(total) == 1024 * number
 
 
-def test_a_ring_may_go_once_its_copies_are_done(backend: Backend) -> None:
+def test_a_ring_may_go_once_its_copies_are_done(backend: DeviceBackend) -> None:
     for number in range(3):
         ring = Ring.create(1 << 16, 4)
         backend.lock(ring)
         copies, event = backend.copy([filled(ring, torch.uint8, (100,)).fill_(number)])
         assert landed(event)
         del ring
-        backend.hand_over(copies, event)
+        backend.prepare_migration(copies, event)
         assert copies[0].tolist() == [number] * 100
 
 
@@ -241,7 +241,7 @@ def test_the_copy_is_made_on_a_stream_of_its_own_and_the_loop_s_waits_for_it(fak
     copies, event = backend.copy(sources)
     assert fake_cuda.notes == ["on side", "event 1 recorded on side", "off side"]
     fake_cuda.notes.clear()
-    backend.hand_over(copies, event)
+    backend.prepare_migration(copies, event)
     assert fake_cuda.notes == ["loop waits for event 1", "loop uses 2 bytes", "loop uses 3 bytes"]
 
 
@@ -260,7 +260,7 @@ def test_what_the_fake_of_cuda_offers_torch_has_too() -> None:
 def test_a_ring_is_locked_as_a_whole_until_it_is_gone() -> None:
     runtime, ring = FakeRuntime(), Ring.create(1 << 16, 4)
     assert PageLocks(runtime, "cuda:0", pytest.fail).lock(ring)
-    address, size = ring.address, ring.slots * ring.slot_bytes
+    address, size = ring.address, ring.entries * ring.entry_bytes
     assert runtime.locked == {address: size}
     view = wrap_buffer(ring.map)
     gc.collect()

@@ -59,9 +59,9 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
 def arrived(loader: DataLoader) -> None:
     """All copies that are under way have happened."""
-    feed = loader._session.feed if loader._session is not None else None
-    if isinstance(feed, device_reader.DeviceFeed) and isinstance(feed._backend, FakeBackend):
-        feed._backend.finish()
+    reader = loader._session.reader if loader._session is not None else None
+    if isinstance(reader, device_reader.DeviceReader) and isinstance(reader._backend, FakeBackend):
+        reader._backend.finish()
 
 
 def plain(value: Any) -> Any:
@@ -92,7 +92,7 @@ def stream(where: Appliance, steps: int) -> tuple[list[Any], list[int | None], l
 
 @pytest.fixture(scope="module")
 def expected(appliance: Any) -> tuple[list[Any], list[int | None], list[Any]]:
-    """Without a device: ten steps, over the end of a pass of eight."""
+    """Without a device: ten steps, over the end of an epoch of eight."""
     return stream(appliance(None), 10)
 
 
@@ -104,7 +104,7 @@ def test_streams_and_states_are_those_without_a_device(appliance: Any, device: s
     assert states == expected[2]
 
 
-@pytest.mark.parametrize("at", [3, 8])  # amid a pass, and at its end
+@pytest.mark.parametrize("at", [3, 8])  # amid an epoch, and at its end
 def test_a_state_saved_with_a_device_is_resumed_exactly(appliance: Any, device: str, expected: Any, at: int) -> None:
     loader = DataLoader(streams.mixed, 4)
     iterator: Any = iter(DataExecutor(loader, num_steps=10, appliance=appliance(device)))

@@ -35,7 +35,7 @@ from penstock.proto.state.codec import decode_state
 
 
 def numbers(slot: int, epoch: int) -> list[torch.Tensor]:
-    """Five batches a pass: epoch, slot, number."""
+    """Five batches an epoch: epoch, slot, number."""
     return [torch.tensor([epoch, slot, number]) for number in range(5)]
 
 
@@ -89,7 +89,7 @@ def test_arguments_are_copied_here_and_now(two: Any) -> None:
     assert two.opened[0]["arguments"] == {"args": ([1, 2],), "kwargs": {}}
 
 
-# ---- passes and steps
+# ---- epochs and steps
 
 
 def test_one_pass(two: Any, loader: DataLoader) -> None:
@@ -97,7 +97,7 @@ def test_one_pass(two: Any, loader: DataLoader) -> None:
     assert executor.step == 0
     assert tuples(executor) == one_pass(0)
     assert executor.step == 10
-    assert tuples(executor) == one_pass(1), "iterated again, it takes the next pass"
+    assert tuples(executor) == one_pass(1), "iterated again, it takes the next epoch"
 
 
 def test_steps_run_over_passes_and_the_next_executor_goes_on(two: Any, loader: DataLoader) -> None:
@@ -108,7 +108,7 @@ def test_steps_run_over_passes_and_the_next_executor_goes_on(two: Any, loader: D
     for _ in second:
         steps.append(second.step)
     assert steps == [14, 15, 16, 17]
-    assert tuples(DataExecutor(loader, appliance=two)) == stream[17:20], "what is left of the pass"
+    assert tuples(DataExecutor(loader, appliance=two)) == stream[17:20], "what is left of the epoch"
 
 
 def test_a_pass_of_which_nothing_is_left_is_followed_by_the_next(two: Any, loader: DataLoader) -> None:
@@ -120,9 +120,9 @@ def test_a_pass_left_by_break_is_followed_by_the_next(two: Any, loader: DataLoad
     for _ in DataExecutor(loader, appliance=two):
         break
     run = two.runs[0]
-    assert run.progress.cuts == (), "not before the next executor starts"
+    assert run.progress.abandoned == (), "not before the next executor starts"
     assert tuples(DataExecutor(loader, appliance=two)) == one_pass(1)
-    assert run.progress.cuts == ((0, 1),)
+    assert run.progress.abandoned == ((0, 1),)
 
 
 def test_a_pass_left_by_break_is_gone_on_with_if_the_executor_is_persistent(two: Any, loader: DataLoader) -> None:
@@ -132,7 +132,7 @@ def test_a_pass_left_by_break_is_gone_on_with_if_the_executor_is_persistent(two:
     assert taken == one_pass(0)[:9], "loops go on where the last one was left"
     assert tuples(executor) == one_pass(0)[9:]
     assert tuples(executor) == one_pass(1)
-    assert two.runs[0].progress.cuts == ()
+    assert two.runs[0].progress.abandoned == ()
 
 
 def test_that_the_rest_of_a_pass_is_not_delivered_is_said_once(
@@ -142,7 +142,7 @@ def test_that_the_rest_of_a_pass_is_not_delivered_is_said_once(
         tuples(islice(DataExecutor(loader, appliance=two), 1))
     told = [record.getMessage() for record in caplog.records if "persistent=True" in record.getMessage()]
     assert len(told) == 1
-    assert "left at step 1, within its pass, and the next loop begins the next pass" in told[0]
+    assert "left at step 1, within its epoch, and the next loop begins the next epoch" in told[0]
 
 
 def test_steps_left_by_break_go_on_with_the_next_batch(two: Any, loader: DataLoader) -> None:
@@ -159,15 +159,15 @@ def test_a_batch_that_the_loop_has_dropped_does_not_live_on(two: Any, loader: Da
     steps = iter(executor)
     batch = next(steps)
     assert executor._session is not None
-    feed, alive = executor._session.feed, [weakref.ref(batch)]
+    reader, alive = executor._session.reader, [weakref.ref(batch)]
     del batch
-    take, left = feed.next, []
+    take, left = reader.next, []
 
     def checked() -> Any:
         left.append(alive[-1]())
         return take()
 
-    feed.next = checked  # type: ignore[method-assign]
+    reader.next = checked  # type: ignore[method-assign]
     for batch in steps:
         alive.append(weakref.ref(batch))
         del batch
@@ -290,7 +290,7 @@ def test_the_length_is_the_sum_over_the_box(two: Any, loader: DataLoader) -> Non
     with pytest.raises(TypeError, match="has no len"):
         len(loader)
     for view in two.runs[0].views:
-        view.traits.length = 5
+        view.capabilities.length = 5
     assert len(loader) == 10
 
 
@@ -317,7 +317,7 @@ def test_checkpoint_steps(two: Any, loader: DataLoader) -> None:
 
 def test_the_last_step_of_a_pass_is_one_if_workers_know_their_lengths(appliances: Any, loader: DataLoader) -> None:
     knows = appliances(numbers, num_workers_per_box=2)
-    knows.traits["length"] = 5
+    knows.capabilities["length"] = 5
     executor = DataExecutor(loader, checkpoint_steps=4, appliance=knows)
     assert [executor.step for _ in executor if executor.on_checkpoint_step] == [4, 8, 10]
 
@@ -446,14 +446,14 @@ def test_a_closed_appliance_says_so(two: Any, loader: DataLoader) -> None:
 
 def test_loaders_that_cannot_be_saved(appliances: Any) -> None:
     plain = appliances(numbers)
-    plain.traits["state_methods"] = 0
+    plain.capabilities["state_methods"] = 0
     loader = DataLoader(streams.shuffled)
     list(DataExecutor(loader, num_steps=1, appliance=plain))
     assert not loader.is_restartable
     with pytest.raises(NotRestartableError, match=r"shuffled returned cannot be saved.*Appliance\(replay=True\)"):
         loader.state_dict()
     replayed = appliances(numbers, replay=True)
-    replayed.traits["state_methods"] = 0
+    replayed.capabilities["state_methods"] = 0
     loader = DataLoader(streams.shuffled)
     list(DataExecutor(loader, num_steps=2, appliance=replayed))
     assert loader.is_restartable
@@ -463,7 +463,7 @@ def test_loaders_that_cannot_be_saved(appliances: Any) -> None:
         iter(DataExecutor(loader, appliance=plain))
     assert len(list(DataExecutor(loader, appliance=replayed))) == 3
     persistent = appliances(numbers)
-    persistent.traits["not_restartable"] = "persistent_workers=True keeps worker processes"
+    persistent.capabilities["not_restartable"] = "persistent_workers=True keeps worker processes"
     loader = DataLoader(streams.persistent)
     list(DataExecutor(loader, num_steps=1, appliance=persistent))
     assert not loader.is_restartable
@@ -492,7 +492,7 @@ def test_a_state_from_before_the_first_step_starts_from_nothing(two: Any, loader
 
 
 def test_aggregation_sees_the_workers_states_in_order(two: Any) -> None:
-    two.traits["state_methods"] = 4
+    two.capabilities["state_methods"] = 4
     seen: list[Any] = []
 
     def aggregate(self: Any, states: list[Any]) -> Any:
@@ -509,7 +509,7 @@ def test_aggregation_sees_the_workers_states_in_order(two: Any) -> None:
 
 
 def test_strict_on_one_method_only_is_a_type_error(two: Any) -> None:
-    two.traits["state_methods"] = 4
+    two.capabilities["state_methods"] = 4
     good = DataLoader(streams.shared, 30)
     list(DataExecutor(good, num_steps=3, appliance=two))
     half = DataLoader(streams.half_strict, 30)
@@ -687,7 +687,7 @@ def test_a_digest_that_is_not_known_is_none(two: Any, loader: DataLoader) -> Non
     next(steps)
     assert executor.digest
     assert executor._session is not None
-    executor._session.feed.position.chain = None  # as on another number of boxes
+    executor._session.reader.position.chain = None  # as on another number of boxes
     next(steps)
     assert executor.digest is None
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.client.stream.checkpoint_schedule import Schedule
+from penstock.client.stream.checkpoint_schedule import CheckpointSchedule
 from penstock.client.stream.lane_reader import SlotLane
-from penstock.client.stream.ordered_reader import PASS_ENDED
+from penstock.client.stream.ordered_reader import EPOCH_ENDED
 from penstock.proto.errors import (
     DeadlineError,
     EmptyInputError,
@@ -25,7 +25,7 @@ from penstock.proto.errors import (
     WorkerLostError,
 )
 from penstock.proto.lane import ring
-from penstock.proto.lane.ring import MAX_SLOTS
+from penstock.proto.lane.ring import MAX_ENTRIES
 from penstock.proto.state.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
@@ -37,15 +37,15 @@ def test_slots_take_turns_whatever_came_first(rigs: Any) -> None:
     rig.numbers(1, 100, 101)
     rig.numbers(0, 0, 1)
     assert rig.take(6) == [0, 100, 200, 1, 101, 201]
-    assert rig.feed.position.step == 6
-    assert rig.feed.position.total == [2, 2, 2]
+    assert rig.reader.position.step == 6
+    assert rig.reader.position.total == [2, 2, 2]
 
 
 def test_a_worker_out_of_reach_is_told_for_all_of_its_slots(rigs: Any) -> None:
     """The loop waits for one at a time; the others' lanes are as silent."""
     rig = rigs(3)
-    rig.feed.flush()
-    run, lanes = rig.run, rig.feed._lanes
+    rig.reader.flush()
+    run, lanes = rig.run, rig.reader._lanes
     for slot, worker in enumerate(("far", "near", "far")):
         run.views[slot].worker = worker
         run.views[slot].generation = lanes[slot].generation = 5
@@ -59,21 +59,21 @@ def test_a_worker_out_of_reach_is_told_for_all_of_its_slots(rigs: Any) -> None:
 def test_leaves_are_views_of_the_ring_and_their_death_frees_the_slot(rigs: Any) -> None:
     rig = rigs()
     rig.numbers(0, 7)
-    batch = rig.feed.next()
+    batch = rig.reader.next()
     ring = rig.runners[0].producer
     batch[0] = 9  # the loop may write in place
     free = ring.free_slots
-    rig.feed.flush()
+    rig.reader.flush()
     ring.take_acks()
     assert ring.free_slots == free, "the batch is still seen"
     view = batch[:1]
     del batch
-    rig.feed.flush()
+    rig.reader.flush()
     ring.take_acks()
     assert ring.free_slots == free, "a view of it is still seen"
     assert view.tolist() == [9]
     del view
-    rig.feed.flush()
+    rig.reader.flush()
     ring.take_acks()
     assert ring.free_slots == free + 1
 
@@ -83,23 +83,23 @@ def test_keeping_all_batches_neither_corrupts_nor_blocks(rigs: Any) -> None:
     kept = []
     for number in range(200):  # a ring has 32 slots
         rig.numbers(0, number)
-        kept.append(rig.feed.next())
+        kept.append(rig.reader.next())
     assert [int(batch) for batch in kept] == list(range(200))
-    assert rig.feed.copies >= 200 - 17
+    assert rig.reader.copies >= 200 - 17
     kept.clear()
     gc.collect()
     for number in range(40):
         rig.numbers(0, number)
-        assert int(rig.feed.next()) == number
-    assert rig.feed.copies < 200, "views again once slots are free"
+        assert int(rig.reader.next()) == number
+    assert rig.reader.copies < 200, "views again once slots are free"
 
 
 def test_a_loop_that_drops_its_batches_gets_views_only(rigs: Any) -> None:
     rig = rigs()
     for number in range(200):
         rig.numbers(0, number)
-        assert int(rig.feed.next()) == number
-    assert rig.feed.copies == 0
+        assert int(rig.reader.next()) == number
+    assert rig.reader.copies == 0
 
 
 def test_large_batches_have_four_slots_and_still_flow(rigs: Any) -> None:
@@ -108,9 +108,9 @@ def test_large_batches_have_four_slots_and_still_flow(rigs: Any) -> None:
     batch = None
     for number in range(12):
         assert rig.runners[0].send(torch.full((size,), number, dtype=torch.int32))
-        batch = rig.feed.next()
+        batch = rig.reader.next()
         assert int(batch[-1]) == number
-    assert rig.feed.copies == 0
+    assert rig.reader.copies == 0
     del batch
 
 
@@ -119,14 +119,14 @@ def test_a_growing_batch_moves_to_a_larger_ring_and_old_views_stay(rigs: Any) ->
     kept = []
     for power in (4, 12, 18, 20):
         assert rig.runners[0].send(torch.full((1 << power,), power, dtype=torch.uint8))
-        kept.append(rig.feed.next())
+        kept.append(rig.reader.next())
     for power, batch in zip((4, 12, 18, 20), kept, strict=True):
         assert batch.numel() == 1 << power
         assert batch.unique().tolist() == [power]
-    lane = rig.feed._lanes[0]
+    lane = rig.reader._lanes[0]
     kept.clear()
     batch = None
-    rig.feed.flush()
+    rig.reader.flush()
     assert list(lane.rings) == [lane.current_ring], "outgrown rings go with their last view"
 
 
@@ -142,7 +142,7 @@ def test_acks_come_in_groups_but_before_any_wait(rigs: Any, timeout_s: float) ->
         producer.take_acks()
     assert [producer.delivered for producer in producers] == [0, 0], "8 deliveries make a group in a ring of 32"
     with pytest.raises(DeadlineError):
-        rig.feed.next()
+        rig.reader.next()
     for producer in producers:
         producer.take_acks()
     assert [producer.delivered for producer in producers] == [2, 1]
@@ -156,17 +156,17 @@ def test_giants_have_one_entry_and_come_as_copies(rigs: Any, monkeypatch: pytest
     for number in range(4):
         assert rig.runners[0].send(torch.full((ring.PAGE + number,), number))
         assert rig.acked().ring_slots == 1
-        kept.append(rig.feed.next())
+        kept.append(rig.reader.next())
         assert rig.taken() == 0
     assert [batch.unique().tolist() for batch in kept] == [[0], [1], [2], [3]]
-    assert rig.feed.copies == 4
+    assert rig.reader.copies == 4
 
 
 def test_what_was_not_returned_yet_is_not_acknowledged(rigs: Any) -> None:
     rig = rigs()
     for number in range(32):
         rig.numbers(0, number)
-        rig.feed.next()
+        rig.reader.next()
         rig.runners[0].producer.take_acks()
         assert rig.runners[0].producer.delivered <= number
 
@@ -178,9 +178,9 @@ def test_uneven_slots_leave_in_their_turn_and_the_next_pass_has_all(rigs: Any) -
     rig.numbers(1, 10, 11, 12)
     rig.runners[1].end()
     assert rig.take(4) == [0, 10, 11, 12]
-    assert rig.feed.position.live == [1]
-    assert rig.feed.next() is PASS_ENDED
-    assert (rig.feed.position.epoch, rig.feed.position.live) == (1, [0, 1])
+    assert rig.reader.position.live == [1]
+    assert rig.reader.next() is EPOCH_ENDED
+    assert (rig.reader.position.epoch, rig.reader.position.live) == (1, [0, 1])
     rig.numbers(0, 1)
     rig.numbers(1, 13)
     assert rig.take(2) == [1, 13]
@@ -193,8 +193,8 @@ def test_passes_are_opened_as_far_as_allowed(rigs: Any) -> None:
     producer = rig.runners[0].producer
     producer.take_acks()
     assert producer.open_epochs == 0
-    rig.feed.open_epochs(5)
-    rig.feed.flush()
+    rig.reader.open_epochs(5)
+    rig.reader.flush()
     producer.take_acks()
     assert producer.open_epochs == 5
 
@@ -203,9 +203,9 @@ def test_two_empty_passes_in_a_row_are_an_error(rigs: Any) -> None:
     rig = rigs()
     rig.runners[0].end()
     rig.runners[0].end()
-    assert rig.feed.next() is PASS_ENDED
+    assert rig.reader.next() is EPOCH_ENDED
     with pytest.raises(EmptyInputError):
-        rig.feed.next()
+        rig.reader.next()
 
 
 def test_an_error_comes_after_all_batches_before_it(rigs: Any) -> None:
@@ -216,7 +216,7 @@ def test_an_error_comes_after_all_batches_before_it(rigs: Any) -> None:
     rig.run.show(rig.runners[0], pb.FAILED)
     assert rig.take(4) == [0, 10, 1, 11]
     with pytest.raises(InputFnError, match=r"no such sample \[worker w0, box 0, slot 0, step 5\]") as caught:
-        rig.feed.next()
+        rig.reader.next()
     assert "line 7 of user code" in str(caught.value)
     assert rig.run.error is caught.value
 
@@ -232,7 +232,7 @@ def test_a_failed_slot_without_a_lane_is_its_error(rigs: Any) -> None:
     rig.run.version += 1
     assert rig.take(1) == [0]
     with pytest.raises(Exception, match=r"no module named 'nothing' \[worker w1, box 0, slot 1, step 2\]"):
-        rig.feed.next()
+        rig.reader.next()
 
 
 def test_a_failed_slot_is_asked_once_for_what_it_had(rigs: Any) -> None:
@@ -251,7 +251,7 @@ def test_a_failed_slot_is_asked_once_for_what_it_had(rigs: Any) -> None:
     assert rig.take(2) == [0, 1]
     runner.break_lane()
     with pytest.raises(WorkerLostError, match=r"it died \[worker w0, box 0, slot 0, step 3\]"):
-        rig.feed.next()
+        rig.reader.next()
     assert len(dialled) == 1
 
 
@@ -261,8 +261,8 @@ def test_a_batch_that_could_not_be_made_comes_again(rigs: Any, monkeypatch: pyte
     compiled = SlotLane._compile
     monkeypatch.setattr(SlotLane, "_compile", refuse)
     with pytest.raises(UnsupportedLeafError, match="a class that nobody imported"):
-        rig.feed.next()
-    assert rig.feed.position.step == 0
+        rig.reader.next()
+    assert rig.reader.position.step == 0
     monkeypatch.setattr(SlotLane, "_compile", compiled)
     assert rig.take(2) == [0, 1]
 
@@ -276,10 +276,10 @@ def test_deadlines_name_who_was_waited_for(rigs: Any) -> None:
     rig.numbers(0, 0)
     rig.take(1)
     with pytest.raises(DeadlineError, match=r"make: box 0 waited .* for step 2 from slot 1 on worker w1") as caught:
-        rig.feed.next()
+        rig.reader.next()
     assert not isinstance(caught.value, NoWorkersError)
-    assert rig.feed.stats.waited_by_worker["w1"] > 0
-    assert rig.feed.wait_s > 0
+    assert rig.reader.stats.waited_by_worker["w1"] > 0
+    assert rig.reader.wait_s > 0
     rig.numbers(1, 10)
     assert rig.take(1) == [10], "a wait that ran out can be repeated"
 
@@ -289,7 +289,7 @@ def test_slots_without_a_worker_are_counted(rigs: Any) -> None:
     for view in rig.run.views[:2]:
         view.phase = pb.WAITING
     with pytest.raises(NoWorkersError, match=r"2 of its 3 slots have no worker"):
-        rig.feed.next()
+        rig.reader.next()
 
 
 def test_runner_in_the_queue_of_starts_is_not_late_while_it_moves(rigs: Any) -> None:
@@ -307,12 +307,12 @@ def test_runner_in_the_queue_of_starts_is_not_late_while_it_moves(rigs: Any) -> 
     thread = threading.Thread(target=move)
     thread.start()
     with pytest.raises(DeadlineError, match="its runner is number 7 of 10 that wait to be started there"):
-        rig.feed.next()
+        rig.reader.next()
     thread.join()
 
 
 def view(place: int) -> pb.SlotView:
-    return pb.SlotView(slot=0, phase=pb.STARTING, worker="w", start_place=place, start_queue=10)
+    return pb.SlotView(slot=0, phase=pb.STARTING, worker="w", start_queue_position=place, start_queue_length=10)
 
 
 def test_waiting_ends_when_a_slot_becomes_ready(rigs: Any) -> None:
@@ -324,7 +324,7 @@ def test_waiting_ends_when_a_slot_becomes_ready(rigs: Any) -> None:
     poll = rig.run.dial
 
     def dial(*args: Any) -> Any:
-        assert rig.feed.stats.waited_s > 0, "it had to wait for this"
+        assert rig.reader.stats.waited_s > 0, "it had to wait for this"
         return poll(*args)
 
     rig.run.dial = dial
@@ -347,13 +347,13 @@ def test_an_input_that_no_worker_shards_is_warned_of_once(rigs: Any) -> None:
     rig = rigs(2)
     rig.numbers(0, 0, 1)
     rig.numbers(1, 10, 11)
-    rig.run.show(rig.runners[0], traits=records_pb2.LoaderTraits(looked_at_assignment=False))
-    rig.run.show(rig.runners[1], traits=records_pb2.LoaderTraits(looked_at_assignment=True))
+    rig.run.show(rig.runners[0], capabilities=records_pb2.LoaderCapabilities(looked_at_assignment=False))
+    rig.run.show(rig.runners[1], capabilities=records_pb2.LoaderCapabilities(looked_at_assignment=True))
     assert rig.take(2) == [0, 10]
-    rig.run.show(rig.runners[1], traits=records_pb2.LoaderTraits(looked_at_assignment=False))
+    rig.run.show(rig.runners[1], capabilities=records_pb2.LoaderCapabilities(looked_at_assignment=False))
     with pytest.warns(UserWarning, match=r"every worker streams the whole input.*current_assignment") as caught:
         assert rig.take(2) == [1, 11]
-    rig.run.show(rig.runners[1], traits=records_pb2.LoaderTraits(looked_at_assignment=False))
+    rig.run.show(rig.runners[1], capabilities=records_pb2.LoaderCapabilities(looked_at_assignment=False))
     rig.numbers(0, 2)
     rig.take(1)
     assert len(caught) == 1
@@ -364,7 +364,10 @@ def test_states_that_are_not_used_are_told_once(rigs: Any, caplog: pytest.LogCap
     rig.numbers(0, 0, 1)
     rig.numbers(1, 10, 11)
     for slot in (1, 0):
-        rig.run.show(rig.runners[slot], traits=records_pb2.LoaderTraits(looked_at_assignment=True, not_used="batch 7"))
+        rig.run.show(
+            rig.runners[slot],
+            capabilities=records_pb2.LoaderCapabilities(looked_at_assignment=True, not_used="batch 7"),
+        )
         assert rig.take(2) == [1 - slot, 11 - slot]
     told = [record for record in caplog.records if "batch 7" in record.message]
     assert [record.levelname for record in told] == ["WARNING"]
@@ -377,8 +380,8 @@ def test_a_broken_lane_is_opened_again_and_nothing_is_lost_or_repeated(rigs: Any
     rig = rigs()
     runner = rig.runners[0]
     rig.numbers(0, *range(6))
-    first = rig.feed.next()
-    second = rig.feed.next()
+    first = rig.reader.next()
+    second = rig.reader.next()
     runner.break_lane()
     # What was on its way is read first; the rest is sent again.
     assert rig.take(4) == [2, 3, 4, 5]
@@ -392,7 +395,7 @@ def test_a_broken_lane_is_opened_again_and_nothing_is_lost_or_repeated(rigs: Any
     assert len(hello.held) == 2, "views that live over the break keep their slots"
     free = runner.producer.free_slots
     del first, second
-    rig.feed.flush()
+    rig.reader.flush()
     runner.producer.take_acks()
     assert runner.producer.free_slots >= free + 2
 
@@ -400,7 +403,7 @@ def test_a_broken_lane_is_opened_again_and_nothing_is_lost_or_repeated(rigs: Any
 def test_a_slot_handed_out_is_not_overwritten_after_a_break(rigs: Any) -> None:
     rig = rigs()
     rig.numbers(0, 1)
-    held = rig.feed.next()
+    held = rig.reader.next()
     for number in range(2, 100):
         rig.runners[0].break_lane()
         rig.numbers(0, number)
@@ -413,7 +416,7 @@ def test_a_slot_that_moved_is_followed_and_late_frames_are_dropped(rigs: Any) ->
     old = rig.runners[0]
     rig.numbers(0, 0, 1, 2)
     rig.numbers(1, 10, 11, 12)
-    held = rig.feed.next()
+    held = rig.reader.next()
     assert rig.take(1) == [10]
     new = type(old)(0, 2, total=1)
     assert new.send(torch.tensor([1]))
@@ -426,10 +429,10 @@ def test_a_slot_that_moved_is_followed_and_late_frames_are_dropped(rigs: Any) ->
     assert rig.take(1) == [11]
     free = new.producer.free_slots
     del held
-    rig.feed.flush()
+    rig.reader.flush()
     new.producer.take_acks()
     assert new.producer.free_slots == free + 1, "only its own batch came back"
-    assert rig.feed.stats.recoveries == 1
+    assert rig.reader.stats.recoveries == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         rig.numbers(0, 2)
@@ -443,8 +446,8 @@ def test_a_batch_out_of_order_is_an_error(rigs: Any) -> None:
     rig.take(1)
     rig.runners[0].total += 1
     rig.numbers(0, 2)
-    with pytest.raises(ProtocolError, match="worker w0: sent batch 3 of pass 0, where batch 2 of pass 0 was due"):
-        rig.feed.next()
+    with pytest.raises(ProtocolError, match="worker w0: sent batch 3 of epoch 0, where batch 2 of epoch 0 was due"):
+        rig.reader.next()
 
 
 def test_an_end_said_again_after_a_break_is_not_counted_twice(rigs: Any) -> None:
@@ -456,7 +459,7 @@ def test_an_end_said_again_after_a_break_is_not_counted_twice(rigs: Any) -> None
     assert rig.take(3) == [0, 10, 11]
     rig.runners[0].break_lane()
     rig.runners[1].break_lane()
-    assert rig.feed.next() is PASS_ENDED
+    assert rig.reader.next() is EPOCH_ENDED
     rig.numbers(0, 1)
     rig.numbers(1, 12)
     assert rig.take(2) == [1, 12]
@@ -470,13 +473,13 @@ def test_checkpoint_steps_are_announced_ahead(rigs: Any) -> None:
     rig.numbers(0, 0)
     rig.numbers(1, 10)
     rig.take(2)
-    assert rig.feed.announce(Schedule.of(500), None) == 500
-    rig.feed.flush()
+    assert rig.reader.announce(CheckpointSchedule.of(500), None) == 500
+    rig.reader.flush()
     for runner in rig.runners:
         runner.producer.take_acks()
     assert rig.runners[0].producer.wanted == {250: [500], 500: [1000]}
     assert rig.runners[1].producer.wanted == {250: [500], 500: [1000]}
-    assert rig.feed.announce(Schedule.of(100), 7) == 7, "the executor's last step is one"
+    assert rig.reader.announce(CheckpointSchedule.of(100), 7) == 7, "the executor's last step is one"
 
 
 def test_dense_checkpoint_steps_are_announced_further_than_a_worker_can_be_ahead(rigs: Any) -> None:
@@ -484,15 +487,15 @@ def test_dense_checkpoint_steps_are_announced_further_than_a_worker_can_be_ahead
     rig.numbers(0, 0)
     rig.numbers(1, 10)
     rig.take(2)
-    again = rig.feed.announce(Schedule.of(1), None)
-    rig.feed.flush()
+    again = rig.reader.announce(CheckpointSchedule.of(1), None)
+    rig.reader.flush()
     for runner, first in zip(rig.runners, ([3, 4], [4, 5]), strict=True):
         runner.producer.take_acks()
         wanted = runner.producer.wanted
         assert list(wanted) == list(range(2, max(wanted) + 1))
         assert wanted[2] == first
         # When more is announced, the worker may be a ring ahead of the loop, and has one in the making.
-        assert max(wanted) - again // 2 > MAX_SLOTS + 1
+        assert max(wanted) - again // 2 > MAX_ENTRIES + 1
 
 
 def test_the_position_can_be_read_from_another_thread(rigs: Any) -> None:
@@ -502,7 +505,7 @@ def test_the_position_can_be_read_from_another_thread(rigs: Any) -> None:
 
     def watch() -> None:
         while not stop.is_set():
-            seen.append(rig.feed.snapshot())
+            seen.append(rig.reader.snapshot())
 
     thread = threading.Thread(target=watch)
     thread.start()
@@ -528,7 +531,7 @@ def test_a_position_in_the_middle_of_a_move_is_not_seen(rigs: Any, monkeypatch: 
 
     def slowly(position: Position, digest: int) -> None:
         position.step += 1
-        thread = threading.Thread(target=lambda: seen.append(rig.feed.snapshot()))
+        thread = threading.Thread(target=lambda: seen.append(rig.reader.snapshot()))
         thread.start()
         thread.join(0.05)
         position.step -= 1
@@ -543,11 +546,11 @@ def test_a_position_in_the_middle_of_a_move_is_not_seen(rigs: Any, monkeypatch: 
 def test_a_fork_of_the_training_process_releases_nothing(rigs: Any) -> None:
     rig = rigs()
     rig.numbers(0, 1)
-    batch = rig.feed.next()
+    batch = rig.reader.next()
     child = os.fork()
     if child == 0:
         del batch
-        rig.feed.flush()
+        rig.reader.flush()
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
     producer = rig.runners[0].producer

@@ -1,4 +1,4 @@
-"""The feed where a loop leaves a pass before its end, also around lanes that break."""
+"""The feed where a loop leaves an epoch before its end, also around lanes that break."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ def test_a_pass_that_is_left_gives_its_slots_back_and_the_next_begins(rigs: Any)
     rig.numbers(0, 0, 1, 2)
     rig.numbers(1, 10, 11, 12)
     assert rig.take(3) == [0, 10, 1]
-    rig.feed.cut()
-    assert rig.run.progress.cuts == ((0, 3),)
+    rig.reader.cut()
+    assert rig.run.progress.abandoned == ((0, 3),)
     assert rig.run.reports == 1
-    assert [runner.leave_pass() for runner in rig.runners] == [0, 0]
+    assert [runner.leave_epoch() for runner in rig.runners] == [0, 0]
     rig.numbers(0, 100)
     rig.numbers(1, 110)
-    assert rig.take(2) == [100, 110], "batches of the pass that was left are never seen"
-    assert rig.feed.position.total == [3, 2]
+    assert rig.take(2) == [100, 110], "batches of the epoch that was left are never seen"
+    assert rig.reader.position.total == [3, 2]
     producer = rig.runners[0].producer
-    rig.feed.flush()
+    rig.reader.flush()
     producer.take_acks()
     assert producer.free_slots >= producer.ring_slots - 1
 
@@ -37,7 +37,7 @@ def test_the_last_report_of_a_loader_that_was_closed_says_where_it_ended(rigs: A
     rig = rigs()
     rig.numbers(0, 1, 2, 3)
     rig.take(3)
-    rig.feed.close()
+    rig.reader.close()
     last = rig.run.progress.position()
     assert (last.step, last.slots[0].total) == (3, 3)
 
@@ -48,16 +48,16 @@ def test_a_pass_left_while_a_lane_was_broken_is_told_with_the_next_hello(rigs: A
     rig.numbers(1, 10, 11)
     assert rig.take(3) == [0, 10, 1]
     rig.runners[1].break_lane()
-    rig.feed.cut()
-    assert rig.runners[0].leave_pass() == 0
+    rig.reader.cut()
+    assert rig.runners[0].leave_epoch() == 0
     rig.numbers(0, 100)
     assert rig.take(1) == [100]
     # The next turn is slot 1's: it connects, hears of the cut, and counts on from what was delivered.
-    rig.feed._timeout_s = 0.05
+    rig.reader._timeout_s = 0.05
     with pytest.raises(DeadlineError):
-        rig.feed.next()
-    assert rig.runners[1].producer.cuts == 1
-    assert rig.runners[1].leave_pass() == 0
+        rig.reader.next()
+    assert rig.runners[1].producer.abandons == 1
+    assert rig.runners[1].leave_epoch() == 0
     rig.numbers(1, 110)
     assert rig.take(1) == [110]
 
@@ -67,13 +67,13 @@ def test_a_lane_that_closes_may_not_have_heard_that_a_pass_was_left(rigs: Any) -
     runner = rig.runners[0]
     rig.numbers(0, 0)
     assert rig.take(1) == [0]
-    rig.feed.cut()
+    rig.reader.cut()
     runner.producer.forward_end(a_frame(kind=CLOSE))
     runner.break_lane()
     with pytest.raises(DeadlineError):
-        rig.feed.next()
+        rig.reader.next()
     assert runner.hellos[1].abandon_epoch == 1
-    assert runner.leave_pass() == 0
+    assert runner.leave_epoch() == 0
     rig.numbers(0, 100)
     assert rig.take(1) == [100]
 
@@ -85,15 +85,15 @@ def test_a_pass_left_before_a_slot_was_ready_is_told_with_the_first_hello(rigs: 
     rig.numbers(0, 0)
     rig.numbers(1, 10)
     assert rig.take(1) == [0]
-    rig.feed.cut()
-    assert rig.runners[0].leave_pass() == 0
+    rig.reader.cut()
+    assert rig.runners[0].leave_epoch() == 0
     rig.numbers(0, 100)
     assert rig.take(1) == [100]
     rig.run.show(late)
     with pytest.raises(DeadlineError):
-        rig.feed.next()
-    assert late.hellos[0].cuts == 1
-    assert late.leave_pass() == 0
+        rig.reader.next()
+    assert late.hellos[0].abandoned == 1
+    assert late.leave_epoch() == 0
     rig.numbers(1, 110)
     assert rig.take(1) == [110]
 
@@ -103,23 +103,23 @@ def test_passes_left_on_both_sides_of_a_break_are_told_apart(rigs: Any) -> None:
     runner = rig.runners[0]
     rig.numbers(0, 0, 1)
     assert rig.take(1) == [0]
-    rig.feed.cut()
-    assert runner.leave_pass() == 0
+    rig.reader.cut()
+    assert runner.leave_epoch() == 0
     runner.break_lane()
     with pytest.raises(DeadlineError):
-        rig.feed.next()
+        rig.reader.next()
     rig.numbers(0, 100, 101)
     assert rig.take(1) == [100]
-    rig.feed.cut()
+    rig.reader.cut()
     with pytest.raises(DeadlineError):
-        rig.feed.next()  # 101 lies in the socket, of a pass that was left
-    assert runner.leave_pass() == 1
+        rig.reader.next()  # 101 lies in the socket, of an epoch that was left
+    assert runner.leave_epoch() == 1
     rig.numbers(0, 200)
     assert rig.take(1) == [200]
 
 
 def test_nothing_is_cut_where_nothing_was_taken(rigs: Any) -> None:
     rig = rigs()
-    rig.feed.cut()
-    assert rig.feed.position.epoch == 0
-    assert rig.run.progress.cuts == ()
+    rig.reader.cut()
+    assert rig.reader.position.epoch == 0
+    assert rig.run.progress.abandoned == ()

@@ -22,8 +22,8 @@ import pytest
 import torch
 from tests.client.conftest import FakeRun, FakeRunner
 
-from penstock.client.stream.ordered_reader import Feed
-from penstock.client.stream.receiver import Loop
+from penstock.client.stream.ordered_reader import OrderedReader
+from penstock.client.stream.receiver import ReceiverLoop
 from penstock.proto.lane.endpoints import connect_local
 from penstock.proto.lane.tcp import read_hello
 from penstock.proto.state.position import Position
@@ -63,8 +63,8 @@ class RemoteRun(FakeRun):
     def __init__(self, runner: FakeRunner) -> None:
         super().__init__(1, [runner])
         self.name = f"penstock-growth-{secrets.token_hex(8)}"
-        self.lifeline = subprocess.Popen(["sleep", "600"])
-        self.loop = Loop(self.name, self.lifeline.pid, 1 << 20)
+        self.parent_watch = subprocess.Popen(["sleep", "600"])
+        self.loop = ReceiverLoop(self.name, self.parent_watch.pid, 1 << 20)
         self.receiver = threading.Thread(target=self.loop.run)
         self.receiver.start()
         self.listener = socket.create_server(("127.0.0.1", 0))
@@ -83,29 +83,29 @@ class RemoteRun(FakeRun):
 
     def close(self) -> None:
         assert self.sender.stop(DEADLINE_S)
-        self.lifeline.kill()
-        self.lifeline.wait()
+        self.parent_watch.kill()
+        self.parent_watch.wait()
         self.receiver.join(DEADLINE_S)
         self.listener.close()
         self.loop.close()
 
 
 @pytest.fixture(params=["local", "tcp"])
-def lane(request: pytest.FixtureRequest) -> Iterator[tuple[FakeRunner, Feed]]:
+def lane(request: pytest.FixtureRequest) -> Iterator[tuple[FakeRunner, OrderedReader]]:
     runner = FakeRunner(0)
     remote = RemoteRun(runner) if request.param == "tcp" else None
     run: Any = remote or FakeRun(1, [runner])
-    feed = Feed(run, Position.start(1), "inputs:make", DEADLINE_S)
-    yield runner, feed
-    feed.close()
+    reader = OrderedReader(run, Position.start(1), "inputs:make", DEADLINE_S)
+    yield runner, reader
+    reader.close()
     if remote is not None:
         remote.close()
     runner.producer.close()
     os.close(run.wake_fd)
 
 
-def test_nothing_of_a_batch_is_kept(lane: tuple[FakeRunner, Feed]) -> None:
-    runner, feed = lane
+def test_nothing_of_a_batch_is_kept(lane: tuple[FakeRunner, OrderedReader]) -> None:
+    runner, reader = lane
 
     def take(count: int) -> None:
         for _ in range(count // 4):
@@ -113,8 +113,8 @@ def test_nothing_of_a_batch_is_kept(lane: tuple[FakeRunner, Feed]) -> None:
             while sent < 4:
                 sent += runner.send(LEAVES)
             for _ in range(4):
-                feed.next()
-        feed.flush()
+                reader.next()
+        reader.flush()
 
     take(WARM)
     before = in_use()

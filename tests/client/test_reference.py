@@ -16,7 +16,7 @@ import pytest
 import streams
 import torch
 
-from penstock.client.states.code_reference import Reference, encode_arguments, forbid_in_runner, refer, search_path
+from penstock.client.states.code_reference import CodeReference, encode_arguments, forbid_in_runner, refer, search_path
 from penstock.proto.errors import InvalidArgumentError, UnsupportedStateError
 from penstock.proto.state.codec import decode_state
 
@@ -149,9 +149,9 @@ def test_a_main_script_is_named_by_its_file_and_a_main_module_by_its_module(tmp_
     (tmp_path / "pack" / "train.py").write_text(SCRIPT)
     (tmp_path / "pack" / "__main__.py").write_text(SCRIPT)
     assert run(["train.py"], tmp_path).splitlines() == [
-        repr(Reference("penstock_main:make", str(tmp_path / "train.py"))),
-        repr(Reference("pack.train:make")),
-        repr(Reference("pack.__main__:make")),
+        repr(CodeReference("penstock_main:make", str(tmp_path / "train.py"))),
+        repr(CodeReference("pack.train:make")),
+        repr(CodeReference("pack.__main__:make")),
     ]
 
 
@@ -164,11 +164,11 @@ def test_a_main_without_a_file_is_told_to_use_one(tmp_path: Path) -> None:
 
 
 def test_the_same_function_under_the_names_of_a_main_script() -> None:
-    assert Reference("penstock_main:make").same_as("train:make")
-    assert Reference("train:make").same_as("penstock_main:make")
-    assert Reference("train:make").same_as("train:make")
-    assert not Reference("train:make").same_as("other:make")
-    assert not Reference("train:make").same_as("penstock_main:other")
+    assert CodeReference("penstock_main:make").same_as("train:make")
+    assert CodeReference("train:make").same_as("penstock_main:make")
+    assert CodeReference("train:make").same_as("train:make")
+    assert not CodeReference("train:make").same_as("other:make")
+    assert not CodeReference("train:make").same_as("penstock_main:other")
 
 
 def test_arguments_travel_as_they_are() -> None:

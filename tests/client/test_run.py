@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock.client.stream.open_run import Progress, Run
+from penstock.client.stream.open_run import BoxProgress, OpenRun
 from penstock.proto.errors import CoordinatorUnavailableError
 from penstock.proto.rpc.calls import CoordinatorClient, FetchedState
 from penstock.proto.v1 import coordinator_pb2 as pb
@@ -21,8 +21,8 @@ class FakeLink:
 
 
 @pytest.fixture
-def run() -> Iterator[Run]:
-    run = Run(FakeLink(), pb.OpenRunRequest(job="job", num_boxes=1, num_workers_per_box=2), lambda run: None)  # type: ignore[arg-type]
+def run() -> Iterator[OpenRun]:
+    run = OpenRun(FakeLink(), pb.OpenRunRequest(job="job", num_boxes=1, num_workers_per_box=2), lambda run: None)  # type: ignore[arg-type]
     yield run
     run.close()
 
@@ -32,7 +32,7 @@ def reply(version: int, *phases: pb.SlotPhase.ValueType) -> pb.WatchRunReply:
     return pb.WatchRunReply(version=version, slots=views)
 
 
-def test_a_reply_that_was_overtaken_changes_nothing(run: Run) -> None:
+def test_a_reply_that_was_overtaken_changes_nothing(run: OpenRun) -> None:
     run._take(reply(5, pb.READY, pb.STARTING))
     told = run.version
     run._take(reply(7, pb.READY, pb.READY))
@@ -46,7 +46,7 @@ def test_a_reply_that_was_overtaken_changes_nothing(run: Run) -> None:
 def test_a_wait_is_told_while_it_lasts_and_never_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr("penstock.client.stream.open_run.time.monotonic", lambda: now)
-    progress = Progress()
+    progress = BoxProgress()
     assert progress.waits() == []  # nothing is read yet
     progress.waited_by_slot = [1.0, 2.0]
     assert progress.waits() == [1.0, 2.0]
@@ -62,7 +62,7 @@ def test_a_wait_is_told_while_it_lasts_and_never_taken_back(monkeypatch: pytest.
 
 
 def test_a_state_query_waits_for_a_coordinator_that_is_away_longer_than_its_deadline(
-    run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    run: OpenRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     now, deadlines = 100.0, list[float]()
     monkeypatch.setattr("penstock.client.stream.open_run.time.monotonic", lambda: now)

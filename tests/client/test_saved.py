@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.client.states.saved_state import FORMAT, KEY, STATE, Part, Saved, read
+from penstock.client.states.saved_state import FORMAT, KEY, STATE, SavedState, WorkerPart, read
 from penstock.proto.errors import StateCorruptError, StateMismatchError, StateVersionError, UnsupportedStateError
 from penstock.proto.state.codec import decode_state, encode_state
 from penstock.proto.state.position import Position
 
 
-def make(methods: int = 4, *, boxes: int = 2, workers: int = 2, step: int = 5, aggregated: Any = None) -> Saved:
-    saved = Saved(step, "streams:counter", methods, boxes, workers, 7)
+def make(methods: int = 4, *, boxes: int = 2, workers: int = 2, step: int = 5, aggregated: Any = None) -> SavedState:
+    saved = SavedState(step, "streams:counter", methods, boxes, workers, 7)
     for box in range(boxes):
         position = Position.start(workers)
         for _ in range(step):
@@ -25,7 +25,9 @@ def make(methods: int = 4, *, boxes: int = 2, workers: int = 2, step: int = 5, a
         for slot in range(workers):
             user = {"done": slot} if methods == 2 else None
             saved.parts.append(
-                Part(box, slot, position.total[slot], 8, 99, {"at": [0, 1, 1, 4], "rng": b"r", "of": [box, slot]}, user)
+                WorkerPart(
+                    box, slot, position.total[slot], 8, 99, {"at": [0, 1, 1, 4], "rng": b"r", "of": [box, slot]}, user
+                )
             )
     saved.aggregated = {"done": [3, 2]} if aggregated is None and methods == 4 else aggregated
     return saved
@@ -76,8 +78,8 @@ def test_on_the_same_shape_each_box_gets_its_own_slots_and_position() -> None:
     saved = make(2)
     for box in (0, 1):
         start = saved.start(box, 2, 2, strict=False)
-        assert start.same_shape
-        assert Position.from_proto(start.base) == saved.positions[box]
+        assert start.same_topology
+        assert Position.from_proto(start.position) == saved.positions[box]
         parts = {part.slot: part for part in saved.parts if part.box == box}
         slots = {
             slot: {
@@ -103,8 +105,8 @@ def test_a_state_that_the_user_has_changed_is_told_as_that() -> None:
 
 def test_four_methods_change_their_shape_and_bring_the_step_along() -> None:
     start = make(4).start(0, 1, 3, strict=True)
-    assert not start.same_shape
-    assert (start.base.step, list(start.base.live), len(start.base.slots)) == (5, [0, 1, 2], 3)
+    assert not start.same_topology
+    assert (start.position.step, list(start.position.live), len(start.position.slots)) == (5, [0, 1, 2], 3)
     assert decode_state(start.blob) == {"aggregated": {"done": [3, 2]}, "strict": True, "slots": {}}
 
 
@@ -117,10 +119,10 @@ def test_other_loaders_keep_their_shape(methods: int) -> None:
 @pytest.mark.parametrize("methods", [0, 2, 4])
 def test_a_state_from_before_the_first_step_fits_any_shape(methods: int) -> None:
     aggregated: Any = {} if methods == 4 else None
-    saved = read(Saved(0, "streams:counter", methods, 0, 0, None, aggregated=aggregated).to_dict())
+    saved = read(SavedState(0, "streams:counter", methods, 0, 0, None, aggregated=aggregated).to_dict())
     start = saved.start(2, 3, 4, strict=True)
-    assert start.base.step == 0
-    assert len(start.base.slots) == 4
+    assert start.position.step == 0
+    assert len(start.position.slots) == 4
     assert bool(start.blob) == (methods == 4)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from penstock.client.stream.checkpoint_schedule import Schedule, positive
+from penstock.client.stream.checkpoint_schedule import CheckpointSchedule, positive
 from penstock.proto.errors import InvalidArgumentError
 
 STEPS = range(1, 40)
@@ -29,7 +29,7 @@ STEPS = range(1, 40)
     ],
 )
 def test_steps(given: Any, expected: list[int]) -> None:
-    schedule = Schedule.of(given)
+    schedule = CheckpointSchedule.of(given)
     assert [step for step in STEPS if step in schedule] == expected
     walked, step = [], schedule.after(0)
     while step is not None and step in STEPS:
@@ -57,29 +57,29 @@ def test_steps(given: Any, expected: list[int]) -> None:
     ],
 )
 def test_steps_ahead_of_7(given: Any, last: int | None, expected: list[int]) -> None:
-    assert Schedule.of(given).ahead(7, last, 10) == expected
+    assert CheckpointSchedule.of(given).ahead(7, last, 10) == expected
 
 
 def test_every_step_within_the_horizon_is_announced_however_many_there_are() -> None:
-    assert Schedule.of(1).ahead(0, None, 10_000) == [*range(1, 10_001)]
+    assert CheckpointSchedule.of(1).ahead(0, None, 10_000) == [*range(1, 10_001)]
 
 
 def test_only_every_n_steps_includes_the_last() -> None:
-    assert Schedule.of(5).and_last
-    assert not Schedule.of([5]).and_last
-    assert not Schedule.of(0).and_last
+    assert CheckpointSchedule.of(5).and_last
+    assert not CheckpointSchedule.of([5]).and_last
+    assert not CheckpointSchedule.of(0).and_last
 
 
 @pytest.mark.parametrize("bad", [-1, [0], [-3], [range(4)], [range(-2, 3)]])
 def test_steps_below_one_are_refused(bad: Any) -> None:
     with pytest.raises(InvalidArgumentError, match=r"checkpoint_steps|at least 1"):
-        Schedule.of(bad)
+        CheckpointSchedule.of(bad)
 
 
 @pytest.mark.parametrize("bad", [1.5, "10", True, ["a"], [1.0]])
 def test_steps_are_integers(bad: Any) -> None:
     with pytest.raises(TypeError):
-        Schedule.of(bad)
+        CheckpointSchedule.of(bad)
 
 
 def test_positive() -> None:

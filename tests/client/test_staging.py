@@ -1,6 +1,6 @@
 """The feed that copies ahead, over real rings and a device whose copies happen when the test says so.
 
-Each copy reads the ring slot only when it happens, and fails if the ring is not locked then: so wrong bytes, or an
+Each copy reads the ring entry only when it happens, and fails if the ring is not locked then: so wrong bytes, or an
 error, are what a slot or a ring that was let go of too early looks like.
 """
 
@@ -25,18 +25,18 @@ from penstock.proto.errors import DeadlineError
 
 def test_the_next_batch_s_copy_is_started_before_this_one_is_returned(rig: Any, device: FakeBackend) -> None:
     rig.numbers(0, 1, 2, 3)
-    first = rig.feed.next()
+    first = rig.reader.next()
     assert len(device.started) == 2, "that of the batch and of the one after it"
-    assert len(device.handed_over) == 1
-    second = rig.feed.next()
+    assert len(device.migrated) == 1
+    second = rig.reader.next()
     assert len(device.started) == 3
-    assert device.handed_over == device.started[:2]
-    third = rig.feed.next()
+    assert device.migrated == device.started[:2]
+    third = rig.reader.next()
     assert len(device.started) == 3
     assert [int(first), int(second), int(third)] == [0, 0, 0], "the host has waited for none of them"
     device.finish()
     assert [int(first), int(second), int(third)] == [1, 2, 3]
-    assert rig.feed.stats.ahead == 2
+    assert rig.reader.stats.ahead == 2
 
 
 def test_what_is_staged_is_not_delivered(rigs: Any, device: FakeBackend) -> None:
@@ -45,26 +45,26 @@ def test_what_is_staged_is_not_delivered(rigs: Any, device: FakeBackend) -> None
         each.numbers(0, 0, 1)
         each.numbers(1, 10, 11)
     for step in range(1, 5):
-        plain.feed.next()
-        rig.feed.next()
-        assert rig.feed.position == plain.feed.position
-        assert rig.feed.position.step == step
-        assert rig.feed.snapshot() == plain.feed.snapshot()
-        assert rig.feed.position.chain == plain.feed.position.chain
+        plain.reader.next()
+        rig.reader.next()
+        assert rig.reader.position == plain.reader.position
+        assert rig.reader.position.step == step
+        assert rig.reader.snapshot() == plain.reader.snapshot()
+        assert rig.reader.position.chain == plain.reader.position.chain
         for slot in (0, 1):
-            assert rig.acked(slot).delivered == plain.acked(slot).delivered == rig.feed.position.total[slot]
+            assert rig.acked(slot).delivered == plain.acked(slot).delivered == rig.reader.position.total[slot]
         device.finish()
 
 
 def test_no_frame_is_waited_for(rig: Any, device: FakeBackend) -> None:
     rig.numbers(0, 1)
-    rig.feed.next()
+    rig.reader.next()
     assert len(device.started) == 1
-    assert rig.feed.wait_s == 0
+    assert rig.reader.wait_s == 0
     rig.numbers(0, 2)
-    rig.feed.next()
+    rig.reader.next()
     assert len(device.started) == 2
-    assert rig.feed.stats.ahead == 0
+    assert rig.reader.stats.ahead == 0
 
 
 def test_slots_take_turns(rigs: Any) -> None:
@@ -72,11 +72,11 @@ def test_slots_take_turns(rigs: Any) -> None:
     rig.numbers(2, 200, 201)
     rig.numbers(1, 100, 101)
     rig.numbers(0, 0, 1)
-    batches = [rig.feed.next() for _ in range(6)]
-    rig.feed._backend.finish()
+    batches = [rig.reader.next() for _ in range(6)]
+    rig.reader._backend.finish()
     assert [int(batch) for batch in batches] == [0, 100, 200, 1, 101, 201]
-    assert rig.feed.position.total == [2, 2, 2]
-    assert rig.feed.stats.ahead == 5
+    assert rig.reader.position.total == [2, 2, 2]
+    assert rig.reader.stats.ahead == 5
 
 
 # ---- what arrives
@@ -102,7 +102,7 @@ def test_tensors_arrive_and_the_rest_stays_on_the_host(rigs: Any) -> None:
     }
     assert rig.runners[0].send(batch)
     assert rig.runners[0].send(batch)
-    for got in (rig.feed.next(), rig.feed.next()):
+    for got in (rig.reader.next(), rig.reader.next()):
         assert list(got) == list(batch)
         for name in ("matrix", "flags", "half", "complex", "scalar", "empty"):
             assert got[name].dtype is batch[name].dtype
@@ -131,14 +131,14 @@ def test_nothing_is_a_view_of_the_ring(rigs: Any) -> None:
     for each in (plain, rig):
         for _ in range(2):
             assert each.runners[0].send(batch)
-        addresses = [(got["tensor"].data_ptr(), got["array"].ctypes.data) for got in (each.feed.next() for _ in "ab")]
+        addresses = [(got["tensor"].data_ptr(), got["array"].ctypes.data) for got in (each.reader.next() for _ in "ab")]
         assert [in_a_ring(address) for pair in addresses for address in pair] == 4 * [each is plain]
 
 
 def test_leaves_can_be_kept_alone(rigs: Any) -> None:
     rig = rigs(backend=CpuBackend())
     assert rig.runners[0].send({"image": torch.zeros(1 << 20), "label": torch.tensor([3])})
-    label = rig.feed.next()["label"]
+    label = rig.reader.next()["label"]
     assert label.untyped_storage().nbytes() == 8
 
 
@@ -147,10 +147,10 @@ def test_a_batch_staged_in_inference_mode_is_an_ordinary_one(rigs: Any, copied: 
     rig = rigs(backend=CpuBackend())
     rig.numbers(0, 1, 2)
     with torch.inference_mode():
-        batch = rig.feed.next()
+        batch = rig.reader.next()
     if copied == "ahead":
-        batch = rig.feed.next()
-    assert rig.feed.stats.ahead == (copied == "ahead")
+        batch = rig.reader.next()
+    assert rig.reader.stats.ahead == (copied == "ahead")
     assert not batch.is_inference()
 
 
@@ -158,7 +158,7 @@ def test_a_batch_is_not_kept_alive(rigs: Any) -> None:
     rig = rigs(backend=CpuBackend())
     rig.numbers(0, 1, 2, 3)
     for _ in range(3):
-        gone = weakref.ref(rig.feed.next())
+        gone = weakref.ref(rig.reader.next())
         assert gone() is None
 
 
@@ -167,7 +167,7 @@ def test_a_batch_is_not_kept_alive(rigs: Any) -> None:
 
 def test_a_slot_is_released_by_its_copy_s_event(rig: Any, device: FakeBackend) -> None:
     rig.numbers(0, 1)
-    batch = rig.feed.next()
+    batch = rig.reader.next()
     del batch
     gc.collect()
     assert rig.taken() == 1, "dropped by the loop, but still being read"
@@ -178,7 +178,7 @@ def test_a_slot_is_released_by_its_copy_s_event(rig: Any, device: FakeBackend) -
 def test_acks_go_in_groups_while_every_batch_is_staged(rig: Any, device: FakeBackend) -> None:
     rig.numbers(0, *range(32))
     for _ in range(20):
-        rig.feed.next()
+        rig.reader.next()
         device.finish()
     producer = rig.runners[0].producer
     producer.take_acks()
@@ -187,15 +187,15 @@ def test_acks_go_in_groups_while_every_batch_is_staged(rig: Any, device: FakeBac
 
 def test_a_staged_batch_was_not_waited_for(rig: Any) -> None:
     rig.numbers(0, 0, 1)
-    rig.feed.next()
-    rig.feed.wait_s = 3.0  # as if the first had been
-    rig.feed.next()
-    assert rig.feed.wait_s == 0
+    rig.reader.next()
+    rig.reader.wait_s = 3.0  # as if the first had been
+    rig.reader.next()
+    assert rig.reader.wait_s == 0
 
 
 def test_a_batch_that_is_kept_holds_no_slot(rig: Any, device: FakeBackend) -> None:
     rig.numbers(0, 1)
-    batch = rig.feed.next()
+    batch = rig.reader.next()
     device.finish()
     assert rig.taken() == 0
     rig.numbers(0, 2)
@@ -204,10 +204,10 @@ def test_a_batch_that_is_kept_holds_no_slot(rig: Any, device: FakeBackend) -> No
 
 def test_the_slot_of_a_staged_batch_is_not_released_before_it_is_delivered(rig: Any, device: FakeBackend) -> None:
     rig.numbers(0, 1, 2)
-    rig.feed.next()
+    rig.reader.next()
     device.finish()
     assert rig.taken() == 1, "its copy is done, but a producer that is asked again must still have it"
-    rig.feed.next()
+    rig.reader.next()
     assert rig.taken() == 0
     assert rig.runners[0].producer.attached
 
@@ -215,7 +215,7 @@ def test_the_slot_of_a_staged_batch_is_not_released_before_it_is_delivered(rig: 
 def test_a_batch_without_tensors_needs_no_copy(rig: Any, device: FakeBackend) -> None:
     for number in range(3):
         assert rig.runners[0].send({"array": np.full(2, number), "number": number})
-    kept = [rig.feed.next() for _ in range(3)]
+    kept = [rig.reader.next() for _ in range(3)]
     assert device.started == []
     assert [(batch["array"].tolist(), batch["number"]) for batch in kept] == [([n, n], n) for n in range(3)]
     assert rig.taken() == 0
@@ -230,15 +230,15 @@ def test_slots_are_used_again_and_again_and_every_copy_finds_its_own_bytes(rigs:
         kept = []
         for number in range(400):
             while not rig.runners[0].room():
-                rig.feed.flush()
+                rig.reader.flush()
             rig.numbers(0, number)
             if number >= 2:
-                kept.append(rig.feed.next())
-        kept += [rig.feed.next(), rig.feed.next()]
-        rig.feed._backend.finish()
+                kept.append(rig.reader.next())
+        kept += [rig.reader.next(), rig.reader.next()]
+        rig.reader._backend.finish()
         assert [int(batch) for batch in kept] == list(range(400))
         assert rig.runners[0].producer.ring_slots == slots
-        assert rig.feed.copies == 0
+        assert rig.reader.copies == 0
 
 
 def test_a_ring_that_is_full_of_copies_empties_while_the_feed_waits(rigs: Any) -> None:
@@ -248,7 +248,7 @@ def test_a_ring_that_is_full_of_copies_empties_while_the_feed_waits(rigs: Any) -
     runner, size = rig.runners[0], (3 << 20) // 4
     for number in range(4):
         assert runner.send(torch.full((size,), number, dtype=torch.int32))
-    kept = [rig.feed.next() for _ in range(4)]
+    kept = [rig.reader.next() for _ in range(4)]
     assert not runner.room()
 
     def produce() -> None:
@@ -261,7 +261,7 @@ def test_a_ring_that_is_full_of_copies_empties_while_the_feed_waits(rigs: Any) -
 
     thread = threading.Thread(target=produce)
     thread.start()
-    kept += [rig.feed.next() for _ in range(8)]
+    kept += [rig.reader.next() for _ in range(8)]
     thread.join()
     device.finish()
     assert [batch.unique().tolist() for batch in kept] == [[number] for number in range(12)]
@@ -270,15 +270,15 @@ def test_a_ring_that_is_full_of_copies_empties_while_the_feed_waits(rigs: Any) -
 def test_a_device_that_hangs_is_named(rigs: Any, device: FakeBackend) -> None:
     rig = rigs(backend=device, timeout_s=0.2)
     rig.numbers(0, 1)
-    rig.feed.next()
+    rig.reader.next()
     with pytest.raises(
         DeadlineError, match=r"box 0 waited \d+ s for device cpu to finish .* after step 1 was handed out"
     ):
-        rig.feed.next()
-    assert rig.feed.wait_s > 0
+        rig.reader.next()
+    assert rig.reader.wait_s > 0
     device.finish()
     rig.numbers(0, 2)
-    batch = rig.feed.next()
+    batch = rig.reader.next()
     device.finish()
     assert int(batch) == 2, "a wait that ran out can be repeated"
 
@@ -286,19 +286,19 @@ def test_a_device_that_hangs_is_named(rigs: Any, device: FakeBackend) -> None:
 def test_a_worker_that_hangs_is_named_once_the_copies_are_done(rigs: Any) -> None:
     rig = rigs(backend=FakeBackend(patience=3), timeout_s=1)
     rig.numbers(0, 1)
-    rig.feed.next()
+    rig.reader.next()
     with pytest.raises(DeadlineError, match="for step 2 from slot 0 on worker w0"):
-        rig.feed.next()
+        rig.reader.next()
 
 
 def test_a_long_step_is_no_hanging_device(rigs: Any, device: FakeBackend) -> None:
     rig = rigs(backend=device)
     rig.numbers(0, 1)
-    rig.feed.next()
-    rig.feed._wait(rig.feed._lanes[0])  # the time that a copy may take begins
+    rig.reader.next()
+    rig.reader._wait(rig.reader._lanes[0])  # the time that a copy may take begins
     device.finish()
     rig.numbers(0, 2)
-    rig.feed._stuck_since -= 100  # seconds, which the step takes
-    rig.feed.next()
-    rig.feed._wait(rig.feed._lanes[0])  # and begins anew with another
+    rig.reader._stuck_since -= 100  # seconds, which the step takes
+    rig.reader.next()
+    rig.reader._wait(rig.reader._lanes[0])  # and begins anew with another
     device.finish()

@@ -1,4 +1,4 @@
-"""The feed that copies ahead, and whatever is no batch: ends, errors, lanes that break, passes that are left, closing.
+"""The feed that copies ahead, and whatever is no batch: ends, errors, lanes that break, epochs that are left, closing.
 
 The device is that of test_staging.py: its copies happen when the test says so.
 """
@@ -16,7 +16,7 @@ from lane_frames import a_frame
 
 from penstock.client.stream import device_reader
 from penstock.client.stream.device_loads import DeviceLane
-from penstock.client.stream.ordered_reader import PASS_ENDED
+from penstock.client.stream.ordered_reader import EPOCH_ENDED
 from penstock.proto.errors import DeadlineError, InputFnError, ProtocolError, UnsupportedLeafError
 from penstock.proto.lane.frames import BATCH, framed
 
@@ -30,18 +30,18 @@ def test_the_end_of_a_slot_or_of_the_pass_waits_for_its_turn(rigs: Any, device: 
     rig.numbers(1, 10, 11)
     rig.runners[1].end()
     for step in (1, 2):
-        rig.feed.next()
-        assert rig.feed.position.step == step
-        assert rig.feed.position.live == [0, 1]
-    rig.feed.next()
-    assert rig.feed.position.live == [1]
-    assert rig.feed.position.epoch == 0
-    assert rig.feed.next() is PASS_ENDED
-    assert (rig.feed.position.epoch, rig.feed.position.live) == (1, [0, 1])
+        rig.reader.next()
+        assert rig.reader.position.step == step
+        assert rig.reader.position.live == [0, 1]
+    rig.reader.next()
+    assert rig.reader.position.live == [1]
+    assert rig.reader.position.epoch == 0
+    assert rig.reader.next() is EPOCH_ENDED
+    assert (rig.reader.position.epoch, rig.reader.position.live) == (1, [0, 1])
     assert len(device.started) == 3
     rig.numbers(0, 1)
     rig.numbers(1, 12)
-    batches = [rig.feed.next(), rig.feed.next()]
+    batches = [rig.reader.next(), rig.reader.next()]
     device.finish()
     assert [int(batch) for batch in batches] == [1, 12]
 
@@ -50,23 +50,23 @@ def test_the_next_pass_is_not_staged_before_this_one_has_ended(rig: Any, device:
     rig.numbers(0, 0)
     rig.runners[0].end()
     rig.numbers(0, 1)
-    rig.feed.next()
+    rig.reader.next()
     assert len(device.started) == 1
-    assert rig.feed.position.epoch == 0
-    assert rig.feed.next() is PASS_ENDED
-    rig.feed.next()
+    assert rig.reader.position.epoch == 0
+    assert rig.reader.next() is EPOCH_ENDED
+    rig.reader.next()
     assert len(device.started) == 2
 
 
 def test_an_error_comes_when_its_step_is_due(rig: Any, device: FakeBackend) -> None:
     rig.numbers(0, 0, 1)
     rig.runners[0].fail("InputFnError", "ValueError: no such sample")
-    batches = [rig.feed.next(), rig.feed.next()]
+    batches = [rig.reader.next(), rig.reader.next()]
     assert rig.run.error is None
     device.finish()
     assert [int(batch) for batch in batches] == [0, 1]
     with pytest.raises(InputFnError, match=r"no such sample \[worker w0, box 0, slot 0, step 3\]"):
-        rig.feed.next()
+        rig.reader.next()
 
 
 @pytest.mark.parametrize(("total", "epoch"), [(3, 0), (2, 1)])
@@ -74,28 +74,28 @@ def test_a_batch_out_of_order_is_an_error_when_its_step_is_due(rig: Any, total: 
     rig.numbers(0, 0)
     rig.runners[0].total, rig.runners[0].epoch = total - 1, epoch
     rig.numbers(0, 2)
-    rig.feed.next()
-    words = f"worker w0: sent batch {total} of pass {epoch}, where batch 2 of pass 0 was due"
+    rig.reader.next()
+    words = f"worker w0: sent batch {total} of epoch {epoch}, where batch 2 of epoch 0 was due"
     with pytest.raises(ProtocolError, match=words):
-        rig.feed.next()
+        rig.reader.next()
 
 
 @pytest.mark.parametrize(
     ("packet", "words"),
     [
         (b"\xff" * 9, "worker w0: a frame of"),
-        (framed(a_frame(kind=BATCH, total=3, ring=1).encode()), "in no ring slot that was"),
+        (framed(a_frame(kind=BATCH, total=3, ring=1).encode()), "in no ring entry that was"),
     ],
 )
 def test_what_no_producer_sends_is_an_error_when_its_step_is_due(rig: Any, packet: bytes, words: str) -> None:
     rig.numbers(0, 0)
-    rig.feed.next()
+    rig.reader.next()
     rig.numbers(0, 1)
     rig.runners[0].producer._sock.send(packet)
-    rig.feed.next()
-    assert rig.feed.position.step == 2
+    rig.reader.next()
+    assert rig.reader.position.step == 2
     with pytest.raises(ProtocolError, match=words):
-        rig.feed.next()
+        rig.reader.next()
 
 
 def test_a_batch_that_could_not_be_staged_is_tried_again_when_it_is_due(
@@ -113,10 +113,10 @@ def test_a_batch_that_could_not_be_staged_is_tried_again_when_it_is_due(
 
     failures = 1
     monkeypatch.setattr(device, "copy", full)
-    batches = [rig.feed.next(), rig.feed.next()]
+    batches = [rig.reader.next(), rig.reader.next()]
     assert len(tries) == 4, "the second batch twice, and the third was staged"
     assert len(rig.runners[0].hellos) == 1
-    batches.append(rig.feed.next())
+    batches.append(rig.reader.next())
     device.finish()
     assert [int(batch) for batch in batches] == [0, 1, 2]
 
@@ -134,15 +134,15 @@ def test_a_batch_that_cannot_be_made_is_an_error_when_it_is_due_and_comes_again(
         return compiled(lane, structure)
 
     monkeypatch.setattr(DeviceLane, "_compile", refuse)
-    batch = rig.feed.next()
+    batch = rig.reader.next()
     for _ in range(2):
         with pytest.raises(UnsupportedLeafError, match="a class that nobody imported"):
-            rig.feed.next()
-        assert rig.feed.position.step == 1
-        rig.feed._lanes[0].retry_at = 0.0
+            rig.reader.next()
+        assert rig.reader.position.step == 1
+        rig.reader._lanes[0].retry_at = 0.0
     monkeypatch.setattr(DeviceLane, "_compile", compiled)
     device.finish()
-    second = rig.feed.next()
+    second = rig.reader.next()
     device.finish()
     assert (int(batch), int(second["x"])) == (0, 1)
 
@@ -161,10 +161,10 @@ def test_an_interrupt_while_staging_loses_and_repeats_nothing(
 
     monkeypatch.setattr(device, "copy", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        rig.feed.next()
-    assert rig.feed.position.step == 1
+        rig.reader.next()
+    assert rig.reader.position.step == 1
     device.finish()
-    batches = [rig.feed.next(), rig.feed.next()]
+    batches = [rig.reader.next(), rig.reader.next()]
     device.finish()
     assert [int(batch) for batch in batches] == [1, 2]
     assert len(rig.runners[0].hellos) == 2
@@ -176,16 +176,16 @@ def test_an_interrupt_while_staging_loses_and_repeats_nothing(
 def test_a_lane_that_breaks_behind_a_staged_batch(rig: Any, device: FakeBackend) -> None:
     rig.numbers(0, *range(4))
     runner = rig.runners[0]
-    batches = [rig.feed.next()]
+    batches = [rig.reader.next()]
     runner.break_lane()
-    batches += [rig.feed.next() for _ in range(3)]  # what was on its way is read first
+    batches += [rig.reader.next() for _ in range(3)]  # what was on its way is read first
     rig.numbers(0, 4, 5)
     device.finish(3)
-    batches += [rig.feed.next()]
+    batches += [rig.reader.next()]
     assert len(runner.hellos) == 2
     assert runner.hellos[1].next_total == 5
     assert len(runner.hellos[1].held) == 1, "the fourth batch is still being copied"
-    batches += [rig.feed.next()]
+    batches += [rig.reader.next()]
     device.finish()
     assert [int(batch) for batch in batches] == [0, 1, 2, 3, 4, 5]
     assert rig.taken() == 0
@@ -195,7 +195,7 @@ def test_a_runner_that_is_replaced_sends_the_staged_batch_again(rigs: Any, devic
     rig = rigs(backend=device)
     old = rig.runners[0]
     rig.numbers(0, 0, 1, 2)
-    batches = [rig.feed.next()]
+    batches = [rig.reader.next()]
     staged = device.started[1]
     new = type(old)(0, 2, total=1)
     assert new.send(torch.tensor([1]))
@@ -203,11 +203,11 @@ def test_a_runner_that_is_replaced_sends_the_staged_batch_again(rigs: Any, devic
     rig.runners[0] = new
     rig.run.show(new, restarts=1, note="worker w0 died")
     with pytest.warns(UserWarning, match="slot 0 of box 0 was recovered"):
-        batches.append(rig.feed.next())
-    assert staged not in device.handed_over
+        batches.append(rig.reader.next())
+    assert staged not in device.migrated
     assert new.hellos[0].next_total == 2
-    batches.append(rig.feed.next())
-    assert rig.feed.position.total == [3]
+    batches.append(rig.reader.next())
+    assert rig.reader.position.total == [3]
     old.producer.close()
     device.finish()
     assert [int(batch) for batch in batches] == [0, 1, 2]
@@ -218,23 +218,23 @@ def test_a_runner_that_is_replaced_sends_the_staged_batch_again(rigs: Any, devic
 def test_a_ring_of_a_dead_runner_stays_locked_until_its_last_copy(rigs: Any, device: FakeBackend) -> None:
     rig = rigs(backend=device)
     rig.numbers(0, 0, 1)
-    batch = rig.feed.next()
+    batch = rig.reader.next()
     old = rig.runners[0]
     new = type(old)(0, 2, total=1)
     assert new.send(torch.tensor([1]))
     rig.runners[0] = new
     rig.run.show(new)
-    rig.feed.next()
+    rig.reader.next()
     old.producer.close()
     del old
     gc.collect()
     for finished in (0, 1):
         device.finish(finished)
-        rig.feed.flush()
+        rig.reader.flush()
         gc.collect()
         assert len(device.runtime.locked) == 2, "the batch that was staged is still being copied"
     device.finish(1)
-    rig.feed.flush()
+    rig.reader.flush()
     gc.collect()
     assert len(device.runtime.locked) == 1
     assert int(batch) == 0
@@ -244,17 +244,17 @@ def test_an_outgrown_ring_stays_locked_until_its_last_copy(rig: Any, device: Fak
     runner, runtime = rig.runners[0], device.runtime
     for power in (4, 18, 20):
         assert runner.send(torch.full((1 << power,), power, dtype=torch.uint8))
-    kept = [rig.feed.next() for _ in range(3)]
+    kept = [rig.reader.next() for _ in range(3)]
     gc.collect()
     assert len(runtime.locked) == 3
     device.finish()
-    rig.feed.flush()
+    rig.reader.flush()
     gc.collect()
     assert len(runtime.locked) == 1
     assert [batch.unique().tolist() for batch in kept] == [[4], [18], [20]]
 
 
-# ---- passes that are left, and the end
+# ---- epochs that are left, and the end
 
 
 def test_a_pass_is_left_when_the_staged_batch_is_copied_and_the_batch_is_forgotten(
@@ -264,10 +264,10 @@ def test_a_pass_is_left_when_the_staged_batch_is_copied_and_the_batch_is_forgott
     rig = rigs(2, backend=device)
     rig.numbers(0, 0, 1, 2)
     rig.numbers(1, 10, 11)
-    rig.feed.next()
+    rig.reader.next()
     staged = device.started[1]
     abandoned = []
-    for lane in rig.feed._lanes:
+    for lane in rig.reader._lanes:
         tell = lane.consumer.abandon
 
         def told(epoch: int, tell: Any = tell) -> None:
@@ -275,17 +275,17 @@ def test_a_pass_is_left_when_the_staged_batch_is_copied_and_the_batch_is_forgott
             tell(epoch)
 
         lane.consumer.abandon = told
-    rig.feed.cut()
+    rig.reader.cut()
     assert abandoned == [True, True], "from here on the producer may fill the slot"
-    assert rig.run.progress.cuts == ((0, 1),)
-    assert [runner.leave_pass() for runner in rig.runners] == [0, 0]
+    assert rig.run.progress.abandoned == ((0, 1),)
+    assert [runner.leave_epoch() for runner in rig.runners] == [0, 0]
     rig.numbers(0, 100)
     rig.numbers(1, 110)
-    batches = [rig.feed.next(), rig.feed.next()]
+    batches = [rig.reader.next(), rig.reader.next()]
     device.finish()
     assert [int(batch) for batch in batches] == [100, 110]
-    assert rig.feed.position.total == [2, 1]
-    assert staged not in device.handed_over
+    assert rig.reader.position.total == [2, 1]
+    assert staged not in device.migrated
     assert [rig.taken(slot) for slot in (0, 1)] == [0, 0], "no slot is lost, and none released twice"
     assert all(runner.producer.attached for runner in rig.runners)
 
@@ -293,27 +293,27 @@ def test_a_pass_is_left_when_the_staged_batch_is_copied_and_the_batch_is_forgott
 def test_a_pass_is_not_left_while_the_device_hangs(rigs: Any, device: FakeBackend) -> None:
     rig = rigs(backend=device, timeout_s=0.05)
     rig.numbers(0, 0, 1)
-    rig.feed.next()
+    rig.reader.next()
     with pytest.raises(DeadlineError, match="for device cpu to finish the copy of a batch"):
-        rig.feed.cut()
-    assert rig.runners[0].producer.cuts == 0
+        rig.reader.cut()
+    assert rig.runners[0].producer.abandons == 0
     device.finish()
-    assert int(rig.feed.next()) == 1
+    assert int(rig.reader.next()) == 1
 
 
 def test_a_frame_that_was_seen_of_a_pass_that_is_left_is_forgotten(rig: Any, device: FakeBackend) -> None:
     rig.numbers(0, 0)
     rig.runners[0].end()
-    rig.feed.next()
-    consumer = rig.feed._lanes[0].consumer
+    rig.reader.next()
+    consumer = rig.reader._lanes[0].consumer
     assert consumer.look() is not None
-    rig.feed.cut()
-    assert rig.runners[0].leave_pass() == 0
+    rig.reader.cut()
+    assert rig.runners[0].leave_epoch() == 0
     rig.numbers(0, 100)
-    batch = rig.feed.next()
+    batch = rig.reader.next()
     device.finish()
     assert int(batch) == 100
-    assert rig.feed.position.epoch == 1
+    assert rig.reader.position.epoch == 1
 
 
 def test_a_batch_that_could_not_be_staged_is_forgotten_with_its_pass(
@@ -330,12 +330,12 @@ def test_a_batch_that_could_not_be_staged_is_forgotten_with_its_pass(
         raise RuntimeError("out of memory on the device")
 
     monkeypatch.setattr(device, "copy", once)
-    rig.feed.next()
+    rig.reader.next()
     monkeypatch.setattr(device, "copy", copy)
-    rig.feed.cut()
-    assert rig.runners[0].leave_pass() == 0
+    rig.reader.cut()
+    assert rig.runners[0].leave_epoch() == 0
     rig.numbers(0, 100)
-    batch = rig.feed.next()
+    batch = rig.reader.next()
     device.finish()
     assert int(batch) == 100
 
@@ -344,18 +344,18 @@ def test_a_lane_whose_first_batch_after_a_cut_was_staged_has_heard_of_it(rigs: A
     rig = rigs(2, backend=device)
     rig.numbers(0, 0, 1)
     rig.numbers(1, 10)
-    rig.feed.next()
+    rig.reader.next()
     device.finish()
-    rig.feed.cut()
-    assert [runner.leave_pass() for runner in rig.runners] == [0, 0]
+    rig.reader.cut()
+    assert [runner.leave_epoch() for runner in rig.runners] == [0, 0]
     rig.numbers(0, 100, 101)
     rig.numbers(1, 110)
-    rig.feed.next()
-    rig.feed.next()
+    rig.reader.next()
+    rig.reader.next()
     runner = rig.runners[1]
     runner.break_lane()
     rig.numbers(1, 111)
-    batches = [rig.feed.next(), rig.feed.next()]
+    batches = [rig.reader.next(), rig.reader.next()]
     assert len(runner.hellos) == 2
     assert runner.hellos[1].abandon_epoch == 0
     device.finish()
@@ -365,21 +365,21 @@ def test_a_lane_whose_first_batch_after_a_cut_was_staged_has_heard_of_it(rigs: A
 def test_an_error_that_was_seen_of_a_pass_that_is_left_is_met_in_the_next(rig: Any) -> None:
     rig.numbers(0, 0)
     rig.runners[0].fail("InputFnError", "ValueError: no such sample")
-    rig.feed.next()
-    rig.feed.cut()
+    rig.reader.next()
+    rig.reader.cut()
     with pytest.raises(InputFnError, match="no such sample"):
-        rig.feed.next()
+        rig.reader.next()
 
 
 def test_closing_waits_for_the_copies(rigs: Any) -> None:
     device = FakeBackend(patience=4)
     rig = rigs(backend=device)
     rig.numbers(0, 0, 1, 2)
-    rig.feed.next()
-    rig.feed.next()
-    rig.feed.close()
+    rig.reader.next()
+    rig.reader.next()
+    rig.reader.close()
     assert [copy.done for copy in device.started] == [True, True, True]
-    rig.feed.close()
+    rig.reader.close()
 
 
 def test_a_ring_of_a_device_that_hangs_is_never_let_go(
@@ -389,9 +389,9 @@ def test_a_ring_of_a_device_that_hangs_is_never_let_go(
     monkeypatch.setattr(device_reader, "_stranded", [])
     rig = rigs(backend=device)
     rig.numbers(0, 0, 1)
-    rig.feed.next()
-    rig.feed.close()
-    del rig.feed._lanes[:]
+    rig.reader.next()
+    rig.reader.close()
+    del rig.reader._lanes[:]
     gc.collect()
     assert len(device.runtime.locked) == 1
     device.finish()
@@ -406,24 +406,24 @@ def test_a_device_that_has_failed_stops_the_loop_and_nothing_else(
     monkeypatch.setattr(device_reader, "_stranded", [])
     rig = rigs(backend=device)
     rig.numbers(0, 0, 1)
-    rig.feed.next()
+    rig.reader.next()
     device.failure = RuntimeError("CUDA error: device-side assert triggered")
     with pytest.raises(RuntimeError, match="device-side assert"):
-        rig.feed.next()
-    assert rig.feed.flush(), "a state can still be asked for"
-    assert rig.feed.position.step == 1
-    rig.feed.close()
+        rig.reader.next()
+    assert rig.reader.flush(), "a state can still be asked for"
+    assert rig.reader.position.step == 1
+    rig.reader.close()
     assert len(device_reader._stranded) == 2
 
 
 def test_a_fork_of_the_training_process_unlocks_nothing(rig: Any, device: FakeBackend) -> None:
     rig.numbers(0, 0)
-    batch = rig.feed.next()
+    batch = rig.reader.next()
     device.finish()
     child = os.fork()
     if child == 0:
-        del rig.feed._lanes[:]
-        rig.feed._lent.clear()
+        del rig.reader._lanes[:]
+        rig.reader._lent.clear()
         gc.collect()
         os._exit(len(device.runtime.unlocked))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

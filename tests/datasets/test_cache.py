@@ -21,7 +21,7 @@ from waiting import wait_until
 from penstock.data.cache.shard_cache import ShardCache
 from penstock.data.formats.compressed_files import COMPRESSIONS
 from penstock.data.formats.shards import Shard, ShardFile, StoredFile
-from penstock.data.remote.folders import Place
+from penstock.data.remote.folders import RemoteFolder
 from penstock.proto.errors import DatasetError, InvalidArgumentError, ShardCorruptError, ShardUnavailableError
 
 SIZE = 40_000
@@ -34,7 +34,7 @@ def make(server: ShardServer, tmp_path: Path) -> Iterator[Make]:
     made: list[ShardCache] = []
 
     def cache(**settings: object) -> ShardCache:
-        made.append(ShardCache(Place(server.url, tries=2), tmp_path / "cache", **settings))  # type: ignore[arg-type]
+        made.append(ShardCache(RemoteFolder(server.url, tries=2), tmp_path / "cache", **settings))  # type: ignore[arg-type]
         return made[-1]
 
     yield cache
@@ -224,44 +224,44 @@ def test_a_folder_without_a_place_is_the_dataset(tmp_path: Path) -> None:
         ShardCache(None, tmp_path, validate=HASH).hold(plain[0])
     path.write_bytes(b"short")
     with pytest.raises(ShardCorruptError, match=f"{path} has 5 bytes, its index says {SIZE}"):
-        ShardCache(Place(tmp_path), tmp_path).hold(plain[0])
+        ShardCache(RemoteFolder(tmp_path), tmp_path).hold(plain[0])
     assert path.exists(), "the only copy was removed"
     cache.close()
 
 
 def test_local_files_are_used_in_place(tmp_path: Path) -> None:
-    there, here = tmp_path / "there", tmp_path / "here"
+    there, identity = tmp_path / "there", tmp_path / "here"
     plain, packed = make_shards(there, 1, SIZE), make_shards(there, 1, SIZE, compression="gz", first=1)
     for validate in (None, HASH):
-        cache = ShardCache(Place(there), here, validate=validate)
+        cache = ShardCache(RemoteFolder(there), identity, validate=validate)
         with cache.hold(plain[0]) as held:
             assert held.paths == (there / plain[0].name,)
         with cache.hold(packed[0]) as held:
-            assert held.paths == (here / packed[0].name,)
+            assert held.paths == (identity / packed[0].name,)
             assert held.paths[0].read_bytes() == raw_bytes(1, SIZE)
         assert cache.index() == (there / "index.json").read_bytes()
-    assert names(here) == {packed[0].name}
+    assert names(identity) == {packed[0].name}
     assert len(list(there.iterdir())) == 3
 
 
 @pytest.mark.parametrize(("there", "here"), [("data/remote", "data"), ("data", "data/cache")])
 @pytest.mark.parametrize("validate", [None, HASH])
 def test_files_of_a_place_stay_though_its_cache_is_above_or_below_it(
-    tmp_path: Path, there: str, here: str, validate: str | None
+    tmp_path: Path, there: str, identity: str, validate: str | None
 ) -> None:
     """What was packed there went when it was unpacked, as if it were the cache's own; and when it was corrupt."""
     shards = make_shards(tmp_path / there, 2, SIZE, compression="gz")
     paths = [tmp_path / there / file.packed.name for shard in shards for file in shard.files if file.packed]
     before = [path.read_bytes() for path in paths]
-    cache = ShardCache(Place(tmp_path / there), tmp_path / here, validate=validate)
+    cache = ShardCache(RemoteFolder(tmp_path / there), tmp_path / identity, validate=validate)
     assert [held_bytes(cache, shard) for shard in shards] == [raw_bytes(n, SIZE) for n in range(2)]
     cache.close()
     assert [path.read_bytes() for path in paths] == before
-    raw = tmp_path / here / shards[0].name
+    raw = tmp_path / identity / shards[0].name
     raw.unlink()
     damaged = before[0][:-9] + bytes([before[0][-9] ^ 1]) + before[0][-8:]
     paths[0].write_bytes(damaged)
-    again = ShardCache(Place(tmp_path / there), tmp_path / here, validate=validate)
+    again = ShardCache(RemoteFolder(tmp_path / there), tmp_path / identity, validate=validate)
     with pytest.raises(ShardCorruptError, match=paths[0].name):
         again.hold(shards[0])
     assert paths[0].read_bytes() == damaged, "the only copy was removed"
@@ -273,7 +273,7 @@ def test_files_of_a_place_stay_though_its_cache_is_above_or_below_it(
 
 def test_local_files_that_are_only_read_leave_nothing_anywhere(tmp_path: Path) -> None:
     shards, threads = make_shards(tmp_path / "there", 3, SIZE), threading.active_count()
-    for place, folder in ((Place(tmp_path / "there"), "here"), (None, "there")):
+    for place, folder in ((RemoteFolder(tmp_path / "there"), "here"), (None, "there")):
         cache = ShardCache(place, tmp_path / folder)
         cache.fetch_ahead(shards)
         cache.hold(shards[0]).release()
@@ -286,7 +286,7 @@ def test_local_files_that_are_only_read_leave_nothing_anywhere(tmp_path: Path) -
 def test_a_folder_holds_one_dataset(server: ShardServer, make: Make, tmp_path: Path) -> None:
     (shard,) = make_shards(server.folder, 1, SIZE)
     make().hold(shard)
-    cache = ShardCache(Place("memory://another"), tmp_path / "cache")
+    cache = ShardCache(RemoteFolder("memory://another"), tmp_path / "cache")
     with pytest.raises(DatasetError, match=rf"holds the dataset of {server.url}, not that of memory://another"):
         cache.hold(shard)
 
@@ -295,7 +295,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, server: ShardServer) ->
     (shard,) = make_shards(server.folder, 1, SIZE)
     (tmp_path / "file").write_text("")
     with pytest.raises(ShardUnavailableError, match=r"file/cache cannot be written: Not a directory; give a local"):
-        ShardCache(Place(server.url), tmp_path / "file" / "cache").hold(shard)
+        ShardCache(RemoteFolder(server.url), tmp_path / "file" / "cache").hold(shard)
 
 
 @pytest.fixture
@@ -311,7 +311,7 @@ def test_a_full_disk_is_named_and_others_go_on(server: ShardServer, small_disk: 
         make_shards(server.folder, 1, 10 * SIZE, compression=compression)[0],
         make_shards(server.folder, 1, SIZE, compression=compression, first=1)[0],
     )
-    cache = ShardCache(Place(server.url), small_disk)
+    cache = ShardCache(RemoteFolder(server.url), small_disk)
     says = rf"{server.url}/{big.name}.* {small_disk}/.*: No space left on device; it needs {{}} bytes, \d+ are free"
     needed = big.files[0].packed.size if big.files[0].packed else big.size
     with pytest.raises(ShardUnavailableError, match=says.format(needed)):

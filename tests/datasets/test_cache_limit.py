@@ -13,11 +13,11 @@ from shard_server import Fault, ShardServer
 
 from penstock.data.cache import shard_cache as storage_cache
 from penstock.data.cache.cache_state import CacheState
-from penstock.data.cache.prefetch import Ahead
-from penstock.data.cache.shard_cache import Held, ShardCache
-from penstock.data.cache.shard_stamps import Stamp, key_of
+from penstock.data.cache.prefetch import Prefetcher
+from penstock.data.cache.shard_cache import HeldShard, ShardCache
+from penstock.data.cache.shard_versions import ShardVersion, key_of
 from penstock.data.formats.shards import Shard
-from penstock.data.remote.folders import Place
+from penstock.data.remote.folders import RemoteFolder
 from penstock.proto.errors import InvalidArgumentError, ShardUnavailableError
 
 SIZE = 40_000
@@ -31,7 +31,7 @@ def make(server: ShardServer, tmp_path: Path) -> Iterator[Make]:
 
     def cache(**settings: object) -> ShardCache:
         settings = {"limit": 3 * SIZE, **settings}
-        made.append(ShardCache(Place(server.url, tries=2), tmp_path / "cache", **settings))  # type: ignore[arg-type]
+        made.append(ShardCache(RemoteFolder(server.url, tries=2), tmp_path / "cache", **settings))  # type: ignore[arg-type]
         return made[-1]
 
     yield cache
@@ -96,7 +96,7 @@ def test_held_twice_is_released_twice(server: ShardServer, make: Make, tmp_path:
 
 def test_under_pressure_the_user_may_release(server: ShardServer, make: Make, tmp_path: Path) -> None:
     shards = make_shards(server.folder, 4, SIZE)
-    held: list[Held] = []
+    held: list[HeldShard] = []
     cache = make(on_pressure=lambda: held.pop(0).release())
     held.extend(cache.hold(shard) for shard in shards[:3])
     with warnings.catch_warnings():
@@ -152,7 +152,7 @@ def test_at_the_limit_nobody_waits_for_what_he_is_fetching_himself(
     shards = make_shards(server.folder, 4, SIZE)
     other = make()
     held = [other.hold(shard) for shard in shards[:3]]
-    books = CacheState(tmp_path / "cache", Place(server.url), 30)
+    books = CacheState(tmp_path / "cache", RemoteFolder(server.url), 30)
     wanted = books.wait(str(tmp_path / "cache" / ".penstock" / "ahead" / key_of(shards[3].name)), 30, "", shared=True)
     with pytest.warns(UserWarning, match="exceeds its limit"):
         use(make(timeout_s=30), shards[3])  # it would wait as long, and then have no time to fetch it
@@ -237,7 +237,7 @@ def test_room_goes_in_order(tmp_path: Path) -> None:
         return True
 
     books = CacheState(tmp_path / "cache", None, 30)
-    ahead = Ahead(books, 3, bring)
+    ahead = Prefetcher(books, 3, bring)
     ahead.want([(shard.name, shard) for shard in shards], ())
     assert begun[0].wait(30)
     assert not begun[1].wait(0.1)
@@ -260,8 +260,8 @@ def test_nothing_outside_of_the_folder_goes_for_what_a_stamp_says(
     victims = [tmp_path / "cache" / ".." / "one", tmp_path / "other"]
     for number, victim in enumerate(victims):
         victim.write_bytes(b"precious")
-        stamp = Stamp(evictable=((["../one", str(victim)][number], 8),), size=SIZE)
-        (tmp_path / "cache" / ".penstock" / "shards" / f"a{number}").write_bytes(stamp.encoded())
+        version = ShardVersion(evictable=((["../one", str(victim)][number], 8),), size=SIZE)
+        (tmp_path / "cache" / ".penstock" / "shards" / f"a{number}").write_bytes(version.encoded())
     for shard in shards:
         use(cache, shard)
     assert all(victim.read_bytes() == b"precious" for victim in victims)

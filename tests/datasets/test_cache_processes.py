@@ -22,9 +22,9 @@ from shard_server import Fault, ShardServer
 from waiting import wait_until
 
 from penstock.data.cache import eviction
-from penstock.data.cache.shard_cache import Held, ShardCache
+from penstock.data.cache.shard_cache import HeldShard, ShardCache
 from penstock.data.formats.shards import Shard
-from penstock.data.remote.folders import Place
+from penstock.data.remote.folders import RemoteFolder
 from penstock.proto.errors import ShardCorruptError
 
 SIZE = 40_000
@@ -33,7 +33,7 @@ WORKER = Path(__file__).parents[2] / "worker"
 
 @contextlib.contextmanager
 def cache_of(server: ShardServer, tmp_path: Path, **settings: object) -> Iterator[ShardCache]:
-    cache = ShardCache(Place(server.url, tries=3), tmp_path / "cache", **settings)  # type: ignore[arg-type]
+    cache = ShardCache(RemoteFolder(server.url, tries=3), tmp_path / "cache", **settings)  # type: ignore[arg-type]
     try:
         yield cache
     finally:
@@ -288,7 +288,7 @@ def test_the_limit_is_kept_by_three_processes(server: ShardServer, tmp_path: Pat
     assert_clean(tmp_path / "cache")
 
 
-def held_at_last(cache: ShardCache, shard: Shard) -> Held:
+def held_at_last(cache: ShardCache, shard: Shard) -> HeldShard:
     """Though the server may send it corrupt twice in a row."""
     while True:
         with contextlib.suppress(ShardCorruptError):
@@ -310,8 +310,8 @@ def test_whatever_is_asked_and_fails(server: ShardServer, tmp_path: Path, seed: 
         rng = random.Random(1000 * seed + number)
         keep = {"validate": HASH, "limit": limit, "threads": 2, "keep_packed": seed == 2}
         for _ in range(2):
-            cache = ShardCache(Place(server.url, tries=20), tmp_path / "cache", **keep)  # type: ignore[arg-type]
-            held: list[tuple[Shard, Held]] = []
+            cache = ShardCache(RemoteFolder(server.url, tries=20), tmp_path / "cache", **keep)  # type: ignore[arg-type]
+            held: list[tuple[Shard, HeldShard]] = []
             for _ in range(40):
                 match rng.randrange(4):
                     case 0:

@@ -13,7 +13,7 @@ from shard_server import ShardServer
 
 from penstock.data import StreamingDataset
 from penstock.data.cache.shard_cache import ShardCache
-from penstock.data.remote.folders import Place
+from penstock.data.remote.folders import RemoteFolder
 from penstock.proto.errors import DatasetError, InvalidArgumentError, ShardUnavailableError
 
 STRANGER = 12_345
@@ -27,7 +27,7 @@ def hold(server: ShardServer, tmp_path: Path) -> Hold:
     (shard,) = make_shards(server.folder, 1, 1000)
 
     def hold(group: int | None = None) -> None:
-        cache = ShardCache(Place(server.url, tries=1), tmp_path / "cache", group=group, timeout_s=10)
+        cache = ShardCache(RemoteFolder(server.url, tries=1), tmp_path / "cache", group=group, timeout_s=10)
         try:
             with cache.hold(shard):
                 pass

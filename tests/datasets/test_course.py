@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.data.ordering.epoch_plan import Epochs
+from penstock.data.ordering.epoch_plan import EpochPlan
 from penstock.data.ordering.partition import Tail
 from penstock.data.ordering.skips import added_behind, ranges_of
 from penstock.proto.errors import InvalidArgumentError
 
 
-def epochs_of(length: int, tail: Tail = "emit", *skip: range) -> Epochs:
-    return Epochs(length, tail, ranges_of(skip))
+def epochs_of(length: int, tail: Tail = "emit", *skip: range) -> EpochPlan:
+    return EpochPlan(length, tail, ranges_of(skip))
 
 
 @given(st.integers(1, 60), st.integers(0, 50), st.integers(1, 5), st.integers(0, 80), st.integers(0, 30), st.data())
@@ -22,28 +22,28 @@ def test_what_lies_ahead_of_a_box_is_what_it_will_get(
     length: int, start: int, boxes: int, out: int, many: int, data: st.DataObject
 ) -> None:
     start = min(start, length)
-    course = epochs_of(length, "drop", range(out, out + many)).course(0, start, boxes, boxes)
+    remainder = epochs_of(length, "drop", range(out, out + many)).remainder(0, start, boxes, boxes)
     begin = data.draw(st.integers(start, length))
     for box in range(boxes):
-        rows = [course.positions(number, box).tolist() for number in range(course.batches)]
-        near = course.near(box, begin, length, run=1, runs=length).tolist()
+        rows = [remainder.positions(number, box).tolist() for number in range(remainder.batches)]
+        near = remainder.near(box, begin, length, run=1, runs=length).tolist()
         mine = [row for own in rows for row in own if row >= begin]
         assert near[: len(mine)] == mine
         assert len(near) - len(mine) in (0, 1), "of what is dropped a box would have one row at most"
         assert near == sorted(near)
-        some = course.near(box, begin, length, run=boxes, runs=2).tolist()
+        some = remainder.near(box, begin, length, run=boxes, runs=2).tolist()
         assert set(some) <= set(near)
 
 
 @pytest.mark.parametrize("tail", ["emit", "pad", "drop", "carry"])
 def test_epochs_of_which_nothing_is_left_are_passed_over_at_once(tail: Tail) -> None:
     epochs = epochs_of(10, tail, range(7, 10**15 + 3))
-    epoch, start = epochs.course(0, 0, 4, 2).following()
-    course = epochs.course(epoch, start, 4, 2)
+    epoch, start = epochs.remainder(0, 0, 4, 2).following()
+    remainder = epochs.remainder(epoch, start, 4, 2)
     carried = 4 - 10**15  # the samples 4, 5 and 6 of epoch 0
     assert (epoch, start) == (10**14, carried if tail == "carry" else 0)
-    assert course.batches == {"emit": 2, "pad": 2, "drop": 1, "carry": 2}[tail]
-    assert course.positions(0, 0).tolist() == ([carried, carried + 2] if tail == "carry" else [3, 5])
+    assert remainder.batches == {"emit": 2, "pad": 2, "drop": 1, "carry": 2}[tail]
+    assert remainder.positions(0, 0).tolist() == ([carried, carried + 2] if tail == "carry" else [3, 5])
 
 
 def test_a_pass_that_carries_begins_where_it_would_have() -> None:
@@ -52,7 +52,7 @@ def test_a_pass_that_carries_begins_where_it_would_have() -> None:
     assert [epochs.begin(epoch, 5, (0, 0)) for epoch in range(6)] == begins
     place = (0, 0)
     for epoch in range(1, 6):
-        place = epochs.course(*place, 5, 1).following()
+        place = epochs.remainder(*place, 5, 1).following()
         assert place == (epoch, begins[epoch])
     assert [epochs.begin(epoch, 5, (1, -3)) for epoch in range(3)] == begins[:3]
     assert epochs.begin(0, 5, (1, -4)) == 0, "there is nothing before the first sample"

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.data.ordering.partition import Dealing, Tail, Turn
+from penstock.data.ordering.partition import Partition, Tail, WorkerTurn
 
 TAILS: list[Tail] = ["emit", "pad", "drop"]
 
@@ -17,15 +17,15 @@ def test_every_row_goes_to_one_box_in_order(
 ) -> None:
     batch = max(batch, boxes)
     start = min(start, length - 1)
-    dealing = Dealing(length, start, batch, boxes, tail)
+    partition = Partition(length, start, batch, boxes, tail)
     dealt: list[int] = []
-    for number in range(dealing.batches):
-        rows = [dealing.rows(number, box).tolist() for box in range(boxes)]
+    for number in range(partition.batches):
+        rows = [partition.rows(number, box).tolist() for box in range(boxes)]
         assert rows[0]
-        assert all(rows) or (tail == "emit" and dealing.batches == 1), "only where there are fewer rows than boxes"
+        assert all(rows) or (tail == "emit" and partition.batches == 1), "only where there are fewer rows than boxes"
         size = sum(map(len, rows))
         whole = [rows[at % boxes][at // boxes] for at in range(size)]
-        assert dealing.position(number) == start + number * batch
+        assert partition.position(number) == start + number * batch
         dealt += whole
     remaining = list(range(start, length))
     rest = len(remaining) % batch
@@ -35,12 +35,12 @@ def test_every_row_goes_to_one_box_in_order(
         assert dealt == remaining + [at % length for at in range(length, length + (batch - rest) % batch)]
     else:
         assert dealt == remaining
-    assert dealing.position(dealing.batches) == length
+    assert partition.position(partition.batches) == length
 
 
 @pytest.mark.parametrize("of", [1, 2, 3, 7])
 def test_turns_share_the_batches(of: int) -> None:
-    turns = [Turn(number, of) for number in range(of)]
+    turns = [WorkerTurn(number, of) for number in range(of)]
     for batches in range(30):
         assert sum(turn.done(batches) for turn in turns) == batches
         assert min(turn.batch(turn.done(batches)) for turn in turns) == batches

@@ -253,7 +253,7 @@ def test_a_state_of_another_order_is_refused_by_name(
 def test_a_worker_s_state_is_refused_in_another_shape(dataset: StreamingDataset) -> None:
     cluster = Cluster(dataset, (1, 2), batch_size=4)
     cluster.take(2)
-    with pytest.raises(StateMismatchError, match="aggregate_state_dict or state_after fits any shape"):
+    with pytest.raises(StateMismatchError, match="aggregate_state_dict or state_after fits any topology"):
         loader_of(dataset, batch_size=4).load_state_dict(cluster.workers[0].state_dict())
 
 
@@ -308,7 +308,7 @@ def test_numbers_of_numpy_s_and_torch_s_do(dataset: StreamingDataset) -> None:
 
 
 def test_an_epoch_that_a_loaded_state_is_in_is_not_begun_again(dataset: StreamingDataset) -> None:
-    """The usual loop says the epoch's number before each pass, also before the first one that is resumed."""
+    """The usual loop says the epoch's number before each epoch, also before the first one that is resumed."""
     loader = loader_of(dataset, batch_size=10)
     whole = [list(loader) for _ in range(3)]
     loader.set_epoch(1)
@@ -414,7 +414,7 @@ def test_an_iterator_that_was_left_yields_nothing_more(dataset: StreamingDataset
     stream = iter(loader)
     assert next(left, None) is None
     assert len(list(stream)) == 5
-    assert next(stream, None) is None, "a pass that is over stays over"
+    assert next(stream, None) is None, "an epoch that is over stays over"
 
 
 def test_what_is_left_over_is_carried_into_the_next_epoch(dataset: StreamingDataset) -> None:

@@ -18,8 +18,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from penstock.data import MapLoader
 from penstock.data.ordering.partition import Tail
-from penstock.data.ordering.skips import Kept, ranges_of
-from penstock.data.ordering.unsharded_order import CycleOrder
+from penstock.data.ordering.skips import KeptPositions, ranges_of
+from penstock.data.ordering.unsharded_order import UnshardedOrder
 from penstock.proto.errors import DatasetError, InvalidArgumentError, StateMismatchError
 from penstock.proto.state.assignment import Assignment, assigned
 from penstock.proto.state.restartable import RestartableDataLoader
@@ -64,7 +64,7 @@ def cluster_of(length: int, shape: Shape, before: AllWorkers | None = None, **op
 
 @cache
 def epoch_of(length: int, samples: int, epoch: int) -> list[int]:
-    order = CycleOrder(length, samples, seed=SEED, shuffle=True)
+    order = UnshardedOrder(length, samples, seed=SEED, shuffle=True)
     rows: list[int] = order.ids(epoch, np.arange(samples)).tolist()
     return rows
 
@@ -361,7 +361,7 @@ def test_one_of_several_workers_states_does_not_say_how_far_all_are() -> None:
 )
 def test_ranks_are_those_of_what_is_kept(out: list[tuple[int, int]], begin: int) -> None:
     ranges = ranges_of([range(first, first + many) for first, many in out])
-    kept = Kept(ranges, begin)
+    kept = KeptPositions(ranges, begin)
     numbers = [at - begin for at in range(120) if not any(first <= at < end for first, end in ranges)]
     zero = sum(at < 0 for at in numbers)
     ranks = np.arange(len(numbers)) - zero
@@ -479,13 +479,13 @@ def ranks_of(length: int, count: int, state: Any = None, **options: Any) -> list
 
 
 def next_rows(streams: list[Iterator[Any]]) -> list[int]:
-    """Of the next step of all ranks, in the order of the epoch; none at a pass's end."""
+    """Of the next step of all ranks, in the order of the epoch; none at an epoch's end."""
     found: list[list[int]] = [next(stream, []) for stream in streams]
     return [found[at % len(found)][at // len(found)] for at in range(sum(map(len, found)))]
 
 
 def rows_from(loaders: list[MapLoader]) -> list[int]:
-    """Of this pass and the next."""
+    """Of this epoch and the next."""
     rows = []
     for _ in range(2):
         streams = [iter(loader) for loader in loaders]

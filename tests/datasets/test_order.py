@@ -10,21 +10,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.data.ordering.interleave import FARTHEST_OFF, Turns
+from penstock.data.ordering.interleave import FARTHEST_OFF, Interleaving
 from penstock.data.ordering.permutation import Ints
-from penstock.data.ordering.sharded_order import Interleave, Order
+from penstock.data.ordering.sharded_order import Interleave, ShardedOrder
 from penstock.proto.errors import DatasetError
 
 INTERLEAVES: list[Interleave] = ["shards", "samples", "batches"]
 
 
-def order(*sizes: list[int], shares: list[int] | None = None, **settings: Any) -> Order:
+def order(*sizes: list[int], shares: list[int] | None = None, **settings: Any) -> ShardedOrder:
     streams = [np.array(stream) for stream in sizes]
     settings = {"seed": 5, "shuffle": True, "block": 20} | settings
-    return Order(streams, shares or [int(stream.sum()) for stream in streams], **settings)
+    return ShardedOrder(streams, shares or [int(stream.sum()) for stream in streams], **settings)
 
 
-def epoch_of(order: Order, epoch: int = 0) -> Ints:
+def epoch_of(order: ShardedOrder, epoch: int = 0) -> Ints:
     return order.ids(epoch, np.arange(len(order)))
 
 
@@ -113,7 +113,7 @@ weights = st.one_of(st.integers(0, 3), st.integers(0, 300), st.sampled_from([1, 
 def test_turns_keep_each_share_at_every_prefix(units: list[int]) -> None:
     total = sum(units)
     sequence, place = np.full(total, -1), np.full(total, -1)
-    for number, which, places in Turns(units).of(np.arange(total)):
+    for number, which, places in Interleaving(units).of(np.arange(total)):
         sequence[which], place[which] = number, places
     for number, own in enumerate(units):
         chosen = sequence == number
@@ -130,7 +130,7 @@ def test_turns_are_exact_where_floats_are_not(units: list[int]) -> None:
     total, large = sum(units), max(units)
     turns = np.random.default_rng(1).integers(0, total, 2000)
     found = np.empty((2000, 2), np.int64)
-    for number, which, places in Turns(units).of(turns):
+    for number, which, places in Interleaving(units).of(turns):
         found[which] = np.stack([np.full(len(which), units[number] == large), places], axis=1)
     for turn, (is_large, place) in zip(turns.tolist(), found.tolist(), strict=True):
         before, behind = ((2 * at * large + total) // (2 * total) for at in (turn, turn + 1))
@@ -178,7 +178,7 @@ def test_shards_that_are_needed_first_are_named_first() -> None:
 def test_a_billion_samples_take_no_memory_beside_that_of_their_shards() -> None:
     shards = 10_000
     tracemalloc.start()
-    found = Order([np.full(shards, 100_000)], [10**9], seed=1, shuffle=True, block=1 << 20, partitions=64)
+    found = ShardedOrder([np.full(shards, 100_000)], [10**9], seed=1, shuffle=True, block=1 << 20, partitions=64)
     for epoch, position in ((0, 0), (0, 5 * 10**8), (1, 10**9 - 1)):
         assert 0 <= int(found.ids(epoch, [position])[0]) < 10**9
     kept, _ = tracemalloc.get_traced_memory()

@@ -22,7 +22,7 @@ from shard_server import Fault, ShardServer
 from waiting import wait_until
 
 from penstock.data.remote import folders, transfer
-from penstock.data.remote.folders import Place
+from penstock.data.remote.folders import RemoteFolder
 from penstock.proto.errors import DatasetError, InvalidArgumentError, ShardCorruptError, ShardUnavailableError
 
 SIZE = 300_000
@@ -41,19 +41,19 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ShardSer
 
 
 @pytest.fixture
-def place(server: ShardServer) -> Iterator[Place]:
-    place = Place(server.url, tries=3)
+def place(server: ShardServer) -> Iterator[RemoteFolder]:
+    place = RemoteFolder(server.url, tries=3)
     yield place
     place.close()
 
 
-def fetch(place: Place, folder: Path, *, size: int = SIZE, deadline_s: float = 30) -> bytes:
+def fetch(place: RemoteFolder, folder: Path, *, size: int = SIZE, deadline_s: float = 30) -> bytes:
     to = folder / "landed"
     place.download(NAME, to, expected_size=size, deadline_s=deadline_s)
     return to.read_bytes()
 
 
-def test_a_file_is_one_request(place: Place, server: ShardServer, tmp_path: Path) -> None:
+def test_a_file_is_one_request(place: RemoteFolder, server: ShardServer, tmp_path: Path) -> None:
     assert fetch(place, tmp_path) == DATA
     assert place.read(NAME, deadline_s=30) == DATA
     assert server.requests == {NAME: 2}
@@ -65,7 +65,7 @@ def test_a_file_is_one_request(place: Place, server: ShardServer, tmp_path: Path
 @pytest.mark.parametrize(
     "fault", [Fault(500), Fault(503, (("Retry-After", "0"),)), Fault(429), Fault(408), Fault(cut_after=0)]
 )
-def test_what_may_pass_is_tried_again(place: Place, server: ShardServer, tmp_path: Path, fault: Fault) -> None:
+def test_what_may_pass_is_tried_again(place: RemoteFolder, server: ShardServer, tmp_path: Path, fault: Fault) -> None:
     server.faults[NAME] = [fault, fault]
     assert fetch(place, tmp_path) == DATA
     assert server.requests[NAME] == 3
@@ -75,7 +75,7 @@ def test_what_may_pass_is_tried_again(place: Place, server: ShardServer, tmp_pat
 def test_what_will_not_pass_is_said_at_once(server: ShardServer, tmp_path: Path, status: int, says: str) -> None:
     server.faults[NAME] = [Fault(status, stays=True)]
     address = server.url.replace("http://", "http://me:a@secret1@") + "?token=secret2@x"
-    place = Place(address, tries=3)
+    place = RemoteFolder(address, tries=3)
     with pytest.raises(ShardUnavailableError, match=f"HTTP {status} {says}") as caught:
         fetch(place, tmp_path)
     place.close()
@@ -85,7 +85,7 @@ def test_what_will_not_pass_is_said_at_once(server: ShardServer, tmp_path: Path,
     assert server.requests[NAME] == 1
 
 
-def test_tries_are_counted_and_the_last_reason_named(place: Place, server: ShardServer, tmp_path: Path) -> None:
+def test_tries_are_counted_and_the_last_reason_named(place: RemoteFolder, server: ShardServer, tmp_path: Path) -> None:
     server.faults[NAME] = [Fault(500, stays=True)]
     with pytest.raises(ShardUnavailableError, match="after 3 tries: HTTP 500"):
         fetch(place, tmp_path)
@@ -103,7 +103,7 @@ def test_an_outage_is_waited_out(
     """Many more failures in a row than any number of tries would be, and the log says what is being waited for."""
     monkeypatch.setattr(folders, "LONGEST_PAUSE_S", 0.02)
     server.faults[NAME] = [fault] * 30
-    place = Place(server.url)
+    place = RemoteFolder(server.url)
     assert fetch(place, tmp_path) == DATA
     place.close()
     assert server.requests[NAME] == 31
@@ -115,7 +115,7 @@ def test_an_outage_ends_at_the_deadline(server: ShardServer, tmp_path: Path, mon
     monkeypatch.setattr(folders, "LONGEST_PAUSE_S", 1000)
     monkeypatch.setattr(folders, "FIRST_PAUSE_S", 1000)
     server.faults[NAME] = [Fault(503, stays=True)]
-    place = Place(server.url)
+    place = RemoteFolder(server.url)
     with pytest.raises(ShardUnavailableError, match=r"within 1 s, \d+ tries: HTTP 503"):
         fetch(place, tmp_path, deadline_s=1)
     place.close()
@@ -127,7 +127,7 @@ def test_a_host_that_nobody_has_is_said_soon(monkeypatch: pytest.MonkeyPatch) ->
     error = aiohttp.ClientConnectorDNSError(Mock(), socket.gaierror(socket.EAI_NONAME, "unknown"))
     assert transfer.judge(error).no_such_host
     assert not transfer.judge(socket.gaierror(socket.EAI_AGAIN, "busy")).no_such_host
-    place = Place("http://nowhere.invalid")
+    place = RemoteFolder("http://nowhere.invalid")
     with monkeypatch.context() as patch:
         patch.setattr(place, "_try", Mock(side_effect=error))
         with pytest.raises(ShardUnavailableError, match="after 5 tries"):
@@ -135,7 +135,7 @@ def test_a_host_that_nobody_has_is_said_soon(monkeypatch: pytest.MonkeyPatch) ->
     place.close()
 
 
-def test_a_server_says_when_to_come_back(place: Place, server: ShardServer, tmp_path: Path) -> None:
+def test_a_server_says_when_to_come_back(place: RemoteFolder, server: ShardServer, tmp_path: Path) -> None:
     server.faults[NAME] = [Fault(503, (("Retry-After", "1"),))]
     started = time.monotonic()
     assert fetch(place, tmp_path) == DATA
@@ -145,7 +145,7 @@ def test_a_server_says_when_to_come_back(place: Place, server: ShardServer, tmp_
         fetch(place, tmp_path, deadline_s=20)
 
 
-def test_a_broken_transfer_goes_on_where_it_broke(place: Place, server: ShardServer, tmp_path: Path) -> None:
+def test_a_broken_transfer_goes_on_where_it_broke(place: RemoteFolder, server: ShardServer, tmp_path: Path) -> None:
     """More often than there are tries, for each brings something."""
     server.faults[NAME] = [Fault(cut_after=50_000) for _ in range(5)]
     assert fetch(place, tmp_path) == DATA
@@ -155,7 +155,7 @@ def test_a_broken_transfer_goes_on_where_it_broke(place: Place, server: ShardSer
 
 
 @pytest.mark.parametrize("fault", [Fault(no_ranges=True), Fault(416)])
-def test_without_ranges_it_begins_again(place: Place, server: ShardServer, tmp_path: Path, fault: Fault) -> None:
+def test_without_ranges_it_begins_again(place: RemoteFolder, server: ShardServer, tmp_path: Path, fault: Fault) -> None:
     server.faults[NAME] = [Fault(cut_after=50_000), fault]
     assert fetch(place, tmp_path) == DATA
 
@@ -163,13 +163,13 @@ def test_without_ranges_it_begins_again(place: Place, server: ShardServer, tmp_p
 def test_without_a_name_for_the_version_it_begins_again(tmp_path: Path, server: ShardServer) -> None:
     server.validators = False
     server.faults[NAME] = [Fault(cut_after=50_000)]
-    place = Place(server.url)
+    place = RemoteFolder(server.url)
     assert fetch(place, tmp_path) == DATA
     assert not server.ranges
     place.close()
 
 
-def test_a_file_that_changes_under_way_is_never_mixed(place: Place, server: ShardServer, tmp_path: Path) -> None:
+def test_a_file_that_changes_under_way_is_never_mixed(place: RemoteFolder, server: ShardServer, tmp_path: Path) -> None:
     other = raw_bytes(2, SIZE)
     server.faults[NAME] = [Fault(cut_after=50_000, then=lambda: (server.folder / NAME).write_bytes(other))]
     assert fetch(place, tmp_path) == other
@@ -177,7 +177,7 @@ def test_a_file_that_changes_under_way_is_never_mixed(place: Place, server: Shar
 
 
 @pytest.mark.parametrize("size", [SIZE - 1, SIZE + 1, 10])
-def test_another_size_is_said_with_both(place: Place, server: ShardServer, tmp_path: Path, size: int) -> None:
+def test_another_size_is_said_with_both(place: RemoteFolder, server: ShardServer, tmp_path: Path, size: int) -> None:
     with pytest.raises(ShardCorruptError, match=f"mds has {SIZE} bytes, its index says {size}"):
         fetch(place, tmp_path, size=size)
     assert server.requests[NAME] == 1
@@ -187,7 +187,7 @@ def test_another_size_is_said_with_both(place: Place, server: ShardServer, tmp_p
 def test_no_progress_is_an_error(server: ShardServer, tmp_path: Path, fault: Fault) -> None:
     """Silence, and a server that sends a little now and then."""
     server.faults[NAME] = [fault]
-    place = Place(server.url, tries=1, stall_s=0.4)
+    place = RemoteFolder(server.url, tries=1, stall_s=0.4)
     with pytest.raises(ShardUnavailableError, match=r"could not be fetched after 1 try: .*(in 0.4 s|[Tt]imeout)"):
         fetch(place, tmp_path)
     place.close()
@@ -195,12 +195,12 @@ def test_no_progress_is_an_error(server: ShardServer, tmp_path: Path, fault: Fau
 
 def test_slow_is_not_stalled(server: ShardServer, tmp_path: Path) -> None:
     server.faults[NAME] = [Fault(bytes_per_s=120_000)]  # 2.5 s
-    place = Place(server.url, tries=1, stall_s=10)
+    place = RemoteFolder(server.url, tries=1, stall_s=10)
     assert fetch(place, tmp_path) == DATA
     place.close()
 
 
-def test_the_deadline_holds_though_it_progresses(place: Place, server: ShardServer, tmp_path: Path) -> None:
+def test_the_deadline_holds_though_it_progresses(place: RemoteFolder, server: ShardServer, tmp_path: Path) -> None:
     server.faults[NAME] = [Fault(bytes_per_s=20_000, stays=True)]  # 15 s
     started = time.monotonic()
     with pytest.raises(ShardUnavailableError, match=r"within 0\.5 s"):
@@ -208,7 +208,7 @@ def test_the_deadline_holds_though_it_progresses(place: Place, server: ShardServ
     assert time.monotonic() - started < 10
 
 
-def test_closing_ends_what_moves(place: Place, server: ShardServer, tmp_path: Path) -> None:
+def test_closing_ends_what_moves(place: RemoteFolder, server: ShardServer, tmp_path: Path) -> None:
     server.faults[NAME] = [Fault(silent_after=1000)]
     errors: list[BaseException] = []
 
@@ -232,7 +232,7 @@ def test_closing_ends_what_moves(place: Place, server: ShardServer, tmp_path: Pa
 def test_nothing_begins_in_a_place_that_has_ended_with_the_interpreter(server: ShardServer) -> None:
     """Though a thread that fetches tries again what was broken off. Python would tell of what never began."""
     (server.folder / "one").write_bytes(b"0123456789")
-    place = Place(server.url, tries=1)
+    place = RemoteFolder(server.url, tries=1)
     place.read("one", deadline_s=20)
     assert place._loop is not None
     place._loop.close()
@@ -240,7 +240,7 @@ def test_nothing_begins_in_a_place_that_has_ended_with_the_interpreter(server: S
         place.read("one", deadline_s=20)
 
 
-def test_a_forked_child_opens_its_own(place: Place, server: ShardServer, tmp_path: Path) -> None:
+def test_a_forked_child_opens_its_own(place: RemoteFolder, server: ShardServer, tmp_path: Path) -> None:
     assert fetch(place, tmp_path) == DATA
     child = os.fork()
     if not child:
@@ -260,7 +260,7 @@ def test_a_forked_child_opens_its_own(place: Place, server: ShardServer, tmp_pat
 def test_places_without_an_event_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer, "PIECE", 70_000)
     fsspec.filesystem("memory").pipe_file(f"/here/{NAME}", DATA)
-    place = Place("memory://here", tries=2)
+    place = RemoteFolder("memory://here", tries=2)
     assert fetch(place, tmp_path) == DATA
     assert place.read(NAME, deadline_s=30) == DATA
     with pytest.raises(ShardCorruptError, match=f"has {SIZE} bytes, its index says 5"):
@@ -296,10 +296,10 @@ class Plain(fsspec.AbstractFileSystem):  # type: ignore[misc]
 
 
 @pytest.fixture
-def plain(monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+def plain(monkeypatch: pytest.MonkeyPatch) -> Iterator[RemoteFolder]:
     fsspec.register_implementation("plain", Plain, clobber=True)
     monkeypatch.setattr(transfer, "PIECE", 10_000)
-    place = Place("plain://there")
+    place = RemoteFolder("plain://there")
     yield place
     place.close()
     Plain.let_go.set()
@@ -308,12 +308,12 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     Plain.let_go.clear()
 
 
-def test_threads_share_no_connection(plain: Place) -> None:
+def test_threads_share_no_connection(plain: RemoteFolder) -> None:
     with ThreadPoolExecutor(6) as threads:
         assert set(threads.map(lambda _: plain.read(NAME, deadline_s=30), range(12))) == {DATA}
 
 
-def test_a_filesystem_that_hangs_has_a_deadline(plain: Place, tmp_path: Path) -> None:
+def test_a_filesystem_that_hangs_has_a_deadline(plain: RemoteFolder, tmp_path: Path) -> None:
     Plain.hangs.set()
     started = time.monotonic()
     with pytest.raises(ShardUnavailableError, match=r"within 0\.5 s, 1 try: time ran out"):
@@ -330,7 +330,7 @@ def test_a_filesystem_that_hangs_has_a_deadline(plain: Place, tmp_path: Path) ->
 def test_folders_of_this_machine(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b"12")
     for url in (tmp_path, str(tmp_path), f"file://{tmp_path}"):
-        place = Place(url)
+        place = RemoteFolder(url)
         assert place.local == tmp_path
         assert place.read("x", deadline_s=30) == b"12"
     with pytest.raises(ShardUnavailableError, match=f"{tmp_path}/y: No such file"):
@@ -339,7 +339,7 @@ def test_folders_of_this_machine(tmp_path: Path) -> None:
 
 def test_settings_that_the_library_refuses(server: ShardServer) -> None:
     before = set(threading.enumerate())
-    place = Place(server.url, {"client_kwargs": {"colour": "green"}})
+    place = RemoteFolder(server.url, {"client_kwargs": {"colour": "green"}})
     with pytest.raises(ShardUnavailableError, match=r"after 1 try: TypeError: .*colour"):
         place.read(NAME, deadline_s=30)
     assert not [thread for thread in set(threading.enumerate()) - before if thread.name == "penstock-place"]
@@ -347,20 +347,22 @@ def test_settings_that_the_library_refuses(server: ShardServer) -> None:
 
 def test_places_that_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InvalidArgumentError, match="nothing is known of nowhere://"):
-        Place("nowhere://me:secret@host/data?token=secret")
+        RemoteFolder("nowhere://me:secret@host/data?token=secret")
 
     def absent(name: str) -> None:
         raise ImportError("Install s3fs to access S3")
 
     monkeypatch.setattr(fsspec, "get_filesystem_class", absent)
     with pytest.raises(DatasetError, match=r"install penstock\[s3\]"):
-        Place("s3://bucket/data")
+        RemoteFolder("s3://bucket/data")
 
 
 def test_one_bucket_of_two_servers_is_two_places() -> None:
     url = "s3://bucket/train"
-    first = Place(url, {"endpoint_url": "http://me:secret@one:9000/?token=secret", "key": "k", "secret": "secret"})
-    second = Place(url, {"client_kwargs": {"endpoint_url": "http://two:9000"}})
+    first = RemoteFolder(
+        url, {"endpoint_url": "http://me:secret@one:9000/?token=secret", "key": "k", "secret": "secret"}
+    )
+    second = RemoteFolder(url, {"client_kwargs": {"endpoint_url": "http://two:9000"}})
     assert first.identity == "s3://bucket/train at http://one:9000/"
     assert second.identity == "s3://bucket/train at http://two:9000"
-    assert Place(url, {"anon": True}).identity == url
+    assert RemoteFolder(url, {"anon": True}).identity == url

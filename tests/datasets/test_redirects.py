@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from shard_server import Fault, ShardServer
 
-from penstock.data.remote.folders import Place
+from penstock.data.remote.folders import RemoteFolder
 from penstock.data.remote.redirects import is_nearer
 from penstock.proto.errors import ShardUnavailableError
 
@@ -40,7 +40,7 @@ def answers(server: ShardServer, location: str) -> None:
 
 
 def read(url: str) -> bytes:
-    place = Place(url, tries=1)
+    place = RemoteFolder(url, tries=1)
     try:
         return place.read("moved", deadline_s=20)
     finally:

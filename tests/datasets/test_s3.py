@@ -21,7 +21,7 @@ from shardsets import numbers
 from penstock.data import MDSWriter, StreamingDataset, StreamingLoader, merge_index
 from penstock.data.cache.shard_cache import ShardCache
 from penstock.data.remote import transfer
-from penstock.data.remote.folders import Place
+from penstock.data.remote.folders import RemoteFolder
 from penstock.proto.errors import DatasetError, ShardCorruptError, ShardUnavailableError
 
 SIZE = 40_000
@@ -85,7 +85,7 @@ def test_a_dataset_is_written_into_a_bucket(bucket: Any, options: dict[str, Any]
     with closing(StreamingDataset(address, tmp_path / "cache", storage_options=options)) as dataset:
         assert [dataset[at]["n"] for at in range(50)] == list(range(50))
         merge_index(address, storage_options=options)
-        age = Place(address, options).version("index.json", deadline_s=9)
+        age = RemoteFolder(address, options).version("index.json", deadline_s=9)
         assert age is not None
         assert "LastModified" in age
         (tmp_path / "cache/.penstock/index.json").write_text("LastModified: before")  # S3 counts in seconds
@@ -105,7 +105,7 @@ def test_a_dataset_in_a_bucket(bucket: Any, options: dict[str, Any], tmp_path: P
     """Also from a forked child, which cannot use its parent's connections."""
     shards = make_shards(tmp_path / "served", 1, SIZE)
     shards += make_shards(tmp_path / "served", 2, SIZE, compression="zstd", first=1)
-    cache = ShardCache(Place(f"s3://{bucket.bucket}/data", options), tmp_path / "cache", validate=HASH)
+    cache = ShardCache(RemoteFolder(f"s3://{bucket.bucket}/data", options), tmp_path / "cache", validate=HASH)
 
     def check(numbers: tuple[int, ...]) -> None:
         for number in numbers:
@@ -123,7 +123,7 @@ def test_large_files_come_in_pieces(
     bucket: Any, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transfer, "PIECE", 9_000)
-    place = Place(f"s3://{bucket.bucket}/data/", options, tries=2)
+    place = RemoteFolder(f"s3://{bucket.bucket}/data/", options, tries=2)
     place.download(NAME, tmp_path / "got", expected_size=SIZE, deadline_s=30)
     assert (tmp_path / "got").read_bytes() == raw_bytes(0, SIZE)
     assert place.read(NAME, deadline_s=30) == raw_bytes(0, SIZE)
@@ -133,17 +133,17 @@ def test_large_files_come_in_pieces(
         place.download(NAME, tmp_path / "got", expected_size=SIZE + 1, deadline_s=30)
 
     # One that is replaced between two pieces, by one of the same size.
-    real = Place._call
+    real = RemoteFolder._call
     pieces = 0
 
-    def call(self: Place, until: float, method: str, *args: Any, **kwargs: Any) -> Any:
+    def call(self: RemoteFolder, until: float, method: str, *args: Any, **kwargs: Any) -> Any:
         nonlocal pieces
         pieces += method == "cat_file"
         if pieces == 3 and method == "cat_file":
             bucket.pipe_file(f"{bucket.bucket}/data/{NAME}", raw_bytes(7, SIZE))
         return real(self, until, method, *args, **kwargs)
 
-    monkeypatch.setattr(Place, "_call", call)
+    monkeypatch.setattr(RemoteFolder, "_call", call)
     place.download(NAME, tmp_path / "got", expected_size=SIZE, deadline_s=30)
     assert (tmp_path / "got").read_bytes() == raw_bytes(7, SIZE)
     assert pieces == 10
@@ -151,12 +151,12 @@ def test_large_files_come_in_pieces(
 
 
 def test_what_is_not_there(bucket: Any, options: dict[str, Any]) -> None:
-    place = Place(f"s3://{bucket.bucket}/data", options)
+    place = RemoteFolder(f"s3://{bucket.bucket}/data", options)
     says = rf"s3://{bucket.bucket}/data/none could not be fetched after 1 try: there is no such file"
     with pytest.raises(ShardUnavailableError, match=says):
         place.read("none", deadline_s=30)
     place.close()
-    place = Place("s3://no-such-bucket/data", options)
+    place = RemoteFolder("s3://no-such-bucket/data", options)
     with pytest.raises(ShardUnavailableError, match="after 1 try: there is no such file"):
         place.read("none", deadline_s=30)
     place.close()
@@ -166,7 +166,7 @@ def test_a_server_that_is_gone(options: dict[str, Any]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     options["client_kwargs"]["endpoint_url"] = f"http://127.0.0.1:{port}"
-    place = Place("s3://bucket/data", options, tries=2)
+    place = RemoteFolder("s3://bucket/data", options, tries=2)
     # On a machine that is busy, the client may take all of the time to open.
     with pytest.raises(
         ShardUnavailableError,

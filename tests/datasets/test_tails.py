@@ -51,7 +51,7 @@ def loaders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Call
 
 
 def delivered(made: Made, legs: list[tuple[Shape, int, int]], tail: str) -> tuple[dict[int, list[int]], list[int]]:
-    """(epoch of the pass -> its rows in the order of all boxes, all rows) for legs of (topology, batch, steps)."""
+    """(epoch of the epoch -> its rows in the order of all boxes, all rows) for legs of (topology, batch, steps)."""
     by_epoch: dict[int, list[int]] = defaultdict(list)
     everything: list[int] = []
     cluster: AllWorkers | None = None
@@ -98,7 +98,7 @@ def test_every_sample_counted(
     if tail == "drop" and kind == "read along":  # what it leaves out shows only in the batch that is not made
         legs = [(shape, largest, steps) for shape, _, steps in legs]
     by_epoch, everything = delivered(loaders[kind](count), legs, tail)
-    if tail == "carry":  # a pass has rows of the epoch before; laid end to end they are those of all epochs
+    if tail == "carry":  # an epoch has rows of the epoch before; laid end to end they are those of all epochs
         for at in range(0, len(everything) - count, count):
             assert sorted(everything[at : at + count]) == list(range(count))
         return

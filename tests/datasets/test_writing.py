@@ -19,7 +19,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from penstock.data import StreamingDataset, merge_index
 from penstock.data.formats.index import INDEX, read_index
 from penstock.data.formats.readers import open_shard
-from penstock.data.remote.folders import Place
+from penstock.data.remote.folders import RemoteFolder
 from penstock.data.writing import writers
 from penstock.data.writing.text_writers import CSVWriter, JSONWriter, TSVWriter, XSVWriter
 from penstock.data.writing.writers import MDSWriter, Writer
@@ -292,7 +292,7 @@ def test_a_dataset_is_written_to_another_place(bucket: str, compression: str | N
     for folder in (tmp_path / "kept", tmp_path / "3"):
         assert {name: (folder / name).read_bytes() for name in names(folder)} == there
     for url in (bucket, f"{bucket}2"):
-        place = Place(url)
+        place = RemoteFolder(url)
         assert {name: place.read(name, deadline_s=9) for name in place.names(deadline_s=9)} == there
     with closing(StreamingDataset(bucket, tmp_path / "cache")) as dataset:
         assert [dataset[at]["n"] for at in range(len(dataset))] == list(range(50))
@@ -302,7 +302,7 @@ def test_a_dataset_is_written_to_another_place(bucket: str, compression: str | N
 def test_a_dataset_in_another_place_is_replaced_only_if_asked_for(bucket: str, tmp_path: Path) -> None:
     """Its index goes first and comes last; other files stay."""
     write_numbers(bucket)
-    place = Place(bucket)
+    place = RemoteFolder(bucket)
     place.write("README", b"", deadline_s=9)
     before = len(place.names(deadline_s=9))
     with pytest.raises(DatasetError, match="is not empty; exist_ok=True replaces the dataset in it"):
@@ -326,7 +326,7 @@ def test_a_shard_that_cannot_be_sent_ends_the_writing_without_an_index(
     monkeypatch.setattr(MemoryFileSystem, "put_file", put_file)
     with pytest.raises(ShardUnavailableError, match=r"train/shard.0000\d.mds could not be written after 1 try"):
         write_numbers(bucket, upload_threads=1)
-    assert Place(bucket).names(deadline_s=9) == []
+    assert RemoteFolder(bucket).names(deadline_s=9) == []
 
 
 def test_an_address_is_never_a_folder_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,7 +69,7 @@ LIGHT = (
     "demo.run_demo",
     *(f"doctor.{name}" for name in ("loader_check", "loader_report", "trial_process", "findings", "machine_findings")),
     *(f"doctor.{name}" for name in ("machine_probes", "machine_check", "cluster_check", "import_check")),
-    *(f"replay.{name}" for name in ("replay_batch", "replay_report", "archive", "replay_processes", "stream_walk")),
+    *(f"replay.{name}" for name in ("replay_batch", "replay_report", "archive", "replay_processes", "stream_replay")),
     *(f"engines.{name}" for name in ("up_down", "supervisor", "local", "ray", "slurm", "kubernetes")),
 )
 

@@ -192,7 +192,7 @@ def test_paths_of_every_section_are_relative_to_the_file(written: Path) -> None:
     )
     assert resolve(UpSettings).dir == str(written.parent / "fleet")
     assert resolve(UpSettings).allow == "a,b"
-    assert resolve(WorkerSettings).pulse_file == os.path.expanduser("~/p")
+    assert resolve(WorkerSettings).liveness_file == os.path.expanduser("~/p")
 
 
 def test_an_address_with_a_nul(written: Path) -> None:

@@ -14,8 +14,16 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from penstock.deploy.cli.main import app
-from penstock.deploy.doctor.loader_check import METHODS, REPLAY, STATE, Diagnosis, Question, examine_in, saved_by
-from penstock.deploy.doctor.trial_process import Ward
+from penstock.deploy.doctor.loader_check import (
+    METHODS,
+    REPLAY,
+    STATE,
+    LoaderQuestion,
+    LoaderReport,
+    examine_in,
+    saved_by,
+)
+from penstock.deploy.doctor.trial_process import TrialProcesses
 from penstock.proto.errors import (
     EmptyInputError,
     InputFnError,
@@ -26,31 +34,31 @@ from penstock.proto.errors import (
     WorkerLostError,
 )
 
-Examine = Callable[..., Diagnosis]
+Examine = Callable[..., LoaderReport]
 
 
 def question(
     input_fn: str, *args: Any, workers: int = 1, batches: int = 16, replay: bool = False, **kwargs: Any
-) -> Question:
-    return Question(input_fn, json.dumps(args), json.dumps(kwargs), batches, workers, replay, 3, 60.0)
+) -> LoaderQuestion:
+    return LoaderQuestion(input_fn, json.dumps(args), json.dumps(kwargs), batches, workers, replay, 3, 60.0)
 
 
 @pytest.fixture(scope="module")
-def ward() -> Iterator[Ward]:
+def ward() -> Iterator[TrialProcesses]:
     """The interpreter that all tests of this module fork from."""
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "inputs"))
-        ward = Ward(3, 60.0)
+        ward = TrialProcesses(3, 60.0)
     with ward:
         yield ward
 
 
 @pytest.fixture
-def examine(ward: Ward) -> Examine:
+def examine(ward: TrialProcesses) -> Examine:
     return lambda *args, **kwargs: examine_in(ward, question(*args, **kwargs))
 
 
-def wrong(diagnosis: Diagnosis) -> dict[str, int | None]:
+def wrong(diagnosis: LoaderReport) -> dict[str, int | None]:
     """where -> the first batch that differs."""
     return {check.where: check.differs for patient in diagnosis.patients for check in patient.checks if not check.exact}
 
@@ -64,8 +72,8 @@ def test_four_methods_on_two_workers(examine: Examine) -> None:
     assert saved_by(found.question, found.patients) == METHODS
     assert not found.warnings
     for patient in found.patients:
-        assert patient.traits["state_methods"] == 4
-        assert patient.traits["takes_strict"]
+        assert patient.capabilities["state_methods"] == 4
+        assert patient.capabilities["takes_strict"]
         assert patient.streamed["looked_at"]
         assert patient.streamed["samples"] == 16 * 4
         assert sorted(check.where for check in patient.checks) == [
@@ -89,8 +97,8 @@ def test_exact(examine: Examine, input_fn: str, args: list[Any], methods: int, o
     assert (found.code, wrong(found)) == (0, {})
     assert found.verdict == "can be saved at any step and resumed exactly"
     assert saved_by(found.question, found.patients) == (STATE if methods == 2 else METHODS)
-    traits = found.patients[0].traits
-    assert (traits["state_methods"], traits["own_workers"]) == (methods, own_workers)
+    capabilities = found.patients[0].capabilities
+    assert (capabilities["state_methods"], capabilities["own_workers"]) == (methods, own_workers)
 
 
 @pytest.mark.parametrize(
@@ -99,10 +107,10 @@ def test_exact(examine: Examine, input_fn: str, args: list[Any], methods: int, o
         ("streams:stateful", [96, 2, True], "after batch 1, batch"),  # randomness in its own processes
         ("streams:counts_late", [], "after batch 1, batch 2 is another one"),
         ("streams:prefetches", [], "after batch 1, batch 2 is another one"),
-        ("patients:forgets_its_end", [], "it goes on after batch 6, the last of pass 1"),
+        ("patients:forgets_its_end", [], "it goes on after batch 6, the last of epoch 1"),
         # torchdata counts its fast-forward twice: only what a restored loader saves is wrong
         ("third_party:stream", [], "after batch 9, saved by a loader that was restored, batch 10 is another one"),
-        ("third_party:begins_where_it_was", [], "at the start of the next pass (batch 12 done), it ends before batch"),
+        ("third_party:begins_where_it_was", [], "at the start of the next epoch (batch 12 done), it ends before batch"),
     ],
 )
 def test_wrong_states_are_replaced_by_replay(examine: Examine, input_fn: str, args: list[Any], where: str) -> None:
@@ -126,7 +134,7 @@ def test_passes_that_only_the_beginning_leads_to_are_told(examine: Examine, inpu
     found = examine(input_fn, batches=40)
     assert (found.code, wrong(found)) == (0, {})
     (warning,) = found.warnings
-    assert warning.startswith("restored after batch 1, it does not begin the next pass as the loader that streamed")
+    assert warning.startswith("restored after batch 1, it does not begin the next epoch as the loader that streamed")
 
 
 @pytest.mark.parametrize(
@@ -274,7 +282,7 @@ def test_batches_that_prove_nothing(examine: Examine) -> None:
 )
 def test_bad_questions(input_fn: str, args: str, kwargs: str, says: str) -> None:
     with pytest.raises(InvalidArgumentError) as raised:
-        Question(input_fn, args, kwargs, 8, 1, False, 0, 60.0).fields(0)
+        LoaderQuestion(input_fn, args, kwargs, 8, 1, False, 0, 60.0).fields(0)
     assert says in raised.value.message
 
 
@@ -282,7 +290,7 @@ def test_bad_questions(input_fn: str, args: str, kwargs: str, says: str) -> None
 
 
 @pytest.fixture
-def call(ward: Ward, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+def call(ward: TrialProcesses, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
     """The command in this process, and in the ward of this module, whose interpreter is most of what it costs."""
     monkeypatch.setattr(
         "penstock.deploy.doctor.loader_check.Ward", lambda seed, deadline_s: contextlib.nullcontext(ward)

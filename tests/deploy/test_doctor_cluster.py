@@ -14,7 +14,7 @@ import pytest
 from penstock.deploy.doctor import cluster_check as looks
 from penstock.deploy.doctor.cluster_check import (
     SILENT,
-    Job,
+    JobQuestion,
     check_cluster,
     check_lost,
     check_skew,
@@ -39,7 +39,7 @@ def findings(shell: Any, *arguments: str, **environment: str) -> tuple[int, dict
     return done.returncode, {each["check"]: each for each in json.loads(done.stdout)["findings"]}
 
 
-def of(shell: Any, job: Job) -> dict[str, Finding]:
+def of(shell: Any, job: JobQuestion) -> dict[str, Finding]:
     """In this process."""
     environment = shell.environment
     address, token = environment["PENSTOCK_COORDINATOR"], environment["PENSTOCK_TOKEN"]
@@ -63,7 +63,7 @@ def test_what_is_asked_for_and_not_there(cluster: Any) -> None:
     assert (code, found["slots"]["level"]) == (32, "problem")
     assert "2 x 3 = 6 are needed" in found["slots"]["found"]
     assert "penstock worker --slots 4" in found["slots"]["remedy"]
-    slots = of(cluster, Job(input_fn="elsewhere.data:fn"))["slots"]
+    slots = of(cluster, JobQuestion(input_fn="elsewhere.data:fn"))["slots"]
     assert slots.level == "problem"
     assert "no worker may run elsewhere.data:fn: their --allow is streams" in slots.found
     assert "--allow elsewhere" in slots.remedy
@@ -86,7 +86,7 @@ def test_the_way_to_the_coordinator(cluster: Any) -> None:
 
 def test_a_coordinator_of_another_protocol(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(looks, "PROTOCOL", 99)
-    found = of(cluster, Job())["version"]
+    found = of(cluster, JobQuestion())["version"]
     assert found.level == "problem"
     assert "99" in found.found
 
@@ -118,7 +118,7 @@ def test_a_worker_whose_lanes_cannot_be_reached(cluster: Any) -> None:
 
     for _ in range(5):  # on a machine that is very busy its lease of 3 s may have run out
         asyncio.run(register())
-        found = of(cluster, Job())["worker far"]
+        found = of(cluster, JobQuestion())["worker far"]
         if "lost" not in found.found:
             break
     assert found.level == "problem", found
@@ -135,8 +135,8 @@ def test_a_worker_that_hangs_and_one_that_was_lost(cluster: Any, until: Any) -> 
         assert found["level"] == "problem" or "lost" in found["found"], found
     finally:
         stopped.stop(signal.SIGKILL)
-    until(lambda: "lost" in of(cluster, Job())["worker stopped"].found)
-    lost = of(cluster, Job())["worker stopped"]
+    until(lambda: "lost" in of(cluster, JobQuestion())["worker stopped"].found)
+    lost = of(cluster, JobQuestion())["worker stopped"]
     assert lost.level == "warning"
 
 

@@ -18,7 +18,7 @@ from pki import Pki
 
 from penstock.deploy.doctor import machine_findings, machine_probes
 from penstock.deploy.doctor.findings import Finding
-from penstock.deploy.doctor.machine_check import Asked, check_machine
+from penstock.deploy.doctor.machine_check import MachineQuestion, check_machine
 
 NOW = datetime.datetime(2026, 11, 1, tzinfo=datetime.UTC)
 GIB = 1 << 30
@@ -190,7 +190,7 @@ def test_a_network_filesystem_by_the_journals_own_table(tmp_path: Path, monkeypa
 
     here = journal.filesystem(tmp_path, Path("/proc/self/mountinfo").read_text())
     monkeypatch.setattr(journal, "NETWORK", {here})
-    found = {each.check: each for each in check_machine(Asked({"state_dir": tmp_path / "state"}))}
+    found = {each.check: each for each in check_machine(MachineQuestion({"state_dir": tmp_path / "state"}))}
     assert found["state directory"].level == "problem"
     assert f"network filesystem ({here})" in found["state directory"].found
 

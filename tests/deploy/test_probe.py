@@ -11,7 +11,7 @@ import pytest
 
 from penstock.deploy.probe import main
 from penstock.proto.errors import InvalidArgumentError
-from penstock.runtime.process.liveness_file import PulseWriter, read_pulse
+from penstock.runtime.process.liveness_file import LivenessWriter, read_liveness
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +29,7 @@ def test_a_pulse_file_that_is_a_folder_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    PulseWriter(".").turned()
+    LivenessWriter(".").turned()
     assert "the pulse cannot be written to ." in caplog.text
     assert list(tmp_path.iterdir()) == []
 
@@ -40,14 +40,14 @@ def test_a_worker_without_its_coordinator_is_live_and_not_ready(
     file = tmp_path / "pulse"
     monkeypatch.setenv("PENSTOCK_WORKER_PULSE_FILE", str(file))
     at(monkeypatch, 1000.0)
-    pulse = PulseWriter(str(file))
-    pulse.turned()
+    liveness = LivenessWriter(str(file))
+    liveness.turned()
     assert (main(["worker", "live"]), main(["worker", "ready"])) == (0, 1)
     assert "has not been answered by its coordinator yet" in capsys.readouterr().err
-    pulse.heard()
+    liveness.heard()
     assert (main(["worker", "live"]), main(["worker", "ready"])) == (0, 0)
     at(monkeypatch, 1050.0)  # the coordinator went away, and rounds go on
-    pulse.turned()
+    liveness.turned()
     assert (main(["worker", "live"]), main(["worker", "ready"])) == (0, 1)
     assert "by its coordinator since 50 s" in capsys.readouterr().err
     assert main(["worker", "ready", "--within", "60"]) == 0
@@ -59,20 +59,20 @@ def test_a_worker_whose_rounds_do_not_end_is_not_live(
 ) -> None:
     file = tmp_path / "pulse"
     at(monkeypatch, 1000.0)
-    PulseWriter(str(file)).heard()
+    LivenessWriter(str(file)).heard()
     at(monkeypatch, 1121.0)
-    assert main(["worker", "live", "--pulse-file", str(file)]) == 1
+    assert main(["worker", "live", "--liveness-file", str(file)]) == 1
     assert "heartbeat stands still since 121 s" in capsys.readouterr().err
 
 
 def test_what_is_not_there_or_something_else_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["worker", "live"]) == 1
-    assert "--pulse-file is missing (or the variable PENSTOCK_WORKER_PULSE_FILE)" in capsys.readouterr().err
-    assert main(["worker", "live", "--pulse-file", str(tmp_path / "none")]) == 1
-    assert "does a worker run with this --pulse-file?" in capsys.readouterr().err
+    assert "--liveness-file is missing (or the variable PENSTOCK_WORKER_PULSE_FILE)" in capsys.readouterr().err
+    assert main(["worker", "live", "--liveness-file", str(tmp_path / "none")]) == 1
+    assert "does a worker run with this --liveness-file?" in capsys.readouterr().err
     (tmp_path / "other").write_text("something else")
-    with pytest.raises(InvalidArgumentError, match="is no pulse file"):
-        read_pulse(str(tmp_path / "other"))
+    with pytest.raises(InvalidArgumentError, match="is no liveness file"):
+        read_liveness(str(tmp_path / "other"))
     assert main(["coordinator", "live", "--address", "127.0.0.1:1"]) == 1
     assert "127.0.0.1:1 cannot be reached" in capsys.readouterr().err
 
@@ -80,11 +80,11 @@ def test_what_is_not_there_or_something_else_is_named(tmp_path: Path, capsys: py
 def test_a_pulse_that_cannot_be_written_is_said_once_and_ends_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    pulse = PulseWriter(str(tmp_path / "no" / "such" / "folder"))
-    pulse.heard()
-    pulse.heard()
+    liveness = LivenessWriter(str(tmp_path / "no" / "such" / "folder"))
+    liveness.heard()
+    liveness.heard()
     assert len(caplog.records) == 1
-    PulseWriter("").heard()
+    LivenessWriter("").heard()
 
 
 def test_it_is_quick_to_start() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.client.states.saved_state import Part, Saved, read
+from penstock.client.states.saved_state import SavedState, WorkerPart, read
 from penstock.data import MapLoader
 from penstock.deploy.operations.convert_state import convert
 from penstock.deploy.operations.saved_file import SavedFile
@@ -22,7 +22,7 @@ from penstock.proto.state.position import Position
 
 
 def state(input_fn: str = "m:f") -> dict[str, Any]:
-    return Saved(0, input_fn, 4, 0, 0, 7, aggregated={"at": 0}).to_dict()
+    return SavedState(0, input_fn, 4, 0, 0, 7, aggregated={"at": 0}).to_dict()
 
 
 class Harmful:
@@ -92,9 +92,9 @@ def of_positions(boxes: int, **options: Any) -> dict[str, Any]:
             loader = MapLoader(range(100), **options)
             states.append(loader.state_dict())
     positions = [Position.start(1) for _ in range(boxes)]
-    parts = [Part(box, 0, 0, 0, 0, None) for box in range(boxes)]
+    parts = [WorkerPart(box, 0, 0, 0, 0, None) for box in range(boxes)]
     aggregated = loader.aggregate_state_dict(states)
-    return Saved(0, "m:f", 4, boxes, 1, 7, positions, parts=parts, aggregated=aggregated).to_dict()
+    return SavedState(0, "m:f", 4, boxes, 1, 7, positions, parts=parts, aggregated=aggregated).to_dict()
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.deploy.engines.engine import Plan
+from penstock.deploy.engines.engine import FleetPlan
 from penstock.deploy.engines.slurm import render
 
 SERVICE = Path(__file__).parents[2] / "deploy" / "slurm" / "service.sbatch"
@@ -56,7 +56,7 @@ def run(script: Path, environment: dict[str, str], *command: str) -> subprocess.
 def fleet_script(folder: Path) -> Path:
     token = folder / "token"
     token.write_text("secret")
-    plan = Plan("slurm", "f", 1, 1, "m", "127.0.0.1:0", str(token), insecure=True, options={"state_dir": ""})
+    plan = FleetPlan("slurm", "f", 1, 1, "m", "127.0.0.1:0", str(token), insecure=True, options={"state_dir": ""})
     script = folder / "fleet.sbatch"
     script.write_text(render(plan, folder))
     return script

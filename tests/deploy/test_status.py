@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import streams
 
-from penstock.appliance.testing import World
+from penstock.appliance.testing import FakeCluster
 from penstock.client import Appliance, DataExecutor, DataLoader
 from penstock.deploy.operations.show_state import as_dict as state_dict
 from penstock.deploy.operations.show_status import tables
@@ -106,7 +106,7 @@ def test_status_of_a_run(running: Running, until: Any) -> None:
         "num_boxes": 1,
         "num_workers_per_box": 2,
     }
-    assert (box["box"], box["live"], box["epoch"], box["pass_ended"]) == (0, True, 0, False)
+    assert (box["box"], box["live"], box["epoch"], box["epoch_ended"]) == (0, True, 0, False)
     assert 0 <= box["waited_share"] <= 1
     slots = [(slot["slot"], slot["worker"], slot["phase"], slot["error"]) for slot in box["slots"]]
     assert slots == [(0, "w1", "READY", None), (1, "w1", "READY", None)]
@@ -203,7 +203,7 @@ def test_state_that_cannot_be_had(running: Running) -> None:
 
 
 def test_waited_share_is_of_the_time_between_two_reports() -> None:
-    world = World()
+    world = FakeCluster()
     world.worker("w")
     box = world.open()
     box.deliver(1)

@@ -18,8 +18,8 @@ import pytest
 
 from penstock.deploy.console.exit_codes import CommandError
 from penstock.deploy.engines import keeper
-from penstock.deploy.engines.fleet_folder import Folder, Identity
-from penstock.deploy.engines.keeper import Keeper
+from penstock.deploy.engines.fleet_folder import FleetFolder, FleetIdentity
+from penstock.deploy.engines.keeper import FleetKeeper
 
 Until = Callable[[Callable[[], bool]], None]
 UP = ("up", "--detach", "--listen", "127.0.0.1:0", "--slots", "1", "--allow", "streams", "--dir", "fleet")
@@ -30,19 +30,19 @@ class Fleet:
 
     def __init__(self, shell: Any) -> None:
         self.shell = shell
-        self.folder = Folder(shell.folder / "fleet")
-        self.seen: list[Identity] = []
+        self.folder = FleetFolder(shell.folder / "fleet")
+        self.seen: list[FleetIdentity] = []
 
     def record(self) -> dict[str, Any]:
         fleet = self.folder.fleet()
         assert fleet is not None
         return fleet.as_dict()
 
-    def processes(self) -> dict[str, Identity | None]:
+    def processes(self) -> dict[str, FleetIdentity | None]:
         """By name; None: between two lives, or for good."""
         record = self.record()
         found = {daemon["name"]: daemon["identity"] for daemon in record["daemons"]} | {"sup": record["supervisor"]}
-        living = {name: Identity(**identity) if identity else None for name, identity in found.items()}
+        living = {name: FleetIdentity(**identity) if identity else None for name, identity in found.items()}
         self.seen += [identity for identity in living.values() if identity is not None]
         return living
 
@@ -60,7 +60,7 @@ class Fleet:
         return all(_ended(identity) for identity in self.seen)
 
 
-def _ended(identity: Identity) -> bool:
+def _ended(identity: FleetIdentity) -> bool:
     fd = identity.open()
     if fd is None:
         return True
@@ -192,7 +192,7 @@ def test_what_cannot_start_says_why_and_leaves_nothing(shell: Any) -> None:
     assert done.returncode == 13
     assert "the coordinator ended with status 13" in done.error
     assert "is in use by another process" in done.error
-    assert Folder(shell.folder / "fleet").fleet() is None
+    assert FleetFolder(shell.folder / "fleet").fleet() is None
 
 
 def test_a_folder_that_others_can_change_is_refused(shell: Any) -> None:
@@ -205,7 +205,7 @@ def test_a_folder_that_others_can_change_is_refused(shell: Any) -> None:
 
 
 def test_another_port_is_tried_only_when_the_former_one_is_taken(shell: Any) -> None:
-    folder = Folder(shell.folder / "fleet")
+    folder = FleetFolder(shell.folder / "fleet")
     folder.make()
     folder.address = "127.0.0.1:1"
     done = shell.call(*UP, "--token-file", "no/such")
@@ -268,25 +268,28 @@ def test_a_daemon_that_dies_again_and_again_is_given_up_by_name(
         if kept.state == "ready":
             os.kill(kept.pid, signal.SIGKILL)
 
-    kept = Keeper("coordinator", lambda line: command, tmp_path / "log", come_back=True, changed=changed)
+    kept = FleetKeeper("coordinator", lambda line: command, tmp_path / "log", come_back=True, changed=changed)
     with pytest.raises(CommandError, match=r"the coordinator was killed by SIGKILL \(3 times in a row\): .*listening"):
         asyncio.run(kept.run())
     assert (kept.restarts, kept.state) == (2, "failed")
 
 
 def test_a_number_that_is_another_process_by_now_is_not_hit() -> None:
-    mine = Identity.of(os.getpid())
+    mine = FleetIdentity.of(os.getpid())
     assert not _ended(mine)
-    for other in (Identity(mine.pid, mine.started + 1, mine.boot), Identity(mine.pid, mine.started, "another boot")):
+    for other in (
+        FleetIdentity(mine.pid, mine.started + 1, mine.boot),
+        FleetIdentity(mine.pid, mine.started, "another boot"),
+    ):
         assert other.open() is None
         assert not other.send(signal.SIGKILL)
 
 
 def test_down_ends_a_fleet_that_is_being_started(shell: Any, until: Until) -> None:
-    folder = Folder(shell.folder / "fleet")
+    folder = FleetFolder(shell.folder / "fleet")
     for _ in range(5):
         starting = shell.begin(*UP)
-        until(partial(_is_held_by_another, folder, Identity.of(starting.process.pid)))  # before there is a record
+        until(partial(_is_held_by_another, folder, FleetIdentity.of(starting.process.pid)))  # before there is a record
         done = shell.call("down", "--dir", "fleet")
         assert done.returncode == 0
         if (status := starting.process.wait(20)) != 0:
@@ -296,16 +299,16 @@ def test_down_ends_a_fleet_that_is_being_started(shell: Any, until: Until) -> No
     assert (folder.supervised, folder.fleet()) == (False, None)
 
 
-def _is_held_by_another(folder: Folder, one: Identity) -> bool:
+def _is_held_by_another(folder: FleetFolder, one: FleetIdentity) -> bool:
     return folder.holder() not in (None, one)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_an_up_that_is_told_to_end_leaves_no_fleet(shell: Any, until: Until, number: signal.Signals) -> None:
-    folder = Folder(shell.folder / "fleet")
+    folder = FleetFolder(shell.folder / "fleet")
     for _ in range(5):
         starting = shell.begin(*UP)
-        until(partial(_is_held_by_another, folder, Identity.of(starting.process.pid)))
+        until(partial(_is_held_by_another, folder, FleetIdentity.of(starting.process.pid)))
         starting.process.send_signal(number)
         if (status := starting.process.wait(20)) != 0:
             break

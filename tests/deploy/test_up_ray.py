@@ -18,8 +18,8 @@ import pytest
 from cluster import SUPPORT
 from job import Job
 
-from penstock.deploy.engines.engine import Plan
-from penstock.deploy.engines.fleet_folder import Folder, Identity
+from penstock.deploy.engines.engine import FleetPlan
+from penstock.deploy.engines.fleet_folder import FleetFolder, FleetIdentity
 
 pytestmark = [
     pytest.mark.timeout(300),  # Ray takes its time to start nodes, and to notice that one is gone
@@ -42,7 +42,7 @@ class RayFleet:
 
     def __init__(self, shell: Any, cluster: Any) -> None:
         self.shell, self.cluster = shell, cluster
-        self.folder = Folder(shell.folder / "fleet")
+        self.folder = FleetFolder(shell.folder / "fleet")
 
     def run(self, *arguments: str) -> Any:
         return self.shell.run(*arguments, deadline_s=150, PYTHONWARNINGS=None)
@@ -114,7 +114,7 @@ def test_a_lost_node_and_a_killed_coordinator_change_no_batch(
     near = {node.node_id: node for node in fleet.cluster.worker_nodes}
     assert {daemons[name]["node"] for name in ("penstock-1", "penstock-2")} == set(near)
     assert daemons["penstock-coordinator"]["node"] == fleet.cluster.head_node.node_id
-    processes = [Identity.of(one[pid]) for one in daemons.values() for pid in ("pid", "actor_pid")]
+    processes = [FleetIdentity.of(one[pid]) for one in daemons.values() for pid in ("pid", "actor_pid")]
 
     undisturbed = fleet.job("undisturbed").finish(110)
     assert len(undisturbed) == STEPS
@@ -170,7 +170,7 @@ def test_what_ray_is_asked_for() -> None:
     from penstock.deploy.engines.ray import worker_options
 
     def options(near: str) -> dict[str, Any]:
-        plan = Plan("ray", "f", 2, 4, "m", "127.0.0.1:0", "/token", options={"near": near})
+        plan = FleetPlan("ray", "f", 2, 4, "m", "127.0.0.1:0", "/token", options={"near": near})
         return worker_options(plan)
 
     assert options("")["num_cpus"] == 4
@@ -188,7 +188,7 @@ def test_the_living_nodes_will_do(caplog: pytest.LogCaptureFixture) -> None:
     def actor(name: str) -> Any:
         return SimpleNamespace(ready=SimpleNamespace(remote=lambda: name))
 
-    plan = Plan("ray", "f", 2, 4, "m", "127.0.0.1:0", "/token", timeout_s=7, options={"near": ""})
+    plan = FleetPlan("ray", "f", 2, 4, "m", "127.0.0.1:0", "/token", timeout_s=7, options={"near": ""})
     ray: Any = SimpleNamespace(
         wait=lambda waits, num_returns, timeout: (["f-1"], ["f-2"]),
         get=lambda name: {"host": "node", "line": name},

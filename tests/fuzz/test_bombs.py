@@ -30,7 +30,7 @@ def _bombs() -> dict[str, Callable[[], object]]:
     from penstock.proto.lane.ring import Ring
     from penstock.proto.state.codec import decode_state, encode_state
     from penstock.proto.v1 import lane_pb2
-    from penstock.worker.processes.control_channel import Inbox
+    from penstock.worker.processes.control_channel import MessageInbox
 
     def tree(node: str) -> bytes:
         text = node.encode().ljust(-(-len(node) // 16) * 16)
@@ -74,14 +74,14 @@ def _bombs() -> dict[str, Callable[[], object]]:
         return b"\x1f\x00\x01\x00" + b"\xff" * 4000 + b"\x00" + b"\x50" + bytes(5)
 
     def boxes() -> object:
-        record = saved_state.Saved(0, "m:f", 2, 1 << 31, 1 << 31, None).to_dict()[saved_state.KEY]["record"]
+        record = saved_state.SavedState(0, "m:f", 2, 1 << 31, 1 << 31, None).to_dict()[saved_state.KEY]["record"]
         value = decode_state(record)
         value["step"], value["positions"] = 1, [b"\x1a\x01\x00*\x00"]  # type: ignore[index]
         return saved_state.read({saved_state.KEY: {"format": 1, "step": 1, "record": encode_state(value)}})
 
     def said(text: int, payload: int) -> object:
-        inbox = Inbox()
-        inbox.feed(struct.pack("<IQB", text, payload, 0) + b"{}", [])
+        inbox = MessageInbox()
+        inbox.reader(struct.pack("<IQB", text, payload, 0) + b"{}", [])
         return inbox.take()
 
     torch.zeros(1)

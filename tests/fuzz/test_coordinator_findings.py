@@ -14,7 +14,7 @@ from served import TOKEN, coordinator
 
 from penstock.appliance.model.limits import Limits
 from penstock.appliance.storage.journal import Journal, StateDir
-from penstock.appliance.testing import World
+from penstock.appliance.testing import FakeCluster
 from penstock.proto.errors import InvalidArgumentError, JournalError
 from penstock.proto.rpc.calls import AsyncCoordinatorClient
 from penstock.proto.state.position import MOST, Position
@@ -80,7 +80,7 @@ def opening(**base: Any) -> pb.OpenRunRequest:
 @pytest.mark.parametrize("base", [{"step": HUGE}, {"epoch": HUGE}, {"total": HUGE}, {"delivered": 2, "total": 1}])
 def test_nobody_starts_where_nothing_can_be_counted_on(base: dict[str, int]) -> None:
     """Such a position overflowed the next message that was made of it: another's heartbeat."""
-    world = World()
+    world = FakeCluster()
     with pytest.raises(InvalidArgumentError):
         world.registry.open_run(opening(**base))
     if "total" not in base:
@@ -94,7 +94,7 @@ def test_nobody_starts_where_nothing_can_be_counted_on(base: dict[str, int]) -> 
 
 
 def test_a_state_beyond_all_counting_cannot_be_asked_for() -> None:
-    world = World()
+    world = FakeCluster()
     worker = world.worker("w")
     world.open()
     worker.ready()
@@ -104,18 +104,18 @@ def test_a_state_beyond_all_counting_cannot_be_asked_for() -> None:
 
 
 def test_answers_and_reports_do_not_fill_the_cluster() -> None:
-    world = World(Limits(ends_max=100, cuts_max=50))
+    world = FakeCluster(Limits(ends_max=100, abandoned_max=50))
     world.worker("w")
     box = world.open()
     with pytest.raises(InvalidArgumentError, match="ends of"):
-        world.registry.answer_state(pb.StateAnswer(ends=[pb.PassEnd(epoch=n) for n in range(5000)]), b"")
+        world.registry.answer_state(pb.StateAnswer(ends=[pb.EpochEnd(epoch=n) for n in range(5000)]), b"")
     for epoch in range(200):
         box.position = Position(epoch, epoch, [0], 0, [1, 0], [epoch + 1, 0])
         box.watch()
     (held,) = world.registry.cluster.open_attempts()[0].boxes.values()
     assert len(held.ends) <= 102
     assert (1, 199) in held.ends
-    box.cuts = dict.fromkeys(range(51), 1)
+    box.abandoned = dict.fromkeys(range(51), 1)
     with pytest.raises(InvalidArgumentError, match="passes"):
         box.watch()
 
@@ -127,7 +127,7 @@ def test_answers_and_reports_do_not_fill_the_cluster() -> None:
         ("attempts", "state", "rotten"),
         ("boxes", "opening", b"\xff\xff"),
         ("boxes", "run", "another"),
-        ("slots", "traits", b"\xff\xff"),
+        ("slots", "capabilities", b"\xff\xff"),
         ("slots", "box", 7),
     ],
 )
@@ -135,7 +135,7 @@ def test_rows_that_do_not_fit_together_stop_the_start_by_name(
     tmp_path: Path, table: str, column: str, value: object
 ) -> None:
     directory = StateDir(tmp_path)
-    world = World(directory=directory)
+    world = FakeCluster(directory=directory)
     world.worker("w")
     world.open()
     world.journal.close()

@@ -16,7 +16,7 @@ from census import open_as
 from lane_frames import a_frame
 from tests.client.conftest import Rig
 
-from penstock.client.stream.checkpoint_schedule import Schedule
+from penstock.client.stream.checkpoint_schedule import CheckpointSchedule
 from penstock.client.stream.ordered_reader import OUTRUN
 from penstock.proto.errors import LaneLostError, ProtocolError, StateCorruptError, UnsupportedStateError
 from penstock.proto.lane.endpoints import Consumer, Producer
@@ -34,16 +34,24 @@ from penstock.proto.lane.frames import (
     framed,
     pack_shapes,
 )
-from penstock.proto.lane.producer import MOST_CUTS, MOST_WANTED
-from penstock.proto.lane.ring import MAX_SLOTS
+from penstock.proto.lane.producer import MOST_ABANDONS, MOST_WANTED
+from penstock.proto.lane.ring import MAX_ENTRIES
 from penstock.proto.lane.tcp import sealed
 from penstock.proto.state.codec import encode_state
 from penstock.proto.v1 import lane_pb2
 from penstock.worker.daemon.sender import Sender
-from penstock.worker.daemon.snapshots import MAX_BYTES, MOST, Kept, SnapshotStore
-from penstock.worker.loader.restart_points import Base
+from penstock.worker.daemon.snapshots import MAX_BYTES, MOST, SlotSnapshots, StoredSnapshot
+from penstock.worker.loader.restart_points import RestartPoint
 from penstock.worker.processes.child_processes import Child
-from penstock.worker.processes.control_channel import MAX_FDS, MAX_PAYLOAD, Channel, Inbox, Message, counts, encode_head
+from penstock.worker.processes.control_channel import (
+    MAX_FDS,
+    MAX_PAYLOAD,
+    ControlChannel,
+    ControlMessage,
+    MessageInbox,
+    counts,
+    encode_head,
+)
 from penstock.worker.processes.progress_page import ProgressPage
 
 DEADLINE_S = 20.0
@@ -112,10 +120,10 @@ def test_an_ack_that_the_socket_does_not_take_costs_the_lane_and_not_the_credits
 
 @pytest.mark.parametrize("kind", [STRUCTURE, BATCH])
 def test_a_peer_that_sends_only_what_nobody_needs_is_not_read_for_ever(kind: int) -> None:
-    """Announcements, or batches of a pass that was left."""
+    """Announcements, or batches of an epoch that was left."""
     peer, sock = seqpacket()
     consumer = Consumer(sock, "slot 0")
-    consumer.cuts = 1
+    consumer.abandons = 1
     useless = framed(a_frame(kind=kind, structure=1, inline=b"x", size=1).encode())
     packet = useless * (MAX_FRAME // len(useless))
 
@@ -153,7 +161,7 @@ def test_batches_that_come_twice_without_end_end_the_lane(monkeypatch: pytest.Mo
             runner.total = 0
             assert runner.send(torch.tensor([1]))
         with pytest.raises(ProtocolError, match="21 frames that nobody needs"):
-            rig.feed.next()
+            rig.reader.next()
     finally:
         rig.close()
 
@@ -183,7 +191,7 @@ def test_both_ends_forget_structures_alike_by_their_bytes() -> None:
         assert (frame.total, consumer.structures[structure][:1]) == (total, bytes([structure]))
         assert sum(map(len, consumer.structures.values())) <= KNOWN_BYTES
         consumer.delivered(total)
-        consumer.release([frame.ring, frame.slot])
+        consumer.release([frame.ring, frame.entry])
         consumer.flush()
         producer.take_acks()
     assert announced == 5 * size, "1, 2, 3, then 1 in place of 2, then 2 in place of 3"
@@ -212,7 +220,7 @@ def test_a_count_of_cuts_at_its_end_does_not_stop_the_runner() -> None:
     producer = Producer(1 << 20)
     producer.know_structure(1, b"one")
     peer, sock = seqpacket()
-    producer.attach(sock, lane_pb2.Hello(cuts=MOST_CUTS))
+    producer.attach(sock, lane_pb2.Hello(abandoned=MOST_ABANDONS))
     peer.send(Ack(abandon_epoch=1).encode())
     producer.take_acks()
     assert not producer.attached
@@ -251,13 +259,13 @@ def test_every_step_is_announced_as_far_as_rings_reach_with_many_slots() -> None
     slots = 16
     rig = Rig(slots)
     try:
-        rig.feed._refresh()
-        assert rig.feed.announce(Schedule.of(1), None) == (slots * OUTRUN - 1) // 2 + 1
-        rig.feed.flush()
+        rig.reader._refresh()
+        assert rig.reader.announce(CheckpointSchedule.of(1), None) == (slots * OUTRUN - 1) // 2 + 1
+        rig.reader.flush()
         for runner in rig.runners:
             runner.producer.take_acks()
             assert sorted(runner.producer.wanted) == list(range(1, OUTRUN + 1))
-        assert OUTRUN // 2 > MAX_SLOTS, "when the loop is half way there, a whole ring ahead of it is still announced"
+        assert OUTRUN // 2 > MAX_ENTRIES, "when the loop is half way there, a whole ring ahead of it is still announced"
     finally:
         rig.close()
 
@@ -275,27 +283,27 @@ def test_a_child_cannot_take_the_progress_page_from_under_its_daemon() -> None:
 
 @pytest.mark.parametrize("text", [b"[]", b"3", b'"kind"', b"{}", b'{"kind": 3}', b"[" * 100_000, b"\xff", b'{"kind": '])
 def test_a_control_message_is_an_object_that_says_its_kind(text: bytes) -> None:
-    inbox = Inbox()
-    head = bytearray(encode_head(Message("x"))[:13])
+    inbox = MessageInbox()
+    head = bytearray(encode_head(ControlMessage("x"))[:13])
     head[:4] = len(text).to_bytes(4, "little")
-    inbox.feed(bytes(head) + text, [])
+    inbox.reader(bytes(head) + text, [])
     with pytest.raises(ProtocolError):
         inbox.take()
 
 
 def test_descriptors_that_nobody_announced_are_closed() -> None:
-    inbox = Inbox()
-    inbox.feed(b"", [os.memfd_create("unannounced") for _ in range(MAX_FDS)])
+    inbox = MessageInbox()
+    inbox.reader(b"", [os.memfd_create("unannounced") for _ in range(MAX_FDS)])
     with pytest.raises(ProtocolError, match=f"{MAX_FDS + 1} descriptors"):
-        inbox.feed(b"", [os.memfd_create("unannounced")])
+        inbox.reader(b"", [os.memfd_create("unannounced")])
     assert not open_as("/memfd:unannounced")
 
 
 @pytest.mark.parametrize("value", [None, -1, 1.5, True, "3", 1 << 64, [1]])
 def test_a_count_from_a_child_is_a_count(value: Any) -> None:
     with pytest.raises(ProtocolError):
-        counts(Message("base", {"total": value}), "total")
-    assert counts(Message("base", {"total": 3}), "total") == [3]
+        counts(ControlMessage("point", {"total": value}), "total")
+    assert counts(ControlMessage("point", {"total": 3}), "total") == [3]
 
 
 def test_a_state_that_nobody_would_take_is_refused_where_it_is_made() -> None:
@@ -305,20 +313,20 @@ def test_a_state_that_nobody_would_take_is_refused_where_it_is_made() -> None:
 
     ours, theirs = socket.socketpair()
     with pytest.raises(UnsupportedStateError, match=str(MAX_PAYLOAD)):
-        Channel(ours).send("base", Large())
+        ControlChannel(ours).send("point", Large())
     ours.close()
     theirs.close()
 
 
-def _said(*raw: bytes, fds: bool = False) -> tuple[int, list[Message]]:
+def _said(*raw: bytes, fds: bool = False) -> tuple[int, list[ControlMessage]]:
     """A real process that is a child of the daemon's, and says this: its exit status, 0 if it lives after a message
     "last"; and what was heard."""
-    heard: list[Message] = []
+    heard: list[ControlMessage] = []
 
     async def run() -> int:
         last = asyncio.Event()
 
-        def hear(message: Message) -> None:
+        def hear(message: ControlMessage) -> None:
             heard.append(message)
             if message.kind == "last":
                 last.set()
@@ -326,7 +334,7 @@ def _said(*raw: bytes, fds: bool = False) -> tuple[int, list[Message]]:
         process = subprocess.Popen(["sleep", "60"], process_group=0)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         read, write = os.pipe()
-        child = Child(Channel(ours), read, "the child", hear, lambda: None)
+        child = Child(ControlChannel(ours), read, "the child", hear, lambda: None)
         child.begun(process.pid, os.pidfd_open(process.pid))
         for data in raw:
             socket.send_fds(theirs, [data], [0] if fds else [])
@@ -346,30 +354,32 @@ def _said(*raw: bytes, fds: bool = False) -> tuple[int, list[Message]]:
 
 
 def test_a_child_that_talks_nonsense_is_killed_and_one_that_does_not_lives() -> None:
-    good = encode_head(Message("begun"))
-    assert _said(good, encode_head(Message("last")))[0] == 0
+    good = encode_head(ControlMessage("begun"))
+    assert _said(good, encode_head(ControlMessage("last")))[0] == 0
     status, heard = _said(good, b"\2\0\0\0" + bytes(9) + b"[]")
     assert status == -signal.SIGKILL
     assert [message.kind for message in heard] == ["begun"]
 
 
 def test_a_child_that_sends_descriptors_is_killed() -> None:
-    announced = bytearray(encode_head(Message("begun")))
+    announced = bytearray(encode_head(ControlMessage("begun")))
     announced[12] = 1
     assert _said(bytes(announced), fds=True)[0] == -signal.SIGKILL
 
 
 def test_origins_without_end_do_not_fill_the_daemon() -> None:
-    store = SnapshotStore()
+    store = SlotSnapshots()
     data = bytes(MAX_BYTES)  # one object: what counts is what is kept
     for total in range(1, 200):
-        store.add(Kept(0, total, total, 0, True, 0, data), 0)
+        store.add(StoredSnapshot(0, total, total, 0, True, 0, data), 0)
     kept = list(store)
     assert len(kept) <= MOST + 2
     assert (kept[0].total, kept[-1].total) == (1, 199)
 
 
-@pytest.mark.parametrize("value", [None, [], {}, {"restart": {}}, {"user": 1, "restart": {"origin": {}, "at": [1]}}])
+@pytest.mark.parametrize(
+    "value", [None, [], {}, {"restart": {}}, {"user": 1, "restart": {"epoch_start": {}, "at": [1]}}]
+)
 def test_a_base_that_was_never_one_is_a_damaged_state(value: Any) -> None:
     with pytest.raises(StateCorruptError):
-        Base.decode(encode_state(value))
+        RestartPoint.decode(encode_state(value))

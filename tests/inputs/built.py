@@ -332,7 +332,7 @@ def swallows(marker: str) -> Iterator[Any]:
 
 
 def one_more(count: int, ours: bool) -> Iterator[Any]:
-    """Makes a batch in vain at the end of each pass."""
+    """Makes a batch in vain at the end of each epoch."""
     current_assignment()
     for number in range(count):
         yield made(number, ours)

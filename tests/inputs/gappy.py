@@ -1,4 +1,4 @@
-"""Input that has nothing in its first passes."""
+"""Input that has nothing in its first epochs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from penstock.worker import current_assignment
 
 
 class Gappy:
-    """Batches [pass, number], three a pass, but for the first `empty` passes, counted from 1."""
+    """Batches [pass, number], three an epoch, but for the first `empty` passes, counted from 1."""
 
     def __init__(self, empty: int) -> None:
         self.empty = empty

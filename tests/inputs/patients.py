@@ -37,7 +37,7 @@ def unsharded(batches: int = 40) -> streams.Counter:
 
 
 class ForgetsItsEnd(streams.Counter):
-    """Exact within a pass; its state does not say where the pass ends."""
+    """Exact within an epoch; its state does not say where the epoch ends."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)

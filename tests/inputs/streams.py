@@ -119,7 +119,7 @@ def unsized(batches: int) -> Unsized:
 
 
 def uneven(lengths: list[int]) -> Counter:
-    """Worker k yields lengths[k] batches a pass."""
+    """Worker k yields lengths[k] batches an epoch."""
     place = current_assignment()
     return Counter(lengths[place.global_worker_id], first=1000 * place.global_worker_id)
 
@@ -549,7 +549,7 @@ class Numbered(Dataset[Any]):
 
 
 def epochs(batches: int = 6) -> Any:
-    """Shuffled anew in each pass, also in one that is begun after one that was left."""
+    """Shuffled anew in each epoch, also in one that is begun after one that was left."""
     from penstock.data import MapLoader
 
     return MapLoader(Numbered(), batch_size=1, shuffle=True)

@@ -26,7 +26,7 @@ from trainers import forked
 from xxhash import xxh3_64_intdigest
 
 from penstock.client import Appliance, DataExecutor, DataLoader
-from penstock.client.stream.open_run import Run
+from penstock.client.stream.open_run import OpenRun
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 
@@ -70,9 +70,9 @@ def main(options: dict[str, Any]) -> None:
 
 def put_proxies_between() -> None:
     proxies: dict[str, Proxy] = {}
-    dial = Run.dial
+    dial = OpenRun.dial
 
-    def through(self: Run, view: pb.SlotView, hello: Any) -> Any:
+    def through(self: OpenRun, view: pb.SlotView, hello: Any) -> Any:
         if view.tcp_address not in proxies:
             proxies[view.tcp_address] = Proxy(view.tcp_address)
         other = pb.SlotView()
@@ -92,7 +92,7 @@ def put_proxies_between() -> None:
         for proxy in list(proxies.values()):
             proxy.heal()
 
-    Run.dial = through  # type: ignore[method-assign]
+    OpenRun.dial = through  # type: ignore[method-assign]
     signal.signal(signal.SIGUSR1, cut)
     signal.signal(signal.SIGUSR2, silence)
     signal.signal(signal.SIGRTMIN, heal)

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from penstock.proto.lane.endpoints import Producer
 from penstock.worker import current_assignment
-from penstock.worker.loader.restorable_loader import Source
+from penstock.worker.loader.restorable_loader import RestorableLoader
 from penstock.worker.processes.progress_page import ProgressPage
 from penstock.worker.runner import runner
 
@@ -44,25 +44,25 @@ def _recorded(number: int) -> Callable[[Any, tuple[Any, ...]], bool]:
 
 
 PASS = 12
-"""Batches of a pass of one worker."""
+"""Batches of an epoch of one worker."""
 CHECKPOINT = 7
 """Of worker 0's batches the one at step 13, with two workers: a checkpoint step, after which a snapshot is taken."""
 
 POINTS = {
-    "iter": Point(Source, "_iterate"),
-    "origin": Point(runner._Runner, "_keep"),
-    "first next": Point(Source, "next", _total(0)),
-    "next": Point(Source, "next", _total(3), after=True),
+    "iter": Point(RestorableLoader, "_iterate"),
+    "epoch_start": Point(runner._Runner, "_keep"),
+    "first next": Point(RestorableLoader, "next", _total(0)),
+    "next": Point(RestorableLoader, "next", _total(3), after=True),
     # The first two batches of a runner are followed by snapshots, whatever they cost; which these are depends on how
     # far the loop was when the runner before died.
-    "state_dict": Point(Source, "state", lambda self, args: bool(self.place.total >= 4), after=True),
+    "state_dict": Point(RestorableLoader, "state", lambda self, args: bool(self.place.total >= 4), after=True),
     "after the snapshot": Point(ProgressPage, "record", _recorded(CHECKPOINT)),
     "before the send": Point(Producer, "publish", lambda self, args: bool(args[1] == 8)),
     "after the send": Point(Producer, "publish", lambda self, args: bool(args[1] == 9), after=True),
     "last batch": Point(ProgressPage, "record", _recorded(PASS)),
-    "end of the pass": Point(Producer, "end", lambda self, args: bool(args[1] == PASS)),
-    "next pass": Point(Source, "_iterate", _total(PASS)),
-    "second pass": Point(Source, "next", _total(PASS + 4)),
+    "end of the epoch": Point(Producer, "end", lambda self, args: bool(args[1] == PASS)),
+    "next epoch": Point(RestorableLoader, "_iterate", _total(PASS)),
+    "second epoch": Point(RestorableLoader, "next", _total(PASS + 4)),
 }
 
 
@@ -121,18 +121,18 @@ def trapped(kind: str, points: list[str], folder: str) -> Any:
 
 def paced(kind: str, seconds: float) -> DataLoader[Any]:
     """A loader of a kind whose batches take time."""
-    inner = Source.next
+    inner = RestorableLoader.next
 
-    def slower(self: Source) -> Any:
+    def slower(self: RestorableLoader) -> Any:
         time.sleep(seconds)
         return inner(self)
 
-    Source.next = slower  # type: ignore[method-assign]
+    RestorableLoader.next = slower  # type: ignore[method-assign]
     return _loader(kind)  # type: ignore[no-any-return]
 
 
 class SlowToSave(streams.Fresh):
-    """Begins each pass in its first next(), and is saved too slowly for a snapshot at every step."""
+    """Begins each epoch in its first next(), and is saved too slowly for a snapshot at every step."""
 
     def state_dict(self) -> dict[str, int]:
         time.sleep(0.05)

@@ -19,7 +19,7 @@ from warm import EXAMPLES
 pytestmark = pytest.mark.timeout(300)  # up to five starts, of up to four ranks each
 
 KILLED_AT, STEPS = 7, 33
-"""In the first pass, which has 32 steps, and in the second."""
+"""In the first epoch, which has 32 steps, and in the second."""
 OPTIONS = ("--checkpoint-every", "5")
 SEED = {"PENSTOCK_SEED": "1"}
 """One for all, so that all runners are forked from one interpreter."""
@@ -117,5 +117,5 @@ def rows(*boxes: list[dict[str, Any]]) -> list[list[int]]:
 
 
 def losses(*boxes: list[dict[str, Any]]) -> list[float]:
-    """The mean over the boxes. Sums are made in another order on another shape, so it is not the same to the bit."""
+    """The mean over the boxes. Sums are made in another order on another topology, so it is not the same to the bit."""
     return [sum(float.fromhex(line["loss"]) for line in step) / len(boxes) for step in zip(*boxes, strict=True)]

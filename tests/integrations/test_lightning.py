@@ -47,7 +47,7 @@ LIMIT = 4
 
 
 def test_epochs_shorter_than_a_pass(appliance: Appliance, tmp_path: Path) -> None:
-    """The rest of a pass is left; also where training goes on from the end of such an epoch."""
+    """The rest of an epoch is left; also where training goes on from the end of such an epoch."""
     from lightning_fits import fit
 
     limits: dict[str, Any] = {"max_epochs": 3, "limit_train_batches": LIMIT}
@@ -75,7 +75,7 @@ def test_accumulation_that_a_resume_shifts_is_warned_of(appliance: Appliance, tm
 
 @pytest.mark.parametrize("input_fn", [streams.counter, streams.unsized])
 def test_fit_twice(appliance: Appliance, input_fn: Any) -> None:
-    """Lightning begins a pass twice there, and without a length takes a batch each time."""
+    """Lightning begins an epoch twice there, and without a length takes a batch each time."""
     from lightning.pytorch import Trainer
     from lightning_fits import Module
 

@@ -42,7 +42,7 @@ WRAPPERS: dict[str, tuple[Callable[[Lookahead], Iterable[Any]], int]] = {
     "accelerate": (by_accelerate, 1),
     "five ahead": (five_ahead, 5),
 }
-"""Name -> what a framework makes of the loader for a pass, and how far that is ahead."""
+"""Name -> what a framework makes of the loader for an epoch, and how far that is ahead."""
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,7 @@ def test_exact_at_every_step_where_the_loader_is_ahead(appliance: Appliance, pla
     assert numbers == WHOLE[:STEPS]
     assert {step: place_of(state) for step, state in states.items()} == plain
     resumed = (1, PASS - 1, PASS, PASS + 1) if name == "accelerate" else ()  # one is enough: all have the same states
-    for step in resumed:  # the first, those about the end of a pass, and the first of the next
+    for step in resumed:  # the first, those about the end of an epoch, and the first of the next
         assert following(states[step], 2, appliance) == WHOLE[step : step + 2]
     loader.close()
 
@@ -99,7 +99,7 @@ def test_before_the_first_batch_and_after_a_load(appliance: Appliance) -> None:
     batches = by_accelerate(ahead)
     for _ in islice(ahead.handed_out(batches), 4):
         state = ahead.state_dict()
-    ahead.load_state_dict(state)  # with the pass under way
+    ahead.load_state_dict(state)  # with the epoch under way
     assert (ahead.step, place_of(ahead.state_dict())) == (4, place_of(state))
     through = iter(batches)
     next(through)  # it has taken two, and the loop has not been handed one
@@ -160,7 +160,7 @@ def test_what_was_taken_and_dropped_is_no_batch_of_the_loop(appliance: Appliance
         if ahead.step == 2:
             break
     assert (ahead.step, loader.step) == (2, 3)
-    batches = ahead.handed_out(ahead_by(1, ahead))  # the next pass; the third batch of the first is gone
+    batches = ahead.handed_out(ahead_by(1, ahead))  # the next epoch; the third batch of the first is gone
     next(batches)
     assert (ahead.step, loader.step) == (4, 5)
     batches.close()  # type: ignore[attr-defined]

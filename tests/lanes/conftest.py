@@ -161,7 +161,7 @@ class Link:
         if self.kind == "tcp":
             self.senders[-1].start()
         consumer = Consumer(sock, f"the {self.kind} lane")
-        consumer.cuts = greeting.cuts
+        consumer.abandons = greeting.abandons
         self.consumers.append(consumer)
         return consumer
 
@@ -208,7 +208,7 @@ def next_frame(consumer: Consumer) -> Frame:
 def payload(consumer: Consumer, frame: Frame) -> memoryview:
     """The batch where it lies."""
     ring = consumer.rings[frame.ring]
-    start = frame.slot * ring.slot_bytes
+    start = frame.entry * ring.entry_bytes
     return ring.view[start : start + frame.nbytes]
 
 
@@ -218,7 +218,7 @@ def take(consumer: Consumer, total: int, size: int, *, epoch: int = 0) -> tuple[
     assert (frame.kind, frame.total, frame.epoch, frame.nbytes) == (BATCH, total, epoch, size)
     assert frame.digest == digest(total)
     assert bytes(payload(consumer, frame)) == content(total, size)
-    return frame.ring, frame.slot
+    return frame.ring, frame.entry
 
 
 def finish(consumer: Consumer, total: int, place: tuple[int, int]) -> None:

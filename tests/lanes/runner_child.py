@@ -1,8 +1,8 @@
 """A runner for the lane tests: a Producer in a process of its own, which does what it is told over a control socket.
 
-Like the real one it has a single thread, makes batches while ring slots are free, reads acks, and makes nothing more of
-a pass that was left. Commands are JSON, one a packet, sometimes with a descriptor; each gets one answer, `until` only
-once what it names has come true.
+Like the real one it has a single thread, makes batches while ring entries are free, reads acks, and makes nothing more
+of an epoch that was left. Commands are JSON, one a packet, sometimes with a descriptor; each gets one answer, `until`
+only once what it names has come true.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Child:
             "open_epochs": producer.open_epochs,
             "abandoned": list(producer.abandoned),
             "wanted": [[total, steps] for total, steps in sorted(producer.wanted.items())],
-            "cuts": producer.cuts,
+            "abandons": producer.abandons,
             "free": producer.free_slots,
             "slots": producer.ring_slots,
             "rings": len(producer._rings),

@@ -166,38 +166,40 @@ def check(rig: ReceiverRig, frame: Frame, total: int, size: int) -> None:
     assert (frame.codec, frame.wire) == (0, 0), "on the local lane nothing is compressed"
     assert bytes(payload(rig.consumer, frame)) == content(total, size)
     rig.consumer.delivered(total)
-    rig.consumer.release((frame.ring, frame.slot))
+    rig.consumer.release((frame.ring, frame.entry))
     rig.consumer.flush()
 
 
 def test_a_pass_left_in_the_middle_of_a_compressed_payload(rig: ReceiverRig) -> None:
     size, number = SLOT, number_of(rig)
     rig.begin()
-    for cut in range(12):
-        total, of_pass = 10 * cut + 1, {"cut": cut, "epoch": cut}
+    for abandons in range(12):
+        total, of_pass = 10 * abandons + 1, {"abandons": abandons, "epoch": abandons}
         first = sent(batch(total, size, **of_pass), number)
-        stale = wire(number, bytes(size // 2) + random.Random(cut).randbytes(size // 4) + bytes(size // 4))
+        stale = wire(number, bytes(size // 2) + random.Random(abandons).randbytes(size // 4) + bytes(size // 4))
         frame = batch(total + 1, size, codec=number, wire=len(stale), **of_pass)
         head = sealed(frame.encode())
-        half = (len(stale) * cut) // 12
+        half = (len(stale) * abandons) // 12
         left = len(stale) + CHECK_BYTES - half
         rig.far.sendall(first + head + stale[:half])
         place = rig.expect(total, size)
         rig.consumer.delivered(total)
         rig.consumer.release(place)
-        rig.consumer.abandon(cut)
+        rig.consumer.abandon(abandons)
         ack = rig.ack()
-        assert (ack.delivered, ack.abandon_epoch) == (total, cut + 1)
+        assert (ack.delivered, ack.abandon_epoch) == (total, abandons + 1)
         # What still comes of it may be anything: nobody may look at it.
         rig.far.sendall(b"?" * left + head + b"?" * (left + half))
-        rig.far.sendall(sent(batch(total + 1, size, cut=cut + 1, epoch=cut + 1), number))
+        rig.far.sendall(sent(batch(total + 1, size, abandons=abandons + 1, epoch=abandons + 1), number))
         place = rig.expect(total + 1, size)
         rig.consumer.delivered(total + 1)
         rig.consumer.release(place)
         rig.consumer.flush()
         rig.ack()
     slots = next(iter(rig.consumer.rings.values())).slots
-    noise = [checked(batch(total, size, cut=12, epoch=12), content(total, size)) for total in range(200, 200 + slots)]
+    noise = [
+        checked(batch(total, size, abandons=12, epoch=12), content(total, size)) for total in range(200, 200 + slots)
+    ]
     rig.far.sendall(b"".join(noise))
     assert len({rig.expect(total, size) for total in range(200, 200 + slots)}) == slots, "all slots are there"
 
@@ -283,7 +285,7 @@ def test_sizes_are_checked_against_the_slot_before_anything_is_allocated(rig: Re
     st.integers(2048, 4096),
 )
 def test_corrupt_streams_end_their_lane_and_no_other(
-    receiver: Receiver, number: int, flips: list[tuple[int, int]], cut: int, size: int
+    receiver: Receiver, number: int, flips: list[tuple[int, int]], abandons: int, size: int
 ) -> None:
     logging.disable(logging.WARNING)
     rig = ReceiverRig(receiver, codecs=CODECS)
@@ -292,7 +294,7 @@ def test_corrupt_streams_end_their_lane_and_no_other(
     for at, value in flips:
         data[at % len(data)] = value
     rig.begin(4096)
-    rig.send_in_vain(sent(batch(1, 4096), number) + bytes(data[: len(data) - cut]))
+    rig.send_in_vain(sent(batch(1, 4096), number) + bytes(data[: len(data) - abandons]))
     rig.far.close()
     rig.expect(1, 4096)
     with pytest.raises(LaneLostError):

@@ -218,13 +218,13 @@ def test_bombs_and_their_opposite(number: int, real: int) -> None:
     st.integers(0, 50),
 )
 def test_corrupt_payloads_are_found_out_or_stay_within_their_slot(
-    number: int, flips: list[tuple[int, int]], cut: int, more: int
+    number: int, flips: list[tuple[int, int]], abandons: int, more: int
 ) -> None:
-    size = 3000 + cut % 7
+    size = 3000 + abandons % 7
     data = bytearray(packed(number, tokens(size)) or b"")
     for at, value in flips:
         data[at % len(data)] = value
-    data = data[: len(data) - cut % 3] + bytes(more)
+    data = data[: len(data) - abandons % 3] + bytes(more)
     around = bytearray(b"!" * (size + 200))
     slot = memoryview(around)[100:-100]
     unpacker, at = Unpacker(codec_of(number)), 0

@@ -31,7 +31,7 @@ from penstock.proto.lane.frames import (
     Frame,
     framed,
 )
-from penstock.proto.lane.ring import GIANT_BYTES, PAGE, Ring, grown, ring_bytes, slots_for
+from penstock.proto.lane.ring import GIANT_BYTES, PAGE, Ring, entries_for, grown, ring_bytes
 
 Pair = tuple[socket.socket, Consumer]
 
@@ -53,8 +53,8 @@ def say(peer: socket.socket, **frame: object) -> None:
     peer.send(framed(a_frame(**frame).encode()))  # type: ignore[arg-type]
 
 
-def pass_ring(peer: socket.socket, fd: int, ring: int = 1, slot_bytes: int = PAGE, slots: int = 4) -> None:
-    say(peer, kind=RING, ring=ring, slot_bytes=slot_bytes, slots=slots)
+def pass_ring(peer: socket.socket, fd: int, ring: int = 1, entry_bytes: int = PAGE, slots: int = 4) -> None:
+    say(peer, kind=RING, ring=ring, entry_bytes=entry_bytes, slots=slots)
     socket.send_fds(peer, [b"\0"], [fd])
 
 
@@ -83,7 +83,7 @@ def announce(peer: socket.socket) -> None:
 def test_a_ring_and_its_descriptor_may_come_apart(pair: Pair) -> None:
     peer, consumer = pair
     ring = Ring.create(PAGE, 4)
-    say(peer, kind=RING, ring=5, slot_bytes=PAGE, slots=4)
+    say(peer, kind=RING, ring=5, entry_bytes=PAGE, slots=4)
     for _ in range(3):
         assert consumer.receive() is None, "it does not wait for the second packet"
     assert consumer.rings == {}
@@ -132,7 +132,7 @@ def test_an_unsealed_or_wrongly_announced_ring_is_never_mapped(
 def test_slots_must_be_whole_pages(pair: Pair) -> None:
     peer, consumer = pair
     fd = memfd(4 * 1000, sealed=True)
-    pass_ring(peer, fd, slot_bytes=1000)
+    pass_ring(peer, fd, entry_bytes=1000)
     os.close(fd)
     with pytest.raises(ProtocolError, match="announced as"):
         consumer.receive()
@@ -178,7 +178,7 @@ def test_a_ring_with_holes_is_refused(pair: Pair, pages: int) -> None:
 def test_a_ring_comes_with_exactly_one_descriptor(pair: Pair, count: int) -> None:
     peer, consumer = pair
     fd = memfd(4 * PAGE, sealed=True)
-    say(peer, kind=RING, ring=1, slot_bytes=PAGE, slots=4)
+    say(peer, kind=RING, ring=1, entry_bytes=PAGE, slots=4)
     socket.send_fds(peer, [b"\0"], [fd] * count)
     os.close(fd)
     with pytest.raises(ProtocolError, match=f"{count} descriptors"):
@@ -204,7 +204,7 @@ def test_rings_without_batches_are_not_collected_for_ever(pair: Pair) -> None:
     for number in range(1, 65):
         pass_ring(peer, ring.fd, ring=number)
         assert consumer.receive() is None
-    say(peer, kind=RING, ring=65, slot_bytes=PAGE, slots=4)
+    say(peer, kind=RING, ring=65, entry_bytes=PAGE, slots=4)
     with pytest.raises(ProtocolError, match="64 in use"):
         consumer.receive()
     consumer.close()
@@ -214,7 +214,7 @@ def test_rings_without_batches_are_not_collected_for_ever(pair: Pair) -> None:
 
 def test_the_peer_may_vanish_between_a_ring_and_its_descriptor(pair: Pair) -> None:
     peer, consumer = pair
-    say(peer, kind=RING, ring=1, slot_bytes=PAGE, slots=4)
+    say(peer, kind=RING, ring=1, entry_bytes=PAGE, slots=4)
     assert consumer.receive() is None
     peer.close()
     with pytest.raises(LaneLostError):
@@ -222,19 +222,19 @@ def test_the_peer_may_vanish_between_a_ring_and_its_descriptor(pair: Pair) -> No
 
 
 def test_slots_of_a_ring() -> None:
-    assert [slots_for(size) for size in (GIANT_BYTES - 1, GIANT_BYTES, 2 << 30)] == [3, 1, 1]
+    assert [entries_for(size) for size in (GIANT_BYTES - 1, GIANT_BYTES, 2 << 30)] == [3, 1, 1]
     assert [grown(size, 1 << 20, 4 << 30) for size in (1 << 20, 3 << 20)] == [2 << 20, 3 << 20]
     assert grown(GIANT_BYTES + 1, GIANT_BYTES, 4 << 30) == GIANT_BYTES + 1, "and nothing beyond"
     assert grown(400 << 20, 300 << 20, 4 << 30) < GIANT_BYTES
-    assert [slots_for(size) for size in (0, 4096, 1 << 18, 1 << 20, 2 << 20, 8 << 20)] == [32, 32, 32, 8, 4, 4]
+    assert [entries_for(size) for size in (0, 4096, 1 << 18, 1 << 20, 2 << 20, 8 << 20)] == [32, 32, 32, 8, 4, 4]
 
 
 def test_the_rings_of_a_box_share_its_memory() -> None:
     share = ring_bytes(256)
     assert share == 2 << 20
-    assert [slots_for(size, share) for size in (0, 4096, 1 << 18, 1 << 19, 1 << 20, 8 << 20)] == [32, 32, 8, 4, 3, 3]
+    assert [entries_for(size, share) for size in (0, 4096, 1 << 18, 1 << 19, 1 << 20, 8 << 20)] == [32, 32, 8, 4, 3, 3]
     for rings in (1, 16, 64):
-        assert slots_for(1 << 20, ring_bytes(rings)) == 8
+        assert entries_for(1 << 20, ring_bytes(rings)) == 8
 
 
 # ---- frames
@@ -258,7 +258,7 @@ def test_a_batch_lies_within_a_slot_that_was_announced(pair: Pair, frame: dict[s
     batch(peer, nbytes=PAGE)
     batch(peer, **frame)
     assert consumer.receive() is not None
-    with pytest.raises(ProtocolError, match="no ring slot that was announced"):
+    with pytest.raises(ProtocolError, match="no ring entry that was announced"):
         consumer.receive()
 
 
@@ -361,8 +361,8 @@ def test_frames_of_one_packet_come_one_by_one(pair: Pair) -> None:
 def test_what_a_packet_still_holds_of_a_pass_that_was_left_is_ignored(pair: Pair) -> None:
     peer, consumer = pair
     announce(peer)
-    cuts = {1: 0, 2: 0, 3: 0, 4: 1}
-    sent = [a_frame(kind=BATCH, total=n, ring=1, structure=1, nbytes=8, cut=cuts[n]) for n in cuts]
+    abandons = {1: 0, 2: 0, 3: 0, 4: 1}
+    sent = [a_frame(kind=BATCH, total=n, ring=1, structure=1, nbytes=8, abandons=abandons[n]) for n in abandons]
     peer.send(b"".join(framed(frame.encode()) for frame in sent))
     assert consumer.receive() is not None
     consumer.abandon(0)
@@ -396,10 +396,10 @@ def read_now(consumer: Consumer) -> Iterator[Frame]:
 def test_stale_frames_are_ignored_and_errors_are_not(pair: Pair) -> None:
     peer, consumer = pair
     announce(peer)
-    batch(peer, cut=0)
-    say(peer, kind=END, cut=0)
-    say(peer, kind=ERROR, cut=0)
-    batch(peer, cut=1, total=9)
+    batch(peer, abandons=0)
+    say(peer, kind=END, abandons=0)
+    say(peer, kind=ERROR, abandons=0)
+    batch(peer, abandons=1, total=9)
     consumer.abandon(0)
     frame = consumer.receive()
     assert frame is not None
@@ -412,8 +412,8 @@ def test_stale_frames_are_ignored_and_errors_are_not(pair: Pair) -> None:
 def test_a_stale_batch_is_not_looked_at_at_all(pair: Pair) -> None:
     peer, consumer = pair
     announce(peer)
-    consumer.cuts = 3
-    batch(peer, cut=2, ring=77, slot=9, structure=5)  # of a ring that this connection never heard of
+    consumer.abandons = 3
+    batch(peer, abandons=2, ring=77, slot=9, structure=5)  # of a ring that this connection never heard of
     assert consumer.receive() is None
 
 
@@ -435,11 +435,11 @@ frames = st.builds(
     structure=numbers,
     nbytes=large | st.integers(0, 5000),
     shapes=st.lists(large, max_size=3),
-    slot_bytes=large | st.just(PAGE),
+    entry_bytes=large | st.just(PAGE),
     slots=numbers,
     inline=st.binary(max_size=4),
     size=numbers,
-    cut=numbers,
+    abandons=numbers,
 )
 
 
@@ -470,8 +470,8 @@ def read_all(consumer: Consumer) -> None:
         frame = consumer.receive()
         if frame is not None and frame.kind == BATCH:
             ring = consumer.rings[frame.ring]
-            assert (frame.slot + 1) * ring.slot_bytes <= len(ring.map)
-            assert frame.nbytes + 8 * frame.size <= ring.slot_bytes
+            assert (frame.entry + 1) * ring.entry_bytes <= len(ring.map)
+            assert frame.nbytes + 8 * frame.size <= ring.entry_bytes
 
 
 # ---- acks and the end

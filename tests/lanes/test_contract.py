@@ -68,9 +68,9 @@ def test_a_larger_batch_starts_a_larger_ring_and_the_old_one_goes_when_it_is_dra
     for total, size in enumerate(sizes, 1):
         places.append(take(consumer, total, size))
         frame_view = consumer.rings[places[-1][0]].view
-        slot_bytes = consumer.rings[places[-1][0]].slot_bytes
-        assert slot_bytes % 4096 == 0
-        views.append(frame_view[places[-1][1] * slot_bytes :][:size])
+        entry_bytes = consumer.rings[places[-1][0]].entry_bytes
+        assert entry_bytes % 4096 == 0
+        views.append(frame_view[places[-1][1] * entry_bytes :][:size])
     assert len({ring for ring, _ in places}) == 5
     if link.kind == "local":
         assert runner.ask("state")["rings"] == 5
@@ -99,7 +99,7 @@ def test_many_dims_ride_behind_the_batch(link: Link, runner: Runner) -> None:
         assert (frame.total, bool(frame.size)) == (total, len(dims) > 2048)
         assert unpack_shapes(dims_of(frame, consumer.rings[frame.ring])) == dims
         assert bytes(payload(consumer, frame)) == content(total, size)
-        finish(consumer, total, (frame.ring, frame.slot))
+        finish(consumer, total, (frame.ring, frame.entry))
 
 
 def test_many_dims_in_every_batch_do_not_overtake_the_socket(link: Link, runner: Runner) -> None:
@@ -125,7 +125,7 @@ def test_structures_come_in_pieces_and_the_oldest_is_forgotten_first(link: Link,
         assert frame.structure == number
         assert consumer.structures[number] == structure_bytes(number, size)
         assert len(consumer.structures) <= 64
-        finish(consumer, total, (frame.ring, frame.slot))
+        finish(consumer, total, (frame.ring, frame.entry))
     assert runner.until(delivered=250)["structures"] <= 128
 
 
@@ -216,7 +216,7 @@ def test_a_producer_never_takes_a_slot_that_was_not_released(link: Link, runner:
     assert consumer.receive() is None
     for total, (ring_id, slot) in enumerate(first, 1):
         ring = consumer.rings[ring_id]
-        assert ring.view[slot * ring.slot_bytes :][:size] == content(total, size)
+        assert ring.view[slot * ring.entry_bytes :][:size] == content(total, size)
     consumer.release(first[2])
     consumer.flush()
     assert take(consumer, 5, size) == first[2], "the one slot that came back"
@@ -356,7 +356,7 @@ def test_a_consumer_that_wants_what_was_delivered_is_refused_by_name(link: Link,
     take(again, 3, 100)
 
 
-# ---- leaving a pass
+# ---- leaving an epoch
 
 
 def test_a_pass_left_in_full_flow(link: Link, runner: Runner) -> None:
@@ -368,7 +368,7 @@ def test_a_pass_left_in_full_flow(link: Link, runner: Runner) -> None:
     consumer.release(places[0])
     runner.until(starved=True)
     consumer.abandon(0)  # 3 was received and not handed out, 29 more are on their way, the rest is never made
-    state = runner.until(abandoned=[0], cuts=1, delivered=2, kept=0, todo=0)
+    state = runner.until(abandoned=[0], abandons=1, delivered=2, kept=0, todo=0)
     assert state["made"] < 40
     runner.batches(3, [size] * 100, epoch=1)
     for total in range(3, 103):
@@ -393,7 +393,7 @@ def test_what_follows_a_pass_that_was_left(link: Link, runner: Runner, delivered
     if delivered < made:
         take(consumer, delivered + 1, size)  # received, not handed out
     consumer.abandon(0)
-    state = runner.until(abandoned=[0], cuts=1, delivered=delivered, kept=0)
+    state = runner.until(abandoned=[0], abandons=1, delivered=delivered, kept=0)
     if link.kind == "local":
         assert state["lent"] == delivered
         assert state["free"] == state["slots"] - delivered
@@ -414,7 +414,7 @@ def test_two_passes_left_in_a_row_without_waiting(link: Link, runner: Runner) ->
     finish(consumer, 1, take(consumer, 1, 100))
     consumer.abandon(0)
     consumer.abandon(1)
-    runner.until(abandoned=[0, 1], cuts=2, lent=0)
+    runner.until(abandoned=[0, 1], abandons=2, lent=0)
     runner.batches(2, [100] * 40, epoch=2)
     for total in range(2, 42):
         finish(consumer, total, take(consumer, total, 100, epoch=2))
@@ -429,9 +429,9 @@ def test_a_pass_left_while_the_lane_was_broken(link: Link, runner: Runner) -> No
     runner.until(delivered=1, made=5)
     consumer.close(say_so=False)
     runner.until(attached=False)
-    hello = {"next_total": 2, "cuts": 1, "abandon_epoch": 1}
+    hello = {"next_total": 2, "abandons": 1, "abandon_epoch": 1}
     consumer = link.connect(**hello)
-    state = runner.until(abandoned=[0], cuts=1, kept=0, lent=0)
+    state = runner.until(abandoned=[0], abandons=1, kept=0, lent=0)
     assert state["free"] == state["slots"]
     runner.batches(2, [100] * 2, epoch=1)
     finish(consumer, 2, take(consumer, 2, 100, epoch=1))
@@ -444,15 +444,15 @@ def test_a_pass_left_while_the_lane_was_broken(link: Link, runner: Runner) -> No
 
 def test_a_new_runner_meets_a_consumer_that_has_left_passes(link: Link, runner: Runner) -> None:
     runner.batches(8, [100] * 3, epoch=2)  # it knows where it starts, and has worked ahead
-    consumer = link.connect(next_total=8, cuts=2, abandon_epoch=2)
+    consumer = link.connect(next_total=8, abandons=2, abandon_epoch=2)
     for total in (8, 9, 10):
         finish(consumer, total, take(consumer, total, 100, epoch=2))
-    runner.until(delivered=10, cuts=2, lent=0)
+    runner.until(delivered=10, abandons=2, lent=0)
 
 
 def test_a_new_runner_that_started_in_a_pass_that_was_left(link: Link, runner: Runner) -> None:
     runner.batches(8, [100] * 3, epoch=1)
-    consumer = link.connect(next_total=8, cuts=2, abandon_epoch=2)
+    consumer = link.connect(next_total=8, abandons=2, abandon_epoch=2)
     runner.until(abandoned=[1], kept=0, lent=0)
     runner.batches(8, [100], epoch=2)
     finish(consumer, 8, take(consumer, 8, 100, epoch=2))
@@ -470,7 +470,7 @@ def test_an_error_outlives_the_pass_in_which_it_came(link: Link, runner: Runner)
         runner.until(abandoned=[0])
         consumer.close(say_so=False)
         runner.until(attached=False)
-        consumer = link.connect(next_total=2, cuts=1)
+        consumer = link.connect(next_total=2, abandons=1)
 
 
 # ---- loss

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 from census import until
-from lane_doors import doors, refusing
+from lane_doors import listeners, refusing
 from tests.lanes.conftest import next_frame
 
 from penstock.client.stream.receiver_process import Receiver
@@ -38,7 +38,7 @@ def receiver() -> Iterator[Receiver]:
 def test_who_is_refused_hears_why(
     receiver: Receiver, lane: str, error: PenstockError, protocol: int, kind: int, name: str
 ) -> None:
-    with doors(refusing(error)) as (opened, _):
+    with listeners(refusing(error)) as (opened, _):
         hello = lane_pb2.Hello(protocol=protocol, next_total=1)
         if lane == "tcp":
             hello.target = opened.tcp_address
@@ -57,7 +57,7 @@ def test_the_lanes_of_a_slot_that_has_ended_end_with_it_whoever_is_at_the_other_
     async def attach(connection: socket.socket, hello: lane_pb2.Hello) -> None:
         runners.append(connection)
 
-    with doors(attach) as (opened, loop):
+    with listeners(attach) as (opened, loop):
         lanes = []
         for slot in (0, 1):
             hello = lane_pb2.Hello(

@@ -18,7 +18,7 @@ from lane_frames import frame_of
 from tests.lanes.conftest import count_rings
 
 from penstock.proto.errors import BatchTooLargeError, InvalidArgumentError, LaneLostError
-from penstock.proto.lane.endpoints import MAX_FRAME, Consumer, Producer, Slab
+from penstock.proto.lane.endpoints import MAX_FRAME, Consumer, FreeEntry, Producer
 from penstock.proto.lane.frames import BATCH, END, HEAD, MAX_PACKET, RING, STRUCTURE, Ack, Frame, pack_shapes
 from penstock.proto.lane.ring import PAGE, Ring, RingBudget
 from penstock.proto.v1 import lane_pb2, records_pb2
@@ -52,7 +52,7 @@ def attach(producer: Producer, **hello: object) -> socket.socket:
     return ours
 
 
-def publish(producer: Producer, total: int, size: int = 100, epoch: int = 0, structure: int = 1) -> Slab:
+def publish(producer: Producer, total: int, size: int = 100, epoch: int = 0, structure: int = 1) -> FreeEntry:
     slab = producer.reserve(size)
     assert slab is not None
     producer.publish(slab, total, epoch, structure, size, pack_shapes((size,)), 0)
@@ -93,8 +93,8 @@ def test_rings_at_least_double_and_stop_at_the_limit(producer: Producer) -> None
     for nbytes in (1, PAGE + 1, 2 * PAGE + 1, 600_000, 600_000 + PAGE, 1 << 20):
         slab = producer.reserve(nbytes)
         assert slab is not None
-        sizes.append(slab.ring.slot_bytes)
-        assert len(slab.view) == slab.ring.slot_bytes
+        sizes.append(slab.ring.entry_bytes)
+        assert len(slab.view) == slab.ring.entry_bytes
         producer.return_unused(slab)
     assert sizes == [PAGE, 2 * PAGE, 4 * PAGE, 147 * PAGE, 256 * PAGE, 256 * PAGE]
     assert count_rings("self") >= 1
@@ -276,7 +276,7 @@ def test_a_consumer_that_talks_nonsense_is_dropped_and_nothing_else_is(
 def test_who_releases_what_was_not_delivered_is_dropped(producer: Producer, caplog: pytest.LogCaptureFixture) -> None:
     sock = attach(producer)
     slab = publish(producer, 1)
-    say(sock, producer, released=[slab.ring_id, slab.slot])
+    say(sock, producer, released=[slab.ring_id, slab.entry])
     assert "the slot of batch 1, which it had not delivered" in caplog.text
     assert not producer.attached
     assert producer.free_slots == 31
@@ -312,25 +312,25 @@ def test_random_acks_break_no_books(packets: list[bytes]) -> None:
 
 
 def test_random_walk_of_a_whole_life() -> None:
-    """Everything at once, in process: growth, reconnects, passes left, held slots; content and books always right."""
+    """Everything at once, in process: growth, reconnects, epochs left, held slots; content and books always right."""
     rng = random.Random(7)
     producer = Producer(1 << 18)
     producer.know_structure(1, b"one")
     consumer: Consumer | None = None
-    total = made = epoch = cuts = 0
+    total = made = epoch = abandons = 0
     sizes: dict[int, int] = {}
     held: list[tuple[int, int, int, memoryview]] = []  # total, ring, slot, view
     for _ in range(4000):
         action = rng.random()
         if consumer is None:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            hello = lane_pb2.Hello(next_total=total + 1, cuts=cuts)
-            hello.held.extend(lane_pb2.Slot(ring=ring, slot=slot) for _, ring, slot, _ in held)
-            if cuts:
+            hello = lane_pb2.Hello(next_total=total + 1, abandons=abandons)
+            hello.held.extend(lane_pb2.RingEntry(ring=ring, entry=slot) for _, ring, slot, _ in held)
+            if abandons:
                 hello.abandon_epoch = epoch
             producer.attach(theirs, hello)
             consumer = Consumer(ours, "walk")
-            consumer.cuts = cuts
+            consumer.abandons = abandons
         if action < 0.45:
             producer.take_acks()
             while producer.abandoned:
@@ -351,12 +351,12 @@ def test_random_walk_of_a_whole_life() -> None:
             if frame is None:
                 continue
             assert (frame.total, frame.epoch, frame.nbytes) == (total + 1, epoch, sizes[total + 1])
-            start = frame.slot * consumer.rings[frame.ring].slot_bytes
+            start = frame.entry * consumer.rings[frame.ring].entry_bytes
             view = consumer.rings[frame.ring].view[start : start + frame.nbytes]
             assert bytes(view) == bytes([frame.total % 251]) * frame.nbytes
             total += 1
             consumer.delivered(total)
-            held.append((total, frame.ring, frame.slot, view))
+            held.append((total, frame.ring, frame.entry, view))
             while len(held) > 20 or (held and rng.random() < 0.6):
                 consumer.release(held.pop(rng.randrange(len(held)))[1:3])
             consumer.flush()
@@ -365,12 +365,12 @@ def test_random_walk_of_a_whole_life() -> None:
             consumer = None
         elif action < 0.97:
             consumer.abandon(epoch)
-            epoch, cuts = epoch + 1, cuts + 1
+            epoch, abandons = epoch + 1, abandons + 1
             producer.take_acks()
         for number, _, _, view in held:
             assert bytes(view[:50]) == bytes([number % 251]) * min(50, len(view)), "a held slot was written to"
     assert total > 500
-    assert cuts > 50
+    assert abandons > 50
     if consumer is not None:
         for _, ring, slot, _ in held:
             consumer.release([ring, slot])
@@ -483,7 +483,7 @@ def test_nothing_is_attached_to_at_first(producer: Producer) -> None:
 
 def test_a_ring_cannot_be_resized_once_it_is_made() -> None:
     ring = Ring.create(10_000, 4)
-    assert ring.slot_bytes == 3 * PAGE
+    assert ring.entry_bytes == 3 * PAGE
     with pytest.raises(PermissionError):
         os.ftruncate(ring.fd, PAGE)
     with pytest.raises(PermissionError):

@@ -43,10 +43,10 @@ class Rig:
         self.received = tcp.read_hello(self.far, DEADLINE_S)
         self.far.settimeout(DEADLINE_S)
         self.consumer = Consumer(self.near, "the receiver")
-        self.consumer.cuts = self.hello.cuts
+        self.consumer.abandons = self.hello.abandons
 
-    def begin(self, slot_bytes: int = SLOT) -> None:
-        self.far.sendall(stream(ring(slot_bytes), ONE))
+    def begin(self, entry_bytes: int = SLOT) -> None:
+        self.far.sendall(stream(ring(entry_bytes), ONE))
 
     def send_in_vain(self, data: bytes) -> None:
         """Send what will be refused: the receiver may hang up before it has all of it."""
@@ -61,7 +61,7 @@ class Rig:
         frame = next_frame(self.consumer)
         assert (frame.kind, frame.total, frame.nbytes) == (BATCH, total, size)
         assert bytes(payload(self.consumer, frame)) == content(total, size)
-        return frame.ring, frame.slot
+        return frame.ring, frame.entry
 
     def close(self) -> None:
         self.consumer.close()
@@ -76,8 +76,8 @@ def rig(receiver: Receiver) -> Iterator[Rig]:
     rig.close()
 
 
-def ring(slot_bytes: int, number: int = 1) -> Frame:
-    return a_frame(kind=RING, ring=number, slot_bytes=slot_bytes, slots=32)
+def ring(entry_bytes: int, number: int = 1) -> Frame:
+    return a_frame(kind=RING, ring=number, entry_bytes=entry_bytes, slots=32)
 
 
 def batch(total: int, nbytes: int, **fields: int) -> Frame:
@@ -106,8 +106,8 @@ def test_the_hello_goes_on_without_what_is_the_receivers_own(receiver: Receiver)
         run="job/0",
         ticket="secret",
         next_total=17,
-        cuts=2,
-        held=[lane_pb2.Slot(ring=1, slot=2)],
+        abandons=2,
+        held=[lane_pb2.RingEntry(ring=1, entry=2)],
         open_epochs=3,
         abandon_epoch=2,
         delivered=16,
@@ -146,7 +146,7 @@ def check(rig: Rig, frame: Frame, total: int, size: int) -> None:
     assert (frame.total, frame.nbytes) == (total, size)
     assert bytes(payload(rig.consumer, frame)) == content(total, size)
     rig.consumer.delivered(total)
-    rig.consumer.release([frame.ring, frame.slot])
+    rig.consumer.release([frame.ring, frame.entry])
     rig.consumer.flush()
 
 
@@ -175,7 +175,7 @@ def test_without_a_free_slot_it_reads_nothing_more_and_still_hears_its_consumer(
     for total in range(1, 5):
         while (frame := rig.consumer.receive()) is None:
             sent += push(rig.far, data[sent:])
-        places.append((frame.ring, frame.slot))
+        places.append((frame.ring, frame.entry))
         assert frame.total == total
     # The ring is full: now the window closes, for the receiver does not take bytes it has no place for.
     while pushed := push(rig.far, data[sent:]):
@@ -209,34 +209,34 @@ def push(sock: socket.socket, data: bytes) -> int:
 def test_passes_left_while_their_batches_come_in(rig: Rig) -> None:
     size = 50_000
     rig.begin()
-    for cut in range(20):
-        total, of_pass = 2 * cut + 1, {"cut": cut, "epoch": cut}
+    for abandons in range(20):
+        total, of_pass = 2 * abandons + 1, {"abandons": abandons, "epoch": abandons}
         stale = stream(*(batch(total + index, size, **of_pass) for index in (1, 2, 3)))
         rig.far.sendall(stream(batch(total, size, **of_pass)) + stale[:80_000])
         place = rig.expect(total, size)
         rig.consumer.delivered(total)
         rig.consumer.release(place)
-        rig.consumer.abandon(cut)
+        rig.consumer.abandon(abandons)
         ack = rig.ack()
-        assert (ack.delivered, ack.abandon_epoch) == (total, cut + 1)
+        assert (ack.delivered, ack.abandon_epoch) == (total, abandons + 1)
         # The sender does not stop within a frame, and what it sends now has been overwritten: nobody may see it.
         second = len(stale) // 3
         rig.far.sendall(b"?" * (2 * second - 80_000) + stale[2 * second :])
-        rig.far.sendall(stream(batch(total + 1, size, cut=cut + 1, epoch=cut + 1)))
+        rig.far.sendall(stream(batch(total + 1, size, abandons=abandons + 1, epoch=abandons + 1)))
         place = rig.expect(total + 1, size)
         rig.consumer.delivered(total + 1)
         rig.consumer.release(place)
         rig.consumer.flush()
         assert rig.ack().delivered == total + 1
-    rig.far.sendall(stream(*(batch(total, size, cut=20, epoch=20) for total in range(41, 49))))
+    rig.far.sendall(stream(*(batch(total, size, abandons=20, epoch=20) for total in range(41, 49))))
     assert len({rig.expect(total, size) for total in range(41, 49)}) == 8, "all slots are there"
 
 
 def test_its_ring_is_no_larger_than_the_senders(rig: Rig) -> None:
-    ring = a_frame(kind=RING, ring=1, slot_bytes=1 << 20, slots=3)
+    ring = a_frame(kind=RING, ring=1, entry_bytes=1 << 20, slots=3)
     rig.far.sendall(stream(ring, ONE, batch(1, 10)))
     rig.expect(1, 10)
-    assert [known.slots for known in rig.consumer.rings.values()] == [3]
+    assert [known.entries for known in rig.consumer.rings.values()] == [3]
 
 
 def test_a_ring_of_each_lane_has_its_own_number(receiver: Receiver) -> None:
@@ -386,7 +386,7 @@ def test_what_a_consumer_does_not_read_waits_in_the_network(receiver: Receiver) 
 
 
 def test_a_slot_above_the_limit_is_refused_before_memory_is_taken(rig: Rig) -> None:
-    rig.begin(slot_bytes=1 << 40)
+    rig.begin(entry_bytes=1 << 40)
     rig.send_in_vain(tcp.sealed(batch(1, 1 << 39).encode()))
     frame = next_frame(rig.consumer)
     assert (frame.kind, frame.error.name) == (ERROR, "BatchTooLargeError")
@@ -404,11 +404,11 @@ def test_a_slot_above_the_limit_is_refused_before_memory_is_taken(rig: Rig) -> N
             slot=st.integers(0, 3),
             structure=st.integers(0, 2),
             nbytes=st.integers(0, 40) | st.integers(0, (1 << 64) - 1),
-            slot_bytes=st.integers(0, 9000) | st.integers(0, (1 << 64) - 1),
+            entry_bytes=st.integers(0, 9000) | st.integers(0, (1 << 64) - 1),
             slots=st.integers(0, (1 << 32) - 1),
             inline=st.binary(max_size=3),
             size=st.integers(0, 3) | st.integers(0, (1 << 32) - 1),
-            cut=st.integers(0, 2),
+            abandons=st.integers(0, 2),
         ),
         max_size=8,
     )
@@ -477,17 +477,17 @@ def test_one_that_was_killed_is_started_again(receiver: Receiver) -> None:
 
 
 def test_it_leaves_when_its_lifeline_does() -> None:
-    lifeline = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    parent_watch = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     receiver = Receiver()
-    name = receiver.start(lifeline.pid)
+    name = receiver.start(parent_watch.pid)
     pid = receiver.pid
     assert pid is not None
     rig = Rig(receiver)
-    lifeline.communicate(b"\n")
+    parent_watch.communicate(b"\n")
     with pytest.raises(LaneLostError):
         next_frame(rig.consumer)
     rig.close()
-    wait_for(lambda: receiver.pid is None, "it outlived its lifeline")
+    wait_for(lambda: receiver.pid is None, "it outlived its parent watch")
     with pytest.raises(ConnectionRefusedError):
         connect_local(name, 1)
     receiver.stop()

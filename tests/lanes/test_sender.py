@@ -45,7 +45,7 @@ class Rig:
         self.total = 0
         self.compressed: list[int] = []
         """Batches read that came compressed."""
-        self._inbox = tcp.Inbox()
+        self._inbox = tcp.SealedInbox()
 
     def start(self) -> Rig:
         self.sender.start()
@@ -118,7 +118,7 @@ def test_frames_go_out_as_they_are_each_payload_behind_its_frame(rig: Rig) -> No
         frame, payload = rig.frame()
         kinds.append(frame.kind)
         if frame.kind == RING:
-            assert frame.slot_bytes in (4096, 73728)
+            assert frame.entry_bytes in (4096, 73728)
         if frame.kind == BATCH:
             assert payload == content(frame.total, frame.nbytes)
     batch, ring = BATCH, RING
@@ -164,17 +164,17 @@ def test_a_pass_that_is_left(rig: Rig) -> None:
     rig.batches(36)
     rig.say(delivered=5)
     rig.acks()
-    assert producer.free_slots == 1, "no slot of the pass that was left comes back a second time"
+    assert producer.free_slots == 1, "no slot of the epoch that was left comes back a second time"
 
 
 def test_stale_frames_are_known_from_the_hellos_count() -> None:
-    rig = Rig(cuts=3).start()
+    rig = Rig(abandons=3).start()
     rig.publish(100)
     frame, _ = rig.frame()
     while frame.kind != BATCH:
         frame, _ = rig.frame()
-    assert frame.cut == 3
-    assert rig.sender._runner.cuts == 3
+    assert frame.abandons == 3
+    assert rig.sender._runner.abandons == 3
     rig.close()
 
 
@@ -227,8 +227,8 @@ def test_a_runner_that_talks_nonsense_costs_only_its_lane(rig: Rig, caplog: pyte
     assert rig.producer._sock is not None
     rig.producer._sock.send(framed(a_frame(kind=BATCH, ring=77).encode()))
     assert rig.ended.wait(DEADLINE_S)
-    assert "no ring slot that was announced" in rig.sender.reason
-    assert "no ring slot" in caplog.text
+    assert "no ring entry that was announced" in rig.sender.reason
+    assert "no ring entry" in caplog.text
     assert rig.far.recv(1) == b""
 
 

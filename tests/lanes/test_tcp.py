@@ -105,7 +105,7 @@ def test_the_senders_end_tolerates_a_closed_window(ends: tuple[socket.socket, so
 )
 def test_messages_come_whole_however_the_bytes_come(messages: list[bytes], pieces: list[int]) -> None:
     stream = b"".join(map(sealed, messages))
-    inbox, taken, at, index = tcp.Inbox(2 * MAX_FRAME), [], 0, 0
+    inbox, taken, at, index = tcp.SealedInbox(2 * MAX_FRAME), [], 0, 0
     while True:
         while (message := inbox.take()) is not None:
             taken.append(bytes(message))
@@ -123,7 +123,7 @@ def test_messages_come_whole_however_the_bytes_come(messages: list[bytes], piece
 
 
 def test_payload_between_messages() -> None:
-    inbox = tcp.Inbox()
+    inbox = tcp.SealedInbox()
     stream = sealed(b"one") + b"payload" + sealed(b"two")
     inbox.room(1000)[: len(stream)] = stream
     inbox.add(len(stream))
@@ -136,7 +136,7 @@ def test_payload_between_messages() -> None:
 
 
 def test_a_message_longer_than_any_frame() -> None:
-    inbox = tcp.Inbox()
+    inbox = tcp.SealedInbox()
     seal = SEAL.pack(MAX_FRAME + 1, (MAX_FRAME + 1) ^ 0xFFFFFFFF, 0)
     inbox.room(100)[: len(seal)] = seal
     inbox.add(len(seal))
@@ -149,7 +149,7 @@ def test_no_flipped_bit_of_a_message_is_missed(at: int) -> None:
     """Also not one that makes it longer than it is: its reader would wait for bytes that nobody sends."""
     stream = bytearray(sealed(b"message"))
     stream[at // 8] ^= 1 << at % 8
-    inbox = tcp.Inbox()
+    inbox = tcp.SealedInbox()
     inbox.room(100)[: len(stream)] = stream
     inbox.add(len(stream))
     with pytest.raises(BatchCorruptError):

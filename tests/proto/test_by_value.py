@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import streams
 
-from penstock.client.states.code_reference import Reference, ship
+from penstock.client.states.code_reference import CodeReference, ship
 from penstock.proto.errors import InputFnNotAllowedError, InvalidArgumentError, UnsupportedStateError
 from penstock.proto.state.by_value import dump, load
 from penstock.proto.state.codec import decode_state
@@ -118,7 +118,7 @@ def test_a_script_s_functions_go_by_their_names_in_it(monkeypatch: pytest.Monkey
 
 def test_by_name_wherever_that_can_be() -> None:
     reference, arguments = ship(streams.counter, (3,), {})
-    assert (reference, reference.only_here) == (Reference("streams:counter"), None)
+    assert (reference, reference.only_here) == (CodeReference("streams:counter"), None)
     assert decode_state(arguments) == {"args": (3,), "kwargs": {}}
 
 

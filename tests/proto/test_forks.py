@@ -142,7 +142,7 @@ def test_children_of_ours_are_not_strayed_once_user_code_is_done(thing: Thing) -
 
 
 def test_what_a_process_owns_is_refused_in_its_children() -> None:
-    owner = forks.Owner()
+    owner = forks.OwnerProcess()
     owner.check("a loader")
 
     def work() -> None:

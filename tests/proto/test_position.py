@@ -57,7 +57,7 @@ def test_the_turn_goes_on_where_it_is_carried() -> None:
         assert position.exhaust()
     assert (position.step, position.epoch, position.turn) == (4, 2, 0)
     position.deliver()
-    position.cut()
+    position.abandon_epoch()
     assert position.turn == 0
     assert Position.from_proto(position.to_proto()).first == 0
 
@@ -86,13 +86,13 @@ def walks(draw: st.DrawFn) -> tuple[int, list[Position], dict[tuple[int, int], i
         position.carry()
     lengths: dict[tuple[int, int], int] = {}
     ends: dict[tuple[int, int], int] = {}
-    cuts: dict[int, int] = {}
+    abandoned: dict[int, int] = {}
     history = [position.copy()]
     opened = list(position.total)
     while position.step < 50:
         if any(position.delivered) and draw(st.integers(0, 30)) == 0:
-            cuts[position.epoch] = position.step
-            position.cut()
+            abandoned[position.epoch] = position.step
+            position.abandon_epoch()
             opened = list(position.total)
             continue
         slot = position.turn
@@ -106,24 +106,24 @@ def walks(draw: st.DrawFn) -> tuple[int, list[Position], dict[tuple[int, int], i
         else:
             position.deliver()
             history.append(position.copy())
-    return slots, history, ends, cuts
+    return slots, history, ends, abandoned
 
 
 @given(walks(), st.data())
 def test_strides_agree_with_single_steps(
     walk: tuple[int, list[Position], dict[tuple[int, int], int], dict[int, int]], data: st.DataObject
 ) -> None:
-    _, history, ends, cuts = walk
+    _, history, ends, abandoned = walk
     start = data.draw(st.integers(0, 20))
     for step in range(start, 51):
-        assert advance(history[start], step, ends, cuts) == history[step]
+        assert advance(history[start], step, ends, abandoned) == history[step]
 
 
 @given(walks(), st.data())
 def test_the_flight_record_is_followed_over_any_stretch(
     walk: tuple[int, list[Position], dict[tuple[int, int], int], dict[int, int]], data: st.DataObject
 ) -> None:
-    _, history, ends, cuts = walk
+    _, history, ends, abandoned = walk
     digests: dict[tuple[int, int], int] = {}
     chain: int | None = 0
     for before, after in itertools.pairwise(history):
@@ -135,10 +135,10 @@ def test_the_flight_record_is_followed_over_any_stretch(
         chain = after.chain = told.chain
     start = data.draw(st.integers(0, 50))
     for step in range(start, 51):
-        assert chain_at(history[start], step, ends, cuts, digests) == history[step].chain
+        assert chain_at(history[start], step, ends, abandoned, digests) == history[step].chain
     if start < 50:
         del digests[next((s, t) for s, t in digests if t > history[start].total[s])]
-        assert chain_at(history[start], 50, ends, cuts, digests) is None
+        assert chain_at(history[start], 50, ends, abandoned, digests) is None
 
 
 def test_a_chain_is_known_or_not_but_never_wrong() -> None:

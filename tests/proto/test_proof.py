@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.proto.rpc.credentials.token_proof import CALLERS_KEPT, SCHEME, Caller, Challenged, Prover, Verifier
+from penstock.proto.rpc.credentials.token_proof import (
+    CALLERS_KEPT,
+    SCHEME,
+    Caller,
+    Challenged,
+    TokenProver,
+    TokenVerifier,
+)
 from penstock.proto.rpc.credentials.tokens import Tokens
 
 TOKEN, OTHER = "a" * 64, "b" * 64
 
 
-def verifier(text: str = f"client:{TOKEN}\nworker:{OTHER}") -> Verifier:
-    return Verifier(Tokens(text))
+def verifier(text: str = f"client:{TOKEN}\nworker:{OTHER}") -> TokenVerifier:
+    return TokenVerifier(Tokens(text))
 
 
-def met(prover: Prover, end: Verifier) -> Caller | Challenged | None:
+def met(prover: TokenProver, end: TokenVerifier) -> Caller | Challenged | None:
     """What becomes of a caller that answers the challenge."""
     challenged = end.caller(prover.shown.header)
     assert isinstance(challenged, Challenged)
@@ -23,7 +30,7 @@ def met(prover: Prover, end: Verifier) -> Caller | Challenged | None:
 
 
 def test_both_ends_prove_the_token_and_never_send_it() -> None:
-    prover, end = Prover(TOKEN), verifier()
+    prover, end = TokenProver(TOKEN), verifier()
     caller = met(prover, end)
     assert isinstance(caller, Caller)
     assert caller.roles == {"client"}
@@ -33,13 +40,13 @@ def test_both_ends_prove_the_token_and_never_send_it() -> None:
 
 
 def test_a_wrong_token_is_refused_and_not_challenged_again() -> None:
-    prover, end = Prover("c" * 64), verifier()
+    prover, end = TokenProver("c" * 64), verifier()
     assert met(prover, end) is None
     assert not prover.answers(end.challenge, prover.shown)
 
 
 def test_what_was_shown_is_worthless_at_another_start() -> None:
-    prover, before, after = Prover(TOKEN), verifier(), verifier()
+    prover, before, after = TokenProver(TOKEN), verifier(), verifier()
     met(prover, before)
     assert after.caller(prover.shown.header) == Challenged(after.challenge)
     again = met(prover, after)
@@ -49,28 +56,28 @@ def test_what_was_shown_is_worthless_at_another_start() -> None:
 
 def test_an_impostor_is_not_believed() -> None:
     """One with another token, one that answers with what it heard, one that says nothing, one from before."""
-    prover, end = Prover(TOKEN), verifier()
+    prover, end = TokenProver(TOKEN), verifier()
     first = met(prover, end)
     assert isinstance(first, Caller)
     before = prover.shown
-    impostor = Verifier(Tokens(OTHER))
+    impostor = TokenVerifier(Tokens(OTHER))
     assert met(prover, impostor) is None
     shown = prover.shown
     for proof in (None, "", b"x", "é", shown.header, shown.header.split(" ")[3], first.proof):
         assert not shown.proven_by(proof)
     assert before.proven_by(first.proof)
-    assert not Prover(TOKEN).shown.proven_by("")
+    assert not TokenProver(TOKEN).shown.proven_by("")
 
 
 @pytest.mark.parametrize("challenge", [None, b"0" * 32, "", "0" * 31, "0" * 33, "0" * 31 + " ", "g" * 32])
 def test_only_a_challenge_is_answered(challenge: object) -> None:
-    prover = Prover(TOKEN)
+    prover = TokenProver(TOKEN)
     assert not prover.answers(challenge, prover.shown)
     assert prover.shown.header == SCHEME
 
 
 def test_lines_that_are_no_proof_let_nobody_in() -> None:
-    prover, end = Prover(TOKEN), verifier()
+    prover, end = TokenProver(TOKEN), verifier()
     met(prover, end)
     scheme, challenge, nonce, mac = prover.shown.header.split(" ")
     for line in ("", scheme, f"{scheme} {challenge}", f"{scheme} {challenge} {nonce}", f"{scheme} x {nonce} {mac}"):
@@ -96,7 +103,7 @@ def test_a_token_that_was_sent_is_good_too() -> None:
 
 
 def met_credential(token: str) -> str:
-    caller = met(Prover(token), verifier())
+    caller = met(TokenProver(token), verifier())
     assert isinstance(caller, Caller)
     return caller.credential
 
@@ -108,5 +115,5 @@ def test_of_strangers_nothing_is_kept_and_of_callers_not_too_much() -> None:
         end.caller(f"{SCHEME} {end.challenge} {number:032x} {number:064x}")
     assert not end._known
     end._known.update((str(number), Caller(frozenset(), "")) for number in range(CALLERS_KEPT))
-    assert isinstance(met(Prover(TOKEN), end), Caller)
+    assert isinstance(met(TokenProver(TOKEN), end), Caller)
     assert len(end._known) == 1

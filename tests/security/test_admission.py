@@ -13,7 +13,7 @@ import pytest
 from penstock.appliance.edge.rate_limits import RateLimiter, address_of
 from penstock.appliance.edge.server import IN_MEMORY, serve
 from penstock.appliance.model.limits import Limits, RateLimits
-from penstock.appliance.testing import World
+from penstock.appliance.testing import FakeCluster
 from penstock.proto.errors import OverloadedError
 from penstock.proto.rpc.calls import AsyncCoordinatorClient, CoordinatorClient
 from penstock.proto.v1 import coordinator_pb2 as pb
@@ -107,7 +107,7 @@ def test_the_hint_crosses_and_the_call_is_taken_then() -> None:
 
 
 def test_workers_and_runs_are_counted() -> None:
-    world = World(replace(Limits(), workers_max=2, runs_max=2))
+    world = FakeCluster(replace(Limits(), workers_max=2, runs_max=2))
     world.worker("a")
     world.worker("b")
     with pytest.raises(OverloadedError, match="2 workers are registered, which is the limit"):

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from penstock.appliance.model.limits import Limits
-from penstock.appliance.testing import FakeWorker, World
+from penstock.appliance.testing import FakeCluster, FakeWorker
 from penstock.proto.errors import InputFnNotAllowedError
 from penstock.proto.state.allowed_modules import under
 from penstock.proto.v1 import coordinator_pb2 as pb
@@ -35,7 +35,7 @@ def test_prefixes_are_of_whole_names(module: str, prefixes: list[str], may: bool
 # ---------------------------------------------------------------------------------------------------------- placement
 
 
-def register(world: World, name: str, *allow: str, slots: int = 8, host: str = "host-a") -> FakeWorker:
+def register(world: FakeCluster, name: str, *allow: str, slots: int = 8, host: str = "host-a") -> FakeWorker:
     world.registry.register_worker(
         pb.RegisterWorkerRequest(worker=name, session=f"{name}-1", host_id=host, slots=slots, allow=allow)
     )
@@ -43,14 +43,14 @@ def register(world: World, name: str, *allow: str, slots: int = 8, host: str = "
 
 
 @pytest.fixture
-def world() -> World:
+def world() -> FakeCluster:
     """One whose coordinator has been up for a while."""
-    world = World(replace(Limits(), worker_lease_s=3.0))
+    world = FakeCluster(replace(Limits(), worker_lease_s=3.0))
     world.run_for(4.0)
     return world
 
 
-def test_a_worker_that_may_not_is_not_chosen_however_near(world: World) -> None:
+def test_a_worker_that_may_not_is_not_chosen_however_near(world: FakeCluster) -> None:
     near = register(world, "near", "other")
     far = register(world, "far", "m", host="host-b")
     box = world.open()
@@ -59,7 +59,7 @@ def test_a_worker_that_may_not_is_not_chosen_however_near(world: World) -> None:
     assert box.phases() == ["STARTING", "STARTING"]
 
 
-def test_who_waits_does_not_hold_up_others(world: World) -> None:
+def test_who_waits_does_not_hold_up_others(world: FakeCluster) -> None:
     register(world, "full", "m", slots=2)
     world.open()
     world.open(job="waits")
@@ -70,7 +70,7 @@ def test_who_waits_does_not_hold_up_others(world: World) -> None:
     assert [assignment.run for assignment in worker.beat().assignments] == ["goes/0"]
 
 
-def test_a_slot_that_nobody_may_run_fails_at_once_and_says_so(world: World) -> None:
+def test_a_slot_that_nobody_may_run_fails_at_once_and_says_so(world: FakeCluster) -> None:
     worker = register(world, "w", "other", "more")
     box = world.open()
     world.run_for(0.5, [worker, box])
@@ -82,11 +82,11 @@ def test_a_slot_that_nobody_may_run_fails_at_once_and_says_so(world: World) -> N
     )
 
 
-def test_without_workers_or_right_after_a_start_it_waits(world: World) -> None:
+def test_without_workers_or_right_after_a_start_it_waits(world: FakeCluster) -> None:
     box = world.open()
     world.run_for(1.0, [box])
     assert box.phases() == ["WAITING", "WAITING"]
-    fresh = World(replace(Limits(), worker_lease_s=3.0))
+    fresh = FakeCluster(replace(Limits(), worker_lease_s=3.0))
     first, box = register(fresh, "first", "other"), fresh.open()
     fresh.run_for(2.0, [first, box])
     assert box.phases() == ["WAITING", "WAITING"], "the others may still be on their way back"
@@ -95,7 +95,7 @@ def test_without_workers_or_right_after_a_start_it_waits(world: World) -> None:
     assert box.phases() == ["STARTING", "STARTING"]
 
 
-def test_a_slot_that_ran_waits_for_its_worker_to_come_back(world: World) -> None:
+def test_a_slot_that_ran_waits_for_its_worker_to_come_back(world: FakeCluster) -> None:
     other, good = register(world, "other", "x"), register(world, "good", "m")
     box = world.open()
     good.ready()
@@ -103,7 +103,7 @@ def test_a_slot_that_ran_waits_for_its_worker_to_come_back(world: World) -> None
     assert box.phases() == ["WAITING", "WAITING"]
 
 
-def test_a_worker_that_does_not_tell_is_asked(world: World) -> None:
+def test_a_worker_that_does_not_tell_is_asked(world: FakeCluster) -> None:
     worker = register(world, "w")
     world.open()
     assert len(worker.beat().assignments) == 2

@@ -20,8 +20,8 @@ from penstock.appliance.edge.server import IN_MEMORY, serve
 from penstock.appliance.model.limits import MIB, Limits
 from penstock.appliance.storage.journal import StateDir
 from penstock.appliance.storage.snapshot_index import SnapshotIndex
-from penstock.appliance.storage.snapshot_writer import Room
-from penstock.appliance.testing import World
+from penstock.appliance.storage.snapshot_writer import MemoryBudget
+from penstock.appliance.testing import FakeCluster
 from penstock.proto.errors import InvalidArgumentError, OverloadedError
 from penstock.proto.rpc.calls import AsyncCoordinatorClient, blob_name, blob_parts
 from penstock.proto.rpc.channel import connect_aio
@@ -55,7 +55,7 @@ def opening() -> pb.OpenRunRequest:
 
 
 def test_slots_are_placed_in_slices() -> None:
-    world = World(replace(Limits(), slots_at_once=3))
+    world = FakeCluster(replace(Limits(), slots_at_once=3))
     for number in range(4):
         world.open(number, num_boxes=4, num_workers_per_box=2)
     worker = world.worker("w", 8)
@@ -70,7 +70,7 @@ def test_slots_are_placed_in_slices() -> None:
 
 def test_slots_that_no_worker_may_run_hold_up_nobody() -> None:
     """They are passed over, a slice at a time, and those behind them are placed."""
-    world = World(replace(Limits(), slots_at_once=2))
+    world = FakeCluster(replace(Limits(), slots_at_once=2))
     stuck, served = pb.OpenRunRequest(job="stuck"), pb.OpenRunRequest(job="served")
     stuck.loader.input_fn, served.loader.input_fn = "elsewhere:f", "here:f"
     request = pb.RegisterWorkerRequest(worker="w", session="s", host_id="h", slots=8, allow=["here"])
@@ -83,7 +83,7 @@ def test_slots_that_no_worker_may_run_hold_up_nobody() -> None:
 
 
 def test_a_fleet_that_is_lost_goes_in_slices() -> None:
-    world = World(replace(Limits(), slots_at_once=4))
+    world = FakeCluster(replace(Limits(), slots_at_once=4))
     workers = [world.worker(f"w{number}", 2) for number in range(6)]
     box = world.open(num_workers_per_box=12)
     for _ in range(4):
@@ -100,7 +100,7 @@ def test_a_fleet_that_is_lost_goes_in_slices() -> None:
 
 def test_boxes_that_are_lost_go_in_slices() -> None:
     """A box of two slots counts for six, since its own rows take their time too."""
-    world = World(replace(Limits(), slots_at_once=12))
+    world = FakeCluster(replace(Limits(), slots_at_once=12))
     for number in range(6):
         world.open(number, num_boxes=6, num_workers_per_box=2)
     live = [6]
@@ -111,7 +111,7 @@ def test_boxes_that_are_lost_go_in_slices() -> None:
 
 
 def test_the_next_attempt_has_the_places_of_the_one_before() -> None:
-    world = World(replace(Limits(), slots_at_once=3))
+    world = FakeCluster(replace(Limits(), slots_at_once=3))
     world.worker("w", 8)
     world.open(num_workers_per_box=8, attempt_key="1")
     for _ in range(4):
@@ -128,7 +128,7 @@ def test_the_next_attempt_has_the_places_of_the_one_before() -> None:
 
 def test_an_attempt_ends_in_slices() -> None:
     """Its workers lose three slots with each call, and have nothing of the next attempt before they have lost all."""
-    world = World(replace(Limits(), slots_at_once=3))
+    world = FakeCluster(replace(Limits(), slots_at_once=3))
     worker = world.worker("w", 8)
     for number in range(8):
         world.open(number, num_boxes=8, num_workers_per_box=1, attempt_key="1")
@@ -150,7 +150,7 @@ def test_an_attempt_ends_in_slices() -> None:
 def test_an_end_in_slices_outlives_a_restart(tmp_path: Path) -> None:
     """The journal has all of it with the call that ended the attempt: who owned what, and each box's history."""
     with contextlib.closing(StateDir(tmp_path)) as directory:
-        world = World(replace(Limits(), slots_at_once=3), directory)
+        world = FakeCluster(replace(Limits(), slots_at_once=3), directory)
         worker = world.worker("w", 8)
         boxes = [world.open(number, num_boxes=8, num_workers_per_box=1, attempt_key="1") for number in range(8)]
         while world.registry.cluster.waiting:
@@ -171,7 +171,7 @@ def test_an_end_in_slices_outlives_a_restart(tmp_path: Path) -> None:
 
 def test_hand_overs_end_with_their_attempt() -> None:
     """Nothing is taken over for an attempt that is over, although its slots are still to be taken from workers."""
-    world = World(replace(Limits(), slots_at_once=1))
+    world = FakeCluster(replace(Limits(), slots_at_once=1))
     leaving = world.worker("a", 3)
     for number in range(3):
         world.open(number, num_boxes=3, num_workers_per_box=1, attempt_key="1")
@@ -184,7 +184,7 @@ def test_hand_overs_end_with_their_attempt() -> None:
     assert len(world.registry.cluster.appointed) == 3
     world.open(0, num_boxes=3, num_workers_per_box=1, attempt_key="2", client_id="again")
     assert len(world.registry.cluster.appointed) == 2
-    world.now += world.limits.hand_over_s + 0.1
+    world.now += world.limits.migration_s + 0.1
     world.registry.tick()
     world.run_for(3, [leaving, coming])
     assert not world.registry.cluster.appointed
@@ -193,7 +193,7 @@ def test_hand_overs_end_with_their_attempt() -> None:
 
 def test_a_look_at_the_balance_goes_in_slices() -> None:
     """Eight boxes of two slots that wait for one of them: three slots each are looked at, with the box."""
-    world = World(replace(Limits(), slots_at_once=2))
+    world = FakeCluster(replace(Limits(), slots_at_once=2))
     world.worker("w", 16)
     for number in range(8):
         world.open(number, num_boxes=8, num_workers_per_box=2)
@@ -208,7 +208,7 @@ def test_a_look_at_the_balance_goes_in_slices() -> None:
 def test_a_worker_is_told_its_slots_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """What it has lost between two steps is not in the reply, and the next one says so."""
     monkeypatch.setattr(views, "ASSIGNMENTS", 2)
-    world = World()
+    world = FakeCluster()
     world.worker("w", 8)
     for number in range(2):
         world.open(job=f"job{number}", num_workers_per_box=4)
@@ -290,7 +290,7 @@ def test_uploads_of_a_token_wait_for_their_own() -> None:
     """Who lines up a hundred values keeps nobody else waiting for more than the one that is under way."""
 
     async def run() -> None:
-        room, came = Room(10), list[str]()
+        room, came = MemoryBudget(10), list[str]()
 
         async def one(who: str, size: int) -> None:
             async with room.taken(size, who):
@@ -332,11 +332,11 @@ def test_a_reader_that_takes_nothing_is_ended() -> None:
 
 def test_a_worker_has_so_many_slots() -> None:
     with pytest.raises(InvalidArgumentError, match="slots must be at most 4096 for one worker, got 4097"):
-        World().worker("w", 4097)
+        FakeCluster().worker("w", 4097)
 
 
 def test_slots_of_one_token_are_counted() -> None:
-    world = World(replace(Limits(), slots_max=4))
+    world = FakeCluster(replace(Limits(), slots_max=4))
     world.open(job="a", num_workers_per_box=3)
     with pytest.raises(OverloadedError, match="3 of the 4 that one token"):
         world.open(job="b", num_workers_per_box=2)

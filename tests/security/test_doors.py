@@ -23,7 +23,7 @@ from penstock.proto.lane.tcp import SEAL, sealed
 from penstock.proto.rpc.tls import load_tls
 from penstock.proto.v1 import lane_pb2
 from penstock.worker.daemon import listeners
-from penstock.worker.daemon.listeners import WAITING, LaneDoors
+from penstock.worker.daemon.listeners import WAITING, LaneListeners
 
 HELLO = sealed(lane_pb2.Hello(protocol=LANE_PROTOCOL, run="job/0").SerializeToString())
 
@@ -32,20 +32,20 @@ async def refuse(connection: socket.socket, hello: lane_pb2.Hello) -> None:
     raise AuthenticationError("the daemon was asked")
 
 
-def trial(body: Callable[[LaneDoors], Awaitable[None]]) -> None:
+def trial(body: Callable[[LaneListeners], Awaitable[None]]) -> None:
     async def run() -> None:
-        doors = LaneDoors(refuse)
-        doors.open("127.0.0.1:0")
+        listeners = LaneListeners(refuse)
+        listeners.open("127.0.0.1:0")
         try:
-            await body(doors)
+            await body(listeners)
         finally:
-            doors.close()
+            listeners.close()
 
     asyncio.run(run())
 
 
-async def connected(doors: LaneDoors) -> socket.socket:
-    host, _, port = doors.tcp_address.rpartition(":")
+async def connected(listeners: LaneListeners) -> socket.socket:
+    host, _, port = listeners.tcp_address.rpartition(":")
     sock = socket.socket()
     sock.setblocking(False)
     await asyncio.get_running_loop().sock_connect(sock, (host, int(port)))
@@ -75,11 +75,11 @@ def ended(sock: socket.socket) -> bool:
 
 
 def test_a_thousand_silent_peers_shut_nobody_out_and_hold_few_descriptors() -> None:
-    async def body(doors: LaneDoors) -> None:
+    async def body(listeners: LaneListeners) -> None:
         before = len(list(Path("/proc/self/fd").iterdir()))
-        silent = [await connected(doors) for _ in range(1000)]
+        silent = [await connected(listeners) for _ in range(1000)]
         try:
-            honest = await connected(doors)
+            honest = await connected(listeners)
             frame = await answer(honest)
             honest.close()
             assert frame.error.name == "AuthenticationError"
@@ -97,11 +97,11 @@ def test_a_thousand_silent_peers_shut_nobody_out_and_hold_few_descriptors() -> N
 def test_who_says_nothing_is_let_go_in_time(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(listeners, "HELLO_DEADLINE_S", 0.2)
 
-    async def body(doors: LaneDoors) -> None:
+    async def body(listeners: LaneListeners) -> None:
         loop = asyncio.get_running_loop()
         for said in (b"", HELLO[:2], HELLO[:-1]):
             begun = time.monotonic()
-            sock = await connected(doors)
+            sock = await connected(listeners)
             with contextlib.suppress(ConnectionError):  # what it had said was not read
                 await loop.sock_sendall(sock, said)
                 async with asyncio.timeout(20):
@@ -124,18 +124,18 @@ def test_forged_hellos_fill_no_log(caplog: pytest.LogCaptureFixture) -> None:
 
     async def run() -> None:
         loop = asyncio.get_running_loop()
-        doors = LaneDoors(refuse_by_name)
-        doors.open("127.0.0.1:0")
+        listeners = LaneListeners(refuse_by_name)
+        listeners.open("127.0.0.1:0")
         try:
             for _ in range(100):
-                sock = await connected(doors)
+                sock = await connected(listeners)
                 await loop.sock_sendall(sock, forged)
                 async with asyncio.timeout(20):
                     while await loop.sock_recv(sock, 65_536):
                         pass
                 sock.close()
         finally:
-            doors.close()
+            listeners.close()
 
     with caplog.at_level(logging.WARNING):
         asyncio.run(run())
@@ -153,14 +153,14 @@ def test_a_slot_has_one_sender_however_many_lanes_its_ticket_opens() -> None:
 
     async def run() -> None:
         loop = asyncio.get_running_loop()
-        doors = LaneDoors(take)
-        doors.open("127.0.0.1:0")
+        listeners = LaneListeners(take)
+        listeners.open("127.0.0.1:0")
         lanes_of_one, threads = [], threading.active_count()
         try:
             for _ in range(20):
-                lanes_of_one.append(await connected(doors))
+                lanes_of_one.append(await connected(listeners))
                 await loop.sock_sendall(lanes_of_one[-1], HELLO)
-            other = await connected(doors)
+            other = await connected(listeners)
             lanes_of_one.append(other)
             hello = lane_pb2.Hello(protocol=LANE_PROTOCOL, run="job/0", slot=1)
             await loop.sock_sendall(other, sealed(hello.SerializeToString()))
@@ -168,11 +168,11 @@ def test_a_slot_has_one_sender_however_many_lanes_its_ticket_opens() -> None:
                 for sock in lanes_of_one[:10]:
                     with contextlib.suppress(ConnectionError):
                         assert await loop.sock_recv(sock, 1) == b""
-                while len(runner) < 21 or threading.active_count() > threads + 2 or doors.remote > 2:
+                while len(runner) < 21 or threading.active_count() > threads + 2 or listeners.remote > 2:
                     await asyncio.sleep(0.005)
-            assert doors.remote == 2
+            assert listeners.remote == 2
         finally:
-            doors.close()
+            listeners.close()
             for sock in (*lanes_of_one, *runner):
                 sock.close()
 
@@ -180,9 +180,9 @@ def test_a_slot_has_one_sender_however_many_lanes_its_ticket_opens() -> None:
 
 
 def test_a_daemon_without_descriptors_opens_its_door_again() -> None:
-    async def body(doors: LaneDoors) -> None:
+    async def body(listeners: LaneListeners) -> None:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        host, _, port = doors.tcp_address.rpartition(":")
+        host, _, port = listeners.tcp_address.rpartition(":")
         waiting = socket.create_connection((host, int(port)))  # in the backlog: the loop has not run since
         waiting.setblocking(False)
         try:
@@ -208,12 +208,15 @@ def test_a_daemon_without_descriptors_opens_its_door_again() -> None:
 def test_a_door_to_other_machines_needs_tls_or_a_word(pki: Pki, pair: Pair) -> None:
     async def run() -> None:
         with pytest.raises(UnsafeBindError, match=r"0\.0\.0\.0:0 can be reached from other machines"):
-            LaneDoors(refuse).open("0.0.0.0:0")
+            LaneListeners(refuse).open("0.0.0.0:0")
         with pytest.raises(UnsafeBindError):
-            LaneDoors(refuse, load_tls(pki.ca)).open("0.0.0.0:0")  # it has nothing to show
-        for doors in (LaneDoors(refuse, insecure=True), LaneDoors(refuse, load_tls("", pair.cert, pair.key))):
-            doors.open("0.0.0.0:0")
-            doors.close()
+            LaneListeners(refuse, load_tls(pki.ca)).open("0.0.0.0:0")  # it has nothing to show
+        for listeners in (
+            LaneListeners(refuse, insecure=True),
+            LaneListeners(refuse, load_tls("", pair.cert, pair.key)),
+        ):
+            listeners.open("0.0.0.0:0")
+            listeners.close()
 
     asyncio.run(run())
 

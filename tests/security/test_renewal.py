@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lane_doors import doors, refusing
+from lane_doors import listeners, refusing
 from pki import Pair, Pki
 
 from penstock.proto.errors import AuthenticationError, CoordinatorUnavailableError, TlsError
 from penstock.proto.lane.tls_socket import connect_tls
 from penstock.proto.rpc import channel
 from penstock.proto.rpc.calls import AsyncCoordinatorClient, CoordinatorClient
-from penstock.proto.rpc.channel import Served, server_aio
+from penstock.proto.rpc.channel import RunningServer, server_aio
 from penstock.proto.rpc.credentials.tokens import Tokens, read_again, read_token, read_tokens
 from penstock.proto.rpc.tls import Renewing, Tls, expires, host_of, load_tls
 from penstock.proto.v1 import coordinator_pb2 as pb
@@ -37,7 +37,7 @@ class Coordinator(CoordinatorServicer):
 
 
 @asynccontextmanager
-async def coordinator(address: str, tokens: str, tls: Tls | None = None) -> AsyncIterator[Served]:
+async def coordinator(address: str, tokens: str, tls: Tls | None = None) -> AsyncIterator[RunningServer]:
     def register(server: Any) -> None:
         add_CoordinatorServicer_to_server(Coordinator(), server)  # type: ignore[abstract]
 
@@ -262,7 +262,7 @@ def test_a_workers_lanes_show_what_its_files_hold(tmp_path: Path, pki: Pki, pair
     trusting = load_tls(other.ca, newer.cert, newer.key)
     assert mine is not None
     assert trusting is not None
-    with doors(refusing(TlsError("not reached")), files.load()) as (opened, _):
+    with listeners(refusing(TlsError("not reached")), files.load()) as (opened, _):
         host, port = host_of(opened.tcp_address)
 
         before = opened.certificate_expires_at

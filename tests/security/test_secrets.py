@@ -12,8 +12,8 @@ import pytest
 from pki import Pki
 from tests.security.conftest import INPUTS, SECRETS, TOKENS, Starter, tls_flags
 
-from penstock.client.api.rendezvous import Place
-from penstock.worker.daemon.daemon import Settings
+from penstock.client.api.rendezvous import DaemonAddresses
+from penstock.worker.daemon.daemon import DaemonSettings
 
 TRAIN = """
 import json, sys
@@ -97,9 +97,9 @@ def test_training_over_mutual_tls_and_no_secret_in_any_argument_log_or_error(
 
 
 def test_no_repr_shows_a_token() -> None:
-    settings = Settings(coordinator="c:1", token="secret-1", slots=1, allow=["*"])
+    settings = DaemonSettings(coordinator="c:1", token="secret-1", slots=1, allow=["*"])
     assert "secret-1" not in repr(settings)
-    assert "secret-1" not in repr(Place("c:1", "secret-1", "job"))
+    assert "secret-1" not in repr(DaemonAddresses("c:1", "secret-1", "job"))
 
 
 @pytest.mark.parametrize("module", ["penstock.appliance", "penstock.worker"])

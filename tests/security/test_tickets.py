@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock.appliance.storage.journal import StateDir
-from penstock.appliance.testing import World
+from penstock.appliance.testing import FakeCluster
 from penstock.proto.errors import AuthenticationError, SupersededError
 from penstock.proto.rpc.credentials.tickets import TERM_S, check_ticket, expiry, lane_key, make_ticket
 
@@ -49,7 +49,7 @@ def test_its_time_cannot_be_changed_and_nonsense_is_wrong() -> None:
 
 
 def test_views_bring_a_new_ticket_when_a_term_begins_and_the_old_one_is_good_for_another() -> None:
-    world = World()
+    world = FakeCluster()
     world.wall = NOW
     world.boot(None)
     box, worker = world.open(), world.worker("w")
@@ -75,7 +75,7 @@ def test_views_bring_a_new_ticket_when_a_term_begins_and_the_old_one_is_good_for
 
 def test_keys_and_tickets_are_the_same_after_a_restart(tmp_path: Path) -> None:
     directory = StateDir(tmp_path)
-    world = World(directory=directory)
+    world = FakeCluster(directory=directory)
     box, worker = world.open(), world.worker("w")
     worker.ready()
     key, ticket = worker.of(1).lane_key, box.watch().slots[1].ticket

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from functools import partial
 
 import pytest
-from lane_doors import doors, refusing
+from lane_doors import listeners, refusing
 from lane_frames import a_frame, checked
 from pki import Pair, Pki
 from tests.lanes.conftest import next_frame
@@ -48,7 +48,7 @@ def heard(ours: Tls | None, theirs: Tls | None) -> tuple[str, str]:
     """Name and message of the error that a consumer gets, whose receiver has `ours`, from doors that have `theirs`."""
     receiver = Receiver(tls=ours)
     try:
-        with doors(refusing(REFUSED), theirs) as (opened, _):
+        with listeners(refusing(REFUSED), theirs) as (opened, _):
             begun = time.monotonic()
             sock = connect_local(receiver.start(), 5)
             sock.send(lane_pb2.Hello(protocol=LANE_PROTOCOL, target=opened.tcp_address).SerializeToString())
@@ -135,7 +135,7 @@ def test_what_openssl_holds_back_is_not_forgotten(ends: tuple[Receiver, Consumer
     receiver is stopped while they are sent, so that all are there, and the last of them within a record's rest."""
     receiver, consumer, far = ends
     assert receiver.pid is not None
-    ring = a_frame(kind=RING, ring=1, slot_bytes=32 << 10, slots=32)
+    ring = a_frame(kind=RING, ring=1, entry_bytes=32 << 10, slots=32)
     structure = a_frame(kind=STRUCTURE, structure=1, inline=b"one", size=3)
     far.sendall(tcp.sealed(ring.encode()) + tcp.sealed(structure.encode()))
     total = 0
@@ -153,7 +153,7 @@ def test_what_openssl_holds_back_is_not_forgotten(ends: tuple[Receiver, Consumer
             total += 1
             frame = next_frame(consumer)
             assert (frame.kind, frame.total, frame.nbytes) == (BATCH, total, size)
-            consumer.release((frame.ring, frame.slot))
+            consumer.release((frame.ring, frame.entry))
             consumer.delivered(total)
         consumer.flush()
 
@@ -162,7 +162,7 @@ def test_a_connection_that_is_cut_under_tls_is_a_lost_one_and_no_error(
     ends: tuple[Receiver, Consumer, TlsSocket],
 ) -> None:
     _, consumer, far = ends
-    ring = a_frame(kind=RING, ring=1, slot_bytes=4096, slots=4)
+    ring = a_frame(kind=RING, ring=1, entry_bytes=4096, slots=4)
     structure = a_frame(kind=STRUCTURE, structure=1, inline=b"one", size=3)
     far.sendall(tcp.sealed(ring.encode()) + tcp.sealed(structure.encode()) + batch(1, 100))
     assert next_frame(consumer).total == 1

@@ -7,7 +7,7 @@ import socket
 import ssl
 
 import pytest
-from lane_doors import doors, refusing
+from lane_doors import listeners, refusing
 from pki import Pair, Pki
 from tests.security.conftest import SECRETS, Starter, tls_flags
 
@@ -86,13 +86,13 @@ def hello(address: str, tls: Tls) -> bytes:
 
 def test_a_lane_is_for_clients(pki: Pki, pairs: dict[str, Pair]) -> None:
     asked: PenstockError = AuthenticationError("the daemon was asked")
-    with doors(refusing(asked), tls_of(pki, pairs["worker"])) as (opened, _):
+    with listeners(refusing(asked), tls_of(pki, pairs["worker"])) as (opened, _):
         for role in ("client", "admin"):
             assert b"the daemon was asked" in hello(opened.tcp_address, tls_of(pki, pairs[role]))
         for role in ("worker", "coordinator"):
             assert hello(opened.tcp_address, tls_of(pki, pairs[role])) == b""
     with (
-        doors(refusing(asked), tls_of(pki, pairs["client"], "")) as (opened, _),
+        listeners(refusing(asked), tls_of(pki, pairs["client"], "")) as (opened, _),
         pytest.raises(ssl.SSLCertVerificationError, match="mismatch"),
     ):
         hello(opened.tcp_address, tls_of(pki, pairs["client"]))

@@ -13,14 +13,14 @@ from simulated.virtual import Crash
 
 from penstock.appliance.model.entities import SlotKey
 from penstock.appliance.storage.journal import Journal, StateDir
-from penstock.appliance.storage.snapshot_index import Drop, DropAttempt, DropBlob, DropSnapshot, Kept
+from penstock.appliance.storage.snapshot_index import Drop, DropAttempt, DropBlob, DropSnapshot, DurableSnapshot
 from penstock.appliance.storage.snapshot_store import Store
 from penstock.proto.errors import JournalError
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 KEY = SlotKey("job/0", 1, 0, 0)
 SLOT = {**KEY._asdict(), "generation": 3, "phase": 2, "worker": "w", "session": "s", "ever_ready": True}
-SLOT |= {"recovery": False, "restarts": 1, "note": "why", "traits": b"\x00\x01", "error": None}
+SLOT |= {"recovery": False, "restarts": 1, "note": "why", "capabilities": b"\x00\x01", "error": None}
 
 
 class Media:
@@ -94,17 +94,17 @@ def test_what_was_committed_is_there_after_a_crash_as_it_was_put(media: Media) -
     assert [dict(row) for row in journal.rows("runs")] == [run("job/0", 1)]
     (slot,) = journal.rows("slots")
     assert dict(slot) == SLOT
-    assert (type(slot["ever_ready"]), slot["traits"], slot["error"]) == (int, b"\x00\x01", None)
+    assert (type(slot["ever_ready"]), slot["capabilities"], slot["error"]) == (int, b"\x00\x01", None)
 
 
 def test_a_value_that_can_be_called_is_made_where_it_is_written(media: Media) -> None:
     journal, made = media.journal(), list[int]()
-    journal.put("slots", SLOT | {"traits": lambda: bytes([len(made)])})
+    journal.put("slots", SLOT | {"capabilities": lambda: bytes([len(made)])})
     made.append(1)
     journal.commit()
     media.crash()
     (slot,) = media.journal().rows("slots")
-    assert slot["traits"] == b"\x01"
+    assert slot["capabilities"] == b"\x01"
 
 
 def test_a_journal_that_has_lost_commits_is_refused(media: Media) -> None:
@@ -178,22 +178,26 @@ def header(total: int, epoch: int, *, attempt: int = 1) -> pb.SnapshotHeader:
 def test_a_store_keeps_what_was_put_until_it_is_dropped(media: Media) -> None:
     store = media.store()
     store.put_snapshot(header(4, 0), b"four")
-    store.put_snapshot(header(4, 1), b"of the next pass")
+    store.put_snapshot(header(4, 1), b"of the next epoch")
     store.put_snapshot(header(4, 0), b"FOUR again")
     store.put_snapshot(header(9, 0, attempt=2), b"x")
     store.put_blob("name", b"blob")
     media.crash()
     store = media.store()
-    assert store.snapshot(KEY, Kept(4, 0, 10)) == (header(4, 0), b"FOUR again")
+    assert store.snapshot(KEY, DurableSnapshot(4, 0, 10)) == (header(4, 0), b"FOUR again")
     assert (store.blob("name"), store.blob("no such")) == (b"blob", None)
     kept, blobs = store.index()
-    assert sorted(kept) == [(KEY, Kept(4, 0, 10)), (KEY, Kept(4, 1, 16)), (KEY._replace(attempt=2), Kept(9, 0, 1))]
+    assert sorted(kept) == [
+        (KEY, DurableSnapshot(4, 0, 10)),
+        (KEY, DurableSnapshot(4, 1, 16)),
+        (KEY._replace(attempt=2), DurableSnapshot(9, 0, 1)),
+    ]
     assert blobs == [("name", 4)]
     left: list[Drop] = [DropSnapshot(KEY, 4, 0), DropSnapshot(KEY, 77, 0), DropAttempt("job/0", 2), DropBlob("name")]
     while left:
         left = store.drop(left)
-    assert store.index() == ([(KEY, Kept(4, 1, 16))], [])
-    assert store.snapshot(KEY, Kept(4, 0, 10)) is None
+    assert store.index() == ([(KEY, DurableSnapshot(4, 1, 16))], [])
+    assert store.snapshot(KEY, DurableSnapshot(4, 0, 10)) is None
 
 
 # ------------------------------------------------------------------------------------------- what only fate can do here

@@ -1,4 +1,4 @@
-"""All workers of a shape, without the processes: the loader that each has, and who takes from whom."""
+"""All workers of a topology, without the processes: the loader that each has, and who takes from whom."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class AllWorkers:
         boxes, workers = shape
         self.workers: list[Any] = [self._worker(number, state) for number in range(boxes * workers)]
         self.passes: list[Iterator[Any]] = [iter(loader) for loader in self.workers]
-        self.step: int = before.step if before is not None and before.shape == shape else 0
+        self.step: int = before.step if before is not None and before.topology == shape else 0
 
     def _worker(self, number: int, state: Any) -> Any:
         boxes, workers = self.shape
@@ -44,7 +44,7 @@ class AllWorkers:
         return loader
 
     def take(self, steps: int) -> list[list[Any]]:
-        """Global batches, their rows in the order of the epoch; over the ends of passes."""
+        """Global batches, their rows in the order of the epoch; over the ends of epochs."""
         return [self._batch() for _ in range(steps)]
 
     def _batch(self) -> list[Any]:
@@ -54,16 +54,16 @@ class AllWorkers:
                 boxes = len(rows)
                 return [rows[at % boxes][at // boxes] for at in range(sum(map(len, rows)))]
             self.passes, self.step = [iter(loader) for loader in self.workers], 0
-        raise AssertionError("two passes without a batch")
+        raise AssertionError("two epochs without a batch")
 
     def step_rows(self) -> list[Any] | None:
-        """Each box's batch; None if the pass is over."""
+        """Each box's batch; None if the epoch is over."""
         boxes, workers = self.shape
         slot = self.step % workers
         rows = [next(self.passes[box * workers + slot], None) for box in range(boxes)]
         if any(row is None for row in rows):
-            assert all(row is None for row in rows), "a pass ended on some boxes and went on on others"
-            assert all(next(rest, None) is None for rest in self.passes), "a pass that ended goes on on others"
+            assert all(row is None for row in rows), "an epoch ended on some boxes and went on on others"
+            assert all(next(rest, None) is None for rest in self.passes), "an epoch that ended goes on on others"
             return None
         self.step += 1
         return rows

@@ -45,7 +45,7 @@ def descendants(root: int) -> list[int]:
 
 
 def runners(daemon: int) -> list[int]:
-    """What the fork servers of a daemon forked: runners, and scratch children."""
+    """What the fork servers of a daemon forked: runners, and helper processes."""
     return [child for fork_server in children(daemon, "fork_server") for child in children(fork_server)]
 
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from penstock.client.stream.cuda import PageLocks
-from penstock.client.stream.device import Event, copied
+from penstock.client.stream.device import DeviceEvent, copied
 from penstock.proto.lane.ring import Ring
 
 __all__ = ["FakeBackend", "FakeCopy", "FakeRuntime"]
@@ -97,7 +97,7 @@ class FakeBackend:
         self.failure: RuntimeError | None = None
         """Raised by all events."""
         self.started: list[FakeCopy] = []
-        self.handed_over: list[Event] = []
+        self.migrated: list[DeviceEvent] = []
         self._queue: deque[FakeCopy] = deque()
 
     def _nothing(self) -> None:
@@ -106,14 +106,14 @@ class FakeBackend:
     def lock(self, ring: Ring) -> None:
         self.locks.lock(ring)
 
-    def copy(self, sources: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Event]:
+    def copy(self, sources: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], DeviceEvent]:
         copy = FakeCopy(self, sources)
         self.started.append(copy)
         self._queue.append(copy)
         return list(copy.copies), copy
 
-    def hand_over(self, copies: Sequence[torch.Tensor], event: Event) -> None:
-        self.handed_over.append(event)
+    def prepare_migration(self, copies: Sequence[torch.Tensor], event: DeviceEvent) -> None:
+        self.migrated.append(event)
 
     def finish(self, count: int | None = None) -> None:
         """Let the oldest copies happen, by default all."""

@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from penstock.proto.errors import PenstockError
 from penstock.proto.rpc.tls import Tls
 from penstock.proto.v1 import lane_pb2
-from penstock.worker.daemon.listeners import Attach, LaneDoors
+from penstock.worker.daemon.listeners import Attach, LaneListeners
 
-__all__ = ["doors", "refusing"]
+__all__ = ["listeners", "refusing"]
 
 
 def refusing(error: PenstockError) -> Attach:
@@ -26,9 +26,9 @@ def refusing(error: PenstockError) -> Attach:
 
 
 @contextmanager
-def doors(attach: Attach, tls: Tls | None = None) -> Iterator[tuple[LaneDoors, asyncio.AbstractEventLoop]]:
+def listeners(attach: Attach, tls: Tls | None = None) -> Iterator[tuple[LaneListeners, asyncio.AbstractEventLoop]]:
     """Those of a daemon, and the event loop that they are in."""
-    opened = LaneDoors(attach, tls)
+    opened = LaneListeners(attach, tls)
     ready = threading.Event()
     loop: asyncio.AbstractEventLoop
     over: asyncio.Event

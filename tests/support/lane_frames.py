@@ -20,15 +20,15 @@ def a_frame(
     *,
     shapes: Sequence[int] = (),
     inline: bytes = b"",
-    slot_bytes: int = 0,
+    entry_bytes: int = 0,
     slots: int = 0,
     error: records_pb2.ErrorDetail | None = None,
     **fields: int,
 ) -> Frame:
     """A frame. inline: of a STRUCTURE, and of any other whatever follows the header."""
     rest = pack_shapes(shapes) + inline + (b"" if error is None else error.SerializeToString())
-    if slot_bytes:
-        fields["nbytes"] = slot_bytes
+    if entry_bytes:
+        fields["nbytes"] = entry_bytes
     if slots:
         fields["slot"] = slots
     return Frame(kind, **fields, rest=rest)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from penstock.proto.errors import CoordinatorUnavailableError
 from penstock.proto.rpc.calls import AsyncCoordinatorClient, CoordinatorClient
-from penstock.proto.rpc.channel import Served, server_aio
+from penstock.proto.rpc.channel import RunningServer, server_aio
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import coordinator_pb2_grpc as rpc
 
@@ -38,7 +38,7 @@ class Answering(rpc.CoordinatorServicer):
         return pb.WatchRunReply()
 
 
-async def serve(host: str, port: int) -> Served:
+async def serve(host: str, port: int) -> RunningServer:
     servicer = Answering()  # type: ignore[abstract]
     add = rpc.add_CoordinatorServicer_to_server
     return await server_aio(f"{host}:{port}", TOKEN, lambda server: add(servicer, server), insecure=True)

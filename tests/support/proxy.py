@@ -48,7 +48,7 @@ class Proxy:
         self._accepting.start()
 
     def silence(self, *directions: str) -> None:
-        """Nothing passes in these directions from now on, and nobody is told."""
+        """Nothing epochs in these directions from now on, and nobody is told."""
         for direction in directions or ("up", "down"):
             self._open[direction].clear()
 

@@ -24,9 +24,9 @@ def respond(
     box: int | None = None,
     tells_all: bool = True,
 ) -> None:
-    """Answers the worker's open requests, as a worker does that knows its own passes and nothing else.
+    """Answers the worker's open requests, as a worker does that knows its own epochs and nothing else.
 
-    `starts`: (slot, epoch) -> the slot's total when that pass began, which is where the one before ended.
+    `starts`: (slot, epoch) -> the slot's total when that epoch began, which is where the one before ended.
     """
     starts = starts or {}
     for request in worker.beat().state_requests:
@@ -42,7 +42,7 @@ def respond(
         data = b""
         if tells_all:
             ends = {epoch - 1: total for (slot, epoch), total in starts.items() if slot == request.slot and epoch}
-            answer.ends.extend(pb.PassEnd(epoch=epoch, total=total) for epoch, total in ends.items())
+            answer.ends.extend(pb.EpochEnd(epoch=epoch, total=total) for epoch, total in ends.items())
         if began is not None and began != total - request.position.delivered:
             answer.ended, answer.ended_epoch, answer.ended_total = True, epoch - 1, began
         elif over is not None and over < total:

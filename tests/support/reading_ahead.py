@@ -15,7 +15,7 @@ from penstock.client.states.saved_state import read
 __all__ = ["PASS", "STEPS", "WHOLE", "ahead_by", "following", "place_of", "places"]
 
 PASS = 6
-"""Steps of a pass: two workers of three batches each."""
+"""Steps of an epoch: two workers of three batches each."""
 STEPS = 2 * PASS + 2
 WHOLE = [1, 1001, 2, 1002, 3, 1003] * 3
 """The numbers of the batches, step by step."""

@@ -55,7 +55,7 @@ class Daemon:
     reply: pb.HeartbeatReply = field(default_factory=pb.HeartbeatReply)
     answered: set[str] = field(default_factory=set)
     asked: list[pb.StateRequest] = field(default_factory=list)
-    beats: int = 0
+    heartbeats: int = 0
 
     async def run(self) -> None:
         await self.client.register(
@@ -70,7 +70,7 @@ class Daemon:
                 )
                 for a in self.reply.assignments
             ]
-            self.beats += 1
+            self.heartbeats += 1
             reply = await self.client.heartbeat(
                 pb.HeartbeatRequest(
                     worker=self.name, session="s", slots=reports, seen_version=self.reply.version, hold_s=30

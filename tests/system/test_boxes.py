@@ -50,7 +50,7 @@ def together(boxes: int, train: Callable[[int], Any]) -> list[Any]:
         return list(pool.map(train, range(boxes)))
 
 
-@pytest.mark.filterwarnings("ignore:.*the pass of box")  # 28 batches on three boxes: one has one more
+@pytest.mark.filterwarnings("ignore:.*the epoch of box")  # 28 batches on three boxes: one has one more
 @pytest.mark.parametrize("lane", ["auto", "tcp"])
 def test_two_boxes_save_at_one_step_and_resume(cluster: Cluster, lane: str) -> None:
     job = f"two-{lane}"
@@ -134,7 +134,7 @@ def test_a_box_whose_pass_ends_before_the_others_is_announced(cluster: Cluster) 
                 ended.set()
             return taken
 
-    with pytest.warns(UserWarning, match="the pass of box 0 ended at step 3, and box 1 goes on"):
+    with pytest.warns(UserWarning, match="the epoch of box 0 ended at step 3, and box 1 goes on"):
         assert together(2, train) == [3, 9]
 
 
@@ -178,7 +178,7 @@ def test_a_restarted_trainer_supersedes_its_predecessor_at_once(cluster: Cluster
 def test_reopening_with_another_shape_and_no_state(cluster: Cluster) -> None:
     with box(cluster, 0, 1, 1, "shape") as one:
         next(iter(DataExecutor(DataLoader(streams.counter), num_steps=3, appliance=one)))
-    with box(cluster, 0, 1, 2, "shape") as two, pytest.raises(errors.RunShapeError, match=r"1.*2"):
+    with box(cluster, 0, 1, 2, "shape") as two, pytest.raises(errors.TopologyError, match=r"1.*2"):
         next(iter(DataExecutor(DataLoader(streams.counter), num_steps=3, appliance=two)))
 
 

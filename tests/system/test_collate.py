@@ -43,7 +43,7 @@ def scribble(batch: Any) -> None:
 
 @pytest.fixture(scope="module")
 def default(appliance: Appliance) -> list[int]:
-    """Of a StatefulDataLoader with torch's own function. These steps go over the end of a pass of 102, of which each
+    """Of a StatefulDataLoader with torch's own function. These steps go over the end of an epoch of 102, of which each
     worker's last batch is smaller."""
     return digests(appliance, built.collated, "default", 404, 0, True, steps=150)
 
@@ -59,7 +59,7 @@ def test_a_torch_loader_gives_the_same_batches(
 
 
 def test_they_are_built_in_the_ring_and_not_copied(appliance: Appliance) -> None:
-    """The first batch of a slot tells how large a ring slot must be. The image is 32 KiB of a batch's 33."""
+    """The first batch of a slot tells how large a ring entry must be. The image is 32 KiB of a batch's 33."""
     loader = DataLoader(built.collated, "watched")
     batches = list(DataExecutor(loader, num_steps=STEPS, appliance=appliance))
     assert [batch["in_ring"] for batch in batches] == [False] * 2 + [True] * (STEPS - 2)

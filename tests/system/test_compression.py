@@ -32,7 +32,7 @@ def digests(batches: Any) -> Iterator[str]:
 
 
 def stream(running: Appliance, **options: Any) -> list[str]:
-    """Two passes, the first left in the middle, over the TCP lane; then the same again, resumed after a few steps."""
+    """Two epochs, the first left in the middle, over the TCP lane; then the same again, resumed after a few steps."""
     loader = DataLoader(compressible.various, BATCHES)
     with beside(running, num_workers_per_box=2, lane="tcp", **options) as appliance:
         found = []

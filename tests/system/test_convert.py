@@ -1,4 +1,4 @@
-"""`penstock state convert`: a converted state goes on, on its shape, as the state itself would there."""
+"""`penstock state convert`: a converted state goes on, on its topology, as the state itself would there."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def goes_on(
 def test_the_stream_is_that_of_the_state_itself_there(
     appliance: Appliance, other: Appliance, tmp_path: Path, steps: int
 ) -> None:
-    """In the middle of a pass, at its end, and in the next one; with randomness that no state holds."""
+    """In the middle of an epoch, at its end, and in the next one; with randomness that no state holds."""
     state = saved(appliance, streams.shared_noisy, steps)
     source, target = tmp_path / "in", tmp_path / "out"
     source.write_bytes(encode_state({"model": torch.arange(3), "loader": state}))

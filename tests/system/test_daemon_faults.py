@@ -208,7 +208,7 @@ def test_two_of_three_killed_at_once(cluster: Cluster, tmp_path: Path) -> None:
 
 
 def test_a_fork_server_killed_under_a_state_query(cluster: Cluster, tmp_path: Path) -> None:
-    """The scratch child dies with it, and so does the runner: who takes the slot over is asked, and can be saved."""
+    """The helper process dies with it, and so does the runner: who takes the slot over is asked, and can be saved."""
     reached, released = (tmp_path / f"load_state_dict {name}" for name in ("reached", "released"))
     (daemon,) = cluster.workers
     with appliance(cluster, "fork server", 1) as here:
@@ -235,7 +235,7 @@ def test_a_fork_server_killed_under_a_state_query(cluster: Cluster, tmp_path: Pa
 
 
 def kill_fork_server_once(daemon: int, reached: Path, released: Path) -> None:
-    until(reached.exists, 20, "no scratch child was needed")
+    until(reached.exists, 20, "no helper process was needed")
     (fork_server,) = [
         fork_server for fork_server in children(daemon, "fork_server") if len(children(fork_server)) > 1
     ]  # not one that is kept

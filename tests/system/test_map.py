@@ -1,4 +1,4 @@
-"""A map-style dataset through coordinator, worker daemons and lanes: one order and one randomness for any shape."""
+"""A map-style dataset through coordinator, worker daemons and lanes: one order and one randomness for any topology."""
 
 from __future__ import annotations
 

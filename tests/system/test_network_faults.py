@@ -19,7 +19,7 @@ from cluster import TOKEN, Cluster, running
 from proxy import Proxy
 
 from penstock.client import Appliance, DataExecutor, DataLoader
-from penstock.client.stream.open_run import Run
+from penstock.client.stream.open_run import OpenRun
 from penstock.proto import errors
 from penstock.proto.v1 import coordinator_pb2 as pb
 
@@ -62,9 +62,9 @@ def whole(cluster: Cluster) -> list[int | None]:
 def lanes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], list[Proxy]]]:
     """From now on TCP lanes go through proxies, one for each worker."""
     proxies: dict[str, Proxy] = {}
-    dial = Run.dial
+    dial = OpenRun.dial
 
-    def through(self: Run, view: pb.SlotView, hello: Any) -> Any:
+    def through(self: OpenRun, view: pb.SlotView, hello: Any) -> Any:
         if view.tcp_address not in proxies:
             proxies[view.tcp_address] = Proxy(view.tcp_address)
         other = pb.SlotView()
@@ -72,7 +72,7 @@ def lanes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], list[Proxy]]
         other.tcp_address = proxies[view.tcp_address].address
         return dial(self, other, hello)
 
-    monkeypatch.setattr(Run, "dial", through)
+    monkeypatch.setattr(OpenRun, "dial", through)
     yield lambda: list(proxies.values())
     for proxy in proxies.values():
         proxy.close()

@@ -26,8 +26,8 @@ from penstock.deploy.operations.convert_state import convert
 from penstock.deploy.operations.saved_file import SavedFile
 from penstock.deploy.replay.archive import Archive, RunningArchive, StoppedArchive
 from penstock.deploy.replay.plan import route
-from penstock.deploy.replay.replay_batch import Request, replay
-from penstock.deploy.replay.replay_processes import Crew, Forker, Task
+from penstock.deploy.replay.replay_batch import ReplayRequest, replay
+from penstock.deploy.replay.replay_processes import ReplayForker, ReplayProcesses, ReplayTask
 from penstock.deploy.replay.replay_report import tables
 from penstock.proto import errors
 from penstock.proto.rpc.calls import CoordinatorClient
@@ -51,7 +51,7 @@ class Seen:
 class Stage:
     cluster: Cluster
     seen: Seen
-    forker: Forker
+    forker: ReplayForker
     folder: Path
 
     def archive(self) -> RunningArchive:
@@ -61,7 +61,7 @@ class Stage:
         """What replay found; the batch was compared with the one that was delivered."""
         out = self.folder / f"{job}-{box}-{step}.pst"
         run = None if archive is None else job
-        request = Request(run, step, box, out=out, allow=["streams"], timeout_s=60, **more)
+        request = ReplayRequest(run, step, box, out=out, allow=["streams"], timeout_s=60, **more)
         found = replay(request, archive, self.forker)
         assert out.read_bytes() == self.seen.batches[job, box][step], f"{job} box {box} step {step}"
         assert (found["box"], found["step"]) == (box, step)
@@ -83,7 +83,7 @@ def train(
     last: int = 24,
     **kwargs: Any,
 ) -> None:
-    """Two passes that are left, and then on to the last step."""
+    """Two epochs that are left, and then on to the last step."""
     got = stage.seen.batches[job, box] = {}
     loader = DataLoader(input_fn, *args, **kwargs)
     with box_of(stage.cluster, job, box, boxes) as appliance:
@@ -104,7 +104,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     with running(folder / "state") as cluster, pytest.MonkeyPatch.context() as environment:
         environment.setenv("PYTHONPATH", INPUTS)
         cluster.add_worker(12, name="w1")
-        with Forker(SEED) as forker:
+        with ReplayForker(SEED) as forker:
             stage = Stage(cluster, Seen(), forker, folder)
             stage.seen.states = {job: folder / f"{job}.pt" for job in ("four", "two")}
             with ThreadPoolExecutor(5) as pool:
@@ -127,7 +127,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
         ("four", 1, (5, 8, 24)),
         ("two", 0, (1, 6, 8, 15, 24)),
         ("none", 0, (1, 6, 8, 15, 24)),
-        ("uneven", 0, (5, 6, 8, 17)),  # the first pass is left when one worker has ended
+        ("uneven", 0, (5, 6, 8, 17)),  # the first epoch is left when one worker has ended
     ],
 )
 def test_it_is_the_batch_that_the_loop_was_handed(stage: Stage, job: str, box: int, steps: tuple[int, ...]) -> None:
@@ -165,7 +165,7 @@ def test_a_worker_that_was_lost_and_snapshots_that_lead_there(stage: Stage) -> N
         assert found["verified"]
         assert stage.replayed(archive, "lost", 21)["verified"]
         with pytest.raises(errors.StateUnavailableError, match=f"step 9999, .*: steps 1 to {len(got)}"):
-            replay(Request("lost", 9999, allow=["streams"]), archive, stage.forker)
+            replay(ReplayRequest("lost", 9999, allow=["streams"]), archive, stage.forker)
 
 
 @pytest.mark.parametrize(("job", "args"), [("four", "[40]"), ("two", "[24]")])
@@ -180,9 +180,9 @@ def test_from_a_checkpoint(stage: Stage, job: str, args: str) -> None:
         assert of_run["replayed_from"]["step"] == 10
         assert of_run["verified"]
     with pytest.raises(errors.StateUnavailableError, match="step 9 does not lie behind it: steps from 11"):
-        replay(Request(None, 9, checkpoints=files, allow=["streams"]), None, stage.forker)
+        replay(ReplayRequest(None, 9, checkpoints=files, allow=["streams"]), None, stage.forker)
     with pytest.raises(errors.BoxOutOfRangeError, match="boxes 0 to"):
-        replay(Request(None, 11, box=5, checkpoints=files, allow=["streams"]), None, stage.forker)
+        replay(ReplayRequest(None, 11, box=5, checkpoints=files, allow=["streams"]), None, stage.forker)
 
 
 @pytest.mark.parametrize(("job", "boxes", "workers"), [("two", 1, 2), ("four", 1, 3)])
@@ -227,15 +227,15 @@ def test_an_input_fn_of_a_main_script(stage: Stage) -> None:
 
 def test_a_replay_that_does_not_end_in_time_or_dies(stage: Stage) -> None:
     with stage.archive() as archive, pytest.raises(errors.DeadlineError, match="more with --timeout"):
-        replay(Request("none", 24, allow=["streams"], timeout_s=0.001), archive, stage.forker)
+        replay(ReplayRequest("none", 24, allow=["streams"], timeout_s=0.001), archive, stage.forker)
     assignment = records_pb2.WorkerAssignment(num_boxes=1, num_workers_per_box=1)
     assignment.loader.input_fn = "streams:dies_at"
     assignment.loader.arguments = encode_state({"args": (3, str(stage.folder / "died")), "kwargs": {}})
     data = assignment.SerializeToString()
-    with Crew(stage.forker, 1, time.monotonic() + 60, lambda slot, total: None) as crew:
-        crew.ask({0: Task("start", {"snapshot": False, "epoch": 0, "total": 0, "live": True}, data)})
+    with ReplayProcesses(stage.forker, 1, time.monotonic() + 60, lambda slot, total: None) as crew:
+        crew.ask({0: ReplayTask("start", {"snapshot": False, "epoch": 0, "total": 0, "live": True}, data)})
         with pytest.raises(errors.WorkerLostError, match=r"again was killed by SIGKILL \(out of mem.*\), after batch"):
-            crew.ask({0: Task("go", {"epoch": 0, "total": 9})})
+            crew.ask({0: ReplayTask("go", {"epoch": 0, "total": 9})})
 
 
 def test_data_that_are_others_are_told(stage: Stage) -> None:
@@ -260,7 +260,7 @@ def test_a_file_that_cannot_be_written_is_said(stage: Stage) -> None:
     """Before the replay, and where it is found out only behind it. Nothing is left."""
     folder = stage.folder / "outs"
     folder.mkdir()
-    request = Request("two", 4, out=folder / "taken.pst", allow=["streams"])
+    request = ReplayRequest("two", 4, out=folder / "taken.pst", allow=["streams"])
     (folder / "taken.pst").mkdir()
     with pytest.raises(errors.InvalidArgumentError, match=r"taken.pst is a directory"):
         replace(request)
@@ -345,7 +345,7 @@ def test_the_files_of_a_coordinator_that_is_stopped(stage: Stage) -> None:
             for batch in islice(executor, steps):
                 got[executor.step] = encode_state(batch)
         with stage.archive() as asked:
-            wait_until(lambda: bool(asked.histories("open/0", 0)[0].cuts))
+            wait_until(lambda: bool(asked.histories("open/0", 0)[0].abandoned))
         for number in (signal.SIGTERM, signal.SIGKILL):
             cluster.coordinator.send_signal(number)
             cluster.coordinator.wait(10)

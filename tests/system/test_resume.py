@@ -1,8 +1,8 @@
 """The promise: a run resumed from a state gives, batch by batch, what the uninterrupted run gave.
 
-Every kind of loader is saved in mid-pass, at the last batch of a pass, between passes and in the next pass, and goes on
-in a new run with nothing but the state, which crossed a file in between. Variants of a kind share these steps out, for
-each run costs: those with processes of their own a second of a core.
+Every kind of loader is saved mid-epoch, at the last batch of an epoch, between epochs and in the next epoch, and goes
+on in a new run with nothing but the state, which crossed a file in between. Variants of a kind share these steps out,
+for each run costs: those with processes of their own a second of a core.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from penstock.proto.state.codec import decode_state, encode_state
 from penstock.worker import current_assignment
 
 PASS = 12
-"""Steps of a pass: two workers of six batches."""
+"""Steps of an epoch: two workers of six batches."""
 STEPS = 2 * PASS + 3
 MID, LAST, NEXT, LATER = ALL = (5, PASS, PASS + 1, PASS + 7)
 """Steps after which a run is saved."""
@@ -111,7 +111,7 @@ def test_a_pass_left_by_break_is_followed_by_the_next_and_does_not_depend_on_how
 
 
 def test_passes_left_before_a_worker_has_opened_them(appliance: Appliance) -> None:
-    """A worker that is still on its way back from one pass hears that the next was left, too. It must not matter."""
+    """A worker that is still on its way back from one epoch hears that the next was left, too. It must not matter."""
     seen = set()
     for _ in range(3):
         executor = DataExecutor(DataLoader(streams.stateful, 1600, 0, True), appliance=appliance)
@@ -188,7 +188,7 @@ def test_a_loader_that_cannot_be_built_here_is_aggregated_on_a_worker(appliance:
     assert first + [batch["number"] for batch in DataExecutor(again, appliance=appliance)] == list(range(30))
 
 
-# Both workers are passes ahead, at the first pass's middle and end; both are in mid-pass, and have no end in sight.
+# Both workers are passes ahead, at the first epoch's middle and end; both are mid-epoch, and have no end in sight.
 @pytest.mark.parametrize(("batches", "left_after"), [(8, 4), (8, 15), (3000, 8)])
 def test_after_a_break_comes_the_next_epoch_and_every_step_of_it_can_be_saved(
     appliance: Appliance, batches: int, left_after: int
@@ -231,7 +231,7 @@ def test_a_break_replays_nothing_of_a_loader_without_states(appliance: Appliance
 
 
 def test_a_pass_of_which_a_slot_gave_nothing_is_left_the_same_by_a_runner_that_was_ahead(appliance: Appliance) -> None:
-    """A loader that begins a pass in its first next() would go on with the one before, if restored from this one's
+    """A loader that begins an epoch in its first next() would go on with the one before, if restored from this one's
     origin."""
     loader = DataLoader(streams.fresh, 40)
     got: list[list[int]] = []

@@ -11,7 +11,7 @@ import streams
 from neighbours import beside
 
 from penstock.client import Appliance, DataExecutor, DataLoader
-from penstock.proto.lane.ring import MAX_SLOTS
+from penstock.proto.lane.ring import MAX_ENTRIES
 from penstock.worker import current_assignment
 
 
@@ -81,4 +81,4 @@ def test_every_checkpoint_step_has_its_snapshot_however_far_ahead_the_worker_is(
         loader = DataLoader(streams.noting, str(taken), 1000)
         for _ in DataExecutor(loader, num_steps=300, checkpoint_steps=1, appliance=alone):
             time.sleep(0.0005)
-    assert set(range(MAX_SLOTS + 1, 301)) <= set(map(int, taken.read_text().split()))
+    assert set(range(MAX_ENTRIES + 1, 301)) <= set(map(int, taken.read_text().split()))

@@ -17,15 +17,15 @@ from cluster import TOKEN, Cluster, running
 
 from penstock.client import Appliance, DataExecutor, DataLoader
 
-STEPS = 2 * 2 * traps.PASS  # two workers, two passes
+STEPS = 2 * 2 * traps.PASS  # two workers, two epochs
 STATELESS = ["generator", "shuffled 0", "shuffled 2"]
-STARTING = ["input_fn", "iter", "origin"]
+STARTING = ["input_fn", "iter", "epoch_start"]
 """Without a batch in between no more than three losses are forgiven, so these are a run of their own."""
 STREAMING = [point for point in traps.POINTS if point not in STARTING]
-WITH_PROCESSES = ["state_dict", "end of the pass", "second pass"]
+WITH_PROCESSES = ["state_dict", "end of the epoch", "second epoch"]
 """For loaders with worker processes, whose every start is dear: a death in each of the loader's own conditions, in the
-middle of a pass, between two, and after the first. All points are reached with the same loaders without processes, and
-the code at a point does not know which it has."""
+middle of an epoch, between two, and after the first. All points are reached with the same loaders without processes,
+and the code at a point does not know which it has."""
 WITH_STATES = {"state_dict"}
 
 
@@ -41,7 +41,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 def run(
     cluster: Cluster, job: str, lane: Any, kind: str, points: list[str], folder: Path
 ) -> tuple[list[int | None], Any, list[int | None]]:
-    """The digest after each step; then a state in the middle of the second pass, and the digests of a resume."""
+    """The digest after each step; then a state in the middle of the second epoch, and the digests of a resume."""
     folder.mkdir()
     with Appliance(
         cluster.address, num_workers_per_box=2, job=job, seed=11, token=TOKEN, timeout_s=60, lane=lane, replay=True

@@ -1,4 +1,5 @@
-"""Sources in logical shards through coordinator, worker daemons and lanes: saved, moved to other shapes, and killed."""
+"""Sources in logical shards through coordinator, worker daemons and lanes: saved, moved to other topology, and
+killed."""
 
 from __future__ import annotations
 

@@ -74,8 +74,8 @@ def test_replaced_while_they_were_stopped(cluster: Cluster) -> None:
         stop(machine)
         second = closing.enter_context(cluster.joined(8, name="second"))
         pause(WORKER_LEASE_S + 2)
-        with jobs_of(cluster, {**superseded, "steps": 20}) as (successor,):
-            successor.finish()
+        with jobs_of(cluster, {**superseded, "steps": 20}) as (target,):
+            target.finish()
         pause(CLIENT_LEASE_S - WORKER_LEASE_S)
         go_on(machine)
         until(lambda: not alive(old_runners), 10, "runners of slots that had moved went on")
@@ -85,7 +85,7 @@ def test_replaced_while_they_were_stopped(cluster: Cluster) -> None:
         assert one.recoveries
         assert three.finish() == whole
         assert three.recoveries
-        assert successor.batches.items() <= two.batches.items()
+        assert target.batches.items() <= two.batches.items()
         both = [first.pid, second.pid]
         until(lambda: not any(census(pid)["processes"] for pid in both), CLIENT_LEASE_S + 5, "processes are left")
     with jobs_of(cluster, {"job": "reference", "workers": 2, **options}) as (reference,):
@@ -140,7 +140,7 @@ def test_a_scratch_child_that_is_stopped_fails_the_save_and_not_the_stream(clust
             if executor.step == 190:
                 assert loader.state_dict(), "the restart points whose proof was stopped are of no use any more"
         assert got == [number for _ in range(20) for number in range(1, 13)][:200]
-        until(lambda: runners(daemon.pid) == runner, 20, "a scratch child that was stopped for a while is still there")
+        until(lambda: runners(daemon.pid) == runner, 20, "a helper process that was stopped for a while is still there")
 
 
 @contextmanager
@@ -164,4 +164,4 @@ def stopping_scratch(daemon: int, runner: int) -> Iterator[None]:
         done.set()
         watching.join()
         go_on(stopped)  # a proof may be among them, for which nobody waits and which has two minutes
-    assert stopped, "no scratch child was needed"
+    assert stopped, "no helper process was needed"

@@ -368,7 +368,7 @@ def test_a_flood_of_output_costs_nobody_but_its_author(cluster: Cluster) -> None
         os.set_blocking(worker.stderr.fileno(), True)
 
 
-# ---- scratch children
+# ---- helper processes
 
 
 @pytest.mark.parametrize(
@@ -426,7 +426,7 @@ def test_a_scratch_child_that_is_killed_is_replaced_once(cluster: Cluster, tmp_p
                         loader.state_dict()
                 state = loader.state_dict()
         assert got == [*range(1, 61)] * 3
-        assert not list(tmp_path.glob("kill *")), "no scratch child was needed"
+        assert not list(tmp_path.glob("kill *")), "no helper process was needed"
         again = DataLoader(hazards.bad_in_scratch, str(tmp_path), 60)
         again.load_state_dict(state)
         rest = [plain(batch) for batch in DataExecutor(again, num_steps=29, appliance=appliance)]

@@ -114,7 +114,7 @@ def test_a_state_taken_after_a_recovery_is_as_good(
 def test_runners_killed_right_behind_a_break(
     appliance: Appliance, lengths: tuple[int, ...], input_fn: Any, arguments: tuple[Any, ...]
 ) -> None:
-    """Nothing of the new pass is durable yet; what is, was taken in the pass before, maybe beyond the break."""
+    """Nothing of the new epoch is durable yet; what is, was taken in the epoch before, maybe beyond the break."""
 
     def passes(kill: bool) -> tuple[list[list[Any]], int | None]:
         before, loader = runners(), DataLoader(input_fn, *arguments)
@@ -137,8 +137,8 @@ def test_runners_killed_right_behind_a_break(
 
 @pytest.mark.filterwarnings("ignore:.*was recovered")
 def test_runners_killed_in_any_of_many_short_passes(appliance: Appliance) -> None:
-    """Five passes a second, a durable snapshot a second: the newest is often the origin of a pass, from which a loader
-    that begins its pass in its first next() does not go on."""
+    """Five epochs a second, a durable snapshot a second: the newest is often the origin of an epoch, from which a
+    loader that begins its epoch in its first next() does not go on."""
 
     def digest(kills: Sequence[int]) -> int | None:
         before, executor = runners(), DataExecutor(DataLoader(streams.fresh, 20), num_steps=500, appliance=appliance)
@@ -296,7 +296,7 @@ def test_a_runner_killed_behind_passes_in_which_it_had_nothing(appliance: Applia
 
 
 def test_nothing_is_durable_that_the_loop_may_still_leave(tmp_path: Path) -> None:
-    """Its workers are many passes ahead. A snapshot of these would outlive a break, and be gone on from later."""
+    """Its workers are many epochs ahead. A snapshot of these would outlive a break, and be gone on from later."""
     with running(tmp_path) as cluster, CoordinatorClient(cluster.address, TOKEN) as coordinator:
         cluster.add_worker(1)
         with Appliance(cluster.address, job="ahead", num_workers_per_box=1, seed=7, token=TOKEN) as alone:

@@ -11,12 +11,12 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.openmetrics.exposition import generate_latest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from penstock.appliance.edge.coordinator_metrics import Vitals, readings
+from penstock.appliance.edge.coordinator_metrics import CoordinatorCounters, readings
 from penstock.proto.errors import InvalidArgumentError
 from penstock.proto.v1 import coordinator_pb2 as pb
-from penstock.runtime.telemetry.counters import CallTally, Histogram
+from penstock.runtime.telemetry.counters import CallCounters, Histogram
 from penstock.runtime.telemetry.metric_catalogue import CATALOGUE, Metric
-from penstock.runtime.web.prometheus import Collector, Readings, metrics_route
+from penstock.runtime.web.prometheus import Collector, MetricReadings, metrics_route
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
 LABELS = {"run", "box", "slot", "worker", "phase", "method", "status", "lane", "process", "version"}
@@ -57,7 +57,7 @@ def test_the_documented_table_is_that_of_the_catalogue() -> None:
 
 
 def test_what_is_read_must_be_in_the_catalogue() -> None:
-    found = Readings("worker")
+    found = MetricReadings("worker")
     found.add("penstock_worker_capacity", 1)
     with pytest.raises(KeyError):
         found.add("penstock_worker_mood", 1)
@@ -70,7 +70,7 @@ def test_what_is_read_must_be_in_the_catalogue() -> None:
 def test_without_prometheus_client_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(InvalidArgumentError, match=r"pip install 'penstock\[metrics\]'"):
-        metrics_route(Collector(lambda: Readings("worker")))
+        metrics_route(Collector(lambda: MetricReadings("worker")))
 
 
 def test_who_asks_for_nothing_imports_nothing() -> None:
@@ -92,7 +92,7 @@ def fleet(boxes: int, slots: int) -> pb.StatusReply:
 
 
 def test_a_coordinators_series_do_not_grow_with_the_fleet() -> None:
-    vitals = Vitals(CallTally(), Histogram([1.0]), 0, 0, {})
+    vitals = CoordinatorCounters(CallCounters(), Histogram([1.0]), 0, 0, {})
 
     def size(slots: int) -> int:
         return sum(len(family.samples) for family in readings(fleet(16, slots), vitals).families())
@@ -109,7 +109,7 @@ def test_slots_of_a_box_that_is_gone_wait_for_no_worker_and_what_was_counted_sta
         slot.phase, slot.restarts = pb.WAITING, 2
     found: dict[tuple[str, str, str], float] = {}
     for family in readings(
-        reply, Vitals(CallTally(), Histogram([1.0]), 0, 0, {(reply.runs[0].run, 1): (0, 3)})
+        reply, CoordinatorCounters(CallCounters(), Histogram([1.0]), 0, 0, {(reply.runs[0].run, 1): (0, 3)})
     ).families():
         for sample in family.samples:
             found[sample.name, sample.labels.get("box", ""), sample.labels.get("phase", "")] = sample.value
@@ -122,13 +122,13 @@ def test_slots_of_a_box_that_is_gone_wait_for_no_worker_and_what_was_counted_sta
 
 
 def test_the_exposition_is_valid_openmetrics_too() -> None:
-    calls = CallTally()
+    calls = CallCounters()
     calls.add("OpenRun", "OK", 0.02)
     calls.add("OpenRun", "UNAUTHENTICATED", 0.0)
     commits = Histogram([0.001, 0.1])
     for seconds in (0.0005, 0.05, 3.0):
         commits.add(seconds)
-    vitals = Vitals(calls, commits, 10, 100, {("a", 0): (0, 0)})
+    vitals = CoordinatorCounters(calls, commits, 10, 100, {("a", 0): (0, 0)})
     registry = CollectorRegistry()
     registry.register(Collector(lambda: readings(fleet(2, 3), vitals)))
     text = generate_latest(registry).decode()  # type: ignore[no-untyped-call]

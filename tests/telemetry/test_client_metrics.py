@@ -12,7 +12,7 @@ import pytest
 from penstock.client import Appliance, metrics
 from penstock.client.metrics import open_web
 from penstock.client.stream import open_streams
-from penstock.client.stream.open_streams import Saves
+from penstock.client.stream.open_streams import SaveCounters
 from penstock.proto.errors import AuthenticationError, InvalidArgumentError, PortTakenError, UnsafeBindError
 
 
@@ -79,7 +79,7 @@ def test_traces_that_cannot_be_had_are_an_error_with_the_remedy(monkeypatch: pyt
 
 
 def test_saves_are_counted_when_they_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(open_streams, "saves", Saves())
+    monkeypatch.setattr(open_streams, "saves", SaveCounters())
     open_streams.saves.begun()
     open_streams.saves.begun()
     open_streams.saves.stalled(0.25)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from penstock.runtime.telemetry.logs import LONGEST, About, JsonLines, Repeated, TextLines, about
+from penstock.runtime.telemetry.logs import LONGEST, JsonLines, RepeatedWarnings, SubjectLogger, TextLines, about
 
 NASTY = 'a\n2026-01-01 00:00:00,000 INFO penstock: forged\r\x1b[2J\x00\x9b\u2028\u202e"}\ud800'
 
@@ -78,7 +78,7 @@ def test_text_cannot_be_forged_by_a_field() -> None:
 
 
 def test_a_logger_about_something_keeps_what_a_call_adds(caplog: pytest.LogCaptureFixture) -> None:
-    log = About(logging.getLogger("penstock.test"), run="lm/0", box=1)
+    log = SubjectLogger(logging.getLogger("penstock.test"), run="lm/0", box=1)
     log.warning("saved", extra=about(step=7))
     (made,) = caplog.records
     assert (made.__dict__["run"], made.__dict__["box"], made.__dict__["step"]) == ("lm/0", 1, 7)
@@ -91,7 +91,7 @@ def test_records_are_about_known_things() -> None:
 
 def test_what_strangers_cause_is_cut_and_counted(caplog: pytest.LogCaptureFixture) -> None:
     now = [0.0]
-    log = Repeated(logging.getLogger("strangers"), lambda: now[0])
+    log = RepeatedWarnings(logging.getLogger("strangers"), lambda: now[0])
 
     def lines(*sources: str) -> list[str]:
         caplog.clear()

@@ -13,7 +13,7 @@ import pytest
 from penstock.proto.errors import CoordinatorUnavailableError
 from penstock.proto.v1 import records_pb2
 from penstock.worker.helpers.blobs import Blobs
-from penstock.worker.processes.control_channel import Message, assignment_of, payload_of
+from penstock.worker.processes.control_channel import ControlMessage, assignment_of, payload_of
 
 VALUE = bytes(range(256)) * 100
 
@@ -50,7 +50,7 @@ def test_value_is_fetched_once_by_a_thread() -> None:
         os.close(await blobs.descriptor("one"))
         assert len(coordinator.asked) == 2
         blobs.keep(())
-        assert [payload_of(Message("resume", fds=[fd])) for fd in fds] == [VALUE] * 3
+        assert [payload_of(ControlMessage("resume", fds=[fd])) for fd in fds] == [VALUE] * 3
         os.close(await blobs.descriptor("one"))
         assert len(coordinator.asked) == 3, "nobody had needed it any more"
         before = len(os.listdir("/proc/self/fd"))
@@ -63,8 +63,8 @@ def test_value_is_fetched_once_by_a_thread() -> None:
 
 def test_child_takes_arguments_from_either() -> None:
     spec = records_pb2.WorkerAssignment(run="job/0", loader=records_pb2.LoaderSpec(arguments=b"small"))
-    assert assignment_of(Message("assign", payload=spec.SerializeToString())) == spec
+    assert assignment_of(ControlMessage("assign", payload=spec.SerializeToString())) == spec
     fd = os.memfd_create("large")
     os.write(fd, VALUE)
     spec.loader.ClearField("arguments")
-    assert assignment_of(Message("assign", payload=spec.SerializeToString(), fds=[fd])).loader.arguments == VALUE
+    assert assignment_of(ControlMessage("assign", payload=spec.SerializeToString(), fds=[fd])).loader.arguments == VALUE

@@ -21,7 +21,7 @@ from penstock.proto.lane.endpoints import Producer
 from penstock.worker import collate, empty
 from penstock.worker.batch import building, stacking
 from penstock.worker.batch import entry_lease as module
-from penstock.worker.batch.entry_lease import Lease
+from penstock.worker.batch.entry_lease import EntryLease
 
 SLOT = 1 << 16
 TORCH = [
@@ -46,13 +46,13 @@ def no_wait() -> bool:
     return False
 
 
-def lending() -> Lease:
+def lending() -> EntryLease:
     """Lend slots of a ring of 64 KiB to this process, as a runner does."""
     producer = Producer(1 << 20)
     slab = producer.reserve(SLOT)
     assert slab is not None
     producer.return_unused(slab)
-    lease = Lease(producer, no_wait)
+    lease = EntryLease(producer, no_wait)
     lease.offered = True
     building.lend(stacking.Builder(lease))
     return lease

@@ -15,7 +15,7 @@ import pytest
 
 from penstock.proto.errors import WorkerLostError
 from penstock.worker.processes.child_processes import Child, ForkServer
-from penstock.worker.processes.control_channel import Channel
+from penstock.worker.processes.control_channel import ControlChannel
 from penstock.worker.processes.orphans import own_children
 from penstock.worker.processes.progress_page import ProgressPage
 from penstock.worker.processes.runner_user import RunnerUser
@@ -31,9 +31,9 @@ def test_a_stopped_child_with_a_full_socket_is_killed_after_its_grace() -> None:
             theirs,
             subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, process_group=0) as process,
         ):
-            child = Child(Channel(ours), read, "a child", lambda message: None, lambda: None)
+            child = Child(ControlChannel(ours), read, "a child", lambda message: None, lambda: None)
             child.begun(process.pid, os.pidfd_open(process.pid))
-            sending = asyncio.ensure_future(child.send("base", bytes(8 << 20)))
+            sending = asyncio.ensure_future(child.send("point", bytes(8 << 20)))
             await asyncio.sleep(0)
             began = time.monotonic()
             await child.stop(0.2)

@@ -13,15 +13,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.proto.errors import InputFnError, LaneLostError, ProtocolError
-from penstock.worker.processes.control_channel import Channel, Inbox, Message, encode_head, plain_detail
+from penstock.worker.processes.control_channel import (
+    ControlChannel,
+    ControlMessage,
+    MessageInbox,
+    encode_head,
+    plain_detail,
+)
 
 
-def pair() -> tuple[Channel, Channel]:
+def pair() -> tuple[ControlChannel, ControlChannel]:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    return Channel(ours), Channel(theirs)
+    return ControlChannel(ours), ControlChannel(theirs)
 
 
-def received(channel: Channel) -> Message:
+def received(channel: ControlChannel) -> ControlMessage:
     message = channel.receive()
     assert message is not None
     return message
@@ -62,7 +68,7 @@ def test_a_send_that_the_kernel_cuts_short_goes_on(taken: int) -> None:
             return self.send(b"".join(buffers)[:taken])
 
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    sender, receiver = Channel(Short(fileno=ours.detach())), Channel(theirs)
+    sender, receiver = ControlChannel(Short(fileno=ours.detach())), ControlChannel(theirs)
     for payload in (b"", b"payload" * 100):
         sender.send("cut", payload, total=3)
         message = received(receiver)
@@ -84,8 +90,8 @@ def test_not_waiting_says_none_and_a_closed_end_is_lost() -> None:
 
 @given(st.binary(max_size=200))
 def test_nonsense_is_refused_and_nothing_else(data: bytes) -> None:
-    inbox = Inbox()
-    inbox.feed(data, [])
+    inbox = MessageInbox()
+    inbox.reader(data, [])
     try:
         inbox.take()
     except ProtocolError:
@@ -93,8 +99,8 @@ def test_nonsense_is_refused_and_nothing_else(data: bytes) -> None:
 
 
 def test_a_declared_size_is_checked_before_anything_is_gathered() -> None:
-    inbox = Inbox()
-    inbox.feed(encode_head(Message("x"))[:0] + (1 << 30).to_bytes(4, "little") + bytes(20), [])
+    inbox = MessageInbox()
+    inbox.reader(encode_head(ControlMessage("x"))[:0] + (1 << 30).to_bytes(4, "little") + bytes(20), [])
     with pytest.raises(ProtocolError):
         inbox.take()
 

@@ -13,9 +13,9 @@ import pytest
 
 from penstock.proto.errors import SupersededError
 from penstock.proto.v1 import coordinator_pb2, lane_pb2, records_pb2
-from penstock.worker.daemon.daemon import Daemon, Settings
-from penstock.worker.daemon.proofs import Findings
-from penstock.worker.daemon.slot import Slot, Tally
+from penstock.worker.daemon.daemon import Daemon, DaemonSettings
+from penstock.worker.daemon.proofs import LoaderFindings
+from penstock.worker.daemon.slot import DaemonCounters, Slot
 from penstock.worker.resources.processor_time import cores
 
 
@@ -40,7 +40,7 @@ def test_a_reply_that_was_overtaken_changes_nothing(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Daemon, "_drop_unused", lambda daemon: None)
 
     async def hear() -> None:
-        daemon = Daemon(Settings("127.0.0.1:1", "token", 2, ["*"]))
+        daemon = Daemon(DaemonSettings("127.0.0.1:1", "token", 2, ["*"]))
         nothing_new = coordinator_pb2.HeartbeatReply(version=5, unchanged=True)
         for message in (reply(3, 1), reply(5, 1, 2), reply(4, 1), nothing_new, reply(5, 1, 2)):
             daemon._take(message)
@@ -58,12 +58,12 @@ def test_cores_are_told_at_registration(monkeypatch: pytest.MonkeyPatch) -> None
 
     async def register(request: coordinator_pb2.RegisterWorkerRequest) -> coordinator_pb2.RegisterWorkerReply:
         told.append(request.cores)
-        return coordinator_pb2.RegisterWorkerReply(lease_s=10.0, beat_s=1.0)
+        return coordinator_pb2.RegisterWorkerReply(lease_s=10.0, heartbeat_s=1.0)
 
     async def body() -> None:
-        daemon = Daemon(Settings("127.0.0.1:1", "token", 2, ["*"]))
+        daemon = Daemon(DaemonSettings("127.0.0.1:1", "token", 2, ["*"]))
         monkeypatch.setattr(daemon.coordinator, "register", register)
-        monkeypatch.setattr(daemon, "_doors", Mock(local_address="@w", tcp_address="w:1"))
+        monkeypatch.setattr(daemon, "_listeners", Mock(local_address="@w", tcp_address="w:1"))
         await daemon._register()
         await daemon.coordinator.close()
 
@@ -91,7 +91,7 @@ def test_a_slot_that_cannot_be_begun_is_reported_lost_and_the_others_start(monke
     monkeypatch.setattr(Daemon, "_stop_slot", lambda daemon, key: daemon._slots.pop(key))
 
     async def hear() -> None:
-        daemon = Daemon(Settings("127.0.0.1:1", "token", 2, ["*"]))
+        daemon = Daemon(DaemonSettings("127.0.0.1:1", "token", 2, ["*"]))
         daemon._take(reply(1, 1, 2, 3, 4))
         told = {slot.generation: slot for slot in daemon._heartbeat(0.0).slots}
         assert not told[2].lost
@@ -123,7 +123,7 @@ def test_one_lane_of_a_slot_waits_for_its_runner_at_a_time() -> None:
 
     async def body() -> None:
         runner = Busy()
-        host: Any = SimpleNamespace(name="w", tally=Tally(), findings=lambda _: Findings())
+        host: Any = SimpleNamespace(name="w", tally=DaemonCounters(), findings=lambda _: LoaderFindings())
         slot = Slot(host, records_pb2.WorkerAssignment(run="job/0"))
         slot._child = runner  # type: ignore[assignment]
         slot.ready.set()

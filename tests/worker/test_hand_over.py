@@ -8,9 +8,9 @@ from typing import Any
 
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
-from penstock.worker.daemon.proofs import Findings
-from penstock.worker.daemon.slot import Slot, Tally
-from penstock.worker.daemon.snapshots import Kept
+from penstock.worker.daemon.proofs import LoaderFindings
+from penstock.worker.daemon.slot import DaemonCounters, Slot
+from penstock.worker.daemon.snapshots import StoredSnapshot
 
 DEADLINE_S = 10.0
 
@@ -35,37 +35,41 @@ def test_each_successor_gets_what_is_newest_when_it_is_ready() -> None:
     async def body() -> None:
         coordinator, changed = Coordinator(), asyncio.Event()
         host: Any = SimpleNamespace(
-            name="w", coordinator=coordinator, slot_changed=changed.set, tally=Tally(), findings=lambda _: Findings()
+            name="w",
+            coordinator=coordinator,
+            slot_changed=changed.set,
+            tally=DaemonCounters(),
+            findings=lambda _: LoaderFindings(),
         )
         slot = Slot(host, records_pb2.WorkerAssignment(run="job/0", attempt=1, num_workers_per_box=1))
 
-        def told(*, hand_over: bool) -> None:
+        def told(*, prepare_migration: bool) -> None:
             changed.clear()
-            slot.assigned(records_pb2.WorkerAssignment(hand_over=hand_over))
+            slot.assigned(records_pb2.WorkerAssignment(prepare_migration=prepare_migration))
 
-        slot.store.add(Kept(0, 1, 1, 1, False, 1, b"state", proven=True), 0)
-        told(hand_over=True)
+        slot.store.add(StoredSnapshot(0, 1, 1, 1, False, 1, b"state", proven=True), 0)
+        told(prepare_migration=True)
         await asyncio.wait_for(coordinator.asked.wait(), DEADLINE_S)
-        assert not slot.report().handed_over
-        told(hand_over=False)  # it was dismissed, while its snapshot was on its way
-        slot.store.add(Kept(0, 2, 2, 2, False, 2, b"state", proven=True), 0)
+        assert not slot.report().migrated
+        told(prepare_migration=False)  # it was dismissed, while its snapshot was on its way
+        slot.store.add(StoredSnapshot(0, 2, 2, 2, False, 2, b"state", proven=True), 0)
         coordinator.may.set()
         while coordinator.kept != [1]:
             await asyncio.sleep(0)
-        assert not slot.report().handed_over
+        assert not slot.report().migrated
 
         coordinator.may.clear()
         coordinator.asked.clear()
-        told(hand_over=True)
+        told(prepare_migration=True)
         await asyncio.wait_for(coordinator.asked.wait(), DEADLINE_S)
-        assert not slot.report().handed_over
+        assert not slot.report().migrated
         coordinator.may.set()
         await asyncio.wait_for(changed.wait(), DEADLINE_S)
-        assert slot.report().handed_over
+        assert slot.report().migrated
         assert coordinator.kept == [1, 2]
 
-        told(hand_over=False)
-        assert not slot.report().handed_over
+        told(prepare_migration=False)
+        assert not slot.report().migrated
         slot.progress_page.close()
 
     asyncio.run(asyncio.wait_for(body(), 3 * DEADLINE_S))

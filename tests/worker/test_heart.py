@@ -7,7 +7,7 @@ import time
 
 from penstock.proto.errors import CoordinatorUnavailableError
 from penstock.proto.v1 import coordinator_pb2 as pb
-from penstock.worker.daemon.heartbeats import HANGS_S, LATE, Heart
+from penstock.worker.daemon.heartbeats import HANGS_S, LATE, Heartbeats
 
 LEASE_S = 0.4
 DEADLINE_S = 20
@@ -31,17 +31,17 @@ class Coordinator:
 
 def test_busy_event_loop_keeps_its_lease() -> None:
     coordinator = Coordinator()
-    heart = Heart(lambda: coordinator, lambda: pb.HeartbeatRequest(worker="w"), lambda: LEASE_S)
+    heart = Heartbeats(lambda: coordinator, lambda: pb.HeartbeatRequest(worker="w"), lambda: LEASE_S)
     heart.start()
     for _ in range(3):  # nobody tells it of any answer
         assert coordinator.heard.acquire(timeout=DEADLINE_S)
     heart.stop()
     assert coordinator.closed.wait(DEADLINE_S)
-    assert heart.beats >= 2
+    assert heart.heartbeats >= 2
 
 
 def test_speaks_only_for_a_loop_that_is_late_and_does_not_hang() -> None:
-    heart = Heart(Coordinator, pb.HeartbeatRequest, lambda: 3.0)
+    heart = Heartbeats(Coordinator, pb.HeartbeatRequest, lambda: 3.0)
     heart.heard()
     now = time.monotonic()
     assert not heart.is_due(now, 3.0), "it was heard just now"

@@ -15,11 +15,11 @@ from penstock.proto.errors import InputFnError
 from penstock.proto.state.assignment import assigned, current_assignment
 from penstock.proto.state.codec import decode_state, encode_state
 from penstock.proto.v1 import records_pb2
-from penstock.worker.helpers.helper_pool import PAYS, Helpers
+from penstock.worker.helpers.helper_pool import PAYS, HelperPool
 from penstock.worker.helpers.replayers import run_task
-from penstock.worker.loader.restorable_loader import Source
+from penstock.worker.loader.restorable_loader import RestorableLoader
 from penstock.worker.processes.child_processes import ForkServer
-from penstock.worker.processes.control_channel import Message
+from penstock.worker.processes.control_channel import ControlMessage
 from penstock.worker.processes.progress_page import ProgressPage
 from penstock.worker.processes.temporary_folders import TemporaryFolders
 from penstock.worker.resources.turn_queue import TurnQueue
@@ -47,11 +47,11 @@ def test_tasks_of_helpers_are_those_of_fresh_processes(monkeypatch: pytest.Monke
         async def get(_: Any) -> ForkServer:
             return fork_server
 
-        helpers = Helpers(get)
+        helpers = HelperPool(get)
         host: Any = SimpleNamespace(scratches=TurnQueue(2), fork_server=get, helpers=helpers, blobs=None)
         progress_page = ProgressPage.create()
 
-        async def burst(of: records_pb2.WorkerAssignment, base: bytes, tasks: int) -> list[Message]:
+        async def burst(of: records_pb2.WorkerAssignment, point: bytes, tasks: int) -> list[ControlMessage]:
             fields: dict[str, Any] = {
                 "epoch": 0,
                 "delivered": 3,
@@ -60,21 +60,21 @@ def test_tasks_of_helpers_are_those_of_fresh_processes(monkeypatch: pytest.Monke
                 "from_origin": False,
                 "digests": {},
             }
-            fields |= {"doubting": False, "left": {}, "left_from": 0}
-            each = [run_task(host, of, "slot 0", progress_page, [base], "state", **fields) for _ in range(tasks)]
+            fields |= {"doubting": False, "left": {}, "abandoned_from": 0}
+            each = [run_task(host, of, "slot 0", progress_page, [point], "state", **fields) for _ in range(tasks)]
             return await asyncio.gather(*each)
 
         with assigned(current_assignment()):
-            source = Source(assignment("plain/0", 10))
+            source = RestorableLoader(assignment("plain/0", 10))
             source.build()
-            base = source.open_pass().encode()
+            point = source.open_epoch().encode()
         plain = assignment("plain/0", 10)
-        (alone,) = await burst(plain, base, 1)
-        assert [message.payload for message in await burst(plain, base, 2 * PAYS)] == [alone.payload] * 2 * PAYS
+        (alone,) = await burst(plain, point, 1)
+        assert [message.payload for message in await burst(plain, point, 2 * PAYS)] == [alone.payload] * 2 * PAYS
         state: Any = decode_state(alone.payload)
         assert state["user"] == {"done": 3, "built": 1}
         crew = next(iter(helpers._crews.values()))
-        await burst(plain, base, 2 * PAYS)  # by now nothing is left to learn, whichever helper was first
+        await burst(plain, point, 2 * PAYS)  # by now nothing is left to learn, whichever helper was first
         assert crew.unfit == ""
         assert {"stained", "statistics"} <= set(crew.modules or ())
 
@@ -84,15 +84,15 @@ def test_tasks_of_helpers_are_those_of_fresh_processes(monkeypatch: pytest.Monke
 
         kept = ready()
         assert kept
-        await burst(plain, base, 2 * PAYS)
+        await burst(plain, point, 2 * PAYS)
         assert kept <= ready(), "they are used again"
         for otherwise in ("raises", "dies"):
             odd = assignment(f"{otherwise}/0", 10, fork_server.pid, otherwise)
-            await burst(odd, base, 1)
-            payloads = {message.payload for message in await burst(odd, base, 2 * PAYS)}
+            await burst(odd, point, 1)
+            payloads = {message.payload for message in await burst(odd, point, 2 * PAYS)}
             assert payloads == {alone.payload}
         with pytest.raises(InputFnError, match="no child of the fork server"):
-            await burst(assignment("wrong/0", 10, 1, "raises"), base, 1)
+            await burst(assignment("wrong/0", 10, 1, "raises"), point, 1)
         helpers.forget(set())
         assert not helpers._crews
         fork_server.close()

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from penstock.proto.batch.flatten import FlatBatch, Flattener
-from penstock.proto.lane.endpoints import Producer, Slab
+from penstock.proto.lane.endpoints import FreeEntry, Producer
 from penstock.worker.batch import entry_lease as module
-from penstock.worker.batch.entry_lease import VAIN_LIMIT, Lease
+from penstock.worker.batch.entry_lease import VAIN_LIMIT, EntryLease
 
 SLOT = 4096
 SLOTS = 32
@@ -42,13 +42,13 @@ def producer() -> Iterator[Producer]:
 
 
 @pytest.fixture
-def lease(producer: Producer) -> Lease:
-    made = Lease(producer, never)
+def lease(producer: Producer) -> EntryLease:
+    made = EntryLease(producer, never)
     made.offered = True
     return made
 
 
-def leaf(lease: Lease, values: Any, *, guess: bool = False) -> torch.Tensor:
+def leaf(lease: EntryLease, values: Any, *, guess: bool = False) -> torch.Tensor:
     """A tensor of int64 in the slot."""
     arena = lease.begin()
     assert arena is not None
@@ -59,19 +59,19 @@ def leaf(lease: Lease, values: Any, *, guess: bool = False) -> torch.Tensor:
     return made
 
 
-def take(lease: Lease, batch: list[Any], need: int = 0) -> tuple[FlatBatch, Slab | None]:
+def take(lease: EntryLease, batch: list[Any], need: int = 0) -> tuple[FlatBatch, FreeEntry | None]:
     """What the runner does with a batch that nobody else holds; the list is emptied."""
     flat = Flattener().flatten(tuple(batch))
     batch.clear()
     return flat, lease.take(flat, need or flat.nbytes)
 
 
-def written(flat: FlatBatch, slab: Slab) -> np.ndarray[Any, np.dtype[np.int64]]:
+def written(flat: FlatBatch, slab: FreeEntry) -> np.ndarray[Any, np.dtype[np.int64]]:
     flat.write_to(slab.ring.address + slab.offset)
     return np.frombuffer(bytes(slab.view[: flat.nbytes]), np.int64)
 
 
-def in_place(lease: Lease, make: Callable[[], list[Any]]) -> list[int]:
+def in_place(lease: EntryLease, make: Callable[[], list[Any]]) -> list[int]:
     """Take a batch that must stay where it was built, without one byte moved."""
     built = lease.built
     batch = make()
@@ -85,7 +85,7 @@ def in_place(lease: Lease, make: Callable[[], list[Any]]) -> list[int]:
     return list(got)
 
 
-def copied(lease: Lease, batch: list[Any]) -> list[int]:
+def copied(lease: EntryLease, batch: list[Any]) -> list[int]:
     """Take a batch that must not be published where it is; what another slot then holds."""
     flat, slab = take(lease, batch)
     assert slab is None
@@ -96,13 +96,13 @@ def copied(lease: Lease, batch: list[Any]) -> list[int]:
     return list(got)
 
 
-def test_a_batch_built_in_the_slot_is_published_there(lease: Lease, producer: Producer) -> None:
+def test_a_batch_built_in_the_slot_is_published_there(lease: EntryLease, producer: Producer) -> None:
     assert in_place(lease, lambda: [leaf(lease, [1, 2]), leaf(lease, [3])])[:2] == [1, 2]
     assert producer.free_slots == SLOTS
     assert lease.copied == 0
 
 
-def test_other_leaves_are_copied_in_between(lease: Lease) -> None:
+def test_other_leaves_are_copied_in_between(lease: EntryLease) -> None:
     def make() -> list[Any]:
         first = leaf(lease, range(1, 9))
         lease.skip(16)
@@ -111,7 +111,7 @@ def test_other_leaves_are_copied_in_between(lease: Lease) -> None:
     assert in_place(lease, make) == [*range(1, 9), 100, 200, 0, 0, 0, 0, 0, 0, *range(11, 19)]
 
 
-def test_gaps_become_zero(lease: Lease, producer: Producer) -> None:
+def test_gaps_become_zero(lease: EntryLease, producer: Producer) -> None:
     for slab in [producer.reserve(1) for _ in range(SLOTS)]:
         assert slab is not None
         slab.view[:] = b"\xff" * SLOT
@@ -119,7 +119,9 @@ def test_gaps_become_zero(lease: Lease, producer: Producer) -> None:
     assert in_place(lease, lambda: [leaf(lease, [5])]) == [5] + 7 * [0]
 
 
-def test_a_batch_that_is_still_held_is_copied_and_its_holder_sees_no_change(lease: Lease, producer: Producer) -> None:
+def test_a_batch_that_is_still_held_is_copied_and_its_holder_sees_no_change(
+    lease: EntryLease, producer: Producer
+) -> None:
     held = leaf(lease, [1, 2])
     assert copied(lease, [held])[:2] == [1, 2]
     assert producer.free_slots == SLOTS - 1, "the slot stays with its holder"
@@ -138,13 +140,13 @@ def test_a_batch_that_is_still_held_is_copied_and_its_holder_sees_no_change(leas
         lambda t: t.numpy()[:1],
         lambda t: memoryview(t.numpy()),
         lambda t: t.untyped_storage(),
-        lambda t: t.numpy().base,
+        lambda t: t.numpy().point,
         lambda t: {"deep": [t.detach()]},
         lambda t: t.__dlpack__(),
         lambda t: lambda: t,
     ],
 )
-def test_whatever_holds_a_piece_of_it(lease: Lease, hold: Callable[[torch.Tensor], Any]) -> None:
+def test_whatever_holds_a_piece_of_it(lease: EntryLease, hold: Callable[[torch.Tensor], Any]) -> None:
     made = leaf(lease, [1, 2])
     holder = hold(made)
     batch = [made]
@@ -169,7 +171,9 @@ def test_whatever_holds_a_piece_of_it(lease: Lease, hold: Callable[[torch.Tensor
         lambda a, b: [a.reshape(4, 2).T, b],
     ],
 )
-def test_leaves_that_lie_elsewhere_in_the_slot_are_copied_whole(lease: Lease, change: Callable[..., list[Any]]) -> None:
+def test_leaves_that_lie_elsewhere_in_the_slot_are_copied_whole(
+    lease: EntryLease, change: Callable[..., list[Any]]
+) -> None:
     def make() -> list[Any]:
         return change(leaf(lease, range(1, 9)), leaf(lease, range(11, 20)))
 
@@ -180,20 +184,20 @@ def test_leaves_that_lie_elsewhere_in_the_slot_are_copied_whole(lease: Lease, ch
 
 
 @pytest.mark.parametrize("change", [lambda a: [a[:5]], lambda a: [a.view(2, 4)], lambda a: [a.numpy()]])
-def test_what_begins_at_its_place_may_stay(lease: Lease, change: Callable[[torch.Tensor], list[Any]]) -> None:
+def test_what_begins_at_its_place_may_stay(lease: EntryLease, change: Callable[[torch.Tensor], list[Any]]) -> None:
     flat, slab = take(lease, change(leaf(lease, range(1, 9))))
     assert slab is not None
     assert written(flat, slab).tolist()[:5] == [1, 2, 3, 4, 5]
     assert lease.built == 1
 
 
-def test_nothing_is_written_over_a_piece_that_is_held(lease: Lease) -> None:
-    scratch = leaf(lease, [1, 2])
+def test_nothing_is_written_over_a_piece_that_is_held(lease: EntryLease) -> None:
+    helper = leaf(lease, [1, 2])
     assert copied(lease, [torch.tensor([7, 8]), leaf(lease, [3])])[0] == 7
-    assert scratch.tolist() == [1, 2]
+    assert helper.tolist() == [1, 2]
 
 
-def test_prefetched_batches_come_right(lease: Lease, producer: Producer) -> None:
+def test_prefetched_batches_come_right(lease: EntryLease, producer: Producer) -> None:
     ahead = [[leaf(lease, [number])] for number in range(1, 4)]
     assert [copied(lease, batch)[0] for batch in ahead[:2]] == [1, 2]
     # The last one has the slot for itself, but not at its start.
@@ -202,7 +206,7 @@ def test_prefetched_batches_come_right(lease: Lease, producer: Producer) -> None
     assert producer.free_slots == SLOTS
 
 
-def test_a_batch_dropped_on_the_way_frees_the_slot_from_its_start(lease: Lease, producer: Producer) -> None:
+def test_a_batch_dropped_on_the_way_frees_the_slot_from_its_start(lease: EntryLease, producer: Producer) -> None:
     for _ in range(100):
         leaf(lease, range(300))
     in_place(lease, lambda: [leaf(lease, [1])])
@@ -212,7 +216,7 @@ def test_a_batch_dropped_on_the_way_frees_the_slot_from_its_start(lease: Lease, 
     assert producer.free_slots == SLOTS
 
 
-def test_a_held_slot_outlives_the_pass_and_comes_back(lease: Lease, producer: Producer) -> None:
+def test_a_held_slot_outlives_the_pass_and_comes_back(lease: EntryLease, producer: Producer) -> None:
     held = leaf(lease, [1])
     lease.release()
     assert producer.free_slots == SLOTS - 1
@@ -222,7 +226,7 @@ def test_a_held_slot_outlives_the_pass_and_comes_back(lease: Lease, producer: Pr
     assert producer.free_slots == SLOTS
 
 
-def test_an_unused_slot_serves_an_ordinary_batch(lease: Lease, producer: Producer) -> None:
+def test_an_unused_slot_serves_an_ordinary_batch(lease: EntryLease, producer: Producer) -> None:
     leaf(lease, [1])
     flat, slab = take(lease, [torch.tensor([5])])
     assert slab is not None
@@ -230,14 +234,14 @@ def test_an_unused_slot_serves_an_ordinary_batch(lease: Lease, producer: Produce
     assert (lease.built, lease.copied) == (0, 0)
 
 
-def test_an_unused_slot_that_is_too_small_goes_back_at_once(lease: Lease, producer: Producer) -> None:
+def test_an_unused_slot_that_is_too_small_goes_back_at_once(lease: EntryLease, producer: Producer) -> None:
     leaf(lease, [1])
     _, slab = take(lease, [torch.tensor([5])], need=2 * SLOT)
     assert slab is None
     assert producer.free_slots == SLOTS
 
 
-def test_a_batch_that_needs_more_starts_a_larger_ring(lease: Lease, producer: Producer) -> None:
+def test_a_batch_that_needs_more_starts_a_larger_ring(lease: EntryLease, producer: Producer) -> None:
     batch = [leaf(lease, range(8)), torch.arange(SLOT)]
     assert copied(lease, batch)[: 8 + 3] == [*range(8), 0, 1, 2]
     assert producer.ring_slots > 0
@@ -246,7 +250,7 @@ def test_a_batch_that_needs_more_starts_a_larger_ring(lease: Lease, producer: Pr
     assert len(producer._rings) == 1, "the outgrown ring is gone"
 
 
-def test_a_leaf_in_an_outgrown_ring_is_copied(lease: Lease, producer: Producer) -> None:
+def test_a_leaf_in_an_outgrown_ring_is_copied(lease: EntryLease, producer: Producer) -> None:
     """A consumer has dropped that ring when it met the larger one."""
     batch = [leaf(lease, [1, 2])]
     larger = producer.reserve(2 * SLOT)
@@ -255,7 +259,7 @@ def test_a_leaf_in_an_outgrown_ring_is_copied(lease: Lease, producer: Producer) 
     assert copied(lease, batch)[:2] == [1, 2]
 
 
-def test_no_leaf_beyond_the_slot(lease: Lease) -> None:
+def test_no_leaf_beyond_the_slot(lease: EntryLease) -> None:
     arena = lease.begin()
     assert arena is not None
     assert lease.place(arena, SLOT + 1) is None
@@ -264,7 +268,7 @@ def test_no_leaf_beyond_the_slot(lease: Lease) -> None:
     assert lease.place(arena, 64) == SLOT - 64
 
 
-def test_places_are_guessed_from_the_last_batch_that_was_wrong(lease: Lease) -> None:
+def test_places_are_guessed_from_the_last_batch_that_was_wrong(lease: EntryLease) -> None:
     def make(rows: int) -> list[Any]:
         label = torch.tensor(rows * [9])
         return [leaf(lease, rows * [1], guess=True), label, leaf(lease, rows * [2], guess=True), label]
@@ -291,7 +295,7 @@ def test_it_waits_for_a_slot_and_gives_up_when_told(producer: Producer) -> None:
             producer.return_unused(slab)
         return answers.pop(0)
 
-    lease = Lease(producer, wait)
+    lease = EntryLease(producer, wait)
     lease.offered = True
     assert lease.begin() is None
     assert answers == [True, True]
@@ -299,7 +303,7 @@ def test_it_waits_for_a_slot_and_gives_up_when_told(producer: Producer) -> None:
     assert answers == []
 
 
-def test_no_slot_when_it_is_not_offered_or_in_another_thread_or_before_the_first_batch(lease: Lease) -> None:
+def test_no_slot_when_it_is_not_offered_or_in_another_thread_or_before_the_first_batch(lease: EntryLease) -> None:
     seen: list[Any] = []
     thread = threading.Thread(target=lambda: seen.append(lease.begin()))
     thread.start()
@@ -307,12 +311,12 @@ def test_no_slot_when_it_is_not_offered_or_in_another_thread_or_before_the_first
     assert seen == [None]
     lease.offered = False
     assert lease.begin() is None
-    fresh = Lease(Producer(1 << 20), never)
+    fresh = EntryLease(Producer(1 << 20), never)
     fresh.offered = True
     assert fresh.begin() is None
 
 
-def test_small_batches_are_not_worth_it(lease: Lease, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_batches_are_not_worth_it(lease: EntryLease, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "WORTH_FROM", SLOT + 1)
     assert lease.begin() is None
     monkeypatch.setattr(module, "WORTH_FROM", SLOT)
@@ -325,13 +329,13 @@ def test_a_ring_short_of_slots_spares_none() -> None:
     assert slab is not None
     producer.return_unused(slab)
     assert producer.ring_slots == 3
-    lease = Lease(producer, never)
+    lease = EntryLease(producer, never)
     lease.offered = True
     assert lease.begin() is None
     producer.close()
 
 
-def test_a_loader_that_keeps_its_batches_gets_ordinary_memory_until_the_next_pass(lease: Lease) -> None:
+def test_a_loader_that_keeps_its_batches_gets_ordinary_memory_until_the_next_pass(lease: EntryLease) -> None:
     for number in range(1, VAIN_LIMIT + 1):
         kept = leaf(lease, [number])
         copied(lease, [kept])
@@ -341,7 +345,7 @@ def test_a_loader_that_keeps_its_batches_gets_ordinary_memory_until_the_next_pas
     assert lease.begin() is not None
 
 
-def test_a_slot_that_a_child_may_see_is_written_off(lease: Lease, producer: Producer) -> None:
+def test_a_slot_that_a_child_may_see_is_written_off(lease: EntryLease, producer: Producer) -> None:
     batch = [leaf(lease, [1, 2])]
     lease.forking()
     assert copied(lease, batch)[:2] == [1, 2]
@@ -356,14 +360,14 @@ def test_a_slot_that_a_child_may_see_is_written_off(lease: Lease, producer: Prod
     assert producer.free_slots == producer.ring_slots
 
 
-def test_a_fork_between_two_batches_costs_nothing(lease: Lease) -> None:
+def test_a_fork_between_two_batches_costs_nothing(lease: EntryLease) -> None:
     in_place(lease, lambda: [leaf(lease, [3])])
     leaf(lease, [1])
     lease.forking()
     in_place(lease, lambda: [leaf(lease, [3])])
 
 
-def test_two_batches_of_one_tensor(lease: Lease) -> None:
+def test_two_batches_of_one_tensor(lease: EntryLease) -> None:
     held = leaf(lease, [1, 2])
     assert copied(lease, [held])[:2] == [1, 2]
     assert copied(lease, [held])[:2] == [1, 2]

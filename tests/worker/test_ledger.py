@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from penstock.worker.processes.progress_page import EARLY, ENDS, ENTRIES, Entry, ProgressPage
+from penstock.worker.processes.progress_page import EARLY, ENDS, ENTRIES, BatchRecord, ProgressPage
 
 
 def test_the_daemon_reads_what_the_runner_wrote() -> None:
@@ -17,7 +17,7 @@ def test_the_daemon_reads_what_the_runner_wrote() -> None:
     runner.saw_look()
     daemon.refresh()
     assert (daemon.total, daemon.epoch, daemon.samples, daemon.delivered, daemon.looked) == (11, 1, 44, 11, 1)
-    assert daemon.entry(11) == Entry(11, 1, 0xFEED, 44)
+    assert daemon.entry(11) == BatchRecord(11, 1, 0xFEED, 44)
     assert daemon.entry(10) is None
     assert daemon.ends() == {1: 11}
     assert daemon.activity[0] == "next"
@@ -32,9 +32,9 @@ def test_the_newest_batches_and_ends_are_kept_and_the_first() -> None:
         progress_page.record(total, 0, total, total, delivered=0)
     for epoch in range(ENDS + 2):
         progress_page.end(epoch, epoch)
-    assert progress_page.entry(2) == Entry(2, 0, 2, 2)
+    assert progress_page.entry(2) == BatchRecord(2, 0, 2, 2)
     assert progress_page.entry(EARLY + 1) is None
-    assert progress_page.entry(last) == Entry(last, 0, last, last)
+    assert progress_page.entry(last) == BatchRecord(last, 0, last, last)
     assert len(progress_page.ends()) == ENDS
     assert min(progress_page.ends()) == 2
     progress_page.close()

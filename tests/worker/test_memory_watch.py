@@ -11,9 +11,9 @@ import pytest
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 from penstock.worker.daemon import memory_watch
-from penstock.worker.daemon.proofs import Findings
-from penstock.worker.daemon.slot import Slot, Tally
-from penstock.worker.daemon.snapshots import Kept
+from penstock.worker.daemon.proofs import LoaderFindings
+from penstock.worker.daemon.slot import DaemonCounters, Slot
+from penstock.worker.daemon.snapshots import StoredSnapshot
 
 DEADLINE_S = 10.0
 LIMIT = 100
@@ -33,12 +33,12 @@ class Away:
 
 def watched(coordinator: Away) -> Slot:
     """Of a runner that is ready and has begun, with one snapshot that is not durable."""
-    host: Any = SimpleNamespace(name="w", coordinator=coordinator, slot_changed=lambda: None, tally=Tally())
-    host.findings = lambda assignment: Findings()
+    host: Any = SimpleNamespace(name="w", coordinator=coordinator, slot_changed=lambda: None, tally=DaemonCounters())
+    host.findings = lambda assignment: LoaderFindings()
     slot = Slot(host, records_pb2.WorkerAssignment(run="job/0", attempt=1, num_workers_per_box=1))
     child: Any = SimpleNamespace(pid=1, kill=lambda: None)
     slot._child = child
-    slot.store.add(Kept(0, 1, 1, 1, True, 1, b"state", proven=True), 0)
+    slot.store.add(StoredSnapshot(0, 1, 1, 1, True, 1, b"state", proven=True), 0)
     slot.ready.set()
     slot.begun.set()
     return slot

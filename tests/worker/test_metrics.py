@@ -51,7 +51,8 @@ def test_a_progress_page_counts_what_its_runner_made_and_the_loop_took(
 
 
 def test_what_the_loop_left_behind_stays_counted_as_made(progress_pages: tuple[ProgressPage, ProgressPage]) -> None:
-    """The loop leaves the pass at batch 4 of 10 that were made: the runner goes on from there, and no counter falls."""
+    """The loop leaves the epoch at batch 4 of 10 that were made: the runner goes on from there, and no counter
+    falls."""
     daemon, runner = progress_pages
     runner.place(0, 0, 0)
     for total in range(1, 11):

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from penstock.proto.v1 import coordinator_pb2 as pb
-from penstock.worker.daemon.daemon import HOLD_S, Daemon, Settings
-from penstock.worker.daemon.slot import Share
+from penstock.worker.daemon.daemon import HOLD_S, Daemon, DaemonSettings
+from penstock.worker.daemon.slot import SnapshotQuota
 
 
 def with_daemon(body: Any) -> None:
     async def run() -> None:
-        daemon = Daemon(Settings("127.0.0.1:1", "token", 1, ["streams"]))
+        daemon = Daemon(DaemonSettings("127.0.0.1:1", "token", 1, ["streams"]))
         made: list[pb.HeartbeatReply] = []
         daemon._make_it_so = made.append  # type: ignore[method-assign, assignment]
         try:
@@ -29,7 +29,7 @@ def with_daemon(body: Any) -> None:
 
 
 def reply(version: int, **fields: Any) -> pb.HeartbeatReply:
-    return pb.HeartbeatReply(version=version, beat_s=5, lease_s=15, **fields)
+    return pb.HeartbeatReply(version=version, heartbeat_s=5, lease_s=15, **fields)
 
 
 def test_the_next_heartbeat_is_held_as_long_as_the_last_reply_said() -> None:
@@ -38,7 +38,7 @@ def test_the_next_heartbeat_is_held_as_long_as_the_last_reply_said() -> None:
         daemon._take(reply(7, snapshot_every_s=25, snapshot_bytes_per_s=3000))
         request = daemon._heartbeat(daemon._hold_s)
         assert (request.hold_s, request.lease_s, request.seen_version) == (5, 15, 7)
-        assert daemon.share == Share(25, 3000)
+        assert daemon.share == SnapshotQuota(25, 3000)
 
     with_daemon(body)
 
@@ -72,4 +72,4 @@ def test_a_request_that_could_not_be_answered_is_asked_for_again() -> None:
 
 @pytest.mark.parametrize(("size", "pause_s"), [(0, 25), (1000, 25), (76_000, 76_000 / 3000), (10**6, 10**6 / 3000)])
 def test_the_pause_after_a_snapshot_keeps_calls_and_bytes_within_the_share(size: int, pause_s: float) -> None:
-    assert Share(25, 3000).pause_s(size) == pytest.approx(pause_s)
+    assert SnapshotQuota(25, 3000).pause_s(size) == pytest.approx(pause_s)

@@ -14,8 +14,8 @@ from penstock.proto.state.assignment import assigned, current_assignment
 from penstock.proto.state.codec import decode_state, encode_state
 from penstock.proto.v1 import records_pb2
 from penstock.worker.loader.crossing_kinds import FRESH, KEPT, REPLAY
-from penstock.worker.loader.restart_points import END, Base
-from penstock.worker.loader.restorable_loader import Source
+from penstock.worker.loader.restart_points import END, RestartPoint
+from penstock.worker.loader.restorable_loader import RestorableLoader
 from penstock.worker.loader.start import start
 from penstock.worker.runner.replayer import _advanced, _prove
 
@@ -38,14 +38,14 @@ class Run:
     """A slot's stream, with the base after each batch."""
 
     def __init__(self, assignment: records_pb2.WorkerAssignment, resume: dict[str, Any] | None = None) -> None:
-        self.source = Source(assignment)
+        self.source = RestorableLoader(assignment)
         self.source.build()
         self.replay_digest = ReplayDigest()
-        self.kept: list[Base] = []
-        self.bases: dict[int, Base] = {}
+        self.kept: list[RestartPoint] = []
+        self.points: dict[int, RestartPoint] = {}
         self.digests: dict[int, tuple[int, int]] = {}
         self.generators: dict[int, int] = {}
-        start(self.source, resume, lambda base, _: self.kept.append(base), self._seek)
+        start(self.source, resume, lambda point, _: self.kept.append(point), self._seek)
 
     def _seek(self, total: int, epoch: int, digest: int) -> None:
         reached = self.source.seek(total, epoch, self._seen)
@@ -54,48 +54,50 @@ class Run:
 
     def _seen(self, batch: Any) -> None:
         self.source.digest, samples = self.replay_digest.take(batch)
-        self.source.place.samples += samples
+        self.source.position.samples += samples
 
     def take(self, batches: int) -> list[list[int]]:
         source = self.source
         got: list[list[int]] = []
         while len(got) < batches:
             if not source.is_open:
-                self.kept.append(source.open_pass())
+                self.kept.append(source.open_epoch())
             batch = source.next()
             if batch is END:
                 continue
             self._seen(batch)
             got.append((batch["x"] if isinstance(batch, dict) else batch).tolist())
-            self.digests[source.place.total] = source.place.epoch, source.digest
-            self.generators[source.place.total] = source.rng_hash()
+            self.digests[source.position.total] = source.position.epoch, source.digest
+            self.generators[source.position.total] = source.rng_hash()
             if source.saves_state:
-                self.bases[source.place.total] = Base.decode(source.snapshot(source.place.total).encode())
+                self.points[source.position.total] = RestartPoint.decode(
+                    source.snapshot(source.position.total).encode()
+                )
         return got
 
-    def prove(self, base: Base, count: int = 4, known: str = "") -> dict[str, Any]:
-        behind = range(base.place.total + 1, base.place.total + 1 + count)
+    def prove(self, point: RestartPoint, count: int = 4, known: str = "") -> dict[str, Any]:
+        behind = range(point.position.total + 1, point.position.total + 1 + count)
         digests = {str(n): self.digests[n] for n in behind if n in self.digests}
         first = {str(n): self.digests[n] for n in range(1, 5) if n in self.digests}
-        helper = Source(self.source.assignment)
+        helper = RestorableLoader(self.source.assignment)
         helper.build()
         fields = {
             "digests": digests,
             "early": first,
             "left": False,
-            "generators": self.generators[base.place.total + 1],
-            "rewinds": known,
+            "generators": self.generators[point.position.total + 1],
+            "crossing": known,
         }
-        beyond = [n for n in behind if n in self.digests and self.digests[n][0] > base.place.epoch]
-        return _prove(helper, base, fields, ReplayDigest(), *(self.bases[n] for n in beyond[:1]))
+        beyond = [n for n in behind if n in self.digests and self.digests[n][0] > point.position.epoch]
+        return _prove(helper, point, fields, ReplayDigest(), *(self.points[n] for n in beyond[:1]))
 
-    def resumed(self, base: Base, *, value: Any = None, next_digest: int = 0, next_epoch: bool = False) -> Run:
+    def resumed(self, point: RestartPoint, *, value: Any = None, next_digest: int = 0, next_epoch: bool = False) -> Run:
         """The next launch, from here, over this restart point."""
         source = self.source
         assignment = records_pb2.WorkerAssignment()
         assignment.CopyFrom(source.assignment)
-        place = source.place
-        assignment.base.CopyFrom(
+        place = source.position
+        assignment.start.CopyFrom(
             records_pb2.BoxPosition(
                 step=place.total,
                 epoch=place.epoch,
@@ -103,8 +105,8 @@ class Run:
                 slots=[records_pb2.SlotPosition(delivered=place.delivered, total=place.total)],
             )
         )
-        assignment.resume.blob, assignment.resume.same_shape = "blob", True
-        restart = decode_state(replace(base, past=source.past).encode())
+        assignment.resume.blob, assignment.resume.same_topology = "blob", True
+        restart = decode_state(replace(point, history=source.history).encode())
         part = {**restart, "digest": source.digest, "next_digest": next_digest, "samples": place.samples}  # type: ignore[dict-item]
         part["next_epoch"] = next_epoch
         return Run(assignment, {"aggregated": value, "strict": True, "slots": {0: part}})
@@ -113,22 +115,22 @@ class Run:
 def test_a_base_is_proven_by_itself_and_not_by_its_kind() -> None:
     run = Run(assignment_of("twice"))
     run.take(20)
-    assert run.prove(run.bases[10])["same"]
-    later = run.resumed(run.bases[10])
+    assert run.prove(run.points[10])["same"]
+    later = run.resumed(run.points[10])
     assert later.take(20) == [[number] for number in range(20, 40)]
-    found = later.prove(later.bases[30])
+    found = later.prove(later.points[30])
     assert not found["same"], "taken of a restored loader, it has counted twice"
     assert found["alike"]
-    assert later.resumed(run.bases[10]).take(3) == [[40], [41], [42]], "what was proven, and the count"
+    assert later.resumed(run.points[10]).take(3) == [[40], [41], [42]], "what was proven, and the count"
 
 
 @pytest.mark.parametrize(
-    ("loader", "rewinds"), [("from_the_middle", FRESH), ("counts_epochs", KEPT), ("forgets", REPLAY)]
+    ("loader", "crossing"), [("from_the_middle", FRESH), ("counts_epochs", KEPT), ("forgets", REPLAY)]
 )
-def test_a_proof_over_the_end_of_an_epoch_tells_how_to_get_there(loader: str, rewinds: str) -> None:
+def test_a_proof_over_the_end_of_an_epoch_tells_how_to_get_there(loader: str, crossing: str) -> None:
     run = Run(assignment_of(loader))
     run.take(20)
-    assert run.prove(run.bases[9], 7) == {"same": True, "rewinds": rewinds}
+    assert run.prove(run.points[9], 7) == {"same": True, "crossing": crossing}
 
 
 @pytest.mark.parametrize("loader", ["from_the_middle", "counts_epochs", "orders_shards", "forgets", "streams:stateful"])
@@ -141,14 +143,14 @@ def test_a_resumed_loader_goes_over_the_ends_of_epochs_as_one_that_ran_through(l
     if known:
         ahead = Run(assignment)
         ahead.take(20)
-        run.source.learn_rewinds(ahead.prove(ahead.bases[9], 12)["rewinds"])
-    second = run.resumed(run.bases[7])
+        run.source.learn_rewinds(ahead.prove(ahead.points[9], 12)["crossing"])
+    second = run.resumed(run.points[7])
     assert second.take(23) == truth[7:30], "over an end"
     third = second.resumed(second.kept[-1])
     assert third.take(30) == truth[30:]
     if not known:
         expected = {"counts_epochs": KEPT, "orders_shards": KEPT, "forgets": REPLAY}.get(loader, FRESH)
-        assert third.source.past.rewinds == expected, "found out once, and carried along"
+        assert third.source.history.crossing == expected, "found out once, and carried along"
 
 
 @pytest.mark.parametrize("loader", ["draws_twice", "queues_orders", "never_the_same"])
@@ -161,43 +163,43 @@ def test_epoch_after_next_is_right_in_each_generation(loader: str, known: bool) 
     assert run.take(7) == truth[:7]
     ahead = Run(assignment)
     ahead.take(20)
-    rewinds = ahead.prove(ahead.bases[9], 12)["rewinds"]
-    assert rewinds == REPLAY
+    crossing = ahead.prove(ahead.points[9], 12)["crossing"]
+    assert crossing == REPLAY
     if known:
-        run.source.learn_rewinds(rewinds)
+        run.source.learn_rewinds(crossing)
     for until in (31, 64, 90):
-        at = run.source.place.total
-        run = run.resumed(run.bases[at])
+        at = run.source.position.total
+        run = run.resumed(run.points[at])
         assert run.take(until - at) == truth[at:until]
 
 
 def test_proof_that_compares_later_epochs_mends_what_was_known() -> None:
     run = Run(assignment_of("delayed:grows"))
     run.take(60)
-    assert run.prove(run.bases[9], 12)["rewinds"] == KEPT, "the next two epochs are the same in all ways"
-    assert run.prove(run.bases[9], 20, KEPT)["rewinds"] == KEPT
-    assert run.prove(run.bases[20], 40, KEPT)["rewinds"] == REPLAY
+    assert run.prove(run.points[9], 12)["crossing"] == KEPT, "the next two epochs are the same in all ways"
+    assert run.prove(run.points[9], 20, KEPT)["crossing"] == KEPT
+    assert run.prove(run.points[20], 40, KEPT)["crossing"] == REPLAY
     streams = Run(assignment_of("streams:stateful", 64))
     streams.take(60)
-    found = streams.prove(streams.bases[9], 50)
+    found = streams.prove(streams.points[9], 50)
     assert found["same"]
-    assert found["rewinds"] in (KEPT, FRESH), "its orders are drawn from generators that are saved"
+    assert found["crossing"] in (KEPT, FRESH), "its orders are drawn from generators that are saved"
 
 
 def test_proof_that_compares_more_batches_finds_what_comes_later() -> None:
     run = Run(assignment_of("delayed:looks_ahead"))
     run.take(30)
-    assert run.prove(run.bases[9])["same"]
-    found = run.prove(run.bases[9], 16)
+    assert run.prove(run.points[9])["same"]
+    found = run.prove(run.points[9], 16)
     assert (found["same"], found["differs"], found["alike"]) == (False, 15, True)
 
 
 def test_restart_points_of_a_loader_that_misleads_are_counted_from_the_start() -> None:
     truth = Run(assignment_of("delayed:looks_ahead", 3, 20)).take(70)
     run = Run(assignment_of("delayed:looks_ahead", 3, 20))
-    run.source.counts_from = Base.decode(run.kept[0].encode())
+    run.source.counts_from = RestartPoint.decode(run.kept[0].encode())
     assert run.take(34) == truth[:34]
-    assert [run.bases[total].place.total for total in (5, 34)] == [0, 0]
+    assert [run.points[total].place.total for total in (5, 34)] == [0, 0]
     assert run.kept[-1].behind is not None, "an epoch's start, too"
     later = run.resumed(run.source.snapshot(34))
     assert later.take(36) == truth[34:]
@@ -208,7 +210,7 @@ def test_a_state_of_an_epochs_end_is_compared_with_the_next_epoch() -> None:
     batches = truth.take(40)
     run = Run(assignment_of("counts_anew"))
     run.take(24)
-    again = run.resumed(run.bases[24], next_digest=truth.digests[25][1], next_epoch=True)
+    again = run.resumed(run.points[24], next_digest=truth.digests[25][1], next_epoch=True)
     assert again.take(16) == batches[24:]
 
 
@@ -217,19 +219,19 @@ def test_a_loader_is_given_up_before_the_next_one_is_made() -> None:
     assignment = assignment_of("only_one")
     run = Run(assignment)
     run.take(7)
-    base, run.source._loader, run.source._iterator = run.bases[7], None, None
-    again = run.resumed(base)
+    point, run.source._loader, run.source._iterator = run.points[7], None, None
+    again = run.resumed(point)
     assert again.take(14) == [[number % 12] for number in range(7, 21)], "over an end, with another loader"
-    again.source.restore(base)
+    again.source.restore(point)
     assert again.take(2) == [[7], [8]]
 
 
 def test_the_origin_of_a_lazy_loader_is_not_proven() -> None:
-    """It begins a pass in its first next(), and cannot say in the pass's origin that it was asked to."""
+    """It begins an epoch in its first next(), and cannot say in the epoch's origin that it was asked to."""
     run = Run(assignment_of("streams:fresh"))
     run.take(12)
     assert not run.prove(run.kept[1])["same"]
-    assert run.prove(run.bases[9])["same"]
+    assert run.prove(run.points[9])["same"]
 
 
 def test_a_base_that_draws_other_random_numbers_is_not_proven() -> None:
@@ -237,22 +239,22 @@ def test_a_base_that_draws_other_random_numbers_is_not_proven() -> None:
     run = Run(assignment_of("draws_late"))
     run.take(30)
     assert run.prove(run.kept[1])["what"] == "draws other random numbers"
-    assert run.prove(run.bases[15])["same"]
-    assert run.prove(run.bases[10])["rewinds"] in (KEPT, FRESH)
+    assert run.prove(run.points[15])["same"]
+    assert run.prove(run.points[10])["crossing"] in (KEPT, FRESH)
     for shuffled in ("streams:stateful", "streams:own_generator"):
         run = Run(assignment_of(shuffled, *((True,) if "own" in shuffled else ())))
         run.take(16)
         assert run.prove(run.kept[1])["same"]
-        assert run.prove(run.bases[8])["same"]
+        assert run.prove(run.points[8])["same"]
 
 
 def test_a_loader_that_counts_late_is_no_error_and_one_that_does_not_repeat_itself_is() -> None:
     run = Run(assignment_of("streams:counts_late"))
     run.take(10)
-    found = run.prove(run.bases[3])
+    found = run.prove(run.points[3])
     assert (found["same"], found["alike"], found["differs"]) == (False, True, 4)
     run.digests = {total: (epoch, digest ^ 1) for total, (epoch, digest) in run.digests.items()}
-    assert not run.prove(run.bases[3])["alike"]
+    assert not run.prove(run.points[3])["alike"]
 
 
 # -------------------------------------------------------------------------------------------- loaders of four methods
@@ -264,11 +266,11 @@ def test_three_launches_of_a_loader_that_adds_what_former_ones_streamed() -> Non
     run, got = Run(assignment_of("streamed")), []
     for launch in range(3):
         got += run.take(10)
-        base = run.bases[10 * (launch + 1)]
-        assert base.is_origin, "nothing else can be restored"
-        state = decode_state(run.source.snapshot(run.source.place.total).encode())["user"]  # type: ignore[index]
+        point = run.points[10 * (launch + 1)]
+        assert point.is_epoch_start, "nothing else can be restored"
+        state = decode_state(run.source.snapshot(run.source.position.total).encode())["user"]  # type: ignore[index]
         assert state == {"samples": 40 * (launch + 1)}
-        snapshot = run.source.snapshot(run.source.place.total)
+        snapshot = run.source.snapshot(run.source.position.total)
         run = run.resumed(snapshot, value={"all_samples": state["samples"]}, next_digest=0)
     assert got == truth
 
@@ -278,10 +280,10 @@ def test_a_runner_that_is_replaced_in_a_later_launch_goes_on_counting() -> None:
     run.take(10)
     second = run.resumed(run.source.snapshot(10), value={"all_samples": 40})
     got = second.take(10)
-    again = Source(second.source.assignment)
+    again = RestorableLoader(second.source.assignment)
     again.build()
     again.resume = second.source.resume
-    again.restore(Base.decode(second.kept[0].encode()))
+    again.restore(RestartPoint.decode(second.kept[0].encode()))
     replayed: list[list[int]] = []
 
     def seen(batch: Any) -> None:
@@ -307,7 +309,7 @@ def test_own_methods_that_lead_elsewhere_are_found_out_before_the_first_batch() 
 def test_a_state_by_arithmetic_needs_no_loader() -> None:
     run = Run(assignment_of("arithmetic"))
     run.take(9)
-    assert run.source.traits.advances_state == "doubtful:Arithmetic"
+    assert run.source.capabilities.advances_state == "doubtful:Arithmetic"
     fields = {"loader": "doubtful:Arithmetic", "delivered": 9, "total": 9, "samples": 36, "digest": 7}
-    state = Base.decode(_advanced(run.bases[2], run.source.assignment, fields))
-    assert (state.state, state.place, state.digest) == (run.bases[9].state, run.bases[9].place, 7)
+    state = RestartPoint.decode(_advanced(run.points[2], run.source.assignment, fields))
+    assert (state.state, state.position, state.digest) == (run.points[9].state, run.points[9].place, 7)

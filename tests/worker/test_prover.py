@@ -12,32 +12,34 @@ import pytest
 
 from penstock.proto.errors import DeadlineError, PenstockError, WorkerLostError
 from penstock.proto.v1 import records_pb2
-from penstock.worker.daemon.proofs import FIRST_DEPTH, LAPSES, Findings, Prover
+from penstock.worker.daemon.proofs import FIRST_DEPTH, LAPSES, LoaderFindings, RestartPointProver
 from penstock.worker.daemon.slot import Slot
-from penstock.worker.daemon.snapshots import Kept, SnapshotStore
-from penstock.worker.processes.control_channel import Message
+from penstock.worker.daemon.snapshots import SlotSnapshots, StoredSnapshot
+from penstock.worker.processes.control_channel import ControlMessage
 from penstock.worker.processes.progress_page import ProgressPage
 
-GOOD = {"same": True, "rewinds": "", "took": 0.0}
+GOOD = {"same": True, "crossing": "", "took": 0.0}
 
 
 class Bench:
     """A slot of a loader with two state methods, in its first epoch, with a snapshot after each fifth batch."""
 
-    def __init__(self, answers: Callable[[int], Any], batches: int = 14, **traits: Any) -> None:
+    def __init__(self, answers: Callable[[int], Any], batches: int = 14, **capabilities: Any) -> None:
         """`answers`: to the proof of the restart point after so many batches: what it raises, or tells."""
         self.asked: list[tuple[int, dict[str, Any]]] = []
         self.failed: list[Any] = []
-        self.rewinds: list[str] = []
-        self.findings = Findings()
+        self.crossing: list[str] = []
+        self.findings = LoaderFindings()
         self.progress_page = ProgressPage.create()
         for total in range(1, batches + 1):
             self.make(total)
-        self.store = SnapshotStore()
+        self.store = SlotSnapshots()
         self._answers = answers
-        known = records_pb2.LoaderTraits(**({"state_methods": 2} | traits))
+        known = records_pb2.LoaderCapabilities(**({"state_methods": 2} | capabilities))
         for total in range(0, batches if known.state_methods else 1, 5):
-            self.store.add(Kept(0, total, total, total, total == 0, 0, str(total).encode(), proven=total == 0), 0)
+            self.store.add(
+                StoredSnapshot(0, total, total, total, total == 0, 0, str(total).encode(), proven=total == 0), 0
+            )
         slot = SimpleNamespace(
             assignment=records_pb2.WorkerAssignment(),
             fail=lambda error, lost: self.failed.append(error),
@@ -54,16 +56,16 @@ class Bench:
             log=logging.getLogger("penstock.worker"),
             name="box 0 slot 0",
             ready=asyncio.Event(),
-            scratch=self._scratch,
+            helper=self._scratch,
             step_of=lambda total: total,
             store=self.store,
-            traits=known,
+            capabilities=known,
         )
-        self.prover = Prover(cast(Slot, slot))
+        self.prover = RestartPointProver(cast(Slot, slot))
 
-    def _found(self, _: Any, rewinds: str) -> None:
-        self.findings.rewinds = rewinds
-        self.rewinds.append(rewinds)
+    def _found(self, _: Any, crossing: str) -> None:
+        self.findings.crossing = crossing
+        self.crossing.append(crossing)
 
     def _misleads(self, _: Any) -> None:
         self.findings.misleads = True
@@ -72,25 +74,25 @@ class Bench:
         """The next batch goes out."""
         self.progress_page.record(total, epoch, 100 + total, total, delivered=total)
 
-    async def _scratch(self, bases: list[bytes], task: str, **fields: Any) -> Message:
+    async def _scratch(self, points: list[bytes], task: str, **fields: Any) -> ControlMessage:
         assert task == "prove"
-        total = int(bases[0])
-        self.asked.append((total, fields | {"opened": [int(base) for base in bases[1:]]}))
+        total = int(points[0])
+        self.asked.append((total, fields | {"opened": [int(point) for point in points[1:]]}))
         answer = self._answers(total)
         if isinstance(answer, Exception):
             raise answer
-        return Message("done", fields=answer)
+        return ControlMessage("done", fields=answer)
 
-    def at(self, total: int) -> Kept:
-        return next(base for base in self.store if base.total == total)
+    def at(self, total: int) -> StoredSnapshot:
+        return next(point for point in self.store if point.total == total)
 
     def prove(self) -> int | None:
         """The next that it chooses; returns the batches before it, or None if there is none."""
-        base = self.prover._next()
-        if base is None:
+        point = self.prover._next()
+        if point is None:
             return None
-        asyncio.run(self.prover.prove(base))
-        return base.total
+        asyncio.run(self.prover.prove(point))
+        return point.total
 
 
 @pytest.mark.parametrize("lapse", [DeadlineError("late"), WorkerLostError("dead")])
@@ -123,9 +125,9 @@ def test_beginning_without_a_verdict_is_tried_again() -> None:
     assert bench.findings.unrepeatable is not None
 
 
-@pytest.mark.parametrize("traits", [{"state_methods": 0}, {"state_methods": 2, "exact_states": True}])
-def test_loader_that_is_looked_at_once_is_left_alone_after_the_last_lapse(traits: dict[str, Any]) -> None:
-    bench = Bench(lambda _: DeadlineError("late"), **traits)
+@pytest.mark.parametrize("capabilities", [{"state_methods": 0}, {"state_methods": 2, "exact_states": True}])
+def test_loader_that_is_looked_at_once_is_left_alone_after_the_last_lapse(capabilities: dict[str, Any]) -> None:
+    bench = Bench(lambda _: DeadlineError("late"), **capabilities)
     for _ in range(LAPSES):
         assert bench.prover._provable
         bench.prove()
@@ -139,7 +141,7 @@ def test_some_proofs_reach_further_each_time() -> None:
     bench = Bench(lambda _: GOOD | {"took": 1.0}, batches=120)
     for total in range(121, 200):
         bench.make(total)
-        bench.store.add(Kept(0, total, total, total, False, 0, str(total).encode()), 0)
+        bench.store.add(StoredSnapshot(0, total, total, total, False, 0, str(total).encode()), 0)
         bench.prove()
     compared = [len(fields["digests"]) for _, fields in bench.asked]
     assert compared[:9] == [16, 4, 4, 32, 4, 4, 64, 4, 4], "each takes as long as those before it"
@@ -161,11 +163,11 @@ def test_state_that_leads_elsewhere_later_ends_the_use_of_all() -> None:
     assert bench.findings.misleads
     assert "Such states are not used" in bench.findings.not_used
     assert not bench.prover._provable
-    before = [base for base in bench.store if not base.start]
+    before = [point for point in bench.store if not point.start]
     assert before
-    for base in before:
-        base.proven = True
-        assert not Slot.usable(bench.prover._slot, base)
+    for point in before:
+        point.proven = True
+        assert not Slot.usable(bench.prover._slot, point)
     bench.at(0).start = True
     assert Slot.usable(bench.prover._slot, bench.at(0))
     near = Bench(lambda total: wrong | {"differs": total + 2}, batches=40)
@@ -174,19 +176,19 @@ def test_state_that_leads_elsewhere_later_ends_the_use_of_all() -> None:
 
 
 def test_proof_goes_over_the_ends_of_epochs() -> None:
-    bench = Bench(lambda _: GOOD | {"rewinds": "kept"}, batches=12)
+    bench = Bench(lambda _: GOOD | {"crossing": "kept"}, batches=12)
     bench.progress_page.end(0, 12)
     for total in range(13, 19):
         bench.make(total, epoch=1)
     bench.progress_page.end(1, 18)
     bench.make(19, epoch=2)
-    bench.store.add(Kept(1, 1, 13, 13, False, 0, b"13"), 0)
+    bench.store.add(StoredSnapshot(1, 1, 13, 13, False, 0, b"13"), 0)
     assert bench.prover._crossing(list(bench.store)) is bench.at(10)
     bench.prove()
     total, fields = bench.asked[0]
     assert total == 10
     assert {epoch for epoch, _ in fields["digests"].values()} == {0, 1, 2}
-    assert (fields["rewinds"], fields["opened"], bench.rewinds) == ("", [13], ["kept"])
+    assert (fields["crossing"], fields["opened"], bench.crossing) == ("", [13], ["kept"])
     bench.prover._slot.left[1] = 18
     assert list(bench.prover._followers(bench.at(10), 16))[-1] == "18", "left there, by a loop that is not asked again"
 

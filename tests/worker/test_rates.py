@@ -10,14 +10,14 @@ from typing import Any
 from unittest.mock import Mock
 
 from penstock.proto.v1 import records_pb2
-from penstock.worker.daemon.proofs import Findings
+from penstock.worker.daemon.proofs import LoaderFindings
 from penstock.worker.daemon.slot import Slot
-from penstock.worker.resources.processor_time import Use, used_by
-from penstock.worker.resources.rates import Rates
+from penstock.worker.resources.processor_time import ProcessorUse, used_by
+from penstock.worker.resources.rates import BatchRates
 
 
 def test_a_batch_takes_what_was_worked_and_the_rate_is_what_was_taken() -> None:
-    rates = Rates(since=0.0)
+    rates = BatchRates(since=0.0)
     rates.look(0.5, 5, 0.1)
     assert (rates.batches_per_s, rates.batch_s) == (0.0, 0.0)  # too early to say
     rates.look(2.0, 10, 0.5)
@@ -27,14 +27,14 @@ def test_a_batch_takes_what_was_worked_and_the_rate_is_what_was_taken() -> None:
 
 
 def test_a_batch_that_is_not_done_yet_counts_as_soon_as_it_takes_longer_than_usual() -> None:
-    rates = Rates(since=0.0)
+    rates = BatchRates(since=0.0)
     rates.look(1.0, 10, 1.0)
     rates.look(3.0, 10, 3.0)
     assert rates.batch_s == 2.0
 
 
 def test_figures_that_cannot_be_true_count_as_none() -> None:
-    rates = Rates(since=0.0)
+    rates = BatchRates(since=0.0)
     for now, total, worked_s in ((1.0, 10, math.nan), (2.0, 5, math.inf), (3.0, 6, -1.0), (4.0, 3, 7.0)):
         rates.look(now, total, worked_s)
         assert math.isfinite(rates.batch_s)
@@ -45,26 +45,26 @@ def test_figures_that_cannot_be_true_count_as_none() -> None:
 
 
 def test_processor_time_and_waits_for_it_are_counted_for_a_batch() -> None:
-    rates = Rates(since=0.0)
-    rates.look(1.0, 10, 1.0, Use(cpu_s=0.25, delay_s=0.5))
+    rates = BatchRates(since=0.0)
+    rates.look(1.0, 10, 1.0, ProcessorUse(cpu_s=0.25, delay_s=0.5))
     assert (rates.batch_s, rates.batch_cpu_s, rates.batch_delay_s) == (0.1, 0.025, 0.05)
-    rates.look(2.0, 10, 1.0, Use(cpu_s=0.25, delay_s=0.5))  # the loop takes nothing
+    rates.look(2.0, 10, 1.0, ProcessorUse(cpu_s=0.25, delay_s=0.5))  # the loop takes nothing
     assert (rates.batch_cpu_s, rates.batch_delay_s) == (0.025, 0.05)
-    rates.look(4.0, 10, 3.0, Use(cpu_s=1.25, delay_s=1.5))  # a batch that is not done yet
+    rates.look(4.0, 10, 3.0, ProcessorUse(cpu_s=1.25, delay_s=1.5))  # a batch that is not done yet
     assert (rates.batch_s, rates.batch_cpu_s, rates.batch_delay_s) == (2.0, 1.0, 1.0)
-    rates.look(5.0, 12, 5.0, Use(cpu_s=0.0, delay_s=0.5))  # the processes are gone
+    rates.look(5.0, 12, 5.0, ProcessorUse(cpu_s=0.0, delay_s=0.5))  # the processes are gone
     assert (rates.batch_s, rates.batch_cpu_s, rates.batch_delay_s) == (2.0, 0.0, 0.0)
 
 
 def test_wait_for_a_processor_is_no_longer_than_the_batch() -> None:
-    rates = Rates(since=0.0)
-    rates.look(1.0, 10, 0.5, Use(cpu_s=0.1, delay_s=9.0))
+    rates = BatchRates(since=0.0)
+    rates.look(1.0, 10, 0.5, ProcessorUse(cpu_s=0.1, delay_s=9.0))
     assert rates.batch_delay_s == rates.batch_s == 0.05
 
 
 def test_report_of_a_slot_tells_processor_time() -> None:
     async def body() -> None:
-        host: Any = SimpleNamespace(name="w", findings=lambda _: Findings())
+        host: Any = SimpleNamespace(name="w", findings=lambda _: LoaderFindings())
         slot = Slot(host, records_pb2.WorkerAssignment(run="job/0", attempt=1, num_workers_per_box=1))
         slot._child = Mock(pid=os.getpid())  # which has had a tick of a processor at least
         slot.progress_page.record(1, 0, 0, 1, 0)

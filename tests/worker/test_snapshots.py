@@ -5,56 +5,56 @@ from __future__ import annotations
 import pytest
 
 from penstock.worker.daemon import snapshots
-from penstock.worker.daemon.snapshots import Kept, SnapshotStore
+from penstock.worker.daemon.snapshots import SlotSnapshots, StoredSnapshot
 
 
-def base(
-    total: int, *, epoch: int = 0, origin: bool = False, step: int = 0, size: int = 10, proven: bool = False
-) -> Kept:
-    return Kept(epoch, total, total, 0, origin, step, bytes(size), proven=proven)
+def point(
+    total: int, *, epoch: int = 0, epoch_start: bool = False, step: int = 0, size: int = 10, proven: bool = False
+) -> StoredSnapshot:
+    return StoredSnapshot(epoch, total, total, 0, epoch_start, step, bytes(size), proven=proven)
 
 
-def totals(store: SnapshotStore) -> list[int]:
+def totals(store: SlotSnapshots) -> list[int]:
     return [kept.total for kept in store]
 
 
 def test_the_newest_at_the_far_edge_of_the_window_stays() -> None:
-    store = SnapshotStore()
-    store.add(base(0, origin=True, proven=True), 0)
+    store = SlotSnapshots()
+    store.add(point(0, epoch_start=True, proven=True), 0)
     for total in range(1, 11):
-        store.add(base(total), oldest_wanted=6)
+        store.add(point(total), oldest_wanted=6)
     assert totals(store) == [0, 6, 7, 8, 9, 10]
 
 
 def test_the_newest_proven_one_stays_beside_it() -> None:
-    store = SnapshotStore()
-    for kept in (base(0, origin=True, proven=True), base(3), base(4, proven=True), base(5), base(6)):
+    store = SlotSnapshots()
+    for kept in (point(0, epoch_start=True, proven=True), point(3), point(4, proven=True), point(5), point(6)):
         store.add(kept, 0)
-    store.add(base(9), oldest_wanted=8)
+    store.add(point(9), oldest_wanted=8)
     assert totals(store) == [4, 6, 9]
 
 
 def test_epochs_that_the_loop_has_not_come_to_push_nothing_out() -> None:
     """A slot without batches makes the origins of many epochs ahead, all of one total."""
-    store = SnapshotStore()
+    store = SlotSnapshots()
     for epoch in range(5, 40):
-        store.add(base(0, epoch=epoch, origin=True), 0, oldest_epoch=7)
+        store.add(point(0, epoch=epoch, epoch_start=True), 0, oldest_epoch=7)
     assert [kept.epoch for kept in store] == list(range(7, 40))
 
 
 def test_exactly_asks_for_the_place_and_the_step_that_a_state_speaks_of() -> None:
-    store = SnapshotStore()
-    store.add(base(3, step=5), 0)
+    store = SlotSnapshots()
+    store.add(point(3, step=5), 0)
     assert store.exactly(0, 3, 3, 5) is not None
     assert store.exactly(0, 3, 3, 6) is None
     assert store.exactly(0, 2, 2, 5) is None
-    store.add(base(4), 0)
+    store.add(point(4), 0)
     assert store.exactly(0, 4, 4, 7) is not None
 
 
 def test_nearest_is_the_latest_before_a_place() -> None:
-    store = SnapshotStore()
-    for kept in (base(0, origin=True, proven=True), base(2, proven=True), base(3), base(7, proven=True)):
+    store = SlotSnapshots()
+    for kept in (point(0, epoch_start=True, proven=True), point(2, proven=True), point(3), point(7, proven=True)):
         store.add(kept, 0)
     found = store.nearest(0, 6)
     assert found is not None
@@ -62,20 +62,20 @@ def test_nearest_is_the_latest_before_a_place() -> None:
 
 
 def test_what_was_taken_beyond_a_cut_never_happened() -> None:
-    store = SnapshotStore()
+    store = SlotSnapshots()
     for total in (1, 2, 3):
-        store.add(base(total), 0)
-    store.add(base(3, epoch=1, origin=True), 0)
+        store.add(point(total), 0)
+    store.add(point(3, epoch=1, epoch_start=True), 0)
     store.forget_after(0, 2)
     assert totals(store) == [1, 2]
 
 
 def test_room_is_bounded_and_thinned_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(snapshots, "MAX_BYTES", 1000)
-    store = SnapshotStore()
-    store.add(base(0, origin=True), 0)
+    store = SlotSnapshots()
+    store.add(point(0, epoch_start=True), 0)
     for total in range(1, 500):
-        store.add(base(total), 0)
+        store.add(point(total), 0)
         assert sum(len(kept.data) for kept in store) <= 1010
     kept = totals(store)
     assert kept[0] == 0

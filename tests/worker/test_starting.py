@@ -1,4 +1,4 @@
-"""Out of passes as the loop left them, by whoever makes a slot's stream again."""
+"""Out of epochs as the loop left them, by whoever makes a slot's stream again."""
 
 from __future__ import annotations
 
@@ -10,42 +10,42 @@ from penstock.proto.state.codec import encode_state
 from penstock.proto.v1 import records_pb2
 from penstock.worker.loader.epoch_crossing import catch_up, leave
 from penstock.worker.loader.restart_points import END
-from penstock.worker.loader.restorable_loader import Source
+from penstock.worker.loader.restorable_loader import RestorableLoader
 
 
-def source_of(empty: int) -> Source:
+def source_of(empty: int) -> RestorableLoader:
     arguments = encode_state({"args": (empty,), "kwargs": {}})
     loader = records_pb2.LoaderSpec(input_fn="gappy:gappy", allow=["gappy"], arguments=arguments)
-    source = Source(records_pb2.WorkerAssignment(num_boxes=1, num_workers_per_box=1, loader=loader))
+    source = RestorableLoader(records_pb2.WorkerAssignment(num_boxes=1, num_workers_per_box=1, loader=loader))
     source.build()
     return source
 
 
-def first_of_next_pass(source: Source) -> tuple[int, list[int]]:
-    source.open_pass()
+def first_of_next_pass(source: RestorableLoader) -> tuple[int, list[int]]:
+    source.open_epoch()
     batch = source.next()
     assert isinstance(batch, torch.Tensor)
-    return source.place.epoch, batch.tolist()
+    return source.position.epoch, batch.tolist()
 
 
 @pytest.mark.parametrize("empty", range(4))
 def test_a_pass_is_left_behind_others_of_which_nothing_came(empty: int) -> None:
     ran = source_of(empty)
-    origin = ran.open_pass()
+    epoch_start = ran.open_epoch()
     for _ in range(empty):
         assert ran.next() is END
-        ran.open_pass()
+        ran.open_epoch()
     leave(ran, empty, 0)
     expected = first_of_next_pass(ran)
     assert expected[0] == empty + 1
     again = source_of(empty)
-    again.restore(origin)
+    again.restore(epoch_start)
     leave(again, empty, 0)
     assert first_of_next_pass(again) == expected
 
 
 def test_a_pass_of_which_something_comes_is_not_passed_over() -> None:
     source = source_of(2)
-    source.open_pass()
+    source.open_epoch()
     with pytest.raises(ReplayMismatchError, match="pass 2 goes on after the batch that was its last"):
         catch_up(source, 4)

@@ -16,14 +16,14 @@ from penstock.proto.state.assignment import assigned, current_assignment
 from penstock.proto.state.codec import encode_state
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
-from penstock.worker.daemon.proofs import Findings
-from penstock.worker.daemon.slot import Host, Slot
-from penstock.worker.daemon.slot_states import POLL_S, States
-from penstock.worker.daemon.snapshots import Kept, SnapshotStore
+from penstock.worker.daemon.proofs import LoaderFindings
+from penstock.worker.daemon.slot import Slot, SlotHost
+from penstock.worker.daemon.slot_states import POLL_S, SlotStates
+from penstock.worker.daemon.snapshots import SlotSnapshots, StoredSnapshot
 from penstock.worker.loader.epoch_crossing import catch_up, leave, travel
-from penstock.worker.loader.restart_points import END, Base
-from penstock.worker.loader.restorable_loader import Source
-from penstock.worker.processes.control_channel import Channel
+from penstock.worker.loader.restart_points import END, RestartPoint
+from penstock.worker.loader.restorable_loader import RestorableLoader
+from penstock.worker.processes.control_channel import ControlChannel
 from penstock.worker.processes.progress_page import ProgressPage
 from penstock.worker.runner.replayer import _state
 
@@ -37,10 +37,10 @@ def progress_page() -> Iterator[ProgressPage]:
     made.close()
 
 
-def states_of(progress_page: ProgressPage, **fields: Any) -> States:
+def states_of(progress_page: ProgressPage, **fields: Any) -> SlotStates:
     fields = {"assignment": records_pb2.WorkerAssignment(), "attached": True, "phase": pb.READY} | fields
-    fields |= {"is_savable": True, "findings": Findings()}
-    return States(
+    fields |= {"is_savable": True, "findings": LoaderFindings()}
+    return SlotStates(
         cast(Slot, SimpleNamespace(progress_page=progress_page, name="box 0 slot 1", drain=lambda: None, **fields))
     )
 
@@ -50,7 +50,7 @@ def request(epoch: int, delivered: int, total: int) -> pb.StateRequest:
 
 
 def test_a_runner_that_was_ahead_may_not_have_heard_of_the_break_yet(progress_page: ProgressPage) -> None:
-    """It ran to the end of the pass, batch 8; the loop left the pass after the slot's batch 2."""
+    """It ran to the end of the epoch, batch 8; the loop left the epoch after the slot's batch 2."""
 
     async def body() -> None:
         progress_page.place(8, 0, 8)
@@ -59,7 +59,7 @@ def test_a_runner_that_was_ahead_may_not_have_heard_of_the_break_yet(progress_pa
         answer = pb.StateAnswer()
         asking = asyncio.ensure_future(states_of(progress_page)._produced(request(1, 0, 2), answer))
         await asyncio.wait([asking], timeout=20 * POLL_S)
-        assert not asking.done(), f"it took the end that it had reached for the pass's: {answer}"
+        assert not asking.done(), f"it took the end that it had reached for the epoch's: {answer}"
         progress_page.cut(0, 2)
         progress_page.place(2, 0, 2)
         assert await asyncio.wait_for(asking, DEADLINE_S)
@@ -88,53 +88,53 @@ def test_where_a_pass_began_is_told_by_who_has_begun_it(progress_page: ProgressP
 
 
 class Heard:
-    """The channel of a scratch child; keeps what it said."""
+    """The channel of a helper process; keeps what it said."""
 
     def send(self, kind: str, payload: bytes = b"", **fields: Any) -> None:
         self.said = SimpleNamespace(kind=kind, payload=payload, fields=fields)
 
 
 @pytest.fixture
-def lazy() -> Iterator[tuple[Source, list[Base]]]:
-    """A loader in its third pass of 8 batches, after two of them; and how each pass was opened."""
+def lazy() -> Iterator[tuple[RestorableLoader, list[RestartPoint]]]:
+    """A loader in its third epoch of 8 batches, after two of them; and how each epoch was opened."""
     assignment = records_pb2.WorkerAssignment(run="job/0", attempt=1, num_boxes=1, num_workers_per_box=1, seed=5)
     assignment.loader.input_fn = "streams:fresh"
     assignment.loader.allow.append("streams")
     with assigned(current_assignment()):
-        source = Source(assignment)
+        source = RestorableLoader(assignment)
         source.build()
-        origins = []
+        epoch_starts = []
         for batches in (9, 9, 2):
-            origins.append(source.open_pass())
+            epoch_starts.append(source.open_epoch())
             got = [source.next() for _ in range(batches)]
             assert (got[-1] is END) == (batches == 9)
-        yield source, origins
+        yield source, epoch_starts
 
 
-def saying(source: Source, base: Base, **fields: Any) -> SimpleNamespace:
+def saying(source: RestorableLoader, point: RestartPoint, **fields: Any) -> SimpleNamespace:
     heard = Heard()
-    fields = {"step": 0, "digests": {}, "left": {}, "left_from": 0} | fields
-    _state(source, base, fields, ReplayDigest(), cast(Channel, heard))
+    fields = {"step": 0, "digests": {}, "left": {}, "abandoned_from": 0} | fields
+    _state(source, point, fields, ReplayDigest(), cast(ControlChannel, heard))
     return heard.said
 
 
-def scratch(source: Source, base: Base, total: int, *, epoch: int = 2, delivered: int = 4) -> Any:
-    return saying(source, base, epoch=epoch, delivered=delivered, total=total).fields
+def helper(source: RestorableLoader, point: RestartPoint, total: int, *, epoch: int = 2, delivered: int = 4) -> Any:
+    return saying(source, point, epoch=epoch, delivered=delivered, total=total).fields
 
 
 @pytest.mark.parametrize(
     ("epoch", "delivered", "total"),
     [(1, 2, 5), (1, 0, 3), (2, 4, 10), (2, 0, 10)],
-    ids=["into the pass that was left", "at its end", "beyond it", "the pass before was left"],
+    ids=["into the epoch that was left", "at its end", "beyond it", "the epoch before was left"],
 )
 def test_no_state_is_made_behind_a_break_that_is_not_known(
-    lazy: tuple[Source, list[Base]], epoch: int, delivered: int, total: int
+    lazy: tuple[RestorableLoader, list[RestartPoint]], epoch: int, delivered: int, total: int
 ) -> None:
     """Passes of 8 batches, of which one was left after 3 or 2 of this worker: who resumed from what a replay without
-    that comes to would get other batches, or find that the pass goes on."""
-    source, origins = lazy
-    assert scratch(source, origins[0], total, epoch=epoch, delivered=delivered) == {"elsewhere": True}
-    assert not scratch(source, origins[0], 8, epoch=1, delivered=0)["ended"], "there it ends by itself"
+    that comes to would get other batches, or find that the epoch goes on."""
+    source, epoch_starts = lazy
+    assert helper(source, epoch_starts[0], total, epoch=epoch, delivered=delivered) == {"elsewhere": True}
+    assert not helper(source, epoch_starts[0], 8, epoch=1, delivered=0)["ended"], "there it ends by itself"
 
 
 @pytest.mark.parametrize(
@@ -150,25 +150,25 @@ def test_no_state_is_made_behind_a_break_that_is_not_known(
 )
 def test_the_way_that_the_loop_went_is_gone_where_it_is_known(loader: str, place: tuple[int, int, int]) -> None:
     """Pass 0 was left after 3 batches, pass 1 after 2 more, pass 2 came to its end. A new process, with nothing but the
-    origin of pass 0 and where passes were left, saves what the first one goes on from."""
+    origin of epoch 0 and where epochs were left, saves what the first one goes on from."""
     epoch, delivered, total = place
     left = {"0": 3, "1": 5}
 
-    def built() -> Source:
+    def built() -> RestorableLoader:
         assignment = records_pb2.WorkerAssignment(run="job/0", attempt=1, num_boxes=1, num_workers_per_box=1, seed=5)
         assignment.loader.input_fn = f"streams:{loader}"
         size = 4 if loader == "fresh" else 16
         assignment.loader.arguments = encode_state({"args": (size,), "kwargs": {}})
         assignment.loader.allow.append("streams")
-        source = Source(assignment)
+        source = RestorableLoader(assignment)
         source.build()
         return source
 
-    def goes_on(source: Source, batches: int = 4) -> list[str]:
+    def goes_on(source: RestorableLoader, batches: int = 4) -> list[str]:
         got: list[str] = []
         while len(got) < batches:
             if not source.is_open:
-                source.open_pass()
+                source.open_epoch()
             if (batch := source.next()) is not END:
                 got.append(str(batch))
         return got
@@ -176,83 +176,95 @@ def test_the_way_that_the_loop_went_is_gone_where_it_is_known(loader: str, place
     with assigned(current_assignment()):
         source = built()
         source.reseed("start")
-        first = source.open_pass()
+        first = source.open_epoch()
         for at in (0, 1):
             source.seek(left[str(at)], at, lambda batch: None)
             leave(source, at, left[str(at)])
             if at + 1 == epoch:
                 break
         source.seek(total, epoch, lambda batch: None)
-        if source.place.epoch < epoch:
+        if source.position.epoch < epoch:
             source.reach_end()
         truth = goes_on(source)
         said = saying(built(), first, epoch=epoch, delivered=delivered, total=total, left=left)
         assert not said.fields["ended"]
-        again, saved = built(), Base.decode(said.payload)
+        again, saved = built(), RestartPoint.decode(said.payload)
         again.restore(saved)
-        travel(again, dict(saved.past.left), total, epoch, lambda to, at: again.seek(to, at, lambda batch: None))
+        travel(
+            again, dict(saved.history.abandoned), total, epoch, lambda to, at: again.seek(to, at, lambda batch: None)
+        )
         catch_up(again, epoch)
         assert goes_on(again) == truth
         told = source.marked(first, way_on=True)
         known = saying(built(), told, epoch=epoch, delivered=delivered, total=total)
         assert known.payload == said.payload, (
-            "passes that were left in former launches stand in what a launch starts from"
+            "epochs that were left in former launches stand in what a launch starts from"
         )
-        unknown = saying(built(), first, epoch=epoch, delivered=delivered, total=total, left_from=1)
+        unknown = saying(built(), first, epoch=epoch, delivered=delivered, total=total, abandoned_from=1)
         assert unknown.fields == {"elsewhere": True}
 
 
 def test_what_was_taken_ahead_of_a_break_is_no_base() -> None:
-    store = SnapshotStore(lambda kept: True)
-    for base in (Kept(0, 0, 0, 0, True, 0, b"0"), Kept(0, 2, 2, 0, False, 0, b"2"), Kept(0, 3, 3, 0, False, 0, b"3")):
-        store.add(base, 0)
-    store.add(Kept(0, 6, 6, 0, False, 0, b"ahead"), 0)
-    store.add(Kept(1, 0, 8, 0, True, 0, b"of the pass behind the end that the runner came to"), 0)
+    store = SlotSnapshots(lambda kept: True)
+    for point in (
+        StoredSnapshot(0, 0, 0, 0, True, 0, b"0"),
+        StoredSnapshot(0, 2, 2, 0, False, 0, b"2"),
+        StoredSnapshot(0, 3, 3, 0, False, 0, b"3"),
+    ):
+        store.add(point, 0)
+    store.add(StoredSnapshot(0, 6, 6, 0, False, 0, b"ahead"), 0)
+    store.add(StoredSnapshot(1, 0, 8, 0, True, 0, b"of the epoch behind the end that the runner came to"), 0)
 
     def chosen(total: int, **left: int) -> bytes:
-        base = store.nearest(2, total, left={int(key[1:]): there for key, there in left.items()})
-        assert base is not None
-        return base.data
+        point = store.nearest(2, total, left={int(key[1:]): there for key, there in left.items()})
+        assert point is not None
+        return point.data
 
-    assert chosen(9) == b"of the pass behind the end that the runner came to"
+    assert chosen(9) == b"of the epoch behind the end that the runner came to"
     assert chosen(9, _0=3) == b"2", "just there only as the last resort"
     assert chosen(9, _0=1) == b"0"
-    assert chosen(9, _0=8) == b"of the pass behind the end that the runner came to"
+    assert chosen(9, _0=8) == b"of the epoch behind the end that the runner came to"
 
 
 def test_behind_a_break_a_runner_is_waited_for_until_it_has_begun_the_next_pass(progress_page: ProgressPage) -> None:
     came: list[bytes] = []
 
-    async def elsewhere(bases: list[bytes], *_: Any, **__: Any) -> Any:
-        came.extend(bases)
-        if bases == [b"third"]:
-            store.add(Kept(2, 0, 4, 0, True, 0, b"fourth"), 0)
+    async def elsewhere(points: list[bytes], *_: Any, **__: Any) -> Any:
+        came.extend(points)
+        if points == [b"third"]:
+            store.add(StoredSnapshot(2, 0, 4, 0, True, 0, b"fourth"), 0)
             progress_page.here(2, 0)
         return SimpleNamespace(fields={"elsewhere": True}, payload=b"")
 
-    store = SnapshotStore(lambda kept: True)
+    store = SlotSnapshots(lambda kept: True)
 
     async def body() -> None:
         ready = asyncio.Event()
         ready.set()
-        store.add(Kept(0, 0, 0, 0, True, 0, b"first"), 0)
-        traits = records_pb2.LoaderTraits(state_methods=4, exact_states=True)
-        kept: dict[str, Any] = {"store": store, "traits": traits, "scratch": elsewhere, "unsaved": None, "ready": ready}
+        store.add(StoredSnapshot(0, 0, 0, 0, True, 0, b"first"), 0)
+        capabilities = records_pb2.LoaderCapabilities(state_methods=4, exact_states=True)
+        kept: dict[str, Any] = {
+            "store": store,
+            "capabilities": capabilities,
+            "helper": elsewhere,
+            "unsaved": None,
+            "ready": ready,
+        }
         states = states_of(progress_page, **kept)
         progress_page.place(3, 0, 3)
         progress_page.cut(0, 3)
         asking = asyncio.ensure_future(states._state(request(1, 0, 3), pb.StateAnswer(), 1e12))
         await asyncio.wait([asking], timeout=20 * POLL_S)
         assert not asking.done()
-        store.add(Kept(1, 0, 3, 0, True, 0, b"second"), 0)
+        store.add(StoredSnapshot(1, 0, 3, 0, True, 0, b"second"), 0)
         progress_page.here(1, 0)
         assert await asyncio.wait_for(asking, DEADLINE_S) == b"second"
         progress_page.place(4, 1, 4)
-        with pytest.raises(StateUnavailableError, match="lies behind a pass that the loop left, after batch 3 of"):
+        with pytest.raises(StateUnavailableError, match="lies behind an epoch that the loop left, after batch 3 of"):
             await states._state(request(1, 1, 4), pb.StateAnswer(), 1e12)
-        store.add(Kept(1, 1, 4, 0, False, 0, b"third"), 0)
+        store.add(StoredSnapshot(1, 1, 4, 0, False, 0, b"third"), 0)
         progress_page.cut(1, 4)
-        # It begins the next pass while a child comes elsewhere from what was kept before.
+        # It begins the next epoch while a child comes elsewhere from what was kept before.
         assert await states._state(request(2, 0, 4), pb.StateAnswer(), 1e12) == b"fourth"
         assert came == [b"first", b"second", b"third"]
 
@@ -260,7 +272,7 @@ def test_behind_a_break_a_runner_is_waited_for_until_it_has_begun_the_next_pass(
 
 
 def test_the_origin_of_a_pass_before_is_no_state_of_a_loader_without_methods(progress_page: ProgressPage) -> None:
-    """Whether that pass had ended, or was left, is to be found out."""
+    """Whether that epoch had ended, or was left, is to be found out."""
 
     async def elsewhere(*_: Any, **__: Any) -> Any:
         return SimpleNamespace(fields={"elsewhere": True}, payload=b"")
@@ -270,14 +282,16 @@ def test_the_origin_of_a_pass_before_is_no_state_of_a_loader_without_methods(pro
         ready.set()
         assignment = records_pb2.WorkerAssignment(recovery=True)
         assignment.loader.options.replay_without_state = True
-        store = SnapshotStore()
-        store.add(Kept(0, 0, 0, 0, True, 0, b"origin", inherited=True, proven=True), 0)
-        kept: dict[str, Any] = {"store": store, "scratch": elsewhere, "unsaved": None, "ready": ready}
-        kept |= {"assignment": assignment, "attached": False, "traits": records_pb2.LoaderTraits()}
+        store = SlotSnapshots()
+        store.add(StoredSnapshot(0, 0, 0, 0, True, 0, b"epoch_start", inherited=True, proven=True), 0)
+        kept: dict[str, Any] = {"store": store, "helper": elsewhere, "unsaved": None, "ready": ready}
+        kept |= {"assignment": assignment, "attached": False, "capabilities": records_pb2.LoaderCapabilities()}
         states = states_of(progress_page, **kept)
         asked = request(1, 0, 3)
         asked.digests_after = 3
-        with pytest.raises(StateUnavailableError, match="behind a pass that the loop left, after batch 3 of the worke"):
+        with pytest.raises(
+            StateUnavailableError, match="behind an epoch that the loop left, after batch 3 of the worke"
+        ):
             await states._state(asked, pb.StateAnswer(), 1e12)
 
     asyncio.run(body())
@@ -296,23 +310,25 @@ class TakenOver:
         self.assignment.loader.input_fn = "streams:fresh"
         self.assignment.loader.allow.append("streams")
         self.assignment.loader.options.replay_without_state = True
-        self.progress_page, self.store, self.digests = progress_page, SnapshotStore(lambda kept: True), list[int]()
-        self.traits = records_pb2.LoaderTraits(state_methods=methods)
-        source, replay_digest = Source(self.assignment), ReplayDigest()
+        self.progress_page, self.store, self.digests = progress_page, SlotSnapshots(lambda kept: True), list[int]()
+        self.capabilities = records_pb2.LoaderCapabilities(state_methods=methods)
+        source, replay_digest = RestorableLoader(self.assignment), ReplayDigest()
         source.build()
-        origin = source.open_pass()
-        self._keep(origin if methods else replace(origin, state=None), origin=True)
+        epoch_start = source.open_epoch()
+        self._keep(epoch_start if methods else replace(epoch_start, state=None), epoch_start=True)
         for count in range(1, 7):
             source.digest, _ = replay_digest.take(source.next())
             self.digests.append(source.digest)
             if methods and count in (2, 6):
-                self._keep(source.snapshot(0), origin=False)
+                self._keep(source.snapshot(0), epoch_start=False)
 
-    def _keep(self, base: Base, *, origin: bool) -> None:
-        place = base.place
-        self.store.add(Kept(0, place.total, place.total, 0, origin, 0, base.encode(), inherited=True), 0)
+    def _keep(self, point: RestartPoint, *, epoch_start: bool) -> None:
+        place = point.position
+        self.store.add(
+            StoredSnapshot(0, place.total, place.total, 0, epoch_start, 0, point.encode(), inherited=True), 0
+        )
 
-    def answer(self, reported: int) -> tuple[pb.StateAnswer, Base]:
+    def answer(self, reported: int) -> tuple[pb.StateAnswer, RestartPoint]:
         """For batch 6; the box's last report was at another."""
         ready = asyncio.Event()
         ready.set()
@@ -324,22 +340,22 @@ class TakenOver:
             attached=False,
             ready=ready,
             store=self.store,
-            traits=self.traits,
+            capabilities=self.capabilities,
             unsaved=None,
-            scratch=self._child,
+            helper=self._child,
             host=SimpleNamespace(name="w"),
         )
         answered = asyncio.run(states.answer(asked))
         assert answered is not None
         answer, data = answered
         assert not answer.HasField("error"), answer.error
-        return answer, Base.decode(data)
+        return answer, RestartPoint.decode(data)
 
-    async def _child(self, bases: list[bytes], task: str, deadline_s: float, **fields: Any) -> Any:
-        source, heard = Source(self.assignment), Heard()
+    async def _child(self, points: list[bytes], task: str, deadline_s: float, **fields: Any) -> Any:
+        source, heard = RestorableLoader(self.assignment), Heard()
         source.build()
-        source.traits.state_methods = self.traits.state_methods
-        _state(source, Base.decode(bases[0]), fields, ReplayDigest(), cast(Channel, heard))
+        source.capabilities.state_methods = self.capabilities.state_methods
+        _state(source, RestartPoint.decode(points[0]), fields, ReplayDigest(), cast(ControlChannel, heard))
         return heard.said
 
 
@@ -350,8 +366,10 @@ def test_what_a_new_runner_has_not_seen_is_replayed_for_the_flight_record(
 ) -> None:
     with assigned(current_assignment()):
         slot = TakenOver(progress_page, methods)
-        answer, base = slot.answer(reported)
-    assert base.place.total == ({1: 0, 2: 2, 5: 2, 6: 6}[reported] if methods else 0), "a restart point, and the count"
+        answer, point = slot.answer(reported)
+    assert point.position.total == ({1: 0, 2: 2, 5: 2, 6: 6}[reported] if methods else 0), (
+        "a restart point, and the count"
+    )
     assert list(answer.digests) == slot.digests[reported:]
 
 
@@ -360,18 +378,18 @@ def test_a_state_knows_what_is_left_out_since_its_base_was_taken(progress_page: 
     with assigned(current_assignment()):
         slot = TakenOver(progress_page, methods)
         slot.assignment.skips.add(epoch=0, total=6, count=1)
-        _, base = slot.answer(6)
-    assert base.skips == ((0, 6, 1),)
-    assert base.is_origin == (methods == 0)
+        _, point = slot.answer(6)
+    assert point.skips == ((0, 6, 1),)
+    assert point.is_epoch_start == (methods == 0)
 
 
 def test_an_answer_that_waits_ends_with_its_slot() -> None:
     """Its batch is never made, for the slot moves to another worker."""
 
     async def body() -> None:
-        host = cast(Host, SimpleNamespace(name="w", findings=lambda assignment: Findings()))
+        host = cast(SlotHost, SimpleNamespace(name="w", findings=lambda assignment: LoaderFindings()))
         slot = Slot(host, records_pb2.WorkerAssignment())
-        slot.traits.state_methods = 2
+        slot.capabilities.state_methods = 2
         slot.ready.set()
         wanted = request(0, 5, 5)
         wanted.deadline_s = 60
@@ -390,19 +408,19 @@ def test_what_a_successor_needs() -> None:
 
     async def body() -> None:
         slot = Slot(
-            cast(Host, SimpleNamespace(name="w", findings=lambda assignment: Findings())),
+            cast(SlotHost, SimpleNamespace(name="w", findings=lambda assignment: LoaderFindings())),
             records_pb2.WorkerAssignment(),
         )
-        slot.traits.state_methods = 2
-        first = Kept(0, 0, 0, 0, True, 0, b"", proven=True)
-        inside, last = Kept(0, 3, 3, 0, False, 0, b"", proven=True), Kept(0, 5, 5, 0, False, 0, b"")
-        for base in (first, inside, last):
-            slot.store.add(base, 0)
+        slot.capabilities.state_methods = 2
+        first = StoredSnapshot(0, 0, 0, 0, True, 0, b"", proven=True)
+        inside, last = StoredSnapshot(0, 3, 3, 0, False, 0, b"", proven=True), StoredSnapshot(0, 5, 5, 0, False, 0, b"")
+        for point in (first, inside, last):
+            slot.store.add(point, 0)
         assert slot.durable.newest() == [inside]
         assert slot.durable.newest(below=3) == [first]
-        slot.traits.exact_states = True
+        slot.capabilities.exact_states = True
         assert slot.durable.newest() == [last]
-        slot.traits.Clear()
+        slot.capabilities.Clear()
         assert not slot.prover._provable
         assert slot.durable.newest() == [last]
         slot.assignment.loader.options.replay_without_state = True

@@ -25,7 +25,7 @@ from penstock.appliance.model.limits import MEMORY_BUDGET, Limits
 from penstock.proto.errors import PenstockError, UnsafeBindError
 from penstock.proto.rpc.channel import load_tls, read_tokens
 from penstock.runtime.config.sizes import bytes_of
-from penstock.runtime.files.private_folders import OwnFolder
+from penstock.runtime.files.private_folders import PrivateFolder
 from penstock.runtime.process.memory_secrecy import keep_memory_private
 
 UNSAFE_BIND = 16
@@ -37,7 +37,7 @@ def main() -> int:
     parser = argparse.ArgumentParser("python -m penstock.appliance", description="A Penstock coordinator.")
     parser.add_argument("--listen", default="127.0.0.1:0", help="host:port or unix:/path")
     parser.add_argument("--state-dir", default=IN_MEMORY, help=f"directory for the cluster state, or {IN_MEMORY}")
-    parser.add_argument("--lifeline-pid", type=int, help="the parent process; ends with it")
+    parser.add_argument("--parent-pid", type=int, help="the parent process; ends with it")
     parser.add_argument("--folder-fd", type=int, help="the parent's own temporary folder, which goes with us")
     parser.add_argument("--ready-fd", type=int, help="where the address is written as one line once it listens")
     parser.add_argument("--insecure", action="store_true", help="listen beyond this machine without TLS")
@@ -52,7 +52,7 @@ def main() -> int:
     keep_memory_private()
     faulthandler.enable()
     logging.basicConfig(format="penstock coordinator: %(message)s")
-    if given.lifeline_pid is not None:  # embedded: the training job warns of what its slots meet
+    if given.parent_pid is not None:  # embedded: the training job warns of what its slots meet
         logging.getLogger("penstock.appliance").setLevel(logging.ERROR)
     limits = replace(
         defaults,
@@ -64,7 +64,7 @@ def main() -> int:
     try:
         with contextlib.ExitStack() as closing:
             if given.folder_fd is not None:
-                closing.callback(OwnFolder.shared(given.folder_fd).close)
+                closing.callback(PrivateFolder.shared(given.folder_fd).close)
             asyncio.run(
                 serve(
                     given.listen,
@@ -72,7 +72,7 @@ def main() -> int:
                     read_tokens(),
                     tls=load_tls(given.tls_ca, given.tls_cert, given.tls_key, given.tls_name),
                     insecure=given.insecure,
-                    lifeline_pid=given.lifeline_pid,
+                    parent_pid=given.parent_pid,
                     ready=announcer(given.ready_fd),
                     limits=limits,
                     http=given.http,

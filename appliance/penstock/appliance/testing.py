@@ -21,10 +21,10 @@ from penstock.proto.state.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 
-__all__ = ["FakeBox", "FakeWorker", "World"]
+__all__ = ["FakeBox", "FakeCluster", "FakeWorker"]
 
 
-class World:
+class FakeCluster:
     """A registry, a clock that stands still until it is moved, and the topics that were announced."""
 
     def __init__(self, limits: Limits | None = None, directory: StateDir | None = None) -> None:
@@ -63,7 +63,7 @@ class World:
             worker.ready()
 
     def run_for(self, seconds: float, alive: Iterable[FakeWorker | FakeBox] = ()) -> None:
-        """Time passes in steps of a quarter of a second; the living report in each."""
+        """Time epochs in steps of a quarter of a second; the living report in each."""
         alive = list(alive)
         for _ in range(round(seconds * 4)):
             self.now += 0.25
@@ -97,7 +97,7 @@ class World:
 
 @dataclass
 class FakeWorker:
-    world: World
+    world: FakeCluster
     name: str
     session: str
     host: str
@@ -142,17 +142,17 @@ class FakeWorker:
 
 @dataclass
 class FakeBox:
-    world: World
+    world: FakeCluster
     request: pb.OpenRunRequest
     reply: pb.OpenRunReply
     position: Position | None = None
-    cuts: dict[int, int] = field(default_factory=dict)
-    pass_ended: bool = False
+    abandoned: dict[int, int] = field(default_factory=dict)
+    epoch_ended: bool = False
 
     def progress(self) -> pb.WatchRunRequest:
         request = pb.WatchRunRequest(run=self.reply.run, attempt=self.reply.attempt, box=self.request.box)
-        request.client_id, request.pass_ended = self.request.client_id, self.pass_ended
-        request.cuts.extend(pb.Cut(epoch=epoch, step=step) for epoch, step in self.cuts.items())
+        request.client_id, request.epoch_ended = self.request.client_id, self.epoch_ended
+        request.abandoned.extend(pb.AbandonedEpoch(epoch=epoch, step=step) for epoch, step in self.abandoned.items())
         if self.position is not None:
             request.delivered.CopyFrom(self.position.to_proto())
         return request
@@ -174,8 +174,8 @@ class FakeBox:
     def leave(self) -> None:
         """The training loop leaves its pass by a break, and reports."""
         assert self.position is not None
-        self.cuts[self.position.epoch] = self.position.step
-        self.position.cut()
+        self.abandoned[self.position.epoch] = self.position.step
+        self.position.abandon_epoch()
         self.watch()
 
     def phases(self) -> list[str]:

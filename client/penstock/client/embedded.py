@@ -29,7 +29,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from penstock.proto.errors import PenstockError
-from penstock.runtime.files.private_folders import OwnFolder
+from penstock.runtime.files.private_folders import PrivateFolder
 
 __all__ = ["Embedded"]
 
@@ -55,7 +55,7 @@ class Embedded:
 
     def __init__(self, on_death: Callable[[PenstockError], None]) -> None:
         try:
-            self._folder = OwnFolder()
+            self._folder = PrivateFolder()
         except OSError as error:
             raise PenstockError(
                 f"Appliance(): the coordinator's socket needs a folder in {tempfile.gettempdir()}, and there can be "
@@ -70,17 +70,17 @@ class Embedded:
         self._down = threading.Event()
         self._failure: PenstockError | None = None
         self._lock = threading.Lock()
-        lifeline = ["--lifeline-pid", str(self._pid)]
+        parent_watch = ["--parent-pid", str(self._pid)]
         self._children: list[_Child] = []
         try:
             folder = self._folder.fileno()
             cluster = ["--listen", self.address, "--state-dir", ":memory:", "--folder-fd", str(folder)]
-            self._children.append(self._start("coordinator", "penstock.appliance", [*cluster, *lifeline], [folder]))
-            lifeline += ["--lifeline-pid", str(self._children[0].process.pid)]
+            self._children.append(self._start("coordinator", "penstock.appliance", [*cluster, *parent_watch], [folder]))
+            parent_watch += ["--parent-pid", str(self._children[0].process.pid)]
             what = ["--coordinator", self.address, "--slots", str(SLOTS), "--allow", "*", "--embedded"]
             if os.environ.get(NO_CAGE, "").lower() in ("1", "true", "yes", "on"):
                 what.append("--no-cage")
-            self._children.append(self._start("worker daemon", "penstock.worker", [*what, *lifeline]))
+            self._children.append(self._start("worker daemon", "penstock.worker", [*what, *parent_watch]))
         except BaseException:
             for child in self._children:
                 child.process.kill()

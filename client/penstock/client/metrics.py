@@ -20,12 +20,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from penstock.client.stream import open_streams
-from penstock.client.stream.ordered_reader import Feed
+from penstock.client.stream.ordered_reader import OrderedReader
 from penstock.proto.errors import InvalidArgumentError, PortTakenError, UnsafeBindError
 from penstock.proto.rpc.addresses import check_address, is_local
 from penstock.proto.rpc.tls import Tls
 from penstock.runtime.web.http_server import WebServer
-from penstock.runtime.web.prometheus import Collector, Readings, cpu_seconds, metrics_route, require_prometheus
+from penstock.runtime.web.prometheus import Collector, MetricReadings, cpu_seconds, metrics_route, require_prometheus
 
 __all__ = ["collector", "open_web"]
 
@@ -39,12 +39,15 @@ def collector() -> Collector:
     return Collector(_readings)
 
 
-def _readings() -> Readings:
-    found = Readings("client")
+def _readings() -> MetricReadings:
+    found = MetricReadings("client")
     # Of a run that was opened again in this process only the newest is a stream.
-    feeds = {(feed.run.name, feed.run.box): feed for feed in sorted(_open_feeds(), key=lambda feed: feed.run.attempt)}
-    for feed in feeds.values():
-        _read_feed(found, feed)
+    feeds = {
+        (reader.run.name, reader.run.box): reader
+        for reader in sorted(_open_feeds(), key=lambda reader: reader.run.attempt)
+    }
+    for reader in feeds.values():
+        _count_reader(found, reader)
     pids = [receiver.pid for receiver in open_streams.receivers.all()]
     receivers = [pid for pid in pids if pid is not None]
     if receivers:
@@ -62,15 +65,15 @@ def _readings() -> Readings:
     return found
 
 
-def _open_feeds() -> Iterator[Feed]:
-    return (feed for feed in open_streams.feeds.all() if not feed.run.closed)
+def _open_feeds() -> Iterator[OrderedReader]:
+    return (reader for reader in open_streams.feeds.all() if not reader.run.closed)
 
 
-def _read_feed(found: Readings, feed: Feed) -> None:
-    run, stats, step = feed.run, feed.stats, feed.position.step
+def _count_reader(found: MetricReadings, reader: OrderedReader) -> None:
+    run, stats, step = reader.run, reader.stats, reader.position.step
     of = {"run": run.name, "box": run.box}
     found.add("penstock_client_step", step, **of)
-    found.add("penstock_client_steps_total", step - feed.first_step, **of)
+    found.add("penstock_client_steps_total", step - reader.first_step, **of)
     found.add("penstock_client_wait_seconds_total", stats.waited_s, **of)
     for slot, seconds in enumerate(list(run.progress.waited_by_slot)):
         if seconds:
@@ -78,15 +81,15 @@ def _read_feed(found: Readings, feed: Feed) -> None:
     # Copied in one go: the loop may enter another worker meanwhile.
     for worker, seconds in stats.waited_by_worker.copy().items():
         found.add("penstock_client_worker_wait_seconds_total", seconds, worker=worker or "none", **of)
-    found.add("penstock_client_copied_batches_total", feed.copies, **of)
+    found.add("penstock_client_copied_batches_total", reader.copies, **of)
     found.add("penstock_client_staged_batches_total", stats.ahead, **of)
     found.add("penstock_client_recoveries_total", stats.recoveries, **of)
     found.add("penstock_client_skipped_batches_total", stats.skipped, **of)
     found.add("penstock_client_corrupt_total", stats.corrupt, **of)
-    lanes = Counter(feed.open_lanes())
+    lanes = Counter(reader.open_lanes())
     for lane in ("local", "tcp"):
         found.add("penstock_client_lanes", lanes[lane], lane=lane, **of)
-    found.add("penstock_client_held_batches", feed.held, **of)
+    found.add("penstock_client_held_batches", reader.held, **of)
     away = run.away_since
     found.add("penstock_client_coordinator_away_seconds", 0 if away is None else time.monotonic() - away, **of)
 

@@ -22,17 +22,17 @@ from typing import Self
 from penstock.proto.errors import DeadlineError, LaneLostError, WorkerLostError
 from penstock.runtime.process import forks
 from penstock.worker.processes.child_processes import START_DEADLINE_S, child_environment
-from penstock.worker.processes.control_channel import Channel, Message
+from penstock.worker.processes.control_channel import ControlChannel, ControlMessage
 from penstock.worker.processes.user_path import interpreter
 from penstock.worker.runner.fork_server import die_with_parent
 
-__all__ = ["Interpreter", "begin", "fork", "kill_group", "show_stack"]
+__all__ = ["ForkingInterpreter", "begin", "fork", "kill_group", "show_stack"]
 
 ABORT_S = 2.0
 """For a child that is told to show its stack and end."""
 
 
-class Interpreter:
+class ForkingInterpreter:
     """Seen from the command, which waits with deadlines. What user code prints goes to standard error.
 
     `module`: its `main` serves what is said on `channel`, which it gets from `begin`.
@@ -40,7 +40,7 @@ class Interpreter:
 
     def __init__(self, module: str, seed: int) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.channel = Channel(ours)
+        self.channel = ControlChannel(ours)
         with theirs:
             self._process = subprocess.Popen(
                 interpreter(module, str(theirs.fileno()), str(os.getpid())),
@@ -69,7 +69,7 @@ class Interpreter:
         self._process.wait()
         self.channel.close()
 
-    def hear(self, until: float) -> Message | None:
+    def hear(self, until: float) -> ControlMessage | None:
         """What it says next; None if it has said nothing by this monotonic time. Raises WorkerLostError if it died."""
         try:
             while (message := self.channel.receive(wait=False)) is None:
@@ -80,9 +80,9 @@ class Interpreter:
         return message
 
 
-def begin() -> Channel:
+def begin() -> ControlChannel:
     """Inside it, before anything else: the way to the command, which hears that it is up."""
-    channel = Channel(socket.socket(fileno=int(sys.argv[1])))
+    channel = ControlChannel(socket.socket(fileno=int(sys.argv[1])))
     die_with_parent(int(sys.argv[2]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the command's, which stops us
     faulthandler.enable()

@@ -40,14 +40,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("role", choices=["coordinator", "worker"])
     parser.add_argument("what", choices=["live", "ready"])
     parser.add_argument("--address", help="of the coordinator [PENSTOCK_COORDINATOR_LISTEN]")
-    parser.add_argument("--pulse-file", help="of the worker [PENSTOCK_WORKER_PULSE_FILE]")
+    parser.add_argument("--liveness-file", help="of the worker [PENSTOCK_WORKER_PULSE_FILE]")
     parser.add_argument("--within", type=float, metavar="SECONDS", help="since a worker's last sign")
     given = parser.parse_args(arguments)
     try:
         if given.role == "coordinator":
             _ask_coordinator(_given(given.address, "--address", "PENSTOCK_COORDINATOR_LISTEN"), given.what == "ready")
         else:
-            file = _given(given.pulse_file, "--pulse-file", "PENSTOCK_WORKER_PULSE_FILE")
+            file = _given(given.liveness_file, "--liveness-file", "PENSTOCK_WORKER_PULSE_FILE")
             _look_at_worker(file, given.what == "ready", given.within)
     except PenstockError as error:
         print(f"penstock probe: {error.message}", file=sys.stderr)
@@ -63,14 +63,14 @@ def _given(flag_value: str | None, flag: str, name: str) -> str:
 
 
 def _look_at_worker(file: str, ready: bool, within_s: float | None) -> None:
-    from penstock.runtime.process.liveness_file import read_pulse
+    from penstock.runtime.process.liveness_file import read_liveness
 
-    pulse = read_pulse(file)
-    if ready and pulse.heard_s_ago > (within_s or READY_S):
-        since = "yet" if pulse.heard_s_ago == float("inf") else f"since {pulse.heard_s_ago:.0f} s"
+    liveness = read_liveness(file)
+    if ready and liveness.heard_s_ago > (within_s or READY_S):
+        since = "yet" if liveness.heard_s_ago == float("inf") else f"since {liveness.heard_s_ago:.0f} s"
         raise DeadlineError(f"the worker has not been answered by its coordinator {since}")
-    if pulse.turned_s_ago > (within_s or LIVE_S):
-        raise DeadlineError(f"the worker's heartbeat stands still since {pulse.turned_s_ago:.0f} s")
+    if liveness.turned_s_ago > (within_s or LIVE_S):
+        raise DeadlineError(f"the worker's heartbeat stands still since {liveness.turned_s_ago:.0f} s")
 
 
 def _ask_coordinator(listen: str, ready: bool) -> None:

@@ -35,7 +35,7 @@
     ├── run
     │   ├── UnknownRunError, BoxOutOfRangeError (ValueError), BoxTakenError, SupersededError
     │   ├── UnknownWorkerError                 no worker of that name is there
-    │   ├── RunShapeError                      re-opened with another shape and no state for it
+    │   ├── TopologyError                      re-opened with another shape and no state for it
     │   ├── VersionSkewError                   the two ends speak different protocol versions
     │   ├── AuthenticationError                token missing or wrong
     │   ├── NotPermittedError                  the token is good for another role
@@ -91,7 +91,6 @@ __all__ = [
     "PortTakenError",
     "ProtocolError",
     "ReplayMismatchError",
-    "RunShapeError",
     "ShardCorruptError",
     "ShardUnavailableError",
     "StateCorruptError",
@@ -101,6 +100,7 @@ __all__ = [
     "StructureChangedError",
     "SupersededError",
     "TlsError",
+    "TopologyError",
     "UnknownRunError",
     "UnknownWorkerError",
     "UnsafeBindError",
@@ -260,7 +260,7 @@ class SupersededError(PenstockError):
     """A newer attempt of the run has taken over; this one is fenced."""
 
 
-class RunShapeError(PenstockError):
+class TopologyError(PenstockError):
     """The run was re-opened with another shape and no state for it."""
 
 
@@ -318,7 +318,7 @@ class ProtocolError(PenstockError):
 
 
 @dataclass(frozen=True)
-class Entry:
+class CatalogueEntry:
     """One row of the catalogue."""
 
     error: type[PenstockError]
@@ -327,56 +327,56 @@ class Entry:
 
 
 # Keyed by the class name, which is also what travels: a peer's name is looked up here and nowhere else.
-CATALOGUE: dict[str, Entry] = {
+CATALOGUE: dict[str, CatalogueEntry] = {
     entry.error.__name__: entry
     for entry in (
-        Entry(PenstockError, "UNKNOWN"),
-        Entry(InvalidArgumentError, "INVALID_ARGUMENT"),
-        Entry(UnsafeBindError, "FAILED_PRECONDITION"),
-        Entry(PortTakenError, "UNAVAILABLE"),
-        Entry(ForkedProcessError, "FAILED_PRECONDITION"),
-        Entry(AmbiguousContextError, "FAILED_PRECONDITION"),
-        Entry(JournalError, "INTERNAL"),
-        Entry(UnsupportedLeafError, "INVALID_ARGUMENT"),
-        Entry(StructureChangedError, "FAILED_PRECONDITION"),
-        Entry(BatchTooLargeError, "RESOURCE_EXHAUSTED"),
-        Entry(BatchCorruptError, "DATA_LOSS"),
-        Entry(EmptyInputError, "FAILED_PRECONDITION"),
-        Entry(DatasetError, "FAILED_PRECONDITION"),
-        Entry(ShardCorruptError, "DATA_LOSS"),
-        Entry(ShardUnavailableError, "UNAVAILABLE"),
-        Entry(UnsupportedStateError, "INVALID_ARGUMENT"),
-        Entry(StateCorruptError, "DATA_LOSS"),
-        Entry(StateVersionError, "FAILED_PRECONDITION"),
-        Entry(StateMismatchError, "FAILED_PRECONDITION"),
-        Entry(StateUnavailableError, "OUT_OF_RANGE"),
-        Entry(NotRestartableError, "FAILED_PRECONDITION"),
-        Entry(ReplayMismatchError, "DATA_LOSS"),
-        Entry(CheckpointError, "FAILED_PRECONDITION"),
-        Entry(CheckpointCorruptError, "DATA_LOSS"),
-        Entry(CheckpointNotFoundError, "NOT_FOUND"),
-        Entry(InputFnError, "UNKNOWN"),
-        Entry(MemoryLimitError, "RESOURCE_EXHAUSTED"),
-        Entry(InputFnNotFoundError, "NOT_FOUND"),
-        Entry(InputFnNotAllowedError, "PERMISSION_DENIED"),
-        Entry(UnknownRunError, "NOT_FOUND"),
-        Entry(UnknownWorkerError, "NOT_FOUND"),
-        Entry(BoxOutOfRangeError, "INVALID_ARGUMENT"),
-        Entry(BoxTakenError, "ALREADY_EXISTS"),
-        Entry(SupersededError, "ABORTED"),
-        Entry(RunShapeError, "FAILED_PRECONDITION"),
-        Entry(VersionSkewError, "FAILED_PRECONDITION"),
-        Entry(AuthenticationError, "UNAUTHENTICATED"),
-        Entry(NotPermittedError, "PERMISSION_DENIED"),
-        Entry(TlsError, "FAILED_PRECONDITION"),
-        Entry(CoordinatorUnavailableError, "UNAVAILABLE"),
-        Entry(OverloadedError, "RESOURCE_EXHAUSTED"),
-        Entry(DeadlineError, "DEADLINE_EXCEEDED"),
-        Entry(NoWorkersError, "DEADLINE_EXCEEDED"),
-        Entry(WorkerLostError, "UNAVAILABLE"),
-        Entry(LaneClosedError, "CANCELLED"),
-        Entry(LaneLostError, "UNAVAILABLE"),
-        Entry(ProtocolError, "INVALID_ARGUMENT"),
+        CatalogueEntry(PenstockError, "UNKNOWN"),
+        CatalogueEntry(InvalidArgumentError, "INVALID_ARGUMENT"),
+        CatalogueEntry(UnsafeBindError, "FAILED_PRECONDITION"),
+        CatalogueEntry(PortTakenError, "UNAVAILABLE"),
+        CatalogueEntry(ForkedProcessError, "FAILED_PRECONDITION"),
+        CatalogueEntry(AmbiguousContextError, "FAILED_PRECONDITION"),
+        CatalogueEntry(JournalError, "INTERNAL"),
+        CatalogueEntry(UnsupportedLeafError, "INVALID_ARGUMENT"),
+        CatalogueEntry(StructureChangedError, "FAILED_PRECONDITION"),
+        CatalogueEntry(BatchTooLargeError, "RESOURCE_EXHAUSTED"),
+        CatalogueEntry(BatchCorruptError, "DATA_LOSS"),
+        CatalogueEntry(EmptyInputError, "FAILED_PRECONDITION"),
+        CatalogueEntry(DatasetError, "FAILED_PRECONDITION"),
+        CatalogueEntry(ShardCorruptError, "DATA_LOSS"),
+        CatalogueEntry(ShardUnavailableError, "UNAVAILABLE"),
+        CatalogueEntry(UnsupportedStateError, "INVALID_ARGUMENT"),
+        CatalogueEntry(StateCorruptError, "DATA_LOSS"),
+        CatalogueEntry(StateVersionError, "FAILED_PRECONDITION"),
+        CatalogueEntry(StateMismatchError, "FAILED_PRECONDITION"),
+        CatalogueEntry(StateUnavailableError, "OUT_OF_RANGE"),
+        CatalogueEntry(NotRestartableError, "FAILED_PRECONDITION"),
+        CatalogueEntry(ReplayMismatchError, "DATA_LOSS"),
+        CatalogueEntry(CheckpointError, "FAILED_PRECONDITION"),
+        CatalogueEntry(CheckpointCorruptError, "DATA_LOSS"),
+        CatalogueEntry(CheckpointNotFoundError, "NOT_FOUND"),
+        CatalogueEntry(InputFnError, "UNKNOWN"),
+        CatalogueEntry(MemoryLimitError, "RESOURCE_EXHAUSTED"),
+        CatalogueEntry(InputFnNotFoundError, "NOT_FOUND"),
+        CatalogueEntry(InputFnNotAllowedError, "PERMISSION_DENIED"),
+        CatalogueEntry(UnknownRunError, "NOT_FOUND"),
+        CatalogueEntry(UnknownWorkerError, "NOT_FOUND"),
+        CatalogueEntry(BoxOutOfRangeError, "INVALID_ARGUMENT"),
+        CatalogueEntry(BoxTakenError, "ALREADY_EXISTS"),
+        CatalogueEntry(SupersededError, "ABORTED"),
+        CatalogueEntry(TopologyError, "FAILED_PRECONDITION"),
+        CatalogueEntry(VersionSkewError, "FAILED_PRECONDITION"),
+        CatalogueEntry(AuthenticationError, "UNAUTHENTICATED"),
+        CatalogueEntry(NotPermittedError, "PERMISSION_DENIED"),
+        CatalogueEntry(TlsError, "FAILED_PRECONDITION"),
+        CatalogueEntry(CoordinatorUnavailableError, "UNAVAILABLE"),
+        CatalogueEntry(OverloadedError, "RESOURCE_EXHAUSTED"),
+        CatalogueEntry(DeadlineError, "DEADLINE_EXCEEDED"),
+        CatalogueEntry(NoWorkersError, "DEADLINE_EXCEEDED"),
+        CatalogueEntry(WorkerLostError, "UNAVAILABLE"),
+        CatalogueEntry(LaneClosedError, "CANCELLED"),
+        CatalogueEntry(LaneLostError, "UNAVAILABLE"),
+        CatalogueEntry(ProtocolError, "INVALID_ARGUMENT"),
     )
 }
 

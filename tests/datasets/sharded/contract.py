@@ -256,7 +256,7 @@ CURSOR_CHECKS: list[Callable[[Make], None]] = [
 
 
 class Fleet(AllWorkers):
-    """All workers of a shape that read a source."""
+    """All workers of a topology that read a source."""
 
     def __init__(self, make: Make, shape: Shape, before: Fleet | None = None, **options: Any) -> None:
         """`options`: of the ShardLoader."""

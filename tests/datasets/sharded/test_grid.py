@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.data.sharded.endless_order import Grid
-from penstock.data.sharded.round_robin import Rounds
+from penstock.data.sharded.endless_order import EndlessOrder
+from penstock.data.sharded.round_robin import RoundRobin
 
 LENGTHS = st.lists(st.one_of(st.integers(0, 9), st.just(0)), min_size=1, max_size=9)
 
@@ -22,7 +22,7 @@ def in_turns(lengths: list[int]) -> list[tuple[int, int]]:
 
 @given(LENGTHS)
 def test_rounds_are_a_round_robin_in_which_shards_that_are_over_leave(lengths: list[int]) -> None:
-    order, rounds = in_turns(lengths), Rounds(len(lengths), lengths)
+    order, rounds = in_turns(lengths), RoundRobin(len(lengths), lengths)
     assert rounds.length == sum(lengths)
     assert list(zip(*rounds.at(np.arange(len(order))), strict=True)) == order
     for position in range(len(order) + 3):
@@ -35,7 +35,7 @@ def test_rounds_are_right_as_far_as_ends_are_known(lengths: list[int], data: st.
     """An end that is not known makes nothing wrong before the position where it shows."""
     order = in_turns(lengths)
     known = data.draw(st.sets(st.integers(0, len(lengths) - 1)))
-    rounds = Rounds(len(lengths), {shard: lengths[shard] for shard in known})
+    rounds = RoundRobin(len(lengths), {shard: lengths[shard] for shard in known})
     assert rounds.length == (sum(lengths) if len(known) == len(lengths) else None)
     unknown = [lengths[shard] for shard in range(len(lengths)) if shard not in known]
     shows = sum(min(length, min(unknown, default=1 << 30)) for length in lengths)
@@ -46,7 +46,7 @@ def test_rounds_are_right_as_far_as_ends_are_known(lengths: list[int], data: st.
 
 
 def test_a_position_far_away_costs_no_more_than_the_first() -> None:
-    rounds = Rounds(3, [10**15, 10**9, 2 * 10**15])
+    rounds = RoundRobin(3, [10**15, 10**9, 2 * 10**15])
     assert rounds.length == 3 * 10**15 + 10**9
     assert rounds.at(np.asarray([3 * 10**9, 3 * 10**9 + 1, rounds.length - 1])) == (
         [0, 2, 2],
@@ -54,13 +54,13 @@ def test_a_position_far_away_costs_no_more_than_the_first() -> None:
     )
 
 
-def dealt(grid: Grid, count: int) -> list[tuple[int, int]]:
+def dealt(endless_order: EndlessOrder, count: int) -> list[tuple[int, int]]:
     """(shard, index) at each position, counted step by step."""
-    used, read = [0] * grid.columns, [0] * grid.shards
+    used, read = [0] * endless_order.columns, [0] * endless_order.shards
     order = []
     for position in range(count):
-        column = position // grid.block % grid.columns
-        shard = column * grid.partitions + used[column] % grid.partitions
+        column = position // endless_order.block % endless_order.columns
+        shard = column * endless_order.partitions + used[column] % endless_order.partitions
         order.append((shard, read[shard]))
         used[column] += 1
         read[shard] += 1
@@ -68,7 +68,7 @@ def dealt(grid: Grid, count: int) -> list[tuple[int, int]]:
 
 
 GRIDS = st.builds(
-    lambda partitions, columns, block: Grid(partitions * columns, partitions, block),
+    lambda partitions, columns, block: EndlessOrder(partitions * columns, partitions, block),
     st.integers(1, 4),
     st.integers(1, 5),
     st.integers(1, 11),
@@ -76,35 +76,35 @@ GRIDS = st.builds(
 
 
 @given(GRIDS)
-def test_a_grid_deals_column_by_column(grid: Grid) -> None:
-    count = 2 * grid.columns * grid.block + 3
-    order = dealt(grid, count)
-    shards, indices = grid.at(np.arange(count))
+def test_a_grid_deals_column_by_column(endless_order: EndlessOrder) -> None:
+    count = 2 * endless_order.columns * endless_order.block + 3
+    order = dealt(endless_order, count)
+    shards, indices = endless_order.at(np.arange(count))
     assert list(zip(shards.tolist(), indices.tolist(), strict=True)) == order
     for position, (shard, index) in enumerate(order):
-        assert grid.place(shard)(index) == position
+        assert endless_order.place(shard)(index) == position
     for position in range(0, count, 3):
         before = [shard for shard, _ in order[:position]]
-        assert grid.counts(position).tolist() == [before.count(shard) for shard in range(grid.shards)]
+        assert endless_order.counts(position).tolist() == [before.count(shard) for shard in range(endless_order.shards)]
 
 
 @settings(max_examples=60)
 @given(GRIDS, st.integers(0, 40), st.integers(0, 9), st.integers(1, 4), st.integers(1, 5))
 def test_a_worker_s_own_shards_are_those_that_its_rows_lie_in(
-    grid: Grid, start: int, more: int, boxes: int, workers: int
+    endless_order: EndlessOrder, start: int, more: int, boxes: int, workers: int
 ) -> None:
     batch = boxes + more
-    period = grid.columns * grid.block * grid.partitions
+    period = endless_order.columns * endless_order.block * endless_order.partitions
     everybody: set[int] = set()
     for box in range(boxes):
         for slot in range(workers):
             first = start + slot * batch
             begins = first + workers * batch * np.arange(period)
             rows = (begins[:, None] + np.arange(box, batch, boxes)).reshape(-1)
-            own = grid.own(first, batch, workers, box, boxes).tolist()
-            assert own == sorted(set(grid.at(rows)[0].tolist()))
+            own = endless_order.own(first, batch, workers, box, boxes).tolist()
+            assert own == sorted(set(endless_order.at(rows)[0].tolist()))
             everybody |= set(own)
-    assert everybody == set(range(grid.shards))
+    assert everybody == set(range(endless_order.shards))
 
 
 @pytest.mark.parametrize(
@@ -123,11 +123,11 @@ def test_a_shard_is_read_by_one_worker_alone_where_boxes_and_workers_divide(
     boxes: int, workers: int, batch: int, partitions: int, start: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("penstock.data.sharded.endless_order.AT_ONCE", 5)
-    grid = Grid(36, partitions, 12)
+    endless_order = EndlessOrder(36, partitions, 12)
     readers: dict[int, set[tuple[int, int]]] = defaultdict(set)
     for box in range(boxes):
         for slot in range(workers):
-            for shard in grid.own(start + slot * batch, batch, workers, box, boxes).tolist():
+            for shard in endless_order.own(start + slot * batch, batch, workers, box, boxes).tolist():
                 readers[shard].add((box, slot))
     assert set(map(len, readers.values())) == {1}
     assert len(readers) == 36

@@ -316,8 +316,8 @@ def test_how_functions_are_named() -> None:
         Mapped(source, function).described()["function"]
         for function in (even, functools.partial(even), Callable_(), lambda _: 0)
     ]
-    here = "test_how_functions_are_named.<locals>."
-    assert names == ["even", "even", f"{here}Callable_", f"{here}<lambda>"]
+    identity = "test_how_functions_are_named.<locals>."
+    assert names == ["even", "even", f"{identity}Callable_", f"{identity}<lambda>"]
     assert Filtered(source, even, name="2").described() == {
         "kind": "Filtered",
         "function": "2",

@@ -88,10 +88,10 @@ def whole_documents_by_hand(
     lines, waiting = [], [document for document in documents if document]
     while waiting:
         line = [] if bos is None or waiting[0][0] == bos else [bos]
-        room = length - len(line)
-        if len(closed(waiting[0])) > room:
-            closing = len(closed(waiting[0][:room])) > room
-            taken = room - closing
+        eviction = length - len(line)
+        if len(closed(waiting[0])) > eviction:
+            closing = len(closed(waiting[0][:eviction])) > eviction
+            taken = eviction - closing
             line = line + waiting[0][:taken] + [eos or 0] * closing
             waiting[0] = waiting[0][taken:]
         else:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from penstock.data import LineFile, LogicalShards, Mapped, Repeated, ShardLoader
 from penstock.data.sharded.sources.lines import cut_files
 from penstock.proto.errors import DatasetError, InvalidArgumentError, StateMismatchError
-from penstock.proto.state.snapshot_cadence import Cadence
+from penstock.proto.state.snapshot_cadence import SnapshotCadence
 
 
 def write(folder: Path, *counts: int) -> list[Path]:
@@ -73,7 +73,7 @@ def test_few_files_make_many_shards(tmp_path: Path) -> None:
 
 def test_a_place_is_a_position_in_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Going on reads what came since the last snapshot again, and not the range from its beginning."""
-    monkeypatch.setattr(Cadence, "due", lambda self, now: True)  # on a busy machine they would come more rarely
+    monkeypatch.setattr(SnapshotCadence, "due", lambda self, now: True)  # on a busy machine they would come more rarely
     parsed: list[bytes] = []
 
     def parse(line: bytes) -> Any:

@@ -15,7 +15,7 @@ from listed import Counting, Listed
 from tests.datasets.sharded.contract import SEED, Fleet, Shape
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from penstock.data.ordering.partition import Dealing
+from penstock.data.ordering.partition import Partition
 from penstock.data.sharded.shard_loader import ShardLoader
 from penstock.proto.errors import DatasetError, InvalidArgumentError
 from penstock.proto.state.generators import capture_rng
@@ -55,16 +55,16 @@ def dealt(lengths: list[int], legs: list[tuple[Shape, int, int]], tail: Any) -> 
     before: tuple[Shape, int] | None = None
     for (boxes, workers), rows, count in legs:
         if before != ((boxes, workers), rows) and before is not None:
-            dealing = Dealing(sum(lengths), start, before[1], before[0][0], tail)
-            start, done = dealing.position(done), 0
+            partition = Partition(sum(lengths), start, before[1], before[0][0], tail)
+            start, done = partition.position(done), 0
         before = (boxes, workers), rows
         for _ in range(count):
             while True:
-                dealing = Dealing(sum(lengths), start, rows, boxes, tail)
-                if start < sum(lengths) and done < dealing.batches:
+                partition = Partition(sum(lengths), start, rows, boxes, tail)
+                if start < sum(lengths) and done < partition.batches:
                     break
                 epoch, start, done = epoch + 1, 0, 0
-            own = [dealing.rows(done, box).tolist() for box in range(boxes)]
+            own = [partition.rows(done, box).tolist() for box in range(boxes)]
             stream = stream_of(lengths, epoch)
             size = sum(map(len, own))
             batches.append([stream[own[at % boxes][at // boxes]] for at in range(size)])
@@ -171,10 +171,10 @@ def test_an_epoch_s_last_rows_go_with_the_batch_before_if_they_are_fewer_than_bo
     st.lists(st.tuples(st.sampled_from(SHAPES[:6]), st.integers(4, 9), st.integers(0, 7)), min_size=1, max_size=5),
 )
 def test_endless_through_any_chain_of_shapes_and_batch_sizes(
-    grid: tuple[int, int], legs: list[tuple[Shape, int, int]]
+    endless_order: tuple[int, int], legs: list[tuple[Shape, int, int]]
 ) -> None:
     """Counting's samples say where the loader says that they come, and the order is that of the first batch."""
-    partitions, columns = grid
+    partitions, columns = endless_order
     block = next((rows for _, rows, count in legs if count), None)
     alone = loader_of(Counting(partitions * columns), batch_size=1, block=block, partitions=partitions, seed=SEED)
     fleet: Fleet | None = None
@@ -329,7 +329,7 @@ def test_a_state_of_an_epoch_s_end_is_the_next_one_s_beginning() -> None:
 
 
 def test_for_one_of_several_workers_the_end_of_a_pass_is_a_pass_of_its_own() -> None:
-    """A box counts its passes: a worker that stands at the end yields nothing, once."""
+    """A box counts its epochs: a worker that stands at the end yields nothing, once."""
     for known in (True, False):
         fleet = Fleet(lambda: Listed([10, 10], known=known), (1, 2), batch_size=5)  # noqa: B023
         fleet.take(4)
@@ -347,7 +347,7 @@ def test_an_iterator_that_was_left_yields_nothing_more() -> None:
     stream = iter(loader)
     assert next(left, None) is None
     assert len(list(stream)) == 8
-    assert next(stream, None) is None, "a pass that is over stays over"
+    assert next(stream, None) is None, "an epoch that is over stays over"
 
 
 def test_a_batch_can_be_passed_over() -> None:

@@ -85,7 +85,7 @@ def test_of_batches_that_grew_and_of_a_later_pass() -> None:
     loader.set_epoch(2)
     batch = next(iter(loader))
     rows += zip(batch["batch"], batch["key"], strict=True)
-    assert rows[-1][0][3] != rows[0][0][3], "another pass has another seed"
+    assert rows[-1][0][3] != rows[0][0][3], "another epoch has another seed"
     other = loader_of(Counting(6), partitions=3)
     assert [other.restore_sample(key) for _, key in rows] == [sample for sample, _ in rows]
 

@@ -28,7 +28,7 @@ from penstock.data import (
     WindowShuffled,
 )
 from penstock.data.sharded.protocol import Place, Token
-from penstock.data.sharded.round_robin import Rounds
+from penstock.data.sharded.round_robin import RoundRobin
 from penstock.data.sharded.shard_loader import ShardLoader
 from penstock.data.sharded.shard_states import differences
 from penstock.proto.errors import (
@@ -141,7 +141,7 @@ def test_marks_are_exact_where_a_worker_goes_along(shape: Shape) -> None:
     """Each says how many of the shard's samples come before the end of the worker's last batch, look-ahead or not."""
     lengths = [6, 0, 9, 1, 5, 9, 3, 8, 0, 7, 2, 9]
     fleet = Fleet(lambda: Listed(lengths, known=False), shape, global_batch_size=4)
-    rounds = Rounds(len(lengths), lengths)
+    rounds = RoundRobin(len(lengths), lengths)
     for step in range(1, 15):
         fleet.take(1)
         for worker in fleet.workers[(step - 1) % shape[1] :: shape[1]]:
@@ -183,7 +183,7 @@ def test_who_is_still_at_the_end_of_the_pass_before_has_done_nothing_of_this_one
     assert (state["epoch"], state["done"]) == (1, 1)
     again = [fleet._worker(number, state) for number in range(2)]
     assert next(iter(again[0])) == whole[6]
-    assert list(again[1]) == [], "it finds out first that its pass is over"
+    assert list(again[1]) == [], "it finds out first that its epoch is over"
     assert next(iter(again[1])) == whole[5]
     assert Fleet(fleet.make, (2, 2), fleet, global_batch_size=5).take(3) == whole[5:]
 
@@ -397,7 +397,7 @@ def flat(loader: ShardLoader) -> Iterator[Any]:
 def test_a_worker_s_state_is_refused_in_another_shape() -> None:
     fleet = Fleet(lambda: Listed(UNEQUAL), (1, 2), batch_size=4)
     fleet.take(2)
-    with pytest.raises(StateMismatchError, match="aggregate_state_dict fits any shape"):
+    with pytest.raises(StateMismatchError, match="aggregate_state_dict fits any topology"):
         loader_of(Listed(UNEQUAL), seed=11).load_state_dict(fleet.workers[0].state_dict())
 
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from penstock.data import Mixture, Repeated, ShardedSource, WindowShuffled
 from penstock.data.sharded.layers import mixture, mixture_shares
 from penstock.data.sharded.layers.mixture import Stop
-from penstock.data.sharded.layers.mixture_shares import MOST_PARTS, Turns, parts_of, turns_of
+from penstock.data.sharded.layers.mixture_shares import MOST_PARTS, MixtureTurns, parts_of, turns_of
 from penstock.data.sharded.protocol import Cursor, Place
 from penstock.proto.errors import DatasetError, InvalidArgumentError, StateCorruptError
 from penstock.proto.state.generators import derive_seed
@@ -109,7 +109,7 @@ def test_one_place_or_many() -> None:
 
 
 def test_a_common_divisor_changes_nothing() -> None:
-    assert turns_of((70, 20, 10)).many(np.arange(500)).tolist() == Turns((7, 2, 1)).many(np.arange(500)).tolist()
+    assert turns_of((70, 20, 10)).many(np.arange(500)).tolist() == MixtureTurns((7, 2, 1)).many(np.arange(500)).tolist()
 
 
 def test_the_turns_are_the_same_for_ever() -> None:

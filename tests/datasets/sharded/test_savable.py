@@ -23,7 +23,7 @@ from opaque_streams import Counter, CountsLate, drawing, rows_of
 from penstock.data import Savable
 from penstock.data.sharded.protocol import Token
 from penstock.data.sharded.sources import opaque
-from penstock.data.sharded.sources.sample_digest import Digests
+from penstock.data.sharded.sources.sample_digest import SampleDigests
 from penstock.proto.errors import (
     DatasetError,
     InvalidArgumentError,
@@ -67,7 +67,7 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Clock:
-    """Seconds, which pass when a test says so."""
+    """Seconds, which epoch when a test says so."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
@@ -132,7 +132,7 @@ def test_a_stream_that_is_parked_reads_little_again(every: int, eager: None) -> 
         made.append(Counter(100))
         return made[-1]
 
-    stream = opaque.Stream(make, "stream", digests=Digests(), snapshot_every=every)
+    stream = opaque.OpaqueStream(make, "stream", digests=SampleDigests(), snapshot_every=every)
     got = []
     for _ in range(10):
         got += [next(stream), next(stream)]

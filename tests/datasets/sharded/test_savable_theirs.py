@@ -62,7 +62,7 @@ def test_a_loader_of_a_graph(place: int, eager: None) -> None:
 
 
 def test_a_loader_of_a_graph_that_begins_again_at_its_end(eager: None) -> None:
-    """Its state behind the last sample would lead to the next pass."""
+    """Its state behind the last sample would lead to the next epoch."""
     source = Savable(lambda shard: Loader(IterableWrapper(range(5))), shards=1, snapshot_every=1)
     cursor = source.open(0, 0, SEED)
     assert cursor.skip(9) == 5

@@ -84,7 +84,7 @@ def _ring_fd(kind: int, content: bytes) -> int:
 
 def _consumer(data: bytes) -> None:
     """Steps: 0 one frame in a packet, 1 a packet as it is, 2 several frames in one, 3 a descriptor with the ring's
-    content, 4 the loop left its pass, 5 the loop says what it has."""
+    content, 4 the loop left its epoch, 5 the loop says what it has."""
     peer, sock = _pair(socket.SOCK_SEQPACKET)
     wake = os.eventfd(0)
     lane = SlotLane(0, 1, "the fuzzer's runner")
@@ -150,7 +150,7 @@ def _runner_frames() -> tuple[bytes, bytes, bytes, list[bytes]]:
     content = bytes(ring.view[: flat.nbytes])
     text = flat.structure.to_bytes()
     structure = a_frame(STRUCTURE, structure=1, inline=text, size=len(text)).encode()
-    announced = a_frame(RING, ring=9, slot_bytes=PAGE, slots=SLOTS).encode()
+    announced = a_frame(RING, ring=9, entry_bytes=PAGE, slots=SLOTS).encode()
     ring.close_fd()
     digest = batch_digest(flat.structure.key, content, 0, flat.nbytes, flat.shapes)
     behind = Frame(BATCH, ring=9, structure=1, nbytes=flat.nbytes, total=2, digest=digest, size=len(flat.shapes))
@@ -223,7 +223,7 @@ def _honest(producer: Producer) -> None:
     peer, sock = _pair(socket.SOCK_SEQPACKET)
     with peer:
         wanted = min(producer.delivered + 1, (1 << 64) - 1)
-        producer.attach(sock, lane_pb2.Hello(next_total=wanted, cuts=producer.cuts))
+        producer.attach(sock, lane_pb2.Hello(next_total=wanted, abandoned=producer.abandons))
         if wanted <= producer.delivered:
             return
         assert producer.attached, "an honest consumer was refused"
@@ -232,7 +232,7 @@ def _honest(producer: Producer) -> None:
 
 def _producer_seeds() -> list[bytes]:
     hello = lane_pb2.Hello(
-        protocol=LANE_PROTOCOL, next_total=1, held=[lane_pb2.Slot(ring=1, slot=2)]
+        protocol=LANE_PROTOCOL, next_total=1, held=[lane_pb2.RingEntry(ring=1, entry=2)]
     ).SerializeToString()
     acks = [
         Ack(delivered=1, open_epochs=2, wanted=[3, 3, 4, 4]),
@@ -342,7 +342,7 @@ def _receiver(data: bytes) -> None:
     consumer, local = _pair(socket.SOCK_SEQPACKET)
     consumer.setblocking(False)
     far, near = _tcp_pair()
-    lane = receiver.Lane(cast(receiver.Loop, loop), local, 1 << 16)
+    lane = receiver.ReceiverLane(cast(receiver.ReceiverLoop, loop), local, 1 << 16)
     fd = local.fileno()
     with consumer, far, near:
         consumer.send(steps[0][1] if steps and steps[0][1] else b"\0")
@@ -372,7 +372,7 @@ def _receiver(data: bytes) -> None:
         lane.end("the fuzzer has")
 
 
-def _drive(lane: receiver.Lane, loop: _Loop) -> None:
+def _drive(lane: receiver.ReceiverLane, loop: _Loop) -> None:
     for _ in range(100):
         if lane.over:
             return

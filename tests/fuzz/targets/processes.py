@@ -8,8 +8,8 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
+from google.protobuf.message import ControlMessage as Protobuf
 from google.protobuf.message import DecodeError
-from google.protobuf.message import Message as Protobuf
 from targets.target import Target, pieces, script, words
 
 from penstock.appliance.core.cluster_state import ClusterState
@@ -17,14 +17,14 @@ from penstock.appliance.core.recovery import restore
 from penstock.appliance.core.state_machine import Registry
 from penstock.appliance.model.entities import SlotKey
 from penstock.appliance.model.limits import Limits
-from penstock.appliance.model.recent_events import Events
+from penstock.appliance.model.recent_events import RecentEvents
 from penstock.appliance.storage.journal import TABLES, Journal
 from penstock.appliance.storage.snapshot_index import SnapshotIndex as Snapshots
-from penstock.appliance.testing import World
+from penstock.appliance.testing import FakeCluster
 from penstock.proto.errors import PenstockError, ProtocolError
 from penstock.proto.state.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
-from penstock.worker.processes.control_channel import Inbox, Message, counts, encode_head
+from penstock.worker.processes.control_channel import ControlMessage, MessageInbox, counts, encode_head
 from penstock.worker.processes.progress_page import ProgressPage
 
 __all__ = ["TARGETS"]
@@ -40,17 +40,21 @@ HEAD = struct.Struct("<IQB")
 def _control(data: bytes) -> None:
     """A stream of messages, in pieces of any size. Steps: 0 bytes as they are, 1 a message's text, and 64 bytes of
     payload."""
-    inbox = Inbox()
+    inbox = MessageInbox()
     for what, piece in pieces(data):
         text, payload = (piece[:-64], piece[-64:]) if what % 2 else (b"", b"")
-        inbox.feed(piece if not what % 2 else HEAD.pack(len(text), len(payload), 0) + text + payload, [])
+        inbox.reader(piece if not what % 2 else HEAD.pack(len(text), len(payload), 0) + text + payload, [])
         while (message := inbox.take()) is not None:
             assert type(message.kind) is str
             counts(message, *list(message.fields)[:4])
 
 
 def _control_seeds() -> list[bytes]:
-    messages = [Message("base", {"epoch": 0, "total": 3}, b"state"), Message("ready", {}, b"\10\4"), Message("begun")]
+    messages = [
+        ControlMessage("point", {"epoch": 0, "total": 3}, b"state"),
+        ControlMessage("ready", {}, b"\10\4"),
+        ControlMessage("begun"),
+    ]
     stream = b"".join(encode_head(message) + message.payload for message in messages[:1])
     text = encode_head(messages[0])[HEAD.size :]
     return [script((0, stream)), script((0, stream[:9]), (0, stream[9:])), script((1, text + bytes(64)))]
@@ -117,8 +121,8 @@ def _calls(registry: Registry) -> list[tuple[type[Protobuf], Callable[[Any], obj
 
 def _coordinator(data: bytes) -> None:
     """Calls in any order with any fields, beside an honest worker and an honest box, who must not suffer. Steps: the
-    call's number, its message; above that, seconds that pass."""
-    world = World(Limits(slots_max=256))
+    call's number, its message; above that, seconds that epoch."""
+    world = FakeCluster(Limits(slots_max=256))
     worker, box = world.worker("honest", slots=2), world.open()
     worker.ready()
     calls = _calls(world.registry)
@@ -148,14 +152,14 @@ def _coordinator_seeds() -> list[bytes]:
     """Calls that could be the honest ones' own: the worst there are."""
     position = Position(3, 0, [0, 1], 1, [2, 1], [2, 1]).to_proto()
     watch = pb.WatchRunRequest(run="job/0", attempt=1, box=0, client_id="client-0", delivered=position, hold_s=1.0)
-    watch.cuts.add(epoch=0, step=3)
+    watch.abandoned.add(epoch=0, step=3)
     fetch = pb.FetchStateRequest(run="job/0", attempt=1, step=3, deadline_s=1.0)
     fetch.progress.CopyFrom(watch)
-    opening = pb.OpenRunRequest(job="mine", client_id="c", num_boxes=1, num_workers_per_box=2, base=position)
+    opening = pb.OpenRunRequest(job="mine", client_id="c", num_boxes=1, num_workers_per_box=2, point=position)
     opening.loader.input_fn = "m:f"
     report = pb.SlotReport(run="job/0", attempt=1, generation=1, phase=pb.READY, batches_per_s=1.5)
     beat = pb.HeartbeatRequest(worker="honest", session="honest-1", slots=[report], hold_s=1.0)
-    answer = pb.StateAnswer(request="job/0@1/0.0#1:3:0.2.2:0", worker="honest", ends=[pb.PassEnd(epoch=0, total=1)])
+    answer = pb.StateAnswer(request="job/0@1/0.0#1:3:0.2.2:0", worker="honest", ends=[pb.EpochEnd(epoch=0, total=1)])
     answer.ended, answer.ended_total = True, 1
     register = pb.RegisterWorkerRequest(worker="mine", session="s", slots=2, local_address="l", tcp_address="t:1")
     header = pb.SnapshotHeader(run="job/0", attempt=1, generation=1, total=2, size=5)
@@ -170,7 +174,7 @@ def _coordinator_seeds() -> list[bytes]:
 
 def _rows() -> dict[str, list[dict[str, Any]]]:
     """The rows of a coordinator with a run of two slots."""
-    world = World()
+    world = FakeCluster()
     world.worker("w")
     world.open()
     return {table: [dict(row) for row in world.journal.rows(table)] for table in TABLES}
@@ -209,7 +213,7 @@ def _journal(data: bytes) -> None:
     journal = _Journal(rows)
     try:
         cluster = ClusterState(
-            journal, Snapshots(Limits()), Limits(), lambda topic: None, Events(lambda: 0.0, lambda: 0.0)
+            journal, Snapshots(Limits()), Limits(), lambda topic: None, RecentEvents(lambda: 0.0, lambda: 0.0)
         )
         restore(cluster, 0.0, 3.0, 10.0)
     finally:

@@ -24,7 +24,7 @@ from penstock.proto.state.generators import capture_rng, restore_rng
 from penstock.proto.state.position import Position, advance
 from penstock.proto.state.state_json import state_as_json
 from penstock.proto.v1 import records_pb2
-from penstock.worker.loader.restart_points import Base, Past, Place
+from penstock.worker.loader.restart_points import RestartPoint, StreamHistory, StreamPosition
 
 __all__ = ["TARGETS"]
 
@@ -57,7 +57,7 @@ def _structure_seeds() -> list[bytes]:
 
 
 def _layout(data: bytes) -> None:
-    """A batch as its frame and its ring slot tell it: structure, shapes, nbytes, and the bytes in the slot."""
+    """A batch as its frame and its ring entry tell it: structure, shapes, nbytes, and the bytes in the slot."""
     parts = dict(pieces(data, 4))
     shapes, numbers = words(parts.get(1, b"")), words(parts.get(2, b"")[:16])
     offset, nbytes = (*numbers, 0, 0)[:2]
@@ -139,16 +139,23 @@ def _state_seeds() -> list[bytes]:
     return [encode_state(value)[:-8] for value in _states()]
 
 
-def _base(data: bytes) -> None:
-    base = Base.decode(sealed(data))
-    assert isinstance(base.place, Place)
+def _point(data: bytes) -> None:
+    point = RestartPoint.decode(sealed(data))
+    assert isinstance(point.position, StreamPosition)
 
 
 def _base_seeds() -> list[bytes]:
-    snapshot = Base(Place(0, 3, 3, 12), {"at": 3}, b"rng", None, 77)
-    origin = Base(Place(1, 0, 9, 36), None, b"after", b"before")
-    behind = Base(Place(1, 2, 11, 44), {}, b"r", digest=5, past=Past(left=((0, 3),), whole=True), behind=origin)
-    return [base.encode()[:-8] for base in (snapshot, origin, behind)]
+    snapshot = RestartPoint(StreamPosition(0, 3, 3, 12), {"at": 3}, b"rng", None, 77)
+    epoch_start = RestartPoint(StreamPosition(1, 0, 9, 36), None, b"after", b"before")
+    behind = RestartPoint(
+        StreamPosition(1, 2, 11, 44),
+        {},
+        b"r",
+        digest=5,
+        history=StreamHistory(abandoned=((0, 3),), whole=True),
+        behind=epoch_start,
+    )
+    return [point.encode()[:-8] for point in (snapshot, epoch_start, behind)]
 
 
 def _saved(data: bytes) -> None:
@@ -160,10 +167,10 @@ def _saved(data: bytes) -> None:
 
 
 def _saved_seeds() -> list[bytes]:
-    parts = [saved_state.Part(0, slot, 2 - slot, 8, 1, {"at": [0, 1, 1, 4]}, {"n": 1}) for slot in range(2)]
+    parts = [saved_state.WorkerPart(0, slot, 2 - slot, 8, 1, {"at": [0, 1, 1, 4]}, {"n": 1}) for slot in range(2)]
     position = Position(3, 0, [0, 1], 1, [2, 1], [2, 1])
     records = [
-        saved_state.Saved(3, "m:f", methods, 1, 2, 5, positions=[position], parts=parts, aggregated={"user": 1})
+        saved_state.SavedState(3, "m:f", methods, 1, 2, 5, positions=[position], parts=parts, aggregated={"user": 1})
         for methods in (2, 4)
     ]
     return [record.to_dict()[saved_state.KEY]["record"][:-8] for record in records]
@@ -183,7 +190,7 @@ def _rng(data: bytes) -> None:
 
 
 def _position(data: bytes) -> None:
-    """A record of a box, and where it is some steps later by what was said of ends and of passes left."""
+    """A record of a box, and where it is some steps later by what was said of ends and of epochs left."""
     parts = dict(pieces(data, 3))
     try:
         message = records_pb2.BoxPosition.FromString(parts.get(0, b""))
@@ -196,15 +203,15 @@ def _position(data: bytes) -> None:
         (a % 8, position.epoch + b % 8): c for a, b, c in zip(numbers[::3], numbers[1::3], numbers[2::3], strict=False)
     }
     numbers = words(parts.get(2, b""))
-    cuts = {position.epoch + a % 8: b for a, b in zip(numbers[::2], numbers[1::2], strict=False)}
+    abandoned = {position.epoch + a % 8: b for a, b in zip(numbers[::2], numbers[1::2], strict=False)}
     for ahead in (0, 1, 1000, 1 << 61):
-        advance(position, position.step + ahead, ends, cuts).to_proto()
+        advance(position, position.step + ahead, ends, abandoned).to_proto()
 
 
 def _position_seeds() -> list[bytes]:
     position = Position(7, 1, [0, 2], 1, [2, 1, 1], [3, 2, 2]).to_proto().SerializeToString()
-    ends, cuts = struct.pack("<6Q", 0, 0, 5, 2, 1, 9), struct.pack("<4Q", 0, 9, 1, 12)
-    return [script((0, position)), script((0, position), (1, ends), (2, cuts))]
+    ends, abandoned = struct.pack("<6Q", 0, 0, 5, 2, 1, 9), struct.pack("<4Q", 0, 9, 1, 12)
+    return [script((0, position)), script((0, position), (1, ends), (2, abandoned))]
 
 
 def _error(data: bytes) -> None:
@@ -259,7 +266,7 @@ TARGETS = [
     Target("layout", _layout, _layout_seeds),
     Target("state", _state, _state_seeds),
     Target("state_json", _state_json, _state_seeds),
-    Target("base", _base, _base_seeds),
+    Target("point", _point, _base_seeds),
     Target("saved", _saved, _saved_seeds),
     Target("rng", _rng, lambda: [capture_rng()[:-8]], examples=60),
     Target("position", _position, _position_seeds),

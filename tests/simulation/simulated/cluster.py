@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from simulated.disk import Disk
 
 from penstock.appliance.core.state_machine import Registry
-from penstock.appliance.model.entities import Place, Slot, SlotKey, Worker
+from penstock.appliance.model.entities import BoxPresence, Slot, SlotKey, Worker
 from penstock.appliance.model.limits import Limits
 from penstock.proto.v1 import coordinator_pb2 as pb
 
@@ -31,7 +31,7 @@ class Before:
 
     slots: dict[SlotKey, tuple[int, str, str, bool]] = field(default_factory=dict)
     """-> generation, worker, session, whether its box was live."""
-    successors: dict[SlotKey, tuple[str, int]] = field(default_factory=dict)
+    targets: dict[SlotKey, tuple[str, int]] = field(default_factory=dict)
     """-> worker, generation."""
     workers: dict[str, str] = field(default_factory=dict)
     live: dict[tuple[str, int, int], str] = field(default_factory=dict)
@@ -53,7 +53,7 @@ class Before:
         self.workers.clear()
         self.live.clear()
         self.slots.clear()
-        self.successors.clear()
+        self.targets.clear()
 
 
 def check_cluster(fail: Fail, registry: Registry) -> None:
@@ -72,19 +72,19 @@ def check_cluster(fail: Fail, registry: Registry) -> None:
             fail("who is superseded owns nothing", f"attempt {attempt.number} of {attempt.run} is open")
         for box in attempt.boxes.values():
             for slot in box.slots:
-                successor = slot.successor
-                named = {slot.worker, successor.worker if successor is not None else ""} - {""}
+                target = slot.target
+                named = {slot.worker, target.worker if target is not None else ""} - {""}
                 if held.get(slot.key, set()) != named:
                     fail("one owner per slot and generation", f"{slot.key}: {named}, {held.get(slot.key)}")
-                if successor is not None and (slot.phase != pb.READY or successor.worker == slot.worker):
-                    fail("one owner per slot and generation", f"{slot} has {successor}, and is with {slot.worker}")
-                if (slot.key in cluster.appointed) != (successor is not None):
-                    fail(_WAITS, f"{slot} has the successor {successor}, which nobody waits for")
+                if target is not None and (slot.phase != pb.READY or target.worker == slot.worker):
+                    fail("one owner per slot and generation", f"{slot} has {target}, and is with {slot.worker}")
+                if (slot.key in cluster.appointed) != (target is not None):
+                    fail(_WAITS, f"{slot} has the successor {target}, which nobody waits for")
                 if slot.phase in (pb.STARTING, pb.READY) and not slot.worker:
                     fail(_WAITS, f"{slot.key} is {pb.SlotPhase.Name(slot.phase)} with nobody")
                 if box.lingers_until > 0:
                     continue
-                live, waiting = box.place is Place.LIVE, slot.key in cluster.waiting
+                live, waiting = box.place is BoxPresence.LIVE, slot.key in cluster.waiting
                 if waiting != (live and slot.phase == pb.WAITING):
                     fail(_WAITS, f"{slot.key} is {pb.SlotPhase.Name(slot.phase)}, and waits in line: {waiting}")
                 if not live and slot.worker:
@@ -140,10 +140,10 @@ def check_moves(
     live: dict[tuple[str, int, int], str] = {}
     for attempt in cluster.open_attempts():
         for box in attempt.boxes.values():
-            if box.place is Place.LIVE:
+            if box.place is BoxPresence.LIVE:
                 live[attempt.run, attempt.number, box.number] = box.client
             for slot in box.slots:
-                is_live = box.place is Place.LIVE
+                is_live = box.place is BoxPresence.LIVE
                 slots[slot.key] = now = (slot.generation, slot.worker, slot.session, is_live)
                 was = before.slots.get(slot.key, now)
                 if was == now:
@@ -153,7 +153,7 @@ def check_moves(
                 if now[0] == was[0] and was[1] not in ("", now[1]):
                     fail("one owner per slot and generation", f"{slot.key} went from {was} to {now}")
                 moved = now[0] > was[0] and was[3] and is_live and not before.blurred
-                succeeded = before.successors.get(slot.key) == (slot.worker, slot.generation)
+                succeeded = before.targets.get(slot.key) == (slot.worker, slot.generation)
                 kept = _keeps(cluster.workers.get(was[1]), was[2])
                 if moved and not succeeded and (*slot.key, was[0]) not in lost and kept:
                     fail("a slot moves only for a cause", f"{slot.key} from {was} to {now}")
@@ -165,14 +165,14 @@ def check_moves(
                 fail("a lease is whole", f"worker {name} ({session}) was given up after {silent:.3f} s")
     for (run, number, box_number), client in before.live.items():
         current = cluster.runs[run].current
-        if current is not None and current.number == number and current.boxes[box_number].place is Place.GONE:
+        if current is not None and current.number == number and current.boxes[box_number].place is BoxPresence.GONE:
             silent = awake - max(before.heard_box.get((run, box_number, client), 0.0), before.booted)
             if silent < limits.client_lease_s - 1e-6:
                 fail("a lease is whole", f"box {box_number} of {run} was given up after {silent:.3f} s")
     before.blurred = False
     before.slots, before.live = slots, live
-    heirs = [(slot.key, slot.successor) for slot in cluster.appointed.values()]
-    before.successors = {key: (heir.worker, heir.generation) for key, heir in heirs if heir is not None}
+    heirs = [(slot.key, slot.target) for slot in cluster.appointed.values()]
+    before.targets = {key: (heir.worker, heir.generation) for key, heir in heirs if heir is not None}
     before.workers = {worker.name: worker.session for worker in cluster.workers.values()}
 
 

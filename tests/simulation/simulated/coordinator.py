@@ -16,7 +16,7 @@ from simulated.virtual import World
 
 from penstock.appliance.core.cluster_state import Topic
 from penstock.appliance.core.state_machine import Registry
-from penstock.appliance.edge.service import Service, Signals
+from penstock.appliance.edge.service import Service, TopicSignals
 from penstock.appliance.model.limits import Limits
 from penstock.appliance.storage.snapshot_index import SnapshotIndex
 
@@ -54,7 +54,7 @@ class Coordinator:
         process.on_death.append(store.close)
         snapshot_index = SnapshotIndex(self.limits)
         snapshot_index.load(*store.index(), world.now)
-        signals = Signals()
+        signals = TopicSignals()
 
         def changed(topic: Topic) -> None:
             self._truth.stirred = True

@@ -17,9 +17,9 @@ from simulated.virtual import Crash
 
 from penstock.appliance.model.entities import SlotKey
 from penstock.appliance.states.closed_runs import ClosedRun
-from penstock.appliance.storage.database import Marks, behind
+from penstock.appliance.storage.database import CommitMarks, behind
 from penstock.appliance.storage.journal import TABLES, Journal, Rows
-from penstock.appliance.storage.snapshot_index import Drop, DropAttempt, DropBlob, DropSnapshot, Kept
+from penstock.appliance.storage.snapshot_index import Drop, DropAttempt, DropBlob, DropSnapshot, DurableSnapshot
 from penstock.appliance.storage.snapshot_store import Store
 from penstock.proto.errors import JournalError
 from penstock.proto.v1 import coordinator_pb2 as pb
@@ -110,7 +110,7 @@ class SimulatedJournal(Journal):
         disk.boots += 1
         self.boots = disk.boots
         self.secret, self.found = disk.secret, disk.commits
-        self.marks = Marks(disk.secret, disk.boots.to_bytes(8, "big"), self.found)
+        self.marks = CommitMarks(disk.secret, disk.boots.to_bytes(8, "big"), self.found)
 
     @property
     def name(self) -> str:
@@ -193,10 +193,12 @@ class SimulatedStore(Store):
         self.writer = _Writer(disk, fate, die)
         self._disk = disk
 
-    def index(self) -> tuple[list[tuple[SlotKey, Kept]], list[tuple[str, int]]]:
+    def index(self) -> tuple[list[tuple[SlotKey, DurableSnapshot]], list[tuple[str, int]]]:
         kept = []
         for (key, total, epoch), (header, data) in self._disk.snapshots.items():
-            kept.append((key, Kept(total, epoch, len(data), pb.SnapshotHeader.FromString(header).origin)))
+            kept.append(
+                (key, DurableSnapshot(total, epoch, len(data), pb.SnapshotHeader.FromString(header).epoch_start))
+            )
         return kept, [(name, len(data)) for name, data in self._disk.blobs.items()]
 
     def put_snapshots(self, snapshots: Sequence[tuple[pb.SnapshotHeader, bytes]]) -> None:
@@ -206,7 +208,7 @@ class SimulatedStore(Store):
             stored[place] = (header.SerializeToString(), bytes(data))
         self.writer.write(f"{len(stored)} snapshots", lambda: self._disk.snapshots.update(stored))
 
-    def snapshot(self, key: SlotKey, kept: Kept) -> tuple[pb.SnapshotHeader, bytes] | None:
+    def snapshot(self, key: SlotKey, kept: DurableSnapshot) -> tuple[pb.SnapshotHeader, bytes] | None:
         found = self._disk.snapshots.get((key, kept.total, kept.epoch))
         return None if found is None else (pb.SnapshotHeader.FromString(found[0]), found[1])
 

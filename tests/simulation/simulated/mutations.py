@@ -21,7 +21,7 @@ from penstock.appliance.core.migration import Migrations
 from penstock.appliance.core.state_machine import Registry
 from penstock.appliance.edge.service import Service
 from penstock.appliance.states.state_query import StateQuery
-from penstock.appliance.storage.group_commit import Syncing
+from penstock.appliance.storage.group_commit import GroupCommit
 from penstock.appliance.storage.snapshot_index import SnapshotIndex
 
 __all__ = ["MUTATIONS", "Mutation", "applied"]
@@ -46,8 +46,10 @@ MUTATIONS = (
     Mutation(
         "a superseded attempt is not ended", Registry, "_next_attempt", "if run.current is not None:", "if False:"
     ),
-    Mutation("the reply goes before the commit", Syncing, "sync", "await written", "pass"),
-    Mutation("rows that could not be written are forgotten", Syncing, "_write", "self._journal.put_back(rows)", "pass"),
+    Mutation("the reply goes before the commit", GroupCommit, "sync", "await written", "pass"),
+    Mutation(
+        "rows that could not be written are forgotten", GroupCommit, "_write", "self._journal.put_back(rows)", "pass"
+    ),
     Mutation(
         "a late report of an old generation counts",
         Registry,
@@ -66,7 +68,7 @@ MUTATIONS = (
         "a watch does not renew the lease",
         Registry,
         "_renew",
-        "box.lease_until = now + self.cluster.box_pace().promised(known_s, self.limits.lease_max_s)\n"
+        "box.lease_until = now + self.cluster.box_lease_policy().promised(known_s, self.limits.lease_max_s)\n"
         "    box.reported_at = now",
         "pass",
     ),

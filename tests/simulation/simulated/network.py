@@ -49,14 +49,14 @@ class Network:
     def __init__(self, world: World, weather: Weather) -> None:
         self.world = world
         self.weather = weather
-        self.cut: dict[tuple[str, str], int] = {}
+        self.abandon_epoch: dict[tuple[str, str], int] = {}
         """(from, to) -> how many partitions cut this direction now."""
         self._serving: dict[Process, dict[_Call, None]] = {}
 
     def calm(self) -> None:
         """All links work from now on; what is under way stays under way."""
         self.weather = Weather()
-        self.cut.clear()
+        self.abandon_epoch.clear()
 
     # ---- one message
 
@@ -81,7 +81,7 @@ class Network:
         delay = self._delay()
         if delay is None:
             return
-        if (source, target) in self.cut:
+        if (source, target) in self.abandon_epoch:
             self.world.fault("message into a cut")
             return
         (process or self.world.fate).call_later(delay, arrive)

@@ -1,6 +1,6 @@
 """What every box must see, computed beforehand: the input of a run, and each box's record and batch at each step.
 
-The input is uneven on purpose: a slot's passes have lengths of their own, some of them none at all, and the training
+The input is uneven on purpose: a slot's epochs have lengths of their own, some of them none at all, and the training
 loop leaves some passes early. What is delivered is a function of this plan alone, whatever happens to processes.
 """
 
@@ -24,7 +24,7 @@ class Batch:
     slot: int
     epoch: int
     index: int
-    """In its pass, from 1."""
+    """In its epoch, from 1."""
     total: int
     """Of the slot over the run, from 1."""
 
@@ -36,18 +36,18 @@ class BoxPlan:
     number: int
     steps: int
     """It takes so many."""
-    cuts: frozenset[int]
-    """Steps after which it leaves its pass."""
+    abandoned: frozenset[int]
+    """Steps after which it leaves its epoch."""
     saves: frozenset[int]
     """Steps at which it asks for the state of the run."""
     lengths: list[list[int]]
-    """Slot -> the length of its passes."""
+    """Slot -> the length of its epochs."""
     records: list[Position] = field(default_factory=list)
     """Step -> where the box stands right after it."""
     batches: list[Batch] = field(default_factory=list)
     """Step - 1 -> its batch."""
     ends: list[dict[int, int]] = field(default_factory=list)
-    """Slot -> epoch -> its total where that pass ended for it."""
+    """Slot -> epoch -> its total where that epoch ended for it."""
 
     def length(self, slot: int, epoch: int) -> int:
         return self.lengths[slot][epoch % _PASSES]
@@ -58,9 +58,9 @@ class BoxPlan:
         self.ends = [{} for _ in self.lengths]
         self.records = [at.copy()]
         while at.step < self.steps:
-            if at.step in self.cuts and any(at.delivered):
+            if at.step in self.abandoned and any(at.delivered):
                 self._end_all(at)
-                at.cut()
+                at.abandon_epoch()
             slot = at.turn
             if at.delivered[slot] == self.length(slot, at.epoch):
                 self.ends[slot][at.epoch] = at.total[slot]
@@ -75,20 +75,20 @@ class BoxPlan:
             self.ends[slot].setdefault(at.epoch, at.total[slot])
 
     def on_path(self, slot: int, epoch: int, total: int) -> bool:
-        """The loop was, or will be, at this place of the slot: it does not lie beyond where a pass was left."""
+        """The loop was, or will be, at this place of the slot: it does not lie beyond where an epoch was left."""
         end = self.ends[slot].get(epoch)
         began = self.ends[slot].get(epoch - 1, 0) if epoch else 0
         return began <= total and (end is None or total <= end)
 
-    def usable(self, slot: int, base: tuple[int, int], place: tuple[int, int]) -> bool:
-        """May a runner that is to go on at `place` start from `base`? Both are (epoch, total).
+    def usable(self, slot: int, start: tuple[int, int], place: tuple[int, int]) -> bool:
+        """May a runner that is to go on at `place` start from `start`? Both are (epoch, total).
 
-        It replays across the natural end of a pass, but across one that was left early only if that is where the loop
+        It replays across the natural end of an epoch, but across one that was left early only if that is where the loop
         stands, and never from beyond it.
         """
-        if base > place or base[1] > place[1] or not self.on_path(slot, *base):
+        if start > place or start[1] > place[1] or not self.on_path(slot, *start):
             return False
-        passes = range(base[0], place[0])
+        passes = range(start[0], place[0])
         return all(self._natural(slot, epoch) or self.ends[slot].get(epoch) == place[1] for epoch in passes)
 
     def _natural(self, slot: int, epoch: int) -> bool:
@@ -127,11 +127,11 @@ def plan_run(rng: random.Random, ordinal: int, boxes: int, workers: int) -> RunP
         lengths = [[rng.choice((0, 1, 2, 3, 4, 5, 6, 8)) for _ in range(_PASSES)] for _ in range(workers)]
         if rng.random() < 0.5:
             lengths = [[max(5, length) for length in passes] for passes in lengths]
-        lengths[rng.randrange(workers)] = [max(1, length) for length in lengths[0]]  # no pass is empty
+        lengths[rng.randrange(workers)] = [max(1, length) for length in lengths[0]]  # no epoch is empty
         own = max(4, steps - rng.choice((0, 0, 0, 3))) if collective else steps
-        cuts = frozenset(rng.sample(range(1, own), rng.choice((0, 0, 1, 2)))) if collective else frozenset()
+        abandoned = frozenset(rng.sample(range(1, own), rng.choice((0, 0, 1, 2)))) if collective else frozenset()
         saves = frozenset(rng.sample(range(1, own + 1), rng.choice((0, 1, 2))))
-        plan = BoxPlan(number, own, cuts, saves, lengths)
+        plan = BoxPlan(number, own, abandoned, saves, lengths)
         plan.play()
         plans.append(plan)
     retention = rng.choice((2, 4, 8, 64))

@@ -38,8 +38,8 @@ LIMITS = Limits(
     abandoned_s=30.0,
     past_attempts=3,
     losses=5,
-    successor_s=5.0,
-    hand_over_s=1.0,
+    target_ready_s=5.0,
+    migration_s=1.0,
     left_alone_s=3.0,
     balance_after_s=2.0,
     balance_every_s=0.5,
@@ -345,7 +345,7 @@ class History:
         process.resume()
 
     async def _link_breaks(self) -> None:
-        world, rng, cut = self.world, self.world.rng, self.network.cut
+        world, rng, abandon_epoch = self.world, self.world.rng, self.network.abandon_epoch
         living = self._living()
         boxes = [box.process.name for job in self.jobs for box in job.boxes if not box.outcome]
         ends = [daemon.name for daemon in living] + boxes
@@ -356,11 +356,11 @@ class History:
         ways = rng.choice(([(one, other)], [(other, one)], [(one, other), (other, one)]))
         world.fault("link cut" if len(ways) == 2 else "link cut one way", f"{ways}")
         for way in ways:
-            cut[way] = cut.get(way, 0) + 1
+            abandon_epoch[way] = abandon_epoch.get(way, 0) + 1
         await asyncio.sleep(rng.choice((0.5, 4.0, 12.0)) * rng.random())
         for way in ways:
-            left = cut.get(way, 0) - 1
+            left = abandon_epoch.get(way, 0) - 1
             if left > 0:
-                cut[way] = left
+                abandon_epoch[way] = left
             else:
-                cut.pop(way, None)
+                abandon_epoch.pop(way, None)

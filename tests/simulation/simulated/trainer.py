@@ -55,7 +55,7 @@ class Box:
         self.asks_since = 0.0
         """When its present call for a state went out; 0 while there is none."""
         self._record: Position | None = None
-        self._cuts: list[tuple[int, int]] = []
+        self._abandoned: list[tuple[int, int]] = []
         self._waiting_for = 0
         self._waited_s = [0.0] * job.plan.workers
         self._pass_ended = False
@@ -66,7 +66,7 @@ class Box:
         """Slot -> generation and tries in vain, of workers that cannot be reached."""
         self._changed = asyncio.Event()
         self._telling: dict[int, asyncio.Task[None]] = {}
-        """Slot -> the newest task that tells it of a pass."""
+        """Slot -> the newest task that tells it of an epoch."""
         self.process.on_death.append(lambda: self._end("killed"))
         self.process.spawn(self._run())
 
@@ -114,14 +114,14 @@ class Box:
         request.loader.input_fn = "m:f"
         request.loader.options.retention_steps = job.plan.retention
         if self.start is not None:
-            request.base.CopyFrom(self.start.to_proto())
+            request.start.CopyFrom(self.start.to_proto())
         until = job.world.now + REACH_S
         while True:
             try:
                 if self.start is not None:
                     data = f"state at {job.saved_step}".encode()
                     await self._call("PutBlob", list(blob_parts(data, job.plan.name)))
-                    request.resume.blob, request.resume.same_shape = blob_name(data), True
+                    request.resume.blob, request.resume.same_topology = blob_name(data), True
                 reply = await self._call("OpenRun", request)
                 break
             except AWAY:
@@ -137,11 +137,11 @@ class Box:
         if self._record is not None:
             request.delivered.CopyFrom(self._record.to_proto())
         request.lease_s, request.commit_mark = self._lease_s, self._commit_mark
-        request.waiting_for, request.pass_ended = self._waiting_for, self._pass_ended
+        request.waiting_for, request.epoch_ended = self._waiting_for, self._pass_ended
         request.waited_s = sum(self._waited_s)
         request.waited_by_slot_s.extend(self._waited_s)
-        for epoch, step in self._cuts:
-            request.cuts.add(epoch=epoch, step=step)
+        for epoch, step in self._abandoned:
+            request.abandoned.add(epoch=epoch, step=step)
         for slot, (generation, tries) in self._lost_lanes.items():
             if tries > 1:
                 request.unreachable.add(slot=slot, generation=generation, why="cut off")
@@ -160,7 +160,7 @@ class Box:
                 self._end(f"{type(error).__name__}: {error.message}")
                 self.process.kill()
                 return
-            backoff, hold_s, self._lease_s = 0.1, reply.beat_s, reply.lease_s
+            backoff, hold_s, self._lease_s = 0.1, reply.heartbeat_s, reply.lease_s
             self._commit_mark = reply.commit_mark
             if seen != reply.version:
                 seen = reply.version
@@ -177,14 +177,14 @@ class Box:
             except AWAY:
                 await asyncio.sleep(RETRY_S)
 
-    def _open_pass(self, at: Position) -> None:
+    def _open_epoch(self, at: Position) -> None:
         """All slots may begin it, and drop what they have of an earlier one."""
         for slot in range(self.job.plan.workers):
             before = self._telling.get(slot)
             self._telling[slot] = self.process.spawn(self._tell(slot, at.epoch, at.total[slot], before))
 
     async def _tell(self, slot: int, epoch: int, total: int, before: asyncio.Task[None] | None) -> None:
-        """A slot that cannot be told now is told once it is ready, and all passes in their order: a lane's hello names
+        """A slot that cannot be told now is told once it is ready, and all epochs in their order: a lane's hello names
         those that were left before it, and the client opens the lane of each slot as soon as there is one."""
         if before is not None:
             await asyncio.wait((before,))
@@ -226,14 +226,14 @@ class Box:
             self._pass_ended = True
             await self._report()
         while at.step < plan.steps:
-            if at.step in plan.cuts and any(at.delivered):
-                self._cuts.append((at.epoch, at.step))
-                at.cut()
-                self._open_pass(at)
-                await self._report()  # or a state asked for by another box would take the pass for going on
+            if at.step in plan.abandoned and any(at.delivered):
+                self._abandoned.append((at.epoch, at.step))
+                at.abandon_epoch()
+                self._open_epoch(at)
+                await self._report()  # or a state asked for by another box would take the epoch for going on
             if not await self._take(at):
                 if at.exhaust():
-                    self._open_pass(at)
+                    self._open_epoch(at)
                 continue
             at.deliver()
             self._record = at.copy()
@@ -263,7 +263,7 @@ class Box:
             raise PenstockError(f"the collective has lost a box {PEER_S:g} s ago")
 
     async def _take(self, at: Position) -> bool:
-        """The batch of this turn; False if the pass has ended for its slot."""
+        """The batch of this turn; False if the epoch has ended for its slot."""
         job, slot, since = self.job, at.turn, self.job.world.now
         self._waiting_for = slot + 1
         where = (job.plan.name, self.attempt, self.plan.number, slot)

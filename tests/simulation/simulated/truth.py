@@ -57,12 +57,12 @@ Key = tuple[str, int, int, int, int]
 
 @dataclass(frozen=True, order=True)
 class Base:
-    """A snapshot, or the opening of a pass."""
+    """A snapshot, or the opening of an epoch."""
 
     epoch: int
     total: int
     delivered: int
-    """In its pass."""
+    """In its epoch."""
 
 
 @dataclass
@@ -160,7 +160,7 @@ class Truth:
                 plan = self.plan(attempt.run, box.number)
                 where = (attempt.run, attempt.number, box.number)
                 self._reported[where] = max(box.step, self._reported.get(where, 0))
-                oldest = plan.records[max(box.base.step, self._reported[where] - box.retention)]
+                oldest = plan.records[max(box.start.step, self._reported[where] - box.retention)]
                 for slot in box.slots:
                     kept = snapshot_index.snapshots(slot.key)
                     for one in kept:
@@ -172,7 +172,7 @@ class Truth:
                         continue
                     k = slot.key.slot
                     place = (oldest.epoch, oldest.total[k])
-                    had = {(base.epoch, base.total) for base in acknowledged}
+                    had = {(start.epoch, start.total) for start in acknowledged}
                     best = self._best(plan, k, had, place)
                     now = self._best(plan, k, {(one.epoch, one.total) for one in kept}, place)
                     if best is not None and now is None:
@@ -180,10 +180,10 @@ class Truth:
                         self.world.violated("a durable snapshot can be had", what)
 
     def _best(
-        self, plan: BoxPlan, slot: int, bases: set[tuple[int, int]], place: tuple[int, int]
+        self, plan: BoxPlan, slot: int, starts: set[tuple[int, int]], place: tuple[int, int]
     ) -> tuple[int, int] | None:
-        usable = [base for base in bases if plan.usable(slot, base, place)]
-        before = [base for base in usable if base[1] < place[1]] or usable
+        usable = [start for start in starts if plan.usable(slot, start, place)]
+        before = [start for start in usable if start[1] < place[1]] or usable
         return max(before, default=None)
 
     def arrived(self, method: str, request: Any) -> None:
@@ -230,7 +230,7 @@ class Truth:
             for a in reply.assignments:
                 self._not_superseded(a.run, a.attempt, f"worker {request.worker} is given work")
                 key = SlotKey(a.run, a.attempt, a.box, a.slot)
-                if a.successor:
+                if a.target:
                     self._reserved(key, a.generation)
                 else:
                     self._said(key, a.generation, pb.STARTING, request.worker)
@@ -292,34 +292,34 @@ class Truth:
     def failed(self, key: Key, lost: bool) -> None:
         (self._lost if lost else self._failed).add(key)
 
-    def content(self, key: Key, base: Base) -> bytes:
+    def content(self, key: Key, start: Base) -> bytes:
         """Of a snapshot, and of a state: a function of the place."""
-        return f"{key[0]} {key[2]}.{key[3]} {base.epoch}.{base.delivered}.{base.total}".encode()
+        return f"{key[0]} {key[2]}.{key[3]} {start.epoch}.{start.delivered}.{start.total}".encode()
 
-    def acknowledged(self, key: Key, base: Base) -> None:
-        self._acknowledged[SlotKey(*key[:4])].add(base)
+    def acknowledged(self, key: Key, start: Base) -> None:
+        self._acknowledged[SlotKey(*key[:4])].add(start)
         if self.registry is not None:
             self._check_snapshots(self.registry)
 
-    def loads(self, key: Key, base: Base, data: bytes) -> None:
-        what = f"{key} at {base} holds {data!r}"
-        self._must(data == self.content(key, base), "a durable snapshot can be had", what)
+    def loads(self, key: Key, start: Base, data: bytes) -> None:
+        what = f"{key} at {start} holds {data!r}"
+        self._must(data == self.content(key, start), "a durable snapshot can be had", what)
 
-    def restarts(self, key: Key, plan: BoxPlan, base: Base | None, place: tuple[int, int]) -> None:
+    def restarts(self, key: Key, plan: BoxPlan, start: Base | None, place: tuple[int, int]) -> None:
         """A recovering runner goes on at a place, from its base."""
-        fits = base is not None and plan.usable(key[3], (base.epoch, base.total), place)
+        fits = start is not None and plan.usable(key[3], (start.epoch, start.total), place)
         had = sorted(self._acknowledged[SlotKey(*key[:4])])
-        what = f"{key} goes on at (pass, batch) {place} from {base}; acknowledged were {had}"
+        what = f"{key} goes on at (pass, batch) {place} from {start}; acknowledged were {had}"
         self._must(fits, "a durable snapshot can be had", what)
 
-    def can_replay(self, key: Key, plan: BoxPlan, base: Base | None, place: tuple[int, int], produced: bool) -> bool:
+    def can_replay(self, key: Key, plan: BoxPlan, start: Base | None, place: tuple[int, int], produced: bool) -> bool:
         """May the state of a place be made from this base? It must, if the loop was there, or the runner was."""
-        if base is not None and plan.usable(key[3], (base.epoch, base.total), place):
+        if start is not None and plan.usable(key[3], (start.epoch, start.total), place):
             return True
         attempt = key[:3]
         at = plan.records[self._steps.get(attempt, 0)] if attempt in self._steps else None
         if plan.on_path(key[3], *place) and (produced or (at is not None and place <= (at.epoch, at.total[key[3]]))):
-            self.restarts(key, plan, base, place)
+            self.restarts(key, plan, start, place)
         return False
 
     # ---- training jobs
@@ -376,8 +376,8 @@ class Truth:
         for index, (record, data) in enumerate(state.records):
             number, slot = divmod(index, plan.workers)
             at = plan.boxes[number].records[min(step, plan.boxes[number].steps)]
-            base = Base(at.epoch, at.total[slot], at.delivered[slot])
-            expected = self.content((plan.name, 0, number, slot, 0), base)
+            start = Base(at.epoch, at.total[slot], at.delivered[slot])
+            expected = self.content((plan.name, 0, number, slot, 0), start)
             must(data == expected, promise, f"box {number} slot {slot} at step {step}: {data!r} for {expected!r}")
             must(record.worker_step == at.total[slot], promise, f"box {number} slot {slot}: {record.worker_step}")
 

@@ -49,7 +49,7 @@ Key = tuple[str, int, int, int, int]
 
 @dataclass(frozen=True)
 class Take:
-    """The loop wants the batch after `total` of this slot, in pass `epoch`, of which it has `delivered`."""
+    """The loop wants the batch after `total` of this slot, in epoch `epoch`, of which it has `delivered`."""
 
     key: Key
     ticket: str
@@ -69,24 +69,24 @@ class Runner:
     phase: pb.SlotPhase.ValueType = pb.STARTING
     error: records_pb2.ErrorDetail | None = None
     lost: bool = False
-    bases: list[Base] = field(default_factory=list)
+    starts: list[Base] = field(default_factory=list)
     durable: set[Base] = field(default_factory=set)
     ends: dict[int, int] = field(default_factory=dict)
     """Pass -> total where it ended, as this runner saw it."""
     epoch: int = 0
     index: int = 0
-    """Batches produced of this pass."""
+    """Batches produced of this epoch."""
     total: int = 0
     wanted: int = 0
     """The loop has taken up to here."""
     sought: bool = False
     """It stands where the loop does: at once when it begins, on recovery after the first demand."""
     opening: bool = False
-    """The beginning of this pass is not durable yet."""
+    """The beginning of this epoch is not durable yet."""
     refreshed: bool = False
     """Of a successor: it has fetched what became durable while it got ready."""
     handing: bool = False
-    handed_over: bool = False
+    migrated: bool = False
     alive: bool = True
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
@@ -133,24 +133,24 @@ class Runner:
         if a.recovery:
             self._load(await self.daemon.patiently("GetSnapshots", self._request_snapshots()))
             return
-        slots = a.base.slots
+        slots = a.start.slots
         at = slots[a.slot] if slots else records_pb2.SlotPosition()
-        self.epoch, self.index, self.total = a.base.epoch, at.delivered, at.total
+        self.epoch, self.index, self.total = a.start.epoch, at.delivered, at.total
         self.wanted, self.sought = self.total, True
-        base = Base(self.epoch, self.total, self.index)
-        self.bases.append(base)
-        await self._make_durable(base)  # before any batch can be fetched
+        start = Base(self.epoch, self.total, self.index)
+        self.starts.append(start)
+        await self._make_durable(start)  # before any batch can be fetched
 
     def _load(self, parts: list[pb.SnapshotPart]) -> None:
         gather: Gather[pb.SnapshotHeader] = Gather("GetSnapshots", lambda header: header.size)
         for part in parts:
             gather.add(part.header if part.HasField("header") else None, part.data)
         for header, data in gather.all():
-            base = Base(header.epoch, header.total, header.delivered)
-            self.daemon.truth.loads(self.key, base, data)
-            if base not in self.durable:
-                self.bases.append(base)
-                self.durable.add(base)
+            start = Base(header.epoch, header.total, header.delivered)
+            self.daemon.truth.loads(self.key, start, data)
+            if start not in self.durable:
+                self.starts.append(start)
+                self.durable.add(start)
 
     async def _refresh(self) -> None:
         """A successor's first demand: its predecessor went on until now."""
@@ -160,12 +160,12 @@ class Runner:
         except AWAY:
             pass  # then from what was there when it began
 
-    async def hand_over(self) -> None:
+    async def prepare_migration(self) -> None:
         self.handing = True
-        newest = max((base for base in self.bases if base.total <= self.wanted), default=None)
+        newest = max((start for start in self.starts if start.total <= self.wanted), default=None)
         if newest is not None and newest not in self.durable:
             await self._make_durable(newest)
-        self.handed_over = True
+        self.migrated = True
         self.daemon.dirty.set()
 
     def _request_snapshots(self) -> pb.GetSnapshotsRequest:
@@ -198,27 +198,27 @@ class Runner:
             epoch = self.epoch
             await asyncio.sleep(batch_s)
             if self.epoch != epoch:
-                continue  # the loop has left that pass
+                continue  # the loop has left that epoch
             self.index += 1
             self.total += 1
             if self.total % cadence == 0:
-                self.bases.append(Base(self.epoch, self.total, self.index))
+                self.starts.append(Base(self.epoch, self.total, self.index))
             self._wake()
 
     async def take(self, wish: Take) -> Batch | None:
-        """The next batch, or None where the pass has ended."""
+        """The next batch, or None where the epoch has ended."""
         while self.phase != pb.READY:
             await self._change()
-        if self.assignment.successor and not self.refreshed:
+        if self.assignment.target and not self.refreshed:
             await self._refresh()
         if not self.sought:
             self._seek(wish)
         if wish.epoch > self.epoch:
-            self._open_pass(wish)
+            self._open_epoch(wish)
         while self.opening:
             await self._change()
         if (wish.epoch, wish.total - wish.delivered) != (self.epoch, self.total - self.index):
-            raise SupersededError(f"a late wish for batch {wish.total + 1} of pass {wish.epoch}")
+            raise SupersededError(f"a late wish for batch {wish.total + 1} of epoch {wish.epoch}")
         self.wanted = max(self.wanted, wish.total)
         self._wake()
         while self.epoch == wish.epoch:
@@ -227,46 +227,46 @@ class Runner:
             if self.ends.get(wish.epoch) == wish.total:
                 return None
             await self._change()
-        raise SupersededError("the pass was left meanwhile")
+        raise SupersededError("the epoch was left meanwhile")
 
     def open(self, wish: Take) -> None:
-        """The loop begins a pass, at this total of the slot. A recovering runner hears that with the first wish."""
+        """The loop begins an epoch, at this total of the slot. A recovering runner hears that with the first wish."""
         if self.sought and wish.epoch > self.epoch:
-            self._open_pass(wish)
+            self._open_epoch(wish)
 
     def _seek(self, wish: Take) -> None:
         """Recovery: replay from the newest base before the last delivered batch."""
         place = (wish.epoch, wish.total)
-        usable = [base for base in self.bases if base.epoch <= wish.epoch and base.total <= wish.total]
-        before = [base for base in usable if base.total < wish.total] or usable
-        base = max(before, default=None)
-        self.daemon.truth.restarts(self.key, self.plan, base, place)
+        usable = [start for start in self.starts if start.epoch <= wish.epoch and start.total <= wish.total]
+        before = [start for start in usable if start.total < wish.total] or usable
+        start = max(before, default=None)
+        self.daemon.truth.restarts(self.key, self.plan, start, place)
         self.epoch, self.index, self.total = wish.epoch, wish.delivered, wish.total
         self.wanted, self.sought = wish.total, True
-        if base is not None and base.epoch < wish.epoch and wish.delivered == 0:
+        if start is not None and start.epoch < wish.epoch and wish.delivered == 0:
             self._begin_pass()
 
-    def _open_pass(self, wish: Take) -> None:
+    def _open_epoch(self, wish: Take) -> None:
         began = wish.total - wish.delivered
         natural = wish.epoch == self.epoch + 1 and self.ends.get(self.epoch) == began
         self.ends[self.epoch] = began
-        self.bases = [base for base in self.bases if base.epoch < self.epoch or base.total <= began]
+        self.starts = [start for start in self.starts if start.epoch < self.epoch or start.total <= began]
         self.epoch, self.index, self.total = wish.epoch, 0, began
         if natural:
-            self.bases.append(Base(self.epoch, began, 0))
+            self.starts.append(Base(self.epoch, began, 0))
         else:
             self._begin_pass()
         self._wake()
 
     def _begin_pass(self) -> None:
         """Behind one that was left, across which nobody can replay: no batch of this one before it is durable."""
-        base = Base(self.epoch, self.total, 0)
-        self.bases.append(base)
+        start = Base(self.epoch, self.total, 0)
+        self.starts.append(start)
         self.opening = True
-        self.spawn(self._open(base))
+        self.spawn(self._open(start))
 
-    async def _open(self, base: Base) -> None:
-        if await self._make_durable(base):
+    async def _open(self, start: Base) -> None:
+        if await self._make_durable(start):
             self.opening = False
             self._wake()
 
@@ -274,18 +274,18 @@ class Runner:
 
     async def _upload(self) -> None:
         while True:
-            # What the loop has not been handed may never happen, if it leaves the pass.
-            newest = max((base for base in self.bases if base.total <= self.wanted), default=None)
+            # What the loop has not been handed may never happen, if it leaves the epoch.
+            newest = max((start for start in self.starts if start.total <= self.wanted), default=None)
             if newest is not None and newest not in self.durable:
                 await self._make_durable(newest)
             await asyncio.sleep(UPLOAD_S)
 
-    async def _make_durable(self, base: Base) -> bool:
+    async def _make_durable(self, start: Base) -> bool:
         """False if this runner is fenced: it has nothing more to give to anybody."""
         run, attempt, box, slot, generation = self.key
         header = pb.SnapshotHeader(run=run, attempt=attempt, box=box, slot=slot, generation=generation)
-        header.epoch, header.total, header.delivered = base.epoch, base.total, base.delivered
-        data = self.daemon.truth.content(self.key, base)
+        header.epoch, header.total, header.delivered = start.epoch, start.total, start.delivered
+        data = self.daemon.truth.content(self.key, start)
         while True:
             try:
                 reply = await self.daemon.call("PutSnapshot", list(snapshot_parts(header, data)))
@@ -294,9 +294,9 @@ class Runner:
                 continue
             except PenstockError:
                 return False
-            self.durable.add(base)
+            self.durable.add(start)
             if not reply.refused:
-                self.daemon.truth.acknowledged(self.key, base)
+                self.daemon.truth.acknowledged(self.key, start)
             return True
 
     # ---- states
@@ -308,7 +308,7 @@ class Runner:
             await self._change()
         while True:
             end = self.ends.get(epoch - 1, began)
-            # As the real one: it was ahead in a pass that the loop has left, and has not heard of the next one yet.
+            # As the real one: it was ahead in an epoch that the loop has left, and has not heard of the next one yet.
             unheard = end > began and self.epoch < epoch
             if unheard:
                 await self._change()
@@ -323,12 +323,12 @@ class Runner:
             if produced or not self.sought:
                 # A recovering runner waits for its loop, which may wait for this state: what was delivered can be
                 # replayed. (A real one finds out by its digests where it cannot.)
-                bases = [base for base in self.bases if base.epoch <= epoch and base.total <= total]
-                base = max(bases, default=None)
-                if self.daemon.truth.can_replay(self.key, self.plan, base, (epoch, total), produced):
+                starts = [start for start in self.starts if start.epoch <= epoch and start.total <= total]
+                start = max(starts, default=None)
+                if self.daemon.truth.can_replay(self.key, self.plan, start, (epoch, total), produced):
                     break
-                if produced or base is None:  # as the real one: nothing is kept
-                    raise StateUnavailableError(f"batch {total} cannot be reached from {base}")
+                if produced or start is None:  # as the real one: nothing is kept
+                    raise StateUnavailableError(f"batch {total} cannot be reached from {start}")
             await self._change()
         end = began + self.plan.length(self.assignment.slot, epoch)
         if end < total:  # found by replay
@@ -408,7 +408,7 @@ class Daemon:
         try:
             reply = await self.patiently("RegisterWorker", request)
             self._registrations += 1
-            self._hold_s, self._lease_s = reply.beat_s, reply.lease_s
+            self._hold_s, self._lease_s = reply.heartbeat_s, reply.lease_s
             self._made = self._seen = 0
         except SupersededError:
             self.superseded = True  # another process has this name, as far as the coordinator knows
@@ -442,13 +442,13 @@ class Daemon:
                 phase=runner.phase,
                 error=runner.error,
                 lost=runner.lost,
-                handed_over=runner.handed_over,
+                migrated=runner.migrated,
             )
         request.leaving = self.draining
         return request
 
     def _take(self, reply: pb.HeartbeatReply, registration: int) -> None:
-        self._hold_s, self._lease_s = reply.beat_s, reply.lease_s
+        self._hold_s, self._lease_s = reply.heartbeat_s, reply.lease_s
         self.drains, self._commit_mark = reply.draining, reply.commit_mark
         stale = registration != self._registrations or reply.version < self._made
         if not (self.leaving or stale or reply.unchanged):
@@ -464,8 +464,8 @@ class Daemon:
                 plan = self.truth.starts(key, self.owner, assignment)
                 runner = self.runners[key] = Runner(self.process, self, assignment, plan)
                 runner.spawn(runner.live())
-            elif assignment.hand_over and not self.runners[key].handing:
-                self.runners[key].spawn(self.runners[key].hand_over())
+            elif assignment.prepare_migration and not self.runners[key].handing:
+                self.runners[key].spawn(self.runners[key].prepare_migration())
         self._answered &= {request.request for request in reply.state_requests}
         for request in reply.state_requests:
             if request.request not in self._answered:

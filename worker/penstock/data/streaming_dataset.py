@@ -28,13 +28,13 @@ import xxhash
 from penstock.data.arguments import byte_count, sample_count, whole
 from penstock.data.cache.index_watch import IndexWatch
 from penstock.data.cache.open_shards import FEWEST_OPEN, OpenShards
-from penstock.data.cache.shard_cache import Held, ShardCache
+from penstock.data.cache.shard_cache import HeldShard, ShardCache
 from penstock.data.formats.index import read_index
 from penstock.data.formats.mds import columns_of
 from penstock.data.formats.readers import open_shard
 from penstock.data.formats.shards import Shard, ShardReader
 from penstock.data.ordering.permutation import Ints
-from penstock.data.remote.folders import Place, joined
+from penstock.data.remote.folders import RemoteFolder, joined
 from penstock.data.stop_iteration import not_an_end
 from penstock.data.writing.uploads import local_folder
 from penstock.proto.errors import DatasetError, InvalidArgumentError
@@ -270,7 +270,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
         for cache in self._caches:
             cache.on_pressure = relieve
 
-    def _opened(self, number: int) -> tuple[Held, ShardReader]:
+    def _opened(self, number: int) -> tuple[HeldShard, ShardReader]:
         stream, shard = self._shards[number]
         held = self._caches[stream].hold(shard)
         try:
@@ -294,7 +294,7 @@ def _hashed(shards: Sequence[Shard]) -> bool:
     return all(file.raw.hashes or (file.packed and file.packed.hashes) for shard in shards for file in shard.files)
 
 
-def _place_of(stream: Stream) -> tuple[Place | None, Path, str]:
+def _place_of(stream: Stream) -> tuple[RemoteFolder | None, Path, str]:
     """(where it lies, where its files are kept, name for messages)."""
     below = stream.split or ""
     if Path(below).is_absolute() or ".." in Path(below).parts:
@@ -305,7 +305,7 @@ def _place_of(stream: Stream) -> tuple[Place | None, Path, str]:
         folder = local_folder("local", stream.local) / below
         return None, folder, str(folder)
     remote = os.fspath(stream.remote)
-    place = Place(joined(remote, below) if below else remote, stream.storage_options)
+    place = RemoteFolder(joined(remote, below) if below else remote, stream.storage_options)
     if stream.local is not None:
         return place, local_folder("local", stream.local) / below, place.url
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"

@@ -14,7 +14,7 @@ import sys
 from penstock.proto.errors import PenstockError, UnsafeBindError
 from penstock.proto.rpc.channel import load_tls, read_token
 from penstock.runtime.process.memory_secrecy import keep_memory_private
-from penstock.worker.daemon.daemon import Settings, serve
+from penstock.worker.daemon.daemon import DaemonSettings, serve
 from penstock.worker.processes.child_processes import START_DEADLINE_S
 
 UNSAFE_BIND = 16
@@ -33,7 +33,7 @@ def main() -> int:
     parser.add_argument("--starts", type=int, default=0)
     parser.add_argument("--start-timeout", type=float, default=START_DEADLINE_S)
     parser.add_argument("--drain-s", type=float, default=0.0)
-    parser.add_argument("--lifeline-pid", type=int, action="append", default=[])
+    parser.add_argument("--parent-pid", type=int, action="append", default=[])
     parser.add_argument("--runner-user", default="")
     parser.add_argument("--runner-processes", type=int, default=0)
     parser.add_argument("--no-cage", action="store_true")
@@ -53,14 +53,14 @@ def main() -> int:
             os.close(options.ready_fd)
 
     try:
-        settings = Settings(
+        settings = DaemonSettings(
             coordinator=options.coordinator,
             token=read_token("worker"),
             slots=options.slots,
             allow=options.allow,
             listen=options.listen,
             name=options.name,
-            lifeline_pids=options.lifeline_pid,
+            parent_pids=options.parent_pid,
             embedded=options.embedded,
             tls=load_tls(options.tls_ca, options.tls_cert, options.tls_key, options.tls_name),
             insecure=options.insecure,

@@ -12,7 +12,7 @@ Load. When workers join, slots go from those that are fullest to those that are 
 difference of a quarter of a worker. Not away from the box's own host, where a batch costs one memcpy. And not to a
 worker that stragglers of the same run have left: it is the emptiest for that, and what came would leave it again.
 
-Neither for a loader that would replay its whole pass, or whose randomness is in no snapshot: the replay would hold the
+Neither for a loader that would replay its whole epoch, or whose randomness is in no snapshot: the replay would hold the
 loop up for longer than it gains.
 
 A look is made in slices, for at thousands of slots it takes tens of milliseconds. Between two slices everything may
@@ -29,8 +29,8 @@ from itertools import chain
 
 from penstock.appliance.core.cluster_state import ClusterState
 from penstock.appliance.core.views import facts
-from penstock.appliance.model.entities import Attempt, Box, Place, Slot, SlotKey, Worker
-from penstock.appliance.policies.bottleneck import Finding, find
+from penstock.appliance.model.entities import Attempt, Box, BoxPresence, Slot, SlotKey, Worker
+from penstock.appliance.policies.bottleneck import Bottleneck, find
 from penstock.proto.state.allowed_modules import module_of
 from penstock.proto.v1 import coordinator_pb2 as pb
 
@@ -47,7 +47,7 @@ WORTH = 0.25
 
 
 @dataclass(frozen=True)
-class Move:
+class SlotMove:
     slot: Slot
     worker: Worker
     why: str
@@ -55,7 +55,7 @@ class Move:
     """For the loop waits for it: its own data may be the reason, and then no place helps."""
 
 
-def look(cluster: ClusterState, now: float, room: int) -> Iterator[Move | None]:
+def look(cluster: ClusterState, now: float, room: int) -> Iterator[SlotMove | None]:
     """Yield at most `room` moves, each to be made before the next is asked for, each slot and each worker in one of
     them at most; and None where a slice ends, so that others have their turn."""
     slots: set[SlotKey] = set()
@@ -91,7 +91,7 @@ def _settled(cluster: ClusterState, slot: Slot, now: float, times: int = 1) -> b
     """It runs well where it is, has done so for long enough, and can be moved at little cost."""
     return (
         slot.phase == pb.READY
-        and slot.successor is None
+        and slot.target is None
         and not slot.gauge.behind
         and _is_cheap(slot)
         and now >= slot.left_alone_until
@@ -100,19 +100,24 @@ def _settled(cluster: ClusterState, slot: Slot, now: float, times: int = 1) -> b
 
 
 def _is_cheap(slot: Slot) -> bool:
-    """It goes on from a snapshot. What has no states replays its whole pass, and that is worse than what it is moved
+    """It goes on from a snapshot. What has no states replays its whole epoch, and that is worse than what it is moved
     for."""
-    traits = slot.traits
-    return traits is not None and traits.state_methods >= 2 and not traits.not_restartable and not traits.own_workers
+    capabilities = slot.capabilities
+    return (
+        capabilities is not None
+        and capabilities.state_methods >= 2
+        and not capabilities.not_restartable
+        and not capabilities.own_workers
+    )
 
 
-def _stragglers(cluster: ClusterState, now: float) -> Iterator[Move | None]:
+def _stragglers(cluster: ClusterState, now: float) -> Iterator[SlotMove | None]:
     part = _Slice(cluster)
     for attempt in cluster.open_attempts():
-        found: list[Finding] = []
+        found: list[Bottleneck] = []
         for box in list(attempt.boxes.values()):
             waits = box.waits.share >= STRAGGLES
-            if waits and box.place is Place.LIVE and not box.pass_ended:
+            if waits and box.place is BoxPresence.LIVE and not box.epoch_ended:
                 found += _held_up(cluster, box)
             if part.ends(1 + waits * len(box.slots)):
                 yield None
@@ -131,12 +136,12 @@ def _stragglers(cluster: ClusterState, now: float) -> Iterator[Move | None]:
             if worker is not None:
                 share = f"{finding.wait_share * finding.blame:.0%}"
                 why = f"box {finding.box} waited {share} of its time for it on worker {slot.worker}"
-                yield Move(slot, worker, why, nudge=True)
+                yield SlotMove(slot, worker, why, nudge=True)
             if part.ends(len(cluster.workers)):  # a place elsewhere
                 yield None
 
 
-def _held_up(cluster: ClusterState, box: Box) -> list[Finding]:
+def _held_up(cluster: ClusterState, box: Box) -> list[Bottleneck]:
     """By one slot, enough to do something about it; empty if it is not."""
     finding = find([facts(cluster, box)])
     if finding is None or finding.kind not in ("straggler", "network") or finding.slot is None:
@@ -163,7 +168,7 @@ def _far(cluster: ClusterState, box: Box) -> set[str]:
     return box.unreachable_since(cluster.events.now - cluster.limits.unreachable_s)
 
 
-def _levelled(cluster: ClusterState, now: float) -> Iterator[Move | None]:
+def _levelled(cluster: ClusterState, now: float) -> Iterator[SlotMove | None]:
     there = [worker for worker in cluster.workers.values() if worker.registered and not worker.draining]
     fullest = sorted(there, key=lambda worker: (-worker.load, worker.name))
     emptiest = [worker for worker in reversed(fullest) if worker.free > 0]
@@ -189,7 +194,7 @@ def _levelled(cluster: ClusterState, now: float) -> Iterator[Move | None]:
         slot = min(fitting, key=lambda slot: slot.key, default=None)
         if slot is not None:
             why = f"worker {full.name} has {len(full.slots)} slots and worker {empty.name} {len(empty.slots)}"
-            yield Move(slot, empty, why)
+            yield SlotMove(slot, empty, why)
         if part.ends(len(slots)):
             yield None
 

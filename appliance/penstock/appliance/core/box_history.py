@@ -1,6 +1,6 @@
 """What is kept of a box's stream, so that a batch that was delivered can be made again: `penstock replay`.
 
-Batches are nowhere kept, and need not be: how the box was opened, which passes its loop left, which batches were left
+Batches are nowhere kept, and need not be: how the box was opened, which epochs its loop left, which batches were left
 out, and any place to start from make every one of them again. A running coordinator tells this from its cluster state;
 of attempts that are over, and of a coordinator that is stopped, the journal tells it.
 
@@ -22,51 +22,53 @@ from typing import Any
 from google.protobuf.message import DecodeError
 
 from penstock.appliance.core.opening import start_of
-from penstock.appliance.model.entities import Attempt, AttemptState, Box, Place, SlotKey
+from penstock.appliance.model.entities import Attempt, AttemptState, Box, BoxPresence, SlotKey
 from penstock.appliance.storage.database import SCHEMA, check_commits, read_only
 from penstock.appliance.storage.journal import TABLES, checked
-from penstock.appliance.storage.snapshot_index import Kept, SnapshotIndex
+from penstock.appliance.storage.snapshot_index import DurableSnapshot, SnapshotIndex
 from penstock.proto.errors import JournalError
 from penstock.proto.state.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 
-__all__ = ["StoppedCoordinator", "Track", "past", "track_of", "with_snapshots"]
+__all__ = ["BoxRecord", "StoppedCoordinator", "past", "track_of", "with_snapshots"]
 
 KNOWN = 8
 """Positions of a box that are kept on disk, about: with 65,536 slots each of all boxes takes 400 KB."""
 
 
 @dataclass(frozen=True)
-class Track:
+class BoxRecord:
     """What the cluster state has of a box, as of now. Taken in no time and made into a message later: of all boxes of a
     large attempt that takes seconds, in which the event loop would hear no heartbeat."""
 
     attempt: int
     seed: int
     opening: pb.OpenRunRequest
-    base: Position
+    start: Position
     settled: bool
     known: Sequence[Position | records_pb2.BoxPosition]
-    cuts: Mapping[int, int]
-    slots: Sequence[tuple[Mapping[tuple[int, int], int], records_pb2.LoaderTraits | None]]
+    abandoned: Mapping[int, int]
+    slots: Sequence[tuple[Mapping[tuple[int, int], int], records_pb2.LoaderCapabilities | None]]
     """Batches that are left out, and traits."""
-    snapshots: Mapping[SlotKey, Sequence[Kept]] = field(default_factory=dict)
+    snapshots: Mapping[SlotKey, Sequence[DurableSnapshot]] = field(default_factory=dict)
 
     def message(self) -> pb.History:
-        history = _opened(self.attempt, self.opening, self.base, self.seed)
+        history = _opened(self.attempt, self.opening, self.start, self.seed)
         history.settled = self.settled
         history.known.extend(at.to_proto() if isinstance(at, Position) else at for at in self.known)
-        history.cuts.extend(pb.Cut(epoch=epoch, step=step) for epoch, step in sorted(self.cuts.items()))
-        for left_out, traits in self.slots:
+        history.abandoned.extend(
+            pb.AbandonedEpoch(epoch=epoch, step=step) for epoch, step in sorted(self.abandoned.items())
+        )
+        for left_out, capabilities in self.slots:
             skips = [records_pb2.Skip(epoch=e, total=t, count=n) for (e, t), n in sorted(left_out.items())]
-            history.slots.add(skips=skips, traits=traits)
+            history.slots.add(skips=skips, capabilities=capabilities)
         for key, kept in self.snapshots.items():
-            headers = (_header(key, one.total, one.epoch, one.size, one.origin) for one in kept)
+            headers = (_header(key, one.total, one.epoch, one.size, one.epoch_start) for one in kept)
             history.slots[key.slot].snapshots.extend(headers)
         return history
 
-    def thinned(self) -> Track:
+    def thinned(self) -> BoxRecord:
         """As it is kept: the last known position, and a few of those before it."""
         few = self.known[:-1][:: max(1, len(self.known) // KNOWN)]
         return replace(self, known=[*few, *self.known[-1:]])
@@ -76,12 +78,14 @@ class Track:
         return self.message().SerializeToString()
 
 
-def track_of(attempt: Attempt, box: Box) -> Track:
+def track_of(attempt: Attempt, box: Box) -> BoxRecord:
     """As the cluster state has it."""
-    reports = box.place is Place.LIVE and attempt.state is AttemptState.OPEN
-    settled = (box.told and (reports or box.place is Place.CLOSED)) or box.settled
-    slots = [(dict(slot.skips), slot.traits) for slot in box.slots]
-    return Track(attempt.number, attempt.seed, box.opening, box.base, settled, _known(box), dict(box.cuts), slots)
+    reports = box.place is BoxPresence.LIVE and attempt.state is AttemptState.OPEN
+    settled = (box.told and (reports or box.place is BoxPresence.CLOSED)) or box.settled
+    slots = [(dict(slot.skips), slot.capabilities) for slot in box.slots]
+    return BoxRecord(
+        attempt.number, attempt.seed, box.opening, box.start, settled, _known(box), dict(box.abandoned), slots
+    )
 
 
 def _known(box: Box) -> list[Position | records_pb2.BoxPosition]:
@@ -93,23 +97,23 @@ def _known(box: Box) -> list[Position | records_pb2.BoxPosition]:
     return [found[step] for step in sorted(found)]
 
 
-def with_snapshots(attempt: Attempt, box: Box, snapshot_index: SnapshotIndex) -> Track:
+def with_snapshots(attempt: Attempt, box: Box, snapshot_index: SnapshotIndex) -> BoxRecord:
     """And with the snapshots that there are."""
     snapshots = {slot.key: list(snapshot_index.snapshots(slot.key)) for slot in box.slots}
     return replace(track_of(attempt, box), snapshots=snapshots)
 
 
-def _opened(attempt: int, opening: pb.OpenRunRequest, base: Position, seed: int) -> pb.History:
+def _opened(attempt: int, opening: pb.OpenRunRequest, start: Position, seed: int) -> pb.History:
     history = pb.History(attempt=attempt, opening=opening)
     for name in ("attempt_key", "host_id"):
         history.opening.ClearField(name)
     history.opening.has_seed, history.opening.seed = True, seed
-    history.opening.base.CopyFrom(base.to_proto())
+    history.opening.start.CopyFrom(start.to_proto())
     return history
 
 
-def _header(key: SlotKey, total: int, epoch: int, size: int, origin: bool) -> pb.SnapshotHeader:
-    return pb.SnapshotHeader(**key._asdict(), total=total, epoch=epoch, size=size, origin=origin)
+def _header(key: SlotKey, total: int, epoch: int, size: int, epoch_start: bool) -> pb.SnapshotHeader:
+    return pb.SnapshotHeader(**key._asdict(), total=total, epoch=epoch, size=size, epoch_start=epoch_start)
 
 
 # ---- from files
@@ -201,8 +205,11 @@ class StoppedCoordinator:
             last = pb.History.FromString(track["history"])
             history.known.extend(last.known)
             # One that was at work has gone on since, from what its lanes held.
-            history.settled = last.settled and row["place"] == Place.CLOSED.value
-        history.cuts.extend(pb.Cut(epoch=cut["epoch"], step=cut["step"]) for cut in _rows(db, "cuts", **place))
+            history.settled = last.settled and row["place"] == BoxPresence.CLOSED.value
+        history.abandoned.extend(
+            pb.AbandonedEpoch(epoch=abandoned_epoch["epoch"], step=abandoned_epoch["step"])
+            for abandoned_epoch in _rows(db, "abandoned", **place)
+        )
         with _reading(self._store) as store:
             for slot in _rows(db, "slots", **place):
                 at = {**place, "slot": slot["slot"]}
@@ -213,8 +220,8 @@ class StoppedCoordinator:
                     ],
                     snapshots=[pb.SnapshotHeader.FromString(one["header"]) for one in _rows(store, "snapshots", **at)],
                 )
-                if slot["traits"] is not None:
-                    of_slot.traits.ParseFromString(slot["traits"])
+                if slot["capabilities"] is not None:
+                    of_slot.capabilities.ParseFromString(slot["capabilities"])
         return history
 
     def find_snapshot(self, header: pb.SnapshotHeader) -> bytes | None:

@@ -1,4 +1,4 @@
-"""What a box's report says of its way: where its loop is, where passes ended, and what nobody can ask for any more."""
+"""What a box's report says of its way: where its loop is, where epochs ended, and what nobody can ask for any more."""
 
 from __future__ import annotations
 
@@ -28,15 +28,19 @@ def advance(cluster: ClusterState, attempt: Attempt, box: Box, request: pb.Watch
 
 
 def note_cuts(cluster: ClusterState, attempt: Attempt, box: Box, request: pb.WatchRunRequest) -> None:
-    """The passes that its loop left. Raises InvalidArgumentError for more than there is room for."""
-    for cut in request.cuts:
-        if cut.epoch in box.cuts:
+    """The epochs that its loop left. Raises InvalidArgumentError for more than there is room for."""
+    for abandoned_epoch in request.abandoned:
+        if abandoned_epoch.epoch in box.abandoned:
             continue
-        if len(box.cuts) >= cluster.limits.cuts_max:
-            raise InvalidArgumentError(f"box {box.number} has left {len(box.cuts)} passes: there is no more room")
-        for other in attempt.boxes.values() if attempt.note_cut(box, cut.epoch, cut.step) else [box]:
+        if len(box.abandoned) >= cluster.limits.abandoned_max:
+            raise InvalidArgumentError(f"box {box.number} has left {len(box.abandoned)} passes: there is no more room")
+        for other in (
+            attempt.boxes.values()
+            if attempt.note_abandoned(box, abandoned_epoch.epoch, abandoned_epoch.step)
+            else [box]
+        ):
             cluster.touch(attempt, other)
-        cluster.save_cut(attempt, box, cut.epoch)
+        cluster.save_abandoned(attempt, box, abandoned_epoch.epoch)
 
 
 def _note_ends(cluster: ClusterState, attempt: Attempt, box: Box, position: Position) -> None:
@@ -46,6 +50,6 @@ def _note_ends(cluster: ClusterState, attempt: Attempt, box: Box, position: Posi
         epochs = sorted({epoch for _, epoch in box.ends})
         newer = epochs[len(epochs) // 2]
         box.ends = {end: total for end, total in box.ends.items() if end[1] > newer}
-    if position.epoch > box.base.epoch:  # where this pass began, the one before had ended or was left
+    if position.epoch > box.start.epoch:  # where this epoch began, the one before had ended or was left
         begun = zip(position.total, position.delivered, strict=True)
         box.ends |= {(k, position.epoch - 1): total - delivered for k, (total, delivered) in enumerate(begun)}

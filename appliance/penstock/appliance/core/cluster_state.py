@@ -15,20 +15,20 @@ from penstock.appliance.model.entities import (
     Attempt,
     AttemptState,
     Box,
-    Loss,
-    Past,
-    Place,
+    BoxPresence,
+    ClosedAttempt,
+    MigrationTarget,
     Run,
     Slot,
     SlotKey,
-    Successor,
+    SlotLoss,
     Worker,
 )
 from penstock.appliance.model.limits import Limits
-from penstock.appliance.model.recent_events import Events
+from penstock.appliance.model.recent_events import RecentEvents
 from penstock.appliance.policies import quarantine
-from penstock.appliance.policies.lease_policy import Pace, Share, of_boxes, of_workers, share
-from penstock.appliance.policies.placement import Room
+from penstock.appliance.policies.lease_policy import LeasePolicy, SnapshotShare, of_boxes, of_workers, share
+from penstock.appliance.policies.placement import FreeCapacity
 from penstock.appliance.storage.journal import TABLES, Journal
 from penstock.appliance.storage.snapshot_index import SnapshotIndex
 from penstock.proto.errors import OverloadedError, SupersededError, UnknownRunError
@@ -49,7 +49,7 @@ class ClusterState:
         snapshot_index: SnapshotIndex,
         limits: Limits,
         changed: Callable[[Topic], None],
-        events: Events,
+        events: RecentEvents,
     ) -> None:
         self.journal = journal
         self.snapshot_index = snapshot_index
@@ -58,7 +58,7 @@ class ClusterState:
         self.events = events
         self.runs: dict[str, Run] = {}
         self.workers: dict[str, Worker] = {}
-        self.room = Room(self.workers)
+        self.room = FreeCapacity(self.workers)
         self.fleet, self.fleet_at = 0, 0.0
         """The number of workers that the pace follows, and since when: see `count_fleet`."""
         self.strain = 1.0
@@ -104,7 +104,7 @@ class ClusterState:
         self.touch(attempt, box)
         self.changed(("box", attempt.run, attempt.number, box.number))
 
-    def worker_pace(self) -> Pace:
+    def worker_lease_policy(self) -> LeasePolicy:
         return of_workers(max(self.fleet, len(self.workers)), self.strain, self.limits)
 
     def count_fleet(self, now: float) -> None:
@@ -113,12 +113,15 @@ class ClusterState:
         if len(self.workers) >= self.fleet or now - self.fleet_at > self.limits.shrinks_after_s:
             self.fleet, self.fleet_at = len(self.workers), now
 
-    def box_pace(self) -> Pace:
+    def box_lease_policy(self) -> LeasePolicy:
         return of_boxes(self.live_boxes, self.strain, self.limits)
 
-    def snapshot_share(self) -> Share:
+    def snapshot_share(self) -> SnapshotShare:
         """What each slot may send of snapshots."""
-        calls_per_s = len(self.workers) / self.worker_pace().beat_s + self.live_boxes / self.box_pace().beat_s
+        calls_per_s = (
+            len(self.workers) / self.worker_lease_policy().heartbeat_s
+            + self.live_boxes / self.box_lease_policy().heartbeat_s
+        )
         return share(self.placed, calls_per_s, self.limits)
 
     def touch(self, attempt: Attempt, box: Box) -> None:
@@ -189,7 +192,7 @@ class ClusterState:
         row: dict[str, object] = dict(slot.key._asdict())
         row |= {"generation": slot.generation, "phase": int(slot.phase), "worker": slot.worker, "session": slot.session}
         row |= {"ever_ready": slot.ever_ready, "recovery": slot.recovery, "restarts": slot.restarts, "note": slot.note}
-        row["traits"] = None if slot.traits is None else slot.traits.SerializeToString()
+        row["capabilities"] = None if slot.capabilities is None else slot.capabilities.SerializeToString()
         row["error"] = None if slot.error is None else slot.error.SerializeToString()
         self.journal.put("slots", row)
 
@@ -197,15 +200,15 @@ class ClusterState:
         row: dict[str, object] = dict(slot.key._asdict()) | {"epoch": epoch, "total": total}
         self.journal.put("skips", row | {"count": slot.skips[epoch, total], "own": slot.skipped[epoch, total]})
 
-    def save_cut(self, attempt: Attempt, box: Box, epoch: int) -> None:
+    def save_abandoned(self, attempt: Attempt, box: Box, epoch: int) -> None:
         row = {"run": attempt.run, "attempt": attempt.number, "box": box.number}
-        self.journal.put("cuts", row | {"epoch": epoch, "step": box.cuts[epoch]})
+        self.journal.put("abandoned", row | {"epoch": epoch, "step": box.abandoned[epoch]})
 
     def save_track(self, attempt: Attempt, box: Box) -> None:
         """Where its loop was, and all else that a batch of an attempt that is over can be made again from."""
         self.journal.put("tracks", _track_row(attempt, box))
 
-    def track(self, run_name: str, box_number: int) -> box_history.Track | None:
+    def track(self, run_name: str, box_number: int) -> box_history.BoxRecord | None:
         """In the open attempt, if it has that box."""
         run = self.runs.get(run_name)
         attempt = run.current if run is not None else None
@@ -243,16 +246,18 @@ class ClusterState:
         attempt: Attempt,
         client: str,
         request: pb.OpenRunRequest,
-        base: Position,
+        start: Position,
         now: float,
         credential: str = "",
     ) -> Box:
         run = self.runs[attempt.run]
         self.live_boxes += 1
-        lease = now + self.box_pace().lease_s
-        box = Box(request.box, client, request, base, Place.LIVE, lease, 0, credential=credential, reported_at=now)
+        lease = now + self.box_lease_policy().lease_s
+        box = Box(
+            request.box, client, request, start, BoxPresence.LIVE, lease, 0, credential=credential, reported_at=now
+        )
         self.slots_held[credential] += attempt.num_workers
-        box.history.append(base)
+        box.history.append(start)
         attempt.add_box(box)
         for number in range(attempt.num_workers):
             slot = Slot(SlotKey(attempt.run, attempt.number, box.number, number), run.generation + 1)
@@ -261,7 +266,9 @@ class ClusterState:
             self.save_slot(slot)
         self.save_box(attempt, box)
         self.bump_box(attempt, box)
-        text = f"box {box.number} of {attempt.shape} is in attempt {attempt.number}, from host {request.host_id or '?'}"
+        text = (
+            f"box {box.number} of {attempt.topology} is in attempt {attempt.number}, from host {request.host_id or '?'}"
+        )
         self.events.add("box opened", text, run=attempt.run, attempt=attempt.number, box=box.number)
         return box
 
@@ -282,11 +289,11 @@ class ClusterState:
             given = [slot.generation for slot in box.slots] + [slot.reserved for slot in box.slots]
             run.generation = max(run.generation, *given)
         clients = {box.number: box.client for box in boxes}
-        run.past[attempt.number] = Past(attempt.number, attempt.key, state, why, clients)
+        run.past[attempt.number] = ClosedAttempt(attempt.number, attempt.key, state, why, clients)
         which: dict[str, str | int] = {"run": attempt.run, "attempt": attempt.number}
         self.journal.put_all("boxes", lambda: (_box_row(attempt, box) for box in boxes), **which)
         self.journal.put_all("tracks", lambda: (_track_row(attempt, box) for box in boxes), **which)
-        for table in ("slots", "skips", "cuts", "reserved"):
+        for table in ("slots", "skips", "abandoned", "reserved"):
             self.journal.drop(table, **which)
         self.save_attempt(attempt)
         self.save_run(run)
@@ -321,10 +328,10 @@ class ClusterState:
                 self.bump_worker(self.workers[name])
         return not self._ended
 
-    def vacate(self, attempt: Attempt, box: Box, place: Place, note: str) -> None:
+    def vacate(self, attempt: Attempt, box: Box, place: BoxPresence, note: str) -> None:
         """The box's client is gone or has closed: its workers are free at once."""
         box.place = place
-        kind = "box lost" if place is Place.GONE else "box closed"
+        kind = "box lost" if place is BoxPresence.GONE else "box closed"
         self.events.add(kind, note, run=attempt.run, attempt=attempt.number, box=box.number)
         if box.told:
             self.save_track(attempt, box)
@@ -343,10 +350,10 @@ class ClusterState:
 
     def revive(self, attempt: Attempt, box: Box, now: float) -> None:
         """The client of a place that was given up is back, and nobody has opened the next attempt meanwhile."""
-        box.place = Place.LIVE
+        box.place = BoxPresence.LIVE
         text = f"the training job of box {box.number} was heard of again"
         self.events.add("box back", text, run=attempt.run, attempt=attempt.number, box=box.number)
-        box.lease_until = now + self.box_pace().lease_s
+        box.lease_until = now + self.box_lease_policy().lease_s
         for slot in box.slots:
             if slot.phase == pb.WAITING:
                 self.waiting[slot.key] = slot
@@ -393,18 +400,18 @@ class ClusterState:
             self.bump_box(attempt, box)
             return
         slot.generation = slot.next_generation
-        slot.phase, slot.note, slot.doing, slot.handed_over = pb.WAITING, note, "", False
-        slot.start_place = 0, 0
+        slot.phase, slot.note, slot.doing, slot.migrated = pb.WAITING, note, "", False
+        slot.start_queue_position = 0, 0
         slot.restarts += 1
         if loss_at is not None:
-            loss = Loss(loss_at, loser, note, box.total(slot.key.slot), making)
+            loss = SlotLoss(loss_at, loser, note, box.total(slot.key.slot), making)
             horizon = loss_at - self.limits.loss_window_s
             slot.losses = [*quarantine.still_count(slot.losses, loss, horizon), loss]
         self._tell("slot moved" if loss_at is None else "slot lost", note, slot, loser)
         if len(slot.losses) > self.limits.losses:
             self._give_up(box, slot)
         slot.gauge.restart(self.events.now)
-        if slot.phase == pb.WAITING and slot.successor is not None:
+        if slot.phase == pb.WAITING and slot.target is not None:
             self._succeed(slot)
         elif slot.phase == pb.WAITING:
             self.waiting[slot.key] = slot
@@ -441,9 +448,9 @@ class ClusterState:
         slot.batches_per_s, slot.batch_s = report.batches_per_s, report.batch_s
         slot.batch_cpu_s, slot.batch_delay_s = report.batch_cpu_s, report.batch_delay_s
         _, box = self.box_of(slot)
-        start_place = report.start_place, report.start_queue
-        if start_place != slot.start_place:
-            slot.start_place = start_place
+        start_queue_position = report.start_queue_position, report.start_queue_length
+        if start_queue_position != slot.start_queue_position:
+            slot.start_queue_position = start_queue_position
             # Told with the next answer, which is a beat away at most. Each start changes the place of all that wait: to
             # wake their boxes each time would be a call for each pair of them.
             box.version = self.next_version()
@@ -522,7 +529,7 @@ class ClusterState:
     def appoint(self, slot: Slot, worker: Worker, why: str, now: float) -> None:
         """The worker is to get ready for the slot, which stays where it is until then: see migration.py."""
         slot.reserved = slot.next_generation
-        slot.successor = Successor(worker.name, worker.session, slot.reserved, why, now)
+        slot.target = MigrationTarget(worker.name, worker.session, slot.reserved, why, now)
         self.appointed[slot.key] = slot
         self.journal.put("reserved", slot.key._asdict() | {"generation": slot.reserved})
         worker.slots.add(slot.key)
@@ -532,12 +539,12 @@ class ClusterState:
 
     def dismiss(self, slot: Slot) -> None:
         """There is no successor any more, if there was one: the slot stays where it is."""
-        successor, slot.successor = slot.successor, None
-        if successor is None:
+        target, slot.target = slot.target, None
+        if target is None:
             return
         del self.appointed[slot.key]
         self.placed -= 1
-        for name in (successor.worker, slot.worker):
+        for name in (target.worker, slot.worker):
             worker = self.workers.get(name)
             if worker is not None:
                 if name != slot.worker:
@@ -548,7 +555,7 @@ class ClusterState:
         """The slot goes from its worker to its successor."""
         self._detach(slot)
         self._succeed(slot)
-        slot.note, slot.doing, slot.moved_at, slot.handed_over = note, "", now, True
+        slot.note, slot.doing, slot.moved_at, slot.migrated = note, "", now, True
         slot.gauge.restart(0.0)
         text = f"{slot} went to worker {slot.worker}: {note}"
         self._tell("slot handed over", text, slot, slot.worker)
@@ -557,15 +564,15 @@ class ClusterState:
 
     def _succeed(self, slot: Slot) -> None:
         """The slot, which no worker has, is its successor's."""
-        successor, slot.successor = slot.successor, None
-        assert successor is not None
+        target, slot.target = slot.target, None
+        assert target is not None
         del self.appointed[slot.key]
-        slot.generation, slot.worker, slot.session = successor.generation, successor.worker, successor.session
-        slot.phase = pb.READY if successor.ready_at else pb.STARTING
+        slot.generation, slot.worker, slot.session = target.generation, target.worker, target.session
+        slot.phase = pb.READY if target.ready_at else pb.STARTING
         slot.recovery, slot.batch_s = True, 0.0
-        slot.moved_at = successor.ready_at or successor.since
-        slot.traits = successor.traits or slot.traits
-        worker = self.workers.get(successor.worker)
+        slot.moved_at = target.ready_at or target.since
+        slot.capabilities = target.capabilities or slot.capabilities
+        worker = self.workers.get(target.worker)
         if worker is not None:
             self.bump_worker(worker)
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 
 from penstock.appliance.core.cluster_state import ClusterState
-from penstock.appliance.model.entities import Attempt, Box, Place, Slot, Worker
+from penstock.appliance.model.entities import Attempt, Box, BoxPresence, Slot, Worker
 from penstock.appliance.policies.bottleneck import LEAST_S
 from penstock.proto.v1 import coordinator_pb2 as pb
 
@@ -35,7 +35,7 @@ MOST_WAITED = 0.98
 
 
 @dataclass(frozen=True)
-class Advice:
+class WorkerAdvice:
     """For one run; all 0 if too little is known yet."""
 
     needed: int = 0
@@ -46,16 +46,16 @@ class Advice:
     """Cores of these machines, if the slots that the run has keep them all busy; else 0."""
 
 
-def advise(attempt: Attempt, cores: int) -> Advice:
+def advise(attempt: Attempt, cores: int) -> WorkerAdvice:
     """Return how many slots the run should have, with so many cores; 0 cores = not known."""
     boxes = _live(attempt)
     slots = [slot for box in boxes for slot in box.slots if slot.phase == pb.READY and slot.batch_s > 0]
     needed = _needed(attempt, boxes, slots)
     if not needed:
-        return Advice()
+        return WorkerAdvice()
     most = _carried(cores, slots) / len(boxes)
     busy = cores if most < attempt.num_workers + 0.5 else 0
-    return Advice(needed, max(1, round(min(needed, most))), busy)
+    return WorkerAdvice(needed, max(1, round(min(needed, most))), busy)
 
 
 def cores(workers: Iterable[Worker]) -> int:
@@ -82,7 +82,7 @@ def daemons(cluster: ClusterState) -> int:
 
 
 def _live(attempt: Attempt) -> list[Box]:
-    return [box for box in attempt.boxes.values() if box.place is Place.LIVE]
+    return [box for box in attempt.boxes.values() if box.place is BoxPresence.LIVE]
 
 
 def _needed(attempt: Attempt, boxes: list[Box], slots: list[Slot]) -> int:

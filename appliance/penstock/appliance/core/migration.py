@@ -29,29 +29,29 @@ class Migrations:
     def __init__(self, cluster: ClusterState) -> None:
         self._cluster = cluster
         self._balanced_at = 0.0
-        self._look: Iterator[balance.Move | None] | None = None
+        self._look: Iterator[balance.SlotMove | None] | None = None
         """At the balance, a slice with each tick; None between two looks."""
 
     # ---- what workers say
 
     def heard(self, slot: Slot, report: pb.SlotReport, now: float) -> None:
         """A successor reports about the slot that it is getting ready for."""
-        successor = slot.successor
-        assert successor is not None
+        target = slot.target
+        assert target is not None
         if report.phase == pb.FAILED:
-            self._give_up(slot, f"worker {successor.worker} could not take it over: {report.error.message}", now)
-        elif report.phase == pb.READY and not successor.ready_at:
-            successor.ready_at = now
-            if report.HasField("traits"):
-                successor.traits = report.traits
+            self._give_up(slot, f"worker {target.worker} could not take it over: {report.error.message}", now)
+        elif report.phase == pb.READY and not target.ready_at:
+            target.ready_at = now
+            if report.HasField("capabilities"):
+                target.capabilities = report.capabilities
             worker = self._cluster.workers.get(slot.worker)
             if worker is not None:
                 self._cluster.bump_worker(worker)  # to be told that it shall hand over
 
-    def handed_over(self, slot: Slot, now: float) -> None:
+    def migrated(self, slot: Slot, now: float) -> None:
         """The slot's worker says that all is durable that the successor needs."""
-        if slot.successor is not None and slot.successor.ready_at:
-            self._cluster.take_over(slot, slot.successor.why, now)
+        if slot.target is not None and slot.target.ready_at:
+            self._cluster.take_over(slot, slot.target.why, now)
 
     # ---- time
 
@@ -59,14 +59,14 @@ class Migrations:
         """Sees to those under way, to workers that drain, and to the balance."""
         cluster, limits = self._cluster, self._cluster.limits
         for slot in list(cluster.appointed.values()):
-            successor = slot.successor
-            assert successor is not None
+            target = slot.target
+            assert target is not None
             if not cluster.is_open(slot):
                 continue  # it is about to be released
-            if successor.ready_at and now - successor.ready_at > limits.hand_over_s:
-                cluster.take_over(slot, successor.why, now)
-            elif not successor.ready_at and now - successor.since > limits.successor_s:
-                waited = f"worker {successor.worker} was not ready to take it over within {limits.successor_s:g} s"
+            if target.ready_at and now - target.ready_at > limits.migration_s:
+                cluster.take_over(slot, target.why, now)
+            elif not target.ready_at and now - target.since > limits.target_ready_s:
+                waited = f"worker {target.worker} was not ready to take it over within {limits.target_ready_s:g} s"
                 self._give_up(slot, waited, now)
         for worker in cluster.workers.values():
             if worker.draining:
@@ -88,7 +88,7 @@ class Migrations:
         """Appoints successors for what the worker has, as far as others have places."""
         why = f"worker {worker.name} drains"
         for slot in self.owned(worker):
-            if slot.successor is not None or slot.phase == pb.FAILED:
+            if slot.target is not None or slot.phase == pb.FAILED:
                 continue
             other = self._elsewhere(slot, worker, now)
             if other is None:
@@ -116,7 +116,7 @@ class Migrations:
 
     def stuck(self, worker: Worker, now: float) -> int:
         """Slots that stay with a worker that drains: they have failed, or there is no place elsewhere."""
-        staying = [slot for slot in self.owned(worker) if slot.successor is None]
+        staying = [slot for slot in self.owned(worker) if slot.target is None]
         return sum(slot.phase == pb.FAILED or self._elsewhere(slot, worker, now) is None for slot in staying)
 
     def order(self, request: pb.DrainWorkerRequest, now: float) -> pb.DrainWorkerReply:
@@ -163,8 +163,8 @@ class Migrations:
 
     def _give_up(self, slot: Slot, note: str, now: float) -> None:
         """It stays where it is, for now."""
-        if slot.successor is not None:
-            slot.unfit[slot.successor.worker] = slot.successor.session
+        if slot.target is not None:
+            slot.unfit[slot.target.worker] = slot.target.session
         self._cluster.dismiss(slot)
         slot.left_alone_until = now + self._cluster.limits.left_alone_s
         slot.note = note

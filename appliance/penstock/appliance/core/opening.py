@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from penstock.appliance.model.entities import Attempt, AttemptState, Box, Place, Run, client_of, shape
+from penstock.appliance.model.entities import Attempt, AttemptState, Box, BoxPresence, Run, client_of, topology
 from penstock.appliance.model.limits import Limits
 from penstock.appliance.storage.snapshot_index import SnapshotIndex
 from penstock.proto.errors import (
@@ -22,28 +22,28 @@ from penstock.proto.errors import (
     BoxTakenError,
     InvalidArgumentError,
     OverloadedError,
-    RunShapeError,
     StateMismatchError,
     SupersededError,
+    TopologyError,
 )
 from penstock.proto.state.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 
 @dataclass(frozen=True)
-class Same:
+class RepeatedOpening:
     """A repeated call."""
 
     box: Box
 
 
 @dataclass(frozen=True)
-class Join:
+class JoinAttempt:
     attempt: Attempt
 
 
 @dataclass(frozen=True)
-class Next:
+class OpenAttempt:
     """Open the next attempt; an open one is superseded."""
 
 
@@ -61,14 +61,14 @@ def validate(request: pb.OpenRunRequest, limits: Limits) -> Position:
         )
     if request.num_boxes * request.num_workers_per_box > limits.slots_max:
         raise InvalidArgumentError(
-            f"{shape(request.num_boxes, request.num_workers_per_box)} are more than {limits.slots_max} workers"
+            f"{topology(request.num_boxes, request.num_workers_per_box)} are more than {limits.slots_max} workers"
         )
     if request.box >= request.num_boxes:
         raise BoxOutOfRangeError(
             f"box {request.box} of run {run_name(request)}: with num_boxes={request.num_boxes} the boxes are "
             f"0 to {request.num_boxes - 1}"
         )
-    told, count = len(request.base.slots), request.num_workers_per_box
+    told, count = len(request.start.slots), request.num_workers_per_box
     if told not in (0, count):
         raise InvalidArgumentError(f"the position to start from has {told} slots, the box has {count}")
     return start_of(request)
@@ -76,14 +76,14 @@ def validate(request: pb.OpenRunRequest, limits: Limits) -> Position:
 
 def start_of(request: pb.OpenRunRequest) -> Position:
     """Where the box starts: at the place of a saved state, or with all of its workers at a beginning."""
-    base = request.base
-    if base.slots:
-        return Position.from_proto(base)
-    return Position.start(request.num_workers_per_box, step=base.step, epoch=base.epoch)
+    start = request.start
+    if start.slots:
+        return Position.from_proto(start)
+    return Position.start(request.num_workers_per_box, step=start.step, epoch=start.epoch)
 
 
 def resumes(request: pb.OpenRunRequest) -> bool:
-    return bool(request.resume.blob) or request.base.step > 0
+    return bool(request.resume.blob) or request.start.step > 0
 
 
 def told(request: pb.OpenRunRequest) -> tuple[str, pb.OpenRunRequest]:
@@ -111,17 +111,19 @@ def check_room(
             f"num_workers_per_box must be at most {limits.box_slots_max}, got {request.num_workers_per_box}: spread "
             "the workers over more boxes"
         )
-    size = request.ByteSize() - request.base.ByteSize()
+    size = request.ByteSize() - request.start.ByteSize()
     if size > limits.opening_max:
         raise InvalidArgumentError(
             f"an opening must have at most {limits.opening_max} bytes, got {size}: send large arguments with PutBlob"
         )
 
 
-def decide(run: Run | None, request: pb.OpenRunRequest, client: str, now: float) -> Same | Join | Next:
-    """Raises BoxTakenError, SupersededError, RunShapeError, StateMismatchError, InvalidArgumentError."""
+def decide(
+    run: Run | None, request: pb.OpenRunRequest, client: str, now: float
+) -> RepeatedOpening | JoinAttempt | OpenAttempt:
+    """Raises BoxTakenError, SupersededError, TopologyError, StateMismatchError, InvalidArgumentError."""
     if run is None:
-        return Next()
+        return OpenAttempt()
     for past in run.past.values():
         if past.clients.get(request.box) == client:
             raise SupersededError(past.why)  # a delayed duplicate of an opening that has had its time
@@ -130,13 +132,13 @@ def decide(run: Run | None, request: pb.OpenRunRequest, client: str, now: float)
         return _next(run, request)
     held = current.boxes.get(request.box)
     if held is not None and held.client == client:
-        if held.place is Place.CLOSED:
+        if held.place is BoxPresence.CLOSED:
             raise SupersededError(
                 f"box {held.number} of run {run.name} was closed by this client; open it as a new one"
             )
-        return Same(held)
+        return RepeatedOpening(held)
 
-    live = held is not None and held.place is Place.LIVE
+    live = held is not None and held.place is BoxPresence.LIVE
     key = request.attempt_key
     if key and key != current.key:
         earlier = [past for past in run.past.values() if past.key == key and past.state is AttemptState.SUPERSEDED]
@@ -167,12 +169,12 @@ def _taken(attempt: Attempt, held: Box, now: float, remedy: str) -> BoxTakenErro
     )
 
 
-def _join(attempt: Attempt, request: pb.OpenRunRequest) -> Join:
+def _join(attempt: Attempt, request: pb.OpenRunRequest) -> JoinAttempt:
     where = f"box {request.box} of run {attempt.run} (attempt {attempt.number})"
-    asked = shape(request.num_boxes, request.num_workers_per_box)
-    if asked != attempt.shape:
-        raise RunShapeError(
-            f"{where} opens it as {asked}, the other boxes as {attempt.shape}: all boxes of a launch need the "
+    asked = topology(request.num_boxes, request.num_workers_per_box)
+    if asked != attempt.topology:
+        raise TopologyError(
+            f"{where} opens it as {asked}, the other boxes as {attempt.topology}: all boxes of a launch need the "
             "same numbers"
         )
     if request.has_seed and request.seed != attempt.seed:
@@ -182,7 +184,7 @@ def _join(attempt: Attempt, request: pb.OpenRunRequest) -> Join:
     for other in list(attempt.boxes.values())[:1]:  # which agrees with all others
         theirs, ours = other.opening.loader.input_fn, request.loader.input_fn
         if theirs != ours:
-            raise RunShapeError(
+            raise TopologyError(
                 f"{where} runs {ours}, box {other.number} runs {theirs}: all boxes must make their loaders in one order"
             )
         if resumes(other.opening) != resumes(request):
@@ -191,17 +193,17 @@ def _join(attempt: Attempt, request: pb.OpenRunRequest) -> Join:
                 f"{where} {says[resumes(request)]}, box {other.number} {says[resumes(other.opening)]}: load the same "
                 "state on all boxes"
             )
-    return Join(attempt)
+    return JoinAttempt(attempt)
 
 
-def _next(run: Run, request: pb.OpenRunRequest) -> Next:
-    before, asked = shape(run.num_boxes, run.num_workers), shape(request.num_boxes, request.num_workers_per_box)
+def _next(run: Run, request: pb.OpenRunRequest) -> OpenAttempt:
+    before, asked = topology(run.num_boxes, run.num_workers), topology(request.num_boxes, request.num_workers_per_box)
     if before != asked and not resumes(request):
-        raise RunShapeError(
+        raise TopologyError(
             f"run {run.name} was opened as {before}, now as {asked} without a state: load a state to go on with "
-            "another shape, or choose another job name to start anew"
+            "another topology, or choose another job name to start anew"
         )
-    return Next()
+    return OpenAttempt()
 
 
 def seed_of(run: Run | None, request: pb.OpenRunRequest, fresh: Callable[[], int]) -> int:

@@ -18,8 +18,8 @@ from penstock.appliance.model.entities import (
     Attempt,
     AttemptState,
     Box,
-    Past,
-    Place,
+    BoxPresence,
+    ClosedAttempt,
     Run,
     Slot,
     SlotKey,
@@ -54,15 +54,15 @@ def _fill(cluster: ClusterState, now: float, worker_lease_s: float, client_lease
     for row in journal.rows("attempts"):
         run, number, state = cluster.runs[row["run"]], row["attempt"], AttemptState(row["state"])
         if state is AttemptState.OPEN:
-            shape = (run.num_boxes, run.num_workers)
-            run.current = Attempt(run.name, number, row["key"], row["opened_by"], *shape, run.seed, last_live=now)
+            topology = (run.num_boxes, run.num_workers)
+            run.current = Attempt(run.name, number, row["key"], row["opened_by"], *topology, run.seed, last_live=now)
         else:
-            run.past[number] = Past(number, row["key"], state, row["why"], {})
+            run.past[number] = ClosedAttempt(number, row["key"], state, row["why"], {})
     for row in journal.rows("boxes"):
         run = cluster.runs[row["run"]]
         if run.current is not None and row["attempt"] == run.current.number:
             _box(cluster, run.current, row, now)
-            cluster.live_boxes += row["place"] == Place.LIVE.value
+            cluster.live_boxes += row["place"] == BoxPresence.LIVE.value
         else:
             run.past[row["attempt"]].clients[row["box"]] = client_in(row["client_id"])
     for row in journal.rows("slots"):
@@ -76,19 +76,19 @@ def _fill(cluster: ClusterState, now: float, worker_lease_s: float, client_lease
         slot = cluster.slot(SlotKey(row["run"], row["attempt"], row["box"], row["slot"]))
         if slot is not None:  # else a release that does not know them ended the attempt
             slot.reserved = row["generation"]
-    for row in journal.rows("cuts"):
+    for row in journal.rows("abandoned"):
         attempt = cluster.runs[row["run"]].current
         if attempt is not None and attempt.number == row["attempt"]:  # else a release that does not know them ended it
-            attempt.note_cut(attempt.boxes[row["box"]], row["epoch"], row["step"])
+            attempt.note_abandoned(attempt.boxes[row["box"]], row["epoch"], row["step"])
     for row in journal.rows("tracks"):
         attempt = cluster.runs[row["run"]].current
         if attempt is not None and attempt.number == row["attempt"]:
             box, track = attempt.boxes[row["box"]], pb.History.FromString(row["history"])
-            box.earlier, box.settled = tuple(track.known), track.settled and box.place is Place.CLOSED
-    worker_lease_s = max(worker_lease_s, cluster.worker_pace().lease_s)
+            box.earlier, box.settled = tuple(track.known), track.settled and box.place is BoxPresence.CLOSED
+    worker_lease_s = max(worker_lease_s, cluster.worker_lease_policy().lease_s)
     for worker in cluster.workers.values():
         worker.lease_until = now + worker_lease_s
-    client_lease_s = max(client_lease_s, cluster.box_pace().lease_s)
+    client_lease_s = max(client_lease_s, cluster.box_lease_policy().lease_s)
     for attempt in cluster.open_attempts():
         for box in attempt.boxes.values():
             box.lease_until = now + client_lease_s
@@ -100,11 +100,13 @@ def _fill(cluster: ClusterState, now: float, worker_lease_s: float, client_lease
 def _box(cluster: ClusterState, attempt: Attempt, row: Mapping[str, Any], now: float) -> None:
     request = pb.OpenRunRequest.FromString(row["opening"])
     request.ClearField("client_id")  # which releases before this one kept
-    base = opening.validate(request, cluster.limits)
-    box = Box(row["box"], client_in(row["client_id"]), request, base, Place(row["place"]), now, cluster.next_version())
+    start = opening.validate(request, cluster.limits)
+    box = Box(
+        row["box"], client_in(row["client_id"]), request, start, BoxPresence(row["place"]), now, cluster.next_version()
+    )
     box.reported_at, box.told, box.restored = now, False, True
-    box.history.append(base)
-    if box.place is Place.CLOSED:
+    box.history.append(start)
+    if box.place is BoxPresence.CLOSED:
         box.lingers_until = now + cluster.limits.linger_s
     attempt.add_box(box)
     cluster.slots_held[box.credential] += attempt.num_workers
@@ -117,7 +119,9 @@ def _slot(cluster: ClusterState, row: Mapping[str, Any], now: float) -> None:
     slot = Slot(SlotKey(row["run"], row["attempt"], row["box"], row["slot"]), row["generation"], row["phase"])
     slot.worker, slot.session, slot.note, slot.moved_at = row["worker"], row["session"], row["note"], now
     slot.ever_ready, slot.recovery, slot.restarts = bool(row["ever_ready"]), bool(row["recovery"]), row["restarts"]
-    slot.traits = None if row["traits"] is None else records_pb2.LoaderTraits.FromString(row["traits"])
+    slot.capabilities = (
+        None if row["capabilities"] is None else records_pb2.LoaderCapabilities.FromString(row["capabilities"])
+    )
     slot.error = None if row["error"] is None else records_pb2.ErrorDetail.FromString(row["error"])
     box.slots.append(slot)
     if slot.worker:
@@ -127,5 +131,5 @@ def _slot(cluster: ClusterState, row: Mapping[str, Any], now: float) -> None:
             cluster.workers[worker.name] = worker
         worker.slots.add(slot.key)
         cluster.placed += 1
-    elif slot.phase == pb.WAITING and box.place is Place.LIVE:
+    elif slot.phase == pb.WAITING and box.place is BoxPresence.LIVE:
         cluster.waiting[slot.key] = slot

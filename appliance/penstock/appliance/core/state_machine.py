@@ -27,7 +27,7 @@ from penstock.appliance.model.entities import (
     Attempt,
     AttemptState,
     Box,
-    Place,
+    BoxPresence,
     Run,
     Slot,
     SlotKey,
@@ -36,14 +36,14 @@ from penstock.appliance.model.entities import (
     shown,
 )
 from penstock.appliance.model.limits import Limits
-from penstock.appliance.model.recent_events import Events
+from penstock.appliance.model.recent_events import RecentEvents
 from penstock.appliance.model.request_checks import check_counts, check_measures, check_rates
 from penstock.appliance.policies import quarantine
-from penstock.appliance.policies.lease_policy import Promise, patience_s, strained
+from penstock.appliance.policies.lease_policy import PromisedLease, patience_s, updated_strain
 from penstock.appliance.policies.placement import nobody_may
 from penstock.appliance.states.state_query import StateQuery
 from penstock.appliance.storage.journal import Journal
-from penstock.appliance.storage.snapshot_index import Kept, SnapshotIndex
+from penstock.appliance.storage.snapshot_index import DurableSnapshot, SnapshotIndex
 from penstock.proto.errors import (
     BoxTakenError,
     InputFnNotAllowedError,
@@ -90,18 +90,18 @@ class Registry:
         changed: Callable[[Topic], None],
         host: str = "",
     ) -> None:
-        self.cluster = ClusterState(journal, snapshot_index, limits, changed, Events(clock, wall))
+        self.cluster = ClusterState(journal, snapshot_index, limits, changed, RecentEvents(clock, wall))
         self.limits = limits
         self._clock = clock
         self._wall = wall
         self._fresh_seed = fresh_seed
-        self.desk = StateQueries(self.cluster)
+        self.state_queries = StateQueries(self.cluster)
         self._hand_overs = Migrations(self.cluster)
         self._old_sessions: OrderedDict[tuple[str, str], None] = OrderedDict()
         self._started = self._ticked = now = clock()
         self.cluster.tickets_expire = expiry(wall())
-        self._to_workers = Promise(journal, "worker_lease_s", limits.worker_lease_s, now)
-        self._to_boxes = Promise(journal, "client_lease_s", limits.client_lease_s, now)
+        self._to_workers = PromisedLease(journal, "worker_lease_s", limits.worker_lease_s, now)
+        self._to_boxes = PromisedLease(journal, "client_lease_s", limits.client_lease_s, now)
         away_s = limits.return_s if journal.noted("host", "") not in ("", host) else 0.0
         if journal.noted("host", "") != host:
             journal.note("host", host)
@@ -115,7 +115,7 @@ class Registry:
         cluster = self.cluster
         if cluster.release_ended():
             cluster.place_waiting()
-        self.desk.settle()
+        self.state_queries.settle()
         cluster.journal.commit()
 
     # -------------------------------------------------------------------------------------------------------- clients
@@ -123,32 +123,32 @@ class Registry:
     def open_run(self, request: pb.OpenRunRequest, credential: str = "") -> pb.OpenRunReply:
         """`credential`: which token the caller showed, by its digest."""
         now, cluster = self._clock(), self.cluster
-        base = opening.validate(request, self.limits)
+        start = opening.validate(request, self.limits)
         client, request = opening.told(request)
         name = opening.run_name(request)
         run = cluster.runs.get(name)
         opening.check_room(request, run, len(cluster.runs), cluster.snapshot_index, self.limits)
         match opening.decide(run, request, client, now):
-            case opening.Same(box):
+            case opening.RepeatedOpening(box):
                 attempt = cluster.attempt(name, run.attempt if run is not None else 0)
                 self._renew(attempt, box, now)
-            case opening.Join(attempt):
+            case opening.JoinAttempt(attempt):
                 cluster.check_room(request, credential, None)
-                cluster.add_box(attempt, client, request, base, now, credential)
-            case opening.Next():
+                cluster.add_box(attempt, client, request, start, now, credential)
+            case opening.OpenAttempt():
                 cluster.check_room(request, credential, run.current if run is not None else None)
                 attempt = self._next_attempt(name, run, client, request, now)
-                cluster.add_box(attempt, client, request, base, now, credential)
-        pace = cluster.box_pace()
-        self._to_boxes.keep(pace.lease_s, now)
+                cluster.add_box(attempt, client, request, start, now, credential)
+        lease_policy = cluster.box_lease_policy()
+        self._to_boxes.keep(lease_policy.lease_s, now)
         self._settle()
         return pb.OpenRunReply(
             run=name,
             attempt=attempt.number,
             seed=attempt.seed,
-            lease_s=pace.lease_s,
+            lease_s=lease_policy.lease_s,
             version=VERSION,
-            beat_s=pace.beat_s,
+            heartbeat_s=lease_policy.heartbeat_s,
         )
 
     def _next_attempt(self, name: str, run: Run | None, client: str, request: pb.OpenRunRequest, now: float) -> Attempt:
@@ -172,9 +172,9 @@ class Registry:
 
     def _renew(self, attempt: Attempt, box: Box, now: float, known_s: float = 0.0) -> None:
         """`known_s`: the lease that the box goes by."""
-        if box.place is Place.GONE:
+        if box.place is BoxPresence.GONE:
             self.cluster.revive(attempt, box, now)
-        box.lease_until = now + self.cluster.box_pace().promised(known_s, self.limits.lease_max_s)
+        box.lease_until = now + self.cluster.box_lease_policy().promised(known_s, self.limits.lease_max_s)
         box.reported_at = now
 
     def _place_of(self, run: str, attempt_number: int, number: int, client_id: str) -> tuple[Attempt, Box]:
@@ -184,7 +184,7 @@ class Registry:
             raise UnknownRunError(f"box {number} of run {run} has not been opened in attempt {attempt_number}")
         if box.client != client_of(client_id):
             raise BoxTakenError(f"box {number} of run {run} (attempt {attempt_number}) is held by {box.who()}")
-        if box.place is Place.CLOSED:
+        if box.place is BoxPresence.CLOSED:
             raise SupersededError(f"box {number} of run {run} (attempt {attempt_number}) was closed by its client")
         return attempt, box
 
@@ -198,18 +198,18 @@ class Registry:
 
     def box_view(self, request: pb.WatchRunRequest) -> pb.WatchRunReply:
         attempt, box = self._place_of(request.run, request.attempt, request.box, request.client_id)
-        pace = self.cluster.box_pace()
-        self._to_boxes.keep(pace.lease_s, box.reported_at)
-        box.lease_until = max(box.lease_until, box.reported_at + pace.lease_s)
+        lease_policy = self.cluster.box_lease_policy()
+        self._to_boxes.keep(lease_policy.lease_s, box.reported_at)
+        box.lease_until = max(box.lease_until, box.reported_at + lease_policy.lease_s)
         self.cluster.journal.commit()
-        reply = views.watch_reply(self.cluster, attempt, box, request.seen_version, pace, self._wall())
+        reply = views.watch_reply(self.cluster, attempt, box, request.seen_version, lease_policy, self._wall())
         reply.commit_mark = self.cluster.journal.mark()
         return reply
 
     def box_hold(self, request: pb.WatchRunRequest) -> float:
         """Seconds that a watch with nothing to tell is held."""
         name = f"{request.run}.{request.box}"
-        return min(request.hold_s, self.cluster.box_pace().left(self._clock(), name))
+        return min(request.hold_s, self.cluster.box_lease_policy().left(self._clock(), name))
 
     def box_version(self, request: pb.WatchRunRequest) -> int:
         _, box = self._place_of(request.run, request.attempt, request.box, request.client_id)
@@ -221,8 +221,8 @@ class Registry:
         self.cluster.journal.confirm(request.commit_mark, f"box {request.box} of run {request.run}")
         check_measures(hold_s=request.hold_s, waited_s=request.waited_s, waited_by_slot_s=sum(by_slot_s))
         attempt, box = self._place_of(request.run, request.attempt, request.box, request.client_id)
-        for cut in request.cuts:
-            check_counts(epoch=cut.epoch, step=cut.step)
+        for abandoned_epoch in request.abandoned:
+            check_counts(epoch=abandoned_epoch.epoch, step=abandoned_epoch.step)
         self._renew(attempt, box, now, request.lease_s)
         if not box.told:
             box.told = True
@@ -233,9 +233,9 @@ class Registry:
         box_progress.note_cuts(self.cluster, attempt, box, request)
         if delivered.step >= box.delivered.step:  # else it was overtaken by a later report
             passed = attempt.left_between(box.step, delivered.step)
-            if request.pass_ended != box.pass_ended or delivered.epoch != box.delivered.epoch or passed:
+            if request.epoch_ended != box.epoch_ended or delivered.epoch != box.delivered.epoch or passed:
                 self.cluster.touch(attempt, box)
-            attempt.set_ended(box, request.pass_ended)
+            attempt.set_ended(box, request.epoch_ended)
             box.waiting_for, box.waited_s = request.waiting_for, request.waited_s
             box.note_waits(now, by_slot_s)
             if delivered.slots:
@@ -253,7 +253,7 @@ class Registry:
             return
         if request.HasField("progress"):
             self._report(request.progress)
-        box.place = Place.CLOSED
+        box.place = BoxPresence.CLOSED
         attempt.set_ended(box, True)
         if attempt.any_live():
             box.lingers_until = self._clock() + self.limits.linger_s
@@ -316,9 +316,9 @@ class Registry:
         cluster.workers[worker.name] = worker
         cluster.events.add("worker joined", f"worker {worker.name} has {worker.capacity} slots", worker=worker.name)
         cluster.count_fleet(now)
-        pace = cluster.worker_pace()
-        self._to_workers.keep(pace.lease_s, now)
-        worker.lease_until = now + pace.lease_s
+        lease_policy = cluster.worker_lease_policy()
+        self._to_workers.keep(lease_policy.lease_s, now)
+        worker.lease_until = now + lease_policy.lease_s
         cluster.room.offer(worker)
         for key in sorted(worker.slots)[worker.capacity :]:
             slot = cluster.slot(key)
@@ -331,7 +331,9 @@ class Registry:
             if slot is not None:
                 cluster.bump_box(*cluster.box_of(slot))
         self._settle()
-        return pb.RegisterWorkerReply(lease_s=pace.lease_s, version=VERSION, beat_s=pace.beat_s)
+        return pb.RegisterWorkerReply(
+            lease_s=lease_policy.lease_s, version=VERSION, heartbeat_s=lease_policy.heartbeat_s
+        )
 
     def heartbeat(self, request: pb.HeartbeatRequest) -> pb.HeartbeatReply:
         """A report, and the answer at once; the service holds the answer until there is something new."""
@@ -345,7 +347,9 @@ class Registry:
         worker = self._registered(request.worker, request.session)
         if worker is not None:
             worker.seen_at = now
-            worker.lease_until = now + self.cluster.worker_pace().promised(request.lease_s, self.limits.lease_max_s)
+            worker.lease_until = now + self.cluster.worker_lease_policy().promised(
+                request.lease_s, self.limits.lease_max_s
+            )
             for report in request.slots:
                 self._slot_report(worker, report, now)
             if request.leaving and not worker.draining:
@@ -356,7 +360,7 @@ class Registry:
         """Its connection ended under a heartbeat. That is no proof, but a reason to wait less."""
         worker = self._registered(name, session)
         if worker is not None:
-            longer = self.cluster.worker_pace().lease_s / self.limits.worker_lease_s
+            longer = self.cluster.worker_lease_policy().lease_s / self.limits.worker_lease_s
             worker.lease_until = min(worker.lease_until, self._clock() + self.limits.hung_up_s * longer)
 
     def worker_view(self, request: pb.HeartbeatRequest) -> pb.HeartbeatReply:
@@ -373,18 +377,18 @@ class Registry:
             self.cluster.journal.commit()
             reply.register_again = True
             return
-        pace = self.cluster.worker_pace()
-        self._to_workers.keep(pace.lease_s, worker.seen_at)
-        worker.lease_until = max(worker.lease_until, worker.seen_at + pace.lease_s)
+        lease_policy = self.cluster.worker_lease_policy()
+        self._to_workers.keep(lease_policy.lease_s, worker.seen_at)
+        worker.lease_until = max(worker.lease_until, worker.seen_at + lease_policy.lease_s)
         self.cluster.journal.commit()
-        wants = self.desk.wants(worker.name, self._clock())
+        wants = self.state_queries.wants(worker.name, self._clock())
         stuck = self._hand_overs.stuck(worker, self._clock()) if worker.draining else 0
-        yield from views.fill_heartbeat(reply, self.cluster, worker, request, pace, self._wall(), wants, stuck)
+        yield from views.fill_heartbeat(reply, self.cluster, worker, request, lease_policy, self._wall(), wants, stuck)
         reply.commit_mark = self.cluster.journal.mark()
 
     def worker_hold(self, request: pb.HeartbeatRequest) -> float:
         """Seconds that a heartbeat with nothing to tell is held."""
-        return min(request.hold_s, self.cluster.worker_pace().left(self._clock(), request.worker))
+        return min(request.hold_s, self.cluster.worker_lease_policy().left(self._clock(), request.worker))
 
     def worker_version(self, request: pb.HeartbeatRequest) -> int:
         """-1, which nobody has seen, for a worker that is to register again."""
@@ -397,7 +401,7 @@ class Registry:
 
     def _slot_report(self, worker: Worker, report: pb.SlotReport, now: float) -> None:
         slot = self.cluster.slot(SlotKey(report.run, report.attempt, report.box, report.slot))
-        if slot is not None and slot.is_succeeded_by(worker.name, report.generation):
+        if slot is not None and slot.is_migrating_to(worker.name, report.generation):
             self._hand_overs.heard(slot, report, now)
             return
         if slot is None or slot.generation != report.generation or slot.worker != worker.name:
@@ -417,14 +421,14 @@ class Registry:
             else:
                 self.cluster.fail(slot, report.error if report.HasField("error") else _NO_REASON)
         elif report.phase == pb.READY and slot.phase in (pb.STARTING, pb.READY):
-            traits = report.traits if report.HasField("traits") else slot.traits
-            if slot.phase != pb.READY or traits != slot.traits:
+            capabilities = report.capabilities if report.HasField("capabilities") else slot.capabilities
+            if slot.phase != pb.READY or capabilities != slot.capabilities:
                 slot.moved_at = now if slot.phase != pb.READY else slot.moved_at
-                slot.phase, slot.ever_ready, slot.traits = pb.READY, True, traits
+                slot.phase, slot.ever_ready, slot.capabilities = pb.READY, True, capabilities
                 self.cluster.save_slot(slot)
                 self.cluster.bump_box(*self.cluster.box_of(slot))
-            if report.handed_over:
-                self._hand_overs.handed_over(slot, now)
+            if report.migrated:
+                self._hand_overs.migrated(slot, now)
 
     def _recycle(self, slot: Slot, report: pb.SlotReport) -> None:
         """Its runner held too much memory and ended at a snapshot: another one goes on, unless that gained nothing."""
@@ -457,7 +461,7 @@ class Registry:
     def slot_to_recover(self, key: SlotKey, generation: int) -> Slot:
         """The slot, if `generation` is its present one or that of its successor. SupersededError if not."""
         slot = self.cluster.slot(key)
-        if slot is not None and slot.successor is not None and slot.successor.generation == generation:
+        if slot is not None and slot.target is not None and slot.target.generation == generation:
             return slot
         return self.slot_of_generation(key, generation)
 
@@ -480,7 +484,7 @@ class Registry:
         function of the position. So it is kept, and the writer is told all the same.
         """
         key = SlotKey(header.run, header.attempt, header.box, header.slot)
-        kept = Kept(header.total, header.epoch, header.size, header.origin)
+        kept = DurableSnapshot(header.total, header.epoch, header.size, header.epoch_start)
         slot = self.cluster.slot(key)
         if slot is None:
             self.cluster.snapshot_index.discard(key, kept)
@@ -506,32 +510,32 @@ class Registry:
             self._report(request.progress)
             asker = request.progress.box
         if request.aggregate_blob:
-            gathering = self.desk.begin_aggregation(request, asker or 0, self._clock())
+            gathering = self.state_queries.begin_aggregation(request, asker or 0, self._clock())
         else:
-            gathering = self.desk.begin(request, asker, self._clock())
+            gathering = self.state_queries.begin(request, asker, self._clock())
         self._settle()
         return gathering
 
     def sent_state(self, gathering: StateQuery, box: int) -> None:
         """An asker has been sent the records of a box."""
-        self.desk.sent(gathering, box)
+        self.state_queries.sent(gathering, box)
 
     def end_state(self, gathering: StateQuery, sent: int = 0) -> None:
         """An asker has its answer or has given up, after the records of `sent` boxes. The last one that leaves ends the
         questions to the workers."""
-        self.desk.end(gathering, sent)
+        self.state_queries.end(gathering, sent)
 
     def admit_state(self, answer: pb.StateAnswer) -> float | None:
         """May the bytes of an answer come? None: yes, or nobody wants them; else the seconds that are left to wait for
         room, which the topic `room` announces."""
-        return self.desk.admit(answer.request, answer.state_bytes, self._clock())
+        return self.state_queries.admit(answer.request, answer.state_bytes, self._clock())
 
     def answer_wanted(self, answer: pb.StateAnswer) -> bool:
-        return self.desk.wanted(answer.request)
+        return self.state_queries.wanted(answer.request)
 
     def answer_lost(self, answer: pb.StateAnswer) -> None:
         """Its bytes did not come after all."""
-        self.desk.lost(answer.request)
+        self.state_queries.lost(answer.request)
 
     def answer_state(self, answer: pb.StateAnswer, data: bytes) -> None:
         if len(answer.ends) > self.limits.answer_ends_max:
@@ -539,7 +543,7 @@ class Registry:
         check_counts(ended_epoch=answer.ended_epoch, ended_total=answer.ended_total)
         for end in answer.ends:
             check_counts(epoch=end.epoch, total=end.total)
-        self.desk.answer(answer, data)
+        self.state_queries.answer(answer, data)
         self._settle()
 
     # ----------------------------------------------------------------------------------------------- time, operators
@@ -548,7 +552,7 @@ class Registry:
         """Looks at the leases. Call it several times a lease."""
         now, cluster, limits = self._clock(), self.cluster, self.limits
         gap, self._ticked = now - self._ticked, now
-        cluster.strain = strained(cluster.strain, gap, limits.tick_s)
+        cluster.strain = updated_strain(cluster.strain, gap, limits.tick_s)
         late = gap if gap > limits.stall_s else gap - 2 * limits.tick_s
         if late > 0:
             gap = late
@@ -558,9 +562,9 @@ class Registry:
                 attempt.last_live += gap
                 for box in attempt.boxes.values():
                     box.lease_until += gap
-        cluster.drop_silent(now, patience_s(cluster.strain, cluster.worker_pace().lease_s))
+        cluster.drop_silent(now, patience_s(cluster.strain, cluster.worker_lease_policy().lease_s))
         cluster.count_fleet(now)
-        overdue = now - patience_s(cluster.strain, cluster.box_pace().lease_s)
+        overdue = now - patience_s(cluster.strain, cluster.box_lease_policy().lease_s)
         vacated = 0  # slots; of more than `slots_at_once` the rest is left to the next tick
         named: set[str] = set()
         cluster.live_boxes = 0
@@ -568,19 +572,19 @@ class Registry:
             named |= attempt.blobs
             live = 0
             for box in attempt.boxes.values():
-                live += box.place is Place.LIVE
+                live += box.place is BoxPresence.LIVE
                 if vacated >= limits.slots_at_once:
                     continue
-                if box.place is Place.LIVE and box.lease_until <= overdue:
+                if box.place is BoxPresence.LIVE and box.lease_until <= overdue:
                     live -= 1
                     vacated += BOX_WEIGHS + len(box.slots)
                     silent = now - box.reported_at
                     note = f"the training job of box {box.number} was not heard of for {silent:.1f} s"
-                    cluster.vacate(attempt, box, Place.GONE, note)
+                    cluster.vacate(attempt, box, BoxPresence.GONE, note)
                 elif 0.0 < box.lingers_until <= now:
                     box.lingers_until = 0.0
                     vacated += BOX_WEIGHS + len(box.slots)
-                    cluster.vacate(attempt, box, Place.CLOSED, f"box {box.number} was closed")
+                    cluster.vacate(attempt, box, BoxPresence.CLOSED, f"box {box.number} was closed")
             cluster.live_boxes += live
             if live:
                 attempt.last_live = now
@@ -593,8 +597,8 @@ class Registry:
         self._hand_overs.tick(now)
         self._renew_tickets()
         self._fail_what_nobody_may_run(now)
-        self._to_workers.take_back(cluster.worker_pace().lease_s, now)
-        self._to_boxes.take_back(cluster.box_pace().lease_s, now)
+        self._to_workers.take_back(cluster.worker_lease_policy().lease_s, now)
+        self._to_boxes.take_back(cluster.box_lease_policy().lease_s, now)
         self._settle()
 
     def _renew_tickets(self) -> None:

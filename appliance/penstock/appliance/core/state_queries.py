@@ -53,8 +53,8 @@ class StateQueries:
             raise UnknownRunError(f"the coordinator knows no run {request.run!r}")
         attempt = self._cluster.attempt(run.name, request.attempt or run.attempt)
         boxes = list(attempt.boxes.values())
-        going = [box for box in boxes if not box.pass_ended]
-        first = max([box.base.step for box in boxes] + [box.step - box.retention for box in going])
+        going = [box for box in boxes if not box.epoch_ended]
+        first = max([box.start.step for box in boxes] + [box.step - box.retention for box in going])
         last = max(box.step for box in boxes) if asker is None else attempt.boxes[asker].step
         step = request.step
         if request.newest:
@@ -64,7 +64,7 @@ class StateQueries:
         if step < first or (step > last and last_is_known):
             raise StateUnavailableError(
                 f"the state of run {run.name} at step {step} cannot be had: steps {first} to {last} can (this attempt "
-                f"started at step {boxes[0].base.step}, and retention_steps={boxes[0].retention} steps are kept)"
+                f"started at step {boxes[0].start.step}, and retention_steps={boxes[0].retention} steps are kept)"
             )
         key = (run.name, attempt.number, step, "")
         self._forget(attempt, first)

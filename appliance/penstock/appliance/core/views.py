@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator
 
 from penstock.appliance.core import demand
 from penstock.appliance.core.cluster_state import ClusterState
-from penstock.appliance.model.entities import Attempt, Box, Place, Slot, SlotKey, Worker
-from penstock.appliance.policies.bottleneck import BoxFacts, Finding, SlotFacts, find
-from penstock.appliance.policies.lease_policy import Pace
+from penstock.appliance.model.entities import Attempt, Box, BoxPresence, Slot, SlotKey, Worker
+from penstock.appliance.policies.bottleneck import Bottleneck, BoxFacts, SlotFacts, find
+from penstock.appliance.policies.lease_policy import LeasePolicy
 from penstock.appliance.states.state_query import SlotStateRequest
 from penstock.proto.rpc.version import PROTOCOL, VERSION
 from penstock.proto.v1 import coordinator_pb2 as pb
@@ -27,17 +27,17 @@ def slot_view(cluster: ClusterState, slot: Slot) -> pb.SlotView:
         generation=slot.generation,
         phase=slot.phase,
         worker=slot.worker,
-        traits=slot.traits,
+        capabilities=slot.capabilities,
         error=slot.error,
         restarts=slot.restarts,
         note=slot.note,
         doing=slot.doing,
         stack=slot.stack,
         skipped=sum(slot.skipped.values()),
-        successor=slot.successor.worker if slot.successor is not None else "",
-        handed_over=slot.handed_over,
-        start_place=slot.start_place[0],
-        start_queue=slot.start_place[1],
+        target=slot.target.worker if slot.target is not None else "",
+        migrated=slot.migrated,
+        start_queue_position=slot.start_queue_position[0],
+        start_queue_length=slot.start_queue_position[1],
     )
     worker = cluster.workers.get(slot.worker)
     if worker is not None and slot.phase in (pb.READY, pb.FAILED):
@@ -48,7 +48,7 @@ def slot_view(cluster: ClusterState, slot: Slot) -> pb.SlotView:
 
 
 def watch_reply(
-    cluster: ClusterState, attempt: Attempt, box: Box, seen_version: int, pace: Pace, wall_s: float
+    cluster: ClusterState, attempt: Attempt, box: Box, seen_version: int, lease_policy: LeasePolicy, wall_s: float
 ) -> pb.WatchRunReply:
     others = [number for number in sorted(attempt.ended) if number != box.number]
     return pb.WatchRunReply(
@@ -57,18 +57,18 @@ def watch_reply(
         missing_slots=sum(slot.phase == pb.WAITING for slot in box.slots),
         wall_s=wall_s,
         ended=[pb.BoxEnd(box=number, step=attempt.boxes[number].step) for number in others],
-        beat_s=pace.beat_s,
-        lease_s=pace.lease_s,
+        heartbeat_s=lease_policy.heartbeat_s,
+        lease_s=lease_policy.lease_s,
     )
 
 
 def assignment(
-    cluster: ClusterState, attempt: Attempt, box: Box, slot: Slot, worker: Worker, base: records_pb2.BoxPosition
+    cluster: ClusterState, attempt: Attempt, box: Box, slot: Slot, worker: Worker, start: records_pb2.BoxPosition
 ) -> records_pb2.WorkerAssignment:
-    """What the worker is told of the slot: it has it, or is to get ready for it. `base`: of the box, which is made once
-    for all of its slots."""
-    successor = slot.successor if slot.worker != worker.name else None
-    generation = slot.generation if successor is None else successor.generation
+    """What the worker is told of the slot: it has it, or is to get ready for it. `start`: of the box, which is made
+    once for all of its slots."""
+    target = slot.target if slot.worker != worker.name else None
+    generation = slot.generation if target is None else target.generation
     return records_pb2.WorkerAssignment(
         **slot.key._asdict(),
         generation=generation,
@@ -78,10 +78,10 @@ def assignment(
         loader=box.opening.loader,
         lane_key=cluster.lane_key(slot.key, generation),
         resume=box.opening.resume,
-        base=base,
-        recovery=slot.recovery or successor is not None,
-        successor=successor is not None,
-        hand_over=slot.successor is not None and successor is None and slot.successor.ready_at > 0,
+        start=start,
+        recovery=slot.recovery or target is not None,
+        target=target is not None,
+        prepare_migration=slot.target is not None and target is None and slot.target.ready_at > 0,
         skips=[records_pb2.Skip(epoch=epoch, total=total, count=count) for (epoch, total), count in slot.skips.items()],
     )
 
@@ -91,7 +91,7 @@ def fill_heartbeat(
     cluster: ClusterState,
     worker: Worker,
     request: pb.HeartbeatRequest,
-    pace: Pace,
+    lease_policy: LeasePolicy,
     wall_s: float,
     wants: Iterable[tuple[SlotStateRequest, float]],
     stuck: int,
@@ -103,7 +103,12 @@ def fill_heartbeat(
         stuck: of a worker that drains, the slots for which there is no other place.
     """
     part = cluster.snapshot_share()
-    reply.version, reply.wall_s, reply.beat_s, reply.lease_s = worker.version, wall_s, pace.beat_s, pace.lease_s
+    reply.version, reply.wall_s, reply.heartbeat_s, reply.lease_s = (
+        worker.version,
+        wall_s,
+        lease_policy.heartbeat_s,
+        lease_policy.lease_s,
+    )
     reply.snapshot_every_s, reply.snapshot_bytes_per_s = part.every_s, part.bytes_per_s
     reply.draining, reply.stuck = worker.draining, stuck
     if worker.version == request.seen_version:
@@ -111,7 +116,7 @@ def fill_heartbeat(
         return
     reply.state_requests.extend(want.request(left_s) for want, left_s in wants)
     reply.taken.extend(_taken(cluster, worker, request.slots))
-    bases: dict[tuple[str, int], records_pb2.BoxPosition] = {}
+    starts: dict[tuple[str, int], records_pb2.BoxPosition] = {}
     for number, key in enumerate(sorted(worker.slots)):
         if number % ASSIGNMENTS == ASSIGNMENTS - 1:
             yield
@@ -120,9 +125,9 @@ def fill_heartbeat(
             continue  # its attempt is over, or it went elsewhere since the first step
         attempt, box = cluster.box_of(slot)
         of_box = key.run, key.box
-        if of_box not in bases:
-            bases[of_box] = box.base.to_proto()
-        reply.assignments.append(assignment(cluster, attempt, box, slot, worker, bases[of_box]))
+        if of_box not in starts:
+            starts[of_box] = box.start.to_proto()
+        reply.assignments.append(assignment(cluster, attempt, box, slot, worker, starts[of_box]))
 
 
 def _taken(cluster: ClusterState, worker: Worker, reports: Iterable[pb.SlotReport]) -> Iterator[pb.TakenSlot]:
@@ -131,10 +136,10 @@ def _taken(cluster: ClusterState, worker: Worker, reports: Iterable[pb.SlotRepor
         key = SlotKey(report.run, report.attempt, report.box, report.slot)
         if key in worker.slots:
             slot = cluster.slot(key)
-            successor = slot.successor if slot is not None else None
+            target = slot.target if slot is not None else None
             if slot is not None and report.generation == slot.generation:
                 continue
-            if successor is not None and successor.generation == report.generation:
+            if target is not None and target.generation == report.generation:
                 continue
         yield pb.TakenSlot(**key._asdict(), generation=report.generation, why=_why_taken(cluster, key))
 
@@ -168,15 +173,15 @@ def _box_status(cluster: ClusterState, box: Box, now: float) -> pb.BoxStatus:
         waiting_for = f"worker {slot.worker} (slot {slot.key.slot})" if slot.worker else f"slot {slot.key.slot}"
     return pb.BoxStatus(
         box=box.number,
-        live=box.place is Place.LIVE,
+        live=box.place is BoxPresence.LIVE,
         step=box.step,
-        epoch=box.delivered.epoch or box.base.epoch,
+        epoch=box.delivered.epoch or box.start.epoch,
         steps_per_s=box.steps_per_s,
         waited_s=box.waited_s,
         waited_share=box.waited_share,
         waiting_for=waiting_for,
         slots=[_slot_status(cluster, box, slot, now) for slot in box.slots],
-        pass_ended=box.pass_ended,
+        epoch_ended=box.epoch_ended,
         wait_share=box.waits.share,
     )
 
@@ -203,7 +208,7 @@ def facts(cluster: ClusterState, box: Box) -> BoxFacts:
     return BoxFacts(box.number, box.waits.span_s, box.waits.share, slots)
 
 
-def _bottleneck(found: Finding) -> pb.Bottleneck:
+def _bottleneck(found: Bottleneck) -> pb.Bottleneck:
     return pb.Bottleneck(
         kind=found.kind,
         input_bound=found.input_bound,
@@ -265,7 +270,7 @@ def _fill_run(
         told = _box_status(cluster, box, now)
         status.boxes.append(told)
         status.recoveries += sum(slot.restarts for slot in told.slots)
-        if told.live and not told.pass_ended:
+        if told.live and not told.epoch_ended:
             going.append(facts(cluster, box))
             status.steps_per_s += told.steps_per_s
             status.batches_per_s += sum(slot.batches_per_s for slot in told.slots)

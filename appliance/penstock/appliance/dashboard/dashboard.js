@@ -357,7 +357,7 @@ class Card {
 
 function boxState(box) {
   if (!box.live) return state("lost", "lost");
-  return box.pass_ended ? state("idle", "pass ended") : state("live", "live");
+  return box.epoch_ended ? state("idle", "pass ended") : state("live", "live");
 }
 
 function slotState(box, slot, found) {
@@ -465,7 +465,7 @@ function remember(status) {
   for (const run of status.runs) {
     if (!run.open) continue;
     const track = history[run.run] || (history[run.run] = { seconds: [], minutes: [] });
-    const going = run.boxes.filter((box) => box.live && !box.pass_ended);
+    const going = run.boxes.filter((box) => box.live && !box.epoch_ended);
     const waited = Math.max(0, ...going.map((box) => box.waited_share));
     track.seconds.push([status.at, run.steps_per_s, waited, run.batches_per_s]);
     if (track.seconds.length > MOST_POINTS) track.seconds.shift();

@@ -14,20 +14,20 @@ from dataclasses import dataclass
 from penstock.proto.errors import InvalidArgumentError
 from penstock.proto.rpc.tls import Renewing
 from penstock.proto.v1 import coordinator_pb2 as pb
-from penstock.runtime.telemetry.counters import CallTally, Histogram
+from penstock.runtime.telemetry.counters import CallCounters, Histogram
 from penstock.runtime.web.http_server import Page, Route
-from penstock.runtime.web.prometheus import Collector, Readings, metrics_route
+from penstock.runtime.web.prometheus import Collector, MetricReadings, metrics_route
 
-__all__ = ["Vitals", "readings", "route"]
+__all__ = ["CoordinatorCounters", "readings", "route"]
 
 _PHASES = ("waiting", "starting", "ready", "failed")
 
 
 @dataclass(frozen=True)
-class Vitals:
+class CoordinatorCounters:
     """What no status holds."""
 
-    calls: CallTally
+    calls: CallCounters
     commits: Histogram
     snapshot_bytes: int
     snapshot_limit: int
@@ -35,9 +35,9 @@ class Vitals:
     """(run, box) -> the step that its attempt began at, and the slot that it waits for + 1."""
 
 
-def readings(status: pb.StatusReply, vitals: Vitals, files: Renewing | None = None) -> Readings:
+def readings(status: pb.StatusReply, vitals: CoordinatorCounters, files: Renewing | None = None) -> MetricReadings:
     """All metrics. `files`: the certificate that the coordinator shows."""
-    found = Readings("coordinator")
+    found = MetricReadings("coordinator")
     found.add("penstock_runs", sum(run.open for run in status.runs), phase="open")
     found.add("penstock_runs", sum(not run.open for run in status.runs), phase="closed")
     for run in status.runs:
@@ -61,7 +61,7 @@ def readings(status: pb.StatusReply, vitals: Vitals, files: Renewing | None = No
     return found
 
 
-def _read_run(found: Readings, run: pb.RunStatus, vitals: Vitals) -> None:
+def _read_run(found: MetricReadings, run: pb.RunStatus, vitals: CoordinatorCounters) -> None:
     found.add("penstock_run_attempt", run.attempt, run=run.run)
     found.add("penstock_run_boxes", run.num_boxes, run=run.run)
     found.add("penstock_run_recommended_workers_per_box", run.recommended_workers_per_box, run=run.run)
@@ -88,7 +88,7 @@ def _read_run(found: Readings, run: pb.RunStatus, vitals: Vitals) -> None:
         found.add("penstock_box_waiting_for_slot", waiting_for - 1 if box.live else -1, **of)
 
 
-def route(read: Callable[[], Readings]) -> Route:
+def route(read: Callable[[], MetricReadings]) -> Route:
     """The page /metrics; `read` is called on the thread of a request."""
     made: list[Route] = []
 

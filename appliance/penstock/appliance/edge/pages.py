@@ -21,7 +21,7 @@ from concurrent.futures import CancelledError
 from importlib.resources import files
 from typing import Any, Protocol, TypeVar
 
-from penstock.appliance.edge.run_series import Series
+from penstock.appliance.edge.run_series import RunSeries
 from penstock.appliance.model.entities import Attempt
 from penstock.proto.errors import PortTakenError
 from penstock.proto.rpc.addresses import is_local
@@ -30,7 +30,7 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.runtime.telemetry.cluster_status import as_dict
 from penstock.runtime.web.http_server import Page, Route, WebServer
 
-__all__ = ["Pages", "open_web"]
+__all__ = ["DashboardPages", "open_web"]
 
 log = logging.getLogger("penstock.appliance")
 
@@ -50,7 +50,7 @@ FILES = {
 _Result = TypeVar("_Result")
 
 
-class Board(Protocol):
+class StatusSource(Protocol):
     """What a coordinator shows; the service is one. Called on the event loop."""
 
     async def snapshot(self) -> pb.StatusReply:
@@ -60,22 +60,22 @@ class Board(Protocol):
         """Those that are open."""
 
 
-class Pages:
+class DashboardPages:
     """
     Args:
         board: what is shown.
         loop: its event loop.
     """
 
-    def __init__(self, board: Board, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, board: StatusSource, loop: asyncio.AbstractEventLoop) -> None:
         self.address = ""
         """Of the coordinator, once it listens."""
         self._board, self._loop = board, loop
-        self._series = Series()
+        self._series = RunSeries()
         self.routes: dict[str, Route] = {
             **{path: _file(name, content_type) for path, (name, content_type) in FILES.items()},
-            "/api/status.json": Shared(self._status),
-            "/api/history.json": Shared(self._history),
+            "/api/status.json": SharedPage(self._status),
+            "/api/history.json": SharedPage(self._history),
         }
         """Path -> page. Others may be added as long as the server has not started."""
 
@@ -112,7 +112,7 @@ class Pages:
         return Page(JSON, json.dumps(self.on_loop(found())).encode())
 
 
-class Shared:
+class SharedPage:
     """A route whose page is made once for all who ask at the same time, or soon after."""
 
     def __init__(self, make: Callable[[], Page]) -> None:

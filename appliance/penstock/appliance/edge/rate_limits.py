@@ -17,7 +17,7 @@ from penstock.proto.errors import OverloadedError
 __all__ = ["RateLimiter", "address_of"]
 
 
-class Bucket:
+class TokenBucket:
     """Holds up to `burst`, fills with `per_s`."""
 
     def __init__(self, per_s: float, burst: int, now: float) -> None:
@@ -42,13 +42,13 @@ class RateLimiter:
     def __init__(self, limits: RateLimits, clock: Callable[[], float]) -> None:
         self._limits = limits
         self._clock = clock
-        self._all = Bucket(limits.all_per_s, limits.all_burst, clock())
-        self._peers: OrderedDict[str, Bucket] = OrderedDict()
+        self._all = TokenBucket(limits.all_per_s, limits.all_burst, clock())
+        self._peers: OrderedDict[str, TokenBucket] = OrderedDict()
 
     def admit(self, peer: str, what: str) -> None:
         """Returns if `peer` (an address without port) may go on. Raises OverloadedError with when it may."""
         now, limits = self._clock(), self._limits
-        bucket = self._peers.pop(peer, None) or Bucket(limits.peer_per_s, limits.peer_burst, now)
+        bucket = self._peers.pop(peer, None) or TokenBucket(limits.peer_per_s, limits.peer_burst, now)
         self._peers[peer] = bucket
         while len(self._peers) > limits.peers_max:
             self._peers.popitem(last=False)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.appliance.model.entities import Attempt, Box, Place
+from penstock.appliance.model.entities import Attempt, Box, BoxPresence
 
 SECONDS = 600
 MINUTES = 24 * 60
@@ -27,7 +27,7 @@ COLUMNS = ("at", "steps_per_s", "waited_share", "batches_per_s")
 
 
 @dataclass
-class Track:
+class OneRunSeries:
     """Of one run."""
 
     seconds: deque[Point] = field(default_factory=lambda: deque(maxlen=SECONDS))
@@ -44,14 +44,14 @@ class Track:
         self._minute.append(point)
 
 
-class Series:
+class RunSeries:
     """Of all runs."""
 
     def __init__(self) -> None:
-        self._tracks: OrderedDict[str, Track] = OrderedDict()
+        self._tracks: OrderedDict[str, OneRunSeries] = OrderedDict()
 
     def add(self, run: str, point: Point) -> None:
-        track = self._tracks.setdefault(run, Track())
+        track = self._tracks.setdefault(run, OneRunSeries())
         self._tracks.move_to_end(run)
         track.add(point)
         while len(self._tracks) > RUNS:
@@ -62,7 +62,7 @@ class Series:
         looked = 0
         for attempt in attempts:
             steps_per_s = waited = batches_per_s = 0.0
-            going = [box for box in attempt.boxes.values() if box.place is Place.LIVE and not box.pass_ended]
+            going = [box for box in attempt.boxes.values() if box.place is BoxPresence.LIVE and not box.epoch_ended]
             for box in going:
                 steps_per_s += box.steps_per_s / len(going)
                 waited = max(waited, box.waited_share)

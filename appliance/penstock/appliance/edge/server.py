@@ -1,10 +1,11 @@
 """A coordinator process, from its cluster state to its end.
 
 It ends in one of three ways, all of them orderly: by SIGTERM or SIGINT; by `stop`, for a program that embeds it in its
-own event loop; or, with a lifeline, when the process that started it is gone. The lifeline is a pidfd: it becomes
-readable when that very process ends, however it ends, and cannot be fooled by a reused process id. (A parent-death
-signal would fire when the *thread* that started us ends, which is not what anybody means.) With a lifeline SIGINT is
-left to the parent: Ctrl-C reaches the whole process group, and a training loop that saves on Ctrl-C still needs us.
+own event loop; or, with a parent watch, when the process that started it is gone. The parent watch is a pidfd: it
+becomes readable when that very process ends, however it ends, and cannot be fooled by a reused process id. (A
+parent-death signal would fire when the *thread* that started us ends, which is not what anybody means.) With a parent
+watch SIGINT is left to the parent: Ctrl-C reaches the whole process group, and a training loop that saves on Ctrl-C
+still needs us.
 
 A stop is graceful but short: health says NOT_SERVING, long polls are answered, calls under way get a moment. Clients
 and workers go on and come back; what they were told is on disk.
@@ -27,17 +28,17 @@ from penstock.appliance.core.state_machine import Registry
 from penstock.appliance.edge import coordinator_metrics
 from penstock.appliance.edge.event_log import tell
 from penstock.appliance.edge.garbage_collection import paced
-from penstock.appliance.edge.pages import Pages, open_web
-from penstock.appliance.edge.service import Service, Signals
+from penstock.appliance.edge.pages import DashboardPages, open_web
+from penstock.appliance.edge.service import Service, TopicSignals
 from penstock.appliance.model.limits import MEMORY_BUDGET, STOP_GRACE_S, Limits
 from penstock.appliance.storage.journal import Journal, StateDir
 from penstock.appliance.storage.snapshot_index import SnapshotIndex
 from penstock.appliance.storage.snapshot_store import Store
 from penstock.proto.errors import JournalError
-from penstock.proto.rpc.channel import Served, Tls, host_id, server_aio
+from penstock.proto.rpc.channel import RunningServer, Tls, host_id, server_aio
 from penstock.proto.rpc.connection_limits import raise_file_limit
 from penstock.proto.v1.coordinator_pb2_grpc import add_CoordinatorServicer_to_server
-from penstock.runtime.telemetry.counters import CallTally
+from penstock.runtime.telemetry.counters import CallCounters
 from penstock.runtime.web.prometheus import in_loop
 
 IN_MEMORY = ":memory:"
@@ -51,7 +52,7 @@ async def serve(
     *,
     tls: Tls | None = None,
     insecure: bool = False,
-    lifeline_pid: int | None = None,
+    parent_pid: int | None = None,
     ready: Callable[[str], None] = lambda address: None,
     limits: Limits | None = None,
     stop: asyncio.Event | None = None,
@@ -66,7 +67,7 @@ async def serve(
         tokens: what callers must show, one bare token or lines "role:token".
         tls: what to show to callers; with a CA in it they must show certificates too.
         insecure: allows an address that other machines can reach without TLS.
-        lifeline_pid: our parent; when it ends, so does this.
+        parent_pid: our parent; when it ends, so does this.
         ready: told the address that it listens on, once calls are taken.
         limits: leases, budgets and so on.
         stop: set it to stop; None: the process is the coordinator's own, and signals stop it.
@@ -85,8 +86,8 @@ async def serve(
         if own_process:
             closing.enter_context(paced(loop))
             raise_file_limit()
-        _stop_by_signal(loop, stop, closing, leave_interrupt=lifeline_pid is not None)
-        if lifeline_pid is not None and not _stop_with(lifeline_pid, loop, stop, closing):
+        _stop_by_signal(loop, stop, closing, leave_interrupt=parent_pid is not None)
+        if parent_pid is not None and not _stop_with(parent_pid, loop, stop, closing):
             return
         directory = None
         if not in_memory:
@@ -98,7 +99,7 @@ async def serve(
         closing.callback(store.close)
         snapshot_index = SnapshotIndex(limits)
         snapshot_index.load(*store.index(), time.monotonic())
-        signals = Signals()
+        signals = TopicSignals()
         registry = Registry(
             journal,
             snapshot_index,
@@ -112,9 +113,9 @@ async def serve(
         registry.cluster.events.listen(tell)
         service = Service(registry, store, signals, limits)
         closing.callback(service.close)
-        calls = CallTally()
-        served: Served | None = None
-        pages = Pages(service, loop) if http else None
+        calls = CallCounters()
+        served: RunningServer | None = None
+        pages = DashboardPages(service, loop) if http else None
         if pages is not None:
             pages.routes["/metrics"] = coordinator_metrics.route(
                 lambda: coordinator_metrics.readings(

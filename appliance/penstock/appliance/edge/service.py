@@ -26,20 +26,20 @@ from penstock.appliance.core import box_history
 from penstock.appliance.core.cluster_state import Topic
 from penstock.appliance.core.state_machine import Registry
 from penstock.appliance.core.state_queries import ROOM
-from penstock.appliance.edge.coordinator_metrics import Vitals
+from penstock.appliance.edge.coordinator_metrics import CoordinatorCounters
 from penstock.appliance.edge.rate_limits import RateLimiter, address_of
-from penstock.appliance.edge.transfers import Paced, Transfer, ended_when_slow
+from penstock.appliance.edge.transfers import MinimumRate, Transfer, ended_when_slow
 from penstock.appliance.model.entities import Attempt, SlotKey
 from penstock.appliance.model.limits import Limits
 from penstock.appliance.model.request_checks import check_counts, check_name
 from penstock.appliance.states.closed_runs import ClosedRuns, boxes_of, parts_of
 from penstock.appliance.states.recent_queries import RecentQueries
 from penstock.appliance.states.state_query import BoxState, StateQuery
-from penstock.appliance.states.state_stream import Turns, packed, parts
-from penstock.appliance.storage.group_commit import Syncing
+from penstock.appliance.states.state_stream import LoopTurns, packed, parts
+from penstock.appliance.storage.group_commit import GroupCommit
 from penstock.appliance.storage.snapshot_index import Drop, DropBlob
 from penstock.appliance.storage.snapshot_store import Store
-from penstock.appliance.storage.snapshot_writer import Inflow, Writer
+from penstock.appliance.storage.snapshot_writer import InflowBudget, SnapshotWriter
 from penstock.proto.errors import (
     DeadlineError,
     InvalidArgumentError,
@@ -54,7 +54,7 @@ from penstock.proto.rpc.channel import CHUNK, detail_of, error_of
 from penstock.proto.state.state_json import state_as_json
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1.coordinator_pb2_grpc import CoordinatorServicer
-from penstock.runtime.telemetry.counters import CallTally
+from penstock.runtime.telemetry.counters import CallCounters
 
 log = logging.getLogger("penstock.appliance")
 
@@ -62,19 +62,19 @@ _Result = TypeVar("_Result")
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
-class Wait(asyncio.Event):
+class TopicWaiter(asyncio.Event):
     """Somebody who waits for a topic."""
 
     over = False
     """Others have come for the same, and this one is answered as it is."""
 
 
-class Signals:
+class TopicSignals:
     """Wakes whoever waits for a topic, in the order in which they came: a set's order would differ in each process, and
     a simulated history could not be played again."""
 
     def __init__(self) -> None:
-        self._waiting: dict[Topic, dict[Wait, None]] = {}
+        self._waiting: dict[Topic, dict[TopicWaiter, None]] = {}
 
     def changed(self, topic: Topic) -> None:
         for event in self._waiting.get(topic, ()):
@@ -85,9 +85,9 @@ class Signals:
             self.changed(topic)
 
     @contextlib.contextmanager
-    def on(self, topic: Topic, most: int | None = None) -> Iterator[Wait]:
+    def on(self, topic: Topic, most: int | None = None) -> Iterator[TopicWaiter]:
         """`most`: so many may wait for the topic; one more, and it is over for the one that has waited longest."""
-        event = Wait()
+        event = TopicWaiter()
         events = self._waiting.setdefault(topic, {})
         if most is not None and len(events) >= most:
             oldest = next(iter(events))
@@ -127,20 +127,20 @@ class Service(CoordinatorServicer):
         signals: its `changed` is the registry's.
     """
 
-    def __init__(self, registry: Registry, store: Store, signals: Signals, limits: Limits) -> None:
+    def __init__(self, registry: Registry, store: Store, signals: TopicSignals, limits: Limits) -> None:
         self._registry = registry
         self._snapshot_index = registry.cluster.snapshot_index
         self._store = store
         self._signals = signals
         self._limits = limits
         self._admission = RateLimiter(limits.admissions, time.monotonic)
-        self._journal = Syncing(registry.cluster.journal)
-        self._disk = Writer(store)
-        self._snapshots_in, self._blobs_in = Inflow(limits.transfers_max), Inflow(limits.transfers_max)
-        self._reads = Inflow(limits.reads_max)
+        self._journal = GroupCommit(registry.cluster.journal)
+        self._disk = SnapshotWriter(store)
+        self._snapshots_in, self._blobs_in = InflowBudget(limits.transfers_max), InflowBudget(limits.transfers_max)
+        self._reads = InflowBudget(limits.reads_max)
         self._queries: Counter[str] = Counter()
         """State queries under way, by the token of the asker."""
-        self._turns = Turns()
+        self._turns = LoopTurns()
         self._drops: list[Drop] = []
         self._beating: Counter[tuple[str, str]] = Counter()
         """Heartbeats under way, by name and session of the worker."""
@@ -173,7 +173,7 @@ class Service(CoordinatorServicer):
 
     async def _keep_closed(self) -> None:
         """Writes the last states of runs that have ended."""
-        for gathering in self._registry.desk.take_closed():
+        for gathering in self._registry.state_queries.take_closed():
             parts = parts_of(gathering)
             one = self._closed.of(gathering, parts)
             gone = self._closed.superfluous(one)
@@ -393,7 +393,7 @@ class Service(CoordinatorServicer):
             return self._registry.drain_worker(request)
 
     async def PutSnapshot(self, parts: AsyncIterator[pb.SnapshotPart], context: _Context) -> pb.PutSnapshotReply:
-        coming = Paced("PutSnapshot", parts, self._limits)
+        coming = MinimumRate("PutSnapshot", parts, self._limits)
         async with self._journal.synced():
             first = await anext(coming, pb.SnapshotPart())
             header = first.header
@@ -431,7 +431,7 @@ class Service(CoordinatorServicer):
                     yield pb.SnapshotPart(data=piece)
 
     async def PutState(self, parts: AsyncIterator[pb.AnswerPart], context: _Context) -> pb.PutStateReply:
-        coming = Paced("PutState", parts, self._limits)
+        coming = MinimumRate("PutState", parts, self._limits)
         first = await anext(coming, pb.AnswerPart())
         answer = first.answer
         if answer.state_bytes > self._limits.value_max:
@@ -474,7 +474,7 @@ class Service(CoordinatorServicer):
     # ---------------------------------------------------------------------------------------------- blobs, operators
 
     async def PutBlob(self, parts: AsyncIterator[pb.BlobPart], context: _Context) -> pb.PutBlobReply:
-        coming = Paced("PutBlob", parts, self._limits)
+        coming = MinimumRate("PutBlob", parts, self._limits)
         first = await anext(coming, pb.BlobPart())
         name, size = first.blob, first.size
         if not self._snapshot_index.has_blob(name):
@@ -490,7 +490,7 @@ class Service(CoordinatorServicer):
         if refused:
             raise InvalidArgumentError(f"a blob for run {first.run_hint or '?'} cannot be kept: {refused}")
 
-    async def _take_blob(self, first: pb.BlobPart, coming: Paced[pb.BlobPart]) -> None:
+    async def _take_blob(self, first: pb.BlobPart, coming: MinimumRate[pb.BlobPart]) -> None:
         self._check_blob(first)
         name, size = first.blob, first.size
         transfer = Transfer("PutBlob", size)
@@ -547,15 +547,15 @@ class Service(CoordinatorServicer):
     async def Status(self, request: pb.StatusRequest, context: _Context) -> pb.StatusReply:
         return await self.snapshot()
 
-    def vitals(self, calls: CallTally) -> Vitals:
+    def vitals(self, calls: CallCounters) -> CoordinatorCounters:
         """What metrics tell and a status does not. `calls`: those of the server."""
         cluster = self._registry.cluster
         boxes = {
-            (attempt.run, box.number): (box.base.step, box.waiting_for)
+            (attempt.run, box.number): (box.start.step, box.waiting_for)
             for attempt in cluster.open_attempts()
             for box in attempt.boxes.values()
         }
-        return Vitals(calls, self._journal.seconds, self._snapshot_index.used, self._limits.budget, boxes)
+        return CoordinatorCounters(calls, self._journal.seconds, self._snapshot_index.used, self._limits.budget, boxes)
 
     def attempts(self) -> list[Attempt]:
         """Those that are open."""

@@ -16,7 +16,7 @@ from typing import Generic, Protocol, TypeVar
 from penstock.appliance.model.limits import Limits
 from penstock.proto.errors import DeadlineError, ProtocolError
 
-__all__ = ["Paced", "Reader", "Transfer", "ended_when_slow"]
+__all__ = ["MinimumRate", "Transfer", "TransferReader", "ended_when_slow"]
 
 
 log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ class _HasData(Protocol):
 _Part = TypeVar("_Part", bound=_HasData)
 
 
-class Paced(Generic[_Part]):
+class MinimumRate(Generic[_Part]):
     """The parts of a value, as they come.
 
     Raises:
@@ -44,7 +44,7 @@ class Paced(Generic[_Part]):
         self._came = 0
         self._waited_s = 0.0
 
-    def __aiter__(self) -> Paced[_Part]:
+    def __aiter__(self) -> MinimumRate[_Part]:
         return self
 
     async def __anext__(self) -> _Part:
@@ -84,7 +84,7 @@ class Transfer:
         return self._data.getvalue()
 
 
-class Reader:
+class TransferReader:
     """One who is sent a value: what it has taken, and since when."""
 
     def __init__(self, limits: Limits) -> None:
@@ -104,12 +104,12 @@ class Reader:
 
 
 @contextmanager
-def ended_when_slow(what: str, limits: Limits) -> Iterator[Reader]:
+def ended_when_slow(what: str, limits: Limits) -> Iterator[TransferReader]:
     """End the call that is being answered if its reader does not keep up the rate of senders: the value is in memory
     until then, and others wait for the room. The handler may be anywhere in gRPC, where no timeout of ours reaches, so
     its task is cancelled. The caller learns it when it reads on, or by its own deadline.
     """
-    task, loop, reader = asyncio.current_task(), asyncio.get_running_loop(), Reader(limits)
+    task, loop, reader = asyncio.current_task(), asyncio.get_running_loop(), TransferReader(limits)
     assert task is not None
 
     def look() -> None:

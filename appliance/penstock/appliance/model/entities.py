@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
-from penstock.appliance.model.gauges import HALF_S, Gauge, Waits
+from penstock.appliance.model.gauges import HALF_S, BoxWaits, SlotGauge
 from penstock.proto.state.allowed_modules import under
 from penstock.proto.state.position import Position
 from penstock.proto.state.restartable import by_own_methods
@@ -39,7 +39,7 @@ class AttemptState(Enum):
     ENDED = "ended"
 
 
-class Place(Enum):
+class BoxPresence(Enum):
     """A box's place in its attempt."""
 
     LIVE = "live"
@@ -48,7 +48,7 @@ class Place(Enum):
 
 
 @dataclass(frozen=True)
-class Loss:
+class SlotLoss:
     at: float
     worker: str
     note: str
@@ -59,7 +59,7 @@ class Loss:
 
 
 @dataclass
-class Successor:
+class MigrationTarget:
     """A worker that is getting ready to take a slot over from another: see migration.py."""
 
     worker: str
@@ -69,7 +69,7 @@ class Successor:
     since: float
     ready_at: float = 0.0
     """0 = not yet."""
-    traits: records_pb2.LoaderTraits | None = None
+    capabilities: records_pb2.LoaderCapabilities | None = None
 
 
 @dataclass
@@ -84,10 +84,10 @@ class Slot:
     recovery: bool = False
     restarts: int = 0
     note: str = ""
-    traits: records_pb2.LoaderTraits | None = None
+    capabilities: records_pb2.LoaderCapabilities | None = None
     error: records_pb2.ErrorDetail | None = None
-    losses: list[Loss] = field(default_factory=list)
-    successor: Successor | None = None
+    losses: list[SlotLoss] = field(default_factory=list)
+    target: MigrationTarget | None = None
     reserved: int = 0
     """The highest generation that a successor was ever given, journaled, so that no other gets it."""
     moved_at: float = 0.0
@@ -95,7 +95,7 @@ class Slot:
     left_alone_until: float = 0.0
     unfit: dict[str, str] = field(default_factory=dict)
     """Worker -> session of it that could not get ready to take it over."""
-    handed_over: bool = False
+    migrated: bool = False
     """It moved last in good order."""
     was_slow_at: frozenset[str] = frozenset()
     """Workers that it was moved away from for it was waited for there."""
@@ -108,7 +108,7 @@ class Slot:
     """Part of `batch_s` in which the runner waited for a processor."""
     doing: str = ""
     """What its runner is in for long; "" = nothing unusual."""
-    start_place: tuple[int, int] = (0, 0)
+    start_queue_position: tuple[int, int] = (0, 0)
     """Of its runner in its worker's queue of starts, from 1, and how many wait there; 0 = it does not wait."""
     stack: str = ""
     """Of the runner: with `doing` now, else when it last died."""
@@ -118,16 +118,16 @@ class Slot:
     """(epoch, total) -> batches left out there; those of the state that was resumed from included."""
     skipped: dict[tuple[int, int], int] = field(default_factory=dict)
     """The same, of this attempt alone."""
-    gauge: Gauge = field(default_factory=Gauge)
+    gauge: SlotGauge = field(default_factory=SlotGauge)
 
     def unfit_at(self, workers: Mapping[str, Worker]) -> set[str]:
         """Those of `workers` that could not get ready for it, and were not started again since."""
         return {name for name, session in self.unfit.items() if name in workers and workers[name].session == session}
 
-    def is_succeeded_by(self, worker: str, generation: int) -> bool:
+    def is_migrating_to(self, worker: str, generation: int) -> bool:
         """That worker, under that generation, is getting ready to take it over."""
-        successor = self.successor
-        return successor is not None and (successor.worker, successor.generation) == (worker, generation)
+        target = self.target
+        return target is not None and (target.worker, target.generation) == (worker, generation)
 
     @property
     def next_generation(self) -> int:
@@ -145,9 +145,9 @@ class Box:
     """Who holds the place: see `client_of`."""
     opening: pb.OpenRunRequest
     """Without its client_id."""
-    base: Position
+    start: Position
     """Where the box stood when the attempt opened."""
-    place: Place
+    place: BoxPresence
     lease_until: float
     version: int
     slots: list[Slot] = field(default_factory=list)
@@ -164,11 +164,11 @@ class Box:
     """Where it is known to have been before the restart: for `penstock replay` alone."""
     settled: bool = False
     """It had closed before the restart, and the last of `earlier` is where it ended."""
-    pass_ended: bool = False
-    cuts: dict[int, int] = field(default_factory=dict)
-    """Epoch -> last step of it, for passes left by `break`."""
+    epoch_ended: bool = False
+    abandoned: dict[int, int] = field(default_factory=dict)
+    """Epoch -> last step of it, for epochs left by `break`."""
     ends: dict[tuple[int, int], int] = field(default_factory=dict)
-    """(slot, epoch) -> the slot's total when the pass ended, as workers told."""
+    """(slot, epoch) -> the slot's total when the epoch ended, as workers told."""
     waiting_for: int = 0
     waited_s: float = 0.0
     steps_per_s: float = 0.0
@@ -181,7 +181,7 @@ class Box:
     rate_from: float = 0.0
     rate_steps: int = 0
     rate_waited_s: float = 0.0
-    waits: Waits = field(default_factory=Waits)
+    waits: BoxWaits = field(default_factory=BoxWaits)
     reported_at: float = 0.0
     unreachable: dict[str, float] = field(default_factory=dict)
     """Worker -> when the box last said that it cannot reach it: see reachability.py."""
@@ -193,7 +193,7 @@ class Box:
     @property
     def step(self) -> int:
         """Steps delivered, as far as reported."""
-        return max(self.delivered.step, self.base.step)
+        return max(self.delivered.step, self.start.step)
 
     @property
     def retention(self) -> int:
@@ -201,7 +201,7 @@ class Box:
 
     def total(self, slot: int) -> int:
         """Batches of the slot delivered, as far as reported."""
-        return self.delivered.slots[slot].total if self.delivered.slots else self.base.total[slot]
+        return self.delivered.slots[slot].total if self.delivered.slots else self.start.total[slot]
 
     def unreachable_since(self, since: float) -> set[str]:
         """Names of the workers that it could not reach at that time or later."""
@@ -226,29 +226,29 @@ class Box:
     def note_waits(self, now: float, by_slot_s: Sequence[float]) -> None:
         """What the client tells of its loop's waiting. One of an older release tells nothing."""
         if len(by_slot_s) == len(self.slots):
-            begun = self.step > self.base.step
+            begun = self.step > self.start.step
             self.waits.report(now, by_slot_s, [slot.gauge.queued for slot in self.slots], begun=begun)
 
     def anchor(self, step: int) -> Position | None:
         """The newest position known at or before `step`; None if the step is older than all.
 
         The record of a step is what stood right after it, with later ends not yet noticed. A loop that had noticed the
-        end of the pass when it reported shows a fresh epoch: good to go on from, no record of that step.
+        end of the epoch when it reported shows a fresh epoch: good to go on from, no record of that step.
         """
         fits = [at for at in self._known() if at.step < step or (at.step == step and not self.is_fresh(at))]
         return max(fits, key=lambda position: position.step, default=None)
 
     def is_refuted(self, position: Position) -> bool:
         """A report of a later step shows that the box cannot have been there: more of a slot than there was later, or
-        another beginning of the same pass. It is a plan made without an end that is not known yet."""
+        another beginning of the same epoch. It is a plan made without an end that is not known yet."""
         later = min((at for at in self._known() if at.step >= position.step), key=lambda at: at.step, default=None)
         if later is None:
             return False
         slots = range(len(position.total))
-        same_pass = later.epoch == position.epoch
+        same_epoch = later.epoch == position.epoch
         return any(
             position.total[k] > later.total[k]
-            or (same_pass and position.total[k] - position.delivered[k] != later.total[k] - later.delivered[k])
+            or (same_epoch and position.total[k] - position.delivered[k] != later.total[k] - later.delivered[k])
             for k in slots
         )
 
@@ -258,14 +258,14 @@ class Box:
 
     def _known(self) -> list[Position]:
         known = [*self.history, *([Position.from_proto(self.delivered)] if self.delivered.slots else [])]
-        if any(slot.traits is not None and by_own_methods(slot.traits) for slot in self.slots[:1]):
+        if any(slot.capabilities is not None and by_own_methods(slot.capabilities) for slot in self.slots[:1]):
             for position in known:
                 position.carry()
         return known
 
     def is_fresh(self, position: Position) -> bool:
-        """A pass has begun there of which no batch was taken, and it is not the one that the attempt started in."""
-        return position.epoch > self.base.epoch and not any(position.delivered)
+        """An epoch has begun there of which no batch was taken, and it is not the one that the attempt started in."""
+        return position.epoch > self.start.epoch and not any(position.delivered)
 
     def who(self) -> str:
         return f"client {shown(self.client)} on host {self.opening.host_id or '?'}"
@@ -286,9 +286,9 @@ class Attempt:
     """Why it is no longer open."""
     boxes: dict[int, Box] = field(default_factory=dict)
     ended: set[int] = field(default_factory=set)
-    """Boxes whose pass_ended is set."""
+    """Boxes whose epoch_ended is set."""
     left: dict[int, int] = field(default_factory=dict)
-    """Step after which some box left a pass by `break` -> the first that did."""
+    """Step after which some box left an epoch by `break` -> the first that did."""
     _left: list[int] = field(default_factory=list)
     """The same steps in order."""
     last_live: float = 0.0
@@ -300,16 +300,16 @@ class Attempt:
         self.blobs |= {box.opening.resume.blob, box.opening.loader.arguments_blob}
 
     @property
-    def shape(self) -> str:
-        return shape(self.num_boxes, self.num_workers)
+    def topology(self) -> str:
+        return topology(self.num_boxes, self.num_workers)
 
     def set_ended(self, box: Box, ended: bool) -> None:
-        box.pass_ended = ended
+        box.epoch_ended = ended
         (self.ended.add if ended else self.ended.discard)(box.number)
 
-    def note_cut(self, box: Box, epoch: int, step: int) -> bool:
-        """The box left a pass. True if none is known to have done so after this step."""
-        box.cuts[epoch] = step
+    def note_abandoned(self, box: Box, epoch: int, step: int) -> bool:
+        """The box left an epoch. True if none is known to have done so after this step."""
+        box.abandoned[epoch] = step
         if step in self.left:
             return False
         self.left[step] = box.number
@@ -317,27 +317,27 @@ class Attempt:
         return True
 
     def left_between(self, first: int, last: int) -> list[int]:
-        """Steps from `first` to before `last` after which some box left a pass."""
+        """Steps from `first` to before `last` after which some box left an epoch."""
         return self._left[bisect_left(self._left, first) : bisect_left(self._left, last)]
 
     def behind(self, box: Box, step: int) -> int | None:
-        """The step before `step` after which another box left a pass, if this one may be about to do so too: where it
+        """The step before `step` after which another box left an epoch, if this one may be about to do so too: where it
         is at `step` is not known before it has said that it did, or that it went on."""
-        if box.pass_ended or box.place is not Place.LIVE:
+        if box.epoch_ended or box.place is not BoxPresence.LIVE:
             return None
         ahead = self.left_between(box.step, step)
-        own = max(box.cuts.values(), default=-1) if ahead else -1
+        own = max(box.abandoned.values(), default=-1) if ahead else -1
         return next((left for left in ahead if left > own), None)
 
     def all_live(self) -> bool:
-        return all(box.place is Place.LIVE for box in self.boxes.values())
+        return all(box.place is BoxPresence.LIVE for box in self.boxes.values())
 
     def any_live(self) -> bool:
-        return any(box.place is Place.LIVE for box in self.boxes.values())
+        return any(box.place is BoxPresence.LIVE for box in self.boxes.values())
 
 
 @dataclass
-class Past:
+class ClosedAttempt:
     """What is remembered of an attempt that is no longer open."""
 
     number: int
@@ -359,7 +359,7 @@ class Run:
     generation: int
     """The highest generation given out; the next attempt starts above it."""
     current: Attempt | None = None
-    past: dict[int, Past] = field(default_factory=dict)
+    past: dict[int, ClosedAttempt] = field(default_factory=dict)
 
 
 @dataclass
@@ -422,7 +422,7 @@ def shown(client: str) -> str:
     return client.removeprefix(_DIGEST)[:_SHOWN]
 
 
-def shape(num_boxes: int, num_workers: int) -> str:
+def topology(num_boxes: int, num_workers: int) -> str:
     """For messages."""
     boxes = "1 box" if num_boxes == 1 else f"{num_boxes} boxes"
     workers = "1 worker" if num_workers == 1 else f"{num_workers} workers"

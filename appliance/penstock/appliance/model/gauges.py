@@ -21,7 +21,7 @@ it was taken."""
 
 
 @dataclass
-class Gauge:
+class SlotGauge:
     """Of a slot."""
 
     queued: int = 0
@@ -51,7 +51,7 @@ class Gauge:
 
 
 @dataclass
-class Waits:
+class BoxWaits:
     """Of a box, since its loop was handed its first batch: what goes before is the start, and says nothing."""
 
     span_s: float = 0.0

@@ -50,7 +50,7 @@ class Limits:
     unreachable_per_s: float = 60.0
     hold_share: float = 1 / 3
     """A long poll is answered after this share of the lease at the latest, so that two may be lost unharmed."""
-    beat_s: float = 1.0
+    heartbeat_s: float = 1.0
     """Between two calls of a peer with nothing to say, in a small fleet: so old may be what `penstock status` tells."""
     heartbeats_per_s: float = 2000.0
     """Of the whole fleet: above 2,000 workers beat and lease grow. See docs/benchmarks.md for what a call costs."""
@@ -71,10 +71,10 @@ class Limits:
     abandoned_s: float = 3600.0
     """An attempt without a live box for so long is closed, and its snapshots go. Until then it may come back."""
 
-    successor_s: float = 300.0
+    target_ready_s: float = 300.0
     """A worker that was asked to get ready for a slot may take so long: it may have to import torch and read the index
     of a dataset. The slot goes on where it is meanwhile."""
-    hand_over_s: float = 5.0
+    migration_s: float = 5.0
     """The slot's worker may take so long to make durable what a successor that is ready needs."""
     left_alone_s: float = 30.0
     """A slot whose hand-over failed is left where it is for so long."""
@@ -171,13 +171,13 @@ class Limits:
     queries_max: int = 64
     """State queries of a run that are open at a time, and two more for each of its boxes: every one is a question to
     all workers of the run."""
-    cuts_max: int = 1 << 19
+    abandoned_max: int = 1 << 19
     """Passes that a box may leave by `break` in one attempt: as many as a report of them can hold."""
     ends_max: int = 1 << 20
-    """Ends of passes that are remembered of a box. They go with the retention window; this is for a window without one.
+    """Ends of epochs that are remembered of a box. They go with the retention window; this is for a window without one.
     """
     answer_ends_max: int = 4096
-    """Ends of passes in a worker's answer. It keeps 1,024."""
+    """Ends of epochs in a worker's answer. It keeps 1,024."""
     history_entries: int = 64
     """Reported positions kept per box to know what lay one retention window ago."""
 

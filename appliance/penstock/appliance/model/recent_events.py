@@ -42,7 +42,7 @@ class Event:
     count: int = 1
 
 
-class Events:
+class RecentEvents:
     """
     Args:
         clock: monotonic seconds.

@@ -64,7 +64,7 @@ class BoxFacts:
 
 
 @dataclass(frozen=True)
-class Finding:
+class Bottleneck:
     kind: str
     """starting, loop, straggler, workers, network, unplaced or recovering."""
     text: str
@@ -80,7 +80,7 @@ class Finding:
         return self.kind not in ("starting", "loop")
 
 
-def find(boxes: Iterable[BoxFacts], busy_cores: int = 0) -> Finding | None:
+def find(boxes: Iterable[BoxFacts], busy_cores: int = 0) -> Bottleneck | None:
     """`boxes`: those of a run whose loops go on. `busy_cores`: cores of the workers' machines, if the run's slots keep
     them all busy. None if there are no boxes."""
     boxes = list(boxes)
@@ -89,7 +89,7 @@ def find(boxes: Iterable[BoxFacts], busy_cores: int = 0) -> Finding | None:
         return stuck
     worst = max(boxes, key=lambda box: (box.span_s >= LEAST_S, box.wait_share))
     if worst.span_s < LEAST_S:
-        return Finding("starting", _beginning(boxes), 0.0, worst.box)
+        return Bottleneck("starting", _beginning(boxes), 0.0, worst.box)
     top = max(worst.slots, key=lambda slot: slot.wait_share)
     share = worst.wait_share
     if share <= INPUT_BOUND or not top.wait_share:
@@ -97,13 +97,13 @@ def find(boxes: Iterable[BoxFacts], busy_cores: int = 0) -> Finding | None:
             f"Not input-bound: box {worst.box}, which waits most, waits for data {_percent(share)} of its time. The "
             "training loop sets the speed."
         )
-        return Finding("loop", text, share, worst.box)
+        return Bottleneck("loop", text, share, worst.box)
     waits = f"Input-bound: box {worst.box} waits for data {_percent(share)} of its time"
     alone = _of_phase(worst, top, waits) or _late(worst, top, waits) or _straggler(worst, top, waits)
     return alone or _few(worst, waits, busy_cores)
 
 
-def _unplaced(box: BoxFacts) -> Finding | None:
+def _unplaced(box: BoxFacts) -> Bottleneck | None:
     """A loop that has had nothing yet, of a box with a slot that nobody runs."""
     slot = next((slot for slot in box.slots if slot.phase == "WAITING"), None)
     if slot is None or box.span_s >= LEAST_S:
@@ -112,7 +112,7 @@ def _unplaced(box: BoxFacts) -> Finding | None:
         f"Box {box.box} cannot begin: no worker has room for its slot {slot.slot}. Start more workers, or ones with "
         "more slots."
     )
-    return Finding("unplaced", text, box.wait_share, box.box, slot.slot)
+    return Bottleneck("unplaced", text, box.wait_share, box.box, slot.slot)
 
 
 def _beginning(boxes: Sequence[BoxFacts]) -> str:
@@ -122,7 +122,7 @@ def _beginning(boxes: Sequence[BoxFacts]) -> str:
     return "Starting: not enough was seen yet."
 
 
-def _of_phase(box: BoxFacts, top: SlotFacts, waits: str) -> Finding | None:
+def _of_phase(box: BoxFacts, top: SlotFacts, waits: str) -> Bottleneck | None:
     """A slot without a runner that is ready, or with one that is not yet where the loop is."""
     if top.phase == "READY" and not top.behind:
         return None
@@ -130,18 +130,18 @@ def _of_phase(box: BoxFacts, top: SlotFacts, waits: str) -> Finding | None:
     of_it = f"{waits}, {_percent(blame)} of that for slot {top.slot}"
     if top.phase == "WAITING":
         text = f"{of_it}, which no worker has room for: start more workers, or ones with more slots."
-        return Finding("unplaced", text, box.wait_share, box.box, top.slot, "", blame)
+        return Bottleneck("unplaced", text, box.wait_share, box.box, top.slot, "", blame)
     if top.phase == "FAILED":
         text = f"{of_it}, which has failed for good on worker {top.worker}: see its error."
     elif top.restarts or top.behind:
         text = f"{of_it}, which another runner is taking over on worker {top.worker}: it starts, or replays."
     else:
         text = f"{of_it}, whose first batch is being made on worker {top.worker}."
-        return Finding("starting", text, box.wait_share, box.box, top.slot, top.worker, blame)
-    return Finding("recovering", text, box.wait_share, box.box, top.slot, top.worker, blame)
+        return Bottleneck("starting", text, box.wait_share, box.box, top.slot, top.worker, blame)
+    return Bottleneck("recovering", text, box.wait_share, box.box, top.slot, top.worker, blame)
 
 
-def _late(box: BoxFacts, top: SlotFacts, waits: str) -> Finding | None:
+def _late(box: BoxFacts, top: SlotFacts, waits: str) -> Bottleneck | None:
     if not top.remote or top.late < BLAME or top.mean_queued < AHEAD:
         return None
     blame = _share(top.wait_share, box)
@@ -150,10 +150,10 @@ def _late(box: BoxFacts, top: SlotFacts, waits: str) -> Finding | None:
         f"there on average: they come late from worker {top.worker}. Look at the network between, or at how busy that "
         "machine is."
     )
-    return Finding("network", text, box.wait_share, box.box, top.slot, top.worker, blame)
+    return Bottleneck("network", text, box.wait_share, box.box, top.slot, top.worker, blame)
 
 
-def _straggler(box: BoxFacts, top: SlotFacts, waits: str) -> Finding | None:
+def _straggler(box: BoxFacts, top: SlotFacts, waits: str) -> Bottleneck | None:
     """One slot or one worker, if the others are ahead of it."""
     by_worker = Counter[str]()
     for slot in box.slots:
@@ -176,7 +176,7 @@ def _straggler(box: BoxFacts, top: SlotFacts, waits: str) -> Finding | None:
             f"batches lie ready there on average, {_mean(others):.1f} at each other slot. Look at that machine, or at "
             "what its slot reads."
         )
-        return Finding("straggler", text, box.wait_share, box.box, top.slot, group[0].worker, blame)
+        return Bottleneck("straggler", text, box.wait_share, box.box, top.slot, group[0].worker, blame)
     return None
 
 
@@ -186,7 +186,7 @@ def _slower(group: Sequence[SlotFacts], others: Sequence[SlotFacts]) -> bool:
     return not theirs or not usual or max(theirs) >= SLOWER * median(usual)
 
 
-def _few(box: BoxFacts, waits: str, busy_cores: int) -> Finding:
+def _few(box: BoxFacts, waits: str, busy_cores: int) -> Bottleneck:
     number = len(box.slots)
     many = f"all its {number} slots are busy" if number > 1 else "its one slot is busy"
     text = f"{waits}, and {many} ({_mean(box.slots):.1f} batches lie ready at each on average)"
@@ -197,7 +197,7 @@ def _few(box: BoxFacts, waits: str, busy_cores: int) -> Finding:
         )
     else:
         text += ": more workers, or a faster input_fn."
-    return Finding("workers", text, box.wait_share, box.box)
+    return Bottleneck("workers", text, box.wait_share, box.box)
 
 
 def _share(part: float, box: BoxFacts) -> float:

@@ -30,8 +30,8 @@ from penstock.proto.errors import JournalError
 
 
 @dataclass(frozen=True)
-class Pace:
-    beat_s: float
+class LeasePolicy:
+    heartbeat_s: float
     """Between two calls of one peer that has nothing to say."""
     lease_s: float
     """Silence after which it is taken for dead."""
@@ -43,35 +43,35 @@ class Pace:
     def left(self, now: float, name: str) -> float:
         """Seconds until the peer's own moment in the beat, more than none."""
         digest = blake2b(name.encode(), digest_size=4).digest()
-        moment = int.from_bytes(digest) / (1 << 32) * self.beat_s
-        return self.beat_s - (now - moment) % self.beat_s
+        moment = int.from_bytes(digest) / (1 << 32) * self.heartbeat_s
+        return self.heartbeat_s - (now - moment) % self.heartbeat_s
 
 
 @dataclass(frozen=True)
-class Share:
+class SnapshotShare:
     """Of one slot, in what the fleet may send. Its first snapshot, without which it cannot start, is exempt."""
 
     every_s: float
     bytes_per_s: float
 
 
-def _pace(lease_s: float, peers: int, calls_per_s: float, limits: Limits) -> Pace:
-    beat_s = max(min(limits.beat_s, lease_s * limits.hold_share), peers / calls_per_s)
-    return Pace(beat_s, max(lease_s, beat_s / limits.hold_share))
+def _lease_policy(lease_s: float, peers: int, calls_per_s: float, limits: Limits) -> LeasePolicy:
+    heartbeat_s = max(min(limits.heartbeat_s, lease_s * limits.hold_share), peers / calls_per_s)
+    return LeasePolicy(heartbeat_s, max(lease_s, heartbeat_s / limits.hold_share))
 
 
-def of_workers(workers: int, strain: float, limits: Limits) -> Pace:
-    return _pace(limits.worker_lease_s, workers, limits.heartbeats_per_s / strain, limits)
+def of_workers(workers: int, strain: float, limits: Limits) -> LeasePolicy:
+    return _lease_policy(limits.worker_lease_s, workers, limits.heartbeats_per_s / strain, limits)
 
 
-def of_boxes(boxes: int, strain: float, limits: Limits) -> Pace:
-    return _pace(limits.client_lease_s, boxes, limits.watches_per_s / strain, limits)
+def of_boxes(boxes: int, strain: float, limits: Limits) -> LeasePolicy:
+    return _lease_policy(limits.client_lease_s, boxes, limits.watches_per_s / strain, limits)
 
 
 MOST_STRAIN = 8.0
 
 
-def strained(strain: float, gap_s: float, tick_s: float) -> float:
+def updated_strain(strain: float, gap_s: float, tick_s: float) -> float:
     """How much fewer calls are asked for, after a tick that came `gap_s` after the last one.
 
     Up fast, by half with each tick that came late by more than its period, and down slowly, by half in 35 ticks (10 s).
@@ -90,7 +90,7 @@ def patience_s(strain: float, lease_s: float) -> float:
     return lease_s * min(1.0, strain - 1.0)
 
 
-class Promise:
+class PromisedLease:
     """The longest lease of a kind that a peer may still go by, noted where the next coordinator finds it.
 
     It is noted with some room above, so that a fleet that grows costs a write now and then. It is taken back once it
@@ -134,7 +134,7 @@ SNAPSHOT_CALLS = 3.0
 """What a snapshot costs, in heartbeats: a stream, its part of a commit, the thread that writes."""
 
 
-def share(slots: int, calls_per_s: float, limits: Limits) -> Share:
+def share(slots: int, calls_per_s: float, limits: Limits) -> SnapshotShare:
     """What is left of the coordinator's calls is for snapshots: a fleet that keeps it busy replays more after a fault
     rather than being heard late.
 
@@ -146,4 +146,4 @@ def share(slots: int, calls_per_s: float, limits: Limits) -> Share:
     each = min(limits.snapshot_slot_bytes_per_s, limits.snapshot_bytes_per_s / count)
     left = (limits.calls_per_s - calls_per_s) / SNAPSHOT_CALLS
     per_s = max(limits.snapshots_least_per_s, min(limits.snapshots_per_s, left))
-    return Share(max(limits.snapshot_every_s, count / per_s), each)
+    return SnapshotShare(max(limits.snapshot_every_s, count / per_s), each)

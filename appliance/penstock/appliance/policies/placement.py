@@ -58,7 +58,7 @@ class _Heaps:
         self.by_host: dict[str, list[_Entry]] = {}
 
 
-class Room:
+class FreeCapacity:
     """The workers that have a free place.
 
     Args:

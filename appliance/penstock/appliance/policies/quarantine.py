@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock.appliance.model.entities import Box, Loss, Slot
+from penstock.appliance.model.entities import Box, Slot, SlotLoss
 from penstock.proto.errors import WorkerLostError
 from penstock.proto.state.position import MOST, Position
 from penstock.proto.v1 import records_pb2
@@ -27,7 +27,7 @@ def is_place(making: records_pb2.Skip) -> bool:
     return max(making.epoch, making.total, making.count) <= MOST
 
 
-def still_count(losses: Sequence[Loss], latest: Loss, horizon: float) -> list[Loss]:
+def still_count(losses: Sequence[SlotLoss], latest: SlotLoss, horizon: float) -> list[SlotLoss]:
     """The losses that count with the latest one: recent, or at the same batch, and with no progress since."""
     return [
         loss
@@ -37,7 +37,7 @@ def still_count(losses: Sequence[Loss], latest: Loss, horizon: float) -> list[Lo
     ]
 
 
-def culprit(losses: Sequence[Loss]) -> records_pb2.Skip | None:
+def culprit(losses: Sequence[SlotLoss]) -> records_pb2.Skip | None:
     """The place of the batch that all of them were at."""
     making = losses[-1].making
     return making if making is not None and all(loss.making == making for loss in losses) else None
@@ -53,7 +53,7 @@ def leave_out(slot: Slot, place: records_pb2.Skip) -> None:
 
 def name_of(box: Box, slot: Slot, place: records_pb2.Skip) -> str:
     """ "batch 17 of box 0 slot 1 (step 34)"."""
-    position = Position.from_proto(box.delivered) if box.delivered.slots else box.base.copy()
+    position = Position.from_proto(box.delivered) if box.delivered.slots else box.start.copy()
     number, number_of_slot = place.total + 1, slot.key.slot
     step = ""
     if position.epoch == place.epoch and number_of_slot in position.live:

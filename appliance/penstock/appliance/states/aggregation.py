@@ -17,7 +17,7 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 
 
 @dataclass(frozen=True)
-class Errand(SlotStateRequest):
+class AggregationTask(SlotStateRequest):
     """The question to one worker."""
 
     blob: str = ""
@@ -57,7 +57,9 @@ class Aggregation(StateQuery):
         self._missing[number] = [] if ready is not None else [f"a worker of box {self.box}"]
         wants: dict[str, SlotStateRequest] = {}
         if ready is not None:
-            errand = Errand(ready.key, ready.generation, ready.worker, self.step, 0, 0, 0, 0, 0, self.serial, self.blob)
+            errand = AggregationTask(
+                ready.key, ready.generation, ready.worker, self.step, 0, 0, 0, 0, 0, self.serial, self.blob
+            )
             wants[errand.id] = errand
         self._ask(number, wants)
 

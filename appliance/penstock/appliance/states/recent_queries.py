@@ -25,7 +25,7 @@ OPERATOR = "operator"
 
 
 @dataclass
-class Fetch:
+class StateFetch:
     """One state that was asked for."""
 
     run: str
@@ -43,7 +43,7 @@ class Fetch:
         """What was asked for, by numbers: the request may have said "the newest"."""
         self.attempt, self.step = gathering.attempt, gathering.step
 
-    def is_with(self, other: Fetch) -> bool:
+    def is_with(self, other: StateFetch) -> bool:
         """Of the same checkpoint."""
         same = (self.run, self.attempt, self.step) == (other.run, other.attempt, other.step)
         return same and (self.asker == OPERATOR) == (other.asker == OPERATOR) and bool(self.error) == bool(other.error)
@@ -54,13 +54,13 @@ class RecentQueries:
 
     def __init__(self, clock: Callable[[], float], wall: Callable[[], float]) -> None:
         self._clock, self._wall = clock, wall
-        self._done: deque[Fetch] = deque(maxlen=MOST)
+        self._done: deque[StateFetch] = deque(maxlen=MOST)
 
     @contextmanager
-    def noted(self, request: pb.FetchStateRequest) -> Iterator[Fetch]:
+    def noted(self, request: pb.FetchStateRequest) -> Iterator[StateFetch]:
         """While it is answered. What ends it is noted, too; an asker that went away had no state."""
         asker = f"box {request.progress.box}" if request.HasField("progress") else OPERATOR
-        fetch = Fetch(request.run, request.attempt, asker, self._clock(), self._wall(), request.step)
+        fetch = StateFetch(request.run, request.attempt, asker, self._clock(), self._wall(), request.step)
         try:
             yield fetch
         except (GeneratorExit, asyncio.CancelledError):
@@ -74,7 +74,7 @@ class RecentQueries:
             if not request.aggregate_blob:  # that is a part of what a training job does with a state that it has got
                 self._enter(fetch)
 
-    def _enter(self, fetch: Fetch) -> None:
+    def _enter(self, fetch: StateFetch) -> None:
         for known in reversed(self._done):
             if fetch.is_with(known) and fetch.at - known.at <= TOGETHER_S:
                 known.askers += 1

@@ -1,21 +1,21 @@
 """The state of a run at a step, gathered from all its slots. Planning only: who waits, and how long, is elsewhere.
 
-A box's record at a step follows from an earlier position and from where passes ended (penstock.proto.state.position).
+A box's record at a step follows from an earlier position and from where epochs ended (penstock.proto.state.position).
 The coordinator has positions that the box reported; ends it learns. So a gathering goes in rounds: plan with the ends
-known so far, ask every slot's worker for its state at its planned position, and when one answers "my pass ended
+known so far, ask every slot's worker for its state at its planned position, and when one answers "my epoch ended
 earlier", note the end and plan again. Answers for positions that did not change are kept. When every slot has answered
 for the plan as it stands, the record is complete, and it is the same whoever asks, and when.
 
-Why that is enough. A worker checks two things about (epoch, delivered, total): that its pass of that epoch began after
+Why that is enough. A worker checks two things about (epoch, delivered, total): that its epoch of that epoch began after
 total - delivered batches, and that it did not end before total. If that holds for all slots of a box, then the plan's
 epoch began where it truly did, with all slots live, and nobody ended in it unnoticed; the rest is arithmetic.
 
-What nobody can know beforehand is whether a loop leaves a pass by `break`. Boxes do that together, as a rule, and one
-of them first: so a box that has not come beyond the step after which another one left a pass is waited for. That ends,
-for its loop has no collective before it with whoever asks.
+What nobody can know beforehand is whether a loop leaves an epoch by `break`. Boxes do that together, as a rule, and one
+of them first: so a box that has not come beyond the step after which another one left an epoch is waited for. That
+ends, for its loop has no collective before it with whoever asks.
 
-A slot that is being recovered is waited for: its request goes to the new owner once that is ready. A box whose one pass
-is over answers with its final state.
+A slot that is being recovered is waited for: its request goes to the new owner once that is ready. A box whose one
+epoch is over answers with its final state.
 
 A box's record depends on that box alone. So boxes are gathered one by one, in their order and a number of slots at a
 time, each is complete by itself, and may be sent and let go before the last ones have been asked: a state of a large
@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from penstock.appliance.model.entities import Attempt, Box, Place, SlotKey
+from penstock.appliance.model.entities import Attempt, Box, BoxPresence, SlotKey
 from penstock.proto.errors import (
     PenstockError,
     ProtocolError,
@@ -41,7 +41,7 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 
 PASSES = 16
-"""How many of the passes that the loop left a worker is told. There are seldom more since its last durable snapshot; a
+"""How many of the epochs that the loop left a worker is told. There are seldom more since its last durable snapshot; a
 state that would need to know them is refused."""
 
 
@@ -64,8 +64,8 @@ class SlotStateRequest:
     serial: int
     """Of the gathering."""
     left: tuple[tuple[int, int], ...] = field(default=(), compare=False, kw_only=True)
-    """(epoch, the slot's total) where the loop left passes by `break`, of those from `left_from` on."""
-    left_from: int = field(default=0, compare=False, kw_only=True)
+    """(epoch, the slot's total) where the loop left passes by `break`, of those from `abandoned_from` on."""
+    abandoned_from: int = field(default=0, compare=False, kw_only=True)
 
     @property
     def id(self) -> str:
@@ -83,20 +83,20 @@ class SlotStateRequest:
             position=records_pb2.SlotPosition(delivered=self.delivered, total=self.total),
             deadline_s=deadline_s,
             digests_after=self.digests_after,
-            left=[pb.PassEnd(epoch=epoch, total=total) for epoch, total in self.left],
-            left_from=self.left_from,
+            left=[pb.EpochEnd(epoch=epoch, total=total) for epoch, total in self.left],
+            abandoned_from=self.abandoned_from,
         )
 
 
 def _left(box: Box, position: Position) -> tuple[int, list[tuple[int, dict[int, int]]]]:
-    """Where the loop left passes before this position: (epoch, slot -> its total there), of slots whose end it had not
+    """Where the loop left epochs before this position: (epoch, slot -> its total there), of slots whose end it had not
     come to. And from which epoch on these are all; of earlier ones it is not known any more."""
     passes: list[tuple[int, dict[int, int]]] = []
-    for epoch in reversed(box.cuts):
+    for epoch in reversed(box.abandoned):
         if epoch >= position.epoch:
             continue
-        anchor = box.anchor(box.cuts[epoch])
-        there = None if anchor is None else advance(anchor, box.cuts[epoch], box.ends, box.cuts)
+        anchor = box.anchor(box.abandoned[epoch])
+        there = None if anchor is None else advance(anchor, box.abandoned[epoch], box.ends, box.abandoned)
         if there is None or there.epoch != epoch or len(passes) == PASSES:
             return epoch + 1, passes
         passes.append((epoch, {k: there.total[k] for k in there.live}))
@@ -138,7 +138,7 @@ class BoxState:
 
 
 @dataclass
-class Gathered:
+class GatheredState:
     """A finished gathering."""
 
     records: list[tuple[pb.WorkerRecord, bytes]]
@@ -209,12 +209,12 @@ class StateQuery:
         return self.failure is not None or self.complete == self.num_boxes
 
     @property
-    def result(self) -> Gathered | None:
+    def result(self) -> GatheredState | None:
         """Everything, as long as nothing was let go."""
         if self.failure is not None or len(self.boxes) < self.num_boxes:
             return None
         states = sorted(self.boxes.items())
-        return Gathered(
+        return GatheredState(
             [record for _, state in states for record in state.records],
             {number: state.position for number, state in states if state.position is not None},
             self.finals,
@@ -297,7 +297,7 @@ class StateQuery:
         if box is None:
             missing.append(f"box {number} (it has not opened the run)")
             return
-        if not box.told and box.place is Place.LIVE:
+        if not box.told and box.place is BoxPresence.LIVE:
             missing.append(f"box {number} (it has not reported since the coordinator was started)")
             self._ask(number, {})
             return
@@ -305,7 +305,7 @@ class StateQuery:
         anchor, position = self._position(box, state, doubtful)
         anchor = max(anchor, self._anchors.get(number, anchor), key=lambda at: at.step)
         self._anchors[number] = anchor
-        if box.place is Place.GONE:
+        if box.place is BoxPresence.GONE:
             raise StateUnavailableError(
                 f"step {self.step} of run {self.run}: the training job of box {number} is not heard of any more, and "
                 "its workers were freed. Once it is back a state can be had again; if it is dead, go on from one that "
@@ -314,17 +314,19 @@ class StateQuery:
         behind = attempt.behind(box, self.step)
         if behind is not None:
             other = attempt.left[behind]
-            missing.append(f"box {number} (it has not come beyond step {behind}, after which box {other} left a pass)")
+            missing.append(
+                f"box {number} (it has not come beyond step {behind}, after which box {other} left an epoch)"
+            )
             self._ask(number, {})
             return
-        left_from, passes = _left(box, position)
+        abandoned_from, passes = _left(box, position)
         for slot in box.slots:
             k = slot.key.slot
             place = (position.epoch, position.delivered[k], position.total[k])
             have = self._answers.get((number, k))
             if have is not None and (have.want.epoch, have.want.delivered, have.want.total) == place:
                 continue
-            if self._denied.get((number, k)) == (place, box.ends, box.cuts):
+            if self._denied.get((number, k)) == (place, box.ends, box.abandoned):
                 denied.append(f"{slot} on worker {slot.worker}")
                 continue
             if slot.phase == pb.FAILED and slot.error is not None:
@@ -342,7 +344,7 @@ class StateQuery:
                     rounds,
                     self.serial,
                     left=left,
-                    left_from=left_from,
+                    abandoned_from=abandoned_from,
                 )
                 requests[want.id] = want
             elif slot.phase == pb.STARTING:
@@ -354,7 +356,7 @@ class StateQuery:
             return
         if denied or doubtful:
             raise ProtocolError(
-                f"state of run {self.run} at step {self.step}: the workers do not agree where passes ended; what the "
+                f"state of run {self.run} at step {self.step}: the workers do not agree where epochs ended; what the "
                 f"others said cannot be for {', '.join(denied + doubtful)}"
             )
         self._record_flight(box, anchor, position)
@@ -372,29 +374,29 @@ class StateQuery:
     def _position(self, box: Box, state: BoxState, doubtful: list[str]) -> tuple[Position, Position]:
         """Where the plan starts from, and where the box stood."""
         where = f"step {self.step} of run {self.run}: box {box.number}"
-        if box.place is Place.CLOSED and not any(slot.worker for slot in box.slots):
+        if box.place is BoxPresence.CLOSED and not any(slot.worker for slot in box.slots):
             raise StateUnavailableError(
                 f"{where} has closed and its workers are gone: take the state before any box closes its appliance"
             )
-        if box.place is Place.CLOSED and not box.told:
+        if box.place is BoxPresence.CLOSED and not box.told:
             raise StateUnavailableError(
                 f"{where} has closed, and where it ended is not known since the coordinator was started again: take "
                 "the state before any box closes its appliance"
             )
-        if self.step < box.base.step and not box.pass_ended:
-            raise StateUnavailableError(f"{where} started this attempt at step {box.base.step}")
+        if self.step < box.start.step and not box.epoch_ended:
+            raise StateUnavailableError(f"{where} started this attempt at step {box.start.step}")
         at = self.step
-        if box.pass_ended and box.step < self.step:
+        if box.epoch_ended and box.step < self.step:
             at = state.final = box.step
-        at = max(at, box.base.step)
+        at = max(at, box.start.step)
         anchor = box.anchor(at)
         # A coordinator that was started again has every base, but what served the steps before the window is gone.
-        unkept = box.restored and anchor is box.base and at < box.step - box.retention
+        unkept = box.restored and anchor is box.start and at < box.step - box.retention
         if anchor is None or unkept:
             raise StateUnavailableError(f"{where} has left that step behind its retention window")
-        position = advance(anchor, at, box.ends, box.cuts)
+        position = advance(anchor, at, box.ends, box.abandoned)
         if sum(position.total) - sum(anchor.total) != at - anchor.step or box.is_refuted(position):
-            # Some ends are known and others, of earlier passes, are not: good enough to ask with, never to answer with.
+            # Some ends are known and others, of earlier epochs, are not: good enough to ask with, never to answer with.
             doubtful.append(f"box {box.number}")
         return anchor, position
 
@@ -432,13 +434,13 @@ class StateQuery:
         slot, before = (box.number, want.key.slot), dict(box.ends)
         told = [(end.epoch, end.total) for end in answer.ends]
         for epoch, total in [*told, (answer.ended_epoch, answer.ended_total)]:
-            # A pass that the loop left ended there, whatever the worker had produced ahead: the smaller total holds.
+            # An epoch that the loop left ended there, whatever the worker had produced ahead: the smaller total holds.
             end = (want.key.slot, epoch)
             box.ends[end] = min(total, box.ends.get(end, total))
         self._rounds[slot] = self._rounds.get(slot, 0) + 1
         if box.ends == before:
             place = (want.epoch, want.delivered, want.total)
-            self._denied[slot] = (place, before, dict(box.cuts))
+            self._denied[slot] = (place, before, dict(box.abandoned))
         self.refresh(attempt, box.number)
 
     def _record_flight(self, box: Box, anchor: Position, position: Position) -> None:
@@ -451,13 +453,13 @@ class StateQuery:
                 first = have.answer.digests_after + 1
                 told = enumerate(have.answer.digests, first)
                 digests |= {(slot.key.slot, total): digest for total, digest in told}
-            position.chain = chain_at(anchor, position.step, box.ends, box.cuts, digests)
+            position.chain = chain_at(anchor, position.step, box.ends, box.abandoned, digests)
 
     def _assemble(self, attempt: Attempt, number: int, state: BoxState) -> None:
         for slot in attempt.boxes[number].slots:
             have = self._answers.pop((number, slot.key.slot))
             answer = have.answer
-            traits = answer.traits if answer.HasField("traits") else slot.traits
+            capabilities = answer.capabilities if answer.HasField("capabilities") else slot.capabilities
             record = pb.WorkerRecord(
                 local_worker_id=slot.key.slot,
                 num_workers_per_box=attempt.num_workers,
@@ -468,7 +470,7 @@ class StateQuery:
                 samples_streamed=answer.samples_streamed,
                 state_bytes=len(have.data),
                 epoch=have.want.epoch,
-                traits=traits,
+                capabilities=capabilities,
                 digest=answer.digest,
                 next_digest=answer.next_digest,
                 next_epoch=answer.next_epoch,

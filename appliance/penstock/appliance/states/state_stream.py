@@ -18,10 +18,10 @@ from penstock.proto.rpc.calls import pieces
 from penstock.proto.rpc.channel import CHUNK
 from penstock.proto.v1 import coordinator_pb2 as pb
 
-__all__ = ["Turns", "packed", "parts"]
+__all__ = ["LoopTurns", "packed", "parts"]
 
 
-class Turns:
+class LoopTurns:
     """One turn of the event loop for each who asks, in their order."""
 
     def __init__(self) -> None:

@@ -4,8 +4,8 @@ SQLite's write-ahead log has checksums, and they say where it ends: at the first
 flips in a frame in the middle is taken for the end of the log, and the database is, without a word, what it was some
 commits earlier. So each commit has a number, in the database and in a file beside it (`journal.commits`), and a
 database that ends before the number on record is refused as it lies, before SQLite writes to it or empties its log. The
-journal's number goes to workers and training jobs too, signed (`Marks`): they know of commits that a disk has lost
-together with the file, and of a copy of the directory that is older than they are.
+journal's number goes to workers and training jobs too, signed (`CommitMarks`): they know of commits that a disk has
+lost together with the file, and of a copy of the directory that is older than they are.
 
 The file is written after the commit and synced when it is made, no more: it outlives the process, and after a loss of
 power it may be a few seconds old, which makes the check weaker and never wrong.
@@ -28,8 +28,8 @@ from penstock.proto.errors import JournalError
 __all__ = [
     "META",
     "SCHEMA",
-    "Commits",
-    "Marks",
+    "CommitMarks",
+    "CommitNumber",
     "behind",
     "check_commits",
     "damaged",
@@ -101,7 +101,7 @@ def read_only(path: Path, *, in_use: bool = False) -> Iterator[sqlite3.Connectio
 
 
 @contextmanager
-def transaction(db: sqlite3.Connection, commits: Commits) -> Iterator[None]:
+def transaction(db: sqlite3.Connection, commits: CommitNumber) -> Iterator[None]:
     """All of it is on disk afterwards, under the next number, or nothing. Raises sqlite3.Error, JournalError."""
     db.execute("BEGIN IMMEDIATE")
     try:
@@ -124,7 +124,7 @@ def _number_in(db: sqlite3.Connection) -> int:
     return int(found[0]) if found else 0
 
 
-class Commits:
+class CommitNumber:
     """The number of the last commit of the database at `path` (None: in memory), and the file that has it too.
 
     Raises JournalError for a database that ends before the number on record, and has changed nothing then.
@@ -235,7 +235,7 @@ def recorded(file: Path) -> int | None:
     return number
 
 
-class Marks:
+class CommitMarks:
     """A journal's number as peers keep it, signed: they cannot make one up, and another journal's says nothing here."""
 
     def __init__(self, secret: bytes, process: bytes, found: int) -> None:

@@ -22,7 +22,7 @@ COMMIT_BOUNDS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0
 """From an idle local disk to one that is in trouble."""
 
 
-class Syncing:
+class GroupCommit:
     """From now on the journal is written by this object alone.
 
     Args:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from penstock.appliance.storage.database import Commits, Marks, behind, damaged, open_database, transaction
+from penstock.appliance.storage.database import CommitMarks, CommitNumber, behind, damaged, open_database, transaction
 from penstock.proto.errors import JournalError
 
 Rows = dict[tuple[Any, ...], tuple[str, Any]]
@@ -37,12 +37,23 @@ TABLES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "boxes": (("run", "attempt", "box"), ("client_id", "place", "opening")),
     "slots": (
         ("run", "attempt", "box", "slot"),
-        ("generation", "phase", "worker", "session", "ever_ready", "recovery", "restarts", "note", "traits", "error"),
+        (
+            "generation",
+            "phase",
+            "worker",
+            "session",
+            "ever_ready",
+            "recovery",
+            "restarts",
+            "note",
+            "capabilities",
+            "error",
+        ),
     ),
     "skips": (("run", "attempt", "box", "slot", "epoch", "total"), ("count", "own")),
     # The highest generation that a successor of a slot was given: see migration.py.
     "reserved": (("run", "attempt", "box", "slot"), ("generation",)),
-    "cuts": (("run", "attempt", "box", "epoch"), ("step",)),
+    "abandoned": (("run", "attempt", "box", "epoch"), ("step",)),
     # For `penstock replay` alone: see box_history.py. An attempt that is over has no other rows but these of its boxes.
     "tracks": (("run", "attempt", "box"), ("over", "history")),
 }
@@ -51,7 +62,7 @@ _INSERT = {
     table: f"INSERT OR REPLACE INTO {table} ({', '.join(columns)}, sum) VALUES ({', '.join('?' * (len(columns) + 1))})"
     for table, columns in _COLUMNS.items()
 }
-_LATER = ("skips", "cuts", "tracks", "reserved")
+_LATER = ("skips", "abandoned", "tracks", "reserved")
 """Tables that the first release did not have: made where they are missing, and no harm to a release without them."""
 
 NETWORK = {"afs", "beegfs", "ceph", "cifs", "gfs2", "glusterfs", "gpfs", "lustre", "ncpfs", "nfs", "nfs4", "smb3"}
@@ -142,7 +153,7 @@ class Journal:
                 f"{self._path} is missing or empty, although snapshots.db beside it says that there was one: restore "
                 "it from a copy, or move the whole directory away to start anew"
             )
-        self._commits = Commits(self._path)
+        self._commits = CommitNumber(self._path)
         self.found = self._commits.number
         """The number of the last commit at the start."""
         self._db = open_database(self._path, "\n".join(f"{_table(table)};" for table in TABLES))
@@ -163,7 +174,7 @@ class Journal:
                     self._db.execute(f"ALTER TABLE {table} ADD COLUMN sum")
             self.secret = bytes.fromhex(self._meta("secret", secrets.token_hex(32)))
             """What tickets are derived from: the same after a restart, so that lanes stay open."""
-            self.marks = Marks(self.secret, secrets.token_bytes(8), self.found)
+            self.marks = CommitMarks(self.secret, secrets.token_bytes(8), self.found)
             self.boots = int(self._meta("boots", "0")) + 1
             """How many coordinators have opened this journal. Versions of long polls start above it, so that no peer
             takes a view of this process for one that it saw of the last."""

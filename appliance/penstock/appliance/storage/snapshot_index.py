@@ -21,19 +21,19 @@ _MORE = "raise it: penstock coordinator --budget, or PENSTOCK_COORDINATOR_BUDGET
 
 
 @dataclass(frozen=True, order=True)
-class Kept:
+class DurableSnapshot:
     """One snapshot."""
 
     total: int
     epoch: int
     size: int
-    origin: bool = False
-    """Taken where a pass begins, and not after a batch."""
+    epoch_start: bool = False
+    """Taken where an epoch begins, and not after a batch."""
 
     @property
     def is_sure(self) -> bool:
         """Any loader goes on from here: see Kept in penstock.worker.daemon.snapshots."""
-        return not self.origin or self.epoch == 0
+        return not self.epoch_start or self.epoch == 0
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class _Blob:
 class SnapshotIndex:
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self._snapshots: dict[tuple[str, int], dict[SlotKey, list[Kept]]] = {}
+        self._snapshots: dict[tuple[str, int], dict[SlotKey, list[DurableSnapshot]]] = {}
         """(run, attempt) -> those of its slots: an attempt goes without a look at the others."""
         self._blobs: dict[str, _Blob] = {}
         self._drops: list[Drop] = []
@@ -92,7 +92,9 @@ class SnapshotIndex:
         finally:
             self.coming -= size
 
-    def load(self, snapshots: Iterable[tuple[SlotKey, Kept]], blobs: Iterable[tuple[str, int]], now: float) -> None:
+    def load(
+        self, snapshots: Iterable[tuple[SlotKey, DurableSnapshot]], blobs: Iterable[tuple[str, int]], now: float
+    ) -> None:
         """What the store holds, at the start."""
         for key, kept in snapshots:
             self.add(key, kept)
@@ -106,18 +108,18 @@ class SnapshotIndex:
 
     # ------------------------------------------------------------------------------------------------ snapshots
 
-    def snapshots(self, key: SlotKey) -> list[Kept]:
+    def snapshots(self, key: SlotKey) -> list[DurableSnapshot]:
         """Oldest first."""
         return list(self._of(key))
 
-    def _of(self, key: SlotKey) -> Sequence[Kept]:
+    def _of(self, key: SlotKey) -> Sequence[DurableSnapshot]:
         of_attempt = self._snapshots.get((key.run, key.attempt))
         return of_attempt.get(key, ()) if of_attempt is not None else ()
 
-    def find(self, key: SlotKey, total: int, epoch: int) -> Kept:
+    def find(self, key: SlotKey, total: int, epoch: int) -> DurableSnapshot:
         """Return the snapshot at that position; one of 0 bytes if it is not listed: of a past attempt, say."""
         there = (kept for kept in self._of(key) if (kept.total, kept.epoch) == (total, epoch))
-        return next(there, Kept(total, epoch, 0))
+        return next(there, DurableSnapshot(total, epoch, 0))
 
     def attempts(self) -> set[tuple[str, int]]:
         return set(self._snapshots)
@@ -133,7 +135,7 @@ class SnapshotIndex:
             return f"a snapshot of {size} bytes: {used}; {_MORE}"
         return ""
 
-    def add(self, key: SlotKey, kept: Kept) -> None:
+    def add(self, key: SlotKey, kept: DurableSnapshot) -> None:
         """It is on disk. One for the same position replaces it there as here."""
         others = []
         for old in self._of(key):
@@ -141,7 +143,7 @@ class SnapshotIndex:
                 self.used -= old.size
             else:
                 others.append(old)
-        # By pass first: of a pass that the loop left, snapshots beyond that batch may be there, which serve nobody.
+        # By pass first: of an epoch that the loop left, snapshots beyond that batch may be there, which serve nobody.
         of_attempt = self._snapshots.setdefault((key.run, key.attempt), {})
         of_attempt[key] = sorted([*others, kept], key=lambda one: (one.epoch, one.total))
         self.used += kept.size
@@ -150,7 +152,8 @@ class SnapshotIndex:
         """Drops all before the newest snapshot strictly below `edge`, the slot's total where its window begins, and
         before the newest sure one.
 
-        The newest is that of the latest pass: one of an earlier pass with more batches lies beyond where that was left.
+        The newest is that of the latest pass: one of an earlier epoch with more batches lies beyond where that was
+        left.
         """
         kept = self._of(key)
         if not kept:
@@ -163,7 +166,7 @@ class SnapshotIndex:
             self._drops.append(DropSnapshot(key, old.total, old.epoch))
         self._snapshots[key.run, key.attempt][key] = list(kept[first:])
 
-    def discard(self, key: SlotKey, kept: Kept) -> None:
+    def discard(self, key: SlotKey, kept: DurableSnapshot) -> None:
         """It was written, and is not wanted any more."""
         self._drops.append(DropSnapshot(key, kept.total, kept.epoch))
 

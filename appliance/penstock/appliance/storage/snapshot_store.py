@@ -13,9 +13,9 @@ from contextlib import contextmanager
 
 from penstock.appliance.model.entities import SlotKey
 from penstock.appliance.states.closed_runs import ClosedRun
-from penstock.appliance.storage.database import META, Commits, open_database, transaction
+from penstock.appliance.storage.database import META, CommitNumber, open_database, transaction
 from penstock.appliance.storage.journal import StateDir
-from penstock.appliance.storage.snapshot_index import Drop, DropAttempt, DropBlob, DropSnapshot, Kept
+from penstock.appliance.storage.snapshot_index import Drop, DropAttempt, DropBlob, DropSnapshot, DurableSnapshot
 from penstock.proto.errors import JournalError
 from penstock.proto.v1 import coordinator_pb2 as pb
 
@@ -42,7 +42,7 @@ move the whole file about while they come in."""
 class Store:
     def __init__(self, directory: StateDir | None) -> None:
         self._path = directory.path / "snapshots.db" if directory else None
-        self._commits = Commits(self._path)
+        self._commits = CommitNumber(self._path)
         self._db = open_database(self._path, _SCRIPT)
         with self._errors("cannot be written"):
             self._db.executescript(META + _LATER)
@@ -54,7 +54,7 @@ class Store:
         except sqlite3.Error as error:
             raise JournalError(f"{self._path or 'the store in memory'}: {what}: {error}") from error
 
-    def index(self) -> tuple[list[tuple[SlotKey, Kept]], list[tuple[str, int]]]:
+    def index(self) -> tuple[list[tuple[SlotKey, DurableSnapshot]], list[tuple[str, int]]]:
         """All snapshots, and all blobs as (name, size)."""
         with self._errors("cannot be read"):
             columns = "run, attempt, box, slot, total, epoch, size, header"
@@ -62,7 +62,9 @@ class Store:
             blobs = self._db.execute("SELECT name, size FROM blobs").fetchall()
         kept = []
         for *key, total, epoch, size, header in rows:
-            kept.append((SlotKey(*key), Kept(total, epoch, size, pb.SnapshotHeader.FromString(header).origin)))
+            kept.append(
+                (SlotKey(*key), DurableSnapshot(total, epoch, size, pb.SnapshotHeader.FromString(header).epoch_start))
+            )
         return kept, blobs
 
     def put_snapshot(self, header: pb.SnapshotHeader, data: bytes) -> None:
@@ -82,7 +84,7 @@ class Store:
         with transaction(self._db, self._commits):
             yield
 
-    def snapshot(self, key: SlotKey, kept: Kept) -> tuple[pb.SnapshotHeader, bytes] | None:
+    def snapshot(self, key: SlotKey, kept: DurableSnapshot) -> tuple[pb.SnapshotHeader, bytes] | None:
         """The snapshot as it was put, or None if it has been dropped meanwhile."""
         with self._errors("a snapshot cannot be read"):
             found = self._db.execute(

@@ -30,20 +30,20 @@ SMALL_SHARE = 8
 """A value of up to this part of the bound is a small one."""
 
 
-class Inflow:
+class InflowBudget:
     """Room for small values, and room for large ones: a small one never waits for a large one, however slow its sender
     is."""
 
     def __init__(self, limit: int) -> None:
         self._small_size = limit // SMALL_SHARE
-        self._small, self._large = Room(limit // 2), Room(limit // 2)
+        self._small, self._large = MemoryBudget(limit // 2), MemoryBudget(limit // 2)
 
     def taken(self, size: int, credential: str = "") -> AbstractAsyncContextManager[None]:
         """Wait until there is room for `size` bytes of whoever has this token."""
         return (self._small if size <= self._small_size else self._large).taken(size, credential)
 
 
-class Room:
+class MemoryBudget:
     """A bound on bytes in memory. Values are let in one after the other: first those of the token that has least in
     here, and of one token in the order in which they came. So nobody waits for all that somebody else has lined up."""
 
@@ -99,7 +99,7 @@ class Room:
                 turn.set_result(None)
 
 
-class Writer:
+class SnapshotWriter:
     """Uses the store, from a thread of its own."""
 
     def __init__(self, store: Store) -> None:

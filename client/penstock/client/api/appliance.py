@@ -22,16 +22,16 @@ from typing import Any, Literal
 
 import torch
 
-from penstock.client.api.appliance_settings import Settings, Torchrun, attempt_key, resolve
-from penstock.client.api.rendezvous import Meeting, Place
-from penstock.client.api.scopes import Scope
+from penstock.client.api.appliance_settings import ApplianceSettings, Torchrun, attempt_key, resolve
+from penstock.client.api.rendezvous import DaemonAddresses, SharedAppliance
+from penstock.client.api.scopes import ApplianceScope
 from penstock.client.embedded import Embedded
-from penstock.client.states.code_reference import Reference, forbid_in_runner, search_path
-from penstock.client.states.saved_state import Start
+from penstock.client.states.code_reference import CodeReference, forbid_in_runner, search_path
+from penstock.client.states.saved_state import BoxStart
 from penstock.client.stream import open_streams
-from penstock.client.stream.open_run import Run
+from penstock.client.stream.open_run import OpenRun
 from penstock.client.stream.receiver_process import Receiver
-from penstock.proto.batch.digest import Cover
+from penstock.proto.batch.digest import DigestCover
 from penstock.proto.errors import CoordinatorUnavailableError, InvalidArgumentError, OverloadedError, PenstockError
 from penstock.proto.rpc import tracing
 from penstock.proto.rpc.calls import CoordinatorClient
@@ -39,7 +39,7 @@ from penstock.proto.rpc.channel import VERSION, Tls, host_id, is_local, load_tls
 from penstock.proto.rpc.credentials.tokens import admin_tokens
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
-from penstock.runtime.process.forks import Owner
+from penstock.runtime.process.forks import OwnerProcess
 
 __all__ = ["Appliance", "current_appliance", "current_settings"]
 
@@ -97,8 +97,8 @@ class Appliance:
             that can pass over a batch without making it: a DataLoader or StatefulDataLoader over a map-style dataset
             with num_workers=0, or one that has a method skip_batch().
         synthetic: deliver each worker's first batch again and again, in place of what its loader would go on with, to
-            measure a job without the cost of its input (False). A pass has as many batches as the loader's length says;
-            without one it never ends, so give the executor num_steps. States can neither be saved nor loaded.
+            measure a job without the cost of its input (False). An epoch has as many batches as the loader's length
+            says; without one it never ends, so give the executor num_steps. States can neither be saved nor loaded.
         progress: show a line with steps/s and the share of time waited (False).
         http: "host:port" where this process shows its metrics to Prometheus, at /metrics (none). One server for the
             process; under torchrun each rank takes port + LOCAL_RANK. Beyond loopback it wants tls_cert, tls_key, and
@@ -147,18 +147,18 @@ class Appliance:
         given = {name: value for name, value in locals().items() if name != "self"}
         self._setup(resolve(**given))
 
-    def _setup(self, settings: Settings) -> None:
+    def _setup(self, settings: ApplianceSettings) -> None:
         self.settings = settings
         self._torchrun = Torchrun()
-        self._owner = Owner()
+        self._owner = OwnerProcess()
         self._closed = False
         self._lock = threading.Lock()
-        self._runs: list[Run] = []
+        self._runs: list[OpenRun] = []
         self._ordinals: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._opened = 0
-        self._place: Place | None = None
+        self._place: DaemonAddresses | None = None
         self._daemons: Embedded | None = None
-        self._meeting: Meeting | None = None
+        self._meeting: SharedAppliance | None = None
         self._tls = _tls_of(settings)
         self.metrics_url = _exported(settings, self._torchrun, self._tls)
         """Where this process's metrics are, "" without `http`."""
@@ -172,11 +172,11 @@ class Appliance:
         self.embedded = not settings.address
         if settings.address:
             token = read_token("client", settings.token.get_secret_value())
-            self._place = Place(settings.address, token, self._job(fresh=settings.num_boxes == 1))
+            self._place = DaemonAddresses(settings.address, token, self._job(fresh=settings.num_boxes == 1))
         elif settings.num_boxes == 1:
             self._embed()
         elif self._torchrun.one_host:
-            self._meeting = Meeting(self._torchrun)
+            self._meeting = SharedAppliance(self._torchrun)
             if self._meeting.hosts:
                 self._embed()
                 assert self._place is not None
@@ -194,7 +194,7 @@ class Appliance:
     def _embed(self) -> None:
         self._daemons = daemons = Embedded(_Deaths(self))
         weakref.finalize(self, daemons.let_go).atexit = False  # dropped without being closed
-        self._place = Place(daemons.address, daemons.token, self._job(fresh=True))
+        self._place = DaemonAddresses(daemons.address, daemons.token, self._job(fresh=True))
 
     def _job(self, *, fresh: bool) -> str:
         run_id = self._torchrun.run_id
@@ -227,7 +227,7 @@ class Appliance:
         """The name of the job that runs are opened under."""
         return self._reach(time.monotonic() + self.settings.timeout_s).job
 
-    def _reach(self, deadline: float) -> Place:
+    def _reach(self, deadline: float) -> DaemonAddresses:
         """Where the coordinator is, which has been seen to be up if it is embedded here."""
         self._owner.check(f"{self!r}")
         if self._closed:
@@ -242,13 +242,13 @@ class Appliance:
     def open_run(
         self,
         owner: Any,
-        reference: Reference,
+        reference: CodeReference,
         arguments: bytes,
-        start: Start,
+        start: BoxStart,
         seed: int | None,
         key: str,
-        cover: Cover,
-    ) -> Run:
+        cover: DigestCover,
+    ) -> OpenRun:
         """Open a run of a loader and take this box's place in it.
 
         Args:
@@ -287,11 +287,11 @@ class Appliance:
             num_workers_per_box=settings.num_workers_per_box,
             host_id=self.host,
             loader=self._spec(reference, arguments, cover),
-            base=start.base,
+            base=start.position,
         )
         if seed is not None:
             request.has_seed, request.seed = True, seed
-        run = Run(self, request, self._forget)
+        run = OpenRun(self, request, self._forget)
         try:
             self._patiently(deadline, run, lambda: self._open(run, request, start))
         except BaseException:
@@ -301,14 +301,14 @@ class Appliance:
             self._runs.append(run)
         return run
 
-    def _open(self, run: Run, request: pb.OpenRunRequest, start: Start) -> None:
+    def _open(self, run: OpenRun, request: pb.OpenRunRequest, start: BoxStart) -> None:
         if start.blob:
             with self.client() as client:
                 blob = client.put_blob(start.blob, f"{request.job}/{request.ordinal}")
-            request.resume.blob, request.resume.same_shape = blob, start.same_shape
+            request.resume.blob, request.resume.same_topology = blob, start.same_topology
         run.open()
 
-    def _patiently(self, deadline: float, run: Run, call: Callable[[], None]) -> None:
+    def _patiently(self, deadline: float, run: OpenRun, call: Callable[[], None]) -> None:
         """Repeat a call while the coordinator cannot be reached; every call of ours may be repeated."""
         give_up = min(deadline, time.monotonic() + REACH_S)
         while True:
@@ -323,11 +323,11 @@ class Appliance:
                     ) from error
                 run.reach(error.retry_after_s if isinstance(error, OverloadedError) else RETRY_S)
 
-    def _spec(self, reference: Reference, arguments: bytes, cover: Cover) -> records_pb2.LoaderSpec:
+    def _spec(self, reference: CodeReference, arguments: bytes, cover: DigestCover) -> records_pb2.LoaderSpec:
         settings = self.settings
         spec = records_pb2.LoaderSpec(input_fn=reference.name, arguments=arguments)
         spec.options.max_batch_bytes = settings.max_batch_bytes
-        spec.options.full_digest, spec.options.row_digest = cover == Cover.FULL, cover == Cover.ROWS
+        spec.options.full_digest, spec.options.row_digest = cover == DigestCover.FULL, cover == DigestCover.ROWS
         spec.options.strict_structure = settings.strict_structure
         spec.options.replay_without_state = settings.replay
         spec.options.retention_steps = settings.retention_steps
@@ -343,7 +343,7 @@ class Appliance:
 
     # ---- the end
 
-    def _forget(self, run: Run) -> None:
+    def _forget(self, run: OpenRun) -> None:
         with self._lock:
             if run in self._runs:
                 self._runs.remove(run)
@@ -394,7 +394,7 @@ class _Deaths:
             run.fail(error)
 
 
-def _tls_of(settings: Settings) -> Tls | None:
+def _tls_of(settings: ApplianceSettings) -> Tls | None:
     """None in embedded mode, which is all Unix sockets and loopback."""
     if not settings.address:
         return None
@@ -402,7 +402,7 @@ def _tls_of(settings: Settings) -> Tls | None:
     return None if tls is None else tls.for_client()
 
 
-def _exported(settings: Settings, torchrun: Torchrun, tls: Tls | None) -> str:
+def _exported(settings: ApplianceSettings, torchrun: Torchrun, tls: Tls | None) -> str:
     """The address of this process's metrics, which are served from now on; "" if nobody asked."""
     if not settings.http:
         return ""
@@ -422,7 +422,7 @@ def _close_all() -> None:
         appliance.close()
 
 
-_entered: Scope[Appliance] = Scope(
+_entered: ApplianceScope[Appliance] = ApplianceScope(
     "penstock-appliances",
     "{count} appliances are open in `with` statements of other threads, and none in this one: say which is meant by "
     "DataExecutor(loader, appliance=...), or open it in the thread that uses it",
@@ -488,7 +488,7 @@ def current_appliance(loader: Any) -> Appliance:
         return _default.appliance
 
 
-def current_settings() -> Settings:
+def current_settings() -> ApplianceSettings:
     """The settings that current_appliance() would have, without starting anything."""
     appliance = _entered.innermost()
     if appliance is not None:

@@ -3,7 +3,7 @@
 An explicit argument wins, then a PENSTOCK_* variable, then what torchrun sets, then the settings file (sections
 [cluster] and [client]), then the default. torchrun's RANK and
 WORLD_SIZE stand for box and num_boxes, because with plain data parallelism they are; with tensor or pipeline
-parallelism the box is the data-parallel rank, which only the script knows, and it passes that itself.
+parallelism the box is the data-parallel rank, which only the script knows, and it epochs that itself.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from penstock.proto.lane.compression import require
 from penstock.runtime.config.job_settings import JobSettings, check_file
 from penstock.runtime.config.settings import field_of, reason_of, source_of
 
-__all__ = ["Settings", "Torchrun", "attempt_key", "resolve"]
+__all__ = ["ApplianceSettings", "Torchrun", "attempt_key", "resolve"]
 
 
-class Settings(JobSettings):
+class ApplianceSettings(JobSettings):
     """What an Appliance was given, complete and checked."""
 
     @field_validator("device")
@@ -31,7 +31,7 @@ class Settings(JobSettings):
         return device and check_device(device)
 
 
-def resolve(**given: Any) -> Settings:
+def resolve(**given: Any) -> ApplianceSettings:
     """Settings from the arguments that were given (others are None) and the environment.
 
     Raises:
@@ -49,7 +49,7 @@ def resolve(**given: Any) -> Settings:
         explicit.setdefault("box", 0)  # a loader of this rank's own under torchrun: RANK is not meant
     check_file()
     try:
-        settings = Settings(**explicit)
+        settings = ApplianceSettings(**explicit)
     except ValidationError as error:
         raise InvalidArgumentError(_explain(error, explicit)) from error
     if settings.compression is not None:
@@ -70,14 +70,14 @@ def resolve(**given: Any) -> Settings:
 
 def _source(name: str) -> str:
     """The variable or the line of the settings file that a setting came from."""
-    return source_of(Settings, name) or "its default"
+    return source_of(ApplianceSettings, name) or "its default"
 
 
 def _explain(error: ValidationError, explicit: dict[str, Any]) -> str:
     parts = []
     for detail in error.errors():
-        name = field_of(Settings, detail["loc"])
-        source = "" if name in explicit or name not in Settings.model_fields else f" (from {_source(name)})"
+        name = field_of(ApplianceSettings, detail["loc"])
+        source = "" if name in explicit or name not in ApplianceSettings.model_fields else f" (from {_source(name)})"
         shown = "" if name == "token" else f"={detail['input']!r}"
         parts.append(f"{name}{shown}{source}: {reason_of(detail)}")
     return "Appliance: " + "; ".join(parts)
@@ -101,7 +101,7 @@ class Torchrun:
         return self.present and self.local_world_size == self.world_size
 
 
-def attempt_key(settings: Settings, torchrun: Torchrun) -> str:
+def attempt_key(settings: ApplianceSettings, torchrun: Torchrun) -> str:
     """The same on all boxes of one launch, and another one after a restart of them."""
     if settings.attempt or not torchrun.present:
         return settings.attempt

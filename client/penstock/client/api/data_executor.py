@@ -1,12 +1,12 @@
-"""The training loop's iterator: how many steps, in which passes, and which of them are checkpoints.
+"""The training loop's iterator: how many steps, in which epochs, and which of them are checkpoints.
 
 Iterating is a generator that has already run up to its first `yield` when the loop gets it: opening the run happens in
 `iter()`, where its errors belong, and from then on leaving it in any way (to the end, by `break`, by an exception, or
 by dropping it) runs its `finally`.
 
-A pass that was left by `break` is cut when the next executor starts, not when it was left: until then the state is that
-of the last step, in the middle of the pass. One that was left at its last batch, by its length, is not cut: it is over.
-Nor is one that a persistent executor left: the next executor goes on with it.
+An epoch that was left by `break` is cut when the next executor starts, not when it was left: until then the state is
+that of the last step, in the middle of the epoch. One that was left at its last batch, by its length, is not cut: it is
+over. Nor is one that a persistent executor left: the next executor goes on with it.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Any
 from penstock.client.api.appliance import Appliance
 from penstock.client.api.data_loader import DataLoader
 from penstock.client.api.progress_line import ProgressLine
-from penstock.client.api.scopes import Scope
+from penstock.client.api.scopes import ApplianceScope
 from penstock.client.api.session import Session
 from penstock.client.states.code_reference import forbid_in_runner
-from penstock.client.stream.checkpoint_schedule import CheckpointSteps, Schedule, positive
-from penstock.client.stream.ordered_reader import PASS_ENDED, Stats
+from penstock.client.stream.checkpoint_schedule import CheckpointSchedule, CheckpointSteps, positive
+from penstock.client.stream.ordered_reader import EPOCH_ENDED, StreamStats
 from penstock.proto.errors import EmptyInputError
-from penstock.proto.state.position import PASSES_AHEAD
+from penstock.proto.state.position import EPOCHS_AHEAD
 
 __all__ = ["DataExecutor", "iterating"]
 
@@ -41,15 +41,15 @@ class DataExecutor:
 
     Args:
         loader: a penstock DataLoader.
-        num_steps: batches to take, over as many passes as that needs; 0: none, and no run is opened, so that a job
-            which had finished and is started again ends quietly. None: one pass, or what is left of it. The next
-            executor goes on with the next batch; after a pass that was left by `break`, with the next pass.
+        num_steps: batches to take, over as many epochs as that needs; 0: none, and no run is opened, so that a job
+            which had finished and is started again ends quietly. None: one epoch, or what is left of it. The next
+            executor goes on with the next batch; after an epoch that was left by `break`, with the next epoch.
         checkpoint_steps: None or 0; N: every step that N divides, and the last of this executor; or the absolute
             steps: an iterable of ints and ranges, or a callable that says for a step whether it is one. Workers prepare
             states for steps that are known ahead; a state can be asked for at any other step too.
         appliance: where it runs. None: where the loader runs already, else the innermost Appliance that is open in a
             `with`, else a default one.
-        persistent: a loop that is left by `break` does not leave its pass: the next executor goes on with the next
+        persistent: a loop that is left by `break` does not leave its epoch: the next executor goes on with the next
             batch, as one with num_steps always does. Where each loop over a loader shall go on with the stream, as
             over Megatron Energon's loaders.
 
@@ -74,7 +74,7 @@ class DataExecutor:
             )
         self._loader = loader
         self._num_steps = None if num_steps is None else positive("num_steps", num_steps, least=0)
-        self._schedule = Schedule.of(checkpoint_steps)
+        self._schedule = CheckpointSchedule.of(checkpoint_steps)
         self._appliance, self._persistent = appliance, persistent
         if appliance is not None:
             loader.expect(appliance)
@@ -96,7 +96,8 @@ class DataExecutor:
         return self._loader
 
     def __len__(self) -> int:
-        """Steps of this executor: num_steps, or the batches of a pass. TypeError if the loader does not know those."""
+        """Steps of this executor: num_steps, or the batches of an epoch. TypeError if the loader does not know
+        those."""
         return len(self._loader) if self._num_steps is None else self._num_steps
 
     def __bool__(self) -> bool:
@@ -119,8 +120,8 @@ class DataExecutor:
 
     @property
     def on_final_iteration(self) -> bool:
-        """Whether the loop is at this executor's last batch, or behind it. Of a pass it is known by the loaders' len();
-        without that, behind it only."""
+        """Whether the loop is at this executor's last batch, or behind it. Of an epoch it is known by the loaders'
+        len(); without that, behind it only."""
         if self._session is None:
             return False
         last = self._last if self._num_steps is not None or self._last is not None else self._session.expected_last()
@@ -137,13 +138,13 @@ class DataExecutor:
     @property
     def wait_seconds(self) -> float:
         """Seconds that the loop waited for the batch of this step."""
-        return self._session.feed.wait_s if self._session is not None else 0.0
+        return self._session.reader.wait_s if self._session is not None else 0.0
 
     @property
-    def stats(self) -> Stats:
+    def stats(self) -> StreamStats:
         """Waiting and other figures since the loader was opened or loaded."""
         if self._session is None:
-            return Stats()
+            return StreamStats()
         return self._session.stats()
 
     @property
@@ -159,7 +160,7 @@ class DataExecutor:
         resumed on other boxes. A built-in loader gives that for one global batch size. The order of rows within a step
         is not covered, nor what is no row: see penstock.proto.batch.digest.
         """
-        return self._session.feed.position.chain if self._session is not None else None
+        return self._session.reader.position.chain if self._session is not None else None
 
     # ---- iterating
 
@@ -174,7 +175,7 @@ class DataExecutor:
     def _steps(self) -> Generator[Any, None, None]:
         loader, schedule = self._loader, self._schedule
         self._session = session = loader.begin(self, self._appliance)
-        feed, position = session.feed, session.feed.position
+        reader, position = session.reader, session.reader.position
         first, first_epoch = self._first, _ = position.step, position.epoch
         self._last = stop = None if self._num_steps is None else first + self._num_steps
         line: ProgressLine | None = None
@@ -182,30 +183,30 @@ class DataExecutor:
         _iterating.enter(self)
         try:
             if session.progress:
-                line = ProgressLine(loader.name, feed.stats, first)
-            ahead = 0 if stop is None else PASSES_AHEAD
-            feed.open_epochs(position.epoch + ahead)
-            announced = feed.announce(schedule, stop)
+                line = ProgressLine(loader.name, reader.stats, first)
+            ahead = 0 if stop is None else EPOCHS_AHEAD
+            reader.open_epochs(position.epoch + ahead)
+            announced = reader.announce(schedule, stop)
             yield None
             while stop is None or position.step < stop:
                 try:
-                    batch = feed.next()
+                    batch = reader.next()
                 except EmptyInputError:
                     raise session.empty() from None
-                if batch is PASS_ENDED:
-                    session.pass_ended()
+                if batch is EPOCH_ENDED:
+                    session.epoch_ended()
                     if stop is None and position.step > first:
                         break
-                    # One pass, and nothing was left of it, for the stream stood at its very end: take the next.
-                    feed.open_epochs(position.epoch + ahead)
-                    announced = feed.announce(schedule, self._last)
+                    # One epoch, and nothing was left of it, for the stream stood at its very end: take the next.
+                    reader.open_epochs(position.epoch + ahead)
+                    announced = reader.announce(schedule, self._last)
                     continue
                 step = position.step
                 if stop is None and schedule.and_last and step == first + 1:
                     self._last = session.expected_last()
                     announced = step
                 if announced is not None and step >= announced:
-                    announced = feed.announce(schedule, self._last)
+                    announced = reader.announce(schedule, self._last)
                 if line is not None:
                     line.update(step)
                 if session.run.ended_boxes:
@@ -221,10 +222,10 @@ class DataExecutor:
                 line.finish()
             if left_early and session.expected_last() == position.step:
                 left_early = False  # by a loop that counts: there is no batch to cut off, and the end is taken next
-            loader.finish(self, left_early=left_early, pass_ended=stop is None and position.epoch > first_epoch)
+            loader.finish(self, left_early=left_early, epoch_ended=stop is None and position.epoch > first_epoch)
 
 
-_iterating: Scope[DataExecutor] = Scope(
+_iterating: ApplianceScope[DataExecutor] = ApplianceScope(
     "penstock-loops",
     "{count} executors are being iterated in other threads, and none in this one: call a checkpoint_closure in the "
     "thread whose loop it belongs to",

@@ -21,17 +21,17 @@ from dataclasses import replace
 from typing import Any, cast
 
 from penstock.client.api.appliance import Appliance, current_appliance, current_settings
-from penstock.client.api.appliance_settings import Settings
+from penstock.client.api.appliance_settings import ApplianceSettings
 from penstock.client.api.session import Session
 from penstock.client.states.batch_sizes import batch_size_of
 from penstock.client.states.code_reference import ship
 from penstock.client.states.local_loader import LocalLoader, check_strict
-from penstock.client.states.saved_state import KEY, Saved, Start, blank, is_to_be_filled, read
+from penstock.client.states.saved_state import KEY, BoxStart, SavedState, blank, is_to_be_filled, read
 from penstock.client.states.state_records import checkpoints_of, saved_of
-from penstock.client.stream.device_reader import feed_for
-from penstock.client.stream.open_run import Run
-from penstock.client.stream.ordered_reader import Feed
-from penstock.proto.batch.digest import Cover
+from penstock.client.stream.device_reader import reader_for
+from penstock.client.stream.open_run import OpenRun
+from penstock.client.stream.ordered_reader import OrderedReader
+from penstock.proto.batch.digest import DigestCover
 from penstock.proto.errors import (
     DeadlineError,
     NotRestartableError,
@@ -82,14 +82,14 @@ class DataLoader:
         self._session: Session | None = None
         self._executor: weakref.ref[Any] | None = None
         self._openings = 0
-        self._loaded: Saved | None = None
+        self._loaded: SavedState | None = None
         self._given: Any = None
         self._strict = True
         self._cached: tuple[int, Any] | None = None
-        self._expected: Settings | None = None
+        self._expected: ApplianceSettings | None = None
         """Of the appliance that an executor was made for."""
-        self._leaves_pass = False
-        """The pass that the loaded state stands in is not gone on with."""
+        self._leaves_epoch = False
+        """The epoch that the loaded state stands in is not gone on with."""
         self._drawn: int | None = None
         """The seed that was drawn for a state which was asked for before the run was open: the run gets it, too."""
 
@@ -118,7 +118,7 @@ class DataLoader:
     def batch_size(self) -> int | None:
         """Rows of the batch that was handed to the loop last: the first dimension of its tensors. None before the
         first batch, and where its tensors differ in it."""
-        layout = self._session.feed.layout if self._session is not None else None
+        layout = self._session.reader.layout if self._session is not None else None
         return None if layout is None else batch_size_of(*layout)
 
     def config(self) -> dict[str, Any]:
@@ -157,7 +157,7 @@ class DataLoader:
     def step(self) -> int:
         """The last step handed to a loop, over the whole life of the run; that of a loaded state before the first."""
         if self._session is not None:
-            return self._session.feed.position.step
+            return self._session.reader.position.step
         return self._loaded.step if self._loaded is not None else 0
 
     def begin(self, executor: Any, appliance: Appliance | None) -> Session:
@@ -170,9 +170,9 @@ class DataLoader:
         session = self._session
         if session is None:
             session = self._open(appliance if appliance is not None else current_appliance(self))
-            if self._leaves_pass:
-                self._traits(session)  # where the pass ends
-                session.cut_due = session.expected_last() != session.feed.position.step
+            if self._leaves_epoch:
+                self._capabilities(session)  # where the epoch ends
+                session.cut_due = session.expected_last() != session.reader.position.step
         elif session.run.error is not None:
             raise session.run.error
         elif session.run.closed:
@@ -186,36 +186,36 @@ class DataLoader:
                 "load_state_dict its state to move it, or make a second DataLoader"
             )
         self._executor = weakref.ref(executor)
-        session.feed.thread = threading.get_ident()
+        session.reader.thread = threading.get_ident()
         try:
             if session.cut_due:
                 session.cut()
-            session.run.progress.pass_ended = False
+            session.run.progress.epoch_ended = False
         except BaseException:
             self._executor = None
             raise
         return session
 
-    def finish(self, executor: Any, *, left_early: bool, pass_ended: bool) -> None:
+    def finish(self, executor: Any, *, left_early: bool, epoch_ended: bool) -> None:
         """Called by the executor when its loop is over in whatever way."""
         self._executor = None
         session = self._session
         if session is None or session.run.closed:
             return
         session.cut_due = left_early
-        session.feed.flush()
-        if pass_ended:
-            session.run.progress.pass_ended = True
+        session.reader.flush()
+        if epoch_ended:
+            session.run.progress.epoch_ended = True
             if session.appliance.settings.num_boxes > 1:
                 session.run.report()  # boxes that go on will wait for this one in their next collective
 
     @property
-    def mid_pass(self) -> bool:
-        """Whether batches of the pass are left, or may be left, behind the last step."""
+    def mid_epoch(self) -> bool:
+        """Whether batches of the epoch are left, or may be left, behind the last step."""
         session = self._session
-        if session is None or not any(session.feed.position.delivered):
+        if session is None or not any(session.reader.position.delivered):
             return False
-        return session.expected_last() != session.feed.position.step
+        return session.expected_last() != session.reader.position.step
 
     def __getstate__(self) -> dict[str, Any]:
         if self._session is not None:
@@ -228,15 +228,15 @@ class DataLoader:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, id=next(_ids))
 
-    def leave_pass(self) -> None:
-        """After a load: the next executor begins with the next pass, as after a `break`."""
+    def leave_epoch(self) -> None:
+        """After a load: the next executor begins with the next epoch, as after a `break`."""
         if self._loaded is not None and self._loaded.methods != 4:
             raise StateMismatchError(
-                f"the loaded state of {self.name} was saved at the end of an epoch that left its pass early, and a "
-                "loader without aggregate_state_dict and deaggregate_state_dict may go on with that pass: load a state "
-                "from the middle of an epoch, or let an epoch be a pass"
+                f"the loaded state of {self.name} was saved at the end of an epoch that left its epoch early, and a "
+                "loader without aggregate_state_dict and deaggregate_state_dict may go on with that epoch: load a state "
+                "from the middle of an epoch, or let an epoch be an epoch"
             )
-        self._leaves_pass = True
+        self._leaves_epoch = True
 
     @property
     def place(self) -> tuple[int, int]:
@@ -249,7 +249,7 @@ class DataLoader:
         self._expected = appliance.settings
 
     @property
-    def _settings(self) -> Settings:
+    def _settings(self) -> ApplianceSettings:
         session = self._session
         if session is not None:
             return session.appliance.settings
@@ -262,7 +262,7 @@ class DataLoader:
     def _open(self, appliance: Appliance) -> Session:
         settings = appliance.settings
         saved, seed = self._loaded, settings.seed
-        cover = Cover.SAMPLE if settings.digest is None else Cover[settings.digest.upper()]
+        cover = DigestCover.SAMPLE if settings.digest is None else DigestCover[settings.digest.upper()]
         if self._drawn is not None and seed is not None and seed != self._drawn:
             raise StateMismatchError(
                 f"a state of {self.name} was taken before its run was opened, with seed {self._drawn} drawn for it, "
@@ -271,7 +271,7 @@ class DataLoader:
             )
         if saved is None:
             seed = self._drawn if seed is None else seed
-            start = Start(Position.start(settings.num_workers_per_box).to_proto(), b"", False)
+            start = BoxStart(Position.start(settings.num_workers_per_box).to_proto(), b"", False)
         elif settings.synthetic:
             raise NotRestartableError(
                 f"a state of {self.name} was loaded, and Appliance(synthetic=True) repeats the first batch of each "
@@ -302,30 +302,30 @@ class DataLoader:
                     f"{settings.digest!r}) asks for another: leave digest out, or start from no state"
                 )
             cover = saved.cover if saved.positions else cover
-        start.base.by_rows = cover == Cover.ROWS
+        start.position.by_rows = cover == DigestCover.ROWS
         # Another key for every opening in one launch, or a loader that starts over would join what it has just left.
         key = f"#{self._openings}" if self._openings else ""
         run = appliance.open_run(self, self._reference, self._arguments, start, seed, key, cover)
         self._openings += 1
-        position = Position.from_proto(start.base)
-        feed = feed_for(settings.device, run, position, self.name, settings.timeout_s)
+        position = Position.from_proto(start.position)
+        reader = reader_for(settings.device, run, position, self.name, settings.timeout_s)
         self._session = session = Session(
             appliance,
             run,
-            feed,
+            reader,
             self.name,
             first_step=position.step,
-            pass_began_at=position.step - sum(position.delivered),
-            whole_pass=start.same_shape or position.step == 0,
+            epoch_began_at=position.step - sum(position.delivered),
+            whole_epoch=start.same_topology or position.step == 0,
         )
-        if self._leaves_pass and not start.same_shape:
+        if self._leaves_epoch and not start.same_topology:
             self.close()
             raise StateMismatchError(
-                f"the loaded state of {self.name} was saved at the end of an epoch that left its pass early, and that "
+                f"the loaded state of {self.name} was saved at the end of an epoch that left its epoch early, and that "
                 "is only known how to go on from with as many boxes and workers as it was saved with: use those, or a "
                 "state from the middle of an epoch"
             )
-        weakref.finalize(self, _abandon, run, feed).atexit = False
+        weakref.finalize(self, _abandon, run, reader).atexit = False
         return session
 
     # ---- the iterator protocol and len
@@ -342,7 +342,7 @@ class DataLoader:
         """Batches of a pass over this box's workers: the sum of their loaders' len(). TypeError if one has none."""
         session = self._session
         if session is not None and not session.run.closed and session.run.error is None:
-            lengths = [traits.length for traits in self._traits(session)]
+            lengths = [capabilities.length for capabilities in self._capabilities(session)]
             if min(lengths) < 0:
                 raise TypeError(f"the loader that {self.name} returned has no len()")
             return sum(lengths)
@@ -354,7 +354,7 @@ class DataLoader:
         ]
         return self._local.length(places)
 
-    def _traits(self, session: Session) -> list[records_pb2.LoaderTraits]:
+    def _capabilities(self, session: Session) -> list[records_pb2.LoaderCapabilities]:
         """What the workers found out about their loaders; waits for them."""
         run = session.run
         if not run.wait_for(_all_known, session.appliance.settings.timeout_s):
@@ -364,9 +364,9 @@ class DataLoader:
                 f"{run.box} (worker {late[0].worker or 'none'}) to build its loader"
             )
         for view in run.views:
-            if view.phase == pb.FAILED and not view.HasField("traits"):
-                session.feed.raise_failed(view)
-        return [view.traits for view in run.views]
+            if view.phase == pb.FAILED and not view.HasField("capabilities"):
+                session.reader.raise_failed(view)
+        return [view.capabilities for view in run.views]
 
     # ---- state
 
@@ -377,10 +377,10 @@ class DataLoader:
         if session is None or session.run.closed or session.run.error is not None:
             replay = (session.appliance.settings if session is not None else current_settings()).replay
             return replay or self._local.methods("is_restartable") > 0
-        traits = self._traits(session)[0]
-        if traits.not_restartable:
+        capabilities = self._capabilities(session)[0]
+        if capabilities.not_restartable:
             return False
-        return traits.state_methods > 0 or session.appliance.settings.replay
+        return capabilities.state_methods > 0 or session.appliance.settings.replay
 
     def state_dict(self) -> dict[str, Any]:
         """The state after the last step that was handed to the loop, over all boxes; the same value on every box.
@@ -430,12 +430,12 @@ class DataLoader:
         methods = self._local.methods("the state before the first step")
         self._require_methods(methods, settings.replay)
         seed = session.run.seed if session is not None else self._seed_to_come(settings)
-        saved = Saved(0, self.name, methods, 0, 0, seed)
+        saved = SavedState(0, self.name, methods, 0, 0, seed)
         if methods == 4:
             saved.aggregated = self._local.initial_state(seed)
         return saved.to_dict()
 
-    def _seed_to_come(self, settings: Settings) -> int:
+    def _seed_to_come(self, settings: ApplianceSettings) -> int:
         """The seed that the run will have; one that nobody gave is drawn here, or the state would fit any order."""
         if settings.seed is not None:
             return settings.seed
@@ -489,18 +489,18 @@ class DataLoader:
                 f"{self.name}: no state of step {step} can be had, for its appliance is closed; call state_dict() "
                 "before that"
             )
-        traits = self._traits(session)[0]
-        if traits.not_restartable:
-            raise NotRestartableError(f"{self.name} cannot be saved: {traits.not_restartable}")
-        self._require_methods(traits.state_methods, settings.replay)
-        if threading.get_ident() == session.feed.thread:
-            session.feed.flush()
-        return run.fetch_state(step, settings.timeout_s), traits.state_methods
+        capabilities = self._capabilities(session)[0]
+        if capabilities.not_restartable:
+            raise NotRestartableError(f"{self.name} cannot be saved: {capabilities.not_restartable}")
+        self._require_methods(capabilities.state_methods, settings.replay)
+        if threading.get_ident() == session.reader.thread:
+            session.reader.flush()
+        return run.fetch_state(step, settings.timeout_s), capabilities.state_methods
 
-    def _saved(self, session: Session, step: int) -> Saved:
+    def _saved(self, session: Session, step: int) -> SavedState:
         fetched, methods = self._fetch(session, step)
         run = session.run
-        saved, users = saved_of(fetched, step, self.name, methods, run.seed, full_digest=run.cover == Cover.FULL)
+        saved, users = saved_of(fetched, step, self.name, methods, run.seed, full_digest=run.cover == DigestCover.FULL)
         if methods == 4 and self._local.can_be_built:
             saved.aggregated = self._local.aggregate(users)
         elif methods == 4:
@@ -542,12 +542,12 @@ class DataLoader:
                 pass  # it cannot be built here; the workers check the same
         given = copy.deepcopy(sd)
         self.close()
-        self._leaves_pass, self._drawn = False, None
+        self._leaves_epoch, self._drawn = False, None
         self._loaded, self._given, self._strict, self._cached = replace(saved), given, strict, None
         if saved.methods == 4:
             self._loaded.aggregated = copy.deepcopy(saved.aggregated)
 
-    def _made_by_hand(self, sd: object) -> Saved | None:
+    def _made_by_hand(self, sd: object) -> SavedState | None:
         """A state that has no record of ours, for a loader whose own methods can read it."""
         if not isinstance(sd, Mapping) or KEY in sd:
             return None
@@ -559,14 +559,14 @@ class DataLoader:
             "goes on; steps count from 0, and the seed is a new one unless Appliance(seed=) names it",
             self.name,
         )
-        return Saved(0, self.name, 4, 0, 0, None, aggregated=dict(sd), by_hand=True)
+        return SavedState(0, self.name, 4, 0, 0, None, aggregated=dict(sd), by_hand=True)
 
     def close(self) -> None:
         """End the stream, if there is one, and free its workers. The next executor starts from the last loaded
         state."""
         session, self._session = self._session, None
         if session is not None:
-            session.feed.close()
+            session.reader.close()
             session.run.close(forget=False)
 
 
@@ -574,11 +574,11 @@ def _known(view: pb.SlotView) -> bool:
     return view.phase in (pb.READY, pb.FAILED)
 
 
-def _all_known(run: Run) -> bool:
+def _all_known(run: OpenRun) -> bool:
     return all(_known(view) for view in run.views)
 
 
-def _abandon(run: Run, feed: Feed) -> None:
+def _abandon(run: OpenRun, reader: OrderedReader) -> None:
     """The loader is gone. May run in the garbage collector: the run's own thread does what takes time or locks."""
     run.abandoned = True
-    feed.close()
+    reader.close()

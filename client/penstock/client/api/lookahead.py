@@ -1,10 +1,10 @@
 """A loader for frameworks that take batches before the training loop gets them.
 
-To know which batch is the last one of a pass, Accelerate's loaders and Lightning's fetcher for loaders without a length
-take the next batch before they hand out this one. `DataLoader.state_dict()`, which counts what was taken, is then one
-batch ahead of the loop, and a resume would leave that batch out.
+To know which batch is the last one of an epoch, Accelerate's loaders and Lightning's fetcher for loaders without a
+length take the next batch before they hand out this one. `DataLoader.state_dict()`, which counts what was taken, is
+then one batch ahead of the loop, and a resume would leave that batch out.
 
-How far such a wrapper is ahead depends on the framework, its version, the place in the pass and whether the loader has
+How far such a wrapper is ahead depends on the framework, its version, the place in the epoch and whether the loader has
 a length; so nothing is subtracted here. The loop's own side counts: it says `took()` for each batch that reaches it,
 and the state is asked for at that step, which workers can tell as long as they keep it (Appliance(retention_steps=)).
 That costs nothing until a state is asked for.
@@ -42,7 +42,7 @@ class Lookahead(IterableDataset[Any]):
             ahead.state_dict()                    # of the batches up to this one
 
     Where the loop is the framework's own, its hook for the start of a batch calls `took()` instead; the callbacks in
-    penstock.client.integrations do. A pass that the framework has left without coming to its end is over when it
+    penstock.client.integrations do. An epoch that the framework has left without coming to its end is over when it
     begins the next one.
 
     It is an iterable dataset too: torch.utils.data.DataLoader(ahead, batch_size=None) goes through frameworks that
@@ -69,14 +69,14 @@ class Lookahead(IterableDataset[Any]):
         self._loader = loader
         self._depth = positive("depth", depth)
         self._executor = DataExecutor(loader, checkpoint_steps=checkpoint_steps, appliance=appliance)
-        self._pass: weakref.ref[Generator[Any, None, None]] | None = None
+        self._epoch_iterator: weakref.ref[Generator[Any, None, None]] | None = None
         """What the framework iterates."""
         self._begun: Generator[Any, None, None] | None = None
         """The executor's side of it, while the loop has got no batch of it."""
         self._waiting: list[Any] = []
-        """What was taken of such a pass."""
+        """What was taken of such an epoch."""
         self._step: int | None = None
-        """The loop's; None before the first pass, and once a state was loaded."""
+        """The loop's; None before the first epoch, and once a state was loaded."""
         self._loads = 0
         self._over_at: int | None = None
         """The step of a loaded state whose pass is not gone on with; None once the loop has got a batch."""
@@ -84,21 +84,21 @@ class Lookahead(IterableDataset[Any]):
     # ---- the framework's side
 
     def __iter__(self) -> Iterator[Any]:
-        """One pass, or what is left of it. The same one again if the loop has got nothing of it: some frameworks begin
-        a pass twice, and what they took of it the first time is handed out again."""
+        """One epoch, or what is left of it. The same one again if the loop has got nothing of it: some frameworks begin
+        an epoch twice, and what they took of it the first time is handed out again."""
         if get_worker_info() is not None:
             raise RuntimeError(
                 f"{self._loader.name}: a Lookahead is iterated in the training process, for its batches come from "
                 "Penstock's workers: give torch's DataLoader num_workers=0"
             )
         if self._waiting and self._begun is not None:
-            self._close_pass()
+            self._close_epoch()
         else:
             self._leave()
             self._begun = cast("Generator[Any, None, None]", iter(self._executor))
             self._step = self._loader.step
         batches = self._hand_out(self._begun, deque(self._waiting))
-        self._pass = weakref.ref(batches)
+        self._epoch_iterator = weakref.ref(batches)
         return batches
 
     def _hand_out(self, batches: Generator[Any, None, None], again: deque[Any]) -> Generator[Any, None, None]:
@@ -113,24 +113,24 @@ class Lookahead(IterableDataset[Any]):
             del batch  # or it would stay alive while the next one is waited for
 
     def __len__(self) -> int:
-        """Batches of a whole pass. TypeError if the loader has no length."""
+        """Batches of a whole epoch. TypeError if the loader has no length."""
         return len(self._loader)
 
     def _leave(self) -> None:
-        """Frameworks that count batches do not ask for the end of a pass, and hold its iterator."""
-        self._close_pass()
+        """Frameworks that count batches do not ask for the end of an epoch, and hold its iterator."""
+        self._close_epoch()
         begun = self._begun
         self._got()
         if begun is not None:
             begun.close()
 
-    def _close_pass(self) -> None:
-        batches = self._pass() if self._pass is not None else None
+    def _close_epoch(self) -> None:
+        batches = self._epoch_iterator() if self._epoch_iterator is not None else None
         if batches is not None:
             batches.close()
 
     def _got(self) -> None:
-        """From now on nothing of this pass is handed out twice, and it ends with the framework's iterator."""
+        """From now on nothing of this epoch is handed out twice, and it ends with the framework's iterator."""
         self._begun = None
         self._waiting.clear()
 
@@ -175,7 +175,7 @@ class Lookahead(IterableDataset[Any]):
                 )
         if self.step != self._loader.step:
             raise RuntimeError(
-                f"{self._loader.name}: the pass is over at step {self._loader.step}, and the loop got the batches up "
+                f"{self._loader.name}: the epoch is over at step {self._loader.step}, and the loop got the batches up "
                 f"to step {self.step}: the framework shares, joins or drops batches. Each box has batches of its own "
                 "already, so it must not (Accelerate: prepare_data_loader(..., num_processes=1, process_index=0, "
                 "dispatch_batches=False))"
@@ -206,25 +206,25 @@ class Lookahead(IterableDataset[Any]):
         return self._loader.state_at(self.step)
 
     def load_state_dict(self, sd: dict[str, Any], strict: bool = True) -> None:
-        """Go on from a state of this loader, with the next pass that is begun. Errors as for the DataLoader."""
+        """Go on from a state of this loader, with the next epoch that is begun. Errors as for the DataLoader."""
         self._leave()
         self._loader.load_state_dict(sd, strict)
         self._loads += 1
         self._step = None
         if self._over_at == self._loader.step:
-            self._loader.leave_pass()
+            self._loader.leave_epoch()
         else:
             self._over_at = None
 
-    # ---- for frameworks whose epoch may be shorter than the pass
+    # ---- for frameworks whose epoch may be shorter than the epoch
 
     @property
-    def mid_pass(self) -> bool:
-        """Whether batches of the pass that was last begun are left, or may be left, behind those that were taken."""
-        return self._loader.mid_pass
+    def mid_epoch(self) -> bool:
+        """Whether batches of the epoch that was last begun are left, or may be left, behind those that were taken."""
+        return self._loader.mid_epoch
 
-    def leave_pass(self) -> None:
-        """After load_state_dict: the loop that was saved was done with its pass, so the next pass to be begun is the
+    def leave_epoch(self) -> None:
+        """After load_state_dict: the loop that was saved was done with its epoch, so the next epoch to be begun is the
         one after it. Loading the same state once more does not change that: Lightning does, by itself."""
         self._over_at = self._loader.step
-        self._loader.leave_pass()
+        self._loader.leave_epoch()

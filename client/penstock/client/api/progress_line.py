@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import time
 
-from penstock.client.stream.ordered_reader import Stats
+from penstock.client.stream.ordered_reader import StreamStats
 
 __all__ = ["ProgressLine"]
 
@@ -19,7 +19,7 @@ LOG_S = 10.0
 class ProgressLine:
     """The line of one executor."""
 
-    def __init__(self, label: str, stats: Stats, step: int) -> None:
+    def __init__(self, label: str, stats: StreamStats, step: int) -> None:
         self._label = label
         self._stats = stats
         self._stream = sys.stderr

@@ -26,7 +26,7 @@ from penstock.client.api.appliance_settings import Torchrun
 from penstock.proto.errors import DeadlineError, PenstockError
 from penstock.proto.lane.endpoints import check_peer, connect_local
 
-__all__ = ["Meeting", "Place"]
+__all__ = ["DaemonAddresses", "SharedAppliance"]
 
 POLL_S = 0.02
 LEAVE_S = 60.0
@@ -38,7 +38,7 @@ _pause = threading.Event()  # never set: a wait on it is a sleep
 
 
 @dataclass(frozen=True)
-class Place:
+class DaemonAddresses:
     """Where the daemons of local rank 0 are."""
 
     address: str
@@ -46,7 +46,7 @@ class Place:
     job: str
 
 
-class Meeting:
+class SharedAppliance:
     """One appliance that the ranks of a launch share."""
 
     def __init__(self, torchrun: Torchrun) -> None:
@@ -61,7 +61,7 @@ class Meeting:
         self._joined: socket.socket | None = None
         self._others: list[socket.socket] = []
 
-    def publish(self, place: Place) -> None:
+    def publish(self, place: DaemonAddresses) -> None:
         """Tell the other ranks, whenever they ask."""
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
@@ -91,7 +91,7 @@ class Meeting:
             with contextlib.suppress(OSError):  # it is gone already, and `leave` sees that
                 sock.send(message)
 
-    def join(self, deadline: float, timeout_s: float) -> Place:
+    def join(self, deadline: float, timeout_s: float) -> DaemonAddresses:
         """Ask local rank 0 where the daemons are; from then on it waits for this rank to leave.
 
         deadline: time.monotonic(). Raises DeadlineError.
@@ -104,7 +104,7 @@ class Meeting:
                 data = b""
             if data:
                 self._joined = sock
-                return Place(**json.loads(data))
+                return DaemonAddresses(**json.loads(data))
             if time.monotonic() > deadline:
                 raise DeadlineError(
                     f"Appliance(): waited {timeout_s:g} s for local rank 0 of this torchrun launch to start the "

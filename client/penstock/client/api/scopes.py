@@ -14,12 +14,12 @@ from typing import Any, Generic, TypeVar
 
 from penstock.proto.errors import AmbiguousContextError
 
-__all__ = ["Scope"]
+__all__ = ["ApplianceScope"]
 
 T = TypeVar("T")
 
 
-class Scope(Generic[T]):
+class ApplianceScope(Generic[T]):
     """Things of one kind that are entered and left; one that is entered twice is left twice.
 
     Args:

@@ -5,7 +5,7 @@
     files on the disk ─> commit by rank 0's writer <─────────────────────────────────┘
 
 The ranks speak with each other in `save` and `restore` only, on the thread that trains: one small exchange a save, and
-a larger one when the state has another shape. From there on each rank's writer is on its own (writer.py). How a save
+a larger one when the state has another topology. From there on each rank's writer is on its own (writer.py). How a save
 ended is known to each rank by its writer, and told to all at the next save: so all of them raise, or none.
 """
 
@@ -26,16 +26,16 @@ from typing import Any, Literal, Self
 
 import torch.distributed as dist
 
-from penstock.client.checkpoint.restoring.restore import TRIES, Loaded, chosen, load
-from penstock.client.checkpoint.saving.agreement import Agreed, Agreement
+from penstock.client.checkpoint.restoring.restore import TRIES, LoadedCheckpoint, chosen, load
+from penstock.client.checkpoint.saving.agreement import AgreedSave, Agreement
 from penstock.client.checkpoint.saving.ranks import Ranks
-from penstock.client.checkpoint.saving.save_lock import Calls, SignalWatch
-from penstock.client.checkpoint.saving.tensor_staging import Buffer, Staged
-from penstock.client.checkpoint.saving.writer_process import Pending, WriterProcess, wait_all
+from penstock.client.checkpoint.saving.save_lock import CallLock, SignalWatch
+from penstock.client.checkpoint.saving.tensor_staging import Staged, StagingBuffer
+from penstock.client.checkpoint.saving.writer_process import PendingSave, WriterProcess, wait_all
 from penstock.client.stream import open_streams
 from penstock.proto.errors import CheckpointError, InvalidArgumentError, PenstockError
 from penstock.proto.state.checkpoint_files import checkpoints, newest, step_name
-from penstock.runtime.process.forks import Owner
+from penstock.runtime.process.forks import OwnerProcess
 
 __all__ = ["AsyncCheckpointer", "Progress"]
 
@@ -123,15 +123,15 @@ class AsyncCheckpointer:
         self._timeout_s, self._on_exit = timeout_s, on_exit
         self._ranks = Ranks(group, timeout_s)
         self._agreement = Agreement(self._ranks, threads, separation_hint, check_replicas)
-        self._buffers = [Buffer() for _ in range(buffers)]
-        self._pending: list[Pending] = []
+        self._buffers = [StagingBuffer() for _ in range(buffers)]
+        self._pending: list[PendingSave] = []
         """In flight, or ended and not yet looked at."""
         self._unheard: list[CheckpointError] = []
         """Failures of saves that nobody was told of."""
-        self._last: Pending | None = None
+        self._last: PendingSave | None = None
         self._closed = False
-        self._calls = Calls()
-        self._owner = Owner()
+        self._calls = CallLock()
+        self._owner = OwnerProcess()
         self._writer = WriterProcess(self._ranks.rank)
         self._finalizer = weakref.finalize(self, _leave, self._writer, self._pending, on_exit, timeout_s, os.getpid())
         self._writer.start()
@@ -207,7 +207,7 @@ class AsyncCheckpointer:
                     self._stage(agreed, buffer)
                 return
 
-    def _hand_over(self, step: int, agreed: Agreed) -> None:
+    def _hand_over(self, step: int, agreed: AgreedSave) -> None:
         ranks = self._ranks
         flying = [one.buffer for one in self._in_flight]
         buffer = next(one for one in self._buffers if one not in flying)
@@ -237,7 +237,7 @@ class AsyncCheckpointer:
         except Exception as error:  # the others have gone on: their writers learn it from ours
             failure, request["error"] = error, f"{type(error).__name__}: {error}"
         if failure is None or ranks.size > 1:
-            self._last = pending = Pending(request, buffer)
+            self._last = pending = PendingSave(request, buffer)
             self._pending.append(pending)
             self._writer.submit(pending, buffer.image, [one.image for one in self._buffers if one.image is not None])
         if failure is not None:
@@ -245,7 +245,7 @@ class AsyncCheckpointer:
                 open_streams.saves.refused()
             raise CheckpointError(f"step {step} was not saved: rank {ranks.rank}: {request['error']}") from failure
 
-    def _stage(self, agreed: Agreed, buffer: Buffer) -> Staged:
+    def _stage(self, agreed: AgreedSave, buffer: StagingBuffer) -> Staged:
         layout = agreed.plan.layouts[self._ranks.rank]
         return buffer.stage(
             layout,
@@ -261,7 +261,7 @@ class AsyncCheckpointer:
             wait_all(self._writer, flying[: len(flying) - len(self._buffers) + 1], None)
 
     @property
-    def _in_flight(self) -> list[Pending]:
+    def _in_flight(self) -> list[PendingSave]:
         return [one for one in list(self._pending) if not one.ended.is_set()]
 
     def _look(self) -> None:
@@ -370,7 +370,7 @@ class AsyncCheckpointer:
 
     def _load(self, choice: dict[str, Any], state: Mapping[str, Any], unsafe: bool) -> bool:
         """False if the checkpoint was replaced before this rank, or another one, had opened it."""
-        loaded: Loaded | None = None
+        loaded: LoadedCheckpoint | None = None
 
         def loading() -> dict[str, Any]:
             nonlocal loaded
@@ -443,7 +443,7 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _leave(writer: WriterProcess, pending: list[Pending], on_exit: OnExit, timeout_s: float, pid: int) -> None:
+def _leave(writer: WriterProcess, pending: list[PendingSave], on_exit: OnExit, timeout_s: float, pid: int) -> None:
     """At the end of the interpreter, or when nobody holds the checkpointer any more."""
     if os.getpid() != pid:
         return  # a forked child has neither writer nor saves

@@ -4,8 +4,8 @@ Lightning saves the state of a loader itself, but as of the batch that its fetch
 loader without a length, and it does not load what it saved at the end of an epoch. So a callback counts the batches
 that reach the loop, and saves and loads the state as its own.
 
-An epoch may be shorter than a pass of the loader (limit_train_batches). After it Lightning begins the next pass, and a
-position alone does not say that the epoch was over; so this is saved beside it.
+An epoch may be shorter than an epoch of the loader (limit_train_batches). After it Lightning begins the next epoch, and
+a position alone does not say that the epoch was over; so this is saved beside it.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ class LoaderState(Callback):
         self._ahead.took()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"loader": self._ahead.state_dict(), "left_pass": self._epoch_over() and self._ahead.mid_pass}
+        return {"loader": self._ahead.state_dict(), "left_pass": self._epoch_over() and self._ahead.mid_epoch}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._ahead.load_state_dict(state_dict["loader"])
         if state_dict.get("left_pass"):
-            self._ahead.leave_pass()
+            self._ahead.leave_epoch()
 
     def _epoch_over(self) -> bool:
         """Whether the epoch has had its last batch. Such checkpoints are saved in several hooks, after the batch, the

@@ -34,8 +34,8 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 
 from penstock.client.checkpoint.saving.planning import Key, LocalItem, RankLayout, lay_out
-from penstock.client.checkpoint.saving.shared_image import Image
-from penstock.client.checkpoint.saving.tensor_staging import Buffer
+from penstock.client.checkpoint.saving.shared_image import SharedImage
+from penstock.client.checkpoint.saving.tensor_staging import StagingBuffer
 from penstock.client.checkpoint.saving.writer import write_file
 from penstock.client.checkpoint.storage import AsyncFileSystemWriter
 from penstock.client.checkpoint.values.torch_frames import frame_of, is_plain, saved_bytes
@@ -101,7 +101,7 @@ class FileSystemWriterAsync(AsyncFileSystemWriter):
         )
         self.checkpoint_dir = path
         self.write_buckets: StagedFiles | None = None
-        self._buffer: Buffer | None = None
+        self._buffer: StagingBuffer | None = None
         """In use by a process, until its end is known."""
         self._failure = ""
         self._places: list[tuple[MetadataIndex, StorageInfo]] = []
@@ -172,7 +172,7 @@ class StagedFiles:
     """
 
     def __init__(
-        self, image: Image | None, files: list[tuple[str, int, int]], verdict: int, folder: str, durable: bool
+        self, image: SharedImage | None, files: list[tuple[str, int, int]], verdict: int, folder: str, durable: bool
     ) -> None:
         self._image = image
         self.files = files
@@ -238,7 +238,7 @@ def write_staged(rank: int, staged: StagedFiles, results_queue: None) -> None:
 
 
 def _received(handle: Any, nbytes: int, *rest: Any) -> StagedFiles:
-    staged = StagedFiles(Image.received(handle.detach(), nbytes), *rest)
+    staged = StagedFiles(SharedImage.received(handle.detach(), nbytes), *rest)
     staged._received = True
     return staged
 
@@ -248,13 +248,13 @@ class _Buffers:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._free: list[Buffer] = []
+        self._free: list[StagingBuffer] = []
 
-    def take(self) -> Buffer:
+    def take(self) -> StagingBuffer:
         with self._lock:
-            return self._free.pop() if self._free else Buffer()
+            return self._free.pop() if self._free else StagingBuffer()
 
-    def put(self, buffer: Buffer) -> None:
+    def put(self, buffer: StagingBuffer) -> None:
         with self._lock:
             self._free.append(buffer)
 

@@ -75,9 +75,9 @@ class LoaderState(TrainerCallback, ExportableState):
             )
         if args.gradient_accumulation_steps > 1 and _length(ahead) % args.gradient_accumulation_steps:
             warnings.warn(
-                f"LoaderState: {_length(ahead)} batches of a pass are no multiple of gradient_accumulation_steps="
-                f"{args.gradient_accumulation_steps}: after a resume in mid-pass the Trainer accumulates the last few "
-                "of this pass with the next pass's. Training without an interruption does otherwise: losses differ "
+                f"LoaderState: {_length(ahead)} batches of an epoch are no multiple of gradient_accumulation_steps="
+                f"{args.gradient_accumulation_steps}: after a resume mid-epoch the Trainer accumulates the last few "
+                "of this epoch with the next epoch's. Training without an interruption does otherwise: losses differ "
                 "from there, and training may end some steps before max_steps",
                 UserWarning,
                 stacklevel=2,
@@ -99,7 +99,7 @@ class LoaderState(TrainerCallback, ExportableState):
 
 
 def _length(ahead: Lookahead) -> int:
-    """Batches of a pass; 0 if nobody knows."""
+    """Batches of an epoch; 0 if nobody knows."""
     try:
         return len(ahead)
     except TypeError:

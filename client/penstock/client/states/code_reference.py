@@ -27,7 +27,7 @@ __all__ = [
     "BY_VALUE",
     "MAIN",
     "RUNNER_VARIABLE",
-    "Reference",
+    "CodeReference",
     "encode_arguments",
     "forbid_in_runner",
     "refer",
@@ -46,7 +46,7 @@ _MAIN_NAMES = ("__main__", "__mp_main__")
 
 
 @dataclass(frozen=True)
-class Reference:
+class CodeReference:
     """An input_fn by name."""
 
     name: str
@@ -63,7 +63,7 @@ class Reference:
         return qualname == other_qualname and (module == other or bool({MAIN, BY_VALUE} & {module, other}))
 
 
-def ship(input_fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Reference, bytes]:
+def ship(input_fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[CodeReference, bytes]:
     """Return what leaves this process: by name and in the safe envelope where that can be, else by value.
 
     Raises:
@@ -74,7 +74,7 @@ def ship(input_fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[st
     try:
         reference = refer(input_fn)
     except InvalidArgumentError as error:
-        reference, by_value = Reference(f"{BY_VALUE}:{_label(input_fn)}", only_here=error), input_fn
+        reference, by_value = CodeReference(f"{BY_VALUE}:{_label(input_fn)}", only_here=error), input_fn
     try:
         arguments = encode_arguments(reference.name, args, kwargs)
         if by_value is None:
@@ -102,7 +102,7 @@ def _label(input_fn: Any) -> str:
     return str(getattr(input_fn, "__qualname__", type(input_fn).__qualname__))
 
 
-def refer(input_fn: Callable[..., Any]) -> Reference:
+def refer(input_fn: Callable[..., Any]) -> CodeReference:
     """The name of an input_fn.
 
     Raises:
@@ -143,24 +143,24 @@ def refer(input_fn: Callable[..., Any]) -> Reference:
             f"input_fn {label} is a method of an instance of {type(owner).__qualname__}, which cannot be imported: "
             "pass a function at the top level of a module, and what the instance holds as arguments"
         )
-    reference = _of_main(module, qualname) if module in _MAIN_NAMES else Reference(f"{module}:{qualname}")
+    reference = _of_main(module, qualname) if module in _MAIN_NAMES else CodeReference(f"{module}:{qualname}")
     if RUNNER_VARIABLE not in os.environ:
         _check_found(input_fn, module, qualname)
     return reference
 
 
-def _of_main(module: str, qualname: str) -> Reference:
+def _of_main(module: str, qualname: str) -> CodeReference:
     main = sys.modules.get(module)
     spec = getattr(main, "__spec__", None)
     if spec is not None and spec.name not in _MAIN_NAMES:
-        return Reference(f"{spec.name}:{qualname}")
+        return CodeReference(f"{spec.name}:{qualname}")
     path = getattr(main, "__file__", None)
     if not path or not os.path.isfile(path):
         raise InvalidArgumentError(
             f"input_fn {qualname!r} is defined in a notebook, in an interactive session, or by python -c, where no "
             "worker can import it: put it into a module file beside, and import it from there"
         )
-    return Reference(f"{MAIN}:{qualname}", os.path.abspath(path))
+    return CodeReference(f"{MAIN}:{qualname}", os.path.abspath(path))
 
 
 def _check_found(input_fn: Callable[..., Any], module: str, qualname: str) -> None:

@@ -26,26 +26,26 @@ from typing import Any, cast
 
 import xxhash
 
-from penstock.proto.batch.digest import MASK, Cover
+from penstock.proto.batch.digest import MASK, DigestCover
 from penstock.proto.errors import PenstockError, StateCorruptError, StateMismatchError, StateVersionError
 from penstock.proto.state.codec import decode_state, encode_state
 from penstock.proto.state.position import MOST, Position
 from penstock.proto.v1 import records_pb2
 
-__all__ = ["FORMAT", "KEY", "STATE", "Part", "Saved", "Start", "blank", "is_to_be_filled", "read"]
+__all__ = ["FORMAT", "KEY", "STATE", "BoxStart", "SavedState", "WorkerPart", "blank", "is_to_be_filled", "read"]
 
 KEY = "__penstock__"
 """The reserved key of a saved state."""
 STATE = "state"
 """Holds an aggregated state that is no dict."""
 FORMAT = 2
-"""The newest that is read; written only for a state that was converted to another shape, which has no parts."""
-OF_ITS_SHAPE = 1
+"""The newest that is read; written only for a state that was converted to another topology, which has no parts."""
+OF_ITS_TOPOLOGY = 1
 """Every other state is as the first release writes and reads it."""
 
 
 @dataclass(frozen=True)
-class Part:
+class WorkerPart:
     """One worker's part of a record."""
 
     box: int
@@ -65,17 +65,17 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Start:
+class BoxStart:
     """What a box sends to resume."""
 
-    base: records_pb2.BoxPosition
+    position: records_pb2.BoxPosition
     blob: bytes
     """Envelope for the workers; b"" for a start from nothing."""
-    same_shape: bool
+    same_topology: bool
 
 
 @dataclass
-class Saved:
+class SavedState:
     """A state at a step."""
 
     step: int
@@ -83,7 +83,7 @@ class Saved:
     methods: int
     """4, 2 or 0 of the state methods."""
     num_boxes: int
-    """0 if the state was taken before any run was opened: it then fits any shape."""
+    """0 if the state was taken before any run was opened: it then fits any topology."""
     num_workers_per_box: int
     seed: int | None
     """None only in a state that an older release took before its run was opened."""
@@ -91,8 +91,8 @@ class Saved:
     """One for each box; empty at step 0."""
     full_digest: bool = False
     """How the digests in it were made: a stream that goes on from here must make them so too."""
-    parts: list[Part] = field(default_factory=list)
-    """By global_worker_id; empty at step 0, and for a shape that the state was not saved on."""
+    parts: list[WorkerPart] = field(default_factory=list)
+    """By global_worker_id; empty at step 0, and for a topology that the state was not saved on."""
     aggregated: Any = None
 
     @property
@@ -101,14 +101,14 @@ class Saved:
         return any(position.by_rows for position in self.positions)
 
     @property
-    def cover(self) -> Cover:
+    def cover(self) -> DigestCover:
         """What the digests in it cover: a stream that goes on from here must make them so too."""
         if self.by_rows:
-            return Cover.ROWS
-        return Cover.FULL if self.full_digest else Cover.SAMPLE
+            return DigestCover.ROWS
+        return DigestCover.FULL if self.full_digest else DigestCover.SAMPLE
 
     is_mixed: bool = False
-    """The workers' own states were counted from different places, and are good together on no other shape."""
+    """The workers' own states were counted from different places, and are good together on no other topology."""
     by_hand: bool = False
     """It is the user's, and holds no record of a run: nothing is known but what the loader's own methods make of it."""
     is_changed: bool = False
@@ -143,7 +143,7 @@ class Saved:
         }
         if self.is_mixed:
             record["mixed"] = True
-        number = FORMAT if self.positions and not self.parts else OF_ITS_SHAPE
+        number = FORMAT if self.positions and not self.parts else OF_ITS_TOPOLOGY
         if self.methods == 4:
             record["aggregated"] = self.aggregated
         envelope = encode_state(record)
@@ -159,14 +159,14 @@ class Saved:
             )
         return {**self.aggregated, **ours}
 
-    def start(self, box: int, num_boxes: int, num_workers_per_box: int, *, strict: bool) -> Start:
-        """What box `box` of this shape sends. Raises StateMismatchError if the loader cannot change its shape."""
+    def start(self, box: int, num_boxes: int, num_workers_per_box: int, *, strict: bool) -> BoxStart:
+        """What box `box` of this shape sends. Raises StateMismatchError if the loader cannot change its topology."""
         if self.positions and (num_boxes, num_workers_per_box) != (self.num_boxes, self.num_workers_per_box):
-            other = self.reshaped(num_boxes, num_workers_per_box)
+            other = self.new_topology(num_boxes, num_workers_per_box)
             return other.start(box, num_boxes, num_workers_per_box, strict=strict)
-        base = self.positions[box] if self.positions else Position.start(num_workers_per_box, step=self.step)
+        position = self.positions[box] if self.positions else Position.start(num_workers_per_box, step=self.step)
         if not self.positions and self.methods != 4:
-            return Start(base.to_proto(), b"", False)
+            return BoxStart(position.to_proto(), b"", False)
         slots = {
             part.slot: {
                 "user": part.user,
@@ -181,23 +181,23 @@ class Saved:
             if part.box == box
         }
         blob = encode_state({"aggregated": self.aggregated, "strict": strict, "slots": slots})
-        return Start(base.to_proto(), blob, bool(slots))
+        return BoxStart(position.to_proto(), blob, bool(slots))
 
-    def reshaped(self, num_boxes: int, num_workers_per_box: int) -> Saved:
+    def new_topology(self, num_boxes: int, num_workers_per_box: int) -> SavedState:
         """This state for other boxes and workers: the loader's own methods alone decide who goes on with what, so no
-        worker has a part of its own any more. Raises StateMismatchError if the loader cannot change its shape."""
+        worker has a part of its own any more. Raises StateMismatchError if the loader cannot change its topology."""
         if self.methods != 4:
             raise StateMismatchError(
                 f"the state of {self.input_fn} at step {self.step} was saved on "
-                f"{_shape(self.num_boxes, self.num_workers_per_box)} and cannot go on with "
-                f"{_shape(num_boxes, num_workers_per_box)}: its loader has "
+                f"{_topology(self.num_boxes, self.num_workers_per_box)} and cannot go on with "
+                f"{_topology(num_boxes, num_workers_per_box)}: its loader has "
                 f"{'only state_dict and load_state_dict' if self.methods else 'no state methods'}. Use the shape it "
                 "was saved on, or give the loader aggregate_state_dict and deaggregate_state_dict"
             )
         if self.is_mixed:
             raise StateMismatchError(
                 f"the state of {self.input_fn} at step {self.step} is good only for "
-                f"{_shape(self.num_boxes, self.num_workers_per_box)}, on which it was saved: some of its workers had "
+                f"{_topology(self.num_boxes, self.num_workers_per_box)}, on which it was saved: some of its workers had "
                 "been made again from the beginning, for resumed by its own methods the loader did not go on with the "
                 "right batches, and what they count does not add up with the others. Resume on that shape and save "
                 "once more"
@@ -236,13 +236,13 @@ def is_to_be_filled() -> bool:
     return False
 
 
-def _shape(num_boxes: int, num_workers_per_box: int) -> str:
+def _topology(num_boxes: int, num_workers_per_box: int) -> str:
     boxes = "1 box" if num_boxes == 1 else f"{num_boxes} boxes"
     workers = "1 worker" if num_workers_per_box == 1 else f"{num_workers_per_box} workers"
     return f"{boxes} with {workers} each"
 
 
-def read(value: object) -> Saved:
+def read(value: object) -> SavedState:
     """The record of a saved state.
 
     Raises:
@@ -294,8 +294,8 @@ def _digest(envelope: bytes | bytearray) -> str:
     return xxhash.xxh3_64_hexdigest(envelope)
 
 
-def _saved(record: dict[str, Any]) -> tuple[Saved, bool]:
-    saved = Saved(
+def _saved(record: dict[str, Any]) -> tuple[SavedState, bool]:
+    saved = SavedState(
         step=int(record["step"]),
         input_fn=str(record["input_fn"]),
         methods=int(record["methods"]),
@@ -304,13 +304,13 @@ def _saved(record: dict[str, Any]) -> tuple[Saved, bool]:
         seed=None if record["seed"] is None else int(record["seed"]),
         positions=[Position.from_proto(records_pb2.BoxPosition.FromString(data)) for data in record["positions"]],
         full_digest=bool(record["full_digest"]),
-        parts=[Part(**part) for part in record["parts"]],
+        parts=[WorkerPart(**part) for part in record["parts"]],
         is_mixed=record.get("mixed") is True,
     )
     if saved.positions:
         # Counted first: the numbers are only said, what was decoded is here.
         places, workers = [(part.box, part.slot) for part in saved.parts], saved.num_workers_per_box
-        wanted = saved.num_boxes * workers if places or saved.methods != 4 else 0  # none: converted to this shape
+        wanted = saved.num_boxes * workers if places or saved.methods != 4 else 0  # none: converted to this topology
         if (len(saved.positions), len(places)) != (saved.num_boxes, wanted):
             raise ValueError(
                 f"{len(saved.positions)} positions and {len(places)} workers for {saved.num_boxes} boxes of {workers}"

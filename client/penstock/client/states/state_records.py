@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from penstock.client.states.saved_state import Part, Saved
+from penstock.client.states.saved_state import SavedState, WorkerPart
 from penstock.proto.rpc.calls import FetchedState
 from penstock.proto.state.codec import decode_state
 from penstock.proto.state.position import Position
@@ -15,15 +15,15 @@ __all__ = ["checkpoints_of", "saved_of"]
 
 def saved_of(
     fetched: FetchedState, step: int, name: str, methods: int, seed: int, *, full_digest: bool
-) -> tuple[Saved, list[Any]]:
+) -> tuple[SavedState, list[Any]]:
     """Return the state without what aggregation adds, and the workers' own states by global_worker_id."""
     first = fetched.records[0][0]
     positions = [Position.from_proto(fetched.positions[box]) for box in sorted(fetched.positions)]
-    saved = Saved(step, name, methods, first.num_boxes, first.num_workers_per_box, seed, positions, full_digest)
+    saved = SavedState(step, name, methods, first.num_boxes, first.num_workers_per_box, seed, positions, full_digest)
     values = [cast(dict[str, Any], decode_state(envelope)) for _, envelope in fetched.records]
     for (record, _), value in zip(fetched.records, values, strict=True):
         saved.parts.append(
-            Part(
+            WorkerPart(
                 record.box,
                 record.local_worker_id,
                 record.worker_step,
@@ -38,7 +38,7 @@ def saved_of(
     return saved, _by_worker(saved, values)
 
 
-def _by_worker(saved: Saved, values: list[dict[str, Any]]) -> list[Any]:
+def _by_worker(saved: SavedState, values: list[dict[str, Any]]) -> list[Any]:
     """The loaders' own states in order of the workers that they take themselves for: a launch of a loader that is
     resumed by its own methods begins with worker 0, and that may be any slot. Says in `saved` where some went on as
     their saved state said, and others had to be made again: what each counts began elsewhere."""
@@ -55,7 +55,7 @@ def _by_worker(saved: Saved, values: list[dict[str, Any]]) -> list[Any]:
     return users
 
 
-def checkpoints_of(fetched: FetchedState, loaded: Saved | None, step: int) -> list[DataLoaderCheckpoint]:
+def checkpoints_of(fetched: FetchedState, loaded: SavedState | None, step: int) -> list[DataLoaderCheckpoint]:
     """Return the workers' records, with counts of this launch and of all.
 
     loaded: the state that this launch began from. Workers of other numbers than its own began from nothing.

@@ -18,7 +18,7 @@ from typing import Any
 
 from penstock.proto.errors import InvalidArgumentError
 
-__all__ = ["CheckpointSteps", "Schedule", "positive"]
+__all__ = ["CheckpointSchedule", "CheckpointSteps", "positive"]
 
 CheckpointSteps = int | Iterable[int | range] | Callable[[int], bool] | None
 
@@ -40,7 +40,7 @@ def positive(name: str, value: Any, least: int = 1) -> int:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class CheckpointSchedule:
     """Checkpoint steps, ready to be asked."""
 
     every: int = 0
@@ -52,7 +52,7 @@ class Schedule:
     """The last step of the executor is one too."""
 
     @classmethod
-    def of(cls, steps: CheckpointSteps) -> Schedule:
+    def of(cls, steps: CheckpointSteps) -> CheckpointSchedule:
         """Raises InvalidArgumentError or TypeError for what is no schedule."""
         if steps is None:
             return cls()

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 import torch
 
-from penstock.client.stream.device import Event, copied
+from penstock.client.stream.device import DeviceEvent, copied
 from penstock.proto.lane.ring import Ring
 
 __all__ = ["CudaBackend", "PageLocks", "take_error"]
@@ -59,16 +59,16 @@ class CudaBackend:
         with self._cuda.device(self.device):
             self._locks.lock(ring)
 
-    def copy(self, sources: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Event]:
+    def copy(self, sources: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], DeviceEvent]:
         if self._stream is None:
             self._start()
         with self._cuda.stream(self._stream):
             copies = copied(sources, self.device)
-            event: Event = self._cuda.Event()
+            event: DeviceEvent = self._cuda.Event()
             event.record(self._stream)  # type: ignore[attr-defined]
         return copies, event
 
-    def hand_over(self, copies: Sequence[torch.Tensor], event: Event) -> None:
+    def prepare_migration(self, copies: Sequence[torch.Tensor], event: DeviceEvent) -> None:
         current = self._cuda.current_stream(self.device)
         current.wait_event(event)
         for copy in copies:

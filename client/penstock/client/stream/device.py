@@ -1,9 +1,9 @@
 """Devices that batches can be handed out on, and what the feed needs of one.
 
-A `Backend` copies tensors to its device. Copies only start in `copy`, in one order of their own, and how far they are
-is asked of an `Event`; so a source must stay as it is until then, and a result may be read by whatever the device runs
-after `hand_over`. Three implementations: the CPU here, whose copies are done when `copy` returns; CUDA in cuda.py; and
-in the tests one whose copies happen when the test says so. One suite of tests holds for all.
+A `DeviceBackend` copies tensors to its device. Copies only start in `copy`, in one order of their own, and how far they
+are is asked of an `DeviceEvent`; so a source must stay as it is until then, and a result may be read by whatever the
+device runs after `prepare_migration`. Three implementations: the CPU here, whose copies are done when `copy` returns;
+CUDA in cuda.py; and in the tests one whose copies happen when the test says so. One suite of tests holds for all.
 
 Each tensor is copied by itself into memory of its own, and not the batch's whole region at once with views cut from
 it: a label that the loop keeps would hold the images beside it in device memory, and `torch.save` of it would write
@@ -23,17 +23,17 @@ from penstock.proto.batch.assemble import CARRIERS
 from penstock.proto.errors import InvalidArgumentError
 from penstock.proto.lane.ring import Ring
 
-__all__ = ["Backend", "CpuBackend", "Event", "check_device", "copied"]
+__all__ = ["CpuBackend", "DeviceBackend", "DeviceEvent", "check_device", "copied"]
 
 
-class Event(Protocol):
+class DeviceEvent(Protocol):
     """Where the device stood when it was made. torch.cuda.Event is one."""
 
     def query(self) -> bool:
         """Whether everything before it is done. Never waits."""
 
 
-class Backend(Protocol):
+class DeviceBackend(Protocol):
     """One device, for one feed. All of it belongs to the training thread."""
 
     @property
@@ -44,7 +44,7 @@ class Backend(Protocol):
         """Make copies out of this ring fast, for as long as the `Ring` lives: called once, before the first of them.
         Never fails; where it cannot be done copies are slower."""
 
-    def copy(self, sources: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Event]:
+    def copy(self, sources: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], DeviceEvent]:
         """Start copying contiguous CPU tensors to the device; never waits for it. Copies are done in the order in which
         they were started.
 
@@ -52,7 +52,7 @@ class Backend(Protocol):
         when the last of them is. Until then the sources' memory must neither change nor go.
         """
 
-    def hand_over(self, copies: Sequence[torch.Tensor], event: Event) -> None:
+    def prepare_migration(self, copies: Sequence[torch.Tensor], event: DeviceEvent) -> None:
         """What this thread has the device do from now on comes after these copies; never waits for them."""
 
 
@@ -73,10 +73,10 @@ class CpuBackend:
     def lock(self, ring: Ring) -> None:
         """Nothing would make it faster."""
 
-    def copy(self, sources: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Event]:
+    def copy(self, sources: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], DeviceEvent]:
         return copied(sources, self.device), self._done
 
-    def hand_over(self, copies: Sequence[torch.Tensor], event: Event) -> None:
+    def prepare_migration(self, copies: Sequence[torch.Tensor], event: DeviceEvent) -> None:
         """They are there."""
 
 

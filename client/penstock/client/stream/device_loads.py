@@ -1,8 +1,8 @@
-"""Batches on their way from a ring slot to a device, and the lane that sends them off.
+"""Batches on their way from a ring entry to a device, and the lane that sends them off.
 
-What `SlotLane` is to views of the ring, `DeviceLane` is to copies out of it: `take` starts them and returns a `Load`,
-which keeps its ring in memory, and therefore page-locked, until they are done. What becomes of loads stands in
-device_reader.py.
+What `SlotLane` is to views of the ring, `DeviceLane` is to copies out of it: `take` starts them and returns a
+`DeviceLoad`, which keeps its ring in memory, and therefore page-locked, until they are done. What becomes of loads
+stands in device_reader.py.
 
 Tensors go to the device. Arrays are copied on the host, at once: as views they would hold the slot for as long as the
 loop keeps them.
@@ -17,19 +17,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from penstock.client.stream.device import Backend, Event
+from penstock.client.stream.device import DeviceBackend, DeviceEvent
 from penstock.client.stream.lane_reader import RingView, SlotLane
 from penstock.proto.errors import PenstockError
 from penstock.proto.lane.endpoints import Consumer
 from penstock.proto.lane.frames import BATCH, END, Frame
 
-__all__ = ["LOOK_S", "DeviceLane", "Load", "LookingConsumer"]
+__all__ = ["LOOK_S", "DeviceLane", "DeviceLoad", "PeekingConsumer"]
 
 LOOK_S = 50e-6
 """Seconds between two looks at an event while nothing else can be done; a copy of 1 MiB takes about as long."""
 
 
-class Load:
+class DeviceLoad:
     """A batch on its way to the device."""
 
     __slots__ = ("batch", "copies", "digest", "event", "lane", "ring", "slot", "token")
@@ -37,18 +37,18 @@ class Load:
     def __init__(self, lane: DeviceLane, ring: RingView, frame: Frame) -> None:
         self.lane = lane
         self.ring = ring
-        self.slot: int = frame.slot
-        self.token = frame.ring << 16 | frame.slot
+        self.slot: int = frame.entry
+        self.token = frame.ring << 16 | frame.entry
         """See penstock.client.stream.lane_reader."""
         self.digest: int = frame.digest
         self.batch: Any = None
         self.copies: list[torch.Tensor] = []
         """Its tensors."""
-        self.event: Event | None = None
+        self.event: DeviceEvent | None = None
         """None if it has no tensors."""
 
     def move(self, leaves: list[Any]) -> list[Any]:
-        """Start the copies of views of the ring slot, and put them in the place of those."""
+        """Start the copies of views of the ring entry, and put them in the place of those."""
         backend, tensors = self.lane.backend, [leaf for leaf in leaves if type(leaf) is torch.Tensor]
         if tensors:
             if torch.is_inference_mode_enabled():
@@ -69,7 +69,7 @@ class Load:
 
     @property
     def done(self) -> bool:
-        """Nothing reads the ring slot any more. Raises what the device has failed with."""
+        """Nothing reads the ring entry any more. Raises what the device has failed with."""
         return self.event is None or self.event.query()
 
     def forget(self) -> None:
@@ -85,7 +85,7 @@ class Load:
         return True
 
 
-class LookingConsumer(Consumer):
+class PeekingConsumer(Consumer):
     """A consumer that can look at the next frame and leave it there."""
 
     def __init__(self, sock: socket.socket, name: str) -> None:
@@ -113,7 +113,7 @@ class LookingConsumer(Consumer):
     def abandon(self, epoch: int) -> None:
         seen = self._seen
         if isinstance(seen, Frame) and seen.kind in (BATCH, END):
-            self._seen = None  # of a pass that is left now: `receive` passes over such frames
+            self._seen = None  # of an epoch that is left now: `receive` passes over such frames
         super().abandon(epoch)
 
 
@@ -122,9 +122,9 @@ class DeviceLane(SlotLane):
 
     __slots__ = ("backend",)
 
-    consumer: LookingConsumer | None
+    consumer: PeekingConsumer | None
 
-    def __init__(self, slot: int, generation: int, name: str, backend: Backend) -> None:
+    def __init__(self, slot: int, generation: int, name: str, backend: DeviceBackend) -> None:
         super().__init__(slot, generation, name)
         self.backend = backend
 
@@ -132,12 +132,14 @@ class DeviceLane(SlotLane):
         return DeviceLane(self.slot, generation, name, self.backend)
 
     def _consumer(self, sock: socket.socket) -> Consumer:
-        return LookingConsumer(sock, self.name)
+        return PeekingConsumer(sock, self.name)
 
-    def take(self, frame: Frame) -> Load:
+    def take(self, frame: Frame) -> DeviceLoad:
         ring, assembler, shapes = self.checked(frame)
-        load = Load(self, ring, frame)
-        load.batch = assembler.assemble(shapes, ring.buffer, frame.slot * ring.slot_bytes, frame.nbytes, move=load.move)
+        load = DeviceLoad(self, ring, frame)
+        load.batch = assembler.assemble(
+            shapes, ring.buffer, frame.entry * ring.entry_bytes, frame.nbytes, move=load.move
+        )
         return load
 
     def _map(self, ring_id: int) -> RingView:

@@ -1,6 +1,6 @@
 """The feed of `Appliance(device=...)`: batches are copied out of the ring, one ahead of the loop.
 
-    frame of batch n+1 ──> views of its ring slot ──> copies on the device ········ event
+    frame of batch n+1 ──> views of its ring entry ──> copies on the device ········ event
                                                       (staged)                        ├─> the slot is released
     batch n is in the loop's hands               next() hands the copies out,         │
                                                  the loop's stream waits for the event┘
@@ -29,31 +29,31 @@ from typing import Any
 import torch
 
 from penstock.client.stream.cuda import CudaBackend
-from penstock.client.stream.device import Backend, CpuBackend
-from penstock.client.stream.device_loads import LOOK_S, DeviceLane, Load, LookingConsumer
+from penstock.client.stream.device import CpuBackend, DeviceBackend
+from penstock.client.stream.device_loads import LOOK_S, DeviceLane, DeviceLoad, PeekingConsumer
 from penstock.client.stream.lane_reader import SlotLane
-from penstock.client.stream.open_run import Run
-from penstock.client.stream.ordered_reader import PASS_ENDED, Feed
+from penstock.client.stream.open_run import OpenRun
+from penstock.client.stream.ordered_reader import EPOCH_ENDED, OrderedReader
 from penstock.proto.errors import DeadlineError
 from penstock.proto.lane.frames import BATCH
 from penstock.proto.state.position import Position
 
-__all__ = ["DeviceFeed", "backend_of", "feed_for"]
+__all__ = ["DeviceReader", "backend_of", "reader_for"]
 
 CLOSE_S = 5.0
 """Seconds that closing waits for copies; they take milliseconds, unless the device has failed."""
 
-_stranded: list[Load] = []
+_stranded: list[DeviceLoad] = []
 """Those whose copies did not end within CLOSE_S: their rings must never go."""
 
 
-class DeviceFeed(Feed):
+class DeviceReader(OrderedReader):
     """A feed whose batches arrive on the backend's device."""
 
-    def __init__(self, run: Run, position: Position, label: str, timeout_s: float, backend: Backend) -> None:
+    def __init__(self, run: OpenRun, position: Position, label: str, timeout_s: float, backend: DeviceBackend) -> None:
         self._backend = backend
-        self._staged: Load | None = None
-        self._lent: deque[Load] = deque()
+        self._staged: DeviceLoad | None = None
+        self._lent: deque[DeviceLoad] = deque()
         """Delivered, with their copies under way; done in this order, for the backend has one."""
         self._stuck_since = 0.0
         super().__init__(run, position, label, timeout_s)
@@ -64,15 +64,15 @@ class DeviceFeed(Feed):
     # ---- the hot path
 
     def next(self) -> Any:
-        """See Feed.next. The loop's stream waits for the batch; the host does not."""
+        """See OrderedReader.next. The loop's stream waits for the batch; the host does not."""
         if self._version != self._run.version:
             self._refresh()
         self._land()
         load = self._staged
         if load is None:
             load = super().next()
-            if load is PASS_ENDED:
-                return PASS_ENDED
+            if load is EPOCH_ENDED:
+                return EPOCH_ENDED
         else:
             lane = load.lane
             if lane.unacked >= lane.group:
@@ -85,12 +85,12 @@ class DeviceFeed(Feed):
         self._stage()
         return batch
 
-    def _hand_over(self, load: Load) -> Any:
+    def _hand_over(self, load: DeviceLoad) -> Any:
         batch = load.batch
         if load.event is not None:
-            self._backend.hand_over(load.copies, load.event)
+            self._backend.prepare_migration(load.copies, load.event)
         load.forget()
-        load.ring.held.add(load.slot)
+        load.ring.held.add(load.entry)
         self._lent.append(load)
         return batch
 
@@ -99,7 +99,7 @@ class DeviceFeed(Feed):
         position = self.position
         lane = self._lanes[position.turn]
         consumer = lane.consumer
-        if not isinstance(consumer, LookingConsumer) or not isinstance(lane, DeviceLane):
+        if not isinstance(consumer, PeekingConsumer) or not isinstance(lane, DeviceLane):
             return  # not connected
         try:
             frame = consumer.look()
@@ -176,13 +176,13 @@ class DeviceFeed(Feed):
                 self._staged = None
                 self._lent.append(load)
 
-    def cut(self) -> None:
+    def abandon_epoch(self) -> None:
         load = self._staged
-        if load is not None:  # then the batch before it was delivered, so there is a pass to leave
+        if load is not None:  # then the batch before it was delivered, so there is an epoch to leave
             if not load.wait(time.monotonic() + self._timeout_s):
                 raise self._late(self._timeout_s)
             self._staged = None
-        super().cut()
+        super().abandon_epoch()
 
     def close(self) -> None:
         """Leave all lanes, once no copy reads their rings. May run in the garbage collector, and raises nothing."""
@@ -200,13 +200,13 @@ class DeviceFeed(Feed):
         super().close()
 
 
-def backend_of(device: str) -> Backend:
+def backend_of(device: str) -> DeviceBackend:
     """The backend of a name that `check_device` has returned."""
     return CpuBackend() if device == "cpu" else CudaBackend(torch.device(device))
 
 
-def feed_for(device: str, run: Run, position: Position, label: str, timeout_s: float) -> Feed:
+def reader_for(device: str, run: OpenRun, position: Position, label: str, timeout_s: float) -> OrderedReader:
     """The feed of a run: with a device, one whose batches arrive there; "": one that hands out views of the ring."""
     if not device:
-        return Feed(run, position, label, timeout_s)
-    return DeviceFeed(run, position, label, timeout_s, backend_of(device))
+        return OrderedReader(run, position, label, timeout_s)
+    return DeviceReader(run, position, label, timeout_s, backend_of(device))

@@ -1,4 +1,5 @@
-"""One slot's lane as the training loop holds it: the consumer, the rings it maps, and which ring slots are still seen.
+"""One slot's lane as the training loop holds it: the consumer, the rings it maps, and which ring entries are still
+seen.
 
 A `SlotLane` belongs to one generation of a slot and outlives its connections: when a connection breaks, what it holds
 is said again in the next Hello. A new generation gets a new one, and a view that dies after that releases nothing, for
@@ -20,7 +21,7 @@ import socket
 from collections import deque
 from typing import Any
 
-from penstock.proto.batch.digest import Cover, Layouts, region_digest, rows_digest
+from penstock.proto.batch.digest import DigestCover, Layouts, region_digest, rows_digest
 from penstock.proto.batch.flatten import Assembler, wrap_buffer
 from penstock.proto.batch.structure import Structure
 from penstock.proto.errors import BatchCorruptError, ProtocolError
@@ -42,24 +43,24 @@ CHECK_S = 0.1
 CORRUPT_TRIES = 8
 """Times that a batch is fetched, each time damaged, before it is an error. Where every second one is damaged, as often
 in a row once in 256 batches; so a link as bad as that ends the run, and within a second."""
-LEFT_KEPT = 256
+ABANDONED_KEPT = 256
 """Passes left: a runner that dies starts from a base of the last seconds, in which a loop leaves no more."""
 
 
 class RingView:
     """A ring in the form that the hot path reads it."""
 
-    __slots__ = ("buffer", "group", "held", "limit", "ring", "slot_bytes")
+    __slots__ = ("buffer", "entry_bytes", "group", "held", "limit", "ring")
 
     def __init__(self, ring: Ring) -> None:
         self.ring = ring
         self.buffer = wrap_buffer(ring.map)
-        self.slot_bytes = ring.slot_bytes
+        self.entry_bytes = ring.entry_bytes
         self.held: set[int] = set()
         """Slots that views still see."""
-        self.limit = min(max(2, ring.slots // 2), ring.slots - 1)
+        self.limit = min(max(2, ring.entries // 2), ring.entries - 1)
         """From so many held slots on the loop gets copies: one that keeps its batches must not stop the producer."""
-        self.group = max(1, ring.slots // 4)
+        self.group = max(1, ring.entries // 4)
         """Deliveries between two acks."""
 
 
@@ -67,22 +68,22 @@ class SlotLane:
     """See the module. All of it belongs to the training thread."""
 
     __slots__ = (
+        "abandoned",
+        "abandoned_epoch",
+        "abandons",
         "backoff_s",
         "consumer",
         "copies",
         "corrupt",
         "current_ring",
-        "cut_epoch",
         "cut_off_at",
         "cut_off_since",
-        "cuts",
         "failed_since",
         "freed",
         "generation",
         "group",
         "last_digest",
         "layout",
-        "left",
         "name",
         "poll",
         "release",
@@ -115,14 +116,14 @@ class SlotLane:
         self.unacked = 0
         """Batches delivered since the last ack."""
         self.group = 1
-        self.cuts = 0
+        self.abandons = 0
         """Passes left so far, over all generations."""
-        self.cut_epoch = -1
-        """The pass left last."""
-        self.left: deque[tuple[int, int]] = deque(maxlen=LEFT_KEPT)
-        """(epoch, the slot's last batch of it) of the passes left."""
+        self.abandoned_epoch = -1
+        """The epoch left last."""
+        self.abandoned: deque[tuple[int, int]] = deque(maxlen=ABANDONED_KEPT)
+        """(epoch, the slot's last batch of it) of the epochs left."""
         self.unsettled = False
-        """Nothing has come since the lane was opened or a pass was left."""
+        """Nothing has come since the lane was opened or an epoch was left."""
         self.unused = 0
         """Frames since the last batch that was due, or since the connection was made."""
         self.last_digest = 0
@@ -147,11 +148,11 @@ class SlotLane:
         self.corrupt = 0
         """Times in a row that what came was damaged."""
 
-    def successor(self, generation: int, name: str) -> SlotLane:
+    def target(self, generation: int, name: str) -> SlotLane:
         """The lane of the slot's next generation: the count of cuts and the last digest go on, all else is new."""
         after = self._another(generation, name)
-        after.cuts, after.cut_epoch, after.unsettled = self.cuts, self.cut_epoch, self.unsettled
-        after.left = self.left
+        after.abandons, after.abandoned_epoch, after.unsettled = self.abandons, self.abandoned_epoch, self.unsettled
+        after.abandoned = self.abandoned
         after.last_digest, after.wanted, after.copies = self.last_digest, self.wanted, self.copies
         return after
 
@@ -166,22 +167,22 @@ class SlotLane:
         self.drain()
         self.freed.clear()
         for ring_id, ring in self.rings.items():
-            hello.held.extend(lane_pb2.Slot(ring=ring_id, slot=slot) for slot in ring.held)
-        hello.cuts = self.cuts
+            hello.held.extend(lane_pb2.RingEntry(ring=ring_id, entry=slot) for slot in ring.held)
+        hello.abandons = self.abandons
         hello.last_digest = self.last_digest
-        hello.left.extend(lane_pb2.Left(epoch=epoch, total=total) for epoch, total in self.left)
+        hello.abandoned.extend(lane_pb2.EpochEnd(epoch=epoch, total=total) for epoch, total in self.abandoned)
         hello.wanted.extend(self.wanted)
-        if self.cuts and self.unsettled and self.left and hello.next_total - 1 <= self.left[-1][1]:
+        if self.abandons and self.unsettled and self.abandoned and hello.next_total - 1 <= self.abandoned[-1][1]:
             # The producer may not have heard of the last cut. One that has, knows so by the count; and one of which the
             # loop has had a batch behind it, has.
-            hello.abandon_epoch = self.cut_epoch + 1
-            hello.epoch = self.cut_epoch
+            hello.abandon_epoch = self.abandoned_epoch + 1
+            hello.epoch = self.abandoned_epoch
 
     def attach(self, sock: socket.socket, wake_fd: int) -> None:
         """The connection is there; `poll` shall tell of `wake_fd` too."""
         consumer = self._consumer(sock)
         forks.keep(consumer)
-        consumer.cuts = self.cuts
+        consumer.abandons = self.abandons
         self.consumer = consumer
         self.unacked = 0
         self.unused = 0
@@ -236,11 +237,11 @@ class SlotLane:
     # ---- batches
 
     def take(self, frame: Frame) -> Any:
-        """The batch of a BATCH frame: views of its ring slot, or copies while few slots are free.
+        """The batch of a BATCH frame: views of its ring entry, or copies while few slots are free.
 
         Raises BatchCorruptError if it is not what its runner made.
         """
-        ring_id, slot = frame.ring, frame.slot
+        ring_id, slot = frame.ring, frame.entry
         ring, assembler, shapes = self.checked(frame)
         if self.release:
             self.drain()
@@ -249,7 +250,7 @@ class SlotLane:
         if copy:
             self.copies += 1
         batch = assembler.assemble(
-            shapes, ring.buffer, slot * ring.slot_bytes, frame.nbytes, self.release, ring_id << 16 | slot, copy
+            shapes, ring.buffer, slot * ring.entry_bytes, frame.nbytes, self.release, ring_id << 16 | slot, copy
         )
         held.add(slot)
         return batch
@@ -267,14 +268,14 @@ class SlotLane:
         if len(dims) & 7:
             raise ProtocolError(f"{self.name}: dims of {len(dims)} bytes")
         shapes, seed = layouts.find(nbytes, dims)
-        view, offset, cover = ring.ring.view, frame.slot * ring.slot_bytes, frame.flags
-        if cover == Cover.ROWS:
+        view, offset, cover = ring.ring.view, frame.entry * ring.entry_bytes, frame.flags
+        if cover == DigestCover.ROWS:
             try:
                 digest = rows_digest(assembler.structure, shapes, view, offset, nbytes)
             except ValueError as error:
                 raise ProtocolError(f"{self.name}: {error}") from None
         else:
-            digest = region_digest(seed, view, offset, nbytes, cover == Cover.FULL)
+            digest = region_digest(seed, view, offset, nbytes, cover == DigestCover.FULL)
         if digest != frame.digest:
             raise BatchCorruptError(
                 f"{self.name}: batch {frame.total} of the slot is not what its runner made, by its digest"
@@ -284,7 +285,7 @@ class SlotLane:
 
     def skip(self, frame: Frame) -> None:
         """Give back the slot of a batch that nobody needs."""
-        self.freed += (frame.ring, frame.slot)
+        self.freed += (frame.ring, frame.entry)
 
     def drain(self) -> None:
         """Take note of the views that have died."""

@@ -37,7 +37,7 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import lane_pb2, records_pb2
 from penstock.runtime.process import forks
 
-__all__ = ["Link", "Progress", "Run"]
+__all__ = ["BoxProgress", "OpenRun", "RunLink"]
 
 HOLD_S = 1.0
 """Seconds of a long poll until the coordinator says how long; it is also how often progress is reported."""
@@ -59,7 +59,7 @@ _Result = TypeVar("_Result")
 _log = logging.getLogger("penstock.client")
 
 
-class Link(Protocol):
+class RunLink(Protocol):
     """What a run needs of its appliance."""
 
     host: str
@@ -77,7 +77,7 @@ class Link(Protocol):
 
 
 @dataclass
-class Progress:
+class BoxProgress:
     """What the training thread tells the coordinator. The thread replaces values, never changes them in place."""
 
     position: Callable[[], records_pb2.BoxPosition | None] = lambda: None
@@ -87,11 +87,11 @@ class Progress:
     """time.monotonic(), with `waiting_for`."""
     waited_by_slot: list[float] = field(default_factory=list)
     """Seconds; a new list starts anew."""
-    pass_ended: bool = False
+    epoch_ended: bool = False
     unreachable: Callable[[], list[tuple[int, int, str]]] = list
     """(slot, generation, why) of workers that this host cannot reach."""
-    cuts: tuple[tuple[int, int], ...] = field(default=())
-    """(epoch, last step) of the passes left by `break`."""
+    abandoned: tuple[tuple[int, int], ...] = field(default=())
+    """(epoch, last step) of the epochs left by `break`."""
     _told: tuple[list[float], list[float]] = field(default=([], []))
 
     def waits(self) -> list[float]:
@@ -110,10 +110,10 @@ class Progress:
         return seconds
 
 
-class Run:
+class OpenRun:
     """An open run. `close` may be called from any thread, the rest belongs to the training thread."""
 
-    def __init__(self, link: Link, request: pb.OpenRunRequest, on_closed: Callable[[Run], None]) -> None:
+    def __init__(self, link: RunLink, request: pb.OpenRunRequest, on_closed: Callable[[OpenRun], None]) -> None:
         self.link = link
         self.box = request.box
         self.num_slots = request.num_workers_per_box
@@ -144,7 +144,7 @@ class Run:
         self._reporting: threading.Thread | None = None
         self.away_because = ""
         """What it, or the network, said the last time."""
-        self.progress = Progress()
+        self.progress = BoxProgress()
         self.abandoned = False
         self.wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._on_closed = on_closed
@@ -154,7 +154,7 @@ class Run:
         self._close_lock = threading.Lock()
         self._closed = False
         self._thread: threading.Thread | None = None
-        self._owner = forks.Owner()
+        self._owner = forks.OwnerProcess()
         forks.keep(self)
 
     def forked(self) -> None:
@@ -172,7 +172,7 @@ class Run:
         self.name, self.attempt, self.seed = reply.run, reply.attempt, reply.seed
         self._lease_s = reply.lease_s
         self._thread = threading.Thread(
-            target=self._watch, args=(reply.beat_s or HOLD_S,), name=f"penstock-watch-{self.name}", daemon=True
+            target=self._watch, args=(reply.heartbeat_s or HOLD_S,), name=f"penstock-watch-{self.name}", daemon=True
         )
         self._thread.start()
 
@@ -196,8 +196,8 @@ class Run:
             waiting_for=progress.waiting_for,
             waited_s=sum(waits),
             waited_by_slot_s=waits,
-            pass_ended=progress.pass_ended,
-            cuts=[pb.Cut(epoch=epoch, step=step) for epoch, step in progress.cuts],
+            epoch_ended=progress.epoch_ended,
+            abandoned=[pb.AbandonedEpoch(epoch=epoch, step=step) for epoch, step in progress.abandoned],
             lease_s=self._lease_s,
             commit_mark=self._commit_mark,
             unreachable=[pb.LaneTrouble(slot=s, generation=g, why=why) for s, g, why in progress.unreachable()],
@@ -227,7 +227,7 @@ class Run:
                 self._linger()
                 return
             self.away_since, self.heard_at, backoff = None, time.monotonic(), SHORTEST_BACKOFF_S
-            hold_s, self._lease_s = reply.beat_s or HOLD_S, reply.lease_s
+            hold_s, self._lease_s = reply.heartbeat_s or HOLD_S, reply.lease_s
             self._commit_mark = reply.commit_mark
             self.ended_boxes = {end.box: end.step for end in reply.ended}
             seen = reply.version
@@ -272,7 +272,7 @@ class Run:
         self.error = error
         self._notify()
 
-    def wait_for(self, ready: Callable[[Run], bool], timeout_s: float) -> bool:
+    def wait_for(self, ready: Callable[[OpenRun], bool], timeout_s: float) -> bool:
         """Wait until the slots' views are as wanted. False if the time ran out. Raises the run's error."""
         until = time.monotonic() + timeout_s
         poll = select.poll()

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 if TYPE_CHECKING:
-    from penstock.client.stream.ordered_reader import Feed
+    from penstock.client.stream.ordered_reader import OrderedReader
     from penstock.client.stream.receiver_process import Receiver
 
-__all__ = ["Saves", "feeds", "receivers", "saves"]
+__all__ = ["SaveCounters", "feeds", "receivers", "saves"]
 
 _Thing = TypeVar("_Thing")
 
@@ -39,7 +39,7 @@ class _Watched(Generic[_Thing]):
 
 
 @dataclass
-class Saves:
+class SaveCounters:
     """How the checkpoints of this process went, of all its AsyncCheckpointers. Times in seconds."""
 
     ok: int = 0
@@ -83,6 +83,6 @@ class Saves:
             self.failed += 1
 
 
-feeds: _Watched[Feed] = _Watched()
+feeds: _Watched[OrderedReader] = _Watched()
 receivers: _Watched[Receiver] = _Watched()
-saves = Saves()
+saves = SaveCounters()

@@ -1,9 +1,9 @@
 """The hot path: frames of several lanes -> batches in the order of the position. All of it runs in the training thread.
 
-`Feed.next` asks the lane whose turn it is for a frame, makes a batch of it and moves the position on; when nothing is
-there it waits for that lane or for news of the slots. What went before is acknowledged at a later call and not before
-the batch is returned: until then the loop does not have it. Acks go in groups; a wait that lasts sends all acks of all
-lanes, for a producer without credits would wait for us.
+`OrderedReader.next` asks the lane whose turn it is for a frame, makes a batch of it and moves the position on; when
+nothing is there it waits for that lane or for news of the slots. What went before is acknowledged at a later call and
+not before the batch is returned: until then the loop does not have it. Acks go in groups; a wait that lasts sends all
+acks of all lanes, for a producer without credits would wait for us.
 
 Nothing is taken on trust about order: a batch that is not exactly the next one of its slot is an error, and what comes
 twice after a reconnect is given back unseen. Nor about content: a batch that is damaged is fetched again from the ring
@@ -23,9 +23,9 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal, NoReturn
 
 from penstock.client.stream import open_streams
-from penstock.client.stream.checkpoint_schedule import Schedule
+from penstock.client.stream.checkpoint_schedule import CheckpointSchedule
 from penstock.client.stream.lane_reader import CORRUPT_TRIES, SlotLane
-from penstock.client.stream.open_run import Run
+from penstock.client.stream.open_run import OpenRun
 from penstock.proto.batch.structure import Structure
 from penstock.proto.errors import (
     BatchCorruptError,
@@ -37,7 +37,7 @@ from penstock.proto.errors import (
     ProtocolError,
 )
 from penstock.proto.lane.frames import BATCH, CLOSE, END, ERROR, MAX_UNUSED, Frame
-from penstock.proto.lane.ring import MAX_SLOTS
+from penstock.proto.lane.ring import MAX_ENTRIES
 from penstock.proto.lane.tcp import USER_TIMEOUT_S
 from penstock.proto.rpc.channel import error_of
 from penstock.proto.state.position import Position, advance
@@ -45,11 +45,11 @@ from penstock.proto.state.restartable import by_own_methods
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import lane_pb2, records_pb2
 
-__all__ = ["PASS_ENDED", "Feed", "Stats"]
+__all__ = ["EPOCH_ENDED", "OrderedReader", "StreamStats"]
 
-PASS_ENDED: Final = object()
-"""Returned by `Feed.next` instead of a batch."""
-OUTRUN = 2 * (MAX_SLOTS + 8)
+EPOCH_ENDED: Final = object()
+"""Returned by `OrderedReader.next` instead of a batch."""
+OUTRUN = 2 * (MAX_ENTRIES + 8)
 """Batches of each slot that announced checkpoint steps reach ahead: a worker may be a ring ahead of the loop, and hears
 of more when the loop is half way there."""
 FAILED_GRACE_S = 2.0
@@ -63,7 +63,7 @@ _log = logging.getLogger("penstock.client")
 
 
 @dataclass
-class Stats:
+class StreamStats:
     """Figures of a run's stream so far."""
 
     steps: int = 0
@@ -84,12 +84,12 @@ class Stats:
     """Batches that were left out since the loader was opened, for they killed their runners (poison="skip")."""
 
 
-class Feed:
+class OrderedReader:
     """The batches of one box, in order."""
 
-    def __init__(self, run: Run, position: Position, label: str, timeout_s: float) -> None:
+    def __init__(self, run: OpenRun, position: Position, label: str, timeout_s: float) -> None:
         self.position = position
-        self.stats = Stats()
+        self.stats = StreamStats()
         self.first_step = position.step
         """Before its first batch."""
         self.wait_s = 0.0
@@ -113,7 +113,7 @@ class Feed:
         self._open_epochs = position.epoch
         self._waiting_since = 0.0
         self._moving = False
-        self._cuts: list[tuple[int, int]] = []
+        self._abandoned: list[tuple[int, int]] = []
         self._told_unsharded = self._told_not_used = False
         run.progress.waited_by_slot = [0.0] * run.num_slots
         run.progress.position = self.snapshot
@@ -123,7 +123,7 @@ class Feed:
     # ---- the hot path
 
     def next(self) -> Any:
-        """The next batch, or PASS_ENDED; waits for it.
+        """The next batch, or EPOCH_ENDED; waits for it.
 
         Raises:
             DeadlineError: no batch within the deadline; names who was waited for.
@@ -134,7 +134,7 @@ class Feed:
         if self._version != self._run.version:
             self._refresh()
         self.wait_s = 0.0
-        self._waiting_since = 0.0  # a wait that ended with the pass, or an error, is not this one's
+        self._waiting_since = 0.0  # a wait that ended with the epoch, or an error, is not this one's
         while True:
             slot = position.live[position.cursor]
             lane = self._lanes[slot]
@@ -157,7 +157,7 @@ class Feed:
                 lane.settle()
             if frame.kind != BATCH or frame.epoch != position.epoch or frame.total != total[slot] + 1:
                 if self._other(lane, frame):
-                    return PASS_ENDED
+                    return EPOCH_ENDED
                 continue
             digest = frame.digest
             try:
@@ -202,7 +202,7 @@ class Feed:
         _log.warning("%s: what came is damaged and is fetched again: %s", self._label, what)
 
     def _other(self, lane: SlotLane, frame: Frame) -> bool:
-        """Anything but the batch that is due. True if the pass has ended."""
+        """Anything but the batch that is due. True if the epoch has ended."""
         position, kind, slot = self.position, frame.kind, lane.slot
         if kind == ERROR:
             if frame.error.name == BatchCorruptError.__name__:
@@ -216,8 +216,8 @@ class Feed:
                 self._pass_over(lane)
                 return False  # of a slot that had ended, said again after a reconnect
             if frame.epoch != position.epoch or frame.total != position.total[slot]:
-                raise self._confused(lane, f"the end of pass {frame.epoch} after batch {frame.total}")
-            if by_own_methods(self._run.views[slot].traits):
+                raise self._confused(lane, f"the end of epoch {frame.epoch} after batch {frame.total}")
+            if by_own_methods(self._run.views[slot].capabilities):
                 position.carry()
             self._moving = True
             try:
@@ -229,7 +229,7 @@ class Feed:
                 lane.skip(frame)
                 self._pass_over(lane)
                 return False
-            raise self._confused(lane, f"batch {frame.total} of pass {frame.epoch}")
+            raise self._confused(lane, f"batch {frame.total} of epoch {frame.epoch}")
         if frame.rest:
             self._cut_off(lane, frame.error)
         else:
@@ -266,7 +266,7 @@ class Feed:
         position, slot = self.position, lane.slot
         lane.lose(time.monotonic(), "out of order")
         return ProtocolError(
-            f"{lane.name}: sent {what}, where batch {position.total[slot] + 1} of pass {position.epoch} was due"
+            f"{lane.name}: sent {what}, where batch {position.total[slot] + 1} of epoch {position.epoch} was due"
         )
 
     # ---- waiting
@@ -364,8 +364,8 @@ class Feed:
                 "ones with more --slots, or lower num_workers_per_box; `penstock status` shows who is there"
             )
         starting = "its runner is still starting"
-        if view.start_place:
-            starting = f"its runner is number {view.start_place} of {view.start_queue} that wait to be started there"
+        if view.start_queue_position:
+            starting = f"its runner is number {view.start_queue_position} of {view.start_queue_length} that wait to be started there"
         doing = {pb.STARTING: starting, pb.READY: "its next batch has not come"}
         trouble = f"; its lane cannot be opened: {lane.trouble}" if lane.consumer is None and lane.trouble else ""
         what = f"its runner is {view.doing}" if view.doing else doing.get(view.phase, "it has failed")
@@ -397,10 +397,10 @@ class Feed:
             if view.generation > lane.generation:
                 moved = lane.generation > 0
                 lane.close()
-                lane = self._lanes[slot] = lane.successor(view.generation, self._lane_name(slot, view.worker))
+                lane = self._lanes[slot] = lane.target(view.generation, self._lane_name(slot, view.worker))
                 if moved:
                     self.stats.recoveries += 1
-                if moved and view.handed_over:
+                if moved and view.migrated:
                     what = f"slot {slot} of box {run.box} is on worker {view.worker} now: {view.note}"
                     _log.info("%s: %s", self._label, what)
             if view.restarts > self._restarts[slot]:
@@ -413,9 +413,9 @@ class Feed:
             if view.doing and view.doing != self._slow[slot]:
                 notes.append(f"slow worker: slot {slot} of box {run.box} on worker {view.worker} is {view.doing}")
             self._slow[slot] = view.doing
-            if self._start_places[slot] > view.start_place:
+            if self._start_places[slot] > view.start_queue_position:
                 self._queue_moved = now
-            self._start_places[slot] = view.start_place
+            self._start_places[slot] = view.start_queue_position
             if lane.consumer is None and view.phase == pb.READY:
                 self._connect(lane, view, now)
         if not self._told_unsharded and run.num_workers > 1 and all(_never_looked(view) for view in run.views):
@@ -434,7 +434,7 @@ class Feed:
 
     def _tell_not_used(self, views: Sequence[pb.SlotView]) -> None:
         """Say once that states of the loader are not used: its saves and recoveries take longer."""
-        why = next((view.traits.not_used for view in views if view.traits.not_used), "")
+        why = next((view.capabilities.not_used for view in views if view.capabilities.not_used), "")
         if why and not self._told_not_used:
             self._told_not_used = True
             _log.warning("%s: %s", self._label, why)
@@ -473,14 +473,14 @@ class Feed:
         return done
 
     def open_epochs(self, limit: int) -> None:
-        """Let the workers open passes up to this epoch."""
+        """Let the workers open epochs up to this epoch."""
         if limit > self._open_epochs:
             self._open_epochs = limit
             for lane in self._lanes:
                 if lane.consumer is not None:
                     lane.consumer.open_epochs(limit)
 
-    def announce(self, schedule: Schedule, last: int | None) -> int | None:
+    def announce(self, schedule: CheckpointSchedule, last: int | None) -> int | None:
         """Tell the workers which snapshots will be asked for next. Returns the step at which to do so again."""
         position = self.position
         steps = schedule.ahead(position.step, last, OUTRUN * len(self._lanes))
@@ -502,24 +502,24 @@ class Feed:
             lane.wanted = new
         return steps[(len(steps) - 1) // 2] if steps else None
 
-    def cut(self) -> None:
-        """Leave the pass here; the workers drop what they have of it."""
+    def abandon_epoch(self) -> None:
+        """Leave the epoch here; the workers drop what they have of it."""
         position = self.position
         if not any(position.delivered):
-            return  # nothing of the pass was taken
+            return  # nothing of the epoch was taken
         epoch = position.epoch
-        self._cuts.append((epoch, position.step))
-        self._run.progress.cuts = tuple(self._cuts)
+        self._abandoned.append((epoch, position.step))
+        self._run.progress.abandoned = tuple(self._abandoned)
         for lane in self._lanes:
-            lane.cuts += 1
-            lane.cut_epoch = epoch
-            lane.left.append((epoch, position.total[lane.slot]))
+            lane.abandons += 1
+            lane.abandoned_epoch = epoch
+            lane.abandoned.append((epoch, position.total[lane.slot]))
             lane.unsettled = True
             lane.ack(position.total[lane.slot])
             if lane.consumer is not None:
                 lane.consumer.abandon(epoch)
         self._moving = True
-        position.cut()
+        position.abandon_epoch()
         self._moving = False
         # Other boxes may ask for a state before this one's next report, which would then lack the cut.
         self._run.report()
@@ -530,7 +530,7 @@ class Feed:
         return sum(lane.copies for lane in self._lanes)
 
     @property
-    def run(self) -> Run:
+    def run(self) -> OpenRun:
         """Whose batches these are."""
         return self._run
 
@@ -568,4 +568,4 @@ class Feed:
 
 def _never_looked(view: pb.SlotView) -> bool:
     """Its input asked nowhere which worker it is; a worker says so once the first batch is out."""
-    return view.HasField("traits") and not view.traits.looked_at_assignment
+    return view.HasField("capabilities") and not view.capabilities.looked_at_assignment

@@ -6,9 +6,9 @@ penstock.client, and with that torch.
 
 A consumer connects to it as it would to a daemon on its own host, and says in its Hello where the daemon is
 (`target`). From there on the receiver is a producer like any other towards the consumer, except that each batch is
-received from TCP straight into a ring slot, and that the consumer's acks travel on to the sender. One lane is one state
-machine, one thread serves them all, and nothing in it waits for one socket: a receiver that waited for the network deaf
-to its consumer would stop the credits, and then all wait for ever.
+received from TCP straight into a ring entry, and that the consumer's acks travel on to the sender. One lane is one
+state machine, one thread serves them all, and nothing in it waits for one socket: a receiver that waited for the
+network deaf to its consumer would stop the credits, and then all wait for ever.
 
 Flow control is the ring: no free slot, no reading from TCP, until the consumer releases one. A small batch is copied
 out of the receive buffer (one receive for many); a large one is received into its slot, with what comes behind it
@@ -26,7 +26,7 @@ accept ours, is an error, not a lost connection: trying again would not help.
 Ends. Connection lost or refused: what has come whole is handed on, then the consumer's socket just ends, and it
 knows to come back. Only what the daemon says, or a stream that cannot be what it claims, reaches the consumer as an
 ERROR frame. Consumer gone: its last acks go out, then the TCP connection is closed. The process leaves when the
-process of `--lifeline-pid` does.
+process of `--parent-pid` does.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ from penstock.proto.lane.frames import (
     STRUCTURE,
     Ack,
     Frame,
-    Pieces,
+    StructurePieces,
     check_peer,
     read_frame,
 )
-from penstock.proto.lane.producer import Producer, Slab
+from penstock.proto.lane.producer import FreeEntry, Producer
 from penstock.proto.lane.ring import BOX_BYTES, PAGE, RingBudget
 from penstock.proto.lane.tls_socket import TlsSocket, check_damage, connect_tls
 from penstock.proto.rpc.tls import Renewing, Tls, explain, host_of, load_tls
@@ -96,10 +96,10 @@ Connection = socket.socket | OSError | PenstockError
 """What came of a try to connect."""
 
 
-class Lane:
+class ReceiverLane:
     """One consumer, one TCP connection, one ring between them."""
 
-    def __init__(self, loop: Loop, sock: socket.socket, max_batch_bytes: int) -> None:
+    def __init__(self, loop: ReceiverLoop, sock: socket.socket, max_batch_bytes: int) -> None:
         sock.setblocking(False)
         self.deadline = time.monotonic() + HELLO_S
         self.over = False
@@ -116,11 +116,11 @@ class Lane:
         self._producer.on_ack = self._relay
         self._greeted = False
         self._ended = False  # nothing more will be read from TCP
-        self._inbox = tcp.Inbox()
+        self._inbox = tcp.SealedInbox()
         self._out: deque[bytes | memoryview] = deque()  # hello and acks on their way to the sender
         self._frame = Frame()  # the one read last
-        self._waiting = False  # `_frame` is a batch that waits for a ring slot
-        self._slab: Slab | None = None  # where its payload goes
+        self._waiting = False  # `_frame` is a batch that waits for a ring entry
+        self._slab: FreeEntry | None = None  # where its payload goes
         self._target: memoryview | None = None  # what of the payload is still to come
         self._unpackers: dict[int, Unpacker] = {}  # of the codecs that the consumer asked for
         self._unpacker: Unpacker | None = None  # of the payload that comes in, if it is compressed
@@ -130,7 +130,7 @@ class Lane:
         self._wake_at = 1  # bytes that must have come before TCP counts as readable
         self._limit = 1 << 20  # bytes of one receive into the buffer
         self._slot_bytes: dict[int, int] = {}  # of the sender's rings
-        self._pieces = Pieces()
+        self._pieces = StructurePieces()
         loop.watch(self, self._consumer_fd, select.EPOLLIN)
 
     def on_event(self, fd: int, events: int) -> None:
@@ -235,7 +235,7 @@ class Lane:
         self.end(error.message)
 
     def _receive(self) -> None:
-        """Read TCP until it has no more, its turn is over, or no ring slot is free."""
+        """Read TCP until it has no more, its turn is over, or no ring entry is free."""
         sock, inbox = self._tcp, self._inbox
         if sock is None or self._ended:
             return
@@ -280,7 +280,7 @@ class Lane:
         return self._producer.crowded
 
     def _work_through(self) -> bool:
-        """Publish and learn what has arrived. False if a batch waits for a ring slot."""
+        """Publish and learn what has arrived. False if a batch waits for a ring entry."""
         inbox, producer = self._inbox, self._producer
         while True:
             if self._waiting and not self._open_slot():
@@ -307,8 +307,10 @@ class Lane:
                 self._check_claims(frame)
                 self._waiting = True
             elif kind == RING:
-                self._slot_bytes[frame.ring] = frame.slot_bytes
-                producer.ring_bytes = min(frame.slot_bytes * frame.slots, BOX_BYTES)  # a ring as large as the sender's
+                self._slot_bytes[frame.ring] = frame.entry_bytes
+                producer.ring_bytes = min(
+                    frame.entry_bytes * frame.entries, BOX_BYTES
+                )  # a ring as large as the sender's
                 if len(self._slot_bytes) > MAX_RINGS:
                     del self._slot_bytes[min(self._slot_bytes)]
             elif kind == STRUCTURE:
@@ -353,7 +355,7 @@ class Lane:
         """A slot for the batch in `_frame`, as large as the sender's, so that the rings grow alike."""
         frame, producer = self._frame, self._producer
         size = frame.nbytes + 8 * frame.size
-        if frame.cut < producer.cuts:
+        if frame.abandons < producer.abandons:
             self._unwanted = (frame.wire if frame.codec else size) + tcp.CHECK_BYTES * tcp.is_checked(frame)
         else:
             slab = producer.reserve(self._slot_bytes[frame.ring])
@@ -372,7 +374,7 @@ class Lane:
 
     def _unpack(self, unpacker: Unpacker) -> None:
         """What `_target` asked for of a compressed payload has come."""
-        if self._frame.cut < self._producer.cuts:  # the pass was left while it came in: spare the work
+        if self._frame.abandons < self._producer.abandons:  # the epoch was left while it came in: spare the work
             assert self._slab is not None
             self._producer.return_unused(self._slab)
             self._unwanted = unpacker.left + tcp.CHECK_BYTES
@@ -392,8 +394,8 @@ class Lane:
         """The batch in `_frame` is in its slot."""
         slab, self._slab, self._whole = self._slab, None, False
         assert slab is not None
-        if self._frame.cut < self._producer.cuts:
-            self._producer.return_unused(slab)  # the pass was left while it came in
+        if self._frame.abandons < self._producer.abandons:
+            self._producer.return_unused(slab)  # the epoch was left while it came in
         else:
             self._producer.forward(slab, self._frame, more=True)  # `_settle` flushes
 
@@ -442,31 +444,31 @@ class Lane:
             self._loop.watch(self, self._tcp_fd, (select.EPOLLIN if reading else 0) | (select.EPOLLOUT if out else 0))
 
 
-class Loop:
+class ReceiverLoop:
     """One thread, one epoll, all lanes."""
 
-    def __init__(self, name: str, lifeline_pid: int, max_batch_bytes: int, tls: Tls | None = None) -> None:
-        self.again: set[Lane] = set()
+    def __init__(self, name: str, parent_pid: int, max_batch_bytes: int, tls: Tls | None = None) -> None:
+        self.again: set[ReceiverLane] = set()
         """Lanes that have something to read which epoll does not know of."""
         self.dialer = Dialer()
         self.rings = RingBudget()
         self._files = None if tls is None else Renewing(tls)
         self._max_batch_bytes = max_batch_bytes
         self._epoll = select.epoll()
-        self._watched: dict[int, tuple[int, Lane]] = {}
-        self._lanes: set[Lane] = set()
-        self._lifeline = os.pidfd_open(lifeline_pid)
+        self._watched: dict[int, tuple[int, ReceiverLane]] = {}
+        self._lanes: set[ReceiverLane] = set()
+        self._parent_watch = os.pidfd_open(parent_pid)
         self._arrived: deque[tuple[Callable[[Connection], None], Connection]] = deque()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         self._listener.bind("\0" + name)
         self._listener.listen(64)
-        self._epoll.register(self._lifeline, select.EPOLLIN)
+        self._epoll.register(self._parent_watch, select.EPOLLIN)
         self._epoll.register(self._wake, select.EPOLLIN)
         self._epoll.register(self._listener, select.EPOLLIN)
 
     def run(self) -> None:
-        """Serve until the lifeline's process is gone."""
+        """Serve until the parent watch's process is gone."""
         special = {self._wake: self._take_connections, self._listener.fileno(): self._accept}
         while True:
             soonest = min((lane.deadline for lane in self._lanes), default=NEVER)
@@ -474,7 +476,7 @@ class Loop:
             if self.again:
                 timeout = 0
             for fd, events in self._epoll.poll(timeout):
-                if fd == self._lifeline:
+                if fd == self._parent_watch:
                     return
                 if fd in special:
                     special[fd]()
@@ -494,10 +496,10 @@ class Loop:
             lane.end("the receiver ends")
         self._listener.close()
         self._epoll.close()
-        os.close(self._lifeline)
+        os.close(self._parent_watch)
         os.close(self._wake)
 
-    def watch(self, lane: Lane, fd: int, mask: int) -> None:
+    def watch(self, lane: ReceiverLane, fd: int, mask: int) -> None:
         """Tell the lane of these events from now on; a mask of 0 means of nothing, not even that the peer hung up."""
         before = self._watched.get(fd)
         if before is None:
@@ -512,7 +514,7 @@ class Loop:
             self._epoll.modify(fd, mask)
             self._watched[fd] = (mask, lane)
 
-    def forget(self, lane: Lane, *fds: int) -> None:
+    def forget(self, lane: ReceiverLane, *fds: int) -> None:
         """A lane is over."""
         self._lanes.discard(lane)
         for fd in fds:
@@ -569,15 +571,15 @@ class Loop:
             _log.warning("a connection was refused: %s", error)
             sock.close()
             return
-        self._lanes.add(Lane(self, sock, self._max_batch_bytes))
+        self._lanes.add(ReceiverLane(self, sock, self._max_batch_bytes))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Receives batches from other hosts into rings of this one.")
-    parser.add_argument("--lifeline-pid", type=int, required=True, help="leave when this process is gone")
+    parser.add_argument("--parent-pid", type=int, required=True, help="leave when this process is gone")
     parser.add_argument("--ready-fd", type=int, required=True, help="write a byte here once listening")
     parser.add_argument("--name", required=True, help="abstract Unix socket to listen on, without the leading NUL")
-    parser.add_argument("--max-batch-bytes", type=int, default=1 << 30, help="refuse larger ring slots")
+    parser.add_argument("--max-batch-bytes", type=int, default=1 << 30, help="refuse larger ring entries")
     for what in ("ca", "cert", "key", "name"):
         parser.add_argument(
             f"--tls-{what}", default="", help="for the connections to workers: see penstock.proto.rpc.tls"
@@ -590,9 +592,9 @@ def main() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     try:
         tls = load_tls(given.tls_ca, given.tls_cert, given.tls_key, given.tls_name)
-        loop = Loop(given.name, given.lifeline_pid, given.max_batch_bytes, tls)
+        loop = ReceiverLoop(given.name, given.parent_pid, given.max_batch_bytes, tls)
     except ProcessLookupError:
-        return  # the lifeline's process is gone already
+        return  # the parent watch's process is gone already
     os.write(given.ready_fd, b"\n")
     os.close(given.ready_fd)
     loop.run()

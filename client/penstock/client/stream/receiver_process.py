@@ -28,7 +28,7 @@ does by default, took more than half of the receiver's time with lz4: 9.5 ms for
 class Receiver:
     """The receiver of this process. `start` as often as you like: it only starts one that is not running.
 
-    max_batch_bytes: ring slots larger than this are refused.
+    max_batch_bytes: ring entries larger than this are refused.
     tls: for the connections to workers; None: they are plain.
     """
 
@@ -46,17 +46,17 @@ class Receiver:
         process = self._process
         return process.pid if process is not None and process.poll() is None else None
 
-    def start(self, lifeline: int | None = None) -> str:
+    def start(self, parent_watch: int | None = None) -> str:
         """The name to connect to (`lane.connect_local`), of a receiver that listens.
 
-        lifeline: the pid with whose end the receiver leaves, by default this process's.
+        parent watch: the pid with whose end the receiver leaves, by default this process's.
 
         Raises DeadlineError or PenstockError if none can be started.
         """
         with self._lock:
             if self.pid is None:
                 self._end()
-                self._spawn(os.getpid() if lifeline is None else lifeline)
+                self._spawn(os.getpid() if parent_watch is None else parent_watch)
             return self.name
 
     def stop(self) -> None:
@@ -64,14 +64,14 @@ class Receiver:
         with self._lock:
             self._end()
 
-    def _spawn(self, lifeline: int) -> None:
+    def _spawn(self, parent_watch: int) -> None:
         name = f"penstock-receiver-{os.getpid()}-{secrets.token_hex(8)}"
         read, write = os.pipe2(os.O_CLOEXEC)
         try:
             self._process = subprocess.Popen(
                 [
                     *by_path(RECEIVER),
-                    *("--lifeline-pid", str(lifeline), "--ready-fd", str(write), "--name", name),
+                    *("--parent-pid", str(parent_watch), "--ready-fd", str(write), "--name", name),
                     *("--max-batch-bytes", str(self.max_batch_bytes)),
                     *self._tls_arguments(),
                 ],

@@ -229,7 +229,7 @@ class WorkerSettings(Section):
         description="Seconds that the interpreter of a run's runners may take to start, a tenth of them without asking "
         "for a CPU core; then it is killed, and another one starts.",
     )
-    pulse_file: FilePath = Field(
+    liveness_file: FilePath = Field(
         "",
         description="File to write at each heartbeat, by which `python -m penstock.deploy.probe` knows that this "
         "worker makes progress (default: none).",

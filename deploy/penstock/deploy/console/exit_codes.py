@@ -51,7 +51,7 @@ INTERRUPTED = 130
 
 
 @dataclass(frozen=True)
-class Code:
+class ExitCode:
     """One exit code. `errors`: the classes of penstock.proto.errors that end with it."""
 
     number: int
@@ -60,77 +60,77 @@ class Code:
 
 
 CODES = (
-    Code(0, "done; daemons: ended as they were told to"),
-    Code(BUG, "unexpected: a bug in Penstock, its traceback is shown"),
-    Code(
+    ExitCode(0, "done; daemons: ended as they were told to"),
+    ExitCode(BUG, "unexpected: a bug in Penstock, its traceback is shown"),
+    ExitCode(
         USAGE,
         "usage: a flag, variable or argument that cannot be meant",
         ("InvalidArgumentError", "BoxOutOfRangeError"),
     ),
-    Code(3, "a certificate that cannot be used or is not trusted, or TLS at one end only", ("TlsError",)),
-    Code(
+    ExitCode(3, "a certificate that cannot be used or is not trusted, or TLS at one end only", ("TlsError",)),
+    ExitCode(
         UNSAID,
         "another error of Penstock, or standard output cannot be written",
         ("PenstockError", "ProtocolError", "ForkedProcessError", "AmbiguousContextError"),
     ),
-    Code(
+    ExitCode(
         11,
         "the coordinator cannot be reached, or is asked for too much",
         ("CoordinatorUnavailableError", "OverloadedError"),
     ),
-    Code(
+    ExitCode(
         12,
         "the token is missing, unreadable, wrong, or of another role",
         ("AuthenticationError", "NotPermittedError"),
     ),
-    Code(PORT_TAKEN, "the address to listen on is in use", ("PortTakenError",)),
-    Code(14, "the coordinator's state on disk cannot be read or written", ("JournalError",)),
-    Code(15, "the two ends are of different releases", ("VersionSkewError",)),
-    Code(16, "refused to listen beyond this machine without TLS (see --insecure)", ("UnsafeBindError",)),
-    Code(17, "a wait ran out", ("DeadlineError", "NoWorkersError")),
-    Code(
+    ExitCode(PORT_TAKEN, "the address to listen on is in use", ("PortTakenError",)),
+    ExitCode(14, "the coordinator's state on disk cannot be read or written", ("JournalError",)),
+    ExitCode(15, "the two ends are of different releases", ("VersionSkewError",)),
+    ExitCode(16, "refused to listen beyond this machine without TLS (see --insecure)", ("UnsafeBindError",)),
+    ExitCode(17, "a wait ran out", ("DeadlineError", "NoWorkersError")),
+    ExitCode(
         18,
         "no such run or worker, or it is not what was asked for",
-        ("UnknownRunError", "UnknownWorkerError", "SupersededError", "BoxTakenError", "RunShapeError"),
+        ("UnknownRunError", "UnknownWorkerError", "SupersededError", "BoxTakenError", "TopologyError"),
     ),
-    Code(
+    ExitCode(
         19,
         "a worker or lane was lost, or damages what it brings",
         ("WorkerLostError", "LaneLostError", "LaneClosedError", "BatchCorruptError"),
     ),
-    Code(20, "no state can be had for this step", ("StateUnavailableError",)),
-    Code(21, "the loader cannot be saved", ("NotRestartableError", "UnsupportedStateError")),
-    Code(
+    ExitCode(20, "no state can be had for this step", ("StateUnavailableError",)),
+    ExitCode(21, "the loader cannot be saved", ("NotRestartableError", "UnsupportedStateError")),
+    ExitCode(
         22,
         "a state is damaged, too new, or another loader's",
         ("StateCorruptError", "StateVersionError", "StateMismatchError"),
     ),
-    Code(
+    ExitCode(
         23,
         "a checkpoint that is not there, or cannot be written or read",
         ("CheckpointError", "CheckpointNotFoundError"),
     ),
-    Code(24, "a checkpoint is damaged", ("CheckpointCorruptError",)),
-    Code(
+    ExitCode(24, "a checkpoint is damaged", ("CheckpointCorruptError",)),
+    ExitCode(
         25,
         "input_fn or its loader raised, cannot be found, or is not allowed",
         ("InputFnError", "InputFnNotFoundError", "InputFnNotAllowedError"),
     ),
-    Code(
+    ExitCode(
         26,
         "a batch that cannot be sent, or no batch at all",
         ("UnsupportedLeafError", "StructureChangedError", "BatchTooLargeError", "EmptyInputError"),
     ),
-    Code(27, "a runner holds more memory than its worker allows", ("MemoryLimitError",)),
-    Code(
+    ExitCode(27, "a runner holds more memory than its worker allows", ("MemoryLimitError",)),
+    ExitCode(
         28,
         "a dataset that cannot be fetched or read",
         ("DatasetError", "ShardCorruptError", "ShardUnavailableError"),
     ),
-    Code(DIFFERS, "a restored loader yields other batches", ("ReplayMismatchError",)),
-    Code(CANNOT_SAVE, "doctor: streams well, but cannot be saved as it is"),
-    Code(UNFIT, "doctor: this machine or this cluster has a problem, which is named"),
-    Code(INTERRUPTED, "interrupted (Ctrl-C); `penstock up`: told to end while it started"),
+    ExitCode(DIFFERS, "a restored loader yields other batches", ("ReplayMismatchError",)),
+    ExitCode(CANNOT_SAVE, "doctor: streams well, but cannot be saved as it is"),
+    ExitCode(UNFIT, "doctor: this machine or this cluster has a problem, which is named"),
+    ExitCode(INTERRUPTED, "interrupted (Ctrl-C); `penstock up`: told to end while it started"),
 )
 
 _CODE_OF = {name: code.number for code in CODES for name in code.errors}

@@ -42,12 +42,12 @@ __all__ = [
     "Debug",
     "Drain",
     "Lease",
-    "LifelinePid",
+    "LivenessFile",
     "LogFormat",
     "Name",
     "NoCage",
     "Otel",
-    "PulseFile",
+    "ParentPid",
     "ReadyFile",
     "RunnerMemory",
     "RunnerProcesses",
@@ -106,7 +106,7 @@ RunnerProcesses = Annotated[int | None, option(WorkerSettings, "runner_processes
 NoCage = Annotated[bool | None, option(WorkerSettings, "no_cage")]
 NoGroups = Annotated[bool | None, option(WorkerSettings, "no_groups")]
 RunnerMemory = Annotated[str | None, option(WorkerSettings, "runner_memory", "SIZE")]
-PulseFile = Annotated[str | None, option(WorkerSettings, "pulse_file", "PATH")]
+LivenessFile = Annotated[str | None, option(WorkerSettings, "liveness_file", "PATH")]
 Name = Annotated[str | None, option(WorkerSettings, "name", "NAME")]
 WorkerHttp = Annotated[str | None, option(WorkerSettings, "http", "HOST:PORT")]
 Drain = Annotated[float | None, option(WorkerSettings, "drain", "SECONDS")]
@@ -155,10 +155,10 @@ ReadyFile = Annotated[
         help="File to write the line to that is printed once this is ready, for scripts.",
     ),
 ]
-LifelinePid = Annotated[
+ParentPid = Annotated[
     int | None,
     typer.Option(
-        "--lifeline-pid",
+        "--parent-pid",
         metavar="PID",
         min=1,
         hidden=True,  # for programs that start this as their child

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock.deploy.console.signals import raised
-from penstock.deploy.engines.engine import Fleet, Plan
-from penstock.deploy.engines.fleet_folder import Folder, Identity
+from penstock.deploy.engines.engine import Fleet, FleetPlan
+from penstock.deploy.engines.fleet_folder import FleetFolder, FleetIdentity
 from penstock.deploy.engines.local import LocalEngine
 from penstock.proto.errors import WorkerLostError
 from penstock.proto.rpc.calls import CoordinatorClient
@@ -80,11 +80,11 @@ class _Demo:
             reply = client.status()
         slots = [slot for one in reply.runs if one.run == run for box in one.boxes for slot in box.slots]
         self.killed = slots[0].worker
-        record = Folder(Path(self._fleet.folder)).fleet()
+        record = FleetFolder(Path(self._fleet.folder)).fleet()
         assert record is not None
         for daemon in record.about["daemons"]:
             if daemon["name"] == self.killed and daemon["identity"] is not None:
-                Identity(**daemon["identity"]).send(signal.SIGKILL)
+                FleetIdentity(**daemon["identity"]).send(signal.SIGKILL)
                 self._say(f"    step {KILL_AT}: worker {self.killed}, which makes the next batches, is killed")
                 return
         raise WorkerLostError(f"worker {self.killed} had gone before it could be killed")
@@ -155,9 +155,9 @@ def run_demo(as_json: bool) -> int:
 @contextmanager
 def _fleet() -> Iterator[Fleet]:
     with tempfile.TemporaryDirectory(prefix="penstock-demo-") as path:
-        folder = Folder(Path(path) / "fleet")
+        folder = FleetFolder(Path(path) / "fleet")
         folder.make()
-        plan = Plan(
+        plan = FleetPlan(
             engine="local",
             name="demo",
             workers=2,

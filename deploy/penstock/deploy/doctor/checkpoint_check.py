@@ -9,7 +9,7 @@ from typing import Any
 
 from penstock.deploy.console.tables import Table, show, size
 from penstock.proto.errors import CheckpointCorruptError, CheckpointNotFoundError
-from penstock.proto.state.checkpoint_files import Found, checkpoints, damage, leftovers, read_manifest
+from penstock.proto.state.checkpoint_files import FoundCheckpoint, checkpoints, damage, leftovers, read_manifest
 
 __all__ = ["is_path", "show_checkpoints"]
 
@@ -18,7 +18,7 @@ __all__ = ["is_path", "show_checkpoints"]
 class Verified:
     """A checkpoint, and what is wrong with it."""
 
-    found: Found
+    found: FoundCheckpoint
     wrong: list[str]
 
 
@@ -54,14 +54,14 @@ def show_checkpoints(path: Path, as_json: bool) -> int:
     return 0
 
 
-def _at(path: Path) -> list[Found]:
+def _at(path: Path) -> list[FoundCheckpoint]:
     if not path.is_dir():
         raise CheckpointNotFoundError(f"{path} is no folder")
     try:
         manifest = read_manifest(path)
-        return [Found(manifest.step, path, manifest, "")]
+        return [FoundCheckpoint(manifest.step, path, manifest, "")]
     except CheckpointCorruptError as error:
-        return [Found(-1, path, None, error.message)]
+        return [FoundCheckpoint(-1, path, None, error.message)]
     except CheckpointNotFoundError:
         found = checkpoints(path)
         if not found:
@@ -71,7 +71,7 @@ def _at(path: Path) -> list[Found]:
         return found
 
 
-def _verify(found: Found) -> Verified:
+def _verify(found: FoundCheckpoint) -> Verified:
     if found.manifest is None:
         return Verified(found, [found.damage])
     return Verified(found, list(damage(found.path, found.manifest, contents=True)))

@@ -27,7 +27,7 @@ from penstock.proto.state.allowed_modules import module_of, under
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import lane_pb2
 
-__all__ = ["Job", "check_cluster", "check_lost", "check_skew", "check_slots", "check_version", "check_worker"]
+__all__ = ["JobQuestion", "check_cluster", "check_lost", "check_skew", "check_slots", "check_version", "check_worker"]
 
 CONNECT_S = 3.0
 """Seconds for a TCP connection within a cluster."""
@@ -45,7 +45,7 @@ SKEW_S, FAR_OFF_S = 2.0, 300.0
 
 
 @dataclass(frozen=True)
-class Job:
+class JobQuestion:
     """What the cluster shall do. None: nothing in particular."""
 
     boxes: int | None = None
@@ -55,7 +55,7 @@ class Job:
 
 
 def check_cluster(
-    address: str, load_tls: Callable[[], Tls | None], read_token: Callable[[], str], job: Job
+    address: str, load_tls: Callable[[], Tls | None], read_token: Callable[[], str], job: JobQuestion
 ) -> Iterator[Finding]:
     """All findings, up to the first step on which the rest depends. What the two raise is one of them."""
     try:
@@ -224,7 +224,7 @@ def check_worker(
         if worker.tcp_address and is_local(worker.tcp_address):
             remedy = "It listens on its own machine only: penstock worker --listen ITS-ADDRESS:0 there."
         else:
-            remedy = "Let a firewall pass that port (fix it with --listen HOST:PORT), or give another --listen there."
+            remedy = "Let a firewall epoch that port (fix it with --listen HOST:PORT), or give another --listen there."
         return problem(check, f"{found}, which cannot be reached from here: {error}", remedy)
     if worker.seen_s_ago > quiet_s:
         return warning(
@@ -256,7 +256,7 @@ def check_lost(reply: pb.StatusReply) -> Iterator[Finding]:
         )
 
 
-def check_slots(workers: list[pb.WorkerStatus], job: Job) -> Finding:
+def check_slots(workers: list[pb.WorkerStatus], job: JobQuestion) -> Finding:
     """Whether there is room for a job, on workers that may run it."""
     ready = [worker for worker in workers if worker.live and not worker.draining]
     module = module_of(job.input_fn) if job.input_fn else ""

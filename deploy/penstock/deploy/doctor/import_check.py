@@ -15,21 +15,21 @@ from dataclasses import dataclass
 from penstock.proto.errors import DeadlineError, InvalidArgumentError, PenstockError, error_named
 from penstock.worker.processes.user_path import interpreter
 
-__all__ = ["Imported", "main", "try_import"]
+__all__ = ["ImportedLoader", "main", "try_import"]
 
 TRACEBACK = 8 << 10
 """Characters: with the message, less than a pipe holds, for nobody reads before the end."""
 
 
 @dataclass(frozen=True)
-class Imported:
+class ImportedLoader:
     """It can be."""
 
     file: str
     """Of the module."""
 
 
-def try_import(input_fn: str, deadline_s: float) -> Imported:
+def try_import(input_fn: str, deadline_s: float) -> ImportedLoader:
     """Import "module:name" and look the name up.
 
     Raises what a worker would raise: InputFnNotFoundError, InputFnError with the traceback; DeadlineError.
@@ -65,7 +65,7 @@ def try_import(input_fn: str, deadline_s: float) -> Imported:
     found = json.loads(said)
     if "error" in found:
         raise error_named(**found["error"])
-    return Imported(found["file"])
+    return ImportedLoader(found["file"])
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """`penstock doctor`: can this loader be saved and resumed exactly, and how? Found out before a run, by doing it.
 
 The loader is streamed with a snapshot after every batch, and restored in fresh processes early, in the middle, late, at
-the end of its first pass and at the start of its passes. What comes next is compared, batch by batch, with what came
+the end of its first epoch and at the start of its epochs. What comes next is compared, batch by batch, with what came
 then. That proves one generation, so chains follow: a state is taken from the restored loader and restored in the next
 process, and once more. A four-method loader whose own states are only its own goes the way of launches: all workers'
 states are aggregated, deaggregated in the processes of a next launch, streamed from, and saved again.
@@ -20,17 +20,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.deploy.console.exit_codes import CANNOT_SAVE, DIFFERS
-from penstock.deploy.doctor.trial_process import Ward
+from penstock.deploy.doctor.trial_process import TrialProcesses
 from penstock.proto.errors import DeadlineError, InvalidArgumentError, PenstockError
 from penstock.worker.loader.crossing_kinds import REPLAY as REWOUND
 
 __all__ = [
     "REPLAY",
     "STATE",
-    "Check",
-    "Diagnosis",
-    "Patient",
-    "Question",
+    "ExaminedLoader",
+    "LoaderCheck",
+    "LoaderQuestion",
+    "LoaderReport",
     "examine",
     "examine_in",
     "json_option",
@@ -41,13 +41,13 @@ STATE, METHODS, REPLAY = "state", "methods", "replay"
 """How a loader is saved: by its own state; by its aggregate and deaggregate; or by counting batches from a place that
 is proven, and replaying them."""
 COMPARED = 8
-"""Batches and ends of passes after which the next generation's state is taken."""
+"""Batches and ends of epochs after which the next generation's state is taken."""
 _WHERE = {
     "start": "from the start, by replay",
     "early": "after batch {total}",
     "mid": "after batch {total}",
-    "end": "after batch {total}, the last of its pass",
-    "second pass": "at the start of the next pass (batch {total} done)",
+    "end": "after batch {total}, the last of its epoch",
+    "second epoch": "at the start of the next epoch (batch {total} done)",
     "late": "after batch {total}",
     "resume": "after batch {total}, by aggregate and deaggregate",
     "uneven": "after batch {total}, by aggregate and deaggregate, the others one batch behind",
@@ -55,12 +55,12 @@ _WHERE = {
 GENERATIONS = 3
 """Restores one after the other, each from a state that the loader before gave which was itself restored."""
 _CHAINED = ("early", "end")
-"""Snapshots from which such a chain goes out: within the first pass, and over its end."""
+"""Snapshots from which such a chain goes out: within the first epoch, and over its end."""
 _AGAIN = ("", ", saved by a loader that was restored", ", saved by one that was restored twice")
 
 
 @dataclass(frozen=True)
-class Question:
+class LoaderQuestion:
     """What to examine."""
 
     input_fn: str
@@ -106,14 +106,14 @@ def json_option(option: str, text: str, kind: type) -> Any:
 
 
 @dataclass
-class Check:
+class LoaderCheck:
     """One restore."""
 
     where: str
     total: int
     """Batches of this worker before it."""
     snapshot: bool
-    """From a worker's own state_dict(), and not from the start of a pass or by aggregate and deaggregate."""
+    """From a worker's own state_dict(), and not from the start of an epoch or by aggregate and deaggregate."""
     generation: int = 1
     """How many loaders were restored one after the other."""
     exact: bool = True
@@ -121,108 +121,116 @@ class Check:
     """The first batch that is another one."""
     what: str = ""
     from_beginning: bool = False
-    """It came over the end of its pass only with a loader that was streamed from the beginning again."""
+    """It came over the end of its epoch only with a loader that was streamed from the beginning again."""
     traceback: str = ""
     """Of user code that raised in this process."""
 
 
 @dataclass
-class Patient:
+class ExaminedLoader:
     """One worker's loader, and what was found of it."""
 
     slot: int
-    traits: dict[str, Any]
+    capabilities: dict[str, Any]
     streamed: dict[str, Any]
     """As penstock.deploy.doctor.loader_trials tells: events, looked_at, samples, unsaved, state_bytes, batch_ms,
     snapshot_ms."""
-    bases: dict[str, tuple[int, bool, bytes]]
-    """Name -> (total, whether it is the start of a pass, encoded)."""
-    checks: list[Check] = field(default_factory=list)
+    points: dict[str, tuple[int, bool, bytes]]
+    """Name -> (total, whether it is the start of an epoch, encoded)."""
+    checks: list[LoaderCheck] = field(default_factory=list)
 
-    def events_after(self, total: int, *, origin: bool) -> list[list[Any]]:
-        """What came after `total` batches. The end of the pass before, if this is the start of a pass, does not."""
+    def events_after(self, total: int, *, epoch_start: bool) -> list[list[Any]]:
+        """What came after `total` batches. The end of the epoch before, if this is the start of an epoch, does not."""
         events: list[list[Any]] = self.streamed["events"]
         start = next(
             (i for i, event in enumerate(events) if event[1] > total or (event[1] == total and event[2] is None)),
             len(events),
         )
         at_end = start < len(events) and events[start][2] is None
-        return events[start + 1 :] if origin and total and at_end else events[start:]
+        return events[start + 1 :] if epoch_start and total and at_end else events[start:]
 
 
 @dataclass
-class Diagnosis:
+class LoaderReport:
     """All that was found, and what it means."""
 
-    question: Question
-    patients: list[Patient]
+    question: LoaderQuestion
+    examined_loaders: list[ExaminedLoader]
     code: int
     verdict: str
     warnings: list[str]
 
 
-def examine(question: Question) -> Diagnosis:
+def examine(question: LoaderQuestion) -> LoaderReport:
     """Run all checks. Raises what the loader raised before it could be examined."""
     question.fields(0)
-    with Ward(question.seed, question.deadline_s) as ward:
-        return examine_in(ward, question)
+    with TrialProcesses(question.seed, question.deadline_s) as trials:
+        return examine_in(trials, question)
 
 
-def examine_in(ward: Ward, question: Question) -> Diagnosis:
+def examine_in(trials: TrialProcesses, question: LoaderQuestion) -> LoaderReport:
     """The same in a ward that is there already, with its deadline."""
-    patients = [_streamed(ward, question, slot) for slot in range(question.workers)]
-    for patient in patients:
-        for name in _restored(patient):
-            _chain(ward, question, patient, name)
-    if _saves(patients[0]) and patients[0].traits["state_methods"] == 4:
-        _launches(ward, question, patients)
-    code, verdict = _verdict(question, patients)
-    return Diagnosis(question, patients, code, verdict, list(_warnings(question, patients)))
+    examined_loaders = [_streamed(trials, question, slot) for slot in range(question.workers)]
+    for examined in examined_loaders:
+        for name in _restored(examined):
+            _chain(trials, question, examined, name)
+    if _saves(examined_loaders[0]) and examined_loaders[0].capabilities["state_methods"] == 4:
+        _launches(trials, question, examined_loaders)
+    code, verdict = _verdict(question, examined_loaders)
+    return LoaderReport(question, examined_loaders, code, verdict, list(_warnings(question, examined_loaders)))
 
 
-def _saves(patient: Patient) -> bool:
+def _saves(examined: ExaminedLoader) -> bool:
     """It has snapshots to restore."""
-    traits = patient.traits
-    return bool(traits["state_methods"]) and not traits["not_restartable"] and not patient.streamed["unsaved"]
+    capabilities = examined.capabilities
+    return (
+        bool(capabilities["state_methods"]) and not capabilities["not_restartable"] and not examined.streamed["unsaved"]
+    )
 
 
-def _by_own_methods(patient: Patient) -> bool:
+def _by_own_methods(examined: ExaminedLoader) -> bool:
     """Its load_state_dict takes only what its deaggregate_state_dict returned."""
-    return bool(patient.traits["state_methods"] == 4 and not patient.traits["loads_own_state"])
+    return bool(examined.capabilities["state_methods"] == 4 and not examined.capabilities["loads_own_state"])
 
 
-def _restored(patient: Patient) -> Iterator[str]:
+def _restored(examined: ExaminedLoader) -> Iterator[str]:
     """Names of the bases that are restored; not one twice."""
-    end = patient.bases.get("end", (0, False, b""))[0]
-    for name, (total, origin, _) in patient.bases.items():
-        alone = _saves(patient) and not _by_own_methods(patient)
-        if name == "start" or (alone and (name in _CHAINED or origin or total != end)):
+    end = examined.points.get("end", (0, False, b""))[0]
+    for name, (total, epoch_start, _) in examined.points.items():
+        alone = _saves(examined) and not _by_own_methods(examined)
+        if name == "start" or (alone and (name in _CHAINED or epoch_start or total != end)):
             yield name
 
 
-def _streamed(ward: Ward, question: Question, slot: int) -> Patient:
+def _streamed(trials: TrialProcesses, question: LoaderQuestion, slot: int) -> ExaminedLoader:
     what = f"streaming {question.batches} batches of {question.input_fn}, worker {slot}"
-    answer = ward.ask(what, "stream", **question.fields(slot), batches=question.batches)
-    bases = {
-        message.fields["name"]: (message.fields["total"], message.fields["origin"], message.payload)
+    answer = trials.ask(what, "stream", **question.fields(slot), batches=question.batches)
+    points = {
+        message.fields["name"]: (message.fields["total"], message.fields["epoch_start"], message.payload)
         for message in answer
-        if message.kind == "base"
+        if message.kind == "point"
     }
     found = dict(answer.done.fields)
-    return Patient(slot, found.pop("traits"), found, bases)
+    return ExaminedLoader(slot, found.pop("capabilities"), found, points)
 
 
 def _ask(
-    ward: Ward, question: Question, patient: Patient, check: Check, task: str, parts: Sequence[bytes], **fields: Any
+    trials: TrialProcesses,
+    question: LoaderQuestion,
+    examined: ExaminedLoader,
+    check: LoaderCheck,
+    task: str,
+    parts: Sequence[bytes],
+    **fields: Any,
 ) -> bytes | None:
     """Have a base restored, and note whether what comes next is what came then. Returns the next generation's base."""
-    patient.checks.append(check)
+    examined.checks.append(check)
     try:
-        answer = ward.ask(
-            f"restoring {question.input_fn} {check.where}, worker {patient.slot}",
+        answer = trials.ask(
+            f"restoring {question.input_fn} {check.where}, worker {examined.slot}",
             task,
             parts,
-            **question.fields(patient.slot),
+            **question.fields(examined.slot),
             **fields,
         )
     except DeadlineError:
@@ -231,32 +239,32 @@ def _ask(
         check.exact, check.what, check.traceback = False, error.message, error.remote_traceback
         return None
     done = answer.done.fields
-    check.from_beginning = done.get("rewinds") == REWOUND
+    check.from_beginning = done.get("crossing") == REWOUND
     if not done["same"]:
         check.exact, check.differs, check.what = False, done["differs"], done["what"]
-    return next((message.payload for message in answer if message.kind == "base"), None)
+    return next((message.payload for message in answer if message.kind == "point"), None)
 
 
-def _chain(ward: Ward, question: Question, patient: Patient, name: str) -> None:
+def _chain(trials: TrialProcesses, question: LoaderQuestion, examined: ExaminedLoader, name: str) -> None:
     """Restore one of the patient's bases, and where a chain goes out from it, what the restored loader gives."""
-    total, origin, data = patient.bases[name]
+    total, epoch_start, data = examined.points[name]
     last = GENERATIONS if name in _CHAINED else 1
     for generation in range(1, last + 1):
-        events = patient.events_after(total, origin=origin)
+        events = examined.events_after(total, epoch_start=epoch_start)
         if generation > 1 and not events:
             return
         until = _up_to_a_batch(events[:COMPARED])
         where = _WHERE[name].format(total=total) if generation == 1 else f"after batch {total}{_AGAIN[generation - 1]}"
-        check = Check(where, total, not origin, generation)
+        check = LoaderCheck(where, total, not epoch_start, generation)
         then = [until[-1][1], until[-1][1] * question.workers] if generation < last and until else None
-        following = _ask(ward, question, patient, check, "check", [data], events=events, then=then)
+        following = _ask(trials, question, examined, check, "check", [data], events=events, then=then)
         if following is None or then is None or not check.exact:
             return
-        total, origin, data = then[0], False, following
+        total, epoch_start, data = then[0], False, following
 
 
 def _up_to_a_batch(events: list[list[Any]]) -> list[list[Any]]:
-    """Without ends of passes behind the last batch: no state is taken there."""
+    """Without ends of epochs behind the last batch: no state is taken there."""
     while events and events[-1][2] is None:
         events = events[:-1]
     return events
@@ -265,20 +273,25 @@ def _up_to_a_batch(events: list[list[Any]]) -> list[list[Any]]:
 # ---- launches, by the loader's own aggregate and deaggregate
 
 
-def _launches(ward: Ward, question: Question, patients: list[Patient]) -> None:
-    """One launch after the other, from places that all workers reach in their first pass; and a launch from a step at
+def _launches(trials: TrialProcesses, question: LoaderQuestion, examined_loaders: list[ExaminedLoader]) -> None:
+    """One launch after the other, from places that all workers reach in their first epoch; and a launch from a step at
     which the workers do not have equally many batches."""
-    if _within_first_pass(patients[0], "uneven"):
-        one, others = patients[0].bases["uneven"], [patient.bases["early"] for patient in patients[1:]]
-        states = [base[2] for base in (one, *others)]
-        _launch(ward, question, patients, "uneven", [base[0] for base in (one, *others)], states, 1)
+    if _within_first_epoch(examined_loaders[0], "uneven"):
+        one, others = (
+            examined_loaders[0].points["uneven"],
+            [examined.points["early"] for examined in examined_loaders[1:]],
+        )
+        states = [point[2] for point in (one, *others)]
+        _launch(trials, question, examined_loaders, "uneven", [point[0] for point in (one, *others)], states, 1)
     for name in ("early", "mid"):
-        if not all(_within_first_pass(patient, name) for patient in patients):
+        if not all(_within_first_epoch(examined, name) for examined in examined_loaders):
             continue
-        total, parts = patients[0].bases[name][0], [patient.bases[name][2] for patient in patients]
-        last = GENERATIONS if _by_own_methods(patients[0]) and name in _CHAINED else 1
+        total, parts = examined_loaders[0].points[name][0], [examined.points[name][2] for examined in examined_loaders]
+        last = GENERATIONS if _by_own_methods(examined_loaders[0]) and name in _CHAINED else 1
         for generation in range(1, last + 1):
-            following = _launch(ward, question, patients, "resume", [total] * len(patients), parts, generation)
+            following = _launch(
+                trials, question, examined_loaders, "resume", [total] * len(examined_loaders), parts, generation
+            )
             total += COMPARED
             if following is None:
                 break
@@ -286,85 +299,88 @@ def _launches(ward: Ward, question: Question, patients: list[Patient]) -> None:
 
 
 def _launch(
-    ward: Ward,
-    question: Question,
-    patients: list[Patient],
+    trials: TrialProcesses,
+    question: LoaderQuestion,
+    examined_loaders: list[ExaminedLoader],
     name: str,
     totals: list[int],
     parts: list[bytes],
     generation: int,
 ) -> list[bytes] | None:
     """Resume all workers from their states after so many batches; returns their states some batches later, if what
-    came was right, and all are within the same pass there."""
+    came was right, and all are within the same epoch there."""
     where = _WHERE[name].format(total=totals[0]) + _AGAIN[generation - 1]
     try:
-        aggregated = ward.ask(
+        aggregated = trials.ask(
             f"aggregate_state_dict() of {question.input_fn}", "aggregate", parts, **question.fields(0)
         ).done.payload
     except DeadlineError:
         raise
     except PenstockError as error:
-        failed = Check(where, totals[0], False, generation, False)
+        failed = LoaderCheck(where, totals[0], False, generation, False)
         failed.what, failed.traceback = error.message, error.remote_traceback
-        patients[0].checks.append(failed)
+        examined_loaders[0].checks.append(failed)
         return None
     step = sum(totals)
     launch = {"step": step, "totals": totals}
     following = []
-    for patient, total, part in zip(patients, totals, parts, strict=True):
-        events = patient.events_after(total, origin=False)[:COMPARED]
-        beyond = patient.events_after(total + COMPARED, origin=False)[:1]
+    for examined, total, part in zip(examined_loaders, totals, parts, strict=True):
+        events = examined.events_after(total, epoch_start=False)[:COMPARED]
+        beyond = examined.events_after(total + COMPARED, epoch_start=False)[:1]
         inside = len(events) == COMPARED and all(event[2] is not None for event in [*events, *beyond])
         goes_on = inside and name == "resume"
-        then = [total + COMPARED, step + COMPARED * len(patients)] if goes_on else None
-        check = Check(where, total, False, generation)
+        then = [total + COMPARED, step + COMPARED * len(examined_loaders)] if goes_on else None
+        check = LoaderCheck(where, total, False, generation)
         data = _ask(
-            ward, question, patient, check, "resume", [part, aggregated], events=events, launch=launch, then=then
+            trials, question, examined, check, "resume", [part, aggregated], events=events, launch=launch, then=then
         )
         following.append(data)
     return [data for data in following if data is not None] if all(following) else None
 
 
-def _within_first_pass(patient: Patient, name: str) -> bool:
-    if name not in patient.bases:
+def _within_first_epoch(examined: ExaminedLoader, name: str) -> bool:
+    if name not in examined.points:
         return False
-    after = patient.events_after(patient.bases[name][0], origin=False)
+    after = examined.events_after(examined.points[name][0], epoch_start=False)
     return bool(after) and after[0][0] == 0 and after[0][2] is not None
 
 
 # ---- what it means
 
 
-def saved_by(question: Question, patients: list[Patient]) -> str | None:
+def saved_by(question: LoaderQuestion, examined_loaders: list[ExaminedLoader]) -> str | None:
     """Return STATE, METHODS or REPLAY; None if it cannot be saved."""
-    traits = patients[0].traits
-    unsaved = any(patient.streamed["unsaved"] for patient in patients)
-    wrong = [check for patient in patients for check in patient.checks if not check.exact]
-    if traits["not_restartable"] or unsaved or any(check.where == _WHERE["start"] for check in wrong):
+    capabilities = examined_loaders[0].capabilities
+    unsaved = any(examined.streamed["unsaved"] for examined in examined_loaders)
+    wrong = [check for examined in examined_loaders for check in examined.checks if not check.exact]
+    if capabilities["not_restartable"] or unsaved or any(check.where == _WHERE["start"] for check in wrong):
         return None
-    if not traits["state_methods"]:
+    if not capabilities["state_methods"]:
         return REPLAY if question.replay else None
-    if _by_own_methods(patients[0]):
+    if _by_own_methods(examined_loaders[0]):
         return METHODS if all(_is_uneven(check) for check in wrong) else REPLAY
     return REPLAY if wrong else STATE
 
 
-def _is_uneven(check: Check) -> bool:
+def _is_uneven(check: LoaderCheck) -> bool:
     return "one batch behind" in check.where
 
 
-def _verdict(question: Question, patients: list[Patient]) -> tuple[int, str]:
-    traits, unsaved = patients[0].traits, next((p.streamed["unsaved"] for p in patients if p.streamed["unsaved"]), "")
-    if traits["not_restartable"]:
-        return CANNOT_SAVE, f"cannot be saved: {traits['not_restartable']}"
+def _verdict(question: LoaderQuestion, examined_loaders: list[ExaminedLoader]) -> tuple[int, str]:
+    capabilities, unsaved = (
+        examined_loaders[0].capabilities,
+        next((p.streamed["unsaved"] for p in examined_loaders if p.streamed["unsaved"]), ""),
+    )
+    if capabilities["not_restartable"]:
+        return CANNOT_SAVE, f"cannot be saved: {capabilities['not_restartable']}"
     if unsaved:
         return CANNOT_SAVE, f"cannot be saved: {unsaved}"
-    wrong = [check for patient in patients for check in patient.checks if not check.exact]
+    wrong = [check for examined in examined_loaders for check in examined.checks if not check.exact]
     if any(check.where == _WHERE["start"] for check in wrong):
-        return DIFFERS, _not_deterministic(traits, wrong[0])
-    if not traits["state_methods"]:
+        return DIFFERS, _not_deterministic(capabilities, wrong[0])
+    if not capabilities["state_methods"]:
         if question.replay:
-            return 0, "can be saved and resumed exactly, by replay from the start of the pass (Appliance(replay=True))"
+            return 0, "can be saved and resumed exactly, by replay from the start of the epoch (Appliance(replay=True))"
         return CANNOT_SAVE, (
             "cannot be saved as it is: it has no state_dict and load_state_dict; give it the methods of "
             "RestartableDataLoader, or ask for saving by replay: Appliance(replay=True), checked by --replay"
@@ -378,15 +394,15 @@ def _verdict(question: Question, patients: list[Patient]) -> tuple[int, str]:
     if wrong and not aggregated:
         return 0, (
             f"can be saved at any step and resumed exactly, by counted replay: {_told(wrong[0])}. So its own state is "
-            "not used, or only where it is proven: a save or a recovery replays the pass from its start, or the run "
+            "not used, or only where it is proven: a save or a recovery replays the epoch from its start, or the run "
             "from its beginning, and takes as long as making those batches. Does it count after its `yield`, prefetch "
             "in the background, count twice once it was restored, or draw what its state leaves out?"
         )
     return 0, "can be saved at any step and resumed exactly"
 
 
-def _not_deterministic(traits: dict[str, Any], check: Check) -> str:
-    what = "it has no state methods, and started" if not traits["state_methods"] else "started"
+def _not_deterministic(capabilities: dict[str, Any], check: LoaderCheck) -> str:
+    what = "it has no state methods, and started" if not capabilities["state_methods"] else "started"
     return (
         f"cannot be resumed: {what} again it yields other batches ({check.what}). Draw random numbers from the seeded "
         "generators of python, numpy and torch, or seed your own from current_assignment().seed; neither from the "
@@ -394,31 +410,33 @@ def _not_deterministic(traits: dict[str, Any], check: Check) -> str:
     )
 
 
-def _told(check: Check) -> str:
+def _told(check: LoaderCheck) -> str:
     return f"restored {check.where}, {check.what}"
 
 
-def _warnings(question: Question, patients: list[Patient]) -> Iterator[str]:
-    digests = [[event[2] for event in patient.streamed["events"] if event[2] is not None] for patient in patients]
-    asked = any(patient.streamed["looked_at"] for patient in patients)
+def _warnings(question: LoaderQuestion, examined_loaders: list[ExaminedLoader]) -> Iterator[str]:
+    digests = [
+        [event[2] for event in examined.streamed["events"] if event[2] is not None] for examined in examined_loaders
+    ]
+    asked = any(examined.streamed["looked_at"] for examined in examined_loaders)
     if question.workers > 1 and (not asked or all(of_one == digests[0] for of_one in digests)):
         why = "and all stream the same batches" if asked else "and it never asks who it is"
         yield (
             f"there are {question.workers} workers, {why}: each streams the whole input. Shard by "
             "penstock.worker.current_assignment() or torch's get_worker_info()"
         )
-    for check in patients[0].checks:
+    for check in examined_loaders[0].checks:
         if not check.exact and _is_uneven(check):
             yield (
                 f"resumed {check.where}, {check.what}: a state of a step at which workers do not have equally many "
                 "batches is resumed by counted replay, and only on the same numbers of boxes and workers"
             )
-    again = next((check for patient in patients for check in patient.checks if check.from_beginning), None)
+    again = next((check for examined in examined_loaders for check in examined.checks if check.from_beginning), None)
     if again is not None:
         yield (
-            f"restored {again.where}, it does not begin the next pass as the loader that streamed through, nor does "
-            "one that input_fn makes anew. A run that was resumed within a pass is made again from its beginning at "
-            "the end of that pass: exactly, and for as long as it took. Does its state have all that later passes "
+            f"restored {again.where}, it does not begin the next epoch as the loader that streamed through, nor does "
+            "one that input_fn makes anew. A run that was resumed within an epoch is made again from its beginning at "
+            "the end of that epoch: exactly, and for as long as it took. Does its state have all that later epochs "
             "depend on, and is it the same when it is asked twice?"
         )
     if all(len(set(of_one)) == 1 for of_one in digests):

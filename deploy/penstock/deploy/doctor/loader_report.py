@@ -8,7 +8,16 @@ from dataclasses import asdict
 from typing import Any
 
 from penstock.deploy.console.tables import Table, show, size
-from penstock.deploy.doctor.loader_check import METHODS, REPLAY, STATE, Check, Diagnosis, Question, examine, saved_by
+from penstock.deploy.doctor.loader_check import (
+    METHODS,
+    REPLAY,
+    STATE,
+    LoaderCheck,
+    LoaderQuestion,
+    LoaderReport,
+    examine,
+    saved_by,
+)
 from penstock.proto.errors import PenstockError
 
 __all__ = ["as_dict", "show_doctor", "tables"]
@@ -28,7 +37,7 @@ _SAVED_BY = {
 }
 
 
-def show_doctor(question: Question, as_json: bool) -> int:
+def show_doctor(question: LoaderQuestion, as_json: bool) -> int:
     """Examine and print; returns the exit code.
 
     What user code raised is shown in full: that is what doctors are for.
@@ -38,7 +47,7 @@ def show_doctor(question: Question, as_json: bool) -> int:
     except PenstockError as error:
         _show_traceback(error.remote_traceback)
         raise
-    for text in dict.fromkeys(check.traceback for patient in diagnosis.patients for check in patient.checks):
+    for text in dict.fromkeys(check.traceback for examined in diagnosis.examined_loaders for check in examined.checks):
         _show_traceback(text)
     if as_json:
         print(json.dumps(as_dict(diagnosis), indent=2))
@@ -56,7 +65,7 @@ def _show_traceback(text: str) -> None:
         print(text.rstrip(), file=sys.stderr)
 
 
-def as_dict(diagnosis: Diagnosis) -> dict[str, Any]:
+def as_dict(diagnosis: LoaderReport) -> dict[str, Any]:
     """The findings as plain values; their names are a promise to scripts (docs/cli.md)."""
     question = diagnosis.question
     return {
@@ -64,33 +73,33 @@ def as_dict(diagnosis: Diagnosis) -> dict[str, Any]:
         "ok": diagnosis.code == 0,
         "exit_code": diagnosis.code,
         "verdict": diagnosis.verdict,
-        "saved_by": saved_by(question, diagnosis.patients),
+        "saved_by": saved_by(question, diagnosis.examined_loaders),
         "warnings": diagnosis.warnings,
         "workers": [
             {
-                "slot": patient.slot,
-                "state_methods": patient.traits["state_methods"],
-                "takes_strict": patient.traits["takes_strict"],
-                "not_restartable": patient.traits["not_restartable"] or None,
-                "unsaved": patient.streamed["unsaved"] or None,
-                "length": patient.traits["length"] if patient.traits["length"] >= 0 else None,
-                "own_iterator": patient.traits["is_iterator"],
-                "own_workers": patient.traits["own_workers"],
-                "looked_at_assignment": patient.streamed["looked_at"],
-                "batches": sum(event[2] is not None for event in patient.streamed["events"]),
-                "passes_ended": sum(event[2] is None for event in patient.streamed["events"]),
-                "samples": patient.streamed["samples"],
-                "batch_ms": patient.streamed["batch_ms"],
-                "snapshot_ms": patient.streamed["snapshot_ms"],
-                "state_bytes": patient.streamed["state_bytes"] or None,
-                "checks": [_check(check) for check in patient.checks],
+                "slot": examined.slot,
+                "state_methods": examined.capabilities["state_methods"],
+                "takes_strict": examined.capabilities["takes_strict"],
+                "not_restartable": examined.capabilities["not_restartable"] or None,
+                "unsaved": examined.streamed["unsaved"] or None,
+                "length": examined.capabilities["length"] if examined.capabilities["length"] >= 0 else None,
+                "own_iterator": examined.capabilities["is_iterator"],
+                "own_workers": examined.capabilities["own_workers"],
+                "looked_at_assignment": examined.streamed["looked_at"],
+                "batches": sum(event[2] is not None for event in examined.streamed["events"]),
+                "passes_ended": sum(event[2] is None for event in examined.streamed["events"]),
+                "samples": examined.streamed["samples"],
+                "batch_ms": examined.streamed["batch_ms"],
+                "snapshot_ms": examined.streamed["snapshot_ms"],
+                "state_bytes": examined.streamed["state_bytes"] or None,
+                "checks": [_check(check) for check in examined.checks],
             }
-            for patient in diagnosis.patients
+            for examined in diagnosis.examined_loaders
         ],
     }
 
 
-def _check(check: Check) -> dict[str, Any]:
+def _check(check: LoaderCheck) -> dict[str, Any]:
     return {name: value for name, value in asdict(check).items() if name != "traceback"}
 
 
@@ -99,36 +108,36 @@ def _time(value_ms: float) -> str:
     return f"{value_ms:.3g}" if value_ms < 100 else f"{value_ms:.0f}"
 
 
-def tables(diagnosis: Diagnosis) -> list[Table]:
+def tables(diagnosis: LoaderReport) -> list[Table]:
     """The same for people."""
-    question, patients = diagnosis.question, diagnosis.patients
-    traits = patients[0].traits
+    question, examined_loaders = diagnosis.question, diagnosis.examined_loaders
+    capabilities = examined_loaders[0].capabilities
     workers = "1 worker" if question.workers == 1 else f"{question.workers} workers"
     about = Table(
         f"{question.input_fn}: {workers}, {question.batches} batches each",
         ("looked at", "found"),
         [
-            ("state methods", _METHODS[traits["state_methods"]]),
-            ("strict", "taken" if traits["takes_strict"] else "not taken"),
-            ("length", str(traits["length"]) if traits["length"] >= 0 else "none"),
-            ("its own iterator", "yes: input_fn is called for each pass" if traits["is_iterator"] else "no"),
-            ("own worker processes", str(traits["own_workers"])),
-            ("persistent_workers", "yes" if "persistent_workers" in traits["not_restartable"] else "no"),
-            ("asked who it is", "yes" if any(p.streamed["looked_at"] for p in patients) else "no"),
-            ("saved by", _SAVED_BY[saved_by(question, patients)]),
+            ("state methods", _METHODS[capabilities["state_methods"]]),
+            ("strict", "taken" if capabilities["takes_strict"] else "not taken"),
+            ("length", str(capabilities["length"]) if capabilities["length"] >= 0 else "none"),
+            ("its own iterator", "yes: input_fn is called for each epoch" if capabilities["is_iterator"] else "no"),
+            ("own worker processes", str(capabilities["own_workers"])),
+            ("persistent_workers", "yes" if "persistent_workers" in capabilities["not_restartable"] else "no"),
+            ("asked who it is", "yes" if any(p.streamed["looked_at"] for p in examined_loaders) else "no"),
+            ("saved by", _SAVED_BY[saved_by(question, examined_loaders)]),
         ],
     )
     stream = Table(
         "Streaming",
-        ("worker>", "batches>", "samples>", "passes ended>", "ms a batch>", "longest>", "ms a snapshot>", "state>"),
+        ("worker>", "batches>", "samples>", "epochs ended>", "ms a batch>", "longest>", "ms a snapshot>", "state>"),
     )
     checks = Table("Restored in a fresh process", ("worker>", "where", "next batches", "what differs"))
-    for patient in patients:
-        streamed = patient.streamed
+    for examined in examined_loaders:
+        streamed = examined.streamed
         events, batch_ms, snapshot_ms = streamed["events"], streamed["batch_ms"], streamed["snapshot_ms"]
         stream.rows.append(
             (
-                str(patient.slot),
+                str(examined.slot),
                 str(sum(event[2] is not None for event in events)),
                 str(streamed["samples"]),
                 str(sum(event[2] is None for event in events)),
@@ -138,7 +147,7 @@ def tables(diagnosis: Diagnosis) -> list[Table]:
                 size(streamed["state_bytes"]) if streamed["state_bytes"] else "",
             )
         )
-        for check in sorted(patient.checks, key=lambda check: check.total):
+        for check in sorted(examined.checks, key=lambda check: check.total):
             verdict = "exact" if check.exact else "failed" if check.differs is None else "differ"
-            checks.rows.append((str(patient.slot), check.where, verdict, " ".join(check.what.split())))
+            checks.rows.append((str(examined.slot), check.where, verdict, " ".join(check.what.split())))
     return [about, stream, checks]

@@ -4,7 +4,7 @@
 One fresh interpreter imports torch and then only forks, as a worker's fork server does: each task gets a process that
 has seen no user code. Tasks:
 
-    stream     build, stream N batches over as many passes as it takes, with a snapshot after each; some are kept
+    stream     build, stream N batches over as many epochs as it takes, with a snapshot after each; some are kept
     check      restore one of them, compare what comes next with what came then, and take a snapshot there: the next
                generation's
     aggregate  a four-method loader's aggregate_state_dict over the states of all workers
@@ -32,9 +32,9 @@ from penstock.proto.state import assignment as place_of
 from penstock.proto.state.codec import decode_state, encode_state
 from penstock.proto.v1 import records_pb2
 from penstock.runtime.process import forks
-from penstock.worker.loader.restart_points import END, Base, Launch
-from penstock.worker.loader.restorable_loader import Source
-from penstock.worker.processes.control_channel import Channel, Message, plain_detail
+from penstock.worker.loader.restart_points import END, Launch, RestartPoint
+from penstock.worker.loader.restorable_loader import RestorableLoader
+from penstock.worker.processes.control_channel import ControlChannel, ControlMessage, plain_detail
 from penstock.worker.processes.user_code import load_input_fn
 
 __all__ = ["main"]
@@ -52,18 +52,18 @@ def main() -> None:
     channel = begin()
     with contextlib.suppress(LaneLostError):
         while True:
-            task = cast(Message, channel.receive())
+            task = cast(ControlMessage, channel.receive())
             # All of a task is read before the fork, or both processes would have a part of it.
-            parts = [cast(Message, channel.receive()).payload for _ in range(task.fields["parts"])]
+            parts = [cast(ControlMessage, channel.receive()).payload for _ in range(task.fields["parts"])]
             pid = fork(partial(_child, channel, task, parts))
             channel.send("forked", pid=pid)
             _, status = os.waitpid(pid, 0)
             channel.send("exited", status=os.waitstatus_to_exitcode(status))
 
 
-def _child(channel: Channel, task: Message, parts: list[bytes]) -> None:
+def _child(channel: ControlChannel, task: ControlMessage, parts: list[bytes]) -> None:
     forks.keep(channel)
-    source = Source(_assignment(task.fields))
+    source = RestorableLoader(_assignment(task.fields))
     try:
         _TASKS[task.kind](source, channel, task.fields, parts)
     except Exception as error:
@@ -82,25 +82,25 @@ def _assignment(fields: dict[str, Any]) -> records_pb2.WorkerAssignment:
         num_workers_per_box=workers,
         seed=fields["seed"],
         loader=records_pb2.LoaderSpec(input_fn=fields["input_fn"], arguments=encode_state(arguments)),
-        base=records_pb2.BoxPosition(
+        point=records_pb2.BoxPosition(
             step=launch["step"] if launch else 0,
             live=range(workers),
             slots=[records_pb2.SlotPosition(total=total) for total in (launch["totals"] if launch else [0] * workers)],
         ),
-        resume=records_pb2.Resume(same_shape=launch is not None),
+        resume=records_pb2.Resume(same_topology=launch is not None),
     )
 
 
 # ---- stream
 
 
-def _stream(source: Source, channel: Channel, fields: dict[str, Any], _: list[bytes]) -> None:
+def _stream(source: RestorableLoader, channel: ControlChannel, fields: dict[str, Any], _: list[bytes]) -> None:
     source.build()
     _Stream(source, channel, fields).run()
 
 
 class _Stream:
-    def __init__(self, source: Source, channel: Channel, fields: dict[str, Any]) -> None:
+    def __init__(self, source: RestorableLoader, channel: ControlChannel, fields: dict[str, Any]) -> None:
         self._source = source
         self._channel = channel
         self._batches: int = fields["batches"]
@@ -117,7 +117,7 @@ class _Stream:
         self._events: list[Event] = []
 
     def run(self) -> None:
-        source, place = self._source, self._source.place
+        source, place = self._source, self._source.position
         replay_digest = ReplayDigest()
         self._open("start")
         if source.by_own_methods and self._slot == 0 and self._workers > 1:
@@ -136,7 +136,9 @@ class _Stream:
         self._channel.send(
             "done",
             events=self._events,
-            traits={field.name: getattr(source.traits, field.name) for field in source.traits.DESCRIPTOR.fields},
+            capabilities={
+                field.name: getattr(source.capabilities, field.name) for field in source.capabilities.DESCRIPTOR.fields
+            },
             looked_at=place_of.looked_at(),
             samples=place.samples,
             unsaved=self._unsaved,
@@ -146,16 +148,16 @@ class _Stream:
         )
 
     def _open(self, name: str) -> None:
-        base = self._source.open_pass(step=self._step())
+        point = self._source.open_epoch(step=self._step())
         try:
-            data = base.encode()
+            data = point.encode()
         except UnsupportedStateError as error:
             self._unsaved = error.message
             return
-        self._channel.send("base", data, name=name, total=base.place.total, origin=True)
+        self._channel.send("point", data, name=name, total=point.position.total, epoch_start=True)
 
     def _end(self, epoch: int) -> None:
-        place = self._source.place
+        place = self._source.position
         if not self._events or self._events[-1][2] is None:
             raise EmptyInputError(f"{self._source.name}: pass {epoch} ended without a single batch")
         self._events.append([epoch, place.total, None])
@@ -163,21 +165,21 @@ class _Stream:
             self._ended = True
             if self._snapshot is not None:
                 total, data = self._snapshot
-                self._channel.send("base", data, name="end", total=total, origin=False)
-            self._open("second pass")
+                self._channel.send("point", data, name="end", total=total, epoch_start=False)
+            self._open("second epoch")
         else:
-            self._source.open_pass(step=self._step())
+            self._source.open_epoch(step=self._step())
 
     def _step(self) -> int:
         """The box's step that delivers the newest batch, while all slots live."""
-        total = self._source.place.total
+        total = self._source.position.total
         return self._slot + 1 + (total - 1) * self._workers if total else 0
 
     def _save(self) -> None:
         source = self._source
         if not source.saves_state or self._unsaved:
             return
-        total = source.place.total
+        total = source.position.total
         if total in self._keep:
             time.sleep(SETTLE_S)
         started = time.monotonic()
@@ -190,16 +192,16 @@ class _Stream:
         self._state_bytes = max(self._state_bytes, len(data))
         self._snapshot = total, data
         if total in self._keep:
-            self._channel.send("base", data, name=self._keep[total], total=total, origin=False)
+            self._channel.send("point", data, name=self._keep[total], total=total, epoch_start=False)
 
 
-def _take(source: Source, replay_digest: ReplayDigest, batch: Any) -> None:
+def _take(source: RestorableLoader, replay_digest: ReplayDigest, batch: Any) -> None:
     """Note the batch's digest and samples, as its delivery would."""
     try:
         source.digest, samples = replay_digest.take(batch)
     except UnsupportedLeafError as error:
-        raise UnsupportedLeafError(f"{source.name}, batch {source.place.total}: {error.message}") from error
-    source.place.samples += samples
+        raise UnsupportedLeafError(f"{source.name}, batch {source.position.total}: {error.message}") from error
+    source.position.samples += samples
 
 
 def _ms(times_s: list[float]) -> dict[str, float] | None:
@@ -211,34 +213,34 @@ def _ms(times_s: list[float]) -> dict[str, float] | None:
 # ---- check, aggregate, resume
 
 
-def _check(source: Source, channel: Channel, fields: dict[str, Any], parts: list[bytes]) -> None:
+def _check(source: RestorableLoader, channel: ControlChannel, fields: dict[str, Any], parts: list[bytes]) -> None:
     source.build()
-    source.restore(Base.decode(parts[0]))
+    source.restore(RestartPoint.decode(parts[0]))
     _compare(source, channel, fields)
 
 
-def _resume(source: Source, channel: Channel, fields: dict[str, Any], parts: list[bytes]) -> None:
-    """As a runner does on the same shape: the loader's own methods, then the RNG of the moment."""
-    base = Base.taken(parts[0])
+def _resume(source: RestorableLoader, channel: ControlChannel, fields: dict[str, Any], parts: list[bytes]) -> None:
+    """As a runner does on the same topology: the loader's own methods, then the RNG of the moment."""
+    point = RestartPoint.taken(parts[0])
     source.build()
-    launch = Launch(fields["launch"]["step"], base.place.total, base.place.samples, source.worker)
-    source.past = Base.decode(parts[0]).past.of(launch)
+    launch = Launch(fields["launch"]["step"], point.position.total, point.position.samples, source.worker)
+    source.history = RestartPoint.decode(parts[0]).history.of(launch)
     aggregated = decode_state(parts[1])
     source.learn_resume({"aggregated": aggregated, "strict": True, "slots": {}})
     source.resume_by_own_methods(aggregated, True)
-    source.place, source.digest = base.place.copy(), base.digest
+    source.position, source.digest = point.position.copy(), point.digest
     source.mark_restored()
-    source.open(step=fields["launch"]["step"], rng_after=base.rng)
+    source.open(step=fields["launch"]["step"], rng_after=point.rng)
     _compare(source, channel, fields)
 
 
-def _compare(source: Source, channel: Channel, fields: dict[str, Any]) -> None:
+def _compare(source: RestorableLoader, channel: ControlChannel, fields: dict[str, Any]) -> None:
     """Says whether these events come next, or the first that does not. If they are to lead to another launch (`then`:
     after how many batches, and its step), sends a snapshot of that place on the way."""
     replay_digest, then = ReplayDigest(), fields.get("then")
     for epoch, total, digest in fields["events"]:
         if not source.is_open:
-            source.open_pass()
+            source.open_epoch()
         batch = source.next()
         if batch is END:
             if digest is None:
@@ -247,24 +249,26 @@ def _compare(source: Source, channel: Channel, fields: dict[str, Any]) -> None:
         else:
             _take(source, replay_digest, batch)
             if digest is None:
-                what, total = f"it goes on after batch {total}, the last of pass {epoch + 1}", total + 1
+                what, total = f"it goes on after batch {total}, the last of epoch {epoch + 1}", total + 1
             elif source.digest != digest:
                 what = f"batch {total} is another one"
             else:
                 if then is not None and total == then[0]:
-                    channel.send("base", source.snapshot(then[1]).encode(), name="next", total=total, origin=False)
+                    channel.send(
+                        "point", source.snapshot(then[1]).encode(), name="next", total=total, epoch_start=False
+                    )
                 continue
         channel.send("done", same=False, differs=total, what=what)
         return
-    channel.send("done", same=True, rewinds=source.past.rewinds)
+    channel.send("done", same=True, crossing=source.history.crossing)
 
 
-def _aggregate(_: Source, channel: Channel, fields: dict[str, Any], parts: list[bytes]) -> None:
+def _aggregate(_: RestorableLoader, channel: ControlChannel, fields: dict[str, Any], parts: list[bytes]) -> None:
     """As the training process does: one instance of its own, outside any worker."""
     input_fn = load_input_fn(records_pb2.LoaderSpec(input_fn=fields["input_fn"]))
     with place_of.assigned(place_of.NEUTRAL):
         loader = input_fn(*fields["args"], **fields["kwargs"])
-        states = [Base.taken(part).state for part in parts]
+        states = [RestartPoint.taken(part).state for part in parts]
         channel.send("done", encode_state(loader.aggregate_state_dict(states)))
 
 

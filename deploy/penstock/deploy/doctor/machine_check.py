@@ -43,15 +43,15 @@ from penstock.proto.rpc.credentials.tokens import Tokens, read_tokens
 from penstock.proto.rpc.tls import expires, host_of, load_tls, own_names
 from penstock.proto.state.allowed_modules import module_of, under
 from penstock.runtime.config.job_settings import JobSettings
-from penstock.runtime.config.settings import Found, Section, find
+from penstock.runtime.config.settings import ResolvedSetting, Section, find
 from penstock.runtime.config.settings_file import VARIABLE, read_settings_file
 from penstock.runtime.process import sandbox
 
-__all__ = ["Asked", "check_import", "check_machine"]
+__all__ = ["MachineQuestion", "check_import", "check_machine"]
 
 
 @dataclass(frozen=True)
-class Asked:
+class MachineQuestion:
     """What was given on the command line; None: as the settings have it."""
 
     flags: dict[str, Any]
@@ -62,7 +62,7 @@ class Asked:
     """Of the import of input_fn."""
 
 
-def check_machine(asked: Asked) -> Iterator[Finding]:
+def check_machine(asked: MachineQuestion) -> Iterator[Finding]:
     """All findings, in the order in which a person would go through them. InvalidArgumentError: of what was asked."""
     if (listen := asked.flags.get("listen")) is not None:
         try:
@@ -136,11 +136,11 @@ def _settings() -> Iterator[Finding]:
         yield ok("settings", f"from {file.path}" if file else "no file; variables and defaults")
 
 
-def _found(section: type[Section], field: str) -> Found:
+def _found(section: type[Section], field: str) -> ResolvedSetting:
     return next(each for each in find(section) if each.field == field)
 
 
-def _value(section: type[Section], field: str, asked: Asked) -> Any:
+def _value(section: type[Section], field: str, asked: MachineQuestion) -> Any:
     """As given, else as it holds; None if it is missing or cannot be meant."""
     given = asked.flags.get(field) if section is not JobSettings else None
     if given is not None:
@@ -159,11 +159,11 @@ def _disk(path: Path) -> Finding:
     )
 
 
-def _port(section: type[Section], asked: Asked, state_dir: Path | None) -> Iterator[Finding]:
+def _port(section: type[Section], asked: MachineQuestion, state_dir: Path | None) -> Iterator[Finding]:
     """Of a daemon. Only one that is set up here makes a taken port a problem."""
     name = section.table
     given = asked.flags.get("listen") if section is CoordinatorSettings else None
-    listen = given or _value(section, "listen", Asked({}))
+    listen = given or _value(section, "listen", MachineQuestion({}))
     if not listen:
         return
     host, port = host_of(listen)
@@ -201,7 +201,7 @@ def _holder(state_dir: Path) -> str:
     return ""
 
 
-def _tls(asked: Asked, now: datetime.datetime) -> Iterator[Finding]:
+def _tls(asked: MachineQuestion, now: datetime.datetime) -> Iterator[Finding]:
     names = ("tls_ca", "tls_cert", "tls_key", "tls_name")
     files = {name: str(_value(TlsSettings, name, asked) or "") for name in names}
     try:

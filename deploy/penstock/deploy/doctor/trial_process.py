@@ -6,23 +6,23 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from penstock.deploy.forking_interpreter import Interpreter, kill_group, show_stack
+from penstock.deploy.forking_interpreter import ForkingInterpreter, kill_group, show_stack
 from penstock.proto.errors import DeadlineError, WorkerLostError, error_named
 from penstock.runtime.process.exit_status import describe_exit
-from penstock.worker.processes.control_channel import Message
+from penstock.worker.processes.control_channel import ControlMessage
 
-__all__ = ["Answer", "Ward"]
+__all__ = ["TrialAnswer", "TrialProcesses"]
 
 
-class Answer(list[Message]):
+class TrialAnswer(list[ControlMessage]):
     """What a task said, in order; the last message is its `done`."""
 
     @property
-    def done(self) -> Message:
+    def done(self) -> ControlMessage:
         return self[-1]
 
 
-class Ward(Interpreter):
+class TrialProcesses(ForkingInterpreter):
     """Forks a fresh process for each task.
 
     `deadline_s`: of each task, seconds.
@@ -32,7 +32,7 @@ class Ward(Interpreter):
         super().__init__("penstock.deploy.doctor.loader_trials", seed)
         self._deadline_s = deadline_s
 
-    def ask(self, what: str, kind: str, parts: Sequence[bytes] = (), **fields: Any) -> Answer:
+    def ask(self, what: str, kind: str, parts: Sequence[bytes] = (), **fields: Any) -> TrialAnswer:
         """Have a fresh process do a task. `what` names it in errors.
 
         Raises what the task raised; WorkerLostError if its process died; DeadlineError, with the stack on standard
@@ -42,7 +42,7 @@ class Ward(Interpreter):
         for part in parts:
             self.channel.send("part", part)
         until = time.monotonic() + self._deadline_s
-        said = Answer()
+        said = TrialAnswer()
         pid = status = 0
         try:
             while True:

@@ -14,11 +14,11 @@ from typing import Any, Protocol
 
 from penstock.deploy.console.exit_codes import USAGE, CommandError
 
-__all__ = ["Engine", "Fleet", "Plan", "engine", "exports", "worker_name"]
+__all__ = ["Engine", "Fleet", "FleetPlan", "engine", "exports", "worker_name"]
 
 
 @dataclass(frozen=True)
-class Plan:
+class FleetPlan:
     """One coordinator, and so many workers that are alike."""
 
     engine: str
@@ -42,10 +42,10 @@ class Plan:
     timeout_s: float = 120.0
     """Until all of it is ready."""
 
-    def differences(self, other: Plan) -> list[str]:
+    def differences(self, other: FleetPlan) -> list[str]:
         """Flags of what is not the same."""
 
-        def flat(plan: Plan) -> dict[str, Any]:
+        def flat(plan: FleetPlan) -> dict[str, Any]:
             own = {part.name: getattr(plan, part.name) for part in fields(plan)}
             del own["timeout_s"], own["tls"], own["options"]
             return {**own, **plan.tls, **plan.options}
@@ -125,7 +125,7 @@ def exports(fleet: Fleet) -> str:
 class Engine(Protocol):
     """Starts a fleet elsewhere, and ends it."""
 
-    def up(self, plan: Plan, folder: Path) -> Fleet:
+    def up(self, plan: FleetPlan, folder: Path) -> Fleet:
         """Start what the plan says; returns when it is ready, or when it is handed over for good."""
 
     def down(self, fleet: Fleet, timeout_s: float) -> list[str]:

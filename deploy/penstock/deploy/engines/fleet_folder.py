@@ -21,10 +21,10 @@ from typing import Any, BinaryIO, TypeVar
 
 from penstock.deploy.console.command_token import make_token
 from penstock.deploy.console.exit_codes import USAGE, CommandError
-from penstock.deploy.engines.engine import Fleet, Plan
+from penstock.deploy.engines.engine import Fleet, FleetPlan
 from penstock.runtime.files.atomic_files import write_whole
 
-__all__ = ["Folder", "Identity", "default_folder", "open_log"]
+__all__ = ["FleetFolder", "FleetIdentity", "default_folder", "open_log"]
 
 _T = TypeVar("_T")
 
@@ -36,7 +36,7 @@ def default_folder(name: str) -> Path:
 
 
 @dataclass(frozen=True)
-class Identity:
+class FleetIdentity:
     """A process, as long as it lives and never another."""
 
     pid: int
@@ -45,7 +45,7 @@ class Identity:
     boot: str
 
     @classmethod
-    def of(cls, pid: int) -> Identity:
+    def of(cls, pid: int) -> FleetIdentity:
         """Of a process that lives. ProcessLookupError otherwise."""
         try:
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -60,7 +60,7 @@ class Identity:
         except ProcessLookupError:
             return None
         try:  # after it was opened: what is compared is what will be signalled
-            same = Identity.of(self.pid) == self
+            same = FleetIdentity.of(self.pid) == self
         except ProcessLookupError:
             same = False
         if not same:
@@ -82,7 +82,7 @@ class Identity:
         return True
 
 
-class Folder:
+class FleetFolder:
     """The files of one fleet."""
 
     def __init__(self, path: Path) -> None:
@@ -128,7 +128,7 @@ class Folder:
             return None
         return fd
 
-    def hold(self, lock: int, identity: Identity) -> None:
+    def hold(self, lock: int, identity: FleetIdentity) -> None:
         """Say whom to signal about a lock that is held: its holder, or the one that it is handed on to."""
         data = json.dumps(asdict(identity)).encode()
         try:
@@ -137,10 +137,10 @@ class Folder:
         except OSError as error:
             raise CommandError(f"{self.path / 'lock'} cannot be written: {error.strerror}", USAGE) from error
 
-    def holder(self) -> Identity | None:
+    def holder(self) -> FleetIdentity | None:
         """What `hold` said last; that process may have ended since."""
         try:
-            return Identity(**json.loads((self.path / "lock").read_text()))
+            return FleetIdentity(**json.loads((self.path / "lock").read_text()))
         except (OSError, ValueError, TypeError):  # none yet, or just being written
             return None
 
@@ -157,12 +157,12 @@ class Folder:
 
     # ---- what is in it
 
-    def save_plan(self, plan: Plan) -> None:
+    def save_plan(self, plan: FleetPlan) -> None:
         """CommandError: it cannot be written, as on a full disk; so `save` and `address`."""
         _write(self._plan, _encoded(asdict(plan)))
 
-    def plan(self) -> Plan | None:
-        return self._read(self._plan, lambda found: Plan(**found))
+    def plan(self) -> FleetPlan | None:
+        return self._read(self._plan, lambda found: FleetPlan(**found))
 
     def save(self, fleet: Fleet) -> None:
         _write(self._record, _encoded(asdict(fleet)))
@@ -244,11 +244,11 @@ def _fleet(found: Any) -> Fleet:
     """TypeError, KeyError, AttributeError: it is no record."""
     fleet = Fleet(**found)
     if fleet.engine == "local":
-        Identity(**fleet.about["supervisor"])
+        FleetIdentity(**fleet.about["supervisor"])
         for daemon in fleet.about["daemons"]:
             daemon["name"], daemon["state"], fleet.about["ready"]
             if daemon["identity"] is not None:
-                Identity(**daemon["identity"])
+                FleetIdentity(**daemon["identity"])
     return fleet
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from penstock.deploy.console.daemon_settings import TlsSettings, WorkerSettings, flag, resolve, variable
 from penstock.deploy.console.fleet_settings import UpSettings
-from penstock.deploy.engines.engine import Plan
-from penstock.deploy.engines.fleet_folder import Folder
+from penstock.deploy.engines.engine import FleetPlan
+from penstock.deploy.engines.fleet_folder import FleetFolder
 from penstock.proto.errors import InvalidArgumentError
 
 __all__ = ["plan_of"]
@@ -22,8 +22,8 @@ _OWN = {
 
 
 def plan_of(
-    settings: UpSettings, tls: TlsSettings, token_file: Path | None, folder: Folder, *, make_token: bool
-) -> Plan:
+    settings: UpSettings, tls: TlsSettings, token_file: Path | None, folder: FleetFolder, *, make_token: bool
+) -> FleetPlan:
     """The plan of what was asked for, checked as the daemons will check it."""
     if not settings.allow:
         raise InvalidArgumentError(
@@ -38,7 +38,7 @@ def plan_of(
     cores = max(1, len(os.sched_getaffinity(0)) // settings.workers)
     slots = settings.slots or (cores if settings.engine == "local" else 8)
     checked = resolve(WorkerSettings, slots=slots, allow=settings.allow, name=settings.name)
-    return Plan(
+    return FleetPlan(
         engine=settings.engine,
         name=settings.name,
         workers=settings.workers,

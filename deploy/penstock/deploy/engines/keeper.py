@@ -1,7 +1,7 @@
 """Keeps one daemon running: a real `penstock coordinator` or `penstock worker`, as a child of this process.
 
 Used by the local engine's supervisor and by Ray's actors. A child ends with us, however we end: it watches this process
-by a pidfd (`--lifeline-pid`), which a parent-death signal does not do as well, for that one fires when the *thread*
+by a pidfd (`--parent-pid`), which a parent-death signal does not do as well, for that one fires when the *thread*
 that started the child ends. It has a session of its own, so that a Ctrl-C reaches the supervisor alone, which knows the
 order to end them in.
 
@@ -27,7 +27,7 @@ from penstock.deploy.console.exit_codes import BUG, CommandError
 from penstock.deploy.engines.fleet_folder import open_log
 from penstock.runtime.telemetry.logs import printable
 
-__all__ = ["COORDINATOR_GRACE_S", "LONGEST_PAUSE_S", "WORKER_GRACE_S", "Keeper", "last_words"]
+__all__ = ["COORDINATOR_GRACE_S", "LONGEST_PAUSE_S", "WORKER_GRACE_S", "FleetKeeper", "last_words"]
 
 _log = logging.getLogger("penstock.deploy.engines")
 
@@ -46,7 +46,7 @@ WORDS = 5
 """Lines of a log that an error shows."""
 
 
-class Keeper:
+class FleetKeeper:
     """One daemon, from start to `stop`.
 
     Args:
@@ -140,7 +140,7 @@ class Keeper:
                 # -P: a file of the user's in the working directory must not stand in for a module of ours.
                 [
                     *(sys.executable, "-P", "-m", "penstock.deploy", *self._command(self.line)),
-                    *("--lifeline-pid", str(os.getpid())),
+                    *("--parent-pid", str(os.getpid())),
                 ],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,

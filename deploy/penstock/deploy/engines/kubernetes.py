@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.deploy.console.exit_codes import USAGE, CommandError
-from penstock.deploy.engines.engine import Fleet, Plan
+from penstock.deploy.engines.engine import Fleet, FleetPlan
 from penstock.deploy.engines.external_commands import called
 from penstock.proto.errors import PenstockError, UnsafeBindError
 from penstock.proto.rpc.credentials.tokens import Tokens
@@ -29,7 +29,7 @@ DRAIN_S = 60
 """A worker hands its slots on and ends within 20 s."""
 
 
-def manifests(plan: Plan) -> list[dict[str, Any]]:
+def manifests(plan: FleetPlan) -> list[dict[str, Any]]:
     """What kubectl is given. The Secret with the token is not in it."""
     return [
         _service(plan),
@@ -40,13 +40,13 @@ def manifests(plan: Plan) -> list[dict[str, Any]]:
     ]
 
 
-def render(plan: Plan) -> str:
+def render(plan: FleetPlan) -> str:
     """The same as text for `kubectl apply -f -`."""
     _check(plan)
     return json.dumps({"apiVersion": "v1", "kind": "List", "items": manifests(plan)}, indent=2) + "\n"
 
 
-def _check(plan: Plan) -> None:
+def _check(plan: FleetPlan) -> None:
     if not plan.options["image"]:
         raise CommandError("--image is missing: the image that has Penstock and your code in it", USAGE)
     if not plan.options["tls_secret"] and not plan.insecure:
@@ -57,12 +57,12 @@ def _check(plan: Plan) -> None:
         )
 
 
-def _labels(plan: Plan, component: str = "") -> dict[str, str]:
+def _labels(plan: FleetPlan, component: str = "") -> dict[str, str]:
     labels = {"app.kubernetes.io/name": "penstock", "app.kubernetes.io/instance": plan.name}
     return labels | ({"app.kubernetes.io/component": component} if component else {})
 
 
-def _meta(plan: Plan, component: str) -> dict[str, Any]:
+def _meta(plan: FleetPlan, component: str) -> dict[str, Any]:
     return {
         "name": f"{plan.name}-{component}",
         "namespace": plan.options["namespace"],
@@ -70,7 +70,7 @@ def _meta(plan: Plan, component: str) -> dict[str, Any]:
     }
 
 
-def _service(plan: Plan) -> dict[str, Any]:
+def _service(plan: FleetPlan) -> dict[str, Any]:
     labels = _labels(plan, "coordinator")
     # Headless: callers reach the pod itself. Also before it is ready: workers wait by themselves.
     spec = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": labels}
@@ -83,7 +83,7 @@ def _service(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _coordinator(plan: Plan) -> dict[str, Any]:
+def _coordinator(plan: FleetPlan) -> dict[str, Any]:
     labels = _labels(plan, "coordinator")
     environment = {
         "PENSTOCK_COORDINATOR_LISTEN": f"0.0.0.0:{PORT}",
@@ -115,7 +115,7 @@ def _coordinator(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _workers(plan: Plan) -> dict[str, Any]:
+def _workers(plan: FleetPlan) -> dict[str, Any]:
     labels = _labels(plan, "worker")
     environment = {
         "PENSTOCK_COORDINATOR": f"{plan.name}-coordinator:{PORT}",
@@ -154,7 +154,7 @@ def _workers(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _container(plan: Plan, component: str, environment: dict[str, str], port: int) -> dict[str, Any]:
+def _container(plan: FleetPlan, component: str, environment: dict[str, str], port: int) -> dict[str, Any]:
     shared = {"PENSTOCK_TOKEN_FILE": f"{TOKENS}/token"}
     mounts = [
         {"name": "tokens", "mountPath": TOKENS, "readOnly": True},
@@ -197,7 +197,7 @@ def _probes(component: str) -> dict[str, Any]:
     }
 
 
-def _pod(plan: Plan, container: dict[str, Any], *, grace_s: int) -> dict[str, Any]:
+def _pod(plan: FleetPlan, container: dict[str, Any], *, grace_s: int) -> dict[str, Any]:
     role = container["name"]
     tokens = {"secretName": f"{plan.name}-token", "items": [{"key": role, "path": "token"}]}
     volumes: list[dict[str, Any]] = [
@@ -225,7 +225,7 @@ def _pod(plan: Plan, container: dict[str, Any], *, grace_s: int) -> dict[str, An
     }
 
 
-def _policy(plan: Plan, component: str, port: int, callers: list[dict[str, str]]) -> dict[str, Any]:
+def _policy(plan: FleetPlan, component: str, port: int, callers: list[dict[str, str]]) -> dict[str, Any]:
     """Who may call: nobody else. What the workers may call is left open, for their data may be anywhere."""
     return {
         "apiVersion": "networking.k8s.io/v1",
@@ -247,7 +247,7 @@ def _policy(plan: Plan, component: str, port: int, callers: list[dict[str, str]]
 class KubernetesEngine:
     """Applies the manifests with kubectl, and deletes by label."""
 
-    def up(self, plan: Plan, folder: Path) -> Fleet:
+    def up(self, plan: FleetPlan, folder: Path) -> Fleet:
         """Returns when the roll-out is done. What is there already is changed to what the plan says.
 
         Raises PenstockError with what kubectl said; CommandError, UnsafeBindError.
@@ -288,7 +288,7 @@ class KubernetesEngine:
         return ended
 
 
-def _secret(plan: Plan) -> str:
+def _secret(plan: FleetPlan) -> str:
     token = ""
     with contextlib.suppress(OSError):
         token = Path(plan.token_file).read_text().strip()

@@ -18,8 +18,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from penstock.deploy.console.exit_codes import BUG, INTERRUPTED, USAGE, CommandError
-from penstock.deploy.engines.engine import Fleet, Plan
-from penstock.deploy.engines.fleet_folder import Folder, Identity, open_log
+from penstock.deploy.engines.engine import Fleet, FleetPlan
+from penstock.deploy.engines.fleet_folder import FleetFolder, FleetIdentity, open_log
 from penstock.deploy.engines.keeper import COORDINATOR_GRACE_S, WORKER_GRACE_S, last_words
 from penstock.proto.errors import DeadlineError
 
@@ -34,19 +34,19 @@ POLL_S = 0.05
 class LocalEngine:
     """`up` starts a supervisor that outlives this process. The foreground is penstock.deploy.engines.supervisor."""
 
-    def up(self, plan: Plan, folder: Path, *, ends_with_us: bool = False) -> Fleet:
+    def up(self, plan: FleetPlan, folder: Path, *, ends_with_us: bool = False) -> Fleet:
         """Start it, or tell the one that is up to have another number of workers. CommandError, DeadlineError.
 
         ends_with_us: it does not outlive this process after all, however that ends.
         """
-        where = Folder(folder)
+        where = FleetFolder(folder)
         lock = where.lock()
         if lock is None:
             return _adjust(plan, where)
         read, write = os.pipe()
         log = where.logs / "supervisor.log"
         try:
-            where.hold(lock, Identity.of(os.getpid()))
+            where.hold(lock, FleetIdentity.of(os.getpid()))
             where.save_plan(plan)
             process = _begin(where, log, write, lock, ends_with_us)
         finally:  # it has the lock now, if it is there
@@ -77,7 +77,7 @@ class LocalEngine:
     def down(self, folder: Path, timeout_s: float) -> list[str]:
         """End the supervisor, also one that is being started; it ends the rest. And daemons of one that was killed, if
         there are any left. DeadlineError."""
-        where = Folder(folder)
+        where = FleetFolder(folder)
         deadline = time.monotonic() + timeout_s
         fleet = where.fleet()
         ended = []
@@ -93,19 +93,19 @@ class LocalEngine:
             if daemon["identity"] is None:
                 continue
             # Those of a supervisor that lived have ended with it; of one that was killed they end by themselves.
-            _end(Identity(**daemon["identity"]), deadline)
+            _end(FleetIdentity(**daemon["identity"]), deadline)
             ended.append(f"{daemon['name']} (pid {daemon['identity']['pid']})")
         where.forget()
         return ended
 
 
-def _begin(where: Folder, log: Path, ready: int, lock: int, ends_with_us: bool) -> subprocess.Popen[bytes]:
+def _begin(where: FleetFolder, log: Path, ready: int, lock: int, ends_with_us: bool) -> subprocess.Popen[bytes]:
     with open_log(log) as out:
         process = subprocess.Popen(
             [
                 *(sys.executable, "-P", "-m", "penstock.deploy.engines.supervisor"),
                 *(str(where.path), "--ready-fd", str(ready), "--lock-fd", str(lock)),
-                *(["--lifeline-pid", str(os.getpid())] if ends_with_us else []),
+                *(["--parent-pid", str(os.getpid())] if ends_with_us else []),
             ],
             stdin=subprocess.DEVNULL,
             stdout=out,
@@ -114,14 +114,14 @@ def _begin(where: Folder, log: Path, ready: int, lock: int, ends_with_us: bool) 
             start_new_session=True,
         )
     try:
-        where.hold(lock, Identity.of(process.pid))
+        where.hold(lock, FleetIdentity.of(process.pid))
     except BaseException:
         process.terminate()
         raise
     return process
 
 
-def _adjust(plan: Plan, where: Folder) -> Fleet:
+def _adjust(plan: FleetPlan, where: FleetFolder) -> Fleet:
     current, fleet = where.plan(), where.fleet()
     if current is None or fleet is None or not fleet.about["ready"]:
         raise CommandError(f"a fleet is being started in {where.path} by another `penstock up`", USAGE)
@@ -134,7 +134,7 @@ def _adjust(plan: Plan, where: Folder) -> Fleet:
             USAGE,
         )
     where.save_plan(replace(current, workers=plan.workers))
-    if not Identity(**fleet.about["supervisor"]).send(signal.SIGUSR1):
+    if not FleetIdentity(**fleet.about["supervisor"]).send(signal.SIGUSR1):
         raise CommandError(f"the supervisor in {where.path} has just ended: try again", USAGE)
     before = fleet.about.get("adjusted", 0)
     deadline = time.monotonic() + plan.timeout_s
@@ -154,7 +154,7 @@ def _states(fleet: Fleet) -> list[str]:
     return [daemon["state"] for daemon in fleet.about["daemons"] if daemon["name"] != "coordinator"]
 
 
-def _end(process: Identity, deadline: float) -> bool:
+def _end(process: FleetIdentity, deadline: float) -> bool:
     """SIGTERM, SIGKILL at the deadline; returns when it has ended. False if it had before."""
     fd = process.open()
     if fd is None:

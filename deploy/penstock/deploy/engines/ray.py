@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock.deploy.console.exit_codes import USAGE, CommandError
-from penstock.deploy.engines.engine import Fleet, Plan, worker_name
-from penstock.deploy.engines.fleet_folder import Folder
+from penstock.deploy.engines.engine import Fleet, FleetPlan, worker_name
+from penstock.deploy.engines.fleet_folder import FleetFolder
 from penstock.deploy.engines.ray_actor import DaemonActor, node_folder
 from penstock.proto.errors import AuthenticationError, DeadlineError, PenstockError
 from penstock.proto.rpc.addresses import refuse_unsafe
@@ -42,7 +42,7 @@ STOP_S = 40.0
 """For an actor to end its daemon: more than the daemon's own grace."""
 
 
-def worker_options(plan: Plan) -> dict[str, Any]:
+def worker_options(plan: FleetPlan) -> dict[str, Any]:
     """What Ray is asked for, for one worker: a core for each slot, spread out, near what was named."""
     near = str(plan.options["near"])
     key, equals, value = near.partition("=")
@@ -66,14 +66,14 @@ _LASTING: dict[str, Any] = {
 class RayEngine:
     """Starts a fleet on a Ray cluster, and ends it."""
 
-    def up(self, plan: Plan, folder: Path) -> Fleet:
+    def up(self, plan: FleetPlan, folder: Path) -> Fleet:
         """Returns when all are ready. Another number of workers than are there is made so.
 
         Raises DeadlineError when Ray finds no room for them, CommandError for what a daemon said, PenstockError.
         """
         with _connected(str(plan.options["ray_address"])) as ray:
             there = _there(ray, plan.name)
-            where, asked = Folder(folder), plan
+            where, asked = FleetFolder(folder), plan
             _refuse_another_plan(there, where, plan)
             token = _token(plan)
             if token:
@@ -133,7 +133,7 @@ def _connected(address: str) -> Iterator[Any]:
         ray.shutdown()
 
 
-def _cluster(ray: Any, plan: Plan) -> str:
+def _cluster(ray: Any, plan: FleetPlan) -> str:
     """The address to find the cluster by again: what "auto" meant here."""
     given = str(plan.options["ray_address"])
     return given if given.startswith("ray://") else str(ray.get_runtime_context().gcs_address)
@@ -159,7 +159,7 @@ def _remote(ray: Any, options: Mapping[str, Any], *arguments: Any) -> Any:
     return ray.remote(DaemonActor).options(**options).remote(*arguments)
 
 
-def _start_coordinator(ray: Any, plan: Plan, token: str) -> Any:
+def _start_coordinator(ray: Any, plan: FleetPlan, token: str) -> Any:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     node = _node_of_coordinator(ray.nodes(), str(plan.options["coordinator_node"]))
@@ -186,7 +186,7 @@ def _node_of_coordinator(nodes: list[dict[str, Any]], wanted: str) -> dict[str, 
     )
 
 
-def _refuse_another_plan(there: Mapping[str, Any], where: Folder, plan: Plan) -> None:
+def _refuse_another_plan(there: Mapping[str, Any], where: FleetFolder, plan: FleetPlan) -> None:
     """What is up may be given another number of workers, and nothing else: those that are there would not follow."""
     if not there:
         return
@@ -200,7 +200,7 @@ def _refuse_another_plan(there: Mapping[str, Any], where: Folder, plan: Plan) ->
         )
 
 
-def _token(plan: Plan) -> str:
+def _token(plan: FleetPlan) -> str:
     """The text to send, if that was asked for."""
     if not plan.options["send_token"]:
         return ""
@@ -210,12 +210,12 @@ def _token(plan: Plan) -> str:
         raise AuthenticationError(f"the token file {plan.token_file} cannot be read: {error.strerror}") from None
 
 
-def _with_token_on_nodes(plan: Plan) -> Plan:
-    return Plan(**{**asdict(plan), "token_file": str(node_folder(plan) / "token")})
+def _with_token_on_nodes(plan: FleetPlan) -> FleetPlan:
+    return FleetPlan(**{**asdict(plan), "token_file": str(node_folder(plan) / "token")})
 
 
 def _ready(
-    ray: Any, actors: Mapping[str, Any], plan: Plan, deadline: float, *, some: bool = False
+    ray: Any, actors: Mapping[str, Any], plan: FleetPlan, deadline: float, *, some: bool = False
 ) -> dict[str, dict[str, Any]]:
     """What each says of itself once it is ready. `some`: those that Ray finds no room for in time are no error as long
     as others are ready; Ray goes on trying, and they join when a node comes back."""

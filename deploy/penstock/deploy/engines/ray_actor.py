@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from penstock.deploy.console.exit_codes import CommandError
-from penstock.deploy.engines.engine import Plan
-from penstock.deploy.engines.fleet_folder import Folder
-from penstock.deploy.engines.keeper import COORDINATOR_GRACE_S, LONGEST_PAUSE_S, WORKER_GRACE_S, Keeper
+from penstock.deploy.engines.engine import FleetPlan
+from penstock.deploy.engines.fleet_folder import FleetFolder
+from penstock.deploy.engines.keeper import COORDINATOR_GRACE_S, LONGEST_PAUSE_S, WORKER_GRACE_S, FleetKeeper
 
 __all__ = ["DaemonActor", "node_folder"]
 
 
-def node_folder(plan: Plan) -> Path:
+def node_folder(plan: FleetPlan) -> Path:
     """On a node: the coordinator's journal, logs, and the token if it came through Ray."""
     return Path(plan.options["state_dir"] or f"/var/tmp/penstock-{os.getuid()}") / plan.name
 
@@ -40,8 +40,8 @@ class DaemonActor:
     def __init__(self, plan: dict[str, Any], name: str, coordinator: str, token: str) -> None:
         import ray
 
-        self._plan = Plan(**plan)
-        self._folder = Folder(node_folder(self._plan))
+        self._plan = FleetPlan(**plan)
+        self._folder = FleetFolder(node_folder(self._plan))
         self._folder.make()
         self._host: str = ray.util.get_node_ip_address()
         self._error: CommandError | None = None
@@ -50,7 +50,7 @@ class DaemonActor:
         if token:
             self._folder.save_token(token)
         self._grace_s = WORKER_GRACE_S if name else COORDINATOR_GRACE_S
-        self._keeper = Keeper(
+        self._keeper = FleetKeeper(
             f"worker {name}" if name else "coordinator",
             lambda line: self._command(name, coordinator),
             self._folder.logs / f"{name or 'coordinator'}.log",

@@ -14,9 +14,9 @@ from importlib import resources
 from pathlib import Path
 
 from penstock.deploy.console.exit_codes import USAGE, CommandError
-from penstock.deploy.engines.engine import Fleet, Plan
+from penstock.deploy.engines.engine import Fleet, FleetPlan
 from penstock.deploy.engines.external_commands import called
-from penstock.deploy.engines.fleet_folder import Folder
+from penstock.deploy.engines.fleet_folder import FleetFolder
 from penstock.deploy.engines.keeper import last_words
 from penstock.proto.errors import DeadlineError, PenstockError, UnsafeBindError
 
@@ -26,7 +26,7 @@ POLL_S = 1.0
 """Between two questions to Slurm's controller, which has others to answer."""
 
 
-def render(plan: Plan, folder: Path) -> str:
+def render(plan: FleetPlan, folder: Path) -> str:
     """The job's script."""
     files = [(name, plan.tls.get(f"tls_{name}", "")) for name in ("ca", "cert", "key", "name")]
     given = {
@@ -61,12 +61,12 @@ def render(plan: Plan, folder: Path) -> str:
 class SlurmEngine:
     """Submits the job, and cancels it."""
 
-    def up(self, plan: Plan, folder: Path) -> Fleet:
+    def up(self, plan: FleetPlan, folder: Path) -> Fleet:
         """Returns when the coordinator listens. Called again while the job is queued, waits on.
 
         Raises DeadlineError if it is not up in time (the job stays), PenstockError if it ended, UnsafeBindError.
         """
-        where = Folder(folder)
+        where = FleetFolder(folder)
         if not plan.insecure and not plan.tls.get("tls_cert"):
             raise UnsafeBindError(
                 "workers and training jobs on other nodes talk to the coordinator over the network: give --tls-cert, "
@@ -85,14 +85,14 @@ class SlurmEngine:
             where.save(fleet)
         return self._wait(plan, where, fleet)
 
-    def _submit(self, plan: Plan, where: Folder) -> str:
+    def _submit(self, plan: FleetPlan, where: FleetFolder) -> str:
         (where.path / "slurm" / "address").unlink(missing_ok=True)
         script = where.path / "fleet.sbatch"
         script.write_text(render(plan, where.path))
         more = shlex.split(str(plan.options["sbatch"]))
         return called(["sbatch", "--parsable", *more, str(script)]).strip().split(";")[0]
 
-    def _wait(self, plan: Plan, where: Folder, fleet: Fleet) -> Fleet:
+    def _wait(self, plan: FleetPlan, where: FleetFolder, fleet: Fleet) -> Fleet:
         deadline, job = time.monotonic() + plan.timeout_s, fleet.about["job"]
         address = where.path / "slurm" / "address"
         while True:

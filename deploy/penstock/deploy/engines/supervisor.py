@@ -26,9 +26,9 @@ from typing import Any
 
 from penstock.deploy.console.exit_codes import BUG, INTERRUPTED, PORT_TAKEN, USAGE, CommandError, exit_code
 from penstock.deploy.console.signals import ending
-from penstock.deploy.engines.engine import Fleet, Plan, worker_name
-from penstock.deploy.engines.fleet_folder import Folder, Identity
-from penstock.deploy.engines.keeper import COORDINATOR_GRACE_S, WORKER_GRACE_S, Keeper
+from penstock.deploy.engines.engine import Fleet, FleetPlan, worker_name
+from penstock.deploy.engines.fleet_folder import FleetFolder, FleetIdentity
+from penstock.deploy.engines.keeper import COORDINATOR_GRACE_S, WORKER_GRACE_S, FleetKeeper
 from penstock.proto.errors import DeadlineError, PenstockError
 
 __all__ = ["supervise"]
@@ -42,14 +42,14 @@ RECORD_AGAIN_S = 2.0
 
 
 def supervise(
-    plan: Plan,
-    folder: Folder,
+    plan: FleetPlan,
+    folder: FleetFolder,
     ready: Callable[[Fleet], None],
     *,
     lock: int | None = None,
-    lifeline_pid: int | None = None,
+    parent_pid: int | None = None,
 ) -> None:
-    """Run the fleet until it is told to end, the process `lifeline_pid` is gone, or all workers were told to end.
+    """Run the fleet until it is told to end, the process `parent_pid` is gone, or all workers were told to end.
     `ready`: called once, when coordinator and workers are. `lock`: the folder's, if it was taken before.
 
     Raises CommandError when it does not get ready, when the coordinator is given up, or when no worker is left.
@@ -59,23 +59,23 @@ def supervise(
     if lock is None:
         raise CommandError(f"a fleet is up in {folder.path} already: `penstock down` ends it", USAGE)
     try:
-        folder.hold(lock, Identity.of(os.getpid()))
+        folder.hold(lock, FleetIdentity.of(os.getpid()))
         folder.save_plan(plan)
         _end_leftovers(folder)
         try:
-            asyncio.run(_Supervisor(plan, folder, ready).run(lifeline_pid))
+            asyncio.run(_Supervisor(plan, folder, ready).run(parent_pid))
         finally:
             folder.forget()
     finally:
         os.close(lock)
 
 
-def _end_leftovers(folder: Folder) -> None:
+def _end_leftovers(folder: FleetFolder) -> None:
     """A supervisor before us was killed: its daemons have seen that and end, but may not be gone yet."""
     fleet = folder.fleet()
     deadline = time.monotonic() + LEFTOVERS_S
     for daemon in fleet.about.get("daemons", ()) if fleet is not None else ():
-        fd = Identity(**daemon["identity"]).open() if daemon["identity"] else None
+        fd = FleetIdentity(**daemon["identity"]).open() if daemon["identity"] else None
         if fd is None:
             continue
         try:
@@ -92,24 +92,24 @@ def _ends(pidfd: int, deadline: float) -> bool:
 
 
 class _Supervisor:
-    def __init__(self, plan: Plan, folder: Folder, ready: Callable[[Fleet], None]) -> None:
+    def __init__(self, plan: FleetPlan, folder: FleetFolder, ready: Callable[[Fleet], None]) -> None:
         self._plan, self._folder, self._announce = plan, folder, ready
         self._tell = asyncio.Event()
         self._up = False
         self._adjusted = 0
         self._unwritten: asyncio.TimerHandle | None = None
         """The next try, while the record could not be written."""
-        self._workers: dict[str, Keeper] = {}
+        self._workers: dict[str, FleetKeeper] = {}
         self._leaving: set[asyncio.Task[None]] = set()
-        self._tasks: dict[asyncio.Task[None], Keeper] = {}
+        self._tasks: dict[asyncio.Task[None], FleetKeeper] = {}
         # The address that training jobs know by now, if it was ours to choose: tried before a fresh one.
         before = folder.address
         host, _, port = plan.listen.rpartition(":")
         self._again = before if port == "0" and before.rpartition(":")[0] == host else ""
         self._coordinator = self._make_coordinator()
 
-    def _make_coordinator(self) -> Keeper:
-        return Keeper(
+    def _make_coordinator(self) -> FleetKeeper:
+        return FleetKeeper(
             "coordinator",
             lambda line: self._plan.coordinator_command(
                 str(self._folder.state_dir), line or self._again or self._plan.listen
@@ -119,12 +119,12 @@ class _Supervisor:
             changed=self._record,
         )
 
-    async def run(self, lifeline_pid: int | None) -> None:
+    async def run(self, parent_pid: int | None) -> None:
         loop = asyncio.get_running_loop()
         stop = asyncio.Event()
-        if lifeline_pid is not None:
+        if parent_pid is not None:
             try:
-                loop.add_reader(os.pidfd_open(lifeline_pid), stop.set)
+                loop.add_reader(os.pidfd_open(parent_pid), stop.set)
             except ProcessLookupError:
                 return
         for number in (signal.SIGINT, *ending()):
@@ -192,7 +192,7 @@ class _Supervisor:
             self._keep(self._coordinator)
             await self._until_ready([self._coordinator])
 
-    async def _until_ready(self, kept: list[Keeper]) -> None:
+    async def _until_ready(self, kept: list[FleetKeeper]) -> None:
         """Until these are; raises what becomes of one that is given up before."""
         waits = [asyncio.ensure_future(one.ready.wait()) for one in kept]
         try:
@@ -207,7 +207,7 @@ class _Supervisor:
             for wait in waits:
                 wait.cancel()
 
-    def _keep(self, kept: Keeper) -> None:
+    def _keep(self, kept: FleetKeeper) -> None:
         self._tasks[asyncio.ensure_future(kept.run())] = kept
 
     def _adjust(self) -> None:
@@ -221,7 +221,7 @@ class _Supervisor:
         for name in wanted:
             if name in self._workers and self._workers[name].state not in ("left", "failed"):
                 continue
-            self._workers[name] = kept = Keeper(
+            self._workers[name] = kept = FleetKeeper(
                 f"worker {name}",
                 lambda _, name=name: self._plan.worker_command(name, self._coordinator.line, f"{host}:0"),  # type: ignore[misc]
                 self._folder.logs / f"{name}.log",
@@ -260,7 +260,7 @@ class _Supervisor:
             token_file=self._plan.token_file,
             tls=self._plan.tls,
             about={
-                "supervisor": asdict(Identity.of(os.getpid())),
+                "supervisor": asdict(FleetIdentity.of(os.getpid())),
                 "ready": self._up,
                 "adjusted": self._adjusted,
                 "daemons": [
@@ -285,11 +285,11 @@ class _Supervisor:
             self._unwritten = None
 
 
-def _daemon(name: str, kept: Keeper) -> dict[str, Any]:
+def _daemon(name: str, kept: FleetKeeper) -> dict[str, Any]:
     identity = None
     if kept.pid:
         with contextlib.suppress(ProcessLookupError):
-            identity = asdict(Identity.of(kept.pid))
+            identity = asdict(FleetIdentity.of(kept.pid))
     return {"name": name, "state": kept.state, "restarts": kept.restarts, "identity": identity}
 
 
@@ -299,10 +299,10 @@ def main() -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--ready-fd", type=int, required=True)
     parser.add_argument("--lock-fd", type=int, required=True)
-    parser.add_argument("--lifeline-pid", type=int)
+    parser.add_argument("--parent-pid", type=int)
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    folder, said = Folder(options.folder), False
+    folder, said = FleetFolder(options.folder), False
     os.set_inheritable(options.lock_fd, False)
 
     def say(what: dict[str, Any]) -> None:
@@ -323,7 +323,7 @@ def main() -> int:
             folder,
             lambda fleet: say({"fleet": asdict(fleet)}),
             lock=options.lock_fd,
-            lifeline_pid=options.lifeline_pid,
+            parent_pid=options.parent_pid,
         )
     except (CommandError, PenstockError) as error:
         code = error.code if isinstance(error, CommandError) else exit_code(error)

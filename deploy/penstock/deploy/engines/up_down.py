@@ -14,8 +14,8 @@ from penstock.deploy.console.daemon_settings import TlsSettings, resolve
 from penstock.deploy.console.exit_codes import INTERRUPTED, USAGE, CommandError
 from penstock.deploy.console.fleet_settings import UpSettings
 from penstock.deploy.console.signals import raised
-from penstock.deploy.engines.engine import Fleet, Plan, engine, exports
-from penstock.deploy.engines.fleet_folder import Folder, default_folder
+from penstock.deploy.engines.engine import Fleet, FleetPlan, engine, exports
+from penstock.deploy.engines.fleet_folder import FleetFolder, default_folder
 from penstock.deploy.engines.fleet_plan import plan_of
 from penstock.proto.rpc.addresses import refuse_unsafe
 
@@ -76,11 +76,11 @@ DOWN_S = 60.0
 """For an orderly end of a fleet that was told to end while it started."""
 
 
-def _folder(settings: UpSettings) -> Folder:
-    return Folder(Path(settings.dir) if settings.dir else default_folder(settings.name))
+def _folder(settings: UpSettings) -> FleetFolder:
+    return FleetFolder(Path(settings.dir) if settings.dir else default_folder(settings.name))
 
 
-def _told_to_end(folder: Folder) -> contextlib.AbstractContextManager[Callable[[], None]]:
+def _told_to_end(folder: FleetFolder) -> contextlib.AbstractContextManager[Callable[[], None]]:
     """What would end this process at once, and leave a fleet that is being started to itself, is an error, as Ctrl-C
     is: the fleet ends with it."""
     return raised(
@@ -90,7 +90,7 @@ def _told_to_end(folder: Folder) -> contextlib.AbstractContextManager[Callable[[
     )
 
 
-def _rendered(plan: Plan, folder: Path) -> str:
+def _rendered(plan: FleetPlan, folder: Path) -> str:
     if plan.engine == "slurm":
         from penstock.deploy.engines.slurm import render as slurm
 
@@ -100,7 +100,7 @@ def _rendered(plan: Plan, folder: Path) -> str:
     return kubernetes(plan)
 
 
-def _refuse_another(folder: Folder, plan: Plan) -> None:
+def _refuse_another(folder: FleetFolder, plan: FleetPlan) -> None:
     """One folder is one fleet: an engine may adjust its own, none takes another's place."""
     up = folder.fleet()
     if folder.supervised or (up is not None and (up.engine, up.name) != (plan.engine, plan.name)):

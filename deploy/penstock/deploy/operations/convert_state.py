@@ -17,7 +17,7 @@ from penstock.deploy.operations.state_values import brief
 from penstock.proto.errors import InvalidArgumentError, StateMismatchError
 
 if TYPE_CHECKING:
-    from penstock.client.states.saved_state import Saved
+    from penstock.client.states.saved_state import SavedState
 
 __all__ = ["convert", "show_convert"]
 
@@ -36,8 +36,8 @@ def show_convert(source: Path, target: Path, boxes: int, workers: int, as_json: 
 def convert(source: Path, target: Path, boxes: int, workers: int) -> list[dict[str, Any]]:
     """Convert all states in a file, or none; what was done with each.
 
-    Raises InvalidArgumentError for a shape that no run can have, StateMismatchError if a state cannot be had on it, and
-    what SavedFile raises.
+    Raises InvalidArgumentError for a topology that no run can have, StateMismatchError if a state cannot be had on it,
+    and what SavedFile raises.
     """
     from penstock.deploy.operations.saved_file import SavedFile
 
@@ -59,7 +59,7 @@ def convert(source: Path, target: Path, boxes: int, workers: int) -> list[dict[s
     return done
 
 
-def _converted(saved: Saved, boxes: int, workers: int) -> Saved:
+def _converted(saved: SavedState, boxes: int, workers: int) -> SavedState:
     if not saved.positions or (boxes, workers) == (saved.num_boxes, saved.num_workers_per_box):
         return saved
     rows = _global_batch(saved.aggregated)
@@ -69,36 +69,36 @@ def _converted(saved: Saved, boxes: int, workers: int) -> Saved:
             f"{boxes} boxes needs at least one: use {rows} boxes at most"
         )
     try:
-        return saved.reshaped(boxes, workers)
+        return saved.new_topology(boxes, workers)
     except StateMismatchError as error:
         held = "each worker's own state, which only that worker can take" if saved.methods else "where each worker was"
         raise StateMismatchError(
             f"{error.message}. The state holds {held}: resume with {saved.num_boxes} x {saved.num_workers_per_box} "
-            "workers, or start the next pass on another shape without a state"
+            "workers, or start the next pass on another topology without a state"
         ) from error
 
 
 def _global_batch(state: Any) -> int | None:
     """Rows of all boxes' batches together, where a source of ours says them and they do not follow from a box's: they
     then stay as many on any number of boxes."""
-    from penstock.data.ordering.order_states import Progress
+    from penstock.data.ordering.order_states import OrderProgress
 
     try:
-        shape = Progress.parsed(state).shape
+        topology = OrderProgress.parsed(state).topology
     except (IndexError, KeyError, TypeError, ValueError):  # of a loader of the user's own, then
         return None
-    return shape.batch if shape.batch % shape.boxes else None
+    return topology.batch if topology.batch % topology.boxes else None
 
 
-def _report(before: Saved, after: Saved) -> dict[str, Any]:
+def _report(before: SavedState, after: SavedState) -> dict[str, Any]:
     kept, anew = _meaning(before, after)
     return {
         "input_fn": before.input_fn,
         "state_methods": before.methods,
         "step": before.step,
         "epoch": max((position.epoch for position in after.positions), default=0),
-        "from": _shape(before),
-        "to": _shape(after),
+        "from": _topology(before),
+        "to": _topology(after),
         "converted": after is not before,
         "kept": kept,
         "anew": anew,
@@ -107,14 +107,14 @@ def _report(before: Saved, after: Saved) -> dict[str, Any]:
     }
 
 
-def _shape(saved: Saved) -> dict[str, int] | None:
+def _topology(saved: SavedState) -> dict[str, int] | None:
     """None: the state is of no run yet, and fits any."""
     if not saved.positions:
         return None
     return {"boxes": saved.num_boxes, "workers": saved.num_workers_per_box}
 
 
-def _uneven(saved: Saved) -> list[str]:
+def _uneven(saved: SavedState) -> list[str]:
     """Workers whose input had ended while that of others had not."""
     return [
         f"box {box} slot {slot}"
@@ -124,12 +124,12 @@ def _uneven(saved: Saved) -> list[str]:
     ]
 
 
-def _meaning(before: Saved, after: Saved) -> tuple[list[str], list[str]]:
+def _meaning(before: SavedState, after: SavedState) -> tuple[list[str], list[str]]:
     """What is kept exactly, and what starts anew."""
     if after is before:
         return ["everything"], []
     kept = ["the step", "the seed", "the loader's own state: its deaggregate_state_dict says which samples come next"]
-    anew = ["the generators of each worker, from (seed, box, slot, step)", "the batches of each worker in this pass"]
+    anew = ["the generators of each worker, from (seed, box, slot, step)", "the batches of each worker in this epoch"]
     if all(position.chain is not None for position in after.positions):
         kept.append("the stream digest of each box")
     else:
@@ -148,12 +148,12 @@ def _table(found: dict[str, Any]) -> Table:
     ]
     if found["uneven"] and found["converted"]:
         rows.append(
-            ("ended before others", ", ".join(found["uneven"]) + ": their loaders know what is left of the pass")
+            ("ended before others", ", ".join(found["uneven"]) + ": their loaders know what is left of the epoch")
         )
     if not found["converted"]:
         rows.append(("", "copied as it is"))
     return Table(f"{found['input_fn']} ({found['where']})", ("what", "state"), rows)
 
 
-def _text(shape: dict[str, int] | None) -> str:
-    return "any shape" if shape is None else f"{shape['boxes']} x {shape['workers']} workers"
+def _text(topology: dict[str, int] | None) -> str:
+    return "any topology" if topology is None else f"{topology['boxes']} x {topology['workers']} workers"

@@ -24,7 +24,7 @@ from penstock.deploy.console.fleet_settings import UpSettings
 from penstock.deploy.console.settings_sources import check_settings_file, daemon, refuse_unknown
 from penstock.deploy.console.tables import Table, show
 from penstock.runtime.config.job_settings import JobSettings
-from penstock.runtime.config.settings import Found, OtherType, Section, find, variables
+from penstock.runtime.config.settings import OtherType, ResolvedSetting, Section, find, variables
 from penstock.runtime.config.settings_file import CLUSTER, read_settings_file, token_file_of_settings
 
 __all__ = ["example", "show_config", "show_example"]
@@ -87,7 +87,7 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path | datetime.date | datetime.time) else value  # TOML has dates
 
 
-def _as_dict(found: Found) -> dict[str, Any]:
+def _as_dict(found: ResolvedSetting) -> dict[str, Any]:
     return {
         "name": found.field,
         "value": _plain(found.value),
@@ -96,7 +96,7 @@ def _as_dict(found: Found) -> dict[str, Any]:
     }
 
 
-def _tables(found: dict[str, list[Found]]) -> Iterator[Table]:
+def _tables(found: dict[str, list[ResolvedSetting]]) -> Iterator[Table]:
     for name, settings in found.items():
         table = Table(f"Settings of {TITLES[name]}", ("setting", "value", "from"))
         for each in settings:

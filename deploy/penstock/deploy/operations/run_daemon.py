@@ -47,9 +47,9 @@ def run_coordinator(
     token_file: Path | None,
     ready_file: Path | None,
     debug: bool,
-    lifeline_pid: int | None = None,
+    parent_pid: int | None = None,
 ) -> None:
-    """Serve until SIGTERM or SIGINT, or until the parent `lifeline_pid` is gone. The dicts: what was given on the
+    """Serve until SIGTERM or SIGINT, or until the parent `parent_pid` is gone. The dicts: what was given on the
     command line, None for the rest."""
     from penstock.appliance.edge.server import serve
     from penstock.appliance.model.limits import MEMORY_BUDGET, Limits
@@ -90,7 +90,7 @@ def run_coordinator(
             tokens,
             tls=tls,
             insecure=settings.insecure,
-            lifeline_pid=lifeline_pid,
+            parent_pid=parent_pid,
             ready=ready,
             limits=limits,
             http=settings.http,
@@ -108,11 +108,11 @@ def run_worker(
     token_file: Path | None,
     ready_file: Path | None,
     debug: bool,
-    lifeline_pid: int | None = None,
+    parent_pid: int | None = None,
 ) -> None:
-    """Serve until SIGTERM or SIGINT, or until the parent `lifeline_pid` is gone. The dicts: what was given on the
+    """Serve until SIGTERM or SIGINT, or until the parent `parent_pid` is gone. The dicts: what was given on the
     command line, None for the rest."""
-    from penstock.worker.daemon.daemon import Settings, own_name, serve
+    from penstock.worker.daemon.daemon import DaemonSettings, own_name, serve
 
     peer = resolve(PeerSettings, coordinator=coordinator)
     settings = resolve(WorkerSettings, **flags)
@@ -145,14 +145,14 @@ def run_worker(
 
     asyncio.run(
         serve(
-            Settings(
+            DaemonSettings(
                 coordinator=peer.coordinator,
                 token=token,
                 slots=settings.slots,
                 allow=settings.prefixes,
                 listen=settings.listen,
                 name=name,
-                lifeline_pids=() if lifeline_pid is None else (lifeline_pid,),
+                parent_pids=() if parent_pid is None else (parent_pid,),
                 runner_memory=bytes_of(settings.runner_memory),
                 starts=settings.starts,
                 start_timeout_s=settings.start_timeout,
@@ -161,7 +161,7 @@ def run_worker(
                 no_cage=settings.no_cage,
                 no_groups=settings.no_groups,
                 drain_s=settings.drain,
-                pulse_file=settings.pulse_file,
+                liveness_file=settings.liveness_file,
                 tls=tls,
                 insecure=settings.insecure,
                 http=settings.http,

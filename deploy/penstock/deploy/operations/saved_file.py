@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
-from penstock.client.states.saved_state import KEY, Saved, read
+from penstock.client.states.saved_state import KEY, SavedState, read
 from penstock.proto.errors import InvalidArgumentError, StateCorruptError, StateMismatchError
 from penstock.proto.state.codec import decode_state, encode_state
 from penstock.runtime.files.atomic_files import write_whole
 
-__all__ = ["Found", "SavedFile"]
+__all__ = ["FoundState", "SavedFile"]
 
 _ENVELOPE, _ZIP = b"PENSTATE", b"PK\x03\x04"
 DEEPEST = 16
@@ -29,12 +29,12 @@ DEEPEST = 16
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundState:
     """A saved state in a file."""
 
     path: tuple[Any, ...]
     """Keys that lead to it; () if it is all of the file."""
-    saved: Saved
+    saved: SavedState
 
     @property
     def name(self) -> str:
@@ -68,11 +68,11 @@ class SavedFile:
                 f"{path} holds neither what encode_state() wrote nor what torch.save() wrote; it begins with "
                 f"{data[:8]!r}"
             )
-        self.states = [Found(at, read(value)) for at, value in _states(self._value, ())]
+        self.states = [FoundState(at, read(value)) for at, value in _states(self._value, ())]
         if not self.states:
             raise StateMismatchError(f"{path} holds no state of a DataLoader: nothing in it has the key {KEY!r}")
 
-    def the(self, input_fn: str | None) -> Found:
+    def the(self, input_fn: str | None) -> FoundState:
         """The only one, or the only one of that input_fn. Raises StateMismatchError."""
         fits = [found for found in self.states if input_fn is None or found.saved.input_fn == input_fn]
         if len(fits) == 1:

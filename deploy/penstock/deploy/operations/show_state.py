@@ -78,7 +78,7 @@ def _box(box: int, position: records_pb2.BoxPosition) -> dict[str, Any]:
 
 
 def _worker(record: pb.WorkerRecord, data: bytes) -> dict[str, Any]:
-    traits = record.traits
+    capabilities = record.capabilities
     return {
         "global_worker_id": record.box * record.num_workers_per_box + record.local_worker_id,
         "box": record.box,
@@ -89,9 +89,9 @@ def _worker(record: pb.WorkerRecord, data: bytes) -> dict[str, Any]:
         "epoch": record.epoch,
         "digest": f"{record.digest:016x}" if record.digest else None,
         "state_bytes": record.state_bytes,
-        "state_methods": traits.state_methods,
-        "length": traits.length if traits.length >= 0 else None,
-        "own_workers": traits.own_workers,
+        "state_methods": capabilities.state_methods,
+        "length": capabilities.length if capabilities.length >= 0 else None,
+        "own_workers": capabilities.own_workers,
         "user_state_dict": _user_state(data),
     }
 

@@ -72,7 +72,7 @@ def tables(found: dict[str, Any]) -> list[Table]:
 
 
 def _box_row(run: str, box: dict[str, Any]) -> tuple[str, ...]:
-    state = "lost" if not box["live"] else "pass ended" if box["pass_ended"] else "live"
+    state = "lost" if not box["live"] else "epoch ended" if box["epoch_ended"] else "live"
     return (
         run,
         str(box["box"]),

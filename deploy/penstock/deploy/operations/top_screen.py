@@ -153,7 +153,7 @@ def _slot_row(run: dict[str, Any], box: dict[str, Any], slot: dict[str, Any]) ->
 
 
 def _box_row(run: dict[str, Any], box: dict[str, Any]) -> tuple[str, Sequence[str]]:
-    state = "lost" if not box["live"] else "pass ended" if box["pass_ended"] else "live"
+    state = "lost" if not box["live"] else "epoch ended" if box["epoch_ended"] else "live"
     style = "red" if state == "lost" else "yellow" if box["wait_share"] > 0.05 else ""
     return style, (
         f"{run['run']} {box['box']}",

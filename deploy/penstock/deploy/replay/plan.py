@@ -1,6 +1,6 @@
 """The way to a batch that was delivered: from which place of the box, and from what each of its workers gets there.
 
-A batch is a function of what the stream was started from and of the passes that the loop left by `break`. Whose turn
+A batch is a function of what the stream was started from and of the epochs that the loop left by `break`. Whose turn
 step S was, and so which worker made it, follows from the lengths of all workers' passes, which nobody has written
 down; so all workers of the box are run again, from the newest place whose position is known and that each of them can
 be brought to: by a durable snapshot before it, by a checkpoint of it, or from the beginning of the attempt. That way
@@ -14,13 +14,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock.client.states.saved_state import Saved
+from penstock.client.states.saved_state import SavedState
 from penstock.proto.errors import StateMismatchError, StateUnavailableError
 from penstock.proto.state.position import Position
 from penstock.proto.state.restartable import by_own_methods
 from penstock.proto.v1 import coordinator_pb2 as pb
 
-__all__ = ["Known", "Route", "attempt_of", "route"]
+__all__ = ["KnownPosition", "ReplayPlan", "attempt_of", "route"]
 
 FURTHER = 1000
 """Steps beyond the batch that are replayed at most, or as many as led to it, to compare with the stream digest.
@@ -28,20 +28,20 @@ FURTHER = 1000
 
 
 @dataclass(frozen=True)
-class Known:
+class KnownPosition:
     """A position of the box that is known."""
 
     position: Position
-    checkpoint: Saved | None = None
+    checkpoint: SavedState | None = None
     """That it is of: the workers can start there."""
 
 
 @dataclass(frozen=True)
-class Route:
-    start: Known
+class ReplayPlan:
+    start: KnownPosition
     snapshots: tuple[pb.SnapshotHeader | None, ...]
     """By slot, if the start is of no checkpoint: what it is restored from; None: how the attempt began."""
-    cuts: dict[int, int]
+    abandoned: dict[int, int]
     check: Position | None
     """Where the stream digest is compared."""
     unverified: str
@@ -54,9 +54,9 @@ def attempt_of(histories: Sequence[pb.History], box: int, step: int, number: int
     if not of_number:
         have = ", ".join(str(history.attempt) for history in histories)
         raise StateUnavailableError(f"attempt {number} is not remembered, only {have}")
-    begun = [history for history in of_number if history.opening.base.step < step]
+    begun = [history for history in of_number if history.opening.start.step < step]
     if not begun:
-        first = min(history.opening.base.step for history in of_number) + 1
+        first = min(history.opening.start.step for history in of_number) + 1
         raise StateUnavailableError(
             f"box {box} was handed step {step} before what is remembered, which begins with step {first}: give a "
             "checkpoint of a step before it instead of the RUN (--checkpoint)"
@@ -64,7 +64,7 @@ def attempt_of(histories: Sequence[pb.History], box: int, step: int, number: int
     came = [history for history in begun if _last(history) >= step]
     chosen = (came or begun)[-1]
     if not came and chosen.settled:
-        had = [f"{one.opening.base.step + 1} to {_last(one)} of attempt {one.attempt}" for one in of_number]
+        had = [f"{one.opening.start.step + 1} to {_last(one)} of attempt {one.attempt}" for one in of_number]
         raise StateUnavailableError(
             f"box {box} has not been handed step {step}, as far as it has reported: steps {', '.join(had)} can be had"
         )
@@ -73,23 +73,23 @@ def attempt_of(histories: Sequence[pb.History], box: int, step: int, number: int
 
 def _last(history: pb.History) -> int:
     """The last step that the box is known to have been handed."""
-    return max(history.opening.base.step, max((position.step for position in history.known), default=0))
+    return max(history.opening.start.step, max((position.step for position in history.known), default=0))
 
 
-def route(history: pb.History, checkpoints: Sequence[Saved], step: int) -> Route:
+def plan(history: pb.History, checkpoints: Sequence[SavedState], step: int) -> ReplayPlan:
     """How to get to the step. Raises StateMismatchError for a checkpoint that is not of this run."""
     opening = history.opening
-    base = Position.from_proto(opening.base)
-    cuts = {cut.epoch: cut.step for cut in history.cuts}
-    known = [Known(base), *(Known(Position.from_proto(position)) for position in history.known)]
+    point = Position.from_proto(opening.start)
+    abandoned = {abandoned_epoch.epoch: abandoned_epoch.step for abandoned_epoch in history.abandoned}
+    known = [KnownPosition(point), *(KnownPosition(Position.from_proto(position)) for position in history.known)]
     for saved in checkpoints:
-        position = _place_of(opening, base.step, saved)
+        position = _place_of(opening, point.step, saved)
         if position is not None:
-            known.append(Known(position, saved))
-    if history.slots and by_own_methods(history.slots[0].traits):
+            known.append(KnownPosition(position, saved))
+    if history.slots and by_own_methods(history.slots[0].capabilities):
         for one in known:
             one.position.carry()
-    start, snapshots = _start(history, known, cuts, step)
+    start, snapshots = _start(history, known, abandoned, step)
     told = [one.position for one in known if one.position.step >= step and one.position.chain is not None]
     check = min(told, key=lambda position: position.step, default=None)
     unverified = ""
@@ -105,10 +105,10 @@ def route(history: pb.History, checkpoints: Sequence[Saved], step: int) -> Route
     elif check.step - step > max(FURTHER, step - start.position.step):
         unverified = f"the next step at which the stream digest is known is {check.step}, {check.step - step} steps on"
         check = None
-    return Route(start, snapshots, cuts, check, unverified)
+    return ReplayPlan(start, snapshots, abandoned, check, unverified)
 
 
-def _place_of(opening: pb.OpenRunRequest, begun: int, saved: Saved) -> Position | None:
+def _place_of(opening: pb.OpenRunRequest, begun: int, saved: SavedState) -> Position | None:
     """Where the box stood when the state was saved; None if that is before the attempt began.
 
     A state of another shape is good where the attempt began, for that is how the attempt was resumed; later ones are of
@@ -133,41 +133,41 @@ def _place_of(opening: pb.OpenRunRequest, begun: int, saved: Saved) -> Position 
             f"the run, which began at step {begun}, has {ours[0]} x {ours[1]}: leave it out, or name the attempt that "
             "it is of (--attempt)"
         )
-    return saved.reshaped(*ours).positions[opening.box]
+    return saved.new_topology(*ours).positions[opening.box]
 
 
 def _start(
-    history: pb.History, known: Sequence[Known], cuts: dict[int, int], step: int
-) -> tuple[Known, tuple[pb.SnapshotHeader | None, ...]]:
+    history: pb.History, known: Sequence[KnownPosition], abandoned: dict[int, int], step: int
+) -> tuple[KnownPosition, tuple[pb.SnapshotHeader | None, ...]]:
     """The newest known place before the step that all workers can be brought to without going all the way there; the
     first that is known is where the attempt began."""
     before = [one for one in known if one.position.step < step]
     for one in sorted(before, key=lambda one: (one.position.step, one.checkpoint is not None), reverse=True):
         if one.checkpoint is not None:
             return one, ()
-        snapshots = [_snapshot(history, slot, one.position, cuts) for slot in range(len(one.position.total))]
+        snapshots = [_snapshot(history, slot, one.position, abandoned) for slot in range(len(one.position.total))]
         if None not in snapshots or one is known[0]:
             return one, tuple(snapshots)
     raise AssertionError("an attempt can be started where it began")
 
 
-def _left(first: int, epoch: int, cuts: dict[int, int]) -> bool:
-    """A pass from `first` on and before `epoch` was left: how far each worker was then is not known beforehand."""
-    return any(first <= cut < epoch for cut in cuts)
+def _left(first: int, epoch: int, abandoned: dict[int, int]) -> bool:
+    """An epoch from `first` on and before `epoch` was left: how far each worker was then is not known beforehand."""
+    return any(first <= abandoned_epoch < epoch for abandoned_epoch in abandoned)
 
 
-def _snapshot(history: pb.History, slot: int, at: Position, cuts: dict[int, int]) -> pb.SnapshotHeader | None:
+def _snapshot(history: pb.History, slot: int, at: Position, abandoned: dict[int, int]) -> pb.SnapshotHeader | None:
     """The newest snapshot that leads to the slot's place; each that is durable was proven. Not for a loader that is
     restored by its own methods only: that starts where the attempt began."""
     if slot >= len(history.slots):
         return None
     kept = history.slots[slot]
-    if by_own_methods(kept.traits):
+    if by_own_methods(kept.capabilities):
         return None
     fits = [
         header
         for header in kept.snapshots
-        if header.epoch <= at.epoch and header.total <= at.total[slot] and not _left(header.epoch, at.epoch, cuts)
+        if header.epoch <= at.epoch and header.total <= at.total[slot] and not _left(header.epoch, at.epoch, abandoned)
         if header.size  # else it is how the attempt began
     ]
     return max(fits, key=lambda header: (header.epoch, header.total), default=None)

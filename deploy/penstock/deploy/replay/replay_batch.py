@@ -21,8 +21,8 @@ from penstock.deploy.console.coordinator_options import Peer
 from penstock.deploy.doctor.loader_check import json_option
 from penstock.deploy.operations.show_state import run_name
 from penstock.deploy.replay.archive import Archive, RunningArchive, StoppedArchive
-from penstock.deploy.replay.replay_processes import Crew, Forker, Task
-from penstock.deploy.replay.stream_walk import Walk
+from penstock.deploy.replay.replay_processes import ReplayForker, ReplayProcesses, ReplayTask
+from penstock.deploy.replay.stream_replay import StreamReplay
 from penstock.proto.errors import (
     BoxOutOfRangeError,
     InputFnNotAllowedError,
@@ -38,17 +38,17 @@ from penstock.proto.v1 import records_pb2
 from penstock.worker.processes.user_code import MAIN
 
 if TYPE_CHECKING:
-    from penstock.client.states.saved_state import Saved
-    from penstock.deploy.replay.plan import Route
+    from penstock.client.states.saved_state import SavedState
+    from penstock.deploy.replay.plan import ReplayPlan
 
-__all__ = ["Replaying", "Request", "archive_of", "replay"]
+__all__ = ["BatchReplay", "ReplayRequest", "archive_of", "replay"]
 
 LINE_S = 10.0
 """Between two lines about the progress where they stay; on a terminal one is drawn over."""
 
 
 @dataclass(frozen=True)
-class Request:
+class ReplayRequest:
     """What is to be replayed, and from what. Raises InvalidArgumentError for what cannot be meant."""
 
     run: str | None
@@ -86,7 +86,7 @@ class Request:
             raise InvalidArgumentError(f"--out {self.out} is a directory: name a file")
 
 
-def archive_of(request: Request, peer: Peer) -> Archive | None:
+def archive_of(request: ReplayRequest, peer: Peer) -> Archive | None:
     """Where the run's history is; None for a checkpoint alone."""
     if request.run is None:
         return None
@@ -95,14 +95,14 @@ def archive_of(request: Request, peer: Peer) -> Archive | None:
     return RunningArchive(peer.client())
 
 
-def replay(request: Request, archive: Archive | None, forker: Forker | None = None) -> dict[str, Any]:
+def replay(request: ReplayRequest, archive: Archive | None, forker: ReplayForker | None = None) -> dict[str, Any]:
     """Make the batch again; what is in it and known of it, under the names of docs/cli.md. `forker`: of the run's seed,
     if there is one already.
 
     Raises what stands against it, ReplayMismatchError if it is another batch.
     """
     from penstock.deploy.operations.saved_file import SavedFile
-    from penstock.deploy.replay.plan import attempt_of, route
+    from penstock.deploy.replay.plan import attempt_of, plan
 
     files = [SavedFile(path) for path in request.checkpoints]
     if archive is not None:
@@ -112,16 +112,18 @@ def replay(request: Request, archive: Archive | None, forker: Forker | None = No
     else:
         saved = sorted((file.the(None).saved for file in files), key=lambda one: one.step)
         history = _of_checkpoint(saved[0], request)
-    way = route(history, saved, request.step)
+    way = plan(history, saved, request.step)
     history.opening.loader.CopyFrom(_loader(request, history, archive))
     with ExitStack() as closing:
-        going = Replaying(request, history, way, archive)
-        forker = forker or closing.enter_context(Forker(history.opening.seed))
-        crew = closing.enter_context(Crew(forker, history.opening.num_workers_per_box, going.until, going.told))
-        return going.run(crew)
+        going = BatchReplay(request, history, way, archive)
+        forker = forker or closing.enter_context(ReplayForker(history.opening.seed))
+        processes = closing.enter_context(
+            ReplayProcesses(forker, history.opening.num_workers_per_box, going.until, going.told)
+        )
+        return going.run(processes)
 
 
-def _of_checkpoint(saved: Saved, request: Request) -> pb.History:
+def _of_checkpoint(saved: SavedState, request: ReplayRequest) -> pb.History:
     """All that a saved state says of a run's attempt; its arguments it does not say."""
     if saved.step >= request.step or not saved.positions:
         have = f"steps from {saved.step + 1} on can be had from it" if saved.positions else "it is of no run yet"
@@ -138,11 +140,11 @@ def _of_checkpoint(saved: Saved, request: Request) -> pb.History:
     opening.has_seed, opening.seed = True, saved.seed or 0
     opening.loader.input_fn = saved.input_fn
     opening.loader.options.full_digest, opening.loader.options.row_digest = saved.full_digest, saved.by_rows
-    opening.base.CopyFrom(saved.positions[request.box].to_proto())
+    opening.start.CopyFrom(saved.positions[request.box].to_proto())
     return history
 
 
-def _loader(request: Request, history: pb.History, archive: Archive | None) -> records_pb2.LoaderSpec:
+def _loader(request: ReplayRequest, history: pb.History, archive: Archive | None) -> records_pb2.LoaderSpec:
     """What the children are to import and call. Raises InputFnNotAllowedError, StateUnavailableError."""
     from penstock.proto.state.codec import decode_state, encode_state
 
@@ -189,33 +191,33 @@ def _counted(number: int, what: str) -> str:
     return f"1 {what}" if number == 1 else f"{number} {what}s"
 
 
-class Replaying:
+class BatchReplay:
     """One replay under way."""
 
-    def __init__(self, request: Request, history: pb.History, way: Route, archive: Archive | None) -> None:
-        self._request, self._history, self._way, self._archive = request, history, way, archive
+    def __init__(self, request: ReplayRequest, history: pb.History, way: ReplayPlan, archive: Archive | None) -> None:
+        self._request, self._history, self._plan, self._archive = request, history, way, archive
         self._began = time.monotonic()
         self.until = self._began + request.timeout_s
         self._made: dict[int, int] = {}
         self._drawn, self._shown_at = False, self._began
 
-    def run(self, crew: Crew) -> dict[str, Any]:
+    def run(self, processes: ReplayProcesses) -> dict[str, Any]:
         """Start the workers, go to the step, look at the batch, go on to where the stream digest is known."""
-        request, way = self._request, self._way
+        request, way = self._request, self._plan
         start = way.start.position
         count = len(start.total)
         self._say(
             f"replaying box {request.box} from {self._where}: {_counted(request.step - start.step, 'step')} on "
             f"{_counted(count, 'worker')}"
         )
-        crew.ask({slot: self._begin(slot) for slot in range(count)})
-        walk = Walk(crew.ask, start, way.cuts)
+        processes.ask({slot: self._begin(slot) for slot in range(count)})
+        walk = StreamReplay(processes.ask, start, way.abandoned)
         walk.to(request.step)
         at, slot = walk.at.copy(), walk.slot
         out = None if request.out is None else request.out.absolute()
         part = None if out is None else out.with_name(f".{secrets.token_hex(8)}{out.suffix}")
         try:
-            shown = crew.ask({slot: Task("show", {"row": request.row, "out": part and str(part)})})[slot]
+            shown = processes.ask({slot: ReplayTask("show", {"row": request.row, "out": part and str(part)})})[slot]
             verified, why = self._verify(walk)
             if part is not None and out is not None:
                 _publish(part, out)
@@ -246,16 +248,16 @@ class Replaying:
 
     @property
     def _where(self) -> str:
-        start = self._way.start
+        start = self._plan.start
         if start.checkpoint is not None or not self._history.attempt:
             return f"the checkpoint of step {start.position.step}"
-        if None not in self._way.snapshots and start.position.step > self._history.opening.base.step:
+        if None not in self._plan.snapshots and start.position.step > self._history.opening.start.step:
             return f"snapshots before step {start.position.step + 1}"
-        return f"the beginning of attempt {self._history.attempt} (step {self._history.opening.base.step})"
+        return f"the beginning of attempt {self._history.attempt} (step {self._history.opening.start.step})"
 
-    def _begin(self, slot: int) -> Task:
+    def _begin(self, slot: int) -> ReplayTask:
         """The start task of a worker."""
-        opening, start = self._history.opening, self._way.start
+        opening, start = self._history.opening, self._plan.start
         position, saved = start.position, start.checkpoint
         slots = self._history.slots
         assignment = records_pb2.WorkerAssignment(
@@ -269,16 +271,16 @@ class Replaying:
             seed=opening.seed,
             loader=opening.loader,
             resume=opening.resume,
-            base=opening.base,
+            point=opening.start,
             skips=slots[slot].skips if slot < len(slots) else (),
         )
         header, parts = None, []
         if saved is not None:
             begun = saved.start(opening.box, opening.num_boxes, opening.num_workers_per_box, strict=True)
-            assignment.resume.CopyFrom(records_pb2.Resume(blob="checkpoint", same_shape=begun.same_shape))
-            assignment.base.CopyFrom(begun.base)
+            assignment.resume.CopyFrom(records_pb2.Resume(blob="checkpoint", same_topology=begun.same_topology))
+            assignment.start.CopyFrom(begun.start)
             parts = [begun.blob]
-        elif (header := self._way.snapshots[slot]) is not None:
+        elif (header := self._plan.snapshots[slot]) is not None:
             assert self._archive is not None
             parts = [self._archive.snapshot(header)]
         elif opening.resume.blob:
@@ -289,23 +291,23 @@ class Replaying:
             "total": position.total[slot],
             "live": slot in position.live,
         }
-        return Task("start", fields, assignment.SerializeToString(), parts)
+        return ReplayTask("start", fields, assignment.SerializeToString(), parts)
 
     def _resumed_from(self, blob: str) -> bytes:
         assert self._archive is not None
         data = self._archive.blob(blob)
         if data is None:
             raise StateUnavailableError(
-                f"attempt {self._history.attempt} went on from a state of step {self._history.opening.base.step}, "
+                f"attempt {self._history.attempt} went on from a state of step {self._history.opening.start.step}, "
                 "which is not kept any more: give the file that holds it (--checkpoint)"
             )
         return data
 
-    def _verify(self, walk: Walk) -> tuple[bool, str]:
+    def _verify(self, walk: StreamReplay) -> tuple[bool, str]:
         """Whether the stream digest was compared, and how. Raises ReplayMismatchError if it is another one."""
-        check, first = self._way.check, self._way.start.position.step + 1
+        check, first = self._plan.check, self._plan.start.position.step + 1
         if check is None:
-            return False, f"not verified: {self._way.unverified}"
+            return False, f"not verified: {self._plan.unverified}"
         walk.to(check.step)
         if walk.chain() != check.chain or walk.at.total != check.total:
             raise ReplayMismatchError(
@@ -325,7 +327,7 @@ class Replaying:
         if not sys.stderr.isatty() and now - self._shown_at < LINE_S:
             return
         self._shown_at = now
-        start: Position = self._way.start.position
+        start: Position = self._plan.start.position
         made = sum(total - start.total[of] for of, total in self._made.items())
         self._say(f"{max(0, made)} of {self._request.step - start.step} batches, {now - self._began:.0f} s", over=True)
 

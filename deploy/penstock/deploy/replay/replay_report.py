@@ -8,7 +8,7 @@ from typing import Any
 from penstock.deploy.console.coordinator_options import Peer
 from penstock.deploy.console.tables import Table, show
 from penstock.deploy.operations.state_values import brief
-from penstock.deploy.replay.replay_batch import Request, archive_of, replay
+from penstock.deploy.replay.replay_batch import ReplayRequest, archive_of, replay
 
 __all__ = ["show_replay", "tables"]
 
@@ -19,7 +19,7 @@ ONE_TEXT = 8192
 
 
 def show_replay(
-    request: Request,
+    request: ReplayRequest,
     peer: Peer,
     as_json: bool,
 ) -> None:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 __all__ = [
     "FULL_BELOW",
     "MASK",
-    "Cover",
+    "DigestCover",
     "Layouts",
     "batch_digest",
     "cover_of",
@@ -48,7 +48,7 @@ __all__ = [
 ]
 
 
-class Cover(IntEnum):
+class DigestCover(IntEnum):
     """What a digest covers; as it stands in a BATCH frame's flags."""
 
     SAMPLE = 0
@@ -56,11 +56,11 @@ class Cover(IntEnum):
     ROWS = 2
 
 
-def cover_of(options: records_pb2.Options) -> Cover:
+def cover_of(options: records_pb2.Options) -> DigestCover:
     """The one that a run's options ask for."""
     if options.row_digest:
-        return Cover.ROWS
-    return Cover.FULL if options.full_digest else Cover.SAMPLE
+        return DigestCover.ROWS
+    return DigestCover.FULL if options.full_digest else DigestCover.SAMPLE
 
 
 MASK: Final = (1 << 64) - 1

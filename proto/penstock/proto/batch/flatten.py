@@ -6,9 +6,9 @@
     receiver:  assembler = Assembler(structure)         once per structure
                batch = assembler.assemble(shapes, ring, offset, nbytes, released, slot)
 
-This is the hot path, and everything here is shaped by microseconds. `flatten` makes one pass that collects leaves,
+This is the hot path, and everything here is shaped by microseconds. `flatten` makes one epoch that collects leaves,
 shapes and a *signature* (types, keys, dtypes, ranks in order); only a signature not seen lately builds a Structure.
-Nothing is checked twice: a batch with a known signature can hold no unsupported dtype. When the pass meets anything
+Nothing is checked twice: a batch with a known signature can hold no unsupported dtype. When the epoch meets anything
 it does not like it gives up, and the slow pass, which knows paths, says what and where. Copies are `memmove`: as
 fast as torch's `copy_` (1 MiB 18 us, 8 MiB 220 us into a warm ring, both; 2-core AMD EPYC), with 1.2 us less around
 it. Up to 256 KiB it keeps the interpreter lock, for a thread that waits for it might hold it for 5 ms.

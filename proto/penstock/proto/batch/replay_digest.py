@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-from penstock.proto.batch.digest import Cover, batch_digest, rows_digest, rows_in
+from penstock.proto.batch.digest import DigestCover, batch_digest, rows_digest, rows_in
 from penstock.proto.batch.flatten import Flattener
 
 __all__ = ["ReplayDigest"]
@@ -14,7 +14,7 @@ __all__ = ["ReplayDigest"]
 class ReplayDigest:
     """Flattens batches into a scratch buffer, which grows as needed."""
 
-    def __init__(self, flattener: Flattener | None = None, *, cover: Cover = Cover.SAMPLE) -> None:
+    def __init__(self, flattener: Flattener | None = None, *, cover: DigestCover = DigestCover.SAMPLE) -> None:
         self._flattener = flattener or Flattener()
         self._cover = cover
         self._buffer = ctypes.create_string_buffer(1 << 16)
@@ -25,8 +25,8 @@ class ReplayDigest:
         if flat.nbytes > len(self._buffer):
             self._buffer = ctypes.create_string_buffer(2 * flat.nbytes)
         flat.write_to(ctypes.addressof(self._buffer))
-        structure, shapes, full = flat.structure, flat.shapes, self._cover == Cover.FULL
-        if self._cover == Cover.ROWS:
+        structure, shapes, full = flat.structure, flat.shapes, self._cover == DigestCover.FULL
+        if self._cover == DigestCover.ROWS:
             digest = rows_digest(structure, shapes, self._buffer, 0, flat.nbytes)
         else:
             digest = batch_digest(structure.key, self._buffer, 0, flat.nbytes, shapes, full)

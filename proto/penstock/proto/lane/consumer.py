@@ -37,7 +37,7 @@ from penstock.proto.lane.frames import (
     STRUCTURE,
     Ack,
     Frame,
-    Pieces,
+    StructurePieces,
     forget_oldest,
     read_frame,
 )
@@ -69,7 +69,7 @@ class Consumer:
         self.compiled: dict[int, Any] = {}
         """What the reader has made of `structures`, by id; it goes when a structure is forgotten or announced again."""
         self.closed = False
-        self.cuts = 0
+        self.abandons = 0
         """Passes left so far, over all connections of this slot: set it from the previous consumer's."""
         sock.setblocking(False)
         self._sock = sock
@@ -79,10 +79,10 @@ class Consumer:
         self._ring_id = 0  # of the last batch
         self._ring: Ring | None = None
         self._newest = 0
-        self._unused = 0  # frames since the last batch, or the end of a pass
+        self._unused = 0  # frames since the last batch, or the end of an epoch
         self._reset = False  # the peer was killed; what it had sent is still to be read
         self._coming: Frame | None = None  # a RING whose descriptor the next packet holds
-        self._pieces = Pieces()
+        self._pieces = StructurePieces()
         # What the next ack will say.
         self._delivered = self._open_epochs = self._abandon = 0
         self._released: list[int] = []
@@ -142,14 +142,14 @@ class Consumer:
             self._begin, self._at = begin, stop
             kind = frame.kind
             if kind == BATCH:
-                if frame.cut < self.cuts:
+                if frame.abandons < self.abandons:
                     self._unused += 1
-                    continue  # of a pass that the loop has left: the producer has taken its slot back already
+                    continue  # of an epoch that the loop has left: the producer has taken its slot back already
                 ring = self._ring if frame.ring == self._ring_id else self._turn_to(frame.ring)
                 # `size` is how many dims ride behind the batch in its slot.
-                if ring is None or frame.slot >= ring.slots or frame.nbytes + 8 * frame.size > ring.slot_bytes:
+                if ring is None or frame.entry >= ring.entries or frame.nbytes + 8 * frame.size > ring.entry_bytes:
                     raise ProtocolError(
-                        f"{self.name}: a batch of {frame.nbytes} bytes in no ring slot that was announced"
+                        f"{self.name}: a batch of {frame.nbytes} bytes in no ring entry that was announced"
                     )
                 if frame.structure not in self.structures:
                     raise ProtocolError(f"{self.name}: a batch of structure {frame.structure}, never announced")
@@ -163,7 +163,7 @@ class Consumer:
                 self._learn_structure(frame)
                 return frame
             elif kind == END:
-                if frame.cut < self.cuts:
+                if frame.abandons < self.abandons:
                     self._unused += 1
                     continue
                 self._unused = 0
@@ -247,7 +247,7 @@ class Consumer:
             if len(fds) != 1:
                 raise ProtocolError(f"{self.name}: a ring was announced with {len(fds)} descriptors instead of one")
             try:
-                ring = Ring.open(fds[0], frame.slot_bytes, frame.slots)
+                ring = Ring.open(fds[0], frame.entry_bytes, frame.entries)
             except PenstockError as error:
                 raise type(error)(f"{self.name}: {error.message}") from error
         finally:
@@ -279,11 +279,11 @@ class Consumer:
         self._delivered = total
         self._dirty = True
 
-    def release(self, slots: Iterable[int]) -> None:
+    def release(self, entries: Iterable[int]) -> None:
         """Ring slots of delivered batches whose last view has died: ring, slot, ring, slot ... Sent with the next
         flush. Not of batches that an abandon overtook before they were delivered: the producer has those back already.
         """
-        self._released += slots
+        self._released += entries
         self._dirty = True
 
     def open_epochs(self, epoch: int) -> None:
@@ -292,8 +292,8 @@ class Consumer:
         self._dirty = True
 
     def abandon(self, epoch: int) -> None:
-        """The loop left this pass. Goes out at once, behind all earlier acks."""
-        self.cuts += 1
+        """The loop left this epoch. Goes out at once, behind all earlier acks."""
+        self.abandons += 1
         self._abandon = epoch + 1
         self._seal()
         self.flush()

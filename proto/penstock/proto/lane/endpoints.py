@@ -20,6 +20,6 @@ from __future__ import annotations
 
 from penstock.proto.lane.consumer import Consumer
 from penstock.proto.lane.frames import LANE_PROTOCOL, MAX_FRAME, check_peer, connect_local, dims_of
-from penstock.proto.lane.producer import Producer, Slab
+from penstock.proto.lane.producer import FreeEntry, Producer
 
-__all__ = ["LANE_PROTOCOL", "MAX_FRAME", "Consumer", "Producer", "Slab", "check_peer", "connect_local", "dims_of"]
+__all__ = ["LANE_PROTOCOL", "MAX_FRAME", "Consumer", "FreeEntry", "Producer", "check_peer", "connect_local", "dims_of"]

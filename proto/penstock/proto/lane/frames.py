@@ -47,7 +47,7 @@ __all__ = [
     "STRUCTURE",
     "Ack",
     "Frame",
-    "Pieces",
+    "StructurePieces",
     "check_peer",
     "connect_local",
     "dims_of",
@@ -129,9 +129,9 @@ class Frame(NamedTuple):
     codec: int = 0
     flags: int = 0
     ring: int = 0
-    slot: int = 0
+    entry: int = 0
     structure: int = 0
-    cut: int = 0
+    abandons: int = 0
     size: int = 0
     total: int = 0
     epoch: int = 0
@@ -150,12 +150,12 @@ class Frame(NamedTuple):
         return unpack_shapes(self.rest)
 
     @property
-    def slots(self) -> int:
+    def entries(self) -> int:
         """Of a RING."""
-        return self.slot
+        return self.entry
 
     @property
-    def slot_bytes(self) -> int:
+    def entry_bytes(self) -> int:
         """Of a RING."""
         return self.nbytes
 
@@ -174,9 +174,9 @@ _pack_framed = struct.Struct("<I" + _FRAME.format.removeprefix("<")).pack
 def framed_batch(
     flags: int,
     ring: int,
-    slot: int,
+    entry: int,
     structure: int,
-    cut: int,
+    abandons: int,
     size: int,
     total: int,
     epoch: int,
@@ -187,7 +187,7 @@ def framed_batch(
     """A BATCH frame of the local lane with its length in front, in one call: there is one for each batch."""
     return (
         _pack_framed(
-            *(FRAME_BYTES + len(dims), BATCH, 0, flags, ring, slot, structure, cut, size),
+            *(FRAME_BYTES + len(dims), BATCH, 0, flags, ring, entry, structure, abandons, size),
             *(total, epoch, nbytes, digest, 0),
         )
         + dims
@@ -209,7 +209,7 @@ class Ack(NamedTuple):
     open_epochs: int = 0
     """Passes up to this epoch may be opened."""
     abandon_epoch: int = 0
-    """Value + 1: leave this pass after `delivered`, and go on with the next."""
+    """Value + 1: leave this epoch after `delivered`, and go on with the next."""
     released: Sequence[int] = ()
     """Ring, slot, ring, slot ..."""
     wanted: Sequence[int] = ()
@@ -235,9 +235,9 @@ def read_ack(view: memoryview, start: int, stop: int) -> Ack:
     if size != _ACK.size + 4 * released + 8 * wanted:
         raise ProtocolError(f"an ack of {size} bytes that cannot be read: it claims {released} and {wanted} numbers")
     start += _ACK.size
-    slots = struct.unpack_from(f"<{released}I", view, start)
+    entries = struct.unpack_from(f"<{released}I", view, start)
     steps = struct.unpack_from(f"<{wanted}Q", view, start + 4 * released)
-    return Ack(delivered, open_epochs, abandon_epoch, slots, steps, bool(close))
+    return Ack(delivered, open_epochs, abandon_epoch, entries, steps, bool(close))
 
 
 def dims_of(frame: Frame, ring: Ring) -> bytes:
@@ -246,9 +246,9 @@ def dims_of(frame: Frame, ring: Ring) -> bytes:
         return frame.rest
     if frame.size > MAX_DIMS:
         raise ProtocolError(f"a batch of {frame.size} dims, above the {MAX_DIMS} that any structure has")
-    if frame.slot >= ring.slots or frame.nbytes + 8 * frame.size > ring.slot_bytes:
-        raise ProtocolError(f"a batch announced {frame.size} dims that lie beyond its ring slot")
-    start = frame.slot * ring.slot_bytes + frame.nbytes
+    if frame.entry >= ring.entries or frame.nbytes + 8 * frame.size > ring.entry_bytes:
+        raise ProtocolError(f"a batch announced {frame.size} dims that lie beyond its ring entry")
+    start = frame.entry * ring.entry_bytes + frame.nbytes
     return ring.view[start : start + 8 * frame.size].tobytes()
 
 
@@ -259,7 +259,7 @@ def forget_oldest(structures: dict[int, bytes]) -> None:
         held -= len(structures.pop(next(iter(structures))))
 
 
-class Pieces:
+class StructurePieces:
     """Puts a structure together from its STRUCTURE frames, which come in order and without another one's between."""
 
     def __init__(self) -> None:

@@ -1,6 +1,6 @@
 """The end of a lane that owns the rings: the runner's, and towards its consumer the receiver's.
 
-A ring slot is in one of four states, and all of this module is about moving it between them exactly once:
+A ring entry is in one of four states, and all of this module is about moving it between them exactly once:
 
     free ── reserve ──> reserved ── publish ──> kept ── Ack.delivered ──> lent ── Ack.released ──> free
                             └─ return_unused ─> free       └─ Ack.abandon_epoch, or a stale pass ──> free
@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from penstock.proto.batch.digest import Cover
+from penstock.proto.batch.digest import DigestCover
 from penstock.proto.errors import BatchTooLargeError, InvalidArgumentError, ProtocolError
 from penstock.proto.lane.frames import (
     CLOSE,
@@ -48,11 +48,11 @@ from penstock.proto.lane.frames import (
     read_frame,
 )
 from penstock.proto.lane.outbox import Outbox
-from penstock.proto.lane.ring import BOX_BYTES, Ring, RingBudget, grown, slots_for
+from penstock.proto.lane.ring import BOX_BYTES, Ring, RingBudget, entries_for, grown
 from penstock.proto.v1 import lane_pb2, records_pb2
 from penstock.runtime.process.forks import silence
 
-__all__ = ["Producer", "Slab"]
+__all__ = ["FreeEntry", "Producer"]
 
 _log = logging.getLogger(__name__)
 
@@ -66,30 +66,30 @@ MOST_WANTED = 4096
 """Snapshots announced and not yet taken: an honest consumer names a hundred or two."""
 MOST_ABANDONED = 1 << 16
 """Passes left that the runner has not taken note of yet; it may be in user code for long."""
-MOST_CUTS = (1 << 32) - 1
+MOST_ABANDONS = (1 << 32) - 1
 """What Frame.cut can hold."""
 _RESERVED = 1 << 64
 """Stands for the total of a slot that is being filled: above any total, so nothing takes it for delivered."""
 
 
 @dataclass(slots=True)
-class Slab:
-    """A ring slot that the producer may fill."""
+class FreeEntry:
+    """A ring entry that the producer may fill."""
 
     ring_id: int
-    slot: int
+    entry: int
     ring: Ring
 
     @property
     def offset(self) -> int:
         """Bytes from the start of the ring's mapping."""
-        return self.slot * self.ring.slot_bytes
+        return self.entry * self.ring.entry_bytes
 
     @property
     def view(self) -> memoryview:
         """All of the slot."""
-        start = self.slot * self.ring.slot_bytes
-        return self.ring.view[start : start + self.ring.slot_bytes]
+        start = self.entry * self.ring.entry_bytes
+        return self.ring.view[start : start + self.ring.entry_bytes]
 
 
 @dataclass(slots=True)
@@ -100,18 +100,18 @@ class _Kept:
     epoch: int
     message: bytes
     """The frame, with its length in front."""
-    slab: Slab | None
+    slab: FreeEntry | None
     """None for END and ERROR."""
     structure: int
     last: bool = False
-    """ERROR: nothing comes after it, so it outlives the pass that it came in."""
+    """ERROR: nothing comes after it, so it outlives the epoch that it came in."""
 
 
 class Producer:
     """The end that owns the rings. One for each slot and generation, whatever consumers come and go.
 
-    `max_batch_bytes` bounds the slots of its rings, `ring_bytes` is what a ring may take (see ring.slots_for), `budget`
-    what they and those of others may take together.
+    `max_batch_bytes` bounds the slots of its rings, `ring_bytes` is what a ring may take (see ring.entries_for),
+    `budget` what they and those of others may take together.
     """
 
     def __init__(self, max_batch_bytes: int, ring_bytes: int = BOX_BYTES, budget: RingBudget | None = None) -> None:
@@ -121,7 +121,7 @@ class Producer:
         self.open_epochs = 0
         """Passes up to this epoch may be opened."""
         self.abandoned: deque[int] = deque()
-        """Epochs that the consumer left; the runner takes them from here, goes on with the pass after the last of them
+        """Epochs that the consumer left; the runner takes them from here, goes on with the epoch after the last of them
         and ignores those that it has left behind already."""
         self.wanted: dict[int, list[int]] = {}
         """total -> steps for which the consumer will ask for the state after that batch."""
@@ -129,8 +129,8 @@ class Producer:
         """Largest total that the training loop was handed."""
         self.closed = False
         """The consumer said that it goes away on purpose."""
-        self.cuts = 0
-        """Abandons seen; frames carry it, so that the consumer can tell a pass it left from the one that follows."""
+        self.abandons = 0
+        """Abandons seen; frames carry it, so that the consumer can tell an epoch it left from the one that follows."""
         self.on_ack: Callable[[Ack], None] | None = None
         """Called with each ack once it has been applied, for who passes them on."""
         self._sock: socket.socket | None = None
@@ -176,28 +176,28 @@ class Producer:
         self.detach()
         sock.setblocking(False)
         wanted = max(1, hello.next_total)
-        if wanted <= self.delivered or hello.cuts < self.cuts:
+        if wanted <= self.delivered or hello.abandons < self.abandons:
             self._refuse(
                 sock,
-                f"a consumer came back for batch {wanted} with {hello.cuts} passes left, after batch "
-                f"{self.delivered} was delivered and {self.cuts} passes were left",
+                f"a consumer came back for batch {wanted} with {hello.abandons} epochs left, after batch "
+                f"{self.delivered} was delivered and {self.abandons} epochs were left",
             )
             return
         self.closed = False
         self._sock = sock
-        if hello.cuts > self.cuts:
+        if hello.abandons > self.abandons:
             self._catch_up(hello)
         self._met = True
         self._deliver(wanted - 1)
-        held = {(slot.ring, slot.slot) for slot in hello.held}
-        for ring_id, slot in [
-            (ring_id, slot)
+        held = {(entry.ring, entry.entry) for entry in hello.held}
+        for ring_id, entry in [
+            (ring_id, entry)
             for ring_id, lent in self._lent.items()
-            for slot, total in lent.items()
-            if total <= self.delivered and (ring_id, slot) not in held
+            for entry, total in lent.items()
+            if total <= self.delivered and (ring_id, entry) not in held
         ]:
-            self._give_back(ring_id, slot)
-        # The effect of `abandon_epoch` is in `cuts`.
+            self._give_back(ring_id, entry)
+        # The effect of `abandon_epoch` is in `abandons`.
         self._apply(Ack(hello.delivered, hello.open_epochs, wanted=hello.wanted))
         self._announced.clear()
         for ring_id in self._rings:
@@ -268,7 +268,7 @@ class Producer:
 
     # ---- batches
 
-    def reserve(self, nbytes: int, dims: int = 0) -> Slab | None:
+    def reserve(self, nbytes: int, dims: int = 0) -> FreeEntry | None:
         """A slot for a batch of `nbytes` whose shapes have `dims` numbers, or None while all are taken.
 
         A batch that fits no slot starts a larger ring. Publish the slot, or return it, before the next `reserve`.
@@ -278,16 +278,16 @@ class Producer:
         if dims > LONG_SHAPES:
             nbytes += 8 * dims
         ring = self._rings.get(self._current)
-        if ring is None or nbytes > ring.slot_bytes:
+        if ring is None or nbytes > ring.entry_bytes:
             if nbytes > self.max_batch_bytes:
                 raise BatchTooLargeError(
                     f"a batch of {nbytes} bytes is above max_batch_bytes={self.max_batch_bytes}; "
                     "make smaller batches, or raise max_batch_bytes"
                 )
-            ring = self._start_ring(nbytes, 0 if ring is None else ring.slot_bytes)
+            ring = self._start_ring(nbytes, 0 if ring is None else ring.entry_bytes)
         return self.reserve_current()
 
-    def reserve_current(self) -> Slab | None:
+    def reserve_current(self) -> FreeEntry | None:
         """A slot of the ring as it is, or None while all are taken; None before the first batch, too.
 
         For who builds a batch in the slot before its size is known. Such a slot may stay reserved beside another.
@@ -295,11 +295,11 @@ class Producer:
         ring = self._rings.get(self._current)
         if ring is None or not self._free:
             return None
-        slot = self._free.pop()  # the last one back: most likely still in the cache
-        self._lent[self._current][slot] = _RESERVED
-        return Slab(self._current, slot, ring)
+        entry = self._free.pop()  # the last one back: most likely still in the cache
+        self._lent[self._current][entry] = _RESERVED
+        return FreeEntry(self._current, entry, ring)
 
-    def is_current(self, slab: Slab) -> bool:
+    def is_current(self, slab: FreeEntry) -> bool:
         """Whether `slab` is of the ring that batches go into now: in an outgrown one none may be published any more."""
         return slab.ring_id == self._current
 
@@ -311,13 +311,13 @@ class Producer:
     def ring_slots(self) -> int:
         """Slots of the current ring, 0 before the first batch."""
         ring = self._rings.get(self._current)
-        return 0 if ring is None else ring.slots
+        return 0 if ring is None else ring.entries
 
     @property
-    def slot_bytes(self) -> int:
+    def entry_bytes(self) -> int:
         """Bytes of a slot of the current ring, 0 before the first batch."""
         ring = self._rings.get(self._current)
-        return 0 if ring is None else ring.slot_bytes
+        return 0 if ring is None else ring.entry_bytes
 
     def knows_structure(self, structure: int) -> bool:
         """Whether `know_structure` is not needed before a batch of this structure."""
@@ -344,7 +344,7 @@ class Producer:
 
     def publish(
         self,
-        slab: Slab,
+        slab: FreeEntry,
         total: int,
         epoch: int,
         structure: int,
@@ -352,52 +352,56 @@ class Producer:
         dims: bytes,
         digest: int,
         more: bool = False,
-        cover: Cover = Cover.SAMPLE,
+        cover: DigestCover = DigestCover.SAMPLE,
     ) -> None:
         """Send the batch that was written into `slab`, and keep it until it was delivered.
 
-        dims: its shapes, packed (frames.pack_shapes). more: another one follows at once, or `flush` is called: it may
+        dims: its topology, packed (frames.pack_shapes). more: another one follows at once, or `flush` is called: it may
         go in one packet with the next. cover: what `digest` covers.
         """
         count = len(dims) >> 3
         if count > LONG_SHAPES:
-            if nbytes + len(dims) > slab.ring.slot_bytes:
+            if nbytes + len(dims) > slab.ring.entry_bytes:
                 raise InvalidArgumentError(f"{count} dims do not fit behind {nbytes} bytes: reserve with `dims`")
             start = slab.offset + nbytes
             slab.ring.map[start : start + len(dims)] = dims
             dims = b""
         else:
             count = 0
-        ring, slot = slab.ring_id, slab.slot
-        message = framed_batch(cover, ring, slot, structure, self.cuts, count, total, epoch, nbytes, digest, dims)
+        ring, entry = slab.ring_id, slab.entry
+        message = framed_batch(cover, ring, entry, structure, self.abandons, count, total, epoch, nbytes, digest, dims)
         self._keep_and_send(slab, total, epoch, structure, message, more)
 
-    def forward(self, slab: Slab, frame: Frame, more: bool = False) -> None:
+    def forward(self, slab: FreeEntry, frame: Frame, more: bool = False) -> None:
         """Send a BATCH frame that another producer made; only its place is changed to `slab`, where it lies as it is
         and in no codec. more: as in `publish`."""
-        _, _, flags, _, _, structure, cut, size, total, epoch, nbytes, digest, _, dims = frame
-        message = framed_batch(flags, slab.ring_id, slab.slot, structure, cut, size, total, epoch, nbytes, digest, dims)
+        _, _, flags, _, _, structure, abandons, size, total, epoch, nbytes, digest, _, dims = frame
+        message = framed_batch(
+            flags, slab.ring_id, slab.entry, structure, abandons, size, total, epoch, nbytes, digest, dims
+        )
         self._keep_and_send(slab, total, epoch, structure, message, more)
 
-    def _keep_and_send(self, slab: Slab, total: int, epoch: int, structure: int, message: bytes, more: bool) -> None:
+    def _keep_and_send(
+        self, slab: FreeEntry, total: int, epoch: int, structure: int, message: bytes, more: bool
+    ) -> None:
         if structure not in self._announced:
             self._announce_structure(structure)
-        self._lent[slab.ring_id][slab.slot] = total
+        self._lent[slab.ring_id][slab.entry] = total
         self._kept.append(_Kept(total, epoch, message, slab, structure))
         self._send(message, more)
 
-    def return_unused(self, slab: Slab) -> None:
+    def return_unused(self, slab: FreeEntry) -> None:
         """Give a reserved slot back without publishing it."""
-        self._give_back(slab.ring_id, slab.slot)
+        self._give_back(slab.ring_id, slab.entry)
 
     def end(self, epoch: int, total: int) -> None:
-        """The pass `epoch` is over; `total` is the last batch so far."""
-        self.forward_end(Frame(END, epoch=epoch, total=total, cut=self.cuts))
+        """The epoch `epoch` is over; `total` is the last batch so far."""
+        self.forward_end(Frame(END, epoch=epoch, total=total, abandons=self.abandons))
 
     def fail(self, epoch: int, total: int, error: records_pb2.ErrorDetail) -> None:
         """The input failed after batch `total`: the last frame."""
         self.forward_end(
-            Frame(ERROR, epoch=epoch, total=total, cut=self.cuts, rest=_that_fits(error).SerializeToString())
+            Frame(ERROR, epoch=epoch, total=total, abandons=self.abandons, rest=_that_fits(error).SerializeToString())
         )
 
     def forward_end(self, frame: Frame) -> None:
@@ -437,13 +441,13 @@ class Producer:
 
     def _start_ring(self, nbytes: int, previous: int) -> Ring:
         size = grown(nbytes, previous, self.max_batch_bytes)
-        ring = self._create_ring(size, slots_for(size, self.ring_bytes))
+        ring = self._create_ring(size, entries_for(size, self.ring_bytes))
         old = self._current
         self._current = self._next_ring
-        self._group = max(1, ring.slots // GROUPS)
+        self._group = max(1, ring.entries // GROUPS)
         self._next_ring += 1
         self._rings[self._current] = ring
-        self._free = list(range(ring.slots))
+        self._free = list(range(ring.entries))
         self._lent[self._current] = {}
         self._retire(old)
         if self._sock is not None:
@@ -453,7 +457,7 @@ class Producer:
 
     def _announce_ring(self, ring_id: int) -> None:
         ring = self._rings[ring_id]
-        frame = Frame(RING, ring=ring_id, slot=ring.slots, nbytes=ring.slot_bytes)
+        frame = Frame(RING, ring=ring_id, entry=ring.entries, nbytes=ring.entry_bytes)
         self._unsent.add(framed(frame.encode()))
         self._unsent.add(ring.fd)
 
@@ -478,15 +482,15 @@ class Producer:
         sock.close()
 
     def _catch_up(self, hello: lane_pb2.Hello) -> None:
-        """The consumer has left passes that this end did not hear of.
+        """The consumer has left epochs that this end did not hear of.
 
-        Usually the lane broke with the abandon on its way: all that is kept is of a pass that was left, or counted on
+        Usually the lane broke with the abandon on its way: all that is kept is of an epoch that was left, or counted on
         from one. But a producer that meets its first consumer may have started behind all that, and then what it
         has made is wanted: it only has to say so.
         """
         left = hello.abandon_epoch - 1
         fresh = not self._met and all(kept.epoch > left for kept in self._kept)
-        self.cuts = hello.cuts
+        self.abandons = hello.abandons
         if left >= 0:
             self.abandoned.append(left)
         if not fresh:
@@ -494,7 +498,7 @@ class Producer:
             return
         for kept in self._kept:
             frame = read_frame(memoryview(kept.message), HEAD.size, len(kept.message))
-            kept.message = framed(frame._replace(cut=self.cuts).encode())
+            kept.message = framed(frame._replace(abandons=self.abandons).encode())
 
     def _apply(self, ack: Ack) -> None:
         if ack.delivered > self.delivered:
@@ -505,9 +509,9 @@ class Producer:
         if ack.open_epochs > self.open_epochs:
             self.open_epochs = ack.open_epochs
         if ack.abandon_epoch:
-            if self.cuts >= MOST_CUTS or len(self.abandoned) >= MOST_ABANDONED:
-                raise ProtocolError(f"it left its pass {self.cuts} times, {len(self.abandoned)} of them unheard")
-            self.cuts += 1
+            if self.abandons >= MOST_ABANDONS or len(self.abandoned) >= MOST_ABANDONED:
+                raise ProtocolError(f"it left its epoch {self.abandons} times, {len(self.abandoned)} of them unheard")
+            self.abandons += 1
             self._drop_kept()
             self.abandoned.append(ack.abandon_epoch - 1)
         wanted = ack.wanted
@@ -532,24 +536,24 @@ class Producer:
             kept.popleft()
 
     def _drop_kept(self) -> None:
-        """The consumer left the pass: nothing of it, or of one opened ahead of it, will be delivered any more."""
+        """The consumer left the epoch: nothing of it, or of one opened ahead of it, will be delivered any more."""
         dropped, self._kept = self._kept, deque(kept for kept in self._kept if kept.last)
         for kept in dropped:
             if kept.slab is not None:
-                self._give_back(kept.slab.ring_id, kept.slab.slot)
+                self._give_back(kept.slab.ring_id, kept.slab.entry)
 
-    def _release(self, ring_id: int, slot: int) -> None:
-        total = self._lent.get(ring_id, {}).get(slot)
+    def _release(self, ring_id: int, entry: int) -> None:
+        total = self._lent.get(ring_id, {}).get(entry)
         if total is None:
             return  # said twice, or of a ring that is not, or no longer, this producer's
         if total > self.delivered:
             raise ProtocolError(f"it released the slot of batch {total}, which it had not delivered")
-        self._give_back(ring_id, slot)
+        self._give_back(ring_id, entry)
 
-    def _give_back(self, ring_id: int, slot: int) -> None:
-        del self._lent[ring_id][slot]
+    def _give_back(self, ring_id: int, entry: int) -> None:
+        del self._lent[ring_id][entry]
         if ring_id == self._current:
-            self._free.append(slot)
+            self._free.append(entry)
         else:
             self._retire(ring_id)
 

@@ -26,14 +26,14 @@ from penstock.proto.errors import LaneLostError, ProtocolError
 from penstock.runtime.process.forks import silence, unshare
 from penstock.runtime.process.free_memory import free_memory
 
-__all__ = ["MAX_SLOTS", "Ring", "RingBudget", "grown", "ring_bytes", "slots_for"]
+__all__ = ["MAX_ENTRIES", "Ring", "RingBudget", "entries_for", "grown", "ring_bytes"]
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 PAGE = mmap.PAGESIZE
 _BLOCK = 512
 """Bytes of what st_blocks counts, on every filesystem."""
-MAX_SLOTS = 32
-MIN_SLOTS = 4
+MAX_ENTRIES = 32
+MIN_ENTRIES = 4
 """One being filled, one on its way, two that the loop looks at."""
 FEWEST_SLOTS = 3
 """Where memory is short: with one less, a loop that still holds its last batch would leave none to be filled."""
@@ -61,18 +61,18 @@ def ring_bytes(rings: int) -> int:
     return BOX_BYTES // max(rings, 1)
 
 
-def slots_for(slot_bytes: int, limit: int = BOX_BYTES) -> int:
-    """How many slots a ring of this slot size gets: RING_BYTES worth, within [MIN_SLOTS, MAX_SLOTS]; but no more than
-    `limit` bytes, down to FEWEST_SLOTS; and one for giants."""
-    size = max(slot_bytes, 1)
+def entries_for(entry_bytes: int, limit: int = BOX_BYTES) -> int:
+    """How many slots a ring of this slot size gets: RING_BYTES worth, within [MIN_ENTRIES, MAX_ENTRIES]; but no more
+    than `limit` bytes, down to FEWEST_SLOTS; and one for giants."""
+    size = max(entry_bytes, 1)
     if size >= GIANT_BYTES:
         return 1
-    wanted = max(MIN_SLOTS, min(MAX_SLOTS, RING_BYTES // size))
+    wanted = max(MIN_ENTRIES, min(MAX_ENTRIES, RING_BYTES // size))
     return max(FEWEST_SLOTS, min(wanted, limit // size))
 
 
 class Ring:
-    """A mapped ring of `slots` slots of `slot_bytes` bytes (a multiple of the page size).
+    """A mapped ring of `entries` slots of `entry_bytes` bytes (a multiple of the page size).
 
     Attributes:
         fd: the memfd, -1 once dropped.
@@ -81,28 +81,28 @@ class Ring:
         address: where it starts in this process, in bytes.
     """
 
-    def __init__(self, fd: int, slot_bytes: int, slots: int) -> None:
+    def __init__(self, fd: int, entry_bytes: int, entries: int) -> None:
         self.fd = fd
-        self.slot_bytes = slot_bytes
-        self.slots = slots
+        self.entry_bytes = entry_bytes
+        self.entries = entries
         flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
-        self.map = mmap.mmap(fd, slot_bytes * slots, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        self.map = mmap.mmap(fd, entry_bytes * entries, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         self.view = memoryview(self.map)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
 
     @property
     def nbytes(self) -> int:
-        return self.slots * self.slot_bytes
+        return self.entries * self.entry_bytes
 
     @classmethod
-    def create(cls, slot_bytes: int, slots: int) -> Ring:
-        """A new, sealed, zeroed ring; `slot_bytes` is rounded up to whole pages.
+    def create(cls, entry_bytes: int, entries: int) -> Ring:
+        """A new, sealed, zeroed ring; `entry_bytes` is rounded up to whole pages.
 
         Raises OSError if memory is short. It is looked at beforehand: all pages are taken at once, and what is too much
         would have the kernel kill some process for it. In the receiver their number is a peer's word.
         """
-        slot_bytes = max(PAGE, (slot_bytes + PAGE - 1) // PAGE * PAGE)
-        size = slot_bytes * slots
+        entry_bytes = max(PAGE, (entry_bytes + PAGE - 1) // PAGE * PAGE)
+        size = entry_bytes * entries
         if size > LOOKED_AT_BYTES and size > (free := int(MOST_OF_FREE * free_memory())):
             raise OSError(
                 errno.ENOMEM,
@@ -114,7 +114,7 @@ class Ring:
             os.ftruncate(fd, size)
             os.posix_fallocate(fd, 0, size)  # MAP_POPULATE alone passes over what it cannot have
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-            return cls(fd, slot_bytes, slots)
+            return cls(fd, entry_bytes, entries)
         except OSError as error:
             os.close(fd)
             raise OSError(error.errno, f"a ring of {size:,} bytes cannot be made: {error.strerror}") from error
@@ -123,7 +123,7 @@ class Ring:
             raise
 
     @classmethod
-    def open(cls, fd: int, slot_bytes: int, slots: int) -> Ring:
+    def open(cls, fd: int, entry_bytes: int, entries: int) -> Ring:
         """Map a ring that a peer made.
 
         Raises ProtocolError unless it is sealed, as large as the peer says and there; LaneLostError where this process
@@ -137,15 +137,15 @@ class Ring:
             raise ProtocolError("the ring that a peer passed is not sealed: it could be truncated under its reader")
         status = os.fstat(fd)
         size = status.st_size
-        if slot_bytes <= 0 or slots <= 0 or slot_bytes % PAGE or size != slot_bytes * slots:
-            raise ProtocolError(f"a ring of {size} bytes was announced as {slots} slots of {slot_bytes} bytes")
-        if slots > MAX_SLOTS:
-            raise ProtocolError(f"a ring of {slots} slots, above the {MAX_SLOTS} that any has")
+        if entry_bytes <= 0 or entries <= 0 or entry_bytes % PAGE or size != entry_bytes * entries:
+            raise ProtocolError(f"a ring of {size} bytes was announced as {entries} slots of {entry_bytes} bytes")
+        if entries > MAX_ENTRIES:
+            raise ProtocolError(f"a ring of {entries} slots, above the {MAX_ENTRIES} that any has")
         # Half, for st_blocks is no promise (once it was a page short), and half of it costs the maker what it costs us.
         if status.st_blocks * _BLOCK < size // 2:
             raise ProtocolError(f"a ring of {size} bytes of which {status.st_blocks * _BLOCK} are there")
         try:
-            return cls(fd, slot_bytes, slots)
+            return cls(fd, entry_bytes, entries)
         except PermissionError as error:  # sealed against writing, or opened for reading only
             raise ProtocolError(f"the ring that a peer passed cannot be mapped: {error}") from error
         except OSError as error:
@@ -175,16 +175,16 @@ class RingBudget:
         self._limit = limit or int(MOST_OF_FREE * free_memory())
         self._used = 0
 
-    def create(self, slot_bytes: int, slots: int) -> Ring:
+    def create(self, entry_bytes: int, entries: int) -> Ring:
         """As Ring.create. Raises OSError above the budget too."""
-        size = max(PAGE, (slot_bytes + PAGE - 1) // PAGE * PAGE) * slots
+        size = max(PAGE, (entry_bytes + PAGE - 1) // PAGE * PAGE) * entries
         if self._used + size > self._limit:
             raise OSError(
                 errno.ENOMEM,
                 f"a ring of {size:,} bytes cannot be made: the rings of all lanes of this process must have at most "
                 f"{self._limit:,} bytes, and have {self._used:,}; make batches smaller, or give it more memory",
             )
-        ring = Ring.create(slot_bytes, slots)
+        ring = Ring.create(entry_bytes, entries)
         self._used += size
         weakref.finalize(ring.map, self._give_back, size)
         return ring

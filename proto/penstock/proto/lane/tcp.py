@@ -1,8 +1,8 @@
 """The lane's frames over TCP: each sealed, and behind a BATCH frame its payload.
 
 Towards the consumer flow frames and payloads, towards the producer one Hello and then acks. The sender and the receiver
-share this framing and nothing else. A stream has no packet borders, so both read into an `Inbox`: one large receive
-takes in many small messages, and what is whole is handed out in place.
+share this framing and nothing else. A stream has no packet borders, so both read into an `SealedInbox`: one large
+receive takes in many small messages, and what is whole is handed out in place.
 
 **What arrives is what was sent.** TCP's own checksum has 16 bits, and a switch or a proxy that damages a packet mends
 it. So each message carries its length twice (a damaged one would have its reader wait for bytes that nobody sends) and
@@ -26,7 +26,7 @@ import time
 from google.protobuf.message import DecodeError
 from xxhash import xxh3_64, xxh3_64_intdigest
 
-from penstock.proto.batch.digest import FULL_BELOW, Cover
+from penstock.proto.batch.digest import FULL_BELOW, DigestCover
 from penstock.proto.errors import BatchCorruptError, DeadlineError, LaneLostError, ProtocolError
 from penstock.proto.lane.frames import MAX_FRAME, Frame
 from penstock.proto.v1 import lane_pb2
@@ -35,7 +35,7 @@ __all__ = [
     "CHECK_BYTES",
     "SEAL",
     "HelloReader",
-    "Inbox",
+    "SealedInbox",
     "check_of",
     "fit_send_buffer",
     "is_checked",
@@ -122,7 +122,7 @@ def check_message(seal: bytes | bytearray | memoryview, at: int, message: bytes 
 def is_checked(frame: Frame) -> bool:
     """Whether CHECK_BYTES follow the payload of this BATCH: where the digest of the batch does not cover every byte of
     it, and where those that travel are to be unpacked first."""
-    return frame.codec != 0 or frame.nbytes > FULL_BELOW or frame.flags == Cover.ROWS
+    return frame.codec != 0 or frame.nbytes > FULL_BELOW or frame.flags == DigestCover.ROWS
 
 
 def check_of(hasher: xxh3_64) -> bytes:
@@ -209,7 +209,7 @@ def _min_rtt_us(sock: socket.socket) -> int | None:
     return int(struct.unpack_from("=I", info, _MIN_RTT_AT)[0]) if len(info) == _MIN_RTT_AT + 4 else None
 
 
-class Inbox:
+class SealedInbox:
     """Bytes of a stream on their way in, and the whole messages among them."""
 
     def __init__(self, capacity: int = 4 * MAX_FRAME) -> None:

@@ -34,11 +34,11 @@ from penstock.proto.errors import (
 from penstock.proto.rpc import tracing
 from penstock.proto.rpc.connection_limits import Connections
 from penstock.proto.rpc.credentials.roles import METHODS, READ_ONLY
-from penstock.proto.rpc.credentials.token_proof import CHALLENGE_KEY, PROOF_KEY, Caller, Challenged, Verifier
+from penstock.proto.rpc.credentials.token_proof import CHALLENGE_KEY, PROOF_KEY, Caller, Challenged, TokenVerifier
 from penstock.proto.rpc.tls import Tls
 from penstock.proto.rpc.version import PROTOCOL, PROTOCOL_KEY, VERSION, VERSION_KEY
 from penstock.proto.rpc.wire_errors import abort, status_of
-from penstock.runtime.telemetry.counters import CallTally
+from penstock.runtime.telemetry.counters import CallCounters
 
 __all__ = ["SERVICE", "AuthInterceptor", "alone", "credential"]
 
@@ -67,7 +67,9 @@ class AuthInterceptor(grpc.GenericRpcHandler):
     tls: says what callers' certificates must be for, if they are asked for any.
     """
 
-    def __init__(self, door: Verifier, calls: CallTally, connections: Connections, tls: Tls | None = None) -> None:
+    def __init__(
+        self, door: TokenVerifier, calls: CallCounters, connections: Connections, tls: Tls | None = None
+    ) -> None:
         self._door = door
         self._calls = calls
         self._connections = connections
@@ -213,7 +215,7 @@ class _Call:
 
 
 @contextmanager
-def _counted(calls: CallTally, method: str) -> Iterator[_Call]:
+def _counted(calls: CallCounters, method: str) -> Iterator[_Call]:
     """Enters a call into the tally when it is over. One that is neither answered nor refused was cancelled."""
     began, call = time.perf_counter(), _Call()
     try:
@@ -228,7 +230,7 @@ def _counted(calls: CallTally, method: str) -> Iterator[_Call]:
 
 
 def _translated(
-    name: str, handler: Any, calls: CallTally, heard: Callable[[_Context], None]
+    name: str, handler: Any, calls: CallCounters, heard: Callable[[_Context], None]
 ) -> grpc.RpcMethodHandler[Any, Any]:
     """`handler` with its errors put into status and trailing metadata. `heard`: told of each call."""
     read = _reading(name, handler.request_deserializer)

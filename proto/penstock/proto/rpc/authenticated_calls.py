@@ -22,13 +22,13 @@ from penstock.proto.errors import (
     TlsError,
 )
 from penstock.proto.rpc.channel import Tls, translating
-from penstock.proto.rpc.credentials.token_proof import CHALLENGE_KEY, PROOF_KEY, TRIES, Prover
+from penstock.proto.rpc.credentials.token_proof import CHALLENGE_KEY, PROOF_KEY, TRIES, TokenProver
 from penstock.proto.rpc.credentials.tokens import read_again
 from penstock.proto.rpc.tls import Renewing, diagnose
 from penstock.proto.rpc.version import PROTOCOL, PROTOCOL_KEY, VERSION, VERSION_KEY
 from penstock.proto.rpc.wire_errors import ERROR_KEY
 
-__all__ = ["Answer", "Base", "Call", "Metadata", "Streams"]
+__all__ = ["Answer", "AuthenticatedCall", "Call", "Metadata", "Streams"]
 
 DIAGNOSE_S = 2.0
 """Seconds for a second look at a coordinator that listens and cannot be talked to: is it TLS?"""
@@ -40,11 +40,11 @@ Answer = tuple[Any, Trailing]
 _RELEASE = ((PROTOCOL_KEY, str(PROTOCOL)), (VERSION_KEY, VERSION))
 
 
-class Base:
+class AuthenticatedCall:
     def __init__(self, address: str, token: str, tls: Tls | None, deadline_s: float) -> None:
         self.address = address
         self.deadline_s = deadline_s
-        self.prover = Prover(token)
+        self.prover = TokenProver(token)
         self._token = token
         self._files = None if tls is None else Renewing(tls)
         self._closed = False
@@ -77,7 +77,7 @@ class Base:
         token = read_again(self._token)
         if token == self._token:
             return False
-        self._token, self.prover = token, Prover(token)
+        self._token, self.prover = token, TokenProver(token)
         return True
 
     def stranger(self) -> PenstockError:
@@ -100,7 +100,7 @@ class Base:
 class Call:
     """One call, made until there is an answer that can be believed: see penstock.proto.rpc.credentials.token_proof."""
 
-    def __init__(self, client: Base) -> None:
+    def __init__(self, client: AuthenticatedCall) -> None:
         self._client = client
         self._tries = TRIES
         self._show()

@@ -29,7 +29,7 @@ from penstock.proto.errors import (
     ProtocolError,
     StateCorruptError,
 )
-from penstock.proto.rpc.authenticated_calls import Answer, Base, Call, Metadata, Streams
+from penstock.proto.rpc.authenticated_calls import Answer, AuthenticatedCall, Call, Metadata, Streams
 from penstock.proto.rpc.channel import CHUNK, Tls, connect, connect_aio
 from penstock.proto.rpc.wire_errors import answer_of
 from penstock.proto.v1 import coordinator_pb2 as pb
@@ -184,7 +184,7 @@ _unusable: ForkedProcessError | None = None
 """Why this process, a forked child of one that was connected, cannot call a coordinator."""
 
 
-class CoordinatorClient(Base):
+class CoordinatorClient(AuthenticatedCall):
     """Blocking calls, for training jobs and the command line. Thread safe; `close` from any thread ends pending calls
     with LaneClosedError."""
 
@@ -192,7 +192,7 @@ class CoordinatorClient(Base):
         if _unusable is not None:
             raise _unusable
         super().__init__(address, token, tls, deadline_s)
-        self._owner = forks.Owner()
+        self._owner = forks.OwnerProcess()
         forks.keep(self)
         self._streams = Streams()
         self._open()
@@ -359,7 +359,7 @@ class CoordinatorClient(Base):
         return b"".join(part.data for part in parts)
 
 
-class AsyncCoordinatorClient(Base):
+class AsyncCoordinatorClient(AuthenticatedCall):
     """Calls for the running event loop, for worker daemons. Make it inside the loop."""
 
     def __init__(self, address: str, token: str, *, tls: Tls | None = None, deadline_s: float = DEADLINE_S) -> None:

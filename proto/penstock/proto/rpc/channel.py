@@ -33,20 +33,20 @@ from penstock.proto.rpc.addresses import (
 )
 from penstock.proto.rpc.auth_interceptor import SERVICE, AuthInterceptor
 from penstock.proto.rpc.connection_limits import Connections
-from penstock.proto.rpc.credentials.token_proof import Verifier
+from penstock.proto.rpc.credentials.token_proof import TokenVerifier
 from penstock.proto.rpc.credentials.tokens import Tokens, read_token, read_tokens
 from penstock.proto.rpc.reflection import add_reflection
 from penstock.proto.rpc.tls import Renewing, Tls, load_tls
 from penstock.proto.rpc.version import PROTOCOL, VERSION
 from penstock.proto.rpc.wire_errors import METADATA_MAX, detail_of, error_of, translating
-from penstock.runtime.telemetry.counters import CallTally
+from penstock.runtime.telemetry.counters import CallCounters
 
 __all__ = [
     "CHUNK",
     "PROTOCOL",
     "SERVICE",
     "VERSION",
-    "Served",
+    "RunningServer",
     "Tls",
     "connect",
     "connect_aio",
@@ -175,7 +175,7 @@ def connect_aio(address: str, tls: Tls | None = None) -> grpc.aio.Channel:
 
 
 @dataclass
-class Served:
+class RunningServer:
     """A running server."""
 
     server: grpc.aio.Server
@@ -202,8 +202,8 @@ async def server_aio(
     *,
     tls: Tls | None = None,
     insecure: bool = False,
-    calls: CallTally | None = None,
-) -> Served:
+    calls: CallCounters | None = None,
+) -> RunningServer:
     """Starts a server on the running event loop.
 
     Args:
@@ -219,8 +219,8 @@ async def server_aio(
     """
     check_address(listen)
     connections = Connections()
-    door = Verifier(Tokens(tokens))
-    guard = AuthInterceptor(door, calls if calls is not None else CallTally(), connections, tls)
+    door = TokenVerifier(Tokens(tokens))
+    guard = AuthInterceptor(door, calls if calls is not None else CallCounters(), connections, tls)
     refuse_unsafe(listen, encrypted=tls is not None, insecure=insecure)
     refuse_strangers(listen)
     if _answers(listen):
@@ -244,12 +244,12 @@ async def server_aio(
     await server.start()
     tasks = [asyncio.create_task(_renew(door))]
     if socket_path(listen) is not None:  # only this user reaches it
-        return Served(server, listen, status, tasks, files)
+        return RunningServer(server, listen, status, tasks, files)
     tasks.append(asyncio.create_task(connections.watch(port)))
-    return Served(server, f"{listen.rpartition(':')[0]}:{port}", status, tasks, files)
+    return RunningServer(server, f"{listen.rpartition(':')[0]}:{port}", status, tasks, files)
 
 
-async def _renew(door: Verifier) -> None:
+async def _renew(door: TokenVerifier) -> None:
     """Until cancelled: take up the tokens that the file of them holds."""
     while True:
         await asyncio.sleep(RENEW_S)

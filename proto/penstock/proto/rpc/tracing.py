@@ -23,7 +23,7 @@ import grpc.aio
 
 from penstock.proto.errors import InvalidArgumentError
 from penstock.proto.rpc.version import VERSION
-from penstock.proto.rpc.wire_errors import Answers
+from penstock.proto.rpc.wire_errors import ErrorInterceptor
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -142,7 +142,7 @@ def aio_client_interceptors() -> list[grpc.aio.ClientInterceptor] | None:
     """For an asyncio channel; None if this process traces nothing."""
     if _provider is None:
         return None
-    return [*_theirs().aio_client_interceptors(_provider, _is_traced, _on_request), Answers()]
+    return [*_theirs().aio_client_interceptors(_provider, _is_traced, _on_request), ErrorInterceptor()]
 
 
 def aio_server_interceptors() -> list[grpc.aio.ServerInterceptor] | None:

@@ -34,7 +34,7 @@ from penstock.proto.errors import (
 from penstock.proto.rpc.version import VERSION
 from penstock.proto.v1 import records_pb2
 
-__all__ = ["METADATA_MAX", "Answers", "abort", "answer_of", "detail_of", "error_of", "translating"]
+__all__ = ["METADATA_MAX", "ErrorInterceptor", "abort", "answer_of", "detail_of", "error_of", "translating"]
 
 _Reply = TypeVar("_Reply")
 
@@ -173,7 +173,7 @@ async def answer_of(call: grpc.aio.StreamUnaryCall[Any, _Reply]) -> _Reply:
         raise
 
 
-class Answers(grpc.aio.StreamUnaryClientInterceptor):
+class ErrorInterceptor(grpc.aio.StreamUnaryClientInterceptor):
     """`answer_of` below other interceptors: OpenTelemetry's hand a call over when it has ended, which is too late."""
 
     async def intercept_stream_unary(self, continuation: Any, client_call_details: Any, request_iterator: Any) -> Any:

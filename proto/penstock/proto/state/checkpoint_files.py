@@ -47,8 +47,8 @@ __all__ = [
     "LATEST",
     "MANIFEST",
     "METADATA",
-    "File",
-    "Found",
+    "CheckpointFile",
+    "FoundCheckpoint",
     "Manifest",
     "checkpoints",
     "claimed",
@@ -119,7 +119,7 @@ def old_name(step: int, save: str) -> str:
 
 
 @dataclass(frozen=True)
-class File:
+class CheckpointFile:
     """A file of a checkpoint."""
 
     name: str
@@ -143,7 +143,7 @@ class File:
         return [self.name, self.nbytes, self.xxh3, self.parts]
 
     @classmethod
-    def from_row(cls, name: Any, nbytes: Any, xxh3: Any, parts: Any) -> File:
+    def from_row(cls, name: Any, nbytes: Any, xxh3: Any, parts: Any) -> CheckpointFile:
         """Raises ValueError for what `row` did not make."""
         file = cls(str(name), int(nbytes), str(xxh3), str(parts))
         if not _FILE.fullmatch(file.name) or file.nbytes < 0:
@@ -162,7 +162,7 @@ class Manifest:
     """Counts the saves of a folder, from 1."""
     ranks: int
     """How many processes wrote it."""
-    files: tuple[File, ...]
+    files: tuple[CheckpointFile, ...]
 
     @property
     def nbytes(self) -> int:
@@ -190,14 +190,14 @@ class Manifest:
                 raise ValueError("its checksum is not that of its content")
             if body["format"] > FORMAT:
                 raise ValueError(f"format {body['format']} of a newer Penstock, which this one cannot read")
-            files = tuple(File.from_row(*(file[field] for field in FIELDS)) for file in body["files"])
+            files = tuple(CheckpointFile.from_row(*(file[field] for field in FIELDS)) for file in body["files"])
             return cls(int(body["step"]), str(body["save"]), int(body["sequence"]), int(body["ranks"]), files)
         except (ValueError, KeyError, TypeError) as error:
             raise CheckpointCorruptError(f"{where} is damaged: {error}") from error
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundCheckpoint:
     """A checkpoint in a folder."""
 
     step: int
@@ -243,7 +243,7 @@ def damage(path: Path, manifest: Manifest, *, contents: bool = False) -> Iterato
             yield f"{file.name}: cannot be read: {error.strerror}"
 
 
-def checkpoints(folder: Path, *, sizes: bool = True) -> list[Found]:
+def checkpoints(folder: Path, *, sizes: bool = True) -> list[FoundCheckpoint]:
     """Those of a folder, the newest first.
 
     When one was saved whose manifest is damaged nobody knows. It counts as the newest, so that nothing is passed over
@@ -261,7 +261,7 @@ def checkpoints(folder: Path, *, sizes: bool = True) -> list[Found]:
     named = _latest(folder)
     last = next((one.manifest.sequence for one in found if one.path.name == named and one.manifest), None)
 
-    def order(one: Found) -> tuple[float, int]:
+    def order(one: FoundCheckpoint) -> tuple[float, int]:
         if one.manifest is not None:
             return one.manifest.sequence, one.step
         return float("inf") if last is None else last - 0.5, one.step
@@ -269,21 +269,21 @@ def checkpoints(folder: Path, *, sizes: bool = True) -> list[Found]:
     return sorted(found, key=order, reverse=True)
 
 
-def _found(folder: Path, names: Iterable[str], sizes: bool) -> Iterator[Found]:
+def _found(folder: Path, names: Iterable[str], sizes: bool) -> Iterator[FoundCheckpoint]:
     names = list(names)
     for name, final in [*((name, name) for name in names), *_half_replaced(names)]:
         if match := _STEP.fullmatch(final):
             path = folder / name
             try:
                 manifest = read_manifest(path)
-                yield Found(int(match[1]), path, manifest, "; ".join(damage(path, manifest)) if sizes else "")
+                yield FoundCheckpoint(int(match[1]), path, manifest, "; ".join(damage(path, manifest)) if sizes else "")
             except CheckpointNotFoundError:
                 continue  # a folder that happens to have such a name
             except CheckpointCorruptError as error:
-                yield Found(int(match[1]), path, None, error.message)
+                yield FoundCheckpoint(int(match[1]), path, None, error.message)
 
 
-def newest(folder: Path) -> Found | None:
+def newest(folder: Path) -> FoundCheckpoint | None:
     """The newest checkpoint that is whole."""
     return next((one for one in checkpoints(folder) if not one.damage), None)
 
@@ -378,7 +378,9 @@ def _free_for(handle: int, kind: int) -> bool:
 
 
 @contextmanager
-def locked(folder: Path, timeout_s: float, *, silence_s: float | None = None, beats: bool = False) -> Iterator[None]:
+def locked(
+    folder: Path, timeout_s: float, *, silence_s: float | None = None, heartbeats: bool = False
+) -> Iterator[None]:
     """Hold a folder's lock: one save at a time. It is free again when its holder ends, in whatever way.
 
     Args:
@@ -403,7 +405,7 @@ def locked(folder: Path, timeout_s: float, *, silence_s: float | None = None, be
         with suppress(OSError):
             os.ftruncate(handle, 0)
             os.pwrite(handle, f"process {os.getpid()} on {os.uname().nodename}\n".encode(), 0)
-        if beats:
+        if heartbeats:
             threading.Thread(target=_beat, args=(folder / LOCK, ended), name="penstock-beat", daemon=True).start()
         yield
     finally:

@@ -66,8 +66,8 @@ from penstock.proto.state.envelope import (
     HEADER,
     MAGIC,
     MAX_DEPTH,
+    EnvelopeReader,
     Node,
-    Source,
     opened,
 )
 
@@ -366,7 +366,7 @@ _REMEDIES: tuple[tuple[set[str], str], ...] = (
 # --- decoding ---------------------------------------------------------------------------------------------------------
 
 
-class _Source(Source):
+class _Source(EnvelopeReader):
     __slots__ = ("address",)
 
     def __init__(self, view: memoryview, position: int, end: int) -> None:

@@ -14,7 +14,17 @@ import xxhash
 
 from penstock.proto.errors import StateCorruptError, StateVersionError
 
-__all__ = ["ALIGN", "CHECKSUM_BYTES", "FORMAT_VERSION", "HEADER", "MAGIC", "MAX_DEPTH", "Node", "Source", "opened"]
+__all__ = [
+    "ALIGN",
+    "CHECKSUM_BYTES",
+    "FORMAT_VERSION",
+    "HEADER",
+    "MAGIC",
+    "MAX_DEPTH",
+    "EnvelopeReader",
+    "Node",
+    "opened",
+]
 
 FORMAT_VERSION = 1
 """The format that encode_state writes, and the newest that is read."""
@@ -32,7 +42,7 @@ Node: TypeAlias = Any
 _Value = TypeVar("_Value")
 
 
-class Source:
+class EnvelopeReader:
     """The blobs, taken in order. Any exception that decoding raises becomes a StateCorruptError."""
 
     __slots__ = ("end", "position", "view")
@@ -53,7 +63,7 @@ class Source:
         return self.view[start : start + nbytes]
 
 
-_Source = TypeVar("_Source", bound=Source)
+_Source = TypeVar("_Source", bound=EnvelopeReader)
 
 
 def opened(

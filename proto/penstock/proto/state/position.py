@@ -1,14 +1,14 @@
 """Where a box stands in its stream: the round robin over slots as pure arithmetic.
 
 The rule (DESIGN section 4): deliver from the slot under the cursor, then move on to the next live slot; a slot whose
-input ends at its turn leaves the live slots without taking a step; when none is left the pass ends and the next epoch
+input ends at its turn leaves the live slots without taking a step; when none is left the epoch ends and the next epoch
 starts with all slots live and the cursor at 0. Where only the loader's own methods can resume it (`carry`), the cursor
 goes on instead: such a loader counts the samples of all workers, and deals its batches to workers that are asked in
 turn for as long as the launch goes on.
 
-The training loop follows this rule one step at a time (`turn`, `deliver`, `exhaust`, `cut`). The coordinator, asked for
-the state at a step, follows it in strides (`advance`), from where the attempt started and from what is known of the
-slots' ends: the record is a function of those, so every rank gets the same one. Counting is the truth here;
+The training loop follows this rule one step at a time (`turn`, `deliver`, `exhaust`, `abandon_epoch`). The coordinator,
+asked for the state at a step, follows it in strides (`advance`), from where the attempt started and from what is known
+of the slots' ends: the record is a function of those, so every rank gets the same one. Counting is the truth here;
 `worker_step(S) = S // W + (k < S % W)` holds only as long as every slot is live.
 
 A position carries the stream digest of its box: the chain of the digests of all batches in order. Whoever has the
@@ -27,12 +27,12 @@ from penstock.proto.batch.digest import MASK
 from penstock.proto.errors import EmptyInputError, InvalidArgumentError
 from penstock.proto.v1 import records_pb2
 
-__all__ = ["MOST", "PASSES_AHEAD", "Position", "advance", "chain_at"]
+__all__ = ["EPOCHS_AHEAD", "MOST", "Position", "advance", "chain_at"]
 
 MOST = 1 << 62
 """The highest step, epoch or count that a position may come with: what is added to it still fits 64 bits."""
-PASSES_AHEAD = 64
-"""Passes that workers may run ahead where passes follow each other. A ring has at most 32 slots, so only empty passes
+EPOCHS_AHEAD = 64
+"""Passes that workers may run ahead where epochs follow each other. A ring has at most 32 slots, so only empty epochs
 come near it; they take no slot, and without a bound a worker with an empty input would send their ends for ever."""
 _pack_link = struct.Struct("<QQ").pack
 _pack_step = struct.Struct("<Q").pack
@@ -72,7 +72,7 @@ class Position:
     first: int | None = field(default=None, compare=False)
     """The slot that this epoch began with, if the turn goes on over the ends of epochs; None: each begins with 0."""
     ended_before: bool = field(default=False, compare=False)
-    """True once a pass of this object's life has ended without a single step; see `exhaust`."""
+    """True once an epoch of this object's life has ended without a single step; see `exhaust`."""
 
     @classmethod
     def start(cls, num_slots: int, *, step: int = 0, epoch: int = 0) -> Position:
@@ -117,9 +117,9 @@ class Position:
         self.cursor = (self.cursor + 1) % len(self.live)
 
     def exhaust(self) -> bool:
-        """The slot under the cursor ended at its turn. True if that ended the pass: the next epoch has begun.
+        """The slot under the cursor ended at its turn. True if that ended the epoch: the next epoch has begun.
 
-        Two passes in a row without any batch are an empty input: EmptyInputError, for the loop would never end.
+        Two epochs in a row without any batch are an empty input: EmptyInputError, for the loop would never end.
         """
         del self.live[self.cursor]
         if self.live:
@@ -134,8 +134,8 @@ class Position:
         self.ended_before = empty
         return True
 
-    def cut(self) -> None:
-        """The loop left the pass before its end; the next epoch begins, with the slot that this one began with."""
+    def abandon_epoch(self) -> None:
+        """The loop left the epoch before its end; the next epoch begins, with the slot that this one began with."""
         self._next_epoch()
 
     def _next_epoch(self) -> None:
@@ -192,14 +192,15 @@ def advance(
     base: Position,
     step: int,
     ends: Mapping[tuple[int, int], int],
-    cuts: Mapping[int, int] | None = None,
+    abandoned: Mapping[int, int] | None = None,
 ) -> Position:
     """The record of the box at `step`, from `base` and what is known of ends.
 
     Args:
         base: where to start from; not changed.
         step: absolute, at least `base.step`.
-        ends: (slot, epoch) -> the slot's total when that pass ended. A pass that is not listed is taken to go on; ask
+        ends: (slot, epoch) -> the slot's total when that epoch ended. An epoch that is not listed is taken to go on;
+        ask
             again once more is known.
         cuts: epoch -> the last step taken in it before the loop left it by `break`.
 
@@ -215,8 +216,8 @@ def advance(
             return at
         live, cursor = at.live, at.cursor
         count = len(live)
-        cut_at = cuts.get(at.epoch) if cuts else None
-        stride = wanted if cut_at is None else min(wanted, cut_at - at.step)
+        abandoned_at = abandoned.get(at.epoch) if abandoned else None
+        stride = wanted if abandoned_at is None else min(wanted, abandoned_at - at.step)
         meets_end = False
         for index, slot in enumerate(live):
             end = ends.get((slot, at.epoch))
@@ -236,14 +237,14 @@ def advance(
         if meets_end:
             at.exhaust()
         elif at.step < step:
-            at.cut()
+            at.abandon_epoch()
 
 
 def chain_at(
     base: Position,
     step: int,
     ends: Mapping[tuple[int, int], int],
-    cuts: Mapping[int, int],
+    abandoned: Mapping[int, int],
     digests: Mapping[tuple[int, int], int],
 ) -> int | None:
     """The chain of the box at `step`: the way of `advance`, a step at a time, over digests by (slot, total).
@@ -253,8 +254,8 @@ def chain_at(
     at = base.copy()
     while at.step < step and at.chain is not None:
         slot = at.turn
-        if cuts.get(at.epoch) == at.step:
-            at.cut()
+        if abandoned.get(at.epoch) == at.step:
+            at.abandon_epoch()
         elif ends.get((slot, at.epoch)) == at.total[slot]:
             at.exhaust()
         else:

@@ -2,7 +2,7 @@
 
 A loader's abilities are counted by its methods: four (`RestartableDataLoader`) resume on any number of workers through
 the user's own code, and load nothing but what it made for that; two (`state_dict` and `load_state_dict`) resume on the
-same shape; none can only be replayed.
+same topology; none can only be replayed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class RestartableDataLoader(Protocol):
     `strict` is optional, but on both methods that take it or on neither; on one alone it is a TypeError.
 
     A loader of any kind, or its iterator, may also have `skip_batch()`: pass over the next batch without making it,
-    with all that counts and is random moved on as if it had been made; StopIteration if the pass is over. It is called
+    with all that counts and is random moved on as if it had been made; StopIteration if the epoch is over. It is called
     for a batch that kills the process that makes it, where the job asks to leave such ones out
     (Appliance(poison="skip")).
 
@@ -159,9 +159,9 @@ def state_methods(loader: object) -> int:
     return 2 if all(callable(getattr(loader, name, None)) for name in _TWO) else 0
 
 
-def by_own_methods(traits: records_pb2.LoaderTraits) -> bool:
+def by_own_methods(capabilities: records_pb2.LoaderCapabilities) -> bool:
     """Whether load_state_dict takes only what deaggregate_state_dict returns."""
-    return traits.state_methods == 4 and not traits.loads_own_state
+    return capabilities.state_methods == 4 and not capabilities.loads_own_state
 
 
 def takes_strict(loader: object) -> bool:

@@ -6,13 +6,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["Cadence"]
+__all__ = ["SnapshotCadence"]
 
 SHARE = 0.01
 """Of the runner's time that unasked snapshots may take."""
 
 
-class Cadence:
+class SnapshotCadence:
     """Knows what the last snapshots cost, and says when the next is due. Seconds of the monotonic clock."""
 
     def __init__(self) -> None:

@@ -29,7 +29,7 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-from penstock.proto.state.envelope import MAX_DEPTH, Node, Source, opened
+from penstock.proto.state.envelope import MAX_DEPTH, EnvelopeReader, Node, opened
 
 __all__ = ["state_as_json"]
 
@@ -42,15 +42,15 @@ def state_as_json(data: bytes) -> bytes:
     """The value in an envelope as JSON in UTF-8. Raises StateCorruptError, StateVersionError."""
     if not data:
         return b"null"
-    return opened(data, Source, _written)
+    return opened(data, EnvelopeReader, _written)
 
 
-def _written(node: Node, source: Source) -> bytes:
+def _written(node: Node, source: EnvelopeReader) -> bytes:
     # Lone surrogates, which Python's text may hold and UTF-8 may not, go as \uD800 escapes.
     return json.dumps(_plain(node, source, 0), allow_nan=False, separators=(",", ":")).encode()
 
 
-def _plain(node: Node, source: Source, depth: int) -> Any:
+def _plain(node: Node, source: EnvelopeReader, depth: int) -> Any:
     if depth > 3 * MAX_DEPTH:  # a container may be up to three levels of the tree
         raise ValueError(f"nested deeper than {MAX_DEPTH}")
     if isinstance(node, list):
@@ -63,15 +63,15 @@ def _plain(node: Node, source: Source, depth: int) -> Any:
     return _TAGGED[tagged[0]](tagged, source, depth + 1)
 
 
-def _base64(source: Source, nbytes: int) -> str:
+def _base64(source: EnvelopeReader, nbytes: int) -> str:
     return base64.b64encode(source.view_of(nbytes)).decode()
 
 
-def _bytes(node: Node, source: Source, depth: int) -> Any:
+def _bytes(node: Node, source: EnvelopeReader, depth: int) -> Any:
     return {"$": "bytes", "base64": _base64(source, node[1])}
 
 
-def _numbers(node: Node, source: Source, depth: int) -> Any:
+def _numbers(node: Node, source: EnvelopeReader, depth: int) -> Any:
     _, _, spec, count = node
     numbers = struct.unpack(f"<{count}{_NUMBERS[spec]}", source.view_of(count * int(spec[-1])))
     return [_float(number) if isinstance(number, float) else number for number in numbers]
@@ -81,7 +81,7 @@ def _float(value: float) -> Any:
     return value if math.isfinite(value) else {"$": "float", "value": repr(value)}
 
 
-def _dict(body: Node, source: Source, depth: int) -> Any:
+def _dict(body: Node, source: EnvelopeReader, depth: int) -> Any:
     if isinstance(body, dict):
         items = {key: _plain(item, source, depth + 1) for key, item in body.items()}
         return items if "$" not in items else {"$": "dict", "items": [[key, item] for key, item in items.items()]}
@@ -89,14 +89,14 @@ def _dict(body: Node, source: Source, depth: int) -> Any:
     return {"$": "dict", "items": [list(pair) for pair in zip(flat[::2], flat[1::2], strict=True)]}
 
 
-def _ordered(node: Node, source: Source, depth: int) -> Any:
+def _ordered(node: Node, source: EnvelopeReader, depth: int) -> Any:
     items = _dict(node[1], source, depth)
     if len(node) == 3:
         _plain(node[2], source, depth)  # attributes of the dict, whose blobs come before what follows it
     return items
 
 
-def _shaped(kind: str, node: Node, source: Source, itemsize: int) -> Any:
+def _shaped(kind: str, node: Node, source: EnvelopeReader, itemsize: int) -> Any:
     shape = node[2:]
     if any(type(dim) is not int or dim < 0 for dim in shape):
         raise ValueError(f"{shape!r} is no shape")
@@ -119,24 +119,24 @@ def _array_item(spec: str) -> int:
     return 8 if kind in "qQ" else 4 * size if kind == "U" else size
 
 
-def _scalar(node: Node, source: Source, depth: int) -> Any:
+def _scalar(node: Node, source: EnvelopeReader, depth: int) -> Any:
     data = base64.b64encode(bytes.fromhex(node[2])).decode()
     return {"$": "array", "dtype": node[1], "shape": [], "base64": data}
 
 
-def _items(node: Node, source: Source, depth: int) -> list[Any]:
+def _items(node: Node, source: EnvelopeReader, depth: int) -> list[Any]:
     return [_plain(item, source, depth) for item in node[1:]]
 
 
-def _valued(node: Node, source: Source, depth: int) -> Any:
+def _valued(node: Node, source: EnvelopeReader, depth: int) -> Any:
     return {"$": node[0], "value": node[1] if len(node) == 2 else _items(node, source, depth)}
 
 
-def _set(node: Node, source: Source, depth: int) -> Any:
+def _set(node: Node, source: EnvelopeReader, depth: int) -> Any:
     return {"$": "set", "items": _plain(node[1], source, depth)}
 
 
-_TAGGED: dict[str, Callable[[Node, Source, int], Any]] = {
+_TAGGED: dict[str, Callable[[Node, EnvelopeReader, int], Any]] = {
     **dict.fromkeys(("int", "float", "complex", "slice", "range", "dtype", "np.dtype", "device"), _valued),
     **dict.fromkeys(("bytes", "bytearray", "bytes_"), _bytes),
     **dict.fromkeys(("set", "frozenset"), _set),

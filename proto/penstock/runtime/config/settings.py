@@ -23,10 +23,10 @@ from penstock.runtime.config.settings_file import SettingsFile, read_settings_fi
 __all__ = [
     "IN_MEMORY",
     "FilePath",
-    "Found",
     "IsList",
     "IsPath",
     "OtherType",
+    "ResolvedSetting",
     "Section",
     "field_of",
     "find",
@@ -165,7 +165,7 @@ def source_of(section: type[Section], field: str) -> str:
 
 
 @dataclass(frozen=True)
-class Found:
+class ResolvedSetting:
     """A setting as it holds."""
 
     field: str
@@ -176,7 +176,7 @@ class Found:
     """Why the value cannot be meant."""
 
 
-def find(section: type[Section]) -> list[Found]:
+def find(section: type[Section]) -> list[ResolvedSetting]:
     """Every setting but secrets, each by itself: one that is wrong or missing hides none of the others."""
     problems: dict[str, tuple[str, Any]] = {}
     values: dict[str, Any] = {}
@@ -192,11 +192,11 @@ def find(section: type[Section]) -> list[Found]:
         source = source_of(section, name)
         if name in problems:
             reason, value = problems[name]
-            found.append(Found(name, value if source else None, source, reason if source else ""))
+            found.append(ResolvedSetting(name, value if source else None, source, reason if source else ""))
         elif values:
-            found.append(Found(name, values[name], source or "default"))
+            found.append(ResolvedSetting(name, values[name], source or "default"))
         else:
-            found.append(Found(name, _raw(section, name) if source else info.default, source or "default"))
+            found.append(ResolvedSetting(name, _raw(section, name) if source else info.default, source or "default"))
     return found
 
 

@@ -18,14 +18,14 @@ import tempfile
 from pathlib import Path
 from typing import Self
 
-__all__ = ["OwnFolder"]
+__all__ = ["PrivateFolder"]
 
 MARK = ".penstock-temporary"
 LONGEST_BASE = 36
 """Bytes of the folder around ours: a Unix socket's path has 107 at most, and multiprocessing wants 40 below ours."""
 
 
-class OwnFolder:
+class PrivateFolder:
     """A new folder in the temporary one, with mode 0700. Raises OSError where there can be none.
 
     The temporary folder is TMPDIR's, or /tmp where sockets below that one would have too long a name.

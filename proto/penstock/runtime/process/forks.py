@@ -11,7 +11,8 @@ torch, `subprocess`), so forking cannot be forbidden. Instead each child is disa
 
 A process that runs user code in between ours (a runner, a helper) says `host_user_code()`. Its children find `strayed`
 set when they come back to our code, and `leave` from there: they end, with their traceback in the log. In a training
-process, where the user's code is on the outside, objects check their `Owner` instead and raise ForkedProcessError.
+process, where the user's code is on the outside, objects check their `OwnerProcess` instead and raise
+ForkedProcessError.
 
 Only forks through Python are noticed (`os.fork`, `multiprocessing`); a C library that forks, and whose child comes back
 into Python, is not.
@@ -31,7 +32,7 @@ from typing import Any, NoReturn, Protocol
 
 from penstock.proto.errors import ForkedProcessError
 
-__all__ = ["Owner", "host_user_code", "hosting", "keep", "leave", "silence", "unshare"]
+__all__ = ["OwnerProcess", "host_user_code", "hosting", "keep", "leave", "silence", "unshare"]
 
 _PRIVATE_FIXED = mmap.MAP_PRIVATE | 0x10  # MAP_FIXED, which the module mmap has no name for
 _libc = ctypes.CDLL(None, use_errno=True)  # opened here: in a child another thread may have held the linker's lock
@@ -120,7 +121,7 @@ def unshare(memory: mmap.mmap, fd: int) -> None:
         raise OSError(ctypes.get_errno(), "shared memory cannot be made private")
 
 
-class Owner:
+class OwnerProcess:
     """The process that made something, which its forked children cannot use."""
 
     def __init__(self) -> None:

@@ -19,13 +19,13 @@ from pathlib import Path
 
 from penstock.proto.errors import InvalidArgumentError
 
-__all__ = ["Pulse", "PulseWriter", "read_pulse"]
+__all__ = ["Liveness", "LivenessWriter", "read_liveness"]
 
 _log = logging.getLogger("penstock.worker")
 
 
 @dataclass(frozen=True)
-class Pulse:
+class Liveness:
     """Seconds since each, when it was read."""
 
     turned_s_ago: float
@@ -34,7 +34,7 @@ class Pulse:
     """The coordinator answered; infinite before the first time."""
 
 
-class PulseWriter:
+class LivenessWriter:
     """The daemon's side. Without a path it does nothing."""
 
     def __init__(self, path: str) -> None:
@@ -64,15 +64,15 @@ class PulseWriter:
         self.turned()
 
 
-def read_pulse(path: str) -> Pulse:
+def read_liveness(path: str) -> Liveness:
     """What the daemon wrote last. InvalidArgumentError: nothing yet, or something else."""
     try:
         turned, heard = map(float, Path(path).read_text().split())
     except OSError as error:
         raise InvalidArgumentError(
-            f"the pulse file {path} cannot be read: {error.strerror}; does a worker run with this --pulse-file?"
+            f"the liveness file {path} cannot be read: {error.strerror}; does a worker run with this --liveness-file?"
         ) from error
     except ValueError as error:
-        raise InvalidArgumentError(f"{path} is no pulse file of a worker") from error
+        raise InvalidArgumentError(f"{path} is no liveness file of a worker") from error
     now = time.monotonic()
-    return Pulse(now - turned, now - heard)
+    return Liveness(now - turned, now - heard)

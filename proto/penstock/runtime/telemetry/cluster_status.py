@@ -92,7 +92,7 @@ def _box(box: pb.BoxStatus) -> dict[str, Any]:
         "live": box.live,
         "step": box.step,
         "epoch": box.epoch,
-        "pass_ended": box.pass_ended,
+        "epoch_ended": box.epoch_ended,
         "steps_per_s": round(box.steps_per_s, 3),
         "waited_s": round(box.waited_s, 3),
         "waited_share": round(box.waited_share, 4),
@@ -125,7 +125,11 @@ def _slot(slot: pb.SlotView) -> dict[str, Any]:
 
 def _start(slot: pb.SlotView) -> str:
     """Of a runner that waits to be started, what for."""
-    return f"number {slot.start_place} of {slot.start_queue} that wait to be started there" if slot.start_place else ""
+    return (
+        f"number {slot.start_queue_position} of {slot.start_queue_length} that wait to be started there"
+        if slot.start_queue_position
+        else ""
+    )
 
 
 def _worker(worker: pb.WorkerStatus) -> dict[str, Any]:

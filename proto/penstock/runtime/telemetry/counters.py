@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from itertools import accumulate
 
-__all__ = ["CallTally", "Histogram"]
+__all__ = ["CallCounters", "Histogram"]
 
 CALL_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 """From what a call takes on an idle coordinator to the deadline of most; held ones end within a few seconds."""
@@ -36,7 +36,7 @@ class Histogram:
         return list(accumulate(self._counts))
 
 
-class CallTally:
+class CallCounters:
     """Calls that a server has answered."""
 
     def __init__(self) -> None:

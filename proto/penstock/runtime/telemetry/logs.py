@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
-__all__ = ["FIELDS", "About", "JsonLines", "OneLine", "Repeated", "TextLines", "about", "printable"]
+__all__ = ["FIELDS", "JsonLines", "OneLine", "RepeatedWarnings", "SubjectLogger", "TextLines", "about", "printable"]
 
 LONGEST = 32 << 10
 """Characters of one message: an error with its remote traceback has up to 24 Ki."""
@@ -36,7 +36,7 @@ def about(**fields: str | int) -> dict[str, str | int]:
     return fields
 
 
-class About(logging.LoggerAdapter[logging.Logger]):
+class SubjectLogger(logging.LoggerAdapter[logging.Logger]):
     """A logger whose records are all about the same thing."""
 
     def __init__(self, logger: logging.Logger, **fields: str | int) -> None:
@@ -70,7 +70,7 @@ def _cut(text: str, longest: int = LONGEST) -> str:
     return text if len(text) <= longest else f"{text[:longest]} ... {len(text) - longest} characters left out"
 
 
-class Repeated:
+class RepeatedWarnings:
     """Warnings that a stranger can cause as often as it likes. Each is cut short. Of each source one is told at once
     and then one in `EVERY_S`, of all sources `AT_ONCE` in that time; the next one says how many were left out.
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
     from prometheus_client import Metric as Family
 
-__all__ = ["Collector", "Readings", "cpu_seconds", "in_loop", "metrics_route", "require_prometheus"]
+__all__ = ["Collector", "MetricReadings", "cpu_seconds", "in_loop", "metrics_route", "require_prometheus"]
 
 LOOP_DEADLINE_S = 5.0
 """For an event loop to answer a scrape: less than the 10 s that Prometheus waits."""
@@ -45,7 +45,7 @@ def require_prometheus() -> None:
         ) from error
 
 
-class Readings:
+class MetricReadings:
     """What one scrape of one process found."""
 
     def __init__(self, process: Process) -> None:
@@ -85,7 +85,7 @@ class Readings:
 class Collector:
     """A collector for prometheus-client's registries: asks `read` at each scrape, on the scrape's thread."""
 
-    def __init__(self, read: Callable[[], Readings]) -> None:
+    def __init__(self, read: Callable[[], MetricReadings]) -> None:
         self._read = read
 
     def collect(self) -> Iterable[Family]:

@@ -21,14 +21,14 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from penstock.data.cache.file_locks import Lock, take
-from penstock.data.remote.folders import Place
+from penstock.data.cache.file_locks import FileLock, take
+from penstock.data.remote.folders import RemoteFolder
 from penstock.proto.errors import DatasetError, ShardUnavailableError
 from penstock.runtime.files.plain_files import is_ours, read_plain
 
-__all__ = ["BOOKS", "LONGEST_PAUSE_S", "CacheState"]
+__all__ = ["LONGEST_PAUSE_S", "STATE", "CacheState"]
 
-BOOKS = ".penstock"
+STATE = ".penstock"
 """Their folder, below the cache's."""
 
 LONGEST_PAUSE_S = 0.02
@@ -38,18 +38,18 @@ LONGEST_PAUSE_S = 0.02
 class CacheState:
     """Of one folder, for one process."""
 
-    def __init__(self, folder: Path, place: Place | None, timeout_s: float, group: int | None = None) -> None:
+    def __init__(self, folder: Path, place: RemoteFolder | None, timeout_s: float, group: int | None = None) -> None:
         """`group`: whose members share the folder; None: it is this user's."""
         self.root = str(folder)
         self._group = group
         self._place = place
         self._timeout_s = timeout_s
-        books = folder / BOOKS
-        self._origin = str(books / "place")
-        self.room = str(books / "room")
-        self.shards = str(books / "shards")
-        self.ahead = str(books / "ahead")
-        self.fetching_folder = str(books / "fetching")
+        state = folder / STATE
+        self._origin = str(state / "place")
+        self.eviction = str(state / "room")
+        self.shards = str(state / "shards")
+        self.ahead = str(state / "ahead")
+        self.fetching_folder = str(state / "fetching")
         self.closing = threading.Event()
         """Set: all waits end with an error."""
         self._prepared = False
@@ -61,8 +61,8 @@ class CacheState:
         try:
             self._make_folders()
             self._check_place()
-            for books in (self.fetching_folder, self.ahead):
-                self._sweep(books)
+            for state in (self.fetching_folder, self.ahead):
+                self._sweep(state)
         except OSError as error:
             raise ShardUnavailableError(
                 f"the cache {self.root} cannot be written: {error.strerror}; give a local folder that can be"
@@ -78,18 +78,18 @@ class CacheState:
         found = os.stat(self.root)
         if found.st_uid not in (0, os.getuid()) and found.st_gid != self._group:
             raise self._foreign(self.root, found)
-        for books in (os.path.dirname(self.shards), self.shards, self.ahead, self.fetching_folder):
+        for state in (os.path.dirname(self.shards), self.shards, self.ahead, self.fetching_folder):
             with contextlib.suppress(FileExistsError):
-                os.mkdir(books, 0o755)
-                self._share(books)
-            found = os.lstat(books)
+                os.mkdir(state, 0o755)
+                self._share(state)
+            found = os.lstat(state)
             if not stat.S_ISDIR(found.st_mode):
-                raise self._foreign(books, found)
+                raise self._foreign(state, found)
             if is_ours(found, self._group):
                 continue
             if found.st_uid != os.getuid():
-                raise self._foreign(books, found)
-            os.chmod(books, 0o755)  # made under a careless umask; or a file system that keeps no modes
+                raise self._foreign(state, found)
+            os.chmod(state, 0o755)  # made under a careless umask; or a file system that keeps no modes
 
     def _share(self, path: str) -> None:
         """With the group, if there is one; what is made in a folder is the group's too."""
@@ -126,11 +126,11 @@ class CacheState:
         finally:
             lock.release()
 
-    def _sweep(self, books: str) -> None:
-        for name in os.listdir(books):
+    def _sweep(self, state: str) -> None:
+        for name in os.listdir(state):
             if "!" not in name:
                 with contextlib.suppress(FileNotFoundError):
-                    lock = take(os.path.join(books, name), shared=False, create=False)
+                    lock = take(os.path.join(state, name), shared=False, create=False)
                     if lock:
                         self._clear(lock)
 
@@ -148,7 +148,7 @@ class CacheState:
         finally:
             self._clear(lock)
 
-    def _clear(self, lock: Lock) -> None:
+    def _clear(self, lock: FileLock) -> None:
         """Remove a fetcher's temporary files, then its lock's."""
         try:
             with contextlib.suppress(FileNotFoundError):  # somebody has removed the folder
@@ -160,7 +160,7 @@ class CacheState:
 
     def wait(
         self, path: str, until: float, name: str, *, shared: bool, busy: Callable[[], object] | None = None
-    ) -> Lock:
+    ) -> FileLock:
         """A lock, for the file of that name ("": for the cache as a whole). Raises ShardUnavailableError."""
         pause = 0.0005
         while True:

@@ -15,19 +15,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from penstock.data.cache.cache_state import BOOKS
+from penstock.data.cache.cache_state import STATE
 from penstock.data.cache.file_hashes import digest_of, fastest_of
 from penstock.data.cache.index_watch import RemoteIndex
-from penstock.data.cache.shard_stamps import Stamp, origin_of, seen
+from penstock.data.cache.shard_versions import ShardVersion, origin_of, seen
 from penstock.data.formats.compressed_files import unpack
 from penstock.data.formats.index import INDEX
 from penstock.data.formats.shards import Shard, ShardFile, StoredFile
-from penstock.data.remote.folders import Place
+from penstock.data.remote.folders import RemoteFolder
 from penstock.data.remote.transfer import unwritable
 from penstock.proto.errors import DatasetError, ShardCorruptError, ShardUnavailableError
 from penstock.runtime.files.plain_files import open_plain, read_plain
 
-__all__ = ["Filling", "put"]
+__all__ = ["Downloads", "put"]
 
 ROUNDS = 2
 """How often a file is fetched that arrives corrupt."""
@@ -72,18 +72,18 @@ class _Numbered:
         return self.temporary(f"{self.number}{kind}")
 
 
-class Filling:
+class Downloads:
     """Fills shards' files in, with the settings of a cache."""
 
     def __init__(
-        self, place: Place | None, folder: Path, *, validate: str | Literal[False] | None, keep_packed: bool
+        self, place: RemoteFolder | None, folder: Path, *, validate: str | Literal[False] | None, keep_packed: bool
     ) -> None:
         """`validate`: see ShardCache."""
         self._place = place
         self._folder = folder
         self._validate = validate
         self._keep_packed = keep_packed
-        self._index = RemoteIndex(place, folder / BOOKS / INDEX) if place and not place.local else None
+        self._index = RemoteIndex(place, folder / STATE / INDEX) if place and not place.local else None
 
     def index_is_fetched(self) -> None:
         """To be called before."""
@@ -93,11 +93,11 @@ class Filling:
     def origin(self, shard: Shard) -> str:
         return origin_of(shard, self._place.local if self._place else None)
 
-    def accepts(self, stamp: Stamp, shard: Shard) -> bool:
+    def accepts(self, version: ShardVersion, shard: Shard) -> bool:
         """Whether its files were made of what the index says now, and verified as asked."""
-        if stamp.origin != self.origin(shard):
+        if version.origin != self.origin(shard):
             return False
-        return stamp.hash == self._validate if self._validate else bool(stamp.hash) or not self._verified_by(shard)
+        return version.hash == self._validate if self._validate else bool(version.hash) or not self._verified_by(shard)
 
     def _verified_by(self, shard: Shard) -> str:
         """The algorithm; "" if the shard is not verified."""
@@ -110,15 +110,15 @@ class Filling:
             return fastest_of(stored.hashes)
         return self._validate or ""
 
-    def forget(self, stamp: Stamp) -> None:
+    def forget(self, version: ShardVersion) -> None:
         """Remove what came from the place when it had other data under these names."""
         if self._place is not None:
-            for name, _ in (*stamp.evictable, *stamp.packed):
+            for name, _ in (*version.evictable, *version.packed):
                 (self._folder / name).unlink(missing_ok=True)
 
-    def need(self, shard: Shard, *, ours: bool) -> Stamp:
+    def need(self, shard: Shard, *, ours: bool) -> ShardVersion:
         """What a shard may have on disk while it is fetched, at the most. `ours`: what is there came from the place."""
-        return Stamp(
+        return ShardVersion(
             evictable=tuple((file.raw.name, file.raw.size) for file in shard.files),
             packed=tuple((file.packed.name, file.packed.size) for file in shard.files if file.packed),
             size=sum(self._need(file) for file in shard.files),
@@ -139,7 +139,7 @@ class Filling:
             return file.raw.size
         return file.raw.size + file.packed.size
 
-    def fill(self, shard: Shard, temporary: Callable[[str], Path], until: float, *, ours: bool) -> Stamp:
+    def fill(self, shard: Shard, temporary: Callable[[str], Path], until: float, *, ours: bool) -> ShardVersion:
         """The raw files are there, whole and verified. `temporary`: a path for a name, unlike all others."""
         made_of = self.origin(shard)
         raw: list[tuple[str, int, int]] = []
@@ -163,7 +163,7 @@ class Filling:
                 packed.append((file.packed.name, file.packed.size))
         size = sum(size for _, size in evictable) + sum(size for _, size in packed)
         verified_by = self._verified_by(shard)
-        return Stamp(tuple(raw), tuple(packed), tuple(evictable), size, verified_by, tuple(found), made_of)
+        return ShardVersion(tuple(raw), tuple(packed), tuple(evictable), size, verified_by, tuple(found), made_of)
 
     def _own(self, stored: StoredFile) -> Path:
         return self._folder / stored.name

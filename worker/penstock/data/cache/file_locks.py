@@ -18,7 +18,7 @@ import weakref
 
 from penstock.data.formats.descriptors import Descriptor
 
-__all__ = ["Lock", "take"]
+__all__ = ["FileLock", "take"]
 
 _LONGEST = 1 << 20
 """Bytes of text that are read back."""
@@ -38,7 +38,7 @@ def _forget() -> None:
 os.register_at_fork(before=_opening.acquire, after_in_parent=_opening.release, after_in_child=_forget)
 
 
-class Lock:
+class FileLock:
     """A lock that this process holds, until `release` or its end."""
 
     __slots__ = ("_descriptor", "_pid", "path")
@@ -85,7 +85,7 @@ class Lock:
         return self._descriptor
 
 
-def take(path: str, *, shared: bool, create: bool = True) -> Lock | None:
+def take(path: str, *, shared: bool, create: bool = True) -> FileLock | None:
     """The lock at once, or None if somebody holds it. Without `create` a file that is absent is FileNotFoundError."""
     flags = os.O_RDWR | (os.O_CREAT if create else 0)
     while True:
@@ -97,4 +97,4 @@ def take(path: str, *, shared: bool, create: bool = True) -> Lock | None:
         except BlockingIOError:
             return None
         if os.fstat(descriptor.fileno()).st_nlink:
-            return Lock(path, descriptor)
+            return FileLock(path, descriptor)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from penstock.data.formats.index import INDEX
-from penstock.data.remote.folders import Place
+from penstock.data.remote.folders import RemoteFolder
 from penstock.proto.errors import DatasetError, PenstockError
 from penstock.runtime.files.atomic_files import write_whole
 from penstock.runtime.files.plain_files import read_plain
@@ -86,7 +86,7 @@ class IndexWatch:
 class RemoteIndex:
     """The index of a place, from which one was fetched into a cache."""
 
-    place: Place
+    place: RemoteFolder
     record: Path
     """Where it is kept for all processes of the host how old the place's was then."""
 

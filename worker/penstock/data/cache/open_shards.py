@@ -16,7 +16,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 
-from penstock.data.cache.shard_cache import Held
+from penstock.data.cache.shard_cache import HeldShard
 from penstock.data.formats.shards import ShardReader
 
 __all__ = ["FEWEST_OPEN", "OpenShards"]
@@ -28,7 +28,7 @@ FEWEST_OPEN = 64
 class _Open:
     __slots__ = ("held", "reader", "used")
 
-    def __init__(self, held: Held, reader: ShardReader) -> None:
+    def __init__(self, held: HeldShard, reader: ShardReader) -> None:
         self.held, self.reader, self.used = held, reader, True
 
 
@@ -48,7 +48,7 @@ class OpenShards:
     def __len__(self) -> int:
         return len(self._open)
 
-    def get(self, number: int, opened: Callable[[int], tuple[Held, ShardReader]]) -> ShardReader:
+    def get(self, number: int, opened: Callable[[int], tuple[HeldShard, ShardReader]]) -> ShardReader:
         """The reader of a shard; `opened` opens it, and may take long, which other threads do not wait for."""
         found = self._open.get(number)
         if found is None:

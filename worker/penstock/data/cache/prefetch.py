@@ -14,13 +14,13 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 
 from penstock.data.cache.cache_state import CacheState
-from penstock.data.cache.file_locks import Lock, take
+from penstock.data.cache.file_locks import FileLock, take
 from penstock.data.formats.shards import Shard
 from penstock.proto.errors import PenstockError
 
-__all__ = ["Ahead"]
+__all__ = ["Prefetcher"]
 
-ROOM_PAUSE_S = 0.25
+EVICTION_PAUSE_S = 0.25
 """Between two looks for room: other processes do not say when they release something."""
 
 
@@ -28,15 +28,15 @@ MARK_S = 10.0
 """For a mark that somebody is just removing."""
 
 
-class Ahead:
+class Prefetcher:
     """Of one process. Its threads start with the first list."""
 
     def __init__(
-        self, books: CacheState, threads: int, bring: Callable[[Shard, str, Callable[[], None]], bool]
+        self, state: CacheState, threads: int, bring: Callable[[Shard, str, Callable[[], None]], bool]
     ) -> None:
         """`bring(shard, key, decided)` has a shard there, or says that there is no room for it. It calls `decided` once
         it has room, or has to wait for another process: only then is the next one begun, so room goes in order."""
-        self._books = books
+        self._state = state
         self._threads = threads
         self._bring = bring
         self._changed = threading.Condition()
@@ -48,7 +48,7 @@ class Ahead:
         """The keys that a thread has taken."""
         self._deciding = ""
         """The key that was taken last, while it is not known whether there is room for it."""
-        self._there: dict[str, Lock] = {}
+        self._there: dict[str, FileLock] = {}
         """Key -> our mark on what was fetched."""
         self._full_until = 0.0
         """monotonic: till then there is no room."""
@@ -77,7 +77,7 @@ class Ahead:
         if lock:
             _drop(lock)
 
-    def look_for_room(self) -> None:
+    def look_for_eviction(self) -> None:
         """There may be some now."""
         with self._changed:
             self._full_until = 0.0
@@ -99,9 +99,9 @@ class Ahead:
     def _work(self) -> None:
         while True:
             with self._changed:
-                while not self._books.closing.is_set() and (pause := self._pause_s()) != 0:
+                while not self._state.closing.is_set() and (pause := self._pause_s()) != 0:
                     self._changed.wait(pause)
-                if self._books.closing.is_set():
+                if self._state.closing.is_set():
                     return
                 key, shard = self._queue.popleft()
                 if key not in self._wanted or key in self._there or key in self._moving:
@@ -115,7 +115,7 @@ class Ahead:
                 self._moving.discard(key)
                 if not fits and key in self._wanted:
                     self._queue.appendleft((key, shard))
-                    self._full_until = time.monotonic() + ROOM_PAUSE_S
+                    self._full_until = time.monotonic() + EVICTION_PAUSE_S
             self._decided(key)
 
     def _pause_s(self) -> float | None:
@@ -131,15 +131,15 @@ class Ahead:
                 self._changed.notify_all()
 
     def _fetch(self, shard: Shard, key: str) -> bool:
-        self._books.prepare()
+        self._state.prepare()
         until = time.monotonic() + MARK_S
-        mark = self._books.wait(os.path.join(self._books.ahead, key), until, shard.name, shared=True)
+        mark = self._state.wait(os.path.join(self._state.ahead, key), until, shard.name, shared=True)
         kept = False
         try:
             if not self._bring(shard, key, lambda: self._decided(key)):
                 return False
             with self._changed:
-                if key in self._wanted and not self._books.closing.is_set():
+                if key in self._wanted and not self._state.closing.is_set():
                     kept = self._there.setdefault(key, mark) is mark
             return True
         finally:
@@ -147,7 +147,7 @@ class Ahead:
                 _drop(mark)
 
 
-def _drop(lock: Lock) -> None:
+def _drop(lock: FileLock) -> None:
     """Give a lock of what was fetched ahead back; its last holder removes the file."""
     path = lock.path
     lock.release()

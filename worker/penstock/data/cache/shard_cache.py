@@ -1,6 +1,6 @@
 """A folder with a dataset's shards, filled as they are needed and shared by all processes of the host.
 
-Everything that processes must agree on is a file in the folder and a flock on it (see `books`): there is no daemon, no
+Everything that processes must agree on is a file in the folder and a flock on it (see `state`): there is no daemon, no
 shared memory, no semaphore. Whoever uses a shard shares its lock, so nobody evicts it; whoever fetches it has another
 lock to itself, so nobody fetches it twice. Locks die with their holders, and what a killed process leaves is found by
 its lock, which nobody has any more, and removed.
@@ -21,19 +21,19 @@ from types import TracebackType
 from typing import Any, Literal
 
 from penstock.data.cache.cache_state import LONGEST_PAUSE_S, CacheState
-from penstock.data.cache.download import Filling, put
-from penstock.data.cache.eviction import Room
+from penstock.data.cache.download import Downloads, put
+from penstock.data.cache.eviction import Eviction
 from penstock.data.cache.file_hashes import HASHES
-from penstock.data.cache.file_locks import Lock
-from penstock.data.cache.prefetch import Ahead
-from penstock.data.cache.shard_stamps import Stamp, key_of, seen
+from penstock.data.cache.file_locks import FileLock
+from penstock.data.cache.prefetch import Prefetcher
+from penstock.data.cache.shard_versions import ShardVersion, key_of, seen
 from penstock.data.formats.index import INDEX
 from penstock.data.formats.shards import Shard
-from penstock.data.remote.folders import Place
+from penstock.data.remote.folders import RemoteFolder
 from penstock.proto.errors import DatasetError, InvalidArgumentError, PenstockError, ShardUnavailableError
 from penstock.runtime.files.plain_files import read_plain
 
-__all__ = ["Held", "ShardCache"]
+__all__ = ["HeldShard", "ShardCache"]
 
 YIELD_S = 5.0
 """For others to end what they are fetching ahead, before the limit is exceeded."""
@@ -43,7 +43,7 @@ CONFIRM_S = 10.0
 """For the place to say whether it has a file."""
 
 
-class Held:
+class HeldShard:
     """A shard that stays until `release`, which may be called twice, by any thread. In a forked child it holds
     nothing."""
 
@@ -61,7 +61,7 @@ class Held:
         if cache is not None and self._pid == os.getpid():
             cache._release(self)
 
-    def __enter__(self) -> Held:
+    def __enter__(self) -> HeldShard:
         return self
 
     def __exit__(
@@ -73,7 +73,7 @@ class Held:
 class _InUse:
     """A shard that this process holds."""
 
-    def __init__(self, lock: Lock, paths: tuple[Path, ...]) -> None:
+    def __init__(self, lock: FileLock, paths: tuple[Path, ...]) -> None:
         self.lock = lock
         self.paths = paths
         self.count = 0
@@ -84,7 +84,7 @@ class ShardCache:
 
     def __init__(
         self,
-        place: Place | None,
+        place: RemoteFolder | None,
         folder: str | os.PathLike[str],
         *,
         limit: int | None = None,
@@ -126,7 +126,7 @@ class ShardCache:
         self._threads = threads
         self._group = group
         self._root = str(self.folder)
-        self._filling = Filling(place, self.folder, validate=self._validate, keep_packed=keep_packed)
+        self._downloads = Downloads(place, self.folder, validate=self._validate, keep_packed=keep_packed)
         lies = self.folder if place is None else place.local
         self._in_place = str(lies) if lies else ""
         """Where files are used as they lie; "" if nowhere."""
@@ -136,10 +136,10 @@ class ShardCache:
     def _reset(self) -> None:
         self._lock = threading.RLock()  # as a place's
         self._held: dict[str, _InUse] = {}
-        self._books = CacheState(self.folder, self.place, self._timeout_s, self._group)
-        self._ahead = Ahead(self._books, self._threads, self._bring)
+        self._state = CacheState(self.folder, self.place, self._timeout_s, self._group)
+        self._ahead = Prefetcher(self._state, self._threads, self._bring)
         self._warned = False
-        self._room = Room(self._books, self._limit, self._fetchable) if self._limit else None
+        self._eviction = Eviction(self._state, self._limit, self._fetchable) if self._limit else None
 
     def __getstate__(self) -> dict[str, Any]:
         return {
@@ -179,15 +179,15 @@ class ShardCache:
             except OSError as error:
                 raise ShardUnavailableError(f"{self.index_path}: {error.strerror}") from error
         assert self.place is not None
-        self._books.prepare()
+        self._state.prepare()
         path = self.index_path
         until = time.monotonic() + self._timeout_s
         while True:
             with contextlib.suppress(FileNotFoundError):
                 return read_plain(path)
-            with self._books.fetching(INDEX, until, INDEX) as temporary:
+            with self._state.fetching(INDEX, until, INDEX) as temporary:
                 if seen(str(path)) is None:
-                    self._filling.index_is_fetched()
+                    self._downloads.index_is_fetched()
                     data = self.place.read(INDEX, deadline_s=until - time.monotonic())
                     self._check_index(data)
                     put(data, temporary("raw"), path, self.place.url_of(INDEX))
@@ -211,7 +211,7 @@ class ShardCache:
 
     # One shard
 
-    def hold(self, shard: Shard) -> Held:
+    def hold(self, shard: Shard) -> HeldShard:
         """Its raw files, complete and verified, and here until they are released. Waits for them if it must.
 
         Raises ShardUnavailableError (not in time, not there, no room on the disk), ShardCorruptError, or DatasetError
@@ -219,16 +219,16 @@ class ShardCache:
         """
         lying = self._lying(shard)
         if lying:
-            return Held(self, "", lying)
+            return HeldShard(self, "", lying)
         key = key_of(shard.name)
         with self._lock:
             in_use = self._held.get(key)
             if in_use:
                 in_use.count += 1
-                return Held(self, key, in_use.paths)
-        self._books.prepare()
+                return HeldShard(self, key, in_use.paths)
+        self._state.prepare()
         until = time.monotonic() + self._timeout_s
-        lock = self._books.wait(os.path.join(self._books.shards, key), until, shard.name, shared=True)
+        lock = self._state.wait(os.path.join(self._state.shards, key), until, shard.name, shared=True)
         try:
             paths = self._ready(shard, lock)
             if paths is None:
@@ -243,7 +243,7 @@ class ShardCache:
         if in_use.lock is not lock:  # another thread was as fast
             lock.release()
         self._ahead.used(key)
-        return Held(self, key, in_use.paths)
+        return HeldShard(self, key, in_use.paths)
 
     def _lying(self, shard: Shard) -> tuple[Path, ...] | None:
         """The files where they are used as they lie; no book is needed then. None if any is not there as it should."""
@@ -258,7 +258,7 @@ class ShardCache:
             paths.append(Path(path))
         return tuple(paths)
 
-    def _release(self, held: Held) -> None:
+    def _release(self, held: HeldShard) -> None:
         with self._lock:
             if held._cache is None:  # by another thread, just before
                 return
@@ -272,44 +272,44 @@ class ShardCache:
             del self._held[held._key]
             in_use.lock.touch()
             in_use.lock.release()
-        self._ahead.look_for_room()
+        self._ahead.look_for_eviction()
 
-    def _ready(self, shard: Shard, lock: Lock) -> tuple[Path, ...] | None:
-        stamp = Stamp.decoded(lock.read())
-        return stamp.holds(shard, self._root) if stamp and self._filling.accepts(stamp, shard) else None
+    def _ready(self, shard: Shard, lock: FileLock) -> tuple[Path, ...] | None:
+        version = ShardVersion.decoded(lock.read())
+        return version.holds(shard, self._root) if version and self._downloads.accepts(version, shard) else None
 
     def _fill(
-        self, shard: Shard, key: str, lock: Lock, until: float, decided: Callable[[], None] | None = None
+        self, shard: Shard, key: str, lock: FileLock, until: float, decided: Callable[[], None] | None = None
     ) -> tuple[Path, ...] | None:
-        """Have its files there, by us or by whoever is at it. With `decided` (see `Ahead`) nobody waits for them, and
-        None means that there is no room."""
-        with self._books.fetching(key, until, shard.name, decided) as temporary:
+        """Have its files there, by us or by whoever is at it. With `decided` (see `Prefetcher`) nobody waits for them,
+        and None means that there is no room."""
+        with self._state.fetching(key, until, shard.name, decided) as temporary:
             paths = self._ready(shard, lock)
             if paths:
                 return paths
-            before = Stamp.decoded(lock.read())
+            before = ShardVersion.decoded(lock.read())
             ours = before is not None and not before.found
-            if before and ours and before.origin not in ("", self._filling.origin(shard)):
-                self._filling.forget(before)
-            if not self._claim(key, lock, self._filling.need(shard, ours=ours), until, demand=decided is None):
+            if before and ours and before.origin not in ("", self._downloads.origin(shard)):
+                self._downloads.forget(before)
+            if not self._claim(key, lock, self._downloads.need(shard, ours=ours), until, demand=decided is None):
                 return None
             if decided:
                 decided()
             try:
-                stamp = self._filling.fill(shard, temporary, until, ours=ours)
+                version = self._downloads.fill(shard, temporary, until, ours=ours)
             except BaseException as error:
                 if not any(seen(os.path.join(self._root, file.raw.name)) for file in shard.files):
                     lock.write(b"")  # it has nothing on disk, and claims nothing
                 if not isinstance(error, OSError):
                     raise
                 raise ShardUnavailableError(f"{shard.name} could not be stored in {self.folder}: {error}") from error
-            lock.write(stamp.encoded())
-            return stamp.holds(shard, self._root)
+            lock.write(version.encoded())
+            return version.holds(shard, self._root)
 
     # Room
 
-    def _claim(self, key: str, lock: Lock, need: Stamp, until: float, *, demand: bool) -> bool:
-        if self._room is None:
+    def _claim(self, key: str, lock: FileLock, need: ShardVersion, until: float, *, demand: bool) -> bool:
+        if self._eviction is None:
             return True
         if self._try_claim(key, lock, need, until, demand=demand):
             return True
@@ -323,8 +323,8 @@ class ShardCache:
         now = time.monotonic()
         soon, patience = min(until, now + LOOK_S), min(until, now + YIELD_S)
         while now < soon or (now < patience and self._others_fetch_ahead(key)):
-            self._books.check_open("")
-            self._books.closing.wait(LONGEST_PAUSE_S)
+            self._state.check_open("")
+            self._state.closing.wait(LONGEST_PAUSE_S)
             if self._try_claim(key, lock, need, until, demand=True):
                 return True
             now = time.monotonic()
@@ -340,16 +340,16 @@ class ShardCache:
 
     def _others_fetch_ahead(self, key: str) -> bool:
         """`key`: of what we are fetching ourselves, which somebody may want ahead too."""
-        ahead = set(os.listdir(self._books.ahead)) - {key}
-        return not ahead.isdisjoint(os.listdir(self._books.fetching_folder))
+        ahead = set(os.listdir(self._state.ahead)) - {key}
+        return not ahead.isdisjoint(os.listdir(self._state.fetching_folder))
 
     def _try_claim(
-        self, key: str, lock: Lock, need: Stamp, until: float, *, demand: bool, exceed: bool = False
+        self, key: str, lock: FileLock, need: ShardVersion, until: float, *, demand: bool, exceed: bool = False
     ) -> bool:
-        assert self._room is not None
-        counting = self._books.wait(self._books.room, until, "", shared=False)
+        assert self._eviction is not None
+        counting = self._state.wait(self._state.eviction, until, "", shared=False)
         try:
-            return self._room.claim(key, lock, need, demand=demand, exceed=exceed)
+            return self._eviction.claim(key, lock, need, demand=demand, exceed=exceed)
         finally:
             counting.release()
 
@@ -369,7 +369,7 @@ class ShardCache:
         It stays for this process until it is held or no longer in the list, or somebody who waits needs its room.
         What goes wrong is not said here: `hold` will meet it.
         """
-        self._books.check_open("")
+        self._state.check_open("")
         with self._lock:
             held = set(self._held)
         # What is used where it lies needs no books, and its folder may be another's.
@@ -378,7 +378,7 @@ class ShardCache:
     def _bring(self, shard: Shard, key: str, decided: Callable[[], None]) -> bool:
         """Have it there though nobody waits for it. False if there is no room."""
         until = time.monotonic() + self._timeout_s
-        lock = self._books.wait(os.path.join(self._books.shards, key), until, shard.name, shared=True)
+        lock = self._state.wait(os.path.join(self._state.shards, key), until, shard.name, shared=True)
         try:
             return bool(self._ready(shard, lock) or self._fill(shard, key, lock, until, decided))
         finally:
@@ -388,7 +388,7 @@ class ShardCache:
 
     def close(self) -> None:
         """All that is held is released, and threads end, within a second also if they are at a transfer."""
-        self._books.closing.set()
+        self._state.closing.set()
         if self.place:
             self.place.close()
         self._ahead.close()

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple, Protocol
 
 from penstock.proto.errors import DatasetError, ShardCorruptError
 
-__all__ = ["COMPRESSIONS", "Compression", "extension_of", "pack", "parse_compression", "unpack"]
+__all__ = ["COMPRESSIONS", "FileCompression", "extension_of", "pack", "parse_compression", "unpack"]
 
 
-class Compression(NamedTuple):
+class FileCompression(NamedTuple):
     family: str
     """Also the extension of packed files."""
     level: int
@@ -49,20 +49,20 @@ ZSTD_PIECE = 1 << 10
 """Bytes given at a time to a zstd frame that does not say its length: one of them becomes 32 KiB at the worst."""
 
 
-def parse_compression(name: str) -> Compression:
+def parse_compression(name: str) -> FileCompression:
     """What a name of a compression means. Raises DatasetError if it means nothing."""
     family, colon, level = name.partition(":")
     known = COMPRESSIONS.get(family)
     if known is None:
         raise DatasetError(f"unknown compression {name!r}; there are {', '.join(sorted(COMPRESSIONS))}")
     if not colon:
-        return Compression(family, known.default)
+        return FileCompression(family, known.default)
     if not known.levels:
         raise DatasetError(f"compression {name!r}: {family} has no levels")
     if not (level.isascii() and level.isdigit() and len(level) <= 2 and int(level) in known.levels):
         levels = f"{known.levels[0]} to {known.levels[-1]}"
         raise DatasetError(f"compression {name!r}: the levels of {family} are {levels}")
-    return Compression(family, int(level))
+    return FileCompression(family, int(level))
 
 
 def extension_of(compression: str) -> str:

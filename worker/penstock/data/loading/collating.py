@@ -1,4 +1,4 @@
-"""The function that makes a batch, called so that no mistake in it ends a pass; and batches of no samples."""
+"""The function that makes a batch, called so that no mistake in it ends an epoch; and batches of no samples."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["checked_collate", "empty_batch", "without_rows"]
 
 def checked_collate(collate_fn: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
     """The same function, but a StopIteration that comes out of it is a DatasetError: out of an iterator's `__next__` it
-    would say that the pass is over, and the rest of the epoch would be left out in silence."""
+    would say that the epoch is over, and the rest of the epoch would be left out in silence."""
     if not callable(collate_fn):
         raise InvalidArgumentError(
             f"collate_fn={collate_fn!r}: it is a function that makes a batch of a list of samples"

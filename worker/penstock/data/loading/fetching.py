@@ -1,7 +1,7 @@
 """Batches that are made ahead of need, in threads or in processes, and handed out in order.
 
-Both get the plans of a pass's batches (ordering/course.py), which say what to read; where the loader stands is none of
-their business. What was made and not taken is in no state, and is simply made again.
+Both get the plans of an epoch's batches (ordering/course.py), which say what to read; where the loader stands is none
+of their business. What was made and not taken is in no state, and is simply made again.
 
 Threads are for data that wait for disk or network, and for code that lets go of Python's lock. They only read: batches
 are collated in the main thread, where the ring is. Processes are torch's own DataLoader's, which knows how to watch
@@ -28,11 +28,11 @@ import torch.utils.data
 from torch import _C
 
 from penstock.data.loading.map_reading import MapReader
-from penstock.data.ordering.epoch_plan import Plan, Walk
+from penstock.data.ordering.epoch_plan import BatchPlan, WorkerBatches
 from penstock.proto.errors import DatasetError, InvalidArgumentError
 from penstock.runtime.process.exit_status import describe_exit
 
-__all__ = ["Ahead", "in_processes", "in_threads"]
+__all__ = ["ReadAhead", "in_processes", "in_threads"]
 
 DIES_S = 5.0
 """For a process that no longer sends to have an exit status; it takes milliseconds."""
@@ -40,16 +40,16 @@ AHEAD = 2
 """Batches for each thread or process that are made ahead, as torch's DataLoader does by default."""
 
 
-class Ahead:
+class ReadAhead:
     """A Fetcher (position_loader.py). `begin` makes an iterator of batches from plans; to drop it is to stop it."""
 
-    def __init__(self, walk: Walk, begin: Callable[[Iterator[Plan]], Iterator[Any]]) -> None:
-        self._walk, self._begin = walk, begin
+    def __init__(self, batches_of_worker: WorkerBatches, begin: Callable[[Iterator[BatchPlan]], Iterator[Any]]) -> None:
+        self._worker_batches, self._begin = batches_of_worker, begin
         self._batches: Iterator[Any] | None = None
 
     def take(self, done: int) -> Any:
         if self._batches is None:
-            self._batches = self._begin(self._walk.all_plans(done))
+            self._batches = self._begin(self._worker_batches.all_plans(done))
         try:
             return next(self._batches)
         except BaseException:
@@ -60,9 +60,9 @@ class Ahead:
         self._batches = None
 
 
-def in_threads(plans: Iterator[Plan], reader: MapReader, threads: int) -> Iterator[Any]:
-    wanted: SimpleQueue[tuple[Future[list[Any]], Plan] | None] = SimpleQueue()
-    ahead: deque[tuple[Future[list[Any]], Plan]] = deque()
+def in_threads(plans: Iterator[BatchPlan], reader: MapReader, threads: int) -> Iterator[Any]:
+    wanted: SimpleQueue[tuple[Future[list[Any]], BatchPlan] | None] = SimpleQueue()
+    ahead: deque[tuple[Future[list[Any]], BatchPlan]] = deque()
     for _ in range(threads):
         # Not those of a ThreadPoolExecutor: a read that hangs must not hold up who leaves, the process's end included.
         Thread(target=_read, args=(wanted, reader), name="penstock-fetch", daemon=True).start()
@@ -81,11 +81,11 @@ def in_threads(plans: Iterator[Plan], reader: MapReader, threads: int) -> Iterat
             wanted.put(None)
 
 
-def _collated(reader: MapReader, future: Future[list[Any]], plan: Plan) -> Any:
+def _collated(reader: MapReader, future: Future[list[Any]], plan: BatchPlan) -> Any:
     return reader.collated(plan, future.result())
 
 
-def _read(wanted: SimpleQueue[tuple[Future[list[Any]], Plan] | None], reader: MapReader) -> None:
+def _read(wanted: SimpleQueue[tuple[Future[list[Any]], BatchPlan] | None], reader: MapReader) -> None:
     while (next_one := wanted.get()) is not None:
         future, plan = next_one
         if future.set_running_or_notify_cancel():
@@ -96,7 +96,7 @@ def _read(wanted: SimpleQueue[tuple[Future[list[Any]], Plan] | None], reader: Ma
         del next_one, future  # no batch is held while there is none to read
 
 
-def in_processes(plans: Iterator[Plan], reader: MapReader, processes: int, *, seed: int) -> Iterator[Any]:
+def in_processes(plans: Iterator[BatchPlan], reader: MapReader, processes: int, *, seed: int) -> Iterator[Any]:
     """`seed`: of the processes' generators, where these are not set for each sample.
 
     Raises InvalidArgumentError in a process that may have no children.
@@ -190,7 +190,7 @@ class _Batches(torch.utils.data.Dataset[Any]):
     def __init__(self, reader: MapReader) -> None:
         self._reader = reader
 
-    def __getitem__(self, plan: Plan) -> bytes:
+    def __getitem__(self, plan: BatchPlan) -> bytes:
         try:
             batch = self._reader.batch(plan)
         except Exception as error:

@@ -1,4 +1,4 @@
-"""Batches of any map-style dataset in one order, with a position that can be saved and moved to any shape."""
+"""Batches of any map-style dataset in one order, with a position that can be saved and moved to any topology."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch.utils.data
 
 from penstock.data.arguments import whole
 from penstock.data.loading.collating import checked_collate
-from penstock.data.loading.fetching import Ahead, in_processes, in_threads
+from penstock.data.loading.fetching import ReadAhead, in_processes, in_threads
 from penstock.data.loading.map_reading import MapReader
 from penstock.data.loading.position_loader import Fetcher, PositionLoader, check_settings
-from penstock.data.loading.worker_identity import Here, global_batch
-from penstock.data.ordering.epoch_plan import Plan, Walk
+from penstock.data.loading.worker_identity import WorkerIdentity, global_batch
+from penstock.data.ordering.epoch_plan import BatchPlan, WorkerBatches
 from penstock.data.ordering.partition import Tail
-from penstock.data.ordering.unsharded_order import CycleOrder
+from penstock.data.ordering.unsharded_order import UnshardedOrder
 from penstock.proto.errors import DatasetError, InvalidArgumentError
 from penstock.proto.state.generators import derive_seed
 from penstock.worker.batch.building import collate
@@ -33,7 +33,7 @@ class MapLoader(PositionLoader):
     counting is done in the copies that the worker processes have. By itself it yields all batches of this rank (RANK
     and WORLD_SIZE, if they are set).
 
-    A pass is an epoch, or what is left of it behind a loaded state.
+    An epoch is an epoch, or what is left of it behind a loaded state.
     """
 
     def __init__(
@@ -93,13 +93,15 @@ class MapLoader(PositionLoader):
             whole("fetch_processes", fetch_processes),
         )
         seed = whole("seed", seed)
-        here = Here.now(rank)
-        batch = global_batch(batch_size, global_batch_size, here.boxes)
+        identity = WorkerIdentity.now(rank)
+        batch = global_batch(batch_size, global_batch_size, identity.boxes)
         check_settings(tail, shuffle_block=shuffle_block, num_samples=num_samples)
         _check_fetching(fetch_threads, fetch_processes, reseed)
-        seed = here.seed if seed is None else seed
+        seed = identity.seed if seed is None else seed
         name, self._length = type(dataset).__qualname__, _length_of(dataset)
-        order = CycleOrder(self._length, num_samples or self._length, seed=seed, shuffle=shuffle, block=shuffle_block)
+        order = UnshardedOrder(
+            self._length, num_samples or self._length, seed=seed, shuffle=shuffle, block=shuffle_block
+        )
         fingerprint = getattr(dataset, "fingerprint", None)
         described = {
             "data": fingerprint if isinstance(fingerprint, str) else None,
@@ -113,10 +115,10 @@ class MapLoader(PositionLoader):
         self._threads, self._processes = fetch_threads, fetch_processes
         reseed = not fetch_threads if reseed is None else reseed
         self._reader = MapReader(dataset, name, len(order), checked_collate(collate_fn), seed=seed, reseed=reseed)
-        super().__init__(name, order, described, here=here, batch=batch, tail=tail, skip=skip, keys=keys)
+        super().__init__(name, order, described, identity=identity, batch=batch, tail=tail, skip=skip, keys=keys)
 
     def __iter__(self) -> Iterator[Any]:
-        """The next pass, or the rest of the one that a loaded state is in."""
+        """The next epoch, or the rest of the one that a loaded state is in."""
         length = _length_of(self.dataset)
         if length != self._length:
             raise DatasetError(
@@ -125,18 +127,20 @@ class MapLoader(PositionLoader):
             )
         return super().__iter__()
 
-    def _read(self, plan: Plan) -> list[Any]:
+    def _read(self, plan: BatchPlan) -> list[Any]:
         return self._reader.samples(plan)
 
-    def _made(self, plan: Plan) -> Any:
+    def _made(self, plan: BatchPlan) -> Any:
         return self._reader.batch(plan)
 
-    def _fetcher(self, walk: Walk) -> Fetcher | None:
+    def _fetcher(self, batches_of_worker: WorkerBatches) -> Fetcher | None:
         if self._threads:
-            return Ahead(walk, partial(in_threads, reader=self._reader, threads=self._threads))
+            return ReadAhead(batches_of_worker, partial(in_threads, reader=self._reader, threads=self._threads))
         if self._processes:
-            seed = derive_seed(self._seed, "fetch", self._here.number, walk.course.epoch)
-            return Ahead(walk, partial(in_processes, reader=self._reader, processes=self._processes, seed=seed))
+            seed = derive_seed(self._seed, "fetch", self._identity.number, batches_of_worker.remainder.epoch)
+            return ReadAhead(
+                batches_of_worker, partial(in_processes, reader=self._reader, processes=self._processes, seed=seed)
+            )
         return None
 
 

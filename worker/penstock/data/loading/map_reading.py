@@ -12,7 +12,7 @@ from typing import Any
 
 from penstock.data.loading.collating import empty_batch
 from penstock.data.loading.keyed_random import Seeds, seed_generators, seeds_of
-from penstock.data.ordering.epoch_plan import Plan
+from penstock.data.ordering.epoch_plan import BatchPlan
 from penstock.data.ordering.permutation import Ints
 from penstock.data.stop_iteration import not_an_end
 from penstock.proto.errors import DatasetError
@@ -55,7 +55,7 @@ class MapReader:
         """Batches depend on the seed."""
         return self._key is not None or self._collate_key is not None
 
-    def samples(self, plan: Plan) -> list[Any]:
+    def samples(self, plan: BatchPlan) -> list[Any]:
         if self._key is None:
             return self._all(plan)
         before = capture_rng()
@@ -64,7 +64,7 @@ class MapReader:
         finally:
             restore_rng(before)
 
-    def batch(self, plan: Plan) -> Any:
+    def batch(self, plan: BatchPlan) -> Any:
         """Collated; where generators are set, its randomness depends on the batch's first row."""
         if not self.reseeds:
             return self.collated(plan, self._all(plan))
@@ -77,10 +77,10 @@ class MapReader:
         finally:
             restore_rng(before)
 
-    def collated(self, plan: Plan, samples: list[Any]) -> Any:
+    def collated(self, plan: BatchPlan, samples: list[Any]) -> Any:
         return empty_batch(self.collate, samples[0]) if plan.empty else self.collate(samples)
 
-    def _each(self, plan: Plan, key: int) -> list[Any]:
+    def _each(self, plan: BatchPlan, key: int) -> list[Any]:
         found = []
         seeds = self._seeds(key, plan.epoch, plan.positions)
         for row, (number, seed) in enumerate(zip(plan.ids.tolist(), seeds, strict=True)):
@@ -88,7 +88,7 @@ class MapReader:
             found.append(self._one(plan, row, number))
         return found
 
-    def _all(self, plan: Plan) -> list[Any]:
+    def _all(self, plan: BatchPlan) -> list[Any]:
         if self._many is not None:
             return self._many(plan.ids)
         numbers = plan.ids.tolist()
@@ -112,7 +112,7 @@ class MapReader:
             raise DatasetError(f"{self.name}: __getitems__ returned {len(found)} samples for {len(numbers)} numbers")
         return found
 
-    def _one(self, plan: Plan, row: int, number: int) -> Any:
+    def _one(self, plan: BatchPlan, row: int, number: int) -> Any:
         try:
             return self.dataset[number]
         except Exception as error:
@@ -120,12 +120,12 @@ class MapReader:
             raise
 
     def _tell(self, error: Exception, what: str) -> None:
-        """Note in the user's error where it came from. One that would end the pass silently becomes another."""
+        """Note in the user's error where it came from. One that would end the epoch silently becomes another."""
         if isinstance(error, StopIteration):
             raise not_an_end(f"{self.name} for {what}") from error
         error.add_note(f"raised by {self.name} for {what}")
 
-    def _place(self, plan: Plan, row: int) -> str:
+    def _place(self, plan: BatchPlan, row: int) -> str:
         epoch, position = plan.place(row, self._length)
         return f"sample {plan.ids[row]} (epoch {epoch}, position {position})"
 

@@ -1,6 +1,6 @@
 """A loader of samples whose order is a function from position to sample: all that does not depend on where they lie.
 
-The order (ordering/order.py, unsharded_order.py) says which sample is where, ordering/course.py which batches a pass
+The order (ordering/order.py, unsharded_order.py) says which sample is where, ordering/course.py which batches an epoch
 has, and Here which of them this process makes. So the position is a few integers, and a state of them is good for any
 shape. What a loader of its own adds is how the samples of a batch are read.
 """
@@ -17,11 +17,11 @@ import torch.utils.data
 
 from penstock.data.arguments import one_of, whole
 from penstock.data.loading.restore_keys import PositionKeys, checked_name, with_keys
-from penstock.data.loading.worker_identity import Here
-from penstock.data.ordering.epoch_plan import Course, Epochs, Plan, SampleOrder, Walk
+from penstock.data.loading.worker_identity import WorkerIdentity
+from penstock.data.ordering.epoch_plan import BatchPlan, EpochPlan, EpochRemainder, SampleOrder, WorkerBatches
 from penstock.data.ordering.order_states import (
-    Progress,
-    Shape,
+    OrderProgress,
+    Topology,
     aggregated,
     check_order,
     deaggregated,
@@ -49,7 +49,7 @@ class Fetcher(Protocol):
 
 
 class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
-    """Batches in an order that does not depend on who makes them. A pass is an epoch, or what is left of it."""
+    """Batches in an order that does not depend on who makes them. An epoch is an epoch, or what is left of it."""
 
     loads_own_state = True
     exact_states = True
@@ -60,7 +60,7 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
         order: SampleOrder,
         described: dict[str, Any],
         *,
-        here: Here,
+        identity: WorkerIdentity,
         batch: int,
         tail: Tail,
         skip: Iterable[range],
@@ -73,41 +73,41 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
             batch: rows of all boxes' batches together.
         """
         super().__init__()
-        self._name, self._order, self._described, self._here, self._batch = name, order, described, here, batch
-        self._epochs = Epochs(len(order), tail, ranges_of(skip))
+        self._name, self._order, self._described, self._identity, self._batch = name, order, described, identity, batch
+        self._epochs = EpochPlan(len(order), tail, ranges_of(skip))
         self._keys, self._key_field = PositionKeys.of(described, len(order)), checked_name(keys)
         self._epoch = self._start = self._done = self._first = 0
-        self._dealt_to = self._shape()
+        self._partitioned_for = self._topology()
         """Who shares the batches of which so many are done."""
         self._stands = True
-        """The next pass begins where the loader stands; else in the next epoch."""
+        """The next epoch begins where the loader stands; else in the next epoch."""
         self._counted = 0, 0
         """(epoch, start) from where `state_after` counts."""
-        self._passes = 0
+        self._epochs_begun = 0
         """Begun so far, or made void by going elsewhere: an iterator of an earlier one yields nothing more."""
-        if Epochs(len(order), tail).course(0, 0, batch, here.boxes).batches == 0:
+        if EpochPlan(len(order), tail).remainder(0, 0, batch, identity.boxes).batches == 0:
             raise DatasetError(
                 f"{name}: {len(order)} samples make no batch of {batch} with tail={tail!r}; use a smaller batch, or "
                 "another tail"
             )
-        self._epoch, self._start = self._walk().course.place(0)
+        self._epoch, self._start = self._worker_batches().remainder.place(0)
         self._count_from_here()
 
     # ---- what a loader adds
 
     @abstractmethod
-    def _read(self, plan: Plan) -> list[Any]:
+    def _read(self, plan: BatchPlan) -> list[Any]:
         """The samples of a plan."""
 
     @abstractmethod
-    def _made(self, plan: Plan) -> Any:
+    def _made(self, plan: BatchPlan) -> Any:
         """The batch of a plan."""
 
-    def _planned(self, walk: Walk, plans: list[Plan]) -> None:
+    def _planned(self, batches_of_worker: WorkerBatches, plans: list[BatchPlan]) -> None:
         """Told which batches come next."""
 
-    def _fetcher(self, walk: Walk) -> Fetcher | None:
-        """Of a pass that begins, if batches are made ahead of need."""
+    def _fetcher(self, batches_of_worker: WorkerBatches) -> Fetcher | None:
+        """Of an epoch that begins, if batches are made ahead of need."""
         return None
 
     # ---- passes
@@ -116,23 +116,29 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
         """Batches of a whole epoch that this process makes. With tail="carry" epochs differ by one; then it is the
         present one."""
         begin = self._epochs.begin(self._epoch, self._batch, (self._epoch, self._start))
-        return self._here.turn().done(self._epochs.course(self._epoch, begin, self._batch, self._here.boxes).batches)
+        return self._identity.turn().done(
+            self._epochs.remainder(self._epoch, begin, self._batch, self._identity.boxes).batches
+        )
 
     def __iter__(self) -> Iterator[Any]:
-        """The next pass, or the rest of the one that a loaded state is in."""
+        """The next epoch, or the rest of the one that a loaded state is in."""
         self._deal_anew()
-        walk = self._walk()
-        # Of a pass of which nothing is left, and not of one that never had a batch.
-        ended = (self._done > 0 or self._start > 0) and walk.ended(self._done) and self._here.alone(walk.turn)
+        batches_of_worker = self._worker_batches()
+        # Of an epoch of which nothing is left, and not of one that never had a batch.
+        ended = (
+            (self._done > 0 or self._start > 0)
+            and batches_of_worker.ended(self._done)
+            and self._identity.alone(batches_of_worker.turn)
+        )
         if not self._stands or ended:
-            self._go(*walk.course.following())
+            self._go(*batches_of_worker.remainder.following())
         self._stands = False
-        self._passes += 1
+        self._epochs_begun += 1
         self._count_from_here()
-        return _Pass(self, self._walk())
+        return _Epoch(self, self._worker_batches())
 
     def set_epoch(self, epoch: int) -> None:
-        """The next pass is this epoch, from its beginning; or from where a loaded state stands in it."""
+        """The next epoch is this epoch, from its beginning; or from where a loaded state stands in it."""
         epoch = whole("epoch", epoch)
         if epoch < 0:
             raise InvalidArgumentError(f"epoch={epoch}: the first one is 0")
@@ -144,12 +150,12 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """This worker's place, after the batches that it has yielded so far."""
-        progress = Progress(self._epoch, self._start, self._done, self._shape(), self._first)
+        progress = OrderProgress(self._epoch, self._start, self._done, self._topology(), self._first)
         return state_of(progress, self._described, self._epochs.skip)
 
     @staticmethod
     def advance_state(state_dict: dict[str, Any], batches: int) -> dict[str, Any]:
-        """A worker's state after so many more of its batches of the same pass. For a step between two snapshots, whose
+        """A worker's state after so many more of its batches of the same epoch. For a step between two snapshots, whose
         state is a number: nothing is read again for it, and none of the user's code runs."""
         return {**state_dict, "done": progress_of(state_dict).done + batches}
 
@@ -160,44 +166,45 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
             cls.advance_state = None  # type: ignore[assignment]
 
     def load_state_dict(self, state_dict: Any, strict: bool = True) -> None:
-        """Go to a place of this order: a state of this very shape, or one that fits any, as does that of a box's only
-        worker.
+        """Go to a place of this order: a state of this very topology, or one that fits any, as does that of a box's
+        only worker.
 
         Raises:
-            StateMismatchError: it is a place in another order, or of one of several workers of another shape; or more
+            StateMismatchError: it is a place in another order, or of one of several workers of another topology; or
+            more
                 samples before it are to be left out than were.
             StateCorruptError, StateVersionError: it cannot be read.
         """
-        progress, shape = progress_of(state_dict), self._shape()
+        progress, topology = progress_of(state_dict), self._topology()
         check_order(state_dict, self._described, self._epochs, strict=strict)
         if "others" in state_dict:
             progress = self._part(state_dict, strict=strict)
-        elif progress.done and progress.shape != shape:
-            if progress.shape.workers > 1:
+        elif progress.done and progress.topology != topology:
+            if progress.topology.workers > 1:
                 raise StateMismatchError(
-                    f"{self._name}: the state is one worker's of {progress.shape}, and this is one of {shape}; "
-                    "a state of aggregate_state_dict or state_after fits any shape"
+                    f"{self._name}: the state is one worker's of {progress.topology}, and this is one of {topology}; "
+                    "a state of aggregate_state_dict or state_after fits any topology"
                 )
             progress = self._part(state_dict, strict=strict)  # what it has done each box has
         elif skip_of(state_dict) != self._epochs.skip:
-            if progress.done and shape.workers > 1:
+            if progress.done and topology.workers > 1:
                 raise StateMismatchError(
-                    f"{self._name}: the state is one worker's of {shape}, and skip was {skip_of(state_dict)} and is "
+                    f"{self._name}: the state is one worker's of {topology}, and skip was {skip_of(state_dict)} and is "
                     f"{self._epochs.skip}; a state of aggregate_state_dict or state_after fits any"
                 )
             start = replanned(state_dict, self._epochs, progress.done, strict=strict)
-            progress = Progress(progress.epoch, start, 0, shape, progress.first)
+            progress = OrderProgress(progress.epoch, start, 0, topology, progress.first)
         self._go(progress.epoch, progress.start, progress.done, progress.first)
         self._count_from_here()
 
     def aggregate_state_dict(self, worker_states: list[Any]) -> dict[str, Any]:
-        """One state from those of all workers, in order of global_worker_id; it fits any shape."""
+        """One state from those of all workers, in order of global_worker_id; it fits any topology."""
         return aggregated(worker_states, self._described, self._epochs)
 
     def deaggregate_state_dict(self, aggregated: Any, strict: bool = True) -> dict[str, Any]:
         """This worker's part of what `aggregate_state_dict` or `state_after` gave."""
         place = progress_of(aggregated)
-        if "others" not in aggregated and place.done and place.shape.workers > 1:
+        if "others" not in aggregated and place.done and place.topology.workers > 1:
             raise StateMismatchError(
                 "this is the state of one worker; deaggregate_state_dict takes what aggregate_state_dict returned"
             )
@@ -205,14 +212,14 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
         return state_of(self._part(aggregated, strict=strict), self._described, self._epochs.skip)
 
     def state_after(self, batches: int) -> dict[str, Any]:
-        """The state after so many of the rank's batches of this pass, or of the one that just ended, whoever made them:
-        worker processes of a torch DataLoader alone know how far they are, but a place is only a number. It fits any
-        shape."""
+        """The state after so many of the rank's batches of this epoch, or of the one that just ended, whoever made
+        them: worker processes of a torch DataLoader alone know how far they are, but a place is only a number. It fits
+        any shape."""
         batches = whole("batches", batches)
         if batches < 0:
             raise InvalidArgumentError(f"batches={batches}: it must be at least 0")
-        epoch, start = self._course(*self._counted).place(batches)
-        return state_of(Progress(epoch, start, 0, self._shape()), self._described, self._epochs.skip)
+        epoch, start = self._remainder(*self._counted).place(batches)
+        return state_of(OrderProgress(epoch, start, 0, self._topology()), self._described, self._epochs.skip)
 
     def config(self) -> dict[str, Any]:
         """What decides which sample is where in the order, as values of JSON: a state with another one is refused."""
@@ -229,60 +236,62 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
         """
         epoch, position = self._keys.place(key)
         positions = np.array([position])
-        return self._read(Plan(epoch, positions, self._order.ids(epoch, positions)))[0]
+        return self._read(BatchPlan(epoch, positions, self._order.ids(epoch, positions)))[0]
 
-    def _part(self, aggregated: Any, *, strict: bool) -> Progress:
-        here = self._here
-        return deaggregated(aggregated, here.number, here.all_workers, self._shape(), self._epochs, strict=strict)
+    def _part(self, aggregated: Any, *, strict: bool) -> OrderProgress:
+        identity = self._identity
+        return deaggregated(
+            aggregated, identity.number, identity.all_workers, self._topology(), self._epochs, strict=strict
+        )
 
     def _go(self, epoch: int, start: int = 0, done: int = 0, first: int = 0) -> None:
-        self._passes += 1
+        self._epochs_begun += 1
         self._epoch, self._start, self._done, self._first, self._stands = epoch, start, done, first, True
-        self._dealt_to = self._shape()
+        self._partitioned_for = self._topology()
 
     def _count_from_here(self) -> None:
         # Of a worker among several it is not known what the others have done.
-        done = self._done if self._dealt_to.workers == 1 else 0
-        self._counted = self._course(self._epoch, self._start).place(done)
+        done = self._done if self._partitioned_for.workers == 1 else 0
+        self._counted = self._remainder(self._epoch, self._start).place(done)
 
     def _deal_anew(self) -> None:
         """Worker processes of a torch DataLoader have a copy of a loader that was made, and maybe loaded, outside of
         them: by one that shares its batches with fewer."""
-        shape = self._shape()
-        if not self._done or self._dealt_to == shape:
-            self._dealt_to = shape  # from here on; with persistent_workers=True the copies count their passes
+        topology = self._topology()
+        if not self._done or self._partitioned_for == topology:
+            self._partitioned_for = topology  # from here on; with persistent_workers=True the copies count their passes
             return
-        if self._dealt_to.workers > 1:
+        if self._partitioned_for.workers > 1:
             raise StateMismatchError(
-                f"{self._name}: the loader stands at a place of {self._dealt_to}, and is read by {shape}: load "
+                f"{self._name}: the loader stands at a place of {self._partitioned_for}, and is read by {topology}: load "
                 "the state in the processes that read (torchdata's StatefulDataLoader does), or one of state_after"
             )
-        self._go(*self._walk().course.place(self._done))
+        self._go(*self._worker_batches().remainder.place(self._done))
 
     # ---- who makes what
 
-    def _shape(self) -> Shape:
-        return Shape(self._here.boxes, self._here.turn().of, self._batch)
+    def _topology(self) -> Topology:
+        return Topology(self._identity.boxes, self._identity.turn().of, self._batch)
 
-    def _walk(self) -> Walk:
-        """Of the pass that the loader stands in."""
-        course = self._course(self._epoch, self._start)
-        return Walk(course, self._order, self._here.turn(self._first), self._here.box)
+    def _worker_batches(self) -> WorkerBatches:
+        """Of the epoch that the loader stands in."""
+        remainder = self._remainder(self._epoch, self._start)
+        return WorkerBatches(remainder, self._order, self._identity.turn(self._first), self._identity.box)
 
-    def _course(self, epoch: int, start: int) -> Course:
-        return self._epochs.course(epoch, start, self._batch, self._here.boxes)
+    def _remainder(self, epoch: int, start: int) -> EpochRemainder:
+        return self._epochs.remainder(epoch, start, self._batch, self._identity.boxes)
 
 
-class _Pass:
-    """The iterator of a pass; moves its loader's place on."""
+class _Epoch:
+    """The iterator of an epoch; moves its loader's place on."""
 
-    def __init__(self, loader: PositionLoader, walk: Walk) -> None:
-        self._loader, self._walk, self._number = loader, walk, loader._passes
-        self._fetcher = loader._fetcher(walk)
-        self._ready: list[Plan] = []
+    def __init__(self, loader: PositionLoader, batches_of_worker: WorkerBatches) -> None:
+        self._loader, self._worker_batches, self._number = loader, batches_of_worker, loader._epochs_begun
+        self._fetcher = loader._fetcher(batches_of_worker)
+        self._ready: list[BatchPlan] = []
         """Of the next batches, the last one first."""
 
-    def __iter__(self) -> _Pass:
+    def __iter__(self) -> _Epoch:
         return self
 
     def __next__(self) -> Any:
@@ -310,20 +319,20 @@ class _Pass:
         self._ready.pop()
         self._loader._done += 1
 
-    def _plan(self) -> Plan:
+    def _plan(self) -> BatchPlan:
         """Of the next batch. Raises StopIteration behind the last one."""
         loader = self._loader
-        if self._number != loader._passes:
+        if self._number != loader._epochs_begun:
             self._close()
             raise StopIteration
         if not self._ready:
-            self._ready = self._walk.plans(loader._done)
+            self._ready = self._worker_batches.plans(loader._done)
             if not self._ready:
                 self._close()
-                if loader._here.alone(self._walk.turn):
-                    loader._go(*self._walk.course.following())
+                if loader._identity.alone(self._worker_batches.turn):
+                    loader._go(*self._worker_batches.remainder.following())
                 raise StopIteration
-            loader._planned(self._walk, self._ready)
+            loader._planned(self._worker_batches, self._ready)
             self._ready.reverse()
         return self._ready[-1]
 

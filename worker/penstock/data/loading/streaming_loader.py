@@ -1,4 +1,4 @@
-"""Batches of a streaming dataset in its one order, with a position that can be saved and moved to any shape."""
+"""Batches of a streaming dataset in its one order, with a position that can be saved and moved to any topology."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from penstock.data.arguments import one_of, sample_count, whole
 from penstock.data.loading.collating import checked_collate
 from penstock.data.loading.map_reading import MapReader
 from penstock.data.loading.position_loader import PositionLoader, check_settings
-from penstock.data.loading.worker_identity import Here, global_batch
-from penstock.data.ordering.epoch_plan import Course, Plan, Walk
+from penstock.data.loading.worker_identity import WorkerIdentity, global_batch
+from penstock.data.ordering.epoch_plan import BatchPlan, EpochRemainder, WorkerBatches
 from penstock.data.ordering.partition import Tail
 from penstock.data.ordering.permutation import Ints
-from penstock.data.ordering.sharded_order import Interleave, Order
+from penstock.data.ordering.sharded_order import Interleave, ShardedOrder
 from penstock.data.ordering.skips import ranges_of
 from penstock.data.streaming_dataset import StreamingDataset
 from penstock.proto.errors import InvalidArgumentError
@@ -38,7 +38,7 @@ class StreamingLoader(PositionLoader):
     counting is done in the copies that the worker processes have. By itself it yields all batches of this rank (RANK
     and WORLD_SIZE, if they are set).
 
-    A pass is an epoch, or what is left of it behind a loaded state.
+    An epoch is an epoch, or what is left of it behind a loaded state.
     """
 
     def __init__(
@@ -103,17 +103,17 @@ class StreamingLoader(PositionLoader):
                 f"dataset is a {type(dataset).__qualname__}; give a StreamingDataset, made of a folder or URL. For "
                 "other datasets of samples by number there is MapLoader"
             )
-        here = Here.now(rank)
-        batch = global_batch(batch_size, global_batch_size, here.boxes)
+        identity = WorkerIdentity.now(rank)
+        batch = global_batch(batch_size, global_batch_size, identity.boxes)
         check_settings(
             tail, partitions=partitions, shuffle_block=shuffle_block, epoch_size=epoch_size, predownload=predownload
         )
         one_of("interleave", interleave, get_args(Interleave))
-        seed = here.seed if seed is None else seed
+        seed = identity.seed if seed is None else seed
         shares = dataset.shares(epoch_size)
         if interleave == "batches":
             _check_batches(batch, partitions, tail, sum(shares), skip)
-        order = Order(
+        order = ShardedOrder(
             dataset.sizes,
             shares,
             seed=seed,
@@ -139,39 +139,41 @@ class StreamingLoader(PositionLoader):
         }
         self.dataset, self._shards, self._reader = dataset, order, reader
         self._ahead = predownload or 2 * min(shuffle_block or len(order), len(order))
-        self._looked: tuple[Course | None, int] = None, 0
+        self._looked: tuple[EpochRemainder | None, int] = None, 0
         """From where was last looked ahead."""
-        super().__init__(dataset.name, order, described, here=here, batch=batch, tail=tail, skip=skip, keys=keys)
+        super().__init__(
+            dataset.name, order, described, identity=identity, batch=batch, tail=tail, skip=skip, keys=keys
+        )
 
-    def _read(self, plan: Plan) -> list[Any]:
+    def _read(self, plan: BatchPlan) -> list[Any]:
         return self._reader.samples(plan)
 
-    def _made(self, plan: Plan) -> Any:
+    def _made(self, plan: BatchPlan) -> Any:
         return self._reader.batch(plan)
 
-    def _planned(self, walk: Walk, plans: list[Plan]) -> None:
+    def _planned(self, batches_of_worker: WorkerBatches, plans: list[BatchPlan]) -> None:
         """Have the shards fetched that this process needs for the next samples, then those that the box needs for the
         positions behind, in the next epoch too."""
-        course, position = walk.course, int(plans[0].positions[0])
+        remainder, position = batches_of_worker.remainder, int(plans[0].positions[0])
         looked, at = self._looked
-        if looked is course and position - at < self._ahead // 4:
+        if looked is remainder and position - at < self._ahead // 4:
             return
-        self._looked = course, position
+        self._looked = remainder, position
         order, lead, length = self._shards, self._ahead, len(self._shards)
         needed = [np.searchsorted(order.starts, np.concatenate([plan.ids for plan in plans]), side="right") - 1]
-        needed.append(order.shards(course.epoch, self._near(course, position, lead)))
+        needed.append(order.shards(remainder.epoch, self._near(remainder, position, lead)))
         if position + lead > length:
-            epoch, start = course.following()
-            following = self._epochs.course(epoch, start, self._batch, course.boxes)
+            epoch, start = remainder.following()
+            following = self._epochs.remainder(epoch, start, self._batch, remainder.boxes)
             needed.append(order.shards(epoch, self._near(following, 0, position + lead - length)))
         shards = np.concatenate(needed)
         _, first = np.unique(shards, return_index=True)
         self.dataset.fetch_ahead(shards[np.sort(first)])
 
-    def _near(self, course: Course, position: int, count: int) -> Ints:
+    def _near(self, remainder: EpochRemainder, position: int, count: int) -> Ints:
         """This box's positions behind one; of many, runs that each touch all partitions, evenly spread."""
-        run = max(self._shards.partitions, self._here.boxes)
-        return course.near(self._here.box, position, count, run=run, runs=max(1, LOOKED_AT // run))
+        run = max(self._shards.partitions, self._identity.boxes)
+        return remainder.near(self._identity.box, position, count, run=run, runs=max(1, LOOKED_AT // run))
 
 
 def _reader(

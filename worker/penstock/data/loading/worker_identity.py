@@ -12,15 +12,15 @@ from dataclasses import dataclass
 import torch.utils.data
 
 from penstock.data.arguments import whole
-from penstock.data.ordering.partition import Turn
+from penstock.data.ordering.partition import WorkerTurn
 from penstock.proto.errors import InvalidArgumentError
 from penstock.proto.state.assignment import NEUTRAL, current_assignment
 
-__all__ = ["Here", "global_batch"]
+__all__ = ["WorkerIdentity", "global_batch"]
 
 
 @dataclass(frozen=True)
-class Here:
+class WorkerIdentity:
     """The place of this process, or of the loader that it holds."""
 
     box: int
@@ -37,7 +37,7 @@ class Here:
     """Outside of a worker."""
 
     @staticmethod
-    def now(rank: tuple[int, int] | None = None) -> Here:
+    def now(rank: tuple[int, int] | None = None) -> WorkerIdentity:
         """`rank`: (this one, how many) data-parallel ranks, instead of the worker's box or torchrun's variables.
 
         Raises InvalidArgumentError for a rank that cannot be.
@@ -47,7 +47,7 @@ class Here:
         if rank is None:
             rank = _torchrun_rank() if standalone else (place.box, place.num_boxes)
         box, boxes = _checked(rank)
-        return Here(
+        return WorkerIdentity(
             box,
             boxes,
             place.slot,
@@ -58,18 +58,18 @@ class Here:
             standalone,
         )
 
-    def turn(self, first: int = 0) -> Turn:
+    def turn(self, first: int = 0) -> WorkerTurn:
         """Whose batches this process makes: the slot's, shared with other worker processes of a torch DataLoader.
         `first`: who makes the first one."""
         info = torch.utils.data.get_worker_info()
         number = (self.slot - first) % self.workers
         if info is None or info.dataset is None:  # the latter is what a runner answers about itself
-            return Turn(number, self.workers)
+            return WorkerTurn(number, self.workers)
         # Whichever slot comes first: each begins with its first process.
-        return Turn(number + self.workers * info.id, self.workers * info.num_workers)
+        return WorkerTurn(number + self.workers * info.id, self.workers * info.num_workers)
 
-    def alone(self, turn: Turn) -> bool:
-        """Nobody else keeps count of passes, or makes some of the batches."""
+    def alone(self, turn: WorkerTurn) -> bool:
+        """Nobody else keeps count of epochs, or makes some of the batches."""
         return self.standalone and turn.of == 1
 
 

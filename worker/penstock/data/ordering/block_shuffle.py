@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from penstock.data.ordering.permutation import Ints, Words, mix, permuted
-from penstock.data.ordering.shard_draws import Parts
+from penstock.data.ordering.shard_draws import ShardParts
 
 __all__ = ["Blocks", "PartSequence"]
 
@@ -24,7 +24,7 @@ class PartSequence:
 
     def __init__(
         self,
-        parts: Parts,
+        parts: ShardParts,
         sizes: Ints,
         starts: Ints,
         *,
@@ -42,9 +42,9 @@ class PartSequence:
         mean = self._length / max(1, len(parts))
         self._block = len(parts) if block is None else max(1, min(len(parts), round(block / max(1.0, mean))))
         partition = np.arange(partitions + 1)
-        self._cuts = partition * (self._length // partitions) + np.minimum(partition, self._length % partitions)
+        self._abandoned = partition * (self._length // partitions) + np.minimum(partition, self._length % partitions)
         """Where the partitions begin: the first ones have one sample more."""
-        self._first = self._rank(self._cuts[:-1])
+        self._first = self._rank(self._abandoned[:-1])
         """The part in which each partition begins."""
 
     def ids(self, places: Ints) -> Ints:
@@ -78,16 +78,16 @@ class PartSequence:
 
     def _at(self, places: Ints) -> Ints:
         """Where in the sequence a place lies, before its block is permuted."""
-        at: Ints = self._cuts[places % self._partitions] + places // self._partitions
+        at: Ints = self._abandoned[places % self._partitions] + places // self._partitions
         return at
 
     def _blocks(self, at: Ints, partition: Ints) -> tuple[Ints, Ints, Words]:
         """Where the block of each begins and ends, and its key."""
         first = self._first[partition]
         number = (self._rank(at) - first) // self._block
-        low = np.maximum(self._bounds[first + number * self._block], self._cuts[partition])
+        low = np.maximum(self._bounds[first + number * self._block], self._abandoned[partition])
         last = np.minimum(first + (number + 1) * self._block, len(self._parts))
-        high = np.minimum(self._bounds[last], self._cuts[partition + 1])
+        high = np.minimum(self._bounds[last], self._abandoned[partition + 1])
         return low, high, mix(self._key, partition, number)
 
     def _rank(self, at: Ints) -> Ints:

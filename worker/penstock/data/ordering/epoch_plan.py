@@ -1,4 +1,4 @@
-"""A pass through an epoch: which batches it has, which samples these are made of, and where the next pass begins.
+"""An epoch through an epoch: which batches it has, which samples these are made of, and where the next epoch begins.
 
 A place is (epoch, start): a position in the order of which nothing is left out. `start` is negative where samples of
 epochs before are still to come, as with tail="carry". So a place means the same whatever is left out (skips.py), in
@@ -14,11 +14,11 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from penstock.data.ordering.partition import Dealing, Tail, Turn
+from penstock.data.ordering.partition import Partition, Tail, WorkerTurn
 from penstock.data.ordering.permutation import Ints
-from penstock.data.ordering.skips import Kept, Ranges
+from penstock.data.ordering.skips import KeptPositions, Ranges
 
-__all__ = ["Course", "Epochs", "Plan", "SampleOrder", "Walk"]
+__all__ = ["BatchPlan", "EpochPlan", "EpochRemainder", "SampleOrder", "WorkerBatches"]
 
 ORDERED_AT_ONCE = 2048
 """Rows whose samples are found in one go: it takes 0.1 us a row then, and 2 us if batches of 64 are."""
@@ -34,11 +34,11 @@ class SampleOrder(Protocol):
         """The numbers of the samples at these positions, which lie in [0, len(self))."""
 
 
-class Plan(NamedTuple):
+class BatchPlan(NamedTuple):
     """Of one box's batch."""
 
     epoch: int
-    """The pass's."""
+    """The epoch's."""
     positions: Ints
     """Of its rows in that epoch; negative ones lie in epochs before."""
     ids: Ints
@@ -52,14 +52,14 @@ class Plan(NamedTuple):
         return self.epoch + epochs, position
 
 
-class Course:
-    """What remains of a pass from a place on, for all boxes; see Dealing."""
+class EpochRemainder:
+    """What remains of an epoch from a place on, for all boxes; see Dealing."""
 
-    def __init__(self, epochs: Epochs, epoch: int, start: int, batch: int, boxes: int) -> None:
+    def __init__(self, epochs: EpochPlan, epoch: int, start: int, batch: int, boxes: int) -> None:
         self.epochs, self.epoch, self.start, self.boxes = epochs, epoch, start, boxes
-        self.kept = Kept(epochs.skip, epoch * epochs.length)
-        self._dealing = Dealing(self.kept.rank(epochs.length), self.kept.rank(start), batch, boxes, epochs.tail)
-        self.batches = self._dealing.batches
+        self.kept = KeptPositions(epochs.skip, epoch * epochs.length)
+        self._partition = Partition(self.kept.rank(epochs.length), self.kept.rank(start), batch, boxes, epochs.tail)
+        self.batches = self._partition.batches
         """That each box gets."""
 
     def position(self, batches: int) -> int:
@@ -70,14 +70,14 @@ class Course:
             return self.start
         if batches >= self.batches and not carries:
             return self.epochs.length
-        return int(self.kept.positions(np.array([self._dealing.position(batches) - 1]))[0]) + 1
+        return int(self.kept.positions(np.array([self._partition.position(batches) - 1]))[0]) + 1
 
     def place(self, batches: int) -> tuple[int, int]:
-        """(epoch, start) of what is to come after so many batches; that of the next pass at the end of this one."""
+        """(epoch, start) of what is to come after so many batches; that of the next epoch at the end of this one."""
         return self.following() if batches >= self.batches else (self.epoch, self.position(batches))
 
     def following(self) -> tuple[int, int]:
-        """(epoch, start) of the next pass that has a batch."""
+        """(epoch, start) of the next epoch that has a batch."""
         length, skip = self.epochs.length, self.epochs.skip
         number = self.epoch * length + self.position(self.batches)
         """Of the first sample that is still to come, over all epochs."""
@@ -90,43 +90,43 @@ class Course:
             ends = [end for first, end in skip if first <= begin < end]  # at most one
             epoch = max([epoch + 1, *(end // length for end in ends)])
 
-    def _like(self, epoch: int, start: int) -> Course:
-        return Course(self.epochs, epoch, start, self._dealing.batch, self.boxes)
+    def _like(self, epoch: int, start: int) -> EpochRemainder:
+        return EpochRemainder(self.epochs, epoch, start, self._partition.batch, self.boxes)
 
     def positions(self, number: int, box: int) -> Ints:
         """Of the box's rows of a batch."""
-        return self.kept.positions(self._dealing.rows(number, box))
+        return self.kept.positions(self._partition.rows(number, box))
 
     def near(self, box: int, begin: int, count: int, *, run: int, runs: int) -> Ints:
         """Some of the box's positions among the `count` samples from position `begin` on that lie in this epoch: of
         `runs` runs, at most, of `run` samples."""
-        dealing = self._dealing
+        partition = self._partition
         first = max(self.kept.rank(begin), self.kept.rank(0))
-        end = min(dealing.length, first + count)
+        end = min(partition.length, first + count)
         several = max(1, min((end - first) // run, runs))
         at = np.linspace(first, max(first, end - run), several).astype(np.int64)[:, None] + np.arange(run)
         at = np.unique(at[at < end])
-        return self.kept.positions(at[(at - dealing.start) % self.boxes == box])
+        return self.kept.positions(at[(at - partition.start) % self.boxes == box])
 
 
 @dataclass(frozen=True)
-class Epochs:
-    """What all passes have in common."""
+class EpochPlan:
+    """What all epochs have in common."""
 
     length: int
     """Samples of an epoch."""
     tail: Tail
     skip: Ranges = ()
 
-    def course(self, epoch: int, start: int, batch: int, boxes: int) -> Course:
-        return Course(self, epoch, start, batch, boxes)
+    def remainder(self, epoch: int, start: int, batch: int, boxes: int) -> EpochRemainder:
+        return EpochRemainder(self, epoch, start, batch, boxes)
 
     def begin(self, epoch: int, batch: int, place: tuple[int, int]) -> int:
-        """Where the pass of this epoch begins, if batches of this size went on to it from that place, or came from
+        """Where the epoch of this epoch begins, if batches of this size went on to it from that place, or came from
         it."""
         if self.tail != "carry":
             return 0
-        kept = Kept(self.skip, epoch * self.length)
+        kept = KeptPositions(self.skip, epoch * self.length)
         number = place[0] * self.length + place[1]
         left = -kept.rank(number - epoch * self.length) % batch
         if left == 0:
@@ -136,43 +136,43 @@ class Epochs:
 
 
 @dataclass(frozen=True)
-class Walk:
+class WorkerBatches:
     """One worker's way along a course."""
 
-    course: Course
+    remainder: EpochRemainder
     order: SampleOrder
-    turn: Turn
+    turn: WorkerTurn
     box: int
 
     def ended(self, done: int) -> bool:
         """There is no batch of its behind so many of its own."""
-        return self.turn.batch(done) >= self.course.batches
+        return self.turn.batch(done) >= self.remainder.batches
 
-    def plans(self, done: int) -> list[Plan]:
+    def plans(self, done: int) -> list[BatchPlan]:
         """Of its next batches behind so many of its own; none at the end."""
-        course, first = self.course, self.turn.batch(done)
+        remainder, first = self.remainder, self.turn.batch(done)
         if self.ended(done):
             return []
-        rows = [course.positions(first, self.box)]
-        while (number := first + len(rows) * self.turn.of) < course.batches:
+        rows = [remainder.positions(first, self.box)]
+        while (number := first + len(rows) * self.turn.of) < remainder.batches:
             if (len(rows) + 1) * len(rows[0]) > ORDERED_AT_ONCE:
                 break
-            rows.append(course.positions(number, self.box))
+            rows.append(remainder.positions(number, self.box))
         empty = not len(rows[-1])  # only an epoch's last batch can be
         if empty:
-            rows[-1] = course.positions(course.batches - 1, 0)[:1]
+            rows[-1] = remainder.positions(remainder.batches - 1, 0)[:1]
         ids = np.split(self._ids(np.concatenate(rows)), np.cumsum([len(own) for own in rows[:-1]]))
-        plans = [Plan(course.epoch, own, numbers) for own, numbers in zip(rows, ids, strict=True)]
+        plans = [BatchPlan(remainder.epoch, own, numbers) for own, numbers in zip(rows, ids, strict=True)]
         return [*plans[:-1], plans[-1]._replace(empty=empty)]
 
-    def all_plans(self, done: int) -> Iterator[Plan]:
+    def all_plans(self, done: int) -> Iterator[BatchPlan]:
         """Of all batches that are left."""
         while found := self.plans(done):
             yield from found
             done += len(found)
 
     def _ids(self, positions: Ints) -> Ints:
-        epoch, length = self.course.epoch, self.course.epochs.length
+        epoch, length = self.remainder.epoch, self.remainder.epochs.length
         if positions[0] >= 0:  # the first row is the first in the order, or behind the epoch's beginning
             return self.order.ids(epoch, positions)
         ids = np.empty_like(positions)

@@ -25,7 +25,7 @@ import numpy as np
 
 from penstock.data.ordering.permutation import Ints
 
-__all__ = ["FARTHEST_OFF", "Turns"]
+__all__ = ["FARTHEST_OFF", "Interleaving"]
 
 FARTHEST_OFF = 1.68
 """Units that a sequence is ahead of its share, or behind, at most."""
@@ -55,7 +55,7 @@ class _Inner:
         return exact
 
 
-class Turns:
+class Interleaving:
     """`units`: of each sequence; fewer than 2^48 in all."""
 
     def __init__(self, units: Sequence[int]) -> None:

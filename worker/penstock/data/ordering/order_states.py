@@ -3,7 +3,7 @@
 A state names the order that it is a place in: a fingerprint of the data, and the settings that decide the order. A
 place in another order means nothing, so a mismatch is an error that names both.
 
-The workers of one shape deal out batches from `start` on; each has done some. That is exact for the same shape. For
+The workers of one shape deal out batches from `start` on; each has done some. That is exact for the same topology. For
 another one the batches that all of them have done are used up, and a new dealing starts behind them. Where the workers
 are the same and only the batches are others, the turn stays with the worker whose turn it was, for a box goes on asking
 there.
@@ -20,14 +20,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from penstock.data.ordering.epoch_plan import Course, Epochs
-from penstock.data.ordering.partition import Turn
+from penstock.data.ordering.epoch_plan import EpochPlan, EpochRemainder
+from penstock.data.ordering.partition import WorkerTurn
 from penstock.data.ordering.skips import Ranges, added_behind
 from penstock.proto.errors import InvalidArgumentError, StateCorruptError, StateMismatchError, StateVersionError
 
 __all__ = [
-    "Progress",
-    "Shape",
+    "OrderProgress",
+    "Topology",
     "aggregated",
     "check_format",
     "check_order",
@@ -47,7 +47,7 @@ MOST = 1 << 62
 
 
 @dataclass(frozen=True)
-class Shape:
+class Topology:
     """Who shares the batches: boxes, workers of each box, and samples of a global batch."""
 
     boxes: int
@@ -56,44 +56,44 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Progress:
+class OrderProgress:
     epoch: int
     start: int
     """Position in the epoch where this dealing began; negative where samples of the epoch before were left over."""
     done: int
     """Batches of this worker since."""
-    shape: Shape
+    topology: Topology
     """Of the dealing."""
     first: int = 0
     """The worker of each box that makes the dealing's first batch."""
 
     def plain(self) -> dict[str, Any]:
         """As a state has it. Written out: a loop may ask at every step, and `asdict` takes 10 us."""
-        shape = {"boxes": self.shape.boxes, "workers": self.shape.workers, "batch": self.shape.batch}
-        return {"epoch": self.epoch, "start": self.start, "done": self.done, "shape": shape, "first": self.first}
+        topology = {"boxes": self.topology.boxes, "workers": self.topology.workers, "batch": self.topology.batch}
+        return {"epoch": self.epoch, "start": self.start, "done": self.done, "topology": topology, "first": self.first}
 
     @classmethod
-    def parsed(cls, state: Mapping[str, Any]) -> Progress:
+    def parsed(cls, state: Mapping[str, Any]) -> OrderProgress:
         """The way back. Raises KeyError, TypeError or ValueError for what cannot be; what `start` may be is not looked
         at, for that depends on the order."""
-        shape = Shape(**state["shape"])
-        progress = cls(state["epoch"], state["start"], state["done"], shape, state["first"])
-        numbers = [progress.epoch, progress.done, shape.boxes - 1, shape.workers - 1, shape.batch - 1]
-        numbers += [progress.first, shape.workers - 1 - progress.first]
+        topology = Topology(**state["topology"])
+        progress = cls(state["epoch"], state["start"], state["done"], topology, state["first"])
+        numbers = [progress.epoch, progress.done, topology.boxes - 1, topology.workers - 1, topology.batch - 1]
+        numbers += [progress.first, topology.workers - 1 - progress.first]
         if any(type(number) is not int or not 0 <= number < MOST for number in numbers):
             raise ValueError(f"{progress}")
         return progress
 
-    def turn(self, number: int) -> Turn:
+    def turn(self, number: int) -> WorkerTurn:
         """Of a box's worker of this number."""
-        return Turn((number - self.first) % self.shape.workers, self.shape.workers)
+        return WorkerTurn((number - self.first) % self.topology.workers, self.topology.workers)
 
-    def of_worker(self, number: int) -> Progress:
+    def of_worker(self, number: int) -> OrderProgress:
         """The place of a box's worker, where the box has had `done` batches."""
         return replace(self, done=self.turn(number).done(self.done))
 
 
-def state_of(progress: Progress, order: Mapping[str, Any], skip: Ranges = ()) -> dict[str, Any]:
+def state_of(progress: OrderProgress, order: Mapping[str, Any], skip: Ranges = ()) -> dict[str, Any]:
     """The state of one worker."""
     state = {"format": PLAIN_FORMAT, **progress.plain(), "order": dict(order)}
     if skip:
@@ -101,7 +101,7 @@ def state_of(progress: Progress, order: Mapping[str, Any], skip: Ranges = ()) ->
     return state
 
 
-def progress_of(state: Any) -> Progress:
+def progress_of(state: Any) -> OrderProgress:
     """The way back.
 
     Raises StateMismatchError, StateVersionError or StateCorruptError for what is no such state, a newer one, or
@@ -109,7 +109,7 @@ def progress_of(state: Any) -> Progress:
     """
     check_format(state, "a StreamingLoader or MapLoader", FORMAT)
     try:
-        progress = Progress.parsed(state)
+        progress = OrderProgress.parsed(state)
         if type(progress.start) is not int or not -MOST < progress.start < MOST:
             raise ValueError(f"{progress}")
         skip_of(state)
@@ -151,7 +151,7 @@ def others_of(state: Mapping[str, Any]) -> Mapping[str, Any]:
     return others
 
 
-def check_order(state: Mapping[str, Any], order: Mapping[str, Any], epochs: Epochs, *, strict: bool) -> None:
+def check_order(state: Mapping[str, Any], order: Mapping[str, Any], epochs: EpochPlan, *, strict: bool) -> None:
     """Raises StateMismatchError if the state is a place in another order; without `strict` it is a warning. And
     StateCorruptError if it is none in this one."""
     saved = state["order"]
@@ -183,12 +183,14 @@ def _check_same_order(states: Sequence[Mapping[str, Any]]) -> None:
             )
 
 
-def _check_same_epochs(workers: Mapping[str, Any], here: Mapping[str, Any]) -> None:
-    """Raises StateMismatchError if the passes that are counted here are not those of the workers. The seed may be
+def _check_same_epochs(workers: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
+    """Raises StateMismatchError if the epochs that are counted here are not those of the workers. The seed may be
     another: outside of a worker there is none of a run."""
-    names = [name for name in ("samples", "tail") if workers.get(name) != here.get(name)]
+    names = [name for name in ("samples", "tail") if workers.get(name) != identity.get(name)]
     if names:
-        differing = ", ".join(f"{name} is {workers.get(name)!r} there and {here.get(name)!r} here" for name in names)
+        differing = ", ".join(
+            f"{name} is {workers.get(name)!r} there and {identity.get(name)!r} here" for name in names
+        )
         raise StateMismatchError(
             f"the workers' states are put together by a loader of other data or settings: {differing}. Make the same "
             "loader in the training process as on the workers"
@@ -197,7 +199,7 @@ def _check_same_epochs(workers: Mapping[str, Any], here: Mapping[str, Any]) -> N
 
 def _settings(state: Mapping[str, Any]) -> dict[str, Any]:
     """All that workers have in common, whatever they have done."""
-    return {**state["order"], "shape": dict(state["shape"]), "skip": skip_of(state)}
+    return {**state["order"], "topology": dict(state["topology"]), "skip": skip_of(state)}
 
 
 def _refuse(message: str, *, strict: bool) -> None:
@@ -206,14 +208,14 @@ def _refuse(message: str, *, strict: bool) -> None:
     warnings.warn(f"{message}; samples may be missing or repeated in this epoch", UserWarning, stacklevel=5)
 
 
-def replanned(state: Mapping[str, Any], epochs: Epochs, done: int, *, strict: bool) -> int:
+def replanned(state: Mapping[str, Any], epochs: EpochPlan, done: int, *, strict: bool) -> int:
     """The position of a state, `done` batches of each box behind where its dealing began, for one who leaves out what
     `epochs` says now.
 
     Raises StateMismatchError, or warns without `strict`, if more is left out before the position than was then.
     """
     place, saved = progress_of(state), skip_of(state)
-    position = _course(place, replace(epochs, skip=saved)).position(done)
+    position = _remainder(place, replace(epochs, skip=saved)).position(done)
     number = place.epoch * epochs.length + position
     added = added_behind(saved, epochs.skip, number)
     if added is not None:
@@ -225,7 +227,7 @@ def replanned(state: Mapping[str, Any], epochs: Epochs, done: int, *, strict: bo
     return position
 
 
-def aggregated(states: Sequence[Mapping[str, Any]], order: Mapping[str, Any], epochs: Epochs) -> dict[str, Any]:
+def aggregated(states: Sequence[Mapping[str, Any]], order: Mapping[str, Any], epochs: EpochPlan) -> dict[str, Any]:
     """One state from those of all workers, in order of global_worker_id. Called anywhere: only the states know the
     shape, and what is left out. `order`: of the loader that is asked."""
     if not states:
@@ -234,11 +236,11 @@ def aggregated(states: Sequence[Mapping[str, Any]], order: Mapping[str, Any], ep
     _check_same_order(states)
     _check_same_epochs(states[0]["order"], order)
     newest = max(places, key=lambda place: place.epoch)
-    workers = newest.shape.workers
-    # Who is still at the end of the pass before has done nothing of this one.
+    workers = newest.topology.workers
+    # Who is still at the end of the epoch before has done nothing of this one.
     dones = [place.done if place.epoch == newest.epoch else 0 for place in places]
     batches = min(newest.turn(number % workers).batch(done) for number, done in enumerate(dones))
-    batches = min(batches, _course(newest, replace(epochs, skip=skip)).batches)
+    batches = min(batches, _remainder(newest, replace(epochs, skip=skip)).batches)
     whole = replace(newest, done=batches)
     others = {
         str(number): state_of(place, {})
@@ -249,19 +251,19 @@ def aggregated(states: Sequence[Mapping[str, Any]], order: Mapping[str, Any], ep
 
 
 def deaggregated(
-    state: Mapping[str, Any], number: int, workers: int, shape: Shape, epochs: Epochs, *, strict: bool
-) -> Progress:
-    """The place of worker `number` (global_worker_id) of `workers` in all, which have this shape."""
+    state: Mapping[str, Any], number: int, workers: int, topology: Topology, epochs: EpochPlan, *, strict: bool
+) -> OrderProgress:
+    """The place of worker `number` (global_worker_id) of `workers` in all, which have this topology."""
     whole = progress_of(state)
-    same = state.get("workers") == workers and whole.shape.workers == shape.workers
-    if same and whole.shape == shape and skip_of(state) == epochs.skip:
+    same = state.get("workers") == workers and whole.topology.workers == topology.workers
+    if same and whole.topology == topology and skip_of(state) == epochs.skip:
         other = others_of(state).get(str(number))
-        return whole.of_worker(number % shape.workers) if other is None else progress_of(other)
+        return whole.of_worker(number % topology.workers) if other is None else progress_of(other)
     start = replanned(state, epochs, whole.done, strict=strict)
-    if same:  # at the pass's end, too: that is still to be found out, as it would be with the same batches
-        return Progress(whole.epoch, start, 0, shape, (whole.first + whole.done) % shape.workers)
-    return Progress(*epochs.course(whole.epoch, start, shape.batch, shape.boxes).place(0), 0, shape)
+    if same:  # at the epoch's end, too: that is still to be found out, as it would be with the same batches
+        return OrderProgress(whole.epoch, start, 0, topology, (whole.first + whole.done) % topology.workers)
+    return OrderProgress(*epochs.remainder(whole.epoch, start, topology.batch, topology.boxes).place(0), 0, topology)
 
 
-def _course(place: Progress, epochs: Epochs) -> Course:
-    return epochs.course(place.epoch, place.start, place.shape.batch, place.shape.boxes)
+def _remainder(place: OrderProgress, epochs: EpochPlan) -> EpochRemainder:
+    return epochs.remainder(place.epoch, place.start, place.topology.batch, place.topology.boxes)

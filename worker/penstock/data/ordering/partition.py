@@ -15,7 +15,7 @@ import numpy as np
 
 from penstock.data.ordering.permutation import Ints
 
-__all__ = ["APART", "Dealing", "Tail", "Turn"]
+__all__ = ["APART", "Partition", "Tail", "WorkerTurn"]
 
 Tail = Literal["emit", "pad", "drop", "carry"]
 APART: Literal["emit apart"] = "emit apart"
@@ -23,7 +23,7 @@ APART: Literal["emit apart"] = "emit apart"
 
 
 @dataclass(frozen=True)
-class Turn:
+class WorkerTurn:
     """A worker's place among those that make a box's batches: it makes number, number + of, number + 2 of, ..."""
 
     number: int
@@ -39,11 +39,11 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class Dealing:
-    """What remains of a pass, from position `start` on, in global batches of `batch` samples for `boxes` boxes.
+class Partition:
+    """What remains of an epoch, from position `start` on, in global batches of `batch` samples for `boxes` boxes.
 
     The last batch, of fewer samples, is emitted, padded with positions from the epoch's beginning, dropped, or carried:
-    then its samples are the first of the next pass, whose `start` is negative. One that is emitted and has fewer rows
+    then its samples are the first of the next epoch, whose `start` is negative. One that is emitted and has fewer rows
     than there are boxes goes with the batch before it. Where there is none (the epoch has no more samples than that, or
     no more are left behind a resume on more boxes), the last boxes have no row of it: nothing comes twice.
     """
@@ -63,7 +63,7 @@ class Dealing:
         return whole + 1
 
     def position(self, batches: int) -> int:
-        """Samples of the pass that are used up after so many batches."""
+        """Samples of the epoch that are used up after so many batches."""
         if batches >= self.batches and self.tail != "carry":
             return self.length
         return self.start + min(batches, self.batches) * self.batch

@@ -48,7 +48,7 @@ def permuted(positions: npt.ArrayLike, count: npt.ArrayLike, keys: npt.ArrayLike
     """Where each position goes under the permutation of [0, count) that its key stands for.
 
     Args:
-        positions: integers in [0, count), of any shape.
+        positions: integers in [0, count), of any topology.
         count: sizes of the domains, at least 1 and below 2^62; broadcast.
         keys: of 64 bits, see `mix`; broadcast.
     """

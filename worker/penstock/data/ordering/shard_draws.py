@@ -13,11 +13,11 @@ import numpy as np
 
 from penstock.data.ordering.permutation import Ints, Words, mix, permuted
 
-__all__ = ["Parts", "parts_of"]
+__all__ = ["ShardParts", "parts_of"]
 
 
 @dataclass(frozen=True)
-class Parts:
+class ShardParts:
     """Pieces of shards, each an array with one entry for each piece."""
 
     shard: Ints
@@ -33,8 +33,8 @@ class Parts:
         return len(self.shard)
 
     @staticmethod
-    def joined(parts: list[Parts]) -> Parts:
-        return Parts(
+    def joined(parts: list[ShardParts]) -> ShardParts:
+        return ShardParts(
             np.concatenate([part.shard for part in parts]),
             np.concatenate([part.count for part in parts]),
             np.concatenate([part.first for part in parts]),
@@ -42,7 +42,7 @@ class Parts:
         )
 
 
-def parts_of(sizes: Ints, share: int, first_shard: int, *, epoch: int, key: int, shuffle: bool) -> Parts:
+def parts_of(sizes: Ints, share: int, first_shard: int, *, epoch: int, key: int, shuffle: bool) -> ShardParts:
     """What an epoch takes of a stream.
 
     Args:
@@ -54,16 +54,16 @@ def parts_of(sizes: Ints, share: int, first_shard: int, *, epoch: int, key: int,
     count, total = len(sizes), int(sizes.sum())
     times, rest = divmod(share, total) if total else (0, 0)
     whole = np.tile(np.arange(first_shard, first_shard + count), times)
-    parts = [Parts(whole, np.tile(sizes, times), np.zeros(len(whole), np.int64), np.zeros(len(whole), np.uint64))]
+    parts = [ShardParts(whole, np.tile(sizes, times), np.zeros(len(whole), np.int64), np.zeros(len(whole), np.uint64))]
     cycle, at = divmod(epoch * rest, total) if total else (0, 0)
     while rest:
         taken = min(rest, total - at)
         parts.append(_piece(sizes, at, at + taken, first_shard, key=int(mix(key, cycle)), shuffle=shuffle))
         rest, cycle, at = rest - taken, cycle + 1, 0
-    return Parts.joined(parts)
+    return ShardParts.joined(parts)
 
 
-def _piece(sizes: Ints, start: int, stop: int, first_shard: int, *, key: int, shuffle: bool) -> Parts:
+def _piece(sizes: Ints, start: int, stop: int, first_shard: int, *, key: int, shuffle: bool) -> ShardParts:
     """Samples [start, stop) of one run through the stream."""
     turn = np.arange(len(sizes))
     if shuffle:
@@ -74,4 +74,4 @@ def _piece(sizes: Ints, start: int, stop: int, first_shard: int, *, key: int, sh
     shard, begin, end = turn[inside], begins[inside], ends[inside]
     first = np.maximum(begin, start) - begin
     keys = mix(key, shard + 1)
-    return Parts(shard + first_shard, np.minimum(end, stop) - begin - first, first, keys)
+    return ShardParts(shard + first_shard, np.minimum(end, stop) - begin - first, first, keys)

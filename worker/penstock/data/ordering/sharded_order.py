@@ -28,13 +28,13 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.data.ordering.block_shuffle import PartSequence
-from penstock.data.ordering.interleave import Turns
+from penstock.data.ordering.interleave import Interleaving
 from penstock.data.ordering.permutation import Ints
-from penstock.data.ordering.shard_draws import Parts, parts_of
+from penstock.data.ordering.shard_draws import ShardParts, parts_of
 from penstock.proto.errors import DatasetError
 from penstock.proto.state.generators import derive_seed
 
-__all__ = ["Interleave", "Order"]
+__all__ = ["Interleave", "ShardedOrder"]
 
 Interleave = Literal["shards", "samples", "batches"]
 
@@ -44,7 +44,7 @@ MOST = 1 << 48
 """Samples of an epoch: positions in it are divided as floats of 53 bits."""
 
 
-class Order:
+class ShardedOrder:
     """The order of all epochs. Samples have numbers: those of the first stream, shard by shard, then the next one's."""
 
     def __init__(
@@ -83,7 +83,7 @@ class Order:
         lengths = np.array([sum(self._shares[number] for number in group) for group in self._groups], np.int64)
         self._units, self._rests = lengths // self._unit, lengths % self._unit
         self._rest_ends = np.cumsum(self._rests)
-        self._turns = Turns(self._units.tolist())
+        self._turns = Interleaving(self._units.tolist())
         self._epochs: OrderedDict[int, list[PartSequence]] = OrderedDict()
 
     def __len__(self) -> int:
@@ -150,7 +150,7 @@ class Order:
             share, sizes = self._shares[number], self._streams[number]
             parts.append(parts_of(sizes, share, first, epoch=epoch, key=key, shuffle=self._shuffle))
         return PartSequence(
-            Parts.joined(parts),
+            ShardParts.joined(parts),
             self._sizes,
             self._starts,
             key=derive_seed(self._seed, "order", group, epoch),

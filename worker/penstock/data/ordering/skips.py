@@ -16,7 +16,7 @@ import numpy as np
 from penstock.data.ordering.permutation import Ints
 from penstock.proto.errors import InvalidArgumentError
 
-__all__ = ["Kept", "Ranges", "added_behind", "ranges_of"]
+__all__ = ["KeptPositions", "Ranges", "added_behind", "ranges_of"]
 
 Ranges = tuple[tuple[int, int], ...]
 """(first, behind the last), in order, neither empty nor touching each other."""
@@ -54,7 +54,7 @@ def added_behind(saved: Ranges, now: Ranges, place: int) -> tuple[int, int] | No
     return None
 
 
-class Kept:
+class KeptPositions:
     """Positions relative to an epoch's beginning, and their ranks among those that are not left out. Rank 0 is that of
     the first one from there on; earlier ones are negative."""
 

@@ -18,7 +18,7 @@ from penstock.data.ordering.permutation import Ints, mix, permuted
 from penstock.proto.errors import DatasetError
 from penstock.proto.state.generators import derive_seed
 
-__all__ = ["CycleOrder"]
+__all__ = ["UnshardedOrder"]
 
 MOST = 1 << 48
 """Samples of a dataset, and of an epoch."""
@@ -26,7 +26,7 @@ _BLOCKS, _SHORT, _INSIDE = 0, 1, 2
 """What a key is for."""
 
 
-class CycleOrder:
+class UnshardedOrder:
     """The order of all epochs."""
 
     def __init__(self, count: int, epoch_size: int, *, seed: int, shuffle: bool, block: int | None = None) -> None:

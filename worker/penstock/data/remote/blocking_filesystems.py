@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, InvalidStateError
 from typing import Any
 
-from penstock.data.remote.transfer import Broken
+from penstock.data.remote.transfer import TransferBroken
 
 __all__ = ["PlainFilesystems"]
 
@@ -43,7 +43,7 @@ class PlainFilesystems:
             calls = tuple(self._calls)
         for future in calls:
             with contextlib.suppress(InvalidStateError):
-                future.set_exception(Broken("was closed"))
+                future.set_exception(TransferBroken("was closed"))
 
     def _ended(self, future: Future[Any]) -> None:
         with self._lock:

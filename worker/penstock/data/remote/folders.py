@@ -31,10 +31,10 @@ from urllib.parse import quote, urlsplit, urlunsplit
 from penstock.data.remote.blocking_filesystems import PlainFilesystems
 from penstock.data.remote.redirects import watch_redirects
 from penstock.data.remote.transfer import (
-    Broken,
-    Changed,
-    Landing,
-    Progress,
+    DownloadProgress,
+    DownloadTarget,
+    FileChanged,
+    TransferBroken,
     age_of,
     by_pieces,
     http_headers,
@@ -46,7 +46,7 @@ from penstock.proto.errors import DatasetError, InvalidArgumentError, PenstockEr
 from penstock.runtime.files.atomic_files import write_whole
 from penstock.runtime.files.plain_files import open_plain, read_plain
 
-__all__ = ["Place", "joined"]
+__all__ = ["RemoteFolder", "joined"]
 
 LARGEST_READ = 1 << 30
 """Bytes that `read` takes into memory: an index of some million shards."""
@@ -111,7 +111,7 @@ class _Loop:
         with self._lock:
             if self._ending:  # as the interpreter may be, while a thread tries again what was ended with it
                 work.close()
-                raise Broken("was closed")
+                raise TransferBroken("was closed")
             return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     def close(self) -> None:
@@ -136,7 +136,7 @@ class _Loop:
         self.loop.stop()
 
 
-class Place:
+class RemoteFolder:
     """A folder anywhere. Safe for threads; opened by each process when it first needs it."""
 
     def __init__(
@@ -193,7 +193,7 @@ class Place:
         return {"url": self._url, "options": self._options, "tries": self._tries, "stall_s": self._stall_s}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        Place.__init__(self, state["url"], state["options"], tries=state["tries"], stall_s=state["stall_s"])
+        RemoteFolder.__init__(self, state["url"], state["options"], tries=state["tries"], stall_s=state["stall_s"])
 
     @property
     def url(self) -> str:
@@ -330,15 +330,15 @@ class Place:
             except PenstockError:
                 raise
             except Exception as error:
-                verdict = judge(error)
+                failure_kind = judge(error)
             failures += 1
             left = until - time.monotonic()
             pause = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (failures - 1)) * random.uniform(0.5, 1.0)
-            pause = max(min(pause, left / 2), verdict.again_after_s)
-            if verdict.final or failures == self._tries or pause >= left or left < LAST_PAUSE_S:
+            pause = max(min(pause, left / 2), failure_kind.again_after_s)
+            if failure_kind.final or failures == self._tries or pause >= left or left < LAST_PAUSE_S:
                 tries = "1 try" if failures == 1 else f"{failures} tries"
                 raise ShardUnavailableError(
-                    f"{self.url_of(name)} could not be {done} after {tries}: {verdict.reason}"
+                    f"{self.url_of(name)} could not be {done} after {tries}: {failure_kind.reason}"
                 ) from None
             self._closed.wait(pause)
 
@@ -355,53 +355,57 @@ class Place:
 
     def _fetch(self, name: str, file: io.FileIO | io.BytesIO, expected: int | None, deadline_s: float) -> None:
         until = time.monotonic() + deadline_s
-        progress = Progress(expected)
+        progress = DownloadProgress(expected)
         source = self.url_of(name)
         failures = 0
         while True:
-            landing = Landing(file, progress.at, LARGEST_READ if expected is None else expected, source)
+            target = DownloadTarget(file, progress.at, LARGEST_READ if expected is None else expected, source)
             try:
                 if self._closed.is_set():
                     raise ShardUnavailableError(f"{source} is not fetched any more: its cache was closed")
-                self._try(name, landing, progress, until, source)
-                if expected is not None and landing.at != expected:
-                    raise Broken(f"ended after {landing.at} of {expected} bytes")
+                self._try(name, target, progress, until, source)
+                if expected is not None and target.at != expected:
+                    raise TransferBroken(f"ended after {target.at} of {expected} bytes")
                 self._reached = True
                 return
             except PenstockError:
                 raise
             except Exception as error:
-                verdict = judge(error)
-                changed = isinstance(error, Changed)
+                failure_kind = judge(error)
+                changed = isinstance(error, FileChanged)
             finally:
-                landing.abandon()
-            failures = failures + 1 if landing.at <= progress.at or changed else 1
-            progress.at = landing.at
+                target.abandon()
+            failures = failures + 1 if target.at <= progress.at or changed else 1
+            progress.at = target.at
             if changed:
                 progress.begin_again()
             tries = "1 try" if failures == 1 else f"{failures} tries"
-            mistyped = verdict.no_such_host and not self._reached and failures == QUIET_TRIES
-            if verdict.final or mistyped or failures == self._tries:
+            mistyped = failure_kind.no_such_host and not self._reached and failures == QUIET_TRIES
+            if failure_kind.final or mistyped or failures == self._tries:
                 # No cause is chained: its text may hold what is left out of ours.
-                raise ShardUnavailableError(f"{source} could not be fetched after {tries}: {verdict.reason}") from None
+                raise ShardUnavailableError(
+                    f"{source} could not be fetched after {tries}: {failure_kind.reason}"
+                ) from None
             pause = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (failures - 1)) * random.uniform(0.5, 1.0)
             left = until - time.monotonic()
-            pause = max(min(pause, left / 2), verdict.again_after_s)
+            pause = max(min(pause, left / 2), failure_kind.again_after_s)
             if pause >= left or left < LAST_PAUSE_S:
                 raise ShardUnavailableError(
-                    f"{source} could not be fetched within {deadline_s:.3g} s, {tries}: {verdict.reason}"
+                    f"{source} could not be fetched within {deadline_s:.3g} s, {tries}: {failure_kind.reason}"
                 ) from None
             if failures == QUIET_TRIES:
-                _log.warning("%s could not be fetched so far: %s; trying for %.0f s more", source, verdict.reason, left)
+                _log.warning(
+                    "%s could not be fetched so far: %s; trying for %.0f s more", source, failure_kind.reason, left
+                )
             self._closed.wait(pause)
 
-    def _try(self, name: str, landing: Landing, progress: Progress, until: float, source: str) -> None:
+    def _try(self, name: str, target: DownloadTarget, progress: DownloadProgress, until: float, source: str) -> None:
         path = self._path_of(name, until)
         if not self._is_http:
-            by_pieces(lambda *args, **kwargs: self._call(until, *args, **kwargs), path, landing, progress, source)
+            by_pieces(lambda *args, **kwargs: self._call(until, *args, **kwargs), path, target, progress, source)
             return
         loop, fs, _ = self._opened(until)
-        self._run(loop, over_http(fs, path, landing, progress, source), until, landing)
+        self._run(loop, over_http(fs, path, target, progress, source), until, target)
 
     def _path_of(self, name: str, until: float) -> str:
         if self._asynchronous:
@@ -425,37 +429,37 @@ class Place:
         loop: _Loop,
         work: Coroutine[Any, Any, Any],
         until: float,
-        landing: Landing | None,
+        target: DownloadTarget | None,
         stall_s: float | None = None,
     ) -> Any:
         with self._lock:
             if self._closed.is_set():
                 work.close()
-                raise Broken("was closed")
+                raise TransferBroken("was closed")
             future = loop.call(work)
-        return self._wait(future, until, stall_s or self._stall_s, landing)
+        return self._wait(future, until, stall_s or self._stall_s, target)
 
     def _wait(
-        self, future: concurrent.futures.Future[Any], until: float, stall_s: float, landing: Landing | None
+        self, future: concurrent.futures.Future[Any], until: float, stall_s: float, target: DownloadTarget | None
     ) -> Any:
         """Wait for it, but no longer than it makes progress. What is given up is cancelled."""
         try:
             with self._lock:
                 if self._closed.is_set():
-                    raise Broken("was closed")
+                    raise TransferBroken("was closed")
                 self._moving.add(future)
             while True:
-                before = landing.at if landing else 0
+                before = target.at if target else 0
                 concurrent.futures.wait((future,), min(stall_s, max(0.0, until - time.monotonic())))
                 if future.cancelled():
-                    raise Broken("was closed")
+                    raise TransferBroken("was closed")
                 if future.done():
                     return future.result()
                 if time.monotonic() >= until:
-                    raise Broken("time ran out")
-                if not landing or landing.at - before < SLOWEST:
-                    came = f"{landing.at - before} bytes" if landing else "nothing"
-                    raise Broken(f"{came} came in {stall_s:g} s")
+                    raise TransferBroken("time ran out")
+                if not target or target.at - before < SLOWEST:
+                    came = f"{target.at - before} bytes" if target else "nothing"
+                    raise TransferBroken(f"{came} came in {stall_s:g} s")
         finally:
             future.cancel()
             with self._lock:
@@ -465,7 +469,7 @@ class Place:
         """The event loop of this process, the filesystem that lives in it, and the folder's path there."""
         with self._lock:
             if self._closed.is_set():
-                raise Broken("was closed")
+                raise TransferBroken("was closed")
             if self._loop is None:
                 self._loop = _Loop(self._url, self._options)
                 weakref.finalize(self, _Loop.close, self._loop)  # also at the interpreter's end
@@ -474,7 +478,7 @@ class Place:
                 raise ShardUnavailableError(f"{self.url} is not read any more: it was closed")
         concurrent.futures.wait((loop.opening,), min(self._stall_s, max(0.0, until - time.monotonic())))
         if not loop.opening.done() or loop.opening.cancelled():
-            raise Broken("was not opened in time, or closed")
+            raise TransferBroken("was not opened in time, or closed")
         if loop.opening.exception():
             with self._lock:
                 self._loop = None if self._loop is loop else self._loop
@@ -483,7 +487,7 @@ class Place:
         return loop, fs, root
 
 
-_places: weakref.WeakSet[Place] = weakref.WeakSet()
+_places: weakref.WeakSet[RemoteFolder] = weakref.WeakSet()
 
 
 def _forked() -> None:

@@ -26,11 +26,11 @@ from penstock.proto.errors import PenstockError, ShardCorruptError, ShardUnavail
 
 __all__ = [
     "PIECE",
-    "Broken",
-    "Changed",
-    "Landing",
-    "Progress",
-    "Verdict",
+    "DownloadProgress",
+    "DownloadTarget",
+    "FailureKind",
+    "FileChanged",
+    "TransferBroken",
     "age_of",
     "by_pieces",
     "http_headers",
@@ -63,11 +63,11 @@ content."""
 _ADDRESS = re.compile(r"(\w+://)(?:[^/\s?#]*@)?([^\s?#'\"<>]*)(?:[?#][^\s'\"<>]*)?")
 
 
-class Broken(Exception):
+class TransferBroken(Exception):
     """The transfer ended before its end; it may be gone on with."""
 
 
-class Changed(Exception):
+class FileChanged(Exception):
     """The file is not the one that the transfer began with."""
 
 
@@ -76,7 +76,7 @@ def scrubbed(text: str) -> str:
     return _ADDRESS.sub(r"\1\2", text)
 
 
-class Landing(io.RawIOBase):
+class DownloadTarget(io.RawIOBase):
     """Where the bytes of one try land: a file, from a position on, and never more than `limit`.
 
     Written by the event loop's thread and abandoned by another's: after `abandon` nothing is written any more.
@@ -97,7 +97,7 @@ class Landing(io.RawIOBase):
     def write(self, data: Any) -> int:
         with self._lock:
             if self._abandoned:
-                raise Broken("was given up")
+                raise TransferBroken("was given up")
             if self.at + len(data) > self._limit:
                 raise ShardCorruptError(f"{self._source} has more than the {self._limit} bytes that it should have")
             view = memoryview(data)
@@ -132,7 +132,7 @@ def unwritable(error: OSError, file: io.FileIO | io.BytesIO, needed: int, source
 
 
 @dataclass
-class Progress:
+class DownloadProgress:
     """What is known of a file that is being fetched, from one try to the next."""
 
     expected: int | None
@@ -154,34 +154,34 @@ class Progress:
             )
 
 
-async def over_http(fs: Any, url: str, landing: Landing, progress: Progress, source: str) -> None:
+async def over_http(fs: Any, url: str, target: DownloadTarget, progress: DownloadProgress, source: str) -> None:
     """As one stream, from `progress.at` on if the file can be shown to be the same."""
     import aiohttp  # here, for it comes with an extra
 
     headers = {**fs.kwargs.get("headers", {}), "Accept-Encoding": "identity"}
     if not progress.validator:
-        landing.rewind()
-    elif landing.at:
-        headers |= {"Range": f"bytes={landing.at}-", "If-Range": progress.validator}
+        target.rewind()
+    elif target.at:
+        headers |= {"Range": f"bytes={target.at}-", "If-Range": progress.validator}
 
     async def look(response: aiohttp.ClientResponse) -> None:
         if response.status == 416:
-            raise Changed("has become shorter while it was read")
+            raise FileChanged("has become shorter while it was read")
         if response.status >= 400:
             response.raise_for_status()
         validator = _validator(response.headers)
-        if response.status == 206 and landing.at:
+        if response.status == 206 and target.at:
             found = re.match(r"bytes (\d+)-\d+/(\d+|\*)", response.headers.get("Content-Range", ""))
-            if not found or int(found[1]) != landing.at or (validator and validator != progress.validator):
-                raise Changed("was changed while it was read")
+            if not found or int(found[1]) != target.at or (validator and validator != progress.validator):
+                raise FileChanged("was changed while it was read")
         else:
-            landing.rewind()
+            target.rewind()
             progress.validator = validator
         if response.content_length is not None:
-            progress.check_size(landing.at + response.content_length, source)
+            progress.check_size(target.at + response.content_length, source)
 
     timeout = aiohttp.ClientTimeout(total=None)  # whoever waits for this looks at its progress
-    await fs._get_file(url, landing, headers=headers, raise_for_status=look, timeout=timeout)
+    await fs._get_file(url, target, headers=headers, raise_for_status=look, timeout=timeout)
 
 
 async def http_headers(fs: Any, url: str) -> Any:
@@ -207,35 +207,37 @@ def _validator(headers: Any) -> str:
     return str(headers.get("Last-Modified", ""))
 
 
-def by_pieces(call: Callable[..., Any], path: str, landing: Landing, progress: Progress, source: str) -> None:
+def by_pieces(
+    call: Callable[..., Any], path: str, target: DownloadTarget, progress: DownloadProgress, source: str
+) -> None:
     """By ranges; `call` is the filesystem's method of a name, with a deadline for each call."""
     size = progress.expected
-    if size is not None and size <= PIECE and not landing.at:
+    if size is not None and size <= PIECE and not target.at:
         # One request, for one byte more than there should be.
         data = call("cat_file", path, start=0, end=size + 1)
         progress.check_size(len(data) if len(data) <= size else call("info", path)["size"], source)
-        landing.write(data)
+        target.write(data)
         return
     if progress.told is None:
-        landing.rewind()
+        target.rewind()
         progress.told = call("info", path)
     size = progress.told["size"]
     if size is None:
-        landing.write(call("cat_file", path))
+        target.write(call("cat_file", path))
         return
     progress.check_size(size, source)
-    while landing.at < size:
-        end = min(size, landing.at + PIECE)
-        data = call("cat_file", path, start=landing.at, end=end)
-        if len(data) != end - landing.at:
-            raise Broken(f"{len(data)} bytes came where {end - landing.at} were asked for")
-        landing.write(data)
+    while target.at < size:
+        end = min(size, target.at + PIECE)
+        data = call("cat_file", path, start=target.at, end=end)
+        if len(data) != end - target.at:
+            raise TransferBroken(f"{len(data)} bytes came where {end - target.at} were asked for")
+        target.write(data)
     if call("info", path) != progress.told:
-        raise Changed("was changed while it was read")
+        raise FileChanged("was changed while it was read")
 
 
 @dataclass(frozen=True)
-class Verdict:
+class FailureKind:
     """What a failure means."""
 
     reason: str
@@ -246,21 +248,21 @@ class Verdict:
     """Nobody has the name in its address; also said where a network is down."""
 
 
-def judge(error: Exception) -> Verdict:
+def judge(error: Exception) -> FailureKind:
     status = getattr(error, "status", None)
     if isinstance(status, int) and status >= 400:  # aiohttp's, without being imported here
         reason = f"HTTP {status} {getattr(error, 'message', '')}".rstrip()
         final = status < 500 and status not in _PASSING
-        return Verdict(reason, final, _retry_after(getattr(error, "headers", None) or {}))
+        return FailureKind(reason, final, _retry_after(getattr(error, "headers", None) or {}))
     if isinstance(error, FileNotFoundError):
-        return Verdict("there is no such file", final=True)
+        return FailureKind("there is no such file", final=True)
     if isinstance(error, PermissionError):
-        return Verdict(f"access is denied ({scrubbed(str(error))})", final=True)
+        return FailureKind(f"access is denied ({scrubbed(str(error))})", final=True)
     text = f"{type(error).__name__}: {scrubbed(str(error))}" if str(error) else type(error).__name__
-    if isinstance(error, Broken | Changed):
+    if isinstance(error, TransferBroken | FileChanged):
         text = str(error)
     hopeless = isinstance(error, _HOPELESS) or type(error).__name__ == "NoCredentialsError"
-    return Verdict(text, hopeless or isinstance(error, PenstockError), no_such_host=_no_such_host(error))
+    return FailureKind(text, hopeless or isinstance(error, PenstockError), no_such_host=_no_such_host(error))
 
 
 def _no_such_host(error: BaseException) -> bool:

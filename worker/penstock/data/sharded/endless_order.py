@@ -21,14 +21,14 @@ import numpy as np
 from penstock.data.ordering.permutation import Ints
 from penstock.data.sharded.protocol import Place
 
-__all__ = ["Grid"]
+__all__ = ["EndlessOrder"]
 
 AT_ONCE = 1 << 20
 """Positions that are looked at in one go."""
 
 
 @dataclass(frozen=True)
-class Grid:
+class EndlessOrder:
     """The order of an endless source."""
 
     shards: int

@@ -12,25 +12,25 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from penstock.data.ordering.partition import Dealing
+from penstock.data.ordering.partition import Partition
 from penstock.data.ordering.permutation import Ints
-from penstock.data.sharded.round_robin import Rounds, Tail
-from penstock.data.sharded.shard_cursors import Readers
+from penstock.data.sharded.round_robin import RoundRobin, Tail
+from penstock.data.sharded.shard_cursors import ShardReaders
 from penstock.proto.errors import DatasetError
 
-__all__ = ["Rows", "Stream"]
+__all__ = ["EpochStream", "Rows"]
 
 Rows = list[tuple[int, int, bool]]
 """Shard, index in it, and whether the sample comes a second time in this epoch."""
 
 
-class Stream:
+class EpochStream:
     """What is left of an epoch from position `start` on, dealt out in global batches; and one box's rows of them."""
 
     def __init__(
         self,
-        rounds: Rounds,
-        readers: Readers,
+        rounds: RoundRobin,
+        readers: ShardReaders,
         *,
         ended: Mapping[int, int],
         start: int,
@@ -72,15 +72,15 @@ class Stream:
             self._look(begin, read)
         if self._rounds.length is None:  # and there are more positions than any batch of this number could need
             return self._rows(np.arange(begin + self._box, begin + self._batch, self._boxes))
-        dealing = Dealing(self._rounds.length, self._start, self._batch, self._boxes, self._tail)
+        partition = Partition(self._rounds.length, self._start, self._batch, self._boxes, self._tail)
         if self._rounds.length < self._start:
             raise DatasetError(
                 f"the epoch has {self._rounds.length} samples, and is to go on behind sample {self._start}. Were the "
                 "data changed?"
             )
-        if number >= dealing.batches:
+        if number >= partition.batches:
             return None
-        return self._rows(dealing.rows(number, self._box), begin)
+        return self._rows(partition.rows(number, self._box), begin)
 
     def first(self, number: int) -> tuple[int, int]:
         """Shard and index of the first row of a batch, which box 0 has."""

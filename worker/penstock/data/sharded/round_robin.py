@@ -15,7 +15,7 @@ import numpy as np
 
 from penstock.data.ordering.permutation import Ints
 
-__all__ = ["Rounds", "Tail"]
+__all__ = ["RoundRobin", "Tail"]
 
 Tail = Literal["emit", "pad", "drop", "emit apart"]
 """What becomes of an epoch's last batch that is not full: those of ordering/dealing.py that need no other epoch."""
@@ -23,7 +23,7 @@ Tail = Literal["emit", "pad", "drop", "emit apart"]
 UNKNOWN = 1 << 62
 
 
-class Rounds:
+class RoundRobin:
     """The positions of one epoch."""
 
     def __init__(self, shards: int, lengths: Sequence[int] | Mapping[int, int]) -> None:
@@ -60,10 +60,10 @@ class Rounds:
         shards, indices = np.empty(len(positions), np.int64), np.empty(len(positions), np.int64)
         stretches = np.searchsorted(self._first_position, positions, side="right") - 1
         for stretch in np.unique(stretches):
-            here = stretches == stretch
-            beyond, rank = np.divmod(positions[here] - self._first_position[stretch], self._live[stretch])
-            shards[here] = self._live_in(int(stretch))[rank]
-            indices[here] = self._first_round[stretch] + beyond
+            identity = stretches == stretch
+            beyond, rank = np.divmod(positions[identity] - self._first_position[stretch], self._live[stretch])
+            shards[identity] = self._live_in(int(stretch))[rank]
+            indices[identity] = self._first_round[stretch] + beyond
         return shards.tolist(), indices.tolist()
 
     def counts(self, position: int) -> Ints:

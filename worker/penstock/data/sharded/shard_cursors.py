@@ -18,11 +18,11 @@ from typing import Any
 from penstock.data.sharded.protocol import Cursor, Place, ShardedSource, Token
 from penstock.proto.errors import DatasetError, StateCorruptError
 
-__all__ = ["Marks", "Readers"]
+__all__ = ["CursorStates", "ShardReaders"]
 
 
 @dataclass
-class Marks:
+class CursorStates:
     """Of shards, in columns: a state of a thousand is put together in 20 us so, and one by one in 200."""
 
     indices: dict[int, int] = field(default_factory=dict)
@@ -33,24 +33,26 @@ class Marks:
         self.indices[shard] = index
         self.tokens[shard] = token
 
-    def copy(self) -> Marks:
-        return Marks(self.indices.copy(), self.tokens.copy())
+    def copy(self) -> CursorStates:
+        return CursorStates(self.indices.copy(), self.tokens.copy())
 
-    def among(self, shards: Container[int]) -> Marks:
-        return Marks(*({shard: has for shard, has in column.items() if shard in shards} for column in self.columns))
+    def among(self, shards: Container[int]) -> CursorStates:
+        return CursorStates(
+            *({shard: has for shard, has in column.items() if shard in shards} for column in self.columns)
+        )
 
     @property
     def columns(self) -> tuple[dict[int, int], dict[int, Token]]:
         return self.indices, self.tokens
 
 
-class Readers:
+class ShardReaders:
     def __init__(
         self,
         source: ShardedSource,
         epoch: int,
         seed: int,
-        marks: Marks,
+        marks: CursorStates,
         *,
         place: Callable[[int], Place] | None = None,
         key: Callable[[int, int, Token], str] | None = None,
@@ -129,7 +131,7 @@ class Readers:
         ahead = self._ahead
         self._held = {at: found for at, found in self._held.items() if at[0] in ahead and at[1] >= ahead[at[0]][0]}
 
-    def marks(self, *, up_to_date: bool) -> Marks:
+    def marks(self, *, up_to_date: bool) -> CursorStates:
         """Of all shards, after the batch that was yielded last; or as they were known some time before that."""
         if up_to_date:
             for shard in self._touched:

@@ -1,4 +1,4 @@
-"""Batches of a source in logical shards, with a position that can be saved and moved to any shape."""
+"""Batches of a source in logical shards, with a position that can be saved and moved to any topology."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from penstock.data.arguments import at_least_one, one_of, whole
 from penstock.data.loading.collating import checked_collate, empty_batch, without_rows
 from penstock.data.loading.keyed_random import seed_generators, seeds_of
 from penstock.data.loading.restore_keys import checked_name, with_keys
-from penstock.data.loading.worker_identity import Here, global_batch
-from penstock.data.ordering.order_states import Progress, Shape
-from penstock.data.ordering.partition import APART, Dealing
+from penstock.data.loading.worker_identity import WorkerIdentity, global_batch
+from penstock.data.ordering.order_states import OrderProgress, Topology
+from penstock.data.ordering.partition import APART, Partition
 from penstock.data.sharded.layers.layer import checked, is_keyed
 from penstock.data.sharded.protocol import ShardedSource
 from penstock.data.sharded.round_robin import Tail
 from penstock.data.sharded.shard_keys import SampleKey, digest_of
-from penstock.data.sharded.shard_states import Ground, Standing, check_order
-from penstock.data.sharded.worker_share import Plan, Share
+from penstock.data.sharded.shard_states import FixedOrder, ShardedPosition, check_order
+from penstock.data.sharded.worker_share import SharePlan, WorkerShare
 from penstock.proto.errors import DatasetError, InvalidArgumentError, StateMismatchError
 from penstock.proto.state.generators import capture_rng, derive_seed, restore_rng
 from penstock.worker.batch.building import collate
@@ -43,12 +43,13 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
     processes share the batches, and the order is the same again; torchdata's StatefulDataLoader saves it there. By
     itself it yields all batches of this rank (RANK and WORLD_SIZE, if they are set).
 
-    A finite source is read round robin over its shards, sample 0 of each, then sample 1, and so on; a pass is an epoch,
-    or what is left of it behind a loaded state. Every worker goes along the whole stream and skips what is not its own.
+    A finite source is read round robin over its shards, sample 0 of each, then sample 1, and so on; an epoch is an
+    epoch, or what is left of it behind a loaded state. Every worker goes along the whole stream and skips what is not
+    its own.
 
-    An endless source has one pass without an end, in which a worker reads only its own shards where the number of boxes
-    divides `partitions` and the global batch, and the number of workers divides the shards of a partition. Its order is
-    that of `block` and of no batch size, so it stays when batches are halved and accumulated. A pass that
+    An endless source has one epoch without an end, in which a worker reads only its own shards where the number of
+    boxes divides `partitions` and the global batch, and the number of workers divides the shards of a partition. Its
+    order is that of `block` and of no batch size, so it stays when batches are halved and accumulated. An epoch that
     is begun after it, by leaving it or by set_epoch, is another order of the same source, from the beginning.
     """
 
@@ -96,15 +97,15 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         Raises InvalidArgumentError or DatasetError for settings that cannot be meant.
         """
         super().__init__()
-        self._here = here = Here.now(rank)
+        self._identity = identity = WorkerIdentity.now(rank)
         partitions, seed = at_least_one("partitions", partitions), whole("seed", seed)
         block = None if block is None else at_least_one("block", block)
-        self._batch = _batch(batch_size, global_batch_size, here.boxes, unbatched)
+        self._batch = _batch(batch_size, global_batch_size, identity.boxes, unbatched)
         _check(source, partitions, block, tail)
         self._tail: Tail = APART if unbatched and tail == "emit" else tail
         self.source, self._collate = source, _only if unbatched else checked_collate(collate_fn)
         self._keys = checked_name(keys)
-        self._seed = here.seed if seed is None else seed
+        self._seed = identity.seed if seed is None else seed
         draws = not unbatched and collate_fn is not collate
         self._collate_key = derive_seed(self._seed, "collate") if draws else None
         self._order: dict[str, Any] = {
@@ -115,21 +116,24 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
             "partitions": partitions if source.endless else None,
             "tail": None if source.endless else tail,
         }
-        self._ground = Ground(source, partitions, self._tail, block)
-        self._plan = Plan(self._ground, self._seed, here.box, digest_of(self._order), keys is not None)
-        self._begun = Standing(Progress(0, 0, 0, self._shape()), grid=self._ground.grid(block or self._batch))
-        """Where the pass began, or will."""
+        self._fixed_order = FixedOrder(source, partitions, self._tail, block)
+        self._plan = SharePlan(self._fixed_order, self._seed, identity.box, digest_of(self._order), keys is not None)
+        self._begun = ShardedPosition(
+            OrderProgress(0, 0, 0, self._topology()),
+            endless_order=self._fixed_order.endless_order(block or self._batch),
+        )
+        """Where the epoch began, or will."""
         self._stands = True
-        """The next pass begins where the loader stands; else in the next epoch."""
+        """The next epoch begins where the loader stands; else in the next epoch."""
         self._told_again = False
-        """The log says what a pass behind an endless one is."""
-        self._share: Share | None = None
-        """Of the pass that goes on; an iterator of an earlier one yields nothing more."""
+        """The log says what an epoch behind an endless one is."""
+        self._share: WorkerShare | None = None
+        """Of the epoch that goes on; an iterator of an earlier one yields nothing more."""
         lengths = None if source.endless else source.lengths(0)
         if not is_keyed(self._order["source"]) or (lengths is None and not source.endless):
             self.advance_state = None  # type: ignore[method-assign, assignment]
         if lengths is not None:
-            self._plan.check_length(0, sum(map(int, lengths)), self._batch, here.boxes)
+            self._plan.check_length(0, sum(map(int, lengths)), self._batch, identity.boxes)
 
     def __len__(self) -> int:
         """Batches of a whole epoch that this process makes. Raises TypeError where that is not known."""
@@ -137,11 +141,11 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         if lengths is None:
             why = "is endless" if self.source.endless else "does not know the lengths of its shards beforehand"
             raise TypeError(f"a ShardLoader has no len() where its source {why}")
-        dealing = Dealing(sum(map(int, lengths)), 0, self._batch, self._here.boxes, self._tail)
-        return self._here.turn().done(dealing.batches)
+        partition = Partition(sum(map(int, lengths)), 0, self._batch, self._identity.boxes, self._tail)
+        return self._identity.turn().done(partition.batches)
 
     def __iter__(self) -> Iterator[Any]:
-        """The next pass, or the rest of the one that a loaded state is in."""
+        """The next epoch, or the rest of the one that a loaded state is in."""
         if not self._stands:
             if self.source.endless and not self._told_again:
                 self._told_again = True
@@ -151,10 +155,10 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
                 )
             self._go_to_epoch(self._begun.progress.epoch + 1)
         self._stands = False
-        return _Pass(self)
+        return _Epoch(self)
 
     def set_epoch(self, epoch: int) -> None:
-        """The next pass is this epoch, from its beginning; or from where a loaded state stands in it."""
+        """The next epoch is this epoch, from its beginning; or from where a loaded state stands in it."""
         number = whole("epoch", epoch)
         if number is None or number < 0:
             raise InvalidArgumentError(f"epoch={epoch}: the first one is 0")
@@ -164,8 +168,12 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
 
     def config(self) -> dict[str, Any]:
         """What decides which sample is where in the order, as values of JSON: a state with another one is refused."""
-        grid = self._begun.grid
-        return {"kind": "ShardLoader", **copy.deepcopy(self._order), "block": None if grid is None else grid.block}
+        endless_order = self._begun.endless_order
+        return {
+            "kind": "ShardLoader",
+            **copy.deepcopy(self._order),
+            "block": None if endless_order is None else endless_order.block,
+        }
 
     def can_restore_sample(self) -> bool:
         """Any sample can be had again by its key; of functions that draw from the process's generators, not what they
@@ -188,8 +196,8 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
             )
         if found.shard >= self.source.num_shards or (found.block is None) == self.source.endless:
             raise InvalidArgumentError(f"restore key {key!r:.200} names no sample of this source")
-        grid = None if found.block is None else self._ground.grid(found.block)
-        place = None if grid is None else grid.place(found.shard)
+        endless_order = None if found.block is None else self._fixed_order.endless_order(found.block)
+        place = None if endless_order is None else endless_order.place(found.shard)
         epoch, seed = self._plan.opening(found.epoch)
         cursor = self.source.open(found.shard, epoch, seed, found.token, place)
         try:
@@ -207,45 +215,47 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
 
     def state_dict(self) -> dict[str, Any]:
         """This worker's place, after the batches that it has yielded so far."""
-        standing = self._begun if self._share is None else self._share.standing()
-        return standing.state(self._order)
+        position = self._begun if self._share is None else self._share.position()
+        return position.state(self._order)
 
     @staticmethod
     def advance_state(state_dict: dict[str, Any], batches: int) -> dict[str, Any]:
-        """A worker's state after so many more of its batches of the same pass: the shards' marks stay where they are,
+        """A worker's state after so many more of its batches of the same epoch: the shards' marks stay where they are,
         and what lies between is passed over after a resume. None of the user's code runs for it.
 
         Only where the place is a number (the source is endless, or knows its lengths) and nothing draws from the
         process's generators, which a step between two snapshots would have to have: else a loader's own is None."""
-        return {**state_dict, "done": Progress.parsed(state_dict).done + batches}
+        return {**state_dict, "done": OrderProgress.parsed(state_dict).done + batches}
 
     def load_state_dict(self, state_dict: Any, strict: bool = True) -> None:
-        """Go to a place of this order: a state of this very shape, or one that fits any, as an only worker's does.
+        """Go to a place of this order: a state of this very topology, or one that fits any, as an only worker's does.
 
         Raises:
-            StateMismatchError: it is a place in another order, or of one of several workers of another shape.
+            StateMismatchError: it is a place in another order, or of one of several workers of another topology.
             StateCorruptError, StateVersionError: it cannot be read.
         """
         check_order(state_dict, self._order, strict=strict)
         if "others" in state_dict:
-            standing = self._part(state_dict)
+            position = self._part(state_dict)
         else:
-            standing, shape = self._ground.read(state_dict), self._shape()
-            before = standing.progress
-            if before.done and before.shape != shape:
-                if not before.shape.boxes == before.shape.workers == 1:  # other boxes know the ends of other shards
+            position, topology = self._fixed_order.read(state_dict), self._topology()
+            before = position.progress
+            if before.done and before.topology != topology:
+                if (
+                    not before.topology.boxes == before.topology.workers == 1
+                ):  # other boxes know the ends of other shards
                     raise StateMismatchError(
-                        f"the state is one worker's of {before.shape}, and this is one of {shape}; a state of "
-                        "aggregate_state_dict fits any shape"
+                        f"the state is one worker's of {before.topology}, and this is one of {topology}; a state of "
+                        "aggregate_state_dict fits any topology"
                     )
-                standing = self._part(state_dict)
-            elif before.shape != shape:
-                standing = self._ground.dealt_anew(standing, shape, first=0)
-        self._go(standing)
+                position = self._part(state_dict)
+            elif before.topology != topology:
+                position = self._fixed_order.repartitioned(position, topology, first=0)
+        self._go(position)
 
     def aggregate_state_dict(self, worker_states: list[Any]) -> dict[str, Any]:
-        """One state from those of all workers, in order of global_worker_id; it fits any shape."""
-        return self._ground.aggregated(worker_states)
+        """One state from those of all workers, in order of global_worker_id; it fits any topology."""
+        return self._fixed_order.aggregated(worker_states)
 
     def deaggregate_state_dict(self, aggregated: Any, strict: bool = True) -> dict[str, Any]:
         """This worker's part."""
@@ -256,51 +266,54 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
             )
         return self._part(aggregated).state(self._order)
 
-    def _part(self, aggregated: Mapping[str, Any]) -> Standing:
-        here = self._here
-        part, moved = self._ground.part(aggregated, here.number, here.all_workers, self._shape())
+    def _part(self, aggregated: Mapping[str, Any]) -> ShardedPosition:
+        identity = self._identity
+        part, moved = self._fixed_order.part(aggregated, identity.number, identity.all_workers, self._topology())
         progress = part.progress
-        if part.grid is not None:
-            turn, batch = here.turn(progress.first), progress.shape.batch
-            own = part.grid.own(progress.start + turn.number * batch, batch, turn.of, here.box, here.boxes)
+        if part.endless_order is not None:
+            turn, batch = identity.turn(progress.first), progress.topology.batch
+            own = part.endless_order.own(
+                progress.start + turn.number * batch, batch, turn.of, identity.box, identity.boxes
+            )
             return replace(part, marks=part.marks.among(set(own.tolist())))
         if moved and not self._plan.has_rows(part):
-            return Standing(Progress(progress.epoch + 1, 0, 0, progress.shape))
+            return ShardedPosition(OrderProgress(progress.epoch + 1, 0, 0, progress.topology))
         return part
 
     def __getstate__(self) -> dict[str, Any]:
-        """Its place goes along to another process, what it has open does not: the next pass there is the next one."""
+        """Its place goes along to another process, what it has open does not: the next epoch there is the next one."""
         if self._share is None:
             return self.__dict__.copy()
-        return {**self.__dict__, "_begun": self._share.standing(), "_share": None}
+        return {**self.__dict__, "_begun": self._share.position(), "_share": None}
 
     # ---- passes
 
-    def _shape(self) -> Shape:
-        return Shape(self._here.boxes, self._here.turn().of, self._batch)
+    def _topology(self) -> Topology:
+        return Topology(self._identity.boxes, self._identity.turn().of, self._batch)
 
-    def _go(self, standing: Standing) -> None:
-        """The next pass begins there."""
+    def _go(self, position: ShardedPosition) -> None:
+        """The next epoch begins there."""
         if self._share is not None:
             self._share.close()
             self._share = None
-        self._begun, self._stands = standing, True
+        self._begun, self._stands = position, True
 
     def _go_to_epoch(self, epoch: int) -> None:
-        self._go(Standing(Progress(epoch, 0, 0, self._shape()), grid=self._begun.grid))
+        self._go(ShardedPosition(OrderProgress(epoch, 0, 0, self._topology()), endless_order=self._begun.endless_order))
 
-    def _begin(self) -> Share:
-        """Open the pass that the loader stands before. Only here it is known among how many worker processes of a torch
+    def _begin(self) -> WorkerShare:
+        """Open the epoch that the loader stands before. Only here it is known among how many worker processes of a
+        torch
         DataLoader: in those the loader is a copy of one that was made, and maybe loaded, outside of them."""
-        progress, shape = self._begun.progress, self._shape()
-        if progress.shape != shape:
-            if progress.done and progress.shape.workers > 1:
+        progress, topology = self._begun.progress, self._topology()
+        if progress.topology != topology:
+            if progress.done and progress.topology.workers > 1:
                 raise StateMismatchError(
-                    f"the loader stands at a place of {progress.shape}, and is read by {shape}: load the state in the "
+                    f"the loader stands at a place of {progress.topology}, and is read by {topology}: load the state in the "
                     "processes that read (torchdata's StatefulDataLoader does)"
                 )
-            self._begun = self._ground.dealt_anew(self._begun, shape, first=0)
-        self._share = Share(self._plan, self._begun, self._here.turn(self._begun.progress.first))
+            self._begun = self._fixed_order.repartitioned(self._begun, topology, first=0)
+        self._share = WorkerShare(self._plan, self._begun, self._identity.turn(self._begun.progress.first))
         return self._share
 
     def _make(self, samples: list[tuple[Any, str | None]]) -> Any:
@@ -328,14 +341,14 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         return without_rows(sample) if self._collate is _only else empty_batch(self._collate, sample)
 
 
-class _Pass:
-    """The iterator of a pass."""
+class _Epoch:
+    """The iterator of an epoch."""
 
     def __init__(self, loader: ShardLoader) -> None:
         self._loader = loader
-        self._share: Share | None = loader._begin()
+        self._share: WorkerShare | None = loader._begin()
 
-    def __iter__(self) -> _Pass:
+    def __iter__(self) -> _Epoch:
         return self
 
     def __next__(self) -> Any:
@@ -355,8 +368,8 @@ class _Pass:
             samples = self._share.next(read=read)
             if samples is not None:
                 return samples
-            if not loader._here.alone(loader._here.turn()):
-                break  # others keep count of passes, and find out by the next iter() that this one is over
+            if not loader._identity.alone(loader._identity.turn()):
+                break  # others keep count of epochs, and find out by the next iter() that this one is over
             resumed = self._share.begun_at_end
             loader._go_to_epoch(loader._begun.progress.epoch + 1)
             if not resumed:

@@ -1,4 +1,4 @@
-"""One worker's share of a pass: its batches' samples in order, and where it stands after each."""
+"""One worker's share of an epoch: its batches' samples in order, and where it stands after each."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from typing import Any
 
 import numpy as np
 
-from penstock.data.ordering.order_states import Progress
-from penstock.data.ordering.partition import Dealing, Turn
-from penstock.data.sharded.epoch_stream import Stream
+from penstock.data.ordering.order_states import OrderProgress
+from penstock.data.ordering.partition import Partition, WorkerTurn
+from penstock.data.sharded.epoch_stream import EpochStream
 from penstock.data.sharded.protocol import Token
-from penstock.data.sharded.shard_cursors import Readers
+from penstock.data.sharded.shard_cursors import ShardReaders
 from penstock.data.sharded.shard_keys import SampleKey
-from penstock.data.sharded.shard_states import Ground, Standing
+from penstock.data.sharded.shard_states import FixedOrder, ShardedPosition
 from penstock.proto.errors import DatasetError
 from penstock.proto.state.generators import derive_seed
 
-__all__ = ["Plan", "Share"]
+__all__ = ["SharePlan", "WorkerShare"]
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What all passes of a loader have in common."""
+class SharePlan:
+    """What all epochs of a loader have in common."""
 
-    ground: Ground
+    fixed_order: FixedOrder
     seed: int
     box: int
     """Among those that share a global batch."""
@@ -35,63 +35,65 @@ class Plan:
     """Samples come with keys."""
 
     def opening(self, epoch: int) -> tuple[int, int]:
-        """Epoch and seed with which the source is opened. An endless one has no epochs: its passes differ by seed."""
-        if not self.ground.source.endless:
+        """Epoch and seed with which the source is opened. An endless one has no epochs: its epochs differ by seed."""
+        if not self.fixed_order.source.endless:
             return epoch, self.seed
         return 0, derive_seed(self.seed, "pass", epoch) if epoch else self.seed
 
-    def readers(self, standing: Standing) -> Readers:
-        epoch, grid = standing.progress.epoch, standing.grid
+    def readers(self, position: ShardedPosition) -> ShardReaders:
+        epoch, endless_order = position.progress.epoch, position.endless_order
         key: Callable[[int, int, Token], str] | None = None
         if self.keys:
 
             def key(shard: int, index: int, token: Token) -> str:
-                return SampleKey.text(epoch, shard, index, self.order, token, None if grid is None else grid.block)
+                return SampleKey.text(
+                    epoch, shard, index, self.order, token, None if endless_order is None else endless_order.block
+                )
 
-        place = None if grid is None else grid.place
-        return Readers(self.ground.source, *self.opening(epoch), standing.marks, place=place, key=key)
+        place = None if endless_order is None else endless_order.place
+        return ShardReaders(self.fixed_order.source, *self.opening(epoch), position.marks, place=place, key=key)
 
-    def stream(self, standing: Standing, readers: Readers) -> Stream:
+    def stream(self, position: ShardedPosition, readers: ShardReaders) -> EpochStream:
         """Of a finite source."""
-        progress = standing.progress
-        return Stream(
-            self.ground.rounds(progress.epoch, standing.ended),
+        progress = position.progress
+        return EpochStream(
+            self.fixed_order.rounds(progress.epoch, position.ended),
             readers,
-            ended=standing.ended,
+            ended=position.ended,
             start=progress.start,
-            batch=progress.shape.batch,
+            batch=progress.topology.batch,
             box=self.box,
-            boxes=progress.shape.boxes,
-            tail=self.ground.tail,
-            every=progress.shape.workers,
+            boxes=progress.topology.boxes,
+            tail=self.fixed_order.tail,
+            every=progress.topology.workers,
         )
 
-    def has_rows(self, standing: Standing) -> bool:
+    def has_rows(self, position: ShardedPosition) -> bool:
         """Something is left of the epoch there."""
-        readers = self.readers(standing)
+        readers = self.readers(position)
         try:
-            return self.stream(standing, readers).has_rows()
+            return self.stream(position, readers).has_rows()
         finally:
             readers.close()
 
     def check_length(self, epoch: int, length: int, batch: int, boxes: int) -> None:
         """Raises DatasetError for an epoch without a batch."""
-        if Dealing(length, 0, batch, boxes, self.ground.tail).batches == 0 or length == 0:
+        if Partition(length, 0, batch, boxes, self.fixed_order.tail).batches == 0 or length == 0:
             hint = (
                 "with tail='drop'; use a smaller batch, or another tail" if length else "; is the source's list empty?"
             )
             raise DatasetError(
-                f"epoch {epoch} of {self.ground.source.num_shards} shards: {length} samples make no batch of {batch} "
+                f"epoch {epoch} of {self.fixed_order.source.num_shards} shards: {length} samples make no batch of {batch} "
                 + hint
             )
 
 
-class Share:
-    def __init__(self, plan: Plan, begun: Standing, turn: Turn) -> None:
+class WorkerShare:
+    def __init__(self, plan: SharePlan, begun: ShardedPosition, turn: WorkerTurn) -> None:
         self._plan, self._begun, self._turn = plan, begun, turn
         self._done = begun.progress.done
         self._readers = plan.readers(begun)
-        self._stream = None if begun.grid is not None else plan.stream(begun, self._readers)
+        self._stream = None if begun.endless_order is not None else plan.stream(begun, self._readers)
         self._first: tuple[int, int] | None = None
         """Shard and index of the next batch's first row."""
         self._between = True
@@ -112,13 +114,13 @@ class Share:
             if rows is None:
                 self._between = True
                 if progress.start == 0 and (length := self._stream.length) is not None:
-                    self._plan.check_length(progress.epoch, length, progress.shape.batch, progress.shape.boxes)
+                    self._plan.check_length(progress.epoch, length, progress.topology.batch, progress.topology.boxes)
                 return None
         else:
-            assert self._begun.grid is not None
-            batch, begin = progress.shape.batch, progress.start + number * progress.shape.batch
-            shards, indices = self._begun.grid.at(
-                np.arange(begin + self._plan.box, begin + batch, progress.shape.boxes)
+            assert self._begun.endless_order is not None
+            batch, begin = progress.topology.batch, progress.start + number * progress.topology.batch
+            shards, indices = self._begun.endless_order.at(
+                np.arange(begin + self._plan.box, begin + batch, progress.topology.boxes)
             )
             rows = [(shard, index, False) for shard, index in zip(shards.tolist(), indices.tolist(), strict=True)]
         self._first = None if not rows else rows[0][:2]
@@ -143,13 +145,13 @@ class Share:
         self._readers.done()
         self._between = True
 
-    def standing(self) -> Standing:
+    def position(self) -> ShardedPosition:
         """After the batches that are done."""
         marks = self._readers.marks(up_to_date=self._between)
         ended = self._stream.ended if self._stream is not None else {}
         begun = self._begun.progress
-        progress = Progress(begun.epoch, begun.start, self._done, begun.shape, begun.first)
-        return Standing(progress, marks, ended, self._begun.grid)
+        progress = OrderProgress(begun.epoch, begun.start, self._done, begun.topology, begun.first)
+        return ShardedPosition(progress, marks, ended, self._begun.endless_order)
 
     @property
     def begun_at_end(self) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 from penstock.data.formats.index import INDEX, join_indexes, read_index, write_index
 from penstock.data.formats.shards import Shard
-from penstock.data.remote.folders import Place
+from penstock.data.remote.folders import RemoteFolder
 from penstock.data.writing.uploads import local_folder, writable_place
 from penstock.proto.errors import DatasetError, InvalidArgumentError
 
@@ -40,7 +40,7 @@ def merge_index(
     """
     local = None
     if isinstance(folder, tuple):
-        local, folder = Place(local_folder("folder", folder[0])), folder[1]
+        local, folder = RemoteFolder(local_folder("folder", folder[0])), folder[1]
     text = os.fspath(folder)
     place = writable_place(text if "://" in text else str(local_folder("folder", folder)), storage_options)
     try:
@@ -59,7 +59,7 @@ def merge_index(
     return shards
 
 
-def _all_below(place: Place, timeout_s: float) -> list[str]:
+def _all_below(place: RemoteFolder, timeout_s: float) -> list[str]:
     """The folders with an index, without those below another one."""
     paths = [
         PurePosixPath(name).parent for name in place.find(deadline_s=timeout_s) if f"/{name}".endswith(f"/{INDEX}")

@@ -9,7 +9,7 @@ from typing import Any, Unpack
 import numpy as np
 
 from penstock.data.formats.text_shards import SEPARATORS, TEXT_ENCODINGS
-from penstock.data.writing.writers import Out, Settings, Writer
+from penstock.data.writing.writers import Out, Writer, WriterSettings
 from penstock.proto.errors import DatasetError
 
 __all__ = ["CSVWriter", "JSONWriter", "TSVWriter", "XSVWriter"]
@@ -21,7 +21,7 @@ class _TextWriter(Writer):
         out: Out,
         columns: Mapping[str, str],
         newline: str,
-        **settings: Unpack[Settings],
+        **settings: Unpack[WriterSettings],
     ) -> None:
         for name, encoding in columns.items():
             if encoding not in TEXT_ENCODINGS:
@@ -56,7 +56,7 @@ class JSONWriter(_TextWriter):
         columns: Mapping[str, str],
         *,
         newline: str = "\n",
-        **settings: Unpack[Settings],
+        **settings: Unpack[WriterSettings],
     ) -> None:
         super().__init__(out, columns, newline, **settings)
 
@@ -83,7 +83,7 @@ class XSVWriter(_TextWriter):
         *,
         separator: str,
         newline: str = "\n",
-        **settings: Unpack[Settings],
+        **settings: Unpack[WriterSettings],
     ) -> None:
         if not separator:
             raise DatasetError(f"{out}: separator must not be empty")
@@ -127,7 +127,7 @@ class _NamedXSVWriter(XSVWriter):
         columns: Mapping[str, str],
         *,
         newline: str = "\n",
-        **settings: Unpack[Settings],
+        **settings: Unpack[WriterSettings],
     ) -> None:
         super().__init__(out, columns, separator=SEPARATORS[self.format], newline=newline, **settings)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.data.formats.index import INDEX
-from penstock.data.remote.folders import Place
+from penstock.data.remote.folders import RemoteFolder
 from penstock.proto.errors import DatasetError, InvalidArgumentError
 
 __all__ = ["Uploads", "local_folder", "writable_place"]
@@ -33,17 +33,17 @@ def local_folder(name: str, value: Any) -> Path:
     return path
 
 
-def writable_place(url: str, storage_options: Any = None) -> Place:
+def writable_place(url: str, storage_options: Any = None) -> RemoteFolder:
     """Raises DatasetError for a place that takes no files."""
     if url.startswith(("http://", "https://")):
         raise DatasetError(f"{url}: a web server takes no files; write to a folder or an object store")
-    return Place(url, storage_options)
+    return RemoteFolder(url, storage_options)
 
 
 class Uploads:
     """Of one dataset's files. Threads send them; `send` waits while they have enough to do."""
 
-    def __init__(self, place: Place, *, keep_local: bool, threads: int, timeout_s: float) -> None:
+    def __init__(self, place: RemoteFolder, *, keep_local: bool, threads: int, timeout_s: float) -> None:
         """`timeout_s`: of each file."""
         self._place, self._keep_local, self._timeout_s = place, keep_local, timeout_s
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="penstock-upload")

@@ -33,20 +33,20 @@ from penstock.data.formats.compressed_files import extension_of, pack
 from penstock.data.formats.encodings import encoding_of
 from penstock.data.formats.index import FORMATS, INDEX, MOST_BYTES, write_index
 from penstock.data.formats.shards import Shard, ShardFile, StoredFile
-from penstock.data.remote.folders import Place
+from penstock.data.remote.folders import RemoteFolder
 from penstock.data.writing.uploads import Uploads, local_folder, writable_place
 from penstock.proto.errors import DatasetError, InvalidArgumentError
 from penstock.runtime.files.atomic_files import write_whole
 from penstock.runtime.files.plain_files import open_plain
 
-__all__ = ["MDSWriter", "Out", "Settings", "Writer"]
+__all__ = ["MDSWriter", "Out", "Writer", "WriterSettings"]
 
 SIZE_LIMIT = 64 << 20
 """Bytes of a raw shard."""
 _SHARD_FILE = re.compile(r"shard\.\d{5,}\..*")
 
 
-class Settings(TypedDict, total=False):
+class WriterSettings(TypedDict, total=False):
     """Keywords of every writer."""
 
     compression: str | None
@@ -269,7 +269,7 @@ class Writer(ABC):
                 path.unlink()
 
 
-def _destination(out: Any, storage_options: Mapping[str, Any] | None) -> tuple[Path, Place | None]:
+def _destination(out: Any, storage_options: Mapping[str, Any] | None) -> tuple[Path, RemoteFolder | None]:
     """(folder of this machine, place to which the files are sent from there)."""
     if isinstance(out, tuple | list):
         if len(out) != 2:
@@ -303,7 +303,7 @@ class MDSWriter(Writer):
         self,
         out: Out,
         columns: Mapping[str, str],
-        **settings: Unpack[Settings],
+        **settings: Unpack[WriterSettings],
     ) -> None:
         self._encodings = {}
         for name in sorted(columns, key=str):

@@ -1,7 +1,7 @@
 """What users call to build a batch where it will be sent from: `collate` and `empty`.
 
 Usually a batch is made in ordinary memory and copied into the ring. Stacking samples is a copy, too, so it may as well
-go straight into the ring slot, and the other copy is saved. entry_lease.py says when that is safe; whenever it is not,
+go straight into the ring entry, and the other copy is saved. entry_lease.py says when that is safe; whenever it is not,
 or there is no ring, both calls do what torch's own do, so they can be used anywhere.
 
 torch is imported when it is first needed: the daemon imports this package, and never torch. What needs it, and a ring,
@@ -73,7 +73,7 @@ def collate(samples: list[Any]) -> Any:
     `default_collate_fn_map` apply. Raises what default_collate raises.
 
     In a runner and with `num_workers=0` tensors and arrays of batches of 512 KiB and more are stacked straight into a
-    ring slot; `empty` says where not, and that a batch of which you still hold a part once it was yielded is copied
+    ring entry; `empty` says where not, and that a batch of which you still hold a part once it was yielded is copied
     all the same.
     """
     if _builder is not None:

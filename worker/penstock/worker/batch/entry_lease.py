@@ -1,4 +1,4 @@
-"""The ring slot that the user's code builds a batch in, before anybody knows what the batch will be.
+"""The ring entry that the user's code builds a batch in, before anybody knows what the batch will be.
 
     begin ──> the arena of a slot, under a weak reference ── place, place ... ──> leaves cut from the arena
     take  ──> does the batch that came lie just there, and can nobody else reach it? Then the slot, to be published
@@ -12,7 +12,7 @@ its holder, unchanged, until the last piece is dropped. Whoever holds a batch ne
 delivered never changes under the loop.
 
 Everything that can go wrong ends there, in the plain copy: leaves in another order or transformed, two batches begun
-before the first was yielded, a batch that needs a larger ring. A batch dropped on the way (an exception, a pass that
+before the first was yielded, a batch that needs a larger ring. A batch dropped on the way (an exception, an epoch that
 was left) kills its arena, and the slot is used again from its start.
 
 At most one slot is away at a time, and only of rings that can spare it: the others suffice for the stream to go on,
@@ -30,22 +30,22 @@ from typing import Any
 import numpy as np
 
 from penstock.proto.batch.flatten import ALIGN, FlatBatch
-from penstock.proto.lane.endpoints import Producer, Slab
-from penstock.proto.lane.ring import MIN_SLOTS
+from penstock.proto.lane.endpoints import FreeEntry, Producer
+from penstock.proto.lane.ring import MIN_ENTRIES
 
-__all__ = ["NOWHERE", "VAIN_LIMIT", "WORTH_FROM", "Arena", "Lease"]
+__all__ = ["NOWHERE", "VAIN_LIMIT", "WORTH_FROM", "EntryArena", "EntryLease"]
 
 NOWHERE = 1 << 62
 """A cursor from which nothing fits any more."""
 WORTH_FROM = 512 << 10
-"""Bytes of a ring slot below which none is lent: copying half a MiB takes 9 us, and doing without it as long (see
+"""Bytes of a ring entry below which none is lent: copying half a MiB takes 9 us, and doing without it as long (see
 benchmarks/collate.md)."""
 VAIN_LIMIT = 8
-"""Batches in a row that were built in a slot and had to be copied, after which the rest of the pass is built in
+"""Batches in a row that were built in a slot and had to be copied, after which the rest of the epoch is built in
 ordinary memory: this loader keeps its batches, or changes them, and will go on to do so."""
 
 
-class Arena(np.ndarray[Any, np.dtype[np.uint8]]):
+class EntryArena(np.ndarray[Any, np.dtype[np.uint8]]):
     """All bytes of a leased slot; the base object of the leaves in it.
 
     A class of its own, for numpy shortens a chain of bases that are of one type: the leaves would then hang on
@@ -55,7 +55,7 @@ class Arena(np.ndarray[Any, np.dtype[np.uint8]]):
     __slots__ = ()
 
 
-class Lease:
+class EntryLease:
     """One for each runner; the thread that makes it is the only one that it serves.
 
     wait: called when all slots are taken; returns once one may be free, or False to build in ordinary memory instead.
@@ -74,14 +74,14 @@ class Lease:
         self._producer = producer
         self._wait = wait
         self._thread = threading.get_ident()
-        self._slab: Slab | None = None
-        self._arena: Callable[[], Arena | None] = _none
+        self._slab: FreeEntry | None = None
+        self._arena: Callable[[], EntryArena | None] = _none
         self._yielded = False  # a batch of this arena came, and it was not the last piece
         self._forked = False  # with a child that may hold views
         self._vain = 0
         self._places: list[tuple[int, int]] = []  # (start, size) of the leaves that last lay wrong, as they should have
 
-    def begin(self) -> Arena | None:
+    def begin(self) -> EntryArena | None:
         """The slot for the batch that is being built, or None: build it in ordinary memory.
 
         Hold the result for as long as `cursor` shall stand.
@@ -102,13 +102,13 @@ class Lease:
             if slab is None:
                 return None
             self._slab = slab
-        arena = Arena(slab.ring.slot_bytes, np.uint8, slab.ring.map, slab.offset)
+        arena = EntryArena(slab.ring.entry_bytes, np.uint8, slab.ring.map, slab.offset)
         self._arena = weakref.ref(arena)
         self._yielded = False
         self.cursor = 0
         return arena
 
-    def place(self, arena: Arena, nbytes: int, *, guess: bool = False) -> int | None:
+    def place(self, arena: EntryArena, nbytes: int, *, guess: bool = False) -> int | None:
         """Where in the arena a leaf of `nbytes` goes, None if it must go elsewhere; the cursor moves behind it.
 
         guess: the caller does not know what else lies between the leaves that it asks for; go by the last batch.
@@ -123,7 +123,7 @@ class Lease:
         """Move the cursor over a leaf that lies elsewhere and will be copied in."""
         self.cursor += (nbytes + ALIGN - 1) & -ALIGN
 
-    def take(self, flat: FlatBatch, need: int) -> Slab | None:
+    def take(self, flat: FlatBatch, need: int) -> FreeEntry | None:
         """The leased slot, if `flat` may be written there: then all that lies in it is `flat`'s, at its place.
 
         Call it with no other reference to the batch. None: reserve another slot. Either way `flat` can be written.
@@ -137,7 +137,7 @@ class Lease:
             self._places = flat.places(arena)
         del arena
         if self._arena() is None and not self._forked:
-            if need <= slab.ring.slot_bytes and self._producer.is_current(slab):
+            if need <= slab.ring.entry_bytes and self._producer.is_current(slab):
                 self._slab = None
                 if settled:
                     self.built += 1
@@ -152,7 +152,7 @@ class Lease:
         return None
 
     def release(self) -> None:
-        """A pass is over: give back a slot that nobody holds."""
+        """An epoch is over: give back a slot that nobody holds."""
         self._vain = 0
         if self._slab is not None and self._arena() is None and not self._forked:
             self._return()
@@ -162,10 +162,10 @@ class Lease:
         if self._arena() is not None:
             self._forked = True
 
-    def _reserve(self) -> Slab | None:
+    def _reserve(self) -> FreeEntry | None:
         producer = self._producer
         # The first batch is copied: only then is it known how large a slot must be.
-        while producer.ring_slots >= MIN_SLOTS and producer.slot_bytes >= WORTH_FROM:
+        while producer.ring_slots >= MIN_ENTRIES and producer.entry_bytes >= WORTH_FROM:
             slab = producer.reserve_current()
             if slab is not None or not self._wait():
                 return slab

@@ -1,4 +1,4 @@
-"""Stacking samples into a leased ring slot.
+"""Stacking samples into a leased ring entry.
 
 `Builder.collate` runs torch's own recursion with other functions at its leaves. The recursion visits leaves in the
 order in which they lie in the slot, so with the sizes of all leaves it knows the place of each before it is made.
@@ -17,7 +17,7 @@ import torch
 from torch.utils.data._utils import collate as torchs
 
 from penstock.proto.batch.assemble import CARRIERS
-from penstock.worker.batch.entry_lease import NOWHERE, Arena, Lease
+from penstock.worker.batch.entry_lease import NOWHERE, EntryArena, EntryLease
 
 __all__ = ["Builder"]
 
@@ -27,7 +27,7 @@ _dtype_of = attrgetter("dtype")
 class Builder:
     """What `collate` and `empty` do in a runner; see building.py, where they are described."""
 
-    def __init__(self, lease: Lease) -> None:
+    def __init__(self, lease: EntryLease) -> None:
         self.lease = lease
         self._known: dict[Any, Any] = {}
         # With our leaf functions in place of torch's in `_known`: users may register more there at any time.
@@ -97,7 +97,7 @@ class Builder:
             self.lease.cursor = NOWHERE  # what a user's function made; leaves behind it go elsewhere
 
     def _cut(
-        self, arena: Arena, dims: tuple[int, ...], dtype: torch.dtype, *, guess: bool = False
+        self, arena: EntryArena, dims: tuple[int, ...], dtype: torch.dtype, *, guess: bool = False
     ) -> torch.Tensor | None:
         """A tensor in the slot, if it fits."""
         known = CARRIERS.get(dtype)

@@ -33,15 +33,15 @@ from penstock.proto.rpc.calls import AsyncCoordinatorClient, CoordinatorClient
 from penstock.proto.rpc.channel import VERSION, Tls, detail_of, host_id
 from penstock.proto.rpc.credentials.tickets import check_ticket
 from penstock.proto.v1 import coordinator_pb2, lane_pb2, records_pb2
-from penstock.runtime.process.liveness_file import PulseWriter
-from penstock.worker.daemon.durable_snapshots import Share
-from penstock.worker.daemon.heartbeats import Heart
-from penstock.worker.daemon.listeners import LaneDoors, slot_of
+from penstock.runtime.process.liveness_file import LivenessWriter
+from penstock.worker.daemon.durable_snapshots import SnapshotQuota
+from penstock.worker.daemon.heartbeats import Heartbeats
+from penstock.worker.daemon.listeners import LaneListeners, slot_of
 from penstock.worker.daemon.memory_watch import HARD_LIMIT
-from penstock.worker.daemon.proofs import Findings
-from penstock.worker.daemon.slot import Slot, SlotKey, Tally, key_of
+from penstock.worker.daemon.proofs import LoaderFindings
+from penstock.worker.daemon.slot import DaemonCounters, Slot, SlotKey, key_of
 from penstock.worker.helpers.blobs import Blobs
-from penstock.worker.helpers.helper_pool import Helpers
+from penstock.worker.helpers.helper_pool import HelperPool
 from penstock.worker.loader.crossing_kinds import more_careful
 from penstock.worker.processes.child_output import unblocked_logging
 from penstock.worker.processes.child_processes import START_DEADLINE_S, ForkServer, end_orphans
@@ -54,7 +54,7 @@ from penstock.worker.processes.user_code import BY_VALUE, MAIN, check_allowed, c
 from penstock.worker.resources.processor_time import cores
 from penstock.worker.resources.turn_queue import TurnQueue
 
-__all__ = ["Settings", "own_name", "serve"]
+__all__ = ["DaemonSettings", "own_name", "serve"]
 
 _log = logging.getLogger("penstock.worker")
 
@@ -66,14 +66,14 @@ AWAY_AGAIN_S = 60.0
 AWAY = (CoordinatorUnavailableError, DeadlineError, JournalError)
 """What passes, and says nothing against us: also a coordinator that cannot write for want of disk."""
 ATTACH_DEADLINE_S = 30.0
-SCRATCH_AT_ONCE = 2
+HELPERS_AT_ONCE = 2
 """Tasks beside the streams that are done at a time on a machine with one core; else as many as there are cores."""
 TURN_S = 0.5
 """Seconds between two signs of the event loop's that it makes progress."""
 
 
 @dataclass(frozen=True)
-class Settings:
+class DaemonSettings:
     """How a daemon is run."""
 
     coordinator: str
@@ -83,7 +83,7 @@ class Settings:
     listen: str = "127.0.0.1:0"
     """For lanes from other hosts."""
     name: str = ""
-    lifeline_pids: Sequence[int] = ()
+    parent_pids: Sequence[int] = ()
     """End when one of these processes is gone (embedded mode: the training job and its coordinator)."""
     embedded: bool = False
     runner_memory: int = 0
@@ -107,7 +107,7 @@ class Settings:
     """Lanes and metrics may be listened for beyond this machine without TLS."""
     drain_s: float = 0.0
     """Seconds that it goes on for after it was told to stop, while other workers get ready for its slots."""
-    pulse_file: str = ""
+    liveness_file: str = ""
     """Where to tell of each heartbeat: see penstock.runtime.process.liveness_file. "": nowhere."""
     http: str = ""
     """ "host:port" of metrics and health, see worker_metrics.py; "" = none."""
@@ -123,12 +123,12 @@ def own_name() -> str:
 class Daemon:
     """One worker process. `run()` returns when it was told to stop."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: DaemonSettings) -> None:
         self.settings = settings
         self.name = settings.name or own_name()
         self.coordinator = AsyncCoordinatorClient(settings.coordinator, settings.token, tls=settings.tls)
-        self.scratches = TurnQueue(max(SCRATCH_AT_ONCE, cores()))
-        self.helpers = Helpers(self.fork_server)
+        self.scratches = TurnQueue(max(HELPERS_AT_ONCE, cores()))
+        self.helpers = HelperPool(self.fork_server)
         self.blobs = Blobs(self._connect)
         self.runner_memory = settings.runner_memory
         self.starts = TurnQueue(settings.starts or cores())
@@ -143,16 +143,16 @@ class Daemon:
             user=user,
             groups=self._groups,
         )
-        self._heart = Heart(
+        self._heart = Heartbeats(
             self._connect,
             lambda: self._heartbeat(0.0, bare=True),
             lambda: self._lease_s,
         )
         self._session = secrets.token_hex(8)
-        self._pulse = PulseWriter(settings.pulse_file)
+        self._liveness = LivenessWriter(settings.liveness_file)
         self._hold_s, self._lease_s = HOLD_S, 0.0
-        self.share = Share(every_s=1.0, bytes_per_s=4 << 20)
-        self.tally = Tally()
+        self.share = SnapshotQuota(every_s=1.0, bytes_per_s=4 << 20)
+        self.tally = DaemonCounters()
         self.state_answers: Counter[str] = Counter()
         """How answers to questions for states ended: ok, error, dropped -> how many."""
         self.started_at = time.monotonic()
@@ -161,12 +161,12 @@ class Daemon:
         self._slots: dict[SlotKey, Slot] = {}
         self._unstarted: dict[SlotKey, coordinator_pb2.SlotReport] = {}
         """What is reported of assignments that could not be begun here."""
-        self._findings: dict[tuple[str, int], Findings] = {}
+        self._findings: dict[tuple[str, int], LoaderFindings] = {}
         self._answered: set[str] = set()
         self._made = self._seen = 0
         """The version of the reply that was made so last; the coordinator's rise over everything. And what heartbeats
         say of it: 0 to be told everything again."""
-        self._doors = LaneDoors(self._attach, settings.tls, insecure=settings.insecure)
+        self._listeners = LaneListeners(self._attach, settings.tls, insecure=settings.insecure)
         self._coordinators_clock = 0.0
         """What it said last, less our monotonic clock then."""
         self._dirty = asyncio.Event()
@@ -194,7 +194,7 @@ class Daemon:
 
     async def run(self, ready: Callable[[str], None] | None = None) -> None:
         """Register and serve until `stopping` is set; then hand the slots on and leave nothing behind."""
-        self._doors.open(self.settings.listen)
+        self._listeners.open(self.settings.listen)
         stop = asyncio.ensure_future(self.stopping.wait())
         try:
             registering = asyncio.ensure_future(self._register(first=True))
@@ -208,7 +208,7 @@ class Daemon:
                     "user code runs as root, and can read and write every file that this worker can: set runner_user "
                     "(penstock worker --runner-user USER), or start the worker as a user of its own"
                 )
-            _log.info("worker %s: %d slots, lanes on %s", self.name, self.settings.slots, self._doors.tcp_address)
+            _log.info("worker %s: %d slots, lanes on %s", self.name, self.settings.slots, self._listeners.tcp_address)
             if ready is not None:
                 ready(self.name)
             self._heart.start()
@@ -255,7 +255,7 @@ class Daemon:
         with contextlib.suppress(PenstockError, TimeoutError):
             request = coordinator_pb2.DeregisterWorkerRequest(worker=self.name, session=self._session)
             await asyncio.wait_for(self.coordinator.deregister(request), 2.0)
-        self._doors.close()
+        self._listeners.close()
         for task in self._tasks:
             task.cancel()
         for key in list(self._slots):
@@ -277,8 +277,8 @@ class Daemon:
             host_id=host_id(),
             slots=self.settings.slots,
             cores=cores(),
-            local_address=self._doors.local_address,
-            tcp_address=self._doors.tcp_address,
+            local_address=self._listeners.local_address,
+            tcp_address=self._listeners.tcp_address,
             allow=self.settings.allow,
             draining=self._draining,
             commit_mark=self._commit_mark,
@@ -286,19 +286,19 @@ class Daemon:
         while True:
             try:
                 reply = await self.coordinator.register(request)
-                self._hold_s, self._lease_s = reply.beat_s or HOLD_S, reply.lease_s
+                self._hold_s, self._lease_s = reply.heartbeat_s or HOLD_S, reply.lease_s
                 self._heard()
                 self._made = self._seen = 0  # one that does not know us may be another, with versions of its own
                 return
             except OverloadedError as error:
-                self._pulse.turned()
+                self._liveness.turned()
                 _log.info("the coordinator is busy: %s", error.message)
                 await asyncio.sleep(error.retry_after_s * random.uniform(1.0, 1.5))  # not all at the same time again
             except AWAY as error:
                 if first:
                     _log.info("waiting for the coordinator: %s", error.message)
                     first = False
-                self._pulse.turned()
+                self._liveness.turned()
                 await asyncio.sleep(RETRY_S)
 
     async def _heartbeats(self) -> None:
@@ -308,7 +308,7 @@ class Daemon:
                 reply = await self.coordinator.heartbeat(self._heartbeat(self._hold_s))
                 self._heard()
             except AWAY as error:
-                self._pulse.turned()
+                self._liveness.turned()
                 now = asyncio.get_running_loop().time()
                 if not away_since:
                     away_since = told = now
@@ -345,17 +345,17 @@ class Daemon:
         """The coordinator has answered."""
         self.answered_at = time.monotonic()
         self._heart.heard()
-        self._pulse.heard()
+        self._liveness.heard()
 
     def _take(self, reply: coordinator_pb2.HeartbeatReply) -> None:
-        self._hold_s, self._lease_s = reply.beat_s or HOLD_S, reply.lease_s
+        self._hold_s, self._lease_s = reply.heartbeat_s or HOLD_S, reply.lease_s
         self._coordinators_clock = reply.wall_s - time.monotonic()
         if reply.draining != self._draining:
             _log.info("worker %s: %s", self.name, "drains" if reply.draining else "takes slots again")
         self._draining, self._stuck = reply.draining, reply.stuck
         self._commit_mark = reply.commit_mark
         if reply.snapshot_every_s:
-            self.share = Share(reply.snapshot_every_s, reply.snapshot_bytes_per_s)
+            self.share = SnapshotQuota(reply.snapshot_every_s, reply.snapshot_bytes_per_s)
         if not reply.unchanged and reply.version >= self._made:  # else overtaken by the reply to a later heartbeat
             self._made = self._seen = reply.version
             self._make_it_so(reply)
@@ -437,7 +437,7 @@ class Daemon:
         slot.start()
 
     def _stop_slot(self, key: SlotKey) -> None:
-        self._doors.drop(key)
+        self._listeners.drop(key)
         task = asyncio.ensure_future(self._slots.pop(key).stop())
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
@@ -482,12 +482,12 @@ class Daemon:
         """The one with the run's hash seed, started if need be, and again if it died."""
         return await self._fork_servers.get(assignment)
 
-    def findings(self, assignment: records_pb2.WorkerAssignment) -> Findings:
-        return self._findings.setdefault(_attempt_of(assignment), Findings())
+    def findings(self, assignment: records_pb2.WorkerAssignment) -> LoaderFindings:
+        return self._findings.setdefault(_attempt_of(assignment), LoaderFindings())
 
-    def found_rewinds(self, assignment: records_pb2.WorkerAssignment, rewinds: str) -> None:
+    def found_rewinds(self, assignment: records_pb2.WorkerAssignment, crossing: str) -> None:
         findings = self.findings(assignment)
-        findings.rewinds = more_careful(findings.rewinds, rewinds)
+        findings.crossing = more_careful(findings.crossing, crossing)
         self._tell_findings(assignment)
 
     def found_misleading(self, assignment: records_pb2.WorkerAssignment) -> None:
@@ -526,9 +526,9 @@ class Daemon:
         return list(self._slots.values())
 
     @property
-    def doors(self) -> LaneDoors:
+    def listeners(self) -> LaneListeners:
         """What its lanes come in by."""
-        return self._doors
+        return self._listeners
 
     @property
     def lease_s(self) -> float:
@@ -545,7 +545,7 @@ def _attempt_of(assignment: records_pb2.WorkerAssignment) -> tuple[str, int]:
     return assignment.run, assignment.attempt
 
 
-def _runner_user(settings: Settings) -> RunnerUser | None:
+def _runner_user(settings: DaemonSettings) -> RunnerUser | None:
     """The user that user code runs as, if not the daemon's own; what it will lack is said once in the log."""
     if settings.runner_user:
         if settings.runner_memory and not sees_shared_memory():
@@ -557,7 +557,7 @@ def _runner_user(settings: Settings) -> RunnerUser | None:
     return None
 
 
-def _control_groups(settings: Settings) -> ControlGroups | None:
+def _control_groups(settings: DaemonSettings) -> ControlGroups | None:
     """Those of its children, where it can have any."""
     if settings.embedded or settings.no_groups:
         groups, why_not = None, "they are turned off"
@@ -576,13 +576,13 @@ def _control_groups(settings: Settings) -> ControlGroups | None:
     return groups
 
 
-async def serve(settings: Settings, ready: Callable[[str], None] | None = None) -> None:
+async def serve(settings: DaemonSettings, ready: Callable[[str], None] | None = None) -> None:
     """Run a daemon until SIGTERM or SIGINT, or until a process that it is to end with is gone."""
     daemon = Daemon(settings)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, daemon.stop)
-    for pid in settings.lifeline_pids:
+    for pid in settings.parent_pids:
         try:
             loop.add_reader(os.pidfd_open(pid), daemon.stopping.set)
         except ProcessLookupError:

@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING
 
 from penstock.proto.errors import CoordinatorUnavailableError, DeadlineError, JournalError, PenstockError
 from penstock.proto.v1 import coordinator_pb2
-from penstock.worker.daemon.snapshots import Kept
+from penstock.worker.daemon.snapshots import StoredSnapshot
 
 if TYPE_CHECKING:
     from penstock.worker.daemon.slot import Slot
 
-__all__ = ["NOT_OURS", "Durable", "Share"]
+__all__ = ["NOT_OURS", "DurableSnapshots", "SnapshotQuota"]
 
 NOT_OURS = (CoordinatorUnavailableError, DeadlineError, JournalError)
-"""Errors of the coordinator that pass."""
+"""Errors of the coordinator that epoch."""
 LARGE = 1 << 20
 """Bytes, above which the beginning of an attempt is not kept a second time."""
 AGAIN_S = 0.2
@@ -30,7 +30,7 @@ AGAIN_S = 0.2
 
 
 @dataclass(frozen=True)
-class Share:
+class SnapshotQuota:
     """A slot's quota of durable snapshots in the fleet, as the coordinator says: of calls and of bytes."""
 
     every_s: float
@@ -41,7 +41,7 @@ class Share:
         return max(self.every_s, size / self.bytes_per_s)
 
 
-class Durable:
+class DurableSnapshots:
     """The durable restart points of one slot."""
 
     def __init__(self, slot: Slot) -> None:
@@ -59,30 +59,30 @@ class Durable:
             size = 0
             # Nothing that the loop may still leave by a `break`: what was made beyond it would not be on its way.
             slot.progress_page.refresh()
-            for base in self.newest(slot.progress_page.delivered):
-                if not base.durable:
-                    size += len(base.data)
-                    await self.make(base)
+            for point in self.newest(slot.progress_page.delivered):
+                if not point.durable:
+                    size += len(point.data)
+                    await self.make(point)
             await asyncio.sleep(slot.host.share.pause_s(size))
 
-    def newest(self, below: int | None = None) -> list[Kept]:
+    def newest(self, below: int | None = None) -> list[StoredSnapshot]:
         """What a successor needs, of fewer batches than `below`: the newest base that it may rely on."""
         slot = self._slot
-        return [base for base in slot.store if slot.usable(base) and (below is None or base.total < below)][-1:]
+        return [point for point in slot.store if slot.usable(point) and (below is None or point.total < below)][-1:]
 
-    async def hand_over(self) -> None:
+    async def prepare_migration(self) -> None:
         """Make durable what a successor needs so as to replay least. It begins strictly before the last batch that the
         loop took, which is somewhere between what the runner has heard of and all that it has made."""
         self._slot.progress_page.refresh()
-        for base in self.newest(self._slot.progress_page.delivered) + self.newest():
-            if not base.durable:
-                await self.make(base)
+        for point in self.newest(self._slot.progress_page.delivered) + self.newest():
+            if not point.durable:
+                await self.make(point)
 
-    async def make(self, base: Kept) -> None:
+    async def make(self, point: StoredSnapshot) -> None:
         """Make one durable, unless the coordinator refuses it."""
         slot, told = self._slot, False
-        data = b"" if base.begins and len(base.data) > LARGE else base.data
-        header = self._header(base, len(data))
+        data = b"" if point.begins and len(point.data) > LARGE else point.data
+        header = self._header(point, len(data))
         while True:
             try:
                 refused = (await slot.host.coordinator.put_snapshot(header, data)).refused
@@ -96,9 +96,9 @@ class Durable:
             except PenstockError as error:
                 slot.log.warning("%s: its snapshot was not made durable: %s", slot.name, error.message)
                 break
-        base.durable = True
+        point.durable = True
 
-    def _header(self, base: Kept, size: int) -> coordinator_pb2.SnapshotHeader:
+    def _header(self, point: StoredSnapshot, size: int) -> coordinator_pb2.SnapshotHeader:
         a = self._slot.assignment
         return coordinator_pb2.SnapshotHeader(
             run=a.run,
@@ -106,13 +106,13 @@ class Durable:
             box=a.box,
             slot=a.slot,
             generation=a.generation,
-            epoch=base.epoch,
-            delivered=base.delivered,
-            total=base.total,
-            samples=base.samples,
+            epoch=point.epoch,
+            delivered=point.delivered,
+            total=point.total,
+            samples=point.samples,
             size=size,
-            origin=base.origin,
-            step=base.step,
+            epoch_start=point.epoch_start,
+            step=point.step,
         )
 
     def _count(self, refused: str, size: int) -> None:

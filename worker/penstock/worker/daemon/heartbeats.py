@@ -19,7 +19,7 @@ from typing import Protocol
 from penstock.proto.errors import PenstockError
 from penstock.proto.v1 import coordinator_pb2
 
-__all__ = ["Heart"]
+__all__ = ["Heartbeats"]
 
 LATE = 0.5
 """Share of a lease without an answer after which the thread speaks up."""
@@ -36,7 +36,7 @@ class _Client(Protocol):
     def close(self) -> None: ...
 
 
-class Heart:
+class Heartbeats:
     """
     Args:
         connect: makes the client that the thread calls with.
@@ -54,7 +54,7 @@ class Heart:
         self._answered = self._turned = time.monotonic()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="penstock-heart", daemon=True)
-        self.beats = 0
+        self.heartbeats = 0
         """Heartbeats that the thread had to make."""
 
     def start(self) -> None:
@@ -89,6 +89,6 @@ class Heart:
             except PenstockError:
                 continue  # the loop finds out, and tells
             self._answered = time.monotonic()
-            self.beats += 1
+            self.heartbeats += 1
         if client is not None:
             client.close()

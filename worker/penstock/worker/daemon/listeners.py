@@ -41,10 +41,10 @@ from penstock.proto.rpc.addresses import refuse_unsafe
 from penstock.proto.rpc.channel import Tls, detail_of
 from penstock.proto.rpc.tls import Renewing, dns_names, no_tls_here
 from penstock.proto.v1 import lane_pb2
-from penstock.runtime.telemetry.logs import Repeated
+from penstock.runtime.telemetry.logs import RepeatedWarnings
 from penstock.worker.daemon.sender import Sender
 
-__all__ = ["LaneDoors", "SlotOf", "slot_of"]
+__all__ = ["LaneListeners", "SlotOf", "slot_of"]
 
 _log = logging.getLogger("penstock.worker")
 HELLO_DEADLINE_S = 10.0
@@ -75,7 +75,7 @@ def check_hello(hello: lane_pb2.Hello) -> None:
         )
 
 
-class LaneDoors:
+class LaneListeners:
     """Listens on both; `attach` gets each connection whose Hello could be read, and verifies it.
 
     tls: what to show to consumers on other hosts; they must show a certificate too if it holds a CA.
@@ -91,7 +91,7 @@ class LaneDoors:
             tls.check_own("worker")
             self._files, self._context = Renewing(tls, "worker"), tls.server_context()
         self._insecure = insecure
-        self._strangers = Repeated(_log)
+        self._strangers = RepeatedWarnings(_log)
         self._sockets: list[socket.socket] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._waiting: dict[asyncio.Task[None], str] = {}
@@ -109,17 +109,17 @@ class LaneDoors:
         self.local_address = f"penstock-lanes-{secrets.token_hex(8)}"
         local.bind("\0" + self.local_address)
         host, _, port = listen.rpartition(":")
-        tcp_door = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-        tcp_door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        tcp_listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        tcp_listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            tcp_door.bind((host.strip("[]"), int(port)))
+            tcp_listener.bind((host.strip("[]"), int(port)))
         except OSError as error:
             local.close()
-            tcp_door.close()
+            tcp_listener.close()
             kind = PortTakenError if error.errno == errno.EADDRINUSE else InvalidArgumentError
             raise kind(f"cannot listen on {listen} for lanes: {error.strerror}") from error
-        self.tcp_address = f"{host}:{tcp_door.getsockname()[1]}"
-        for listener, greet in ((local, self._greet_local), (tcp_door, self._greet_tcp)):
+        self.tcp_address = f"{host}:{tcp_listener.getsockname()[1]}"
+        for listener, greet in ((local, self._greet_local), (tcp_listener, self._greet_tcp)):
             listener.listen(WAITING)
             listener.setblocking(False)
             self._sockets.append(listener)

@@ -70,16 +70,18 @@ class MemoryWatch:
         slot = self._slot
         await slot.begun.wait()
         while own := [
-            base for base in slot.store if not (base.origin or base.refuted) and base.place not in slot.from_before
+            point
+            for point in slot.store
+            if not (point.epoch_start or point.refuted) and point.position not in slot.from_before
         ]:
-            usable = [base.total for base in own if slot.usable(base)]
+            usable = [point.total for point in own if slot.usable(point)]
             slot.progress_page.refresh()
             if usable and usable[0] < slot.progress_page.delivered:
                 break
             if not usable and not slot.prover.hurry():
                 break
             await asyncio.sleep(GAIN_S)
-        await slot.durable.hand_over()
+        await slot.durable.prepare_migration()
 
 
 def killed_for_memory(slot: Slot, whose: OutOfMemory, *, young: bool) -> None:

@@ -29,15 +29,15 @@ from typing import TYPE_CHECKING
 from penstock.proto.errors import InputFnError, PenstockError, ReplayMismatchError
 from penstock.proto.rpc.channel import detail_of
 from penstock.proto.state.restartable import by_own_methods
-from penstock.worker.daemon.snapshots import Kept
+from penstock.worker.daemon.snapshots import StoredSnapshot
 from penstock.worker.helpers.replayers import DEADLINE_S
 from penstock.worker.processes.progress_page import ENTRIES
 
 if TYPE_CHECKING:
     from penstock.worker.daemon.slot import Slot
-    from penstock.worker.processes.progress_page import Entry
+    from penstock.worker.processes.progress_page import BatchRecord
 
-__all__ = ["CHECKED_BATCHES", "Findings", "Prover"]
+__all__ = ["CHECKED_BATCHES", "LoaderFindings", "RestartPointProver"]
 
 SHARE = 0.03
 """Of the time of one core that a daemon's proofs may take, all slots together."""
@@ -58,10 +58,10 @@ RARELY = 8
 
 
 @dataclass
-class Findings:
+class LoaderFindings:
     """What is known of a run's loader on this worker."""
 
-    rewinds: str = ""
+    crossing: str = ""
     """See Past.rewinds in restart_points.py."""
     depth: int = FIRST_DEPTH
     """Batches that the next far-reaching proof compares."""
@@ -81,7 +81,7 @@ class Findings:
     """Why a loader without methods cannot be saved: from its beginning it yields other batches."""
 
 
-class Prover:
+class RestartPointProver:
     """The proofs of one slot."""
 
     def __init__(self, slot: Slot) -> None:
@@ -121,16 +121,16 @@ class Prover:
 
     @property
     def _provable(self) -> bool:
-        traits = self._slot.traits
+        capabilities = self._slot.capabilities
         findings = self._slot.findings
-        if not self._slot.is_savable or by_own_methods(traits) or findings.misleads:
+        if not self._slot.is_savable or by_own_methods(capabilities) or findings.misleads:
             return False
-        believed = traits.exact_states and not findings.inexact
-        return not (traits.not_restartable or (believed and (findings.checked or traits.advances_state)))
+        believed = capabilities.exact_states and not findings.inexact
+        return not (capabilities.not_restartable or (believed and (findings.checked or capabilities.advances_state)))
 
     # ---- which one
 
-    def _next(self) -> Kept | None:
+    def _next(self) -> StoredSnapshot | None:
         """The newest that is not judged yet, and whose followers are known; one that was announced goes first."""
         slot = self._slot
         slot.progress_page.refresh()
@@ -144,46 +144,46 @@ class Prover:
         early = (
             bool(store) and slot.progress_page.total < store[0].total + FIRST_BATCHES and not slot.progress_page.ends()
         )
-        if early and not self._done and slot.traits.state_methods:
+        if early and not self._done and slot.capabilities.state_methods:
             return None
         # First what the loop has been handed: the rest may still be left by a `break`, and serves nobody yet.
-        handed = [base for base in store if base.total <= slot.progress_page.delivered]
+        handed = [point for point in store if point.total <= slot.progress_page.delivered]
         open_ones = self._unjudged(handed) or self._unjudged(store)
-        if self._failed and any(base.origin for base in open_ones):  # the next best, where snapshots are no good
-            open_ones = [base for base in open_ones if base.origin]
-        wanted = [base for base in open_ones if base.wanted]
+        if self._failed and any(point.epoch_start for point in open_ones):  # the next best, where snapshots are no good
+            open_ones = [point for point in open_ones if point.epoch_start]
+        wanted = [point for point in open_ones if point.wanted]
         return next(reversed(wanted or open_ones), None)
 
-    def _beginning(self, store: list[Kept]) -> Kept | None:
+    def _beginning(self, store: list[StoredSnapshot]) -> StoredSnapshot | None:
         """Return where a loader without methods began, once in a run.
 
         It needs no proof; but a loader that does not yield the same batches again cannot be saved at all, and its next
         save says so, where otherwise only a resume would.
         """
-        if self._slot.traits.state_methods or self._slot.findings.checked:
+        if self._slot.capabilities.state_methods or self._slot.findings.checked:
             return None
-        return next((base for base in store if base.total == base.epoch == 0 and self._followers(base)), None)
+        return next((point for point in store if point.total == point.epoch == 0 and self._followers(point)), None)
 
-    def _unjudged(self, store: list[Kept]) -> list[Kept]:
+    def _unjudged(self, store: list[StoredSnapshot]) -> list[StoredSnapshot]:
         """Those that are newer than all that are proven, and could be."""
-        newest = max((index for index, base in enumerate(store) if base.proven), default=-1)
-        return [base for base in store[newest + 1 :] if not base.refuted and self._followers(base)]
+        newest = max((index for index, point in enumerate(store) if point.proven), default=-1)
+        return [point for point in store[newest + 1 :] if not point.refuted and self._followers(point)]
 
-    def _crossing(self, store: list[Kept]) -> Kept | None:
+    def _crossing(self, store: list[StoredSnapshot]) -> StoredSnapshot | None:
         """The last snapshot before the end of an epoch, if nobody knows how the loader gets over it."""
         slot = self._slot
-        traits = slot.traits
-        if slot.findings.rewinds or traits.is_iterator or traits.exact_states or self._failed:
+        capabilities = slot.capabilities
+        if slot.findings.crossing or capabilities.is_iterator or capabilities.exact_states or self._failed:
             return None
-        if not traits.state_methods:
+        if not capabilities.state_methods:
             return None
         for epoch, total in slot.progress_page.ends().items():
-            before = [base for base in store if base.epoch == epoch and not (base.origin or base.refuted)]
+            before = [point for point in store if point.epoch == epoch and not (point.epoch_start or point.refuted)]
             if before and slot.progress_page.entry(total + 1) is not None and not before[-1].crossed:
                 return before[-1]
         return None
 
-    def _far(self, store: list[Kept]) -> Kept | None:
+    def _far(self, store: list[StoredSnapshot]) -> StoredSnapshot | None:
         """The newest with as many batches behind it as the next far-reaching proof compares, if one is due. A loader
         may be right for as long after a restore as a buffer, a shard or an epoch lasts, and wrong then."""
         if self._failed or not self._far_is_due:
@@ -197,35 +197,35 @@ class Prover:
         """They take half of the time that proofs may take."""
         return self._slot.findings.near_s >= self._slot.findings.far_s
 
-    def _most(self, base: Kept) -> int:
+    def _most(self, point: StoredSnapshot) -> int:
         """Batches that a proof of it compares at most."""
         findings = self._slot.findings
-        if self._far_is_due and base.total + findings.depth <= self._slot.progress_page.total:
+        if self._far_is_due and point.total + findings.depth <= self._slot.progress_page.total:
             return findings.depth
         return CHECKED_BATCHES if findings.far_s else FIRST_DEPTH
 
-    def _followers(self, base: Kept, most: int = CHECKED_BATCHES) -> dict[str, list[int]]:
+    def _followers(self, point: StoredSnapshot, most: int = CHECKED_BATCHES) -> dict[str, list[int]]:
         """Count -> [epoch, digest] of the batches right after a base, over ends of epochs too; none, if there are too
         few of them yet."""
-        ends, epoch = self._slot.progress_page.ends(), base.epoch
+        ends, epoch = self._slot.progress_page.ends(), point.epoch
         end = ends.get(epoch)
-        least, last = base.total + CHECKED_BATCHES, base.total + most
+        least, last = point.total + CHECKED_BATCHES, point.total + most
         if end is not None and end <= last:
             least, last = min(least, end), max(last, end + CHECKED_BATCHES)
         found: dict[str, list[int]] = {}
-        for count in range(base.total + 1, min(last, self._slot.progress_page.total) + 1):
-            while ends.get(epoch) == count - 1 and (epoch == base.epoch or epoch not in self._slot.left):
+        for count in range(point.total + 1, min(last, self._slot.progress_page.total) + 1):
+            while ends.get(epoch) == count - 1 and (epoch == point.epoch or epoch not in self._slot.left):
                 epoch += 1
             entry = self._slot.progress_page.entry(count)
             if entry is None or entry.epoch != epoch or ends.get(epoch, count) < count:
                 break
             found[str(count)] = [entry.epoch, entry.digest]
-        return found if str(least) in found and end != base.total else {}
+        return found if str(least) in found and end != point.total else {}
 
     def _entries(self, counts: range, epoch: int) -> dict[str, list[int]]:
         found: dict[str, list[int]] = {}
         for count in counts:
-            entry: Entry | None = self._slot.progress_page.entry(count)
+            entry: BatchRecord | None = self._slot.progress_page.entry(count)
             if entry is None or entry.epoch != epoch:
                 break
             found[str(count)] = [entry.epoch, entry.digest]
@@ -233,66 +233,66 @@ class Prover:
 
     # ---- the proof
 
-    async def prove_now(self, base: Kept, deadline_s: float = DEADLINE_S) -> bool:
+    async def prove_now(self, point: StoredSnapshot, deadline_s: float = DEADLINE_S) -> bool:
         """Whether it is proven, or can be by then; False too if what followed it is not known yet."""
-        if not base.proven and self._provable and self._followers(base):
+        if not point.proven and self._provable and self._followers(point):
             with suppress(TimeoutError):
                 async with asyncio.timeout(deadline_s):  # of which a proof that is under way takes its part
-                    await self.prove(base)
-        return base.proven
+                    await self.prove(point)
+        return point.proven
 
-    async def prove(self, base: Kept) -> float:
+    async def prove(self, point: StoredSnapshot) -> float:
         """Restore it in a helper process, and note what comes of it; returns the seconds that it took there."""
         slot = self._slot
         async with self._proving:
-            most = self._most(base)
-            followers = self._followers(base, most)
-            beginning = base.total == base.epoch == 0 and not slot.findings.checked
-            if base.proven and not beginning and len(followers) <= base.compared:
+            most = self._most(point)
+            followers = self._followers(point, most)
+            beginning = point.total == point.epoch == 0 and not slot.findings.checked
+            if point.proven and not beginning and len(followers) <= point.compared:
                 return 0.0
             slot.findings.checked = True
             early = self._entries(range(1, 1 + CHECKED_BATCHES), 0)
             try:
-                done = await slot.scratch(
-                    [base.data, *self._opened(base, followers)],
+                done = await slot.helper(
+                    [point.data, *self._opened(point, followers)],
                     "prove",
                     digests=followers,
                     early=early,
-                    left=base.epoch in slot.left,
-                    generators=base.generators,
-                    rewinds=slot.findings.rewinds,
+                    left=point.epoch in slot.left,
+                    generators=point.generators,
+                    crossing=slot.findings.crossing,
                 )
             except InputFnError as error:  # the loader's own word that it cannot be restored from this
                 what = f"fails ({error.message.splitlines()[0]:.200})"
                 if beginning:
                     slot.log.warning("%s: begun once more beside the stream, it %s", slot.name, what)
                     return 1.0
-                self._refute(base, {"differs": base.total + 1, "what": what, "alike": True})
+                self._refute(point, {"differs": point.total + 1, "what": what, "alike": True})
                 return 1.0
             except PenstockError as error:
                 slot.log.warning("%s: a snapshot could not be proven: %s", slot.name, error)
-                base.lapses += 1
-                base.refuted = base.lapses >= LAPSES and not beginning
+                point.lapses += 1
+                point.refuted = point.lapses >= LAPSES and not beginning
                 self._failed += 1
                 slot.findings.checked = self._failed >= LAPSES  # else it was not looked at yet
                 return 1.0
             self._done += 1
-            base.crossed = True
+            point.crossed = True
             fields = done.fields
             self._count(float(fields["took"]), len(followers) >= slot.findings.depth == most)
             if fields["same"]:
-                base.proven, base.compared = True, len(followers)
+                point.proven, point.compared = True, len(followers)
                 self._failed = 0
-                if fields["rewinds"] and fields["rewinds"] != slot.findings.rewinds:
-                    slot.host.found_rewinds(slot.assignment, fields["rewinds"])
+                if fields["crossing"] and fields["crossing"] != slot.findings.crossing:
+                    slot.host.found_rewinds(slot.assignment, fields["crossing"])
             else:
-                self._refute(base, fields)
+                self._refute(point, fields)
             return float(fields["took"])
 
-    def _opened(self, base: Kept, followers: dict[str, list[int]]) -> list[bytes]:
+    def _opened(self, point: StoredSnapshot, followers: dict[str, list[int]]) -> list[bytes]:
         """What the loader that streamed was after the first batch beyond the end of the epoch, if that is kept."""
-        beyond = next(((int(count), epoch) for count, (epoch, _) in followers.items() if epoch > base.epoch), None)
-        fits = [kept for kept in self._slot.store if (kept.total, kept.epoch) == beyond and not kept.origin]
+        beyond = next(((int(count), epoch) for count, (epoch, _) in followers.items() if epoch > point.epoch), None)
+        fits = [kept for kept in self._slot.store if (kept.total, kept.epoch) == beyond and not kept.epoch_start]
         return [kept.data for kept in fits[-1:]]
 
     def _count(self, took: float, far: bool) -> None:
@@ -302,16 +302,16 @@ class Prover:
         else:
             findings.near_s += took
 
-    def _refute(self, base: Kept, fields: dict[str, object]) -> None:
+    def _refute(self, point: StoredSnapshot, fields: dict[str, object]) -> None:
         slot = self._slot
-        base.refuted, base.proven, slot.findings.inexact = True, False, True
+        point.refuted, point.proven, slot.findings.inexact = True, False, True
         self._failed += 1
         differs = int(str(fields["differs"]))
-        if differs > base.total + CHECKED_BATCHES and fields["alike"]:
+        if differs > point.total + CHECKED_BATCHES and fields["alike"]:
             slot.host.found_misleading(slot.assignment)
         what = (
-            f"{slot.assignment.loader.input_fn}: restored from its {'epoch start' if base.origin else 'state_dict()'} "
-            f"after batch {base.total} of {slot.name}, the loader {fields['what']}: batch {differs} (step "
+            f"{slot.assignment.loader.input_fn}: restored from its {'epoch start' if point.epoch_start else 'state_dict()'} "
+            f"after batch {point.total} of {slot.name}, the loader {fields['what']}: batch {differs} (step "
             f"{slot.step_of(differs)}) is not the one that was delivered"
         )
         if not fields["alike"]:
@@ -321,7 +321,7 @@ class Prover:
                 "the seeded generators of python, numpy and torch, or from ones that you seed from "
                 "current_assignment().seed, and neither from the clock nor the system's entropy"
             )
-            if slot.traits.state_methods:
+            if slot.capabilities.state_methods:
                 slot.fail(detail_of(mismatch), lost=False)
             else:  # nobody has asked for a state yet, and the stream itself is what it is
                 slot.findings.unrepeatable = mismatch

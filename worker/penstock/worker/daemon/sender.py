@@ -7,7 +7,7 @@ produced when it died is still sent.
 
 It never waits for one side deaf to the other: one poll over both sockets, and writes that take as much as the socket
 does. What is on its way stands in `_out`, in order; many small buffers go out in one call. `_out` needs no bound of its
-own: each batch in it holds a ring slot, and the ring is the bound (compressed batches are copies, smaller than their
+own: each batch in it holds a ring entry, and the ring is the bound (compressed batches are copies, smaller than their
 slots); only announcements are counted, for a runner that floods them.
 
 The check behind a payload (penstock.proto.lane.tcp) is computed a piece at a time, right before the piece is sent: so
@@ -59,7 +59,7 @@ AT_ONCE = 512 << 10
 """Bytes made ready for one sendmsg, and of a payload in one piece of its check: what the send buffer of a near peer
 holds. With half of it or twice of it the sender takes a tenth more at 1 and 8 MiB."""
 MAX_OUT = 512
-"""Buffers on their way out above which the runner is not read: more than ring slots alone can be."""
+"""Buffers on their way out above which the runner is not read: more than ring entries alone can be."""
 
 
 class _Payload:
@@ -111,7 +111,7 @@ class Sender(threading.Thread):
         tcp_socket.setblocking(False)
         self._tcp = tcp_socket
         self._runner = Consumer(local, f"the runner of {name}")
-        self._runner.cuts = hello.cuts
+        self._runner.abandoned = hello.abandons
         self._packer = _packer(tuple(hello.codecs))
         self._on_end = on_end
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -122,7 +122,7 @@ class Sender(threading.Thread):
         self._sent: deque[tuple[int, int, int]] = deque()  # total, ring, slot of batches not delivered yet
         self.sent_bytes = 0
         """Over TCP, headers and payloads as they travel."""
-        self._inbox = tcp.Inbox()
+        self._inbox = tcp.SealedInbox()
         self._reading = True  # the runner is there
         self._shut = False  # nothing more will be sent over TCP
 
@@ -223,9 +223,9 @@ class Sender(threading.Thread):
         runner, out, packer = self._runner, self._out, self._packer
         ring = runner.rings[frame.ring]
         size = frame.nbytes + 8 * frame.size
-        start = frame.slot * ring.slot_bytes
+        start = frame.entry * ring.entry_bytes
         payload = ring.view[start : start + size]
-        self._sent.append((frame.total, frame.ring, frame.slot))
+        self._sent.append((frame.total, frame.ring, frame.entry))
         packed = None if packer is None else packer.pack(payload)
         if packer is None or packed is None:
             out.append(tcp.sealed(runner.frame_bytes))

@@ -1,7 +1,7 @@
 """One slot on this worker: its runner, what is kept of it, and what is reported about it.
 
 A slot is one generation's: when the runner dies or the slot moves, this object ends and another begins. It never runs
-user code; what needs user code (checking a snapshot, a state between snapshots) is done by scratch children. States are
+user code; what needs user code (checking a snapshot, a state between snapshots) is done by helper processes. States are
 answered in slot_states.py, restart points proven in proofs.py, the runner's memory watched in memory_watch.py.
 """
 
@@ -26,28 +26,28 @@ from penstock.proto.errors import (
 )
 from penstock.proto.rpc.calls import AsyncCoordinatorClient
 from penstock.proto.rpc.channel import detail_of
-from penstock.proto.state.position import PASSES_AHEAD
+from penstock.proto.state.position import EPOCHS_AHEAD
 from penstock.proto.state.restartable import by_own_methods
 from penstock.proto.v1 import coordinator_pb2, lane_pb2, records_pb2
-from penstock.runtime.telemetry.logs import About
-from penstock.worker.daemon.durable_snapshots import NOT_OURS, Durable, Share
+from penstock.runtime.telemetry.logs import SubjectLogger
+from penstock.worker.daemon.durable_snapshots import NOT_OURS, DurableSnapshots, SnapshotQuota
 from penstock.worker.daemon.memory_watch import MemoryWatch, killed_for_memory
-from penstock.worker.daemon.proofs import Findings, Prover
-from penstock.worker.daemon.slot_states import States
-from penstock.worker.daemon.snapshots import Kept, SnapshotStore
+from penstock.worker.daemon.proofs import LoaderFindings, RestartPointProver
+from penstock.worker.daemon.slot_states import SlotStates
+from penstock.worker.daemon.snapshots import SlotSnapshots, StoredSnapshot
 from penstock.worker.daemon.stall_watch import LOOKS, Stall, hang_s
-from penstock.worker.helpers.replayers import DEADLINE_S, ScratchHost, run_task, send_assignment
+from penstock.worker.helpers.replayers import DEADLINE_S, ReplayHost, run_task, send_assignment
 from penstock.worker.processes.child_processes import Child, about_slot
-from penstock.worker.processes.control_channel import Message, counts
+from penstock.worker.processes.control_channel import ControlMessage, counts
 from penstock.worker.processes.control_groups import OutOfMemory
 from penstock.worker.processes.exit_causes import descriptors_closed, how_it_ended
 from penstock.worker.processes.progress_page import ProgressPage
 from penstock.worker.processes.stack_dump import state_of
 from penstock.worker.resources.processor_time import NOTHING, used_by
-from penstock.worker.resources.rates import Rates
-from penstock.worker.resources.turn_queue import Turn, TurnQueue
+from penstock.worker.resources.rates import BatchRates
+from penstock.worker.resources.turn_queue import QueueTurn, TurnQueue
 
-__all__ = ["Host", "Share", "Slot", "Tally", "key_of"]
+__all__ = ["DaemonCounters", "Slot", "SlotHost", "SnapshotQuota", "key_of"]
 
 _log = logging.getLogger("penstock.worker")
 
@@ -74,7 +74,7 @@ def key_of(assignment: records_pb2.WorkerAssignment | coordinator_pb2.TakenSlot)
 
 
 @dataclass
-class Tally:
+class DaemonCounters:
     """What a daemon counts over all its slots, those that are gone included."""
 
     snapshots: int = 0
@@ -89,19 +89,19 @@ class Tally:
     """Runners that were lost here."""
 
 
-class Host(ScratchHost, Protocol):
+class SlotHost(ReplayHost, Protocol):
     """What a slot needs of its daemon."""
 
     name: str
     coordinator: AsyncCoordinatorClient
     runner_memory: int
     """Bytes that a runner may hold; 0 = any."""
-    share: Share
-    tally: Tally
+    share: SnapshotQuota
+    tally: DaemonCounters
     starts: TurnQueue
 
-    def findings(self, assignment: records_pb2.WorkerAssignment) -> Findings: ...
-    def found_rewinds(self, assignment: records_pb2.WorkerAssignment, rewinds: str) -> None: ...
+    def findings(self, assignment: records_pb2.WorkerAssignment) -> LoaderFindings: ...
+    def found_rewinds(self, assignment: records_pb2.WorkerAssignment, crossing: str) -> None: ...
     def found_misleading(self, assignment: records_pb2.WorkerAssignment) -> None: ...
     def slots_here(self) -> int: ...
     def slot_changed(self) -> None: ...
@@ -110,24 +110,24 @@ class Host(ScratchHost, Protocol):
 class Slot:
     """A slot's life on this worker: from `start()` to `stop()`, everything else in between."""
 
-    def __init__(self, host: Host, assignment: records_pb2.WorkerAssignment) -> None:
+    def __init__(self, host: SlotHost, assignment: records_pb2.WorkerAssignment) -> None:
         self.assignment = assignment
         self.phase = coordinator_pb2.STARTING
         self.error: records_pb2.ErrorDetail | None = None
         self.lost = False
-        self.traits = records_pb2.LoaderTraits(length=-1)
+        self.capabilities = records_pb2.LoaderCapabilities(length=-1)
         self.progress_page = ProgressPage.create()
         self.name = f"{assignment.run} box {assignment.box} slot {assignment.slot}"
-        self.log = About(_log, **about_slot(assignment), worker=host.name)
+        self.log = SubjectLogger(_log, **about_slot(assignment), worker=host.name)
         self.host = host
-        self.store = SnapshotStore(self.usable)
-        self.prover = Prover(self)
+        self.store = SlotSnapshots(self.usable)
+        self.prover = RestartPointProver(self)
         self.left: dict[int, int] = {}
         """Epoch -> the slot's total where the loop left it by `break`, as the runner has said."""
         self.from_before: set[tuple[int, int, int, bool, int]] = set()
         """Places of the bases that a runner before this one made."""
-        self.states = States(self)
-        self.durable = Durable(self)
+        self.states = SlotStates(self)
+        self.durable = DurableSnapshots(self)
         self._child: Child | None = None
         self._stall = Stall(since=time.monotonic())
         self._doing = ""
@@ -137,7 +137,7 @@ class Slot:
         self._making: records_pb2.Skip | None = None
         self.unsaved: records_pb2.ErrorDetail | None = None
         self.ready = asyncio.Event()
-        self._turn: Turn | None = None
+        self._turn: QueueTurn | None = None
         self._stopping = False
         self.attached = False
         self._attaching: asyncio.Future[None] | None = None
@@ -146,11 +146,11 @@ class Slot:
         self.begun = asyncio.Event()
         self._life: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._rates = Rates(time.monotonic())
+        self._rates = BatchRates(time.monotonic())
         self._handing_over: asyncio.Task[None] | None = None
         self._handed_over = False
-        base = assignment.base.slots
-        self._first_total = base[assignment.slot].total if len(base) > assignment.slot else 0
+        point = assignment.start.slots
+        self._first_total = point[assignment.slot].total if len(point) > assignment.slot else 0
 
     # ---- its life
 
@@ -205,7 +205,7 @@ class Slot:
         child.exited.add_done_callback(lambda _: turn.end())
         self.spawn(turn.end_when_idle(child.pid))
         await send_assignment(host.blobs, child, a)
-        begins = a.recovery and await self._fetch_bases(child)
+        begins = a.recovery and await self._fetch_restart_points(child)
         if a.resume.blob and (begins or not a.recovery):
             await child.send("resume", fds=[await host.blobs.descriptor(a.resume.blob)])
         if begins:
@@ -213,43 +213,43 @@ class Slot:
         await self._tell_findings(child)
         await child.send("go")
 
-    async def _fetch_bases(self, child: Child) -> bool:
+    async def _fetch_restart_points(self, child: Child) -> bool:
         """Send the runner what the coordinator keeps of the slot for its recovery, and it has not got; returns whether
         there is one without bytes, of where the attempt began: see durable_snapshots.py."""
         run, attempt, box, slot, generation = key_of(self.assignment)
         kept = await self.host.coordinator.get_snapshots(
             coordinator_pb2.GetSnapshotsRequest(run=run, attempt=attempt, box=box, slot=slot, generation=generation)
         )
-        known = {(base.epoch, base.total) for base in self.store}
+        known = {(point.epoch, point.total) for point in self.store}
         for header, data in kept:
             if (header.epoch, header.total) in known or not header.size:
                 continue
-            await child.send("base", data)
-            base = Kept(
+            await child.send("point", data)
+            point = StoredSnapshot(
                 header.epoch,
                 header.delivered,
                 header.total,
                 header.samples,
-                header.origin,
+                header.epoch_start,
                 header.step,
                 data,
                 durable=True,
                 inherited=True,
                 proven=True,
             )
-            self.from_before.add(base.place)
-            self.store.add(base, 0)
+            self.from_before.add(point.position)
+            self.store.add(point, 0)
         return not all(header.size for header, _ in kept)
 
     def assigned(self, assignment: records_pb2.WorkerAssignment) -> None:
         """The same slot and generation, as the coordinator says now."""
-        if not assignment.hand_over:  # any more: the next successor needs what is newest then
+        if not assignment.prepare_migration:  # any more: the next successor needs what is newest then
             self._handing_over, self._handed_over = None, False
         elif self._handing_over is None:
-            self._handing_over = self.spawn(self._make_room_for_successor())
+            self._handing_over = self.spawn(self._make_room_for_target())
 
-    async def _make_room_for_successor(self) -> None:
-        await self.durable.hand_over()
+    async def _make_room_for_target(self) -> None:
+        await self.durable.prepare_migration()
         if self._handing_over is asyncio.current_task():
             self._handed_over = True
             self.host.slot_changed()
@@ -334,8 +334,8 @@ class Slot:
         run, attempt, box, slot, generation = key_of(self.assignment)
         # Known once the first batch is out; until then nobody is to be warned.
         place = self._turn.place if self._turn is not None else 0
-        self.traits.not_used = self.findings.not_used[:MOST_TOLD]
-        self.traits.looked_at_assignment = bool(self.progress_page.looked) or not self.begun.is_set()
+        self.capabilities.not_used = self.findings.not_used[:MOST_TOLD]
+        self.capabilities.looked_at_assignment = bool(self.progress_page.looked) or not self.begun.is_set()
         return coordinator_pb2.SlotReport(
             run=run,
             attempt=attempt,
@@ -343,7 +343,7 @@ class Slot:
             slot=slot,
             generation=generation,
             phase=self.phase,
-            traits=self.traits,
+            capabilities=self.capabilities,
             error=self.error,
             lost=self.lost,
             produced=self.progress_page.total,
@@ -352,39 +352,39 @@ class Slot:
             batch_s=self._rates.batch_s,
             batch_cpu_s=self._rates.batch_cpu_s,
             batch_delay_s=self._rates.batch_delay_s,
-            handed_over=self._handed_over,
+            migrated=self._handed_over,
             doing=self._doing,
             stack=self._stack,
             recycle=self.recycle,
             outgrown=self.outgrown,
             making=self._making,
-            start_place=place,
-            start_queue=len(self.host.starts) if place else 0,
+            start_queue_position=place,
+            start_queue_length=len(self.host.starts) if place else 0,
         )
 
     # ---- what the runner says
 
-    def _hear(self, message: Message) -> None:
+    def _hear(self, message: ControlMessage) -> None:
         if self._stopping:
             return
         fields = message.fields
-        if message.kind == "base":
+        if message.kind == "point":
             epoch, delivered, total, samples, step = counts(message, "epoch", "delivered", "total", "samples", "step")
-            base = Kept(epoch, delivered, total, samples, bool(fields["origin"]), step, message.payload)
-            base.proven = base.start = bool(fields["start"])
+            point = StoredSnapshot(epoch, delivered, total, samples, bool(fields["epoch_start"]), step, message.payload)
+            point.proven = point.start = bool(fields["start"])
             again = any(kept.begins and (kept.epoch, kept.total) == (epoch, total) for kept in self.store)
-            base.wanted, base.begins = bool(fields["wanted"]), bool(fields["begins"]) or again
+            point.wanted, point.begins = bool(fields["wanted"]), bool(fields["begins"]) or again
             self.host.tally.snapshots += 1
-            self.store.add(base, *self._oldest_wanted())
+            self.store.add(point, *self._oldest_wanted())
             return  # nothing that a report tells: a heartbeat for each would cost four times the snapshot
         if message.kind == "generators":
             total, generators = counts(message, "total", "hash")
-            for base in self.store:
-                if base.total == total - 1:
-                    base.generators = generators
+            for point in self.store:
+                if point.total == total - 1:
+                    point.generators = generators
             return
         if message.kind == "ready":
-            self.traits.ParseFromString(message.payload)
+            self.capabilities.ParseFromString(message.payload)
             self.spawn(self._become_ready())
         elif message.kind == "unsaved":
             self.unsaved = records_pb2.ErrorDetail(**fields["error"])
@@ -412,9 +412,9 @@ class Slot:
 
     async def _become_ready(self) -> None:
         """The first snapshot is durable before any batch can be fetched: none is out that could not be recovered."""
-        for base in list(self.store):
-            if not base.durable and base.proven:
-                await self.durable.make(base)
+        for point in list(self.store):
+            if not point.durable and point.proven:
+                await self.durable.make(point)
             refused = self.durable.refused
             if refused and not self.assignment.recovery:  # else an older one of the slot is there
                 self.fail(detail_of(JournalError(_NO_ROOM.format(name=self.name, why=refused))), lost=False)
@@ -455,32 +455,32 @@ class Slot:
         async with asyncio.timeout(deadline_s):  # not wait_for, which may swallow that it is cancelled
             await self.ready.wait()
         assert self._child is not None
-        if self.assignment.successor and not self.attached:  # its predecessor went on until now
+        if self.assignment.is_target and not self.attached:  # its predecessor went on until now
             with contextlib.suppress(*NOT_OURS):  # then from what was there when it began
                 async with asyncio.timeout(deadline_s):
-                    await self._fetch_bases(self._child)
+                    await self._fetch_restart_points(self._child)
         while self._handed and self._child.reads_late:  # user code may have it for as long as it likes
             await asyncio.sleep(LOOK_S)
         self._handed = False
 
     # ---- durable snapshots
 
-    def usable(self, base: Kept) -> bool:
+    def usable(self, point: StoredSnapshot) -> bool:
         """May a loader be restored from it? Only if that was proven, or needs no proof."""
         return (
-            (base.proven and (base.start or not self.findings.misleads))
+            (point.proven and (point.start or not self.findings.misleads))
             or not self.is_savable
-            or (self.traits.exact_states and not (base.refuted or self.findings.inexact))
+            or (self.capabilities.exact_states and not (point.refuted or self.findings.inexact))
         )
 
     @property
     def is_savable(self) -> bool:
         """Its loader was said to yield the same again: it has state methods, or `replay=True` was asked for. What else
         it may be (a reader of a queue, say) must not be called for beside its stream."""
-        return self.traits.state_methods > 0 or self.assignment.loader.options.replay_without_state
+        return self.capabilities.state_methods > 0 or self.assignment.loader.options.replay_without_state
 
     @property
-    def findings(self) -> Findings:
+    def findings(self) -> LoaderFindings:
         """What is known of the run's loader."""
         return self.host.findings(self.assignment)
 
@@ -492,15 +492,15 @@ class Slot:
         steps = self.assignment.loader.options.retention_steps
         total = max(0, progress_page.delivered - math.ceil(steps / self.assignment.num_workers_per_box) - 1)
         entry = progress_page.entry(total)
-        epoch = self.assignment.base.epoch if entry is None else entry.epoch
-        return total, max(epoch, progress_page.begun - PASSES_AHEAD - steps - 1)
+        epoch = self.assignment.start.epoch if entry is None else entry.epoch
+        return total, max(epoch, progress_page.begun - EPOCHS_AHEAD - steps - 1)
 
     def step_of(self, total: int) -> int:
         """The box's step that delivered this batch, as long as all slots live."""
-        base = self.assignment.base
-        turns = list(base.live)
-        ahead = (turns.index(self.assignment.slot) - base.cursor) % len(turns) if self.assignment.slot in turns else 0
-        return base.step + ahead + 1 + (total - self._first_total - 1) * len(turns)
+        point = self.assignment.start
+        turns = list(point.live)
+        ahead = (turns.index(self.assignment.slot) - point.cursor) % len(turns) if self.assignment.slot in turns else 0
+        return point.step + ahead + 1 + (total - self._first_total - 1) * len(turns)
 
     @property
     def runner(self) -> int:
@@ -519,19 +519,21 @@ class Slot:
             self._child.drain()
 
     async def answer(self, request: coordinator_pb2.StateRequest) -> tuple[coordinator_pb2.StateAnswer, bytes] | None:
-        """See States.answer. None, too, if the slot ends meanwhile."""
+        """See SlotStates.answer. None, too, if the slot ends meanwhile."""
         answering = asyncio.ensure_future(self.states.answer(request))
         self._tasks.add(answering)
         answering.add_done_callback(self._tasks.discard)
         await asyncio.wait((answering,))
         return None if answering.cancelled() else answering.result()
 
-    async def scratch(self, bases: list[bytes], task: str, deadline_s: float = DEADLINE_S, **fields: Any) -> Message:
-        """Have a scratch child do something with the loader; see run_task."""
-        if task == "state" and by_own_methods(self.traits) and self.assignment.resume.blob:
-            bases = [*bases, await self._resume_blob()]
+    async def helper(
+        self, points: list[bytes], task: str, deadline_s: float = DEADLINE_S, **fields: Any
+    ) -> ControlMessage:
+        """Have a helper process do something with the loader; see run_task."""
+        if task == "state" and by_own_methods(self.capabilities) and self.assignment.resume.blob:
+            points = [*points, await self._resume_blob()]
         return await run_task(
-            self.host, self.assignment, self.name, self.progress_page, bases, task, deadline_s, **fields
+            self.host, self.assignment, self.name, self.progress_page, points, task, deadline_s, **fields
         )
 
     async def learn_findings(self) -> None:
@@ -540,8 +542,8 @@ class Slot:
             await self._tell_findings(self._child)
 
     async def _tell_findings(self, child: Child) -> None:
-        if self.findings.rewinds:
-            await child.send("rewinds", rewinds=self.findings.rewinds)
+        if self.findings.crossing:
+            await child.send("crossing", crossing=self.findings.crossing)
         if self.findings.misleads:
             await child.send("misleads")
 

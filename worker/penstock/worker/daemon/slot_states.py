@@ -1,4 +1,4 @@
-"""Answering for a slot: its state at a place, from what is kept or by replay in a scratch child."""
+"""Answering for a slot: its state at a place, from what is kept or by replay in a helper process."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from penstock.proto.errors import DeadlineError, NotRestartableError, PenstockEr
 from penstock.proto.rpc.channel import detail_of, error_of
 from penstock.proto.v1 import coordinator_pb2
 from penstock.worker.helpers.replayers import DEADLINE_S
-from penstock.worker.processes.progress_page import ENTRIES, Entry
+from penstock.worker.processes.progress_page import ENTRIES, BatchRecord
 
 if TYPE_CHECKING:
     from penstock.worker.daemon.slot import Slot
-    from penstock.worker.daemon.snapshots import Kept
+    from penstock.worker.daemon.snapshots import StoredSnapshot
 
-__all__ = ["POLL_S", "States"]
+__all__ = ["POLL_S", "SlotStates"]
 
 POLL_S = 0.005
 """How often the progress page is read while somebody waits for a batch to be produced."""
@@ -27,8 +27,8 @@ NEXT_S = 0.5
 """That a state waits for the batch behind it to be made, where a resume is compared with that."""
 CHEAP_S = 5.0
 """Seconds that the runner has worked since its launch began, which a helper would do again."""
-SCRATCH_SHARE = 0.7
-"""Of the time that the asker still has, for a scratch child: its stack must reach the asker before he gives up."""
+HELPER_SHARE = 0.7
+"""Of the time that the asker still has, for a helper process: its stack must reach the asker before he gives up."""
 
 
 class _Pauses:
@@ -49,22 +49,22 @@ _pauses = _Pauses()
 
 
 def _share(until: float) -> float:
-    return min(DEADLINE_S, max(0.1, SCRATCH_SHARE * (until - time.monotonic())))
+    return min(DEADLINE_S, max(0.1, HELPER_SHARE * (until - time.monotonic())))
 
 
 def _left(request: coordinator_pb2.StateRequest) -> dict[int, int]:
     """Epoch -> the slot's total where the loop left it by `break`, as far as the coordinator knows."""
-    return {end.epoch: end.total for end in request.left}
+    return {end.epoch: end.total for end in request.abandoned}
 
 
-class States:
+class SlotStates:
     """The answers of one slot."""
 
     def __init__(self, slot: Slot) -> None:
         self._slot = slot
 
     async def answer(self, request: coordinator_pb2.StateRequest) -> tuple[coordinator_pb2.StateAnswer, bytes] | None:
-        """The slot's state at a place, once the place is produced; or where the pass ended before it. None if the
+        """The slot's state at a place, once the place is produced; or where the epoch ended before it. None if the
         runner died meanwhile: whoever gets the slot is asked again."""
         answer = coordinator_pb2.StateAnswer(request=request.request, worker=self._slot.host.name)
         data = b""
@@ -72,7 +72,7 @@ class States:
         try:
             async with asyncio.timeout(request.deadline_s):
                 data = await self._state(request, answer, until)
-        except PenstockError as error:  # a DeadlineError of a scratch child is a TimeoutError too
+        except PenstockError as error:  # a DeadlineError of a helper process is a TimeoutError too
             if self._slot.lost or self._slot.runner_gone:
                 return None
             answer.error.CopyFrom(detail_of(error))
@@ -91,7 +91,7 @@ class States:
         answer.digests_after = request.digests_after
         if not answer.digests:
             answer.digests.extend(self._digests(request, self._slot.progress_page.entry))
-        answer.traits.CopyFrom(self._slot.traits)
+        answer.capabilities.CopyFrom(self._slot.capabilities)
         answer.state_bytes = len(data)
         return answer, data
 
@@ -102,42 +102,42 @@ class States:
         await self._slot.ready.wait()
         if request.aggregate_blob:
             states = await self._slot.host.coordinator.get_blob(request.aggregate_blob)
-            return (await self._slot.scratch([states], "aggregate", _share(until))).payload
+            return (await self._slot.helper([states], "aggregate", _share(until))).payload
         self._require_saving()
         if not await self._produced(request, answer):
             return b""
         entry = self._slot.progress_page.entry(total)
         if entry is not None:
             answer.samples_streamed, answer.digest = entry.samples, entry.digest
-        if self._slot.unsaved is not None and not self._slot.traits.state_methods == 0:
+        if self._slot.unsaved is not None and not self._slot.capabilities.state_methods == 0:
             raise error_of(self._slot.unsaved)
         await self._note_next(request, answer, until)
-        slot, aggregated = self._slot, self._slot.traits.state_methods == 4
+        slot, aggregated = self._slot, self._slot.capabilities.state_methods == 4
         # A loader whose states are aggregated must give one of just this place. Of others a place before will do, and
         # the count from there; but in this epoch, else whether nothing was left between is to be found out.
-        base = (
+        point = (
             slot.store.exactly(epoch, delivered, total, request.step)
             if aggregated
             else await self._nearest(request, until)
         )
-        lacks = base is not None and (self._lacks(base, request) or self._lacks_next(request, answer))
-        if base is not None and base.epoch == epoch and not lacks:
-            if entry is None and base.total == total:
-                answer.samples_streamed = base.samples
-            return base.data
+        lacks = point is not None and (self._lacks(point, request) or self._lacks_next(request, answer))
+        if point is not None and point.epoch == epoch and not lacks:
+            if entry is None and point.total == total:
+                answer.samples_streamed = point.samples
+            return point.data
         return await self._advance(request, answer, until) or await self._materialise(request, answer, until)
 
-    async def _nearest(self, request: coordinator_pb2.StateRequest, until: float) -> Kept | None:
+    async def _nearest(self, request: coordinator_pb2.StateRequest, until: float) -> StoredSnapshot | None:
         """The nearest restart point before a place, of its epoch if one of that can be proven now."""
         store, left = self._slot.store, _left(request)
-        base = store.nearest(request.epoch, request.position.total, left=left)
-        if base is not None and base.epoch == request.epoch:
-            return base
+        point = store.nearest(request.epoch, request.position.total, left=left)
+        if point is not None and point.epoch == request.epoch:
+            return point
         inside = [kept for kept in store if kept.epoch == request.epoch and kept.total <= request.position.total]
         for candidate in (*inside[-1:], *inside[:1]):
             if not candidate.refuted and await self._slot.prover.prove_now(candidate, _share(until)):
                 return candidate
-        return base
+        return point
 
     async def _note_next(
         self, request: coordinator_pb2.StateRequest, answer: coordinator_pb2.StateAnswer, until: float
@@ -161,7 +161,7 @@ class States:
     @property
     def _by_own(self) -> bool:
         """It resumes by methods of its own, which are proven by the batch behind the place alone."""
-        return self._slot.traits.state_methods == 4 and not self._slot.traits.exact_states
+        return self._slot.capabilities.state_methods == 4 and not self._slot.capabilities.exact_states
 
     def _lacks_next(self, request: coordinator_pb2.StateRequest, answer: coordinator_pb2.StateAnswer) -> bool:
         """The batch behind the place is not known here, and is needed: a helper makes it. At the end of an epoch, where
@@ -170,7 +170,7 @@ class States:
             return False
         if not answer.next_epoch or self._slot.progress_page.worked_s <= CHEAP_S:
             return True
-        begin, workers = self._slot.assignment.base, self._slot.assignment.num_workers_per_box
+        begin, workers = self._slot.assignment.start, self._slot.assignment.num_workers_per_box
         return (begin.cursor + request.step - begin.step) % workers != 0
 
     @property
@@ -178,28 +178,30 @@ class States:
         """The runner took over and has not heard where the training loop goes on: its progress page is empty."""
         return self._slot.assignment.recovery and not self._slot.attached
 
-    def _lacks(self, base: Kept, request: coordinator_pb2.StateRequest) -> bool:
-        """It is an earlier runner's, and a replay in a scratch child tells more: which batches are left out since, or
+    def _lacks(self, point: StoredSnapshot, request: coordinator_pb2.StateRequest) -> bool:
+        """It is an earlier runner's, and a replay in a helper process tells more: which batches are left out since, or
         the digests that nobody here has noted."""
-        if not base.inherited:
+        if not point.inherited:
             return False
         if self._slot.assignment.skips:
             return True
         start, after = self._start(request), request.digests_after
         return self._waits_for_loop and start is not None and start.total <= after < request.position.total
 
-    def _start(self, request: coordinator_pb2.StateRequest) -> Kept | None:
-        """The base to replay from: the nearest, or one of its pass from which all digests asked for are seen."""
+    def _start(self, request: coordinator_pb2.StateRequest) -> StoredSnapshot | None:
+        """The base to replay from: the nearest, or one of its epoch from which all digests asked for are seen."""
         store, left = self._slot.store, _left(request)
-        base = store.nearest(request.epoch, request.position.total, left=left)
-        if base is not None and self._waits_for_loop:
-            before = store.nearest(base.epoch, request.digests_after, left=left)
-            if before is not None and before.epoch == base.epoch:
+        point = store.nearest(request.epoch, request.position.total, left=left)
+        if point is not None and self._waits_for_loop:
+            before = store.nearest(point.epoch, request.digests_after, left=left)
+            if before is not None and before.epoch == point.epoch:
                 return before
-        return base
+        return point
 
-    def _digests(self, request: coordinator_pb2.StateRequest, entry_of: Callable[[int], Entry | None]) -> list[int]:
-        """Of the batches that lead to the place; empty if one is not known here, or is of a pass that was left."""
+    def _digests(
+        self, request: coordinator_pb2.StateRequest, entry_of: Callable[[int], BatchRecord | None]
+    ) -> list[int]:
+        """Of the batches that lead to the place; empty if one is not known here, or is of an epoch that was left."""
         total = request.position.total
         began = total - request.position.delivered
         digests = []
@@ -212,8 +214,8 @@ class States:
 
     def _require_saving(self) -> None:
         where = f"{self._slot.assignment.loader.input_fn} ({self._slot.name})"
-        if self._slot.traits.not_restartable:
-            raise NotRestartableError(f"{where} cannot be saved: {self._slot.traits.not_restartable}")
+        if self._slot.capabilities.not_restartable:
+            raise NotRestartableError(f"{where} cannot be saved: {self._slot.capabilities.not_restartable}")
         if self._slot.findings.unrepeatable is not None:
             raise self._slot.findings.unrepeatable
         if not self._slot.is_savable:
@@ -223,7 +225,7 @@ class States:
             )
 
     async def _produced(self, request: coordinator_pb2.StateRequest, answer: coordinator_pb2.StateAnswer) -> bool:
-        """Wait until the place is reached; False, with the answer filled in, if its pass, or the one before, ended
+        """Wait until the place is reached; False, with the answer filled in, if its epoch, or the one before, ended
         elsewhere than the asker thought."""
         epoch, total = request.epoch, request.position.total
         began = total - request.position.delivered
@@ -231,7 +233,7 @@ class States:
             self._slot.progress_page.refresh()
             ends = self._slot.progress_page.ends()
             end = ends.get(epoch - 1, began)
-            # More than the asker thought: the loop left that pass, and the runner, which was ahead, has not heard of
+            # More than the asker thought: the loop left that epoch, and the runner, which was ahead, has not heard of
             # it. If the asker is wrong instead, another slot has less, and says so. What has begun is settled.
             unheard = end > began and self._slot.progress_page.begun < epoch
             if end != began and not unheard:
@@ -256,8 +258,8 @@ class States:
                 raise StateUnavailableError(f"{self._slot.name}: it failed before batch {total}")
             await _pauses.next()
 
-    async def _begun(self, request: coordinator_pb2.StateRequest, tried: Kept) -> None:
-        """Wait until the runner begins the pass, behind one that the loop left: it saves itself there then. `tried`:
+    async def _begun(self, request: coordinator_pb2.StateRequest, tried: StoredSnapshot) -> None:
+        """Wait until the runner begins the epoch, behind one that the loop left: it saves itself there then. `tried`:
         from where that place was not come to. Raises StateUnavailableError if there will be no other one."""
         slot, epoch, position = self._slot, request.epoch, request.position
         waits = not (self._waits_for_loop or position.delivered)
@@ -268,7 +270,7 @@ class States:
         slot.drain()
         if not waits or self._start(request) is tried:
             raise StateUnavailableError(
-                f"{slot.name}: step {request.step} lies behind a pass that the loop left, after batch "
+                f"{slot.name}: step {request.step} lies behind an epoch that the loop left, after batch "
                 f"{position.total - position.delivered} of the worker; its runner, which has taken over, has not heard "
                 "that yet, and another state would come of it. Ask again once the loop has taken a batch more of this "
                 "worker"
@@ -280,16 +282,16 @@ class States:
         """The state by arithmetic from one before it in its epoch, if the loader's class can: no user code runs then.
         b"" if it cannot be had so."""
         slot, total = self._slot, request.position.total
-        base, entry = slot.store.nearest(request.epoch, total, left=_left(request)), slot.progress_page.entry(total)
-        if not slot.traits.advances_state or base is None or base.epoch != request.epoch or entry is None:
+        point, entry = slot.store.nearest(request.epoch, total, left=_left(request)), slot.progress_page.entry(total)
+        if not slot.capabilities.advances_state or point is None or point.epoch != request.epoch or entry is None:
             return b""
-        if base.total - base.delivered != total - request.position.delivered or base.step or slot.assignment.skips:
+        if point.total - point.delivered != total - request.position.delivered or point.step or slot.assignment.skips:
             return b""
-        done = await slot.scratch(
-            [base.data],
+        done = await slot.helper(
+            [point.data],
             "advance",
             _share(until),
-            loader=slot.traits.advances_state,
+            loader=slot.capabilities.advances_state,
             delivered=request.position.delivered,
             total=total,
             samples=entry.samples,
@@ -301,18 +303,18 @@ class States:
         self, request: coordinator_pb2.StateRequest, answer: coordinator_pb2.StateAnswer, until: float
     ) -> bytes:
         epoch, total = request.epoch, request.position.total
-        base = self._start(request)
-        if base is None:
+        point = self._start(request)
+        if point is None:
             raise StateUnavailableError(
                 f"{self._slot.name}: nothing is kept any more from which batch {total} could be reached"
             )
         digests = {
             str(count): entry.digest
-            for count in range(base.total + 1, total + 1)
+            for count in range(point.total + 1, total + 1)
             if (entry := self._slot.progress_page.entry(count)) is not None
         }
-        done = await self._slot.scratch(
-            [base.data],
+        done = await self._slot.helper(
+            [point.data],
             "state",
             _share(until),
             epoch=epoch,
@@ -321,11 +323,11 @@ class States:
             step=request.step,
             digests=digests,
             left={str(epoch): there for epoch, there in _left(request).items()},
-            left_from=request.left_from,
+            abandoned_from=request.abandoned_from,
             following=self._lacks_next(request, answer),
         )
         if "elsewhere" in done.fields:
-            await self._begun(request, base)
+            await self._begun(request, point)
             return await self._state(request, answer, until)
         if done.fields["ended"]:
             answer.ended, answer.ended_epoch, answer.ended_total = True, epoch, done.fields["total"]
@@ -334,6 +336,6 @@ class States:
         if done.fields["following"]:
             answer.next_digest, answer.next_epoch = done.fields["following"], done.fields["over"]
         seen = done.fields["replayed"]
-        replayed = {count: Entry(count, *at) for count, at in enumerate(seen, total + 1 - len(seen))}
+        replayed = {count: BatchRecord(count, *at) for count, at in enumerate(seen, total + 1 - len(seen))}
         answer.digests.extend(self._digests(request, replayed.get))
         return done.payload

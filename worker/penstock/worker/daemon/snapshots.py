@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 from penstock.proto.state import position
 
-__all__ = ["Kept", "SnapshotStore"]
+__all__ = ["SlotSnapshots", "StoredSnapshot"]
 
 MAX_BYTES = 64 << 20
 MAX_COUNT = 1024
@@ -22,14 +22,14 @@ MOST = 16
 
 
 @dataclass
-class Kept:
+class StoredSnapshot:
     """One base. `step` is the box's step that its state speaks of, 0 if the state does not depend on it."""
 
     epoch: int
     delivered: int
     total: int
     samples: int
-    origin: bool
+    epoch_start: bool
     step: int
     data: bytes
     durable: bool = False
@@ -57,56 +57,59 @@ class Kept:
     @property
     def place(self) -> tuple[int, int, int, bool, int]:
         """What it describes."""
-        return self.epoch, self.delivered, self.total, self.origin, self.step
+        return self.epoch, self.delivered, self.total, self.epoch_start, self.step
 
 
-class SnapshotStore:
+class SlotSnapshots:
     """The bases of one slot and generation, in the order they were taken."""
 
-    def __init__(self, usable: Callable[[Kept], bool] = lambda kept: kept.proven) -> None:
+    def __init__(self, usable: Callable[[StoredSnapshot], bool] = lambda kept: kept.proven) -> None:
         """`usable`: whether a loader may be restored from a base."""
-        self._kept: list[Kept] = []
+        self._kept: list[StoredSnapshot] = []
         self._bytes = 0
         self._usable = usable
 
-    def __iter__(self) -> Iterator[Kept]:
+    def __iter__(self) -> Iterator[StoredSnapshot]:
         return iter(self._kept)
 
-    def __reversed__(self) -> Iterator[Kept]:
+    def __reversed__(self) -> Iterator[StoredSnapshot]:
         return reversed(self._kept)
 
-    def add(self, base: Kept, oldest_wanted: int, oldest_epoch: int = position.MOST) -> None:
+    def add(self, point: StoredSnapshot, oldest_wanted: int, oldest_epoch: int = position.MOST) -> None:
         """Keep a base, instead of one that says the same: a runner that took over may know of batches to leave out.
         `oldest_wanted`: the smallest total that may still be asked for; `oldest_epoch`: the first epoch. A slot without
         batches has one total in all epochs, and makes their origins as far ahead of the loop as it may."""
-        self._keep_only([*(kept for kept in self._kept if kept.place != base.place), base])
+        self._keep_only([*(kept for kept in self._kept if kept.position != point.position), point])
         before = [kept for kept in self._kept if kept.total <= oldest_wanted and kept.epoch <= oldest_epoch]
         usable = [kept for kept in before if self._usable(kept)]
-        past = {id(kept) for kept in before} - {id(kept) for kept in (*before[-1:], *usable[-1:])}
-        self._keep_only([kept for kept in self._kept if id(kept) not in past])
+        history = {id(kept) for kept in before} - {id(kept) for kept in (*before[-1:], *usable[-1:])}
+        self._keep_only([kept for kept in self._kept if id(kept) not in history])
         for share, last in ((1, False), (MOST, True)):
             if self._bytes > share * MAX_BYTES or len(self._kept) > share * MAX_COUNT:
-                inner = [kept for kept in self._kept[1:-1] if last or not (kept.origin or kept.proven)]
+                inner = [kept for kept in self._kept[1:-1] if last or not (kept.epoch_start or kept.proven)]
                 dropped = {id(kept) for kept in inner[::2]}
                 self._keep_only([kept for kept in self._kept if id(kept) not in dropped])
 
     def forget_after(self, epoch: int, total: int) -> None:
-        """The loop left this pass after `total`: what was taken of it later, or of a pass after it, never happened."""
+        """The loop left this epoch after `total`: what was taken of it later, or of an epoch after it, never
+        happened."""
         self._keep_only(
             [kept for kept in self._kept if kept.epoch < epoch or (kept.epoch == epoch and kept.total <= total)]
         )
 
-    def exactly(self, epoch: int, delivered: int, total: int, step: int) -> Kept | None:
+    def exactly(self, epoch: int, delivered: int, total: int, step: int) -> StoredSnapshot | None:
         """A base of just this place, whose state speaks of this step. Newest first: an origin of the place counts."""
         for kept in reversed(self._kept):
             if (kept.epoch, kept.delivered, kept.total) == (epoch, delivered, total) and kept.step in (0, step):
                 return kept
         return None
 
-    def nearest(self, epoch: int, total: int, *, left: Mapping[int, int] = MappingProxyType({})) -> Kept | None:
+    def nearest(
+        self, epoch: int, total: int, *, left: Mapping[int, int] = MappingProxyType({})
+    ) -> StoredSnapshot | None:
         """The base to replay from: the latest usable one at or before a place, in the latest pass.
 
-        `left`: epoch -> total where the loop left that pass. What was taken ahead of such a place is not on the way,
+        `left`: epoch -> total where the loop left that epoch. What was taken ahead of such a place is not on the way,
         and what was taken just there only the last resort, as in `_recover` in runner.py.
         """
         usable = [
@@ -118,9 +121,9 @@ class SnapshotStore:
             and kept.total - kept.delivered <= left.get(kept.epoch - 1, kept.total)
             and all(kept.total <= there for number, there in left.items() if number >= kept.epoch)
         ]
-        usable = [kept for kept in usable if kept.origin or kept.total != left.get(kept.epoch)] or usable
-        return max(usable, key=lambda kept: (kept.epoch, kept.total, kept.origin), default=None)
+        usable = [kept for kept in usable if kept.epoch_start or kept.total != left.get(kept.epoch)] or usable
+        return max(usable, key=lambda kept: (kept.epoch, kept.total, kept.epoch_start), default=None)
 
-    def _keep_only(self, kept: list[Kept]) -> None:
+    def _keep_only(self, kept: list[StoredSnapshot]) -> None:
         self._kept = kept
-        self._bytes = sum(len(base.data) for base in kept)
+        self._bytes = sum(len(point.data) for point in kept)

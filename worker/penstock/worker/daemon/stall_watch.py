@@ -44,7 +44,7 @@ class Stall:
 
     @property
     def idle(self) -> bool:
-        """It waits for others: for the loop to take batches, to open a pass."""
+        """It waits for others: for the loop to take batches, to open an epoch."""
         return self.activity in _IDLE
 
     def text(self, now: float, wall: float) -> str:

@@ -15,9 +15,9 @@ from penstock.proto.errors import PenstockError
 from penstock.proto.rpc.addresses import is_local
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.runtime.web.http_server import Page, WebServer
-from penstock.runtime.web.prometheus import Collector, Readings, cpu_seconds, in_loop, metrics_route
+from penstock.runtime.web.prometheus import Collector, MetricReadings, cpu_seconds, in_loop, metrics_route
 from penstock.worker.daemon.daemon import Daemon
-from penstock.worker.daemon.slot import Tally
+from penstock.worker.daemon.slot import DaemonCounters
 from penstock.worker.resources.memory_use import family, held_by
 
 __all__ = ["health", "open_web"]
@@ -43,7 +43,7 @@ class _Now:
     slots: list[_SlotNow]
     phases: Counter[str]
     answers: Counter[str]
-    tally: Tally
+    tally: DaemonCounters
     sent_bytes: int
     lanes: int
     answered_at: float | None
@@ -74,19 +74,19 @@ def _look(daemon: Daemon) -> _Now:
         phases,
         Counter(daemon.state_answers),
         daemon.tally,
-        daemon.doors.sent_bytes,
-        daemon.doors.remote,
+        daemon.listeners.sent_bytes,
+        daemon.listeners.remote,
         daemon.answered_at,
         daemon.lease_s,
     )
 
 
-def _readings(daemon: Daemon, loop: asyncio.AbstractEventLoop) -> Readings:
+def _readings(daemon: Daemon, loop: asyncio.AbstractEventLoop) -> MetricReadings:
     at = in_loop(loop, lambda: _look(daemon))
-    now, found = time.monotonic(), Readings("worker")
+    now, found = time.monotonic(), MetricReadings("worker")
     found.add("penstock_worker_info", 1, worker=daemon.name)
     found.add("penstock_worker_uptime_seconds", now - daemon.started_at)
-    found.add("penstock_worker_certificate_expires_timestamp_seconds", daemon.doors.certificate_expires_at)
+    found.add("penstock_worker_certificate_expires_timestamp_seconds", daemon.listeners.certificate_expires_at)
     found.add("penstock_worker_capacity", daemon.settings.slots)
     for phase in ("starting", "ready", "failed"):
         found.add("penstock_worker_slots", at.phases[phase], phase=phase)

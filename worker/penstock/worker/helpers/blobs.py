@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
-from penstock.worker.processes.control_channel import Message, payload_of
+from penstock.worker.processes.control_channel import ControlMessage, payload_of
 
 __all__ = ["Blobs"]
 
@@ -50,7 +50,7 @@ class Blobs:
     async def read(self, name: str) -> bytes:
         """Return the value itself."""
         fd = await self.descriptor(name)
-        return await asyncio.to_thread(payload_of, Message("value", fds=[fd]))
+        return await asyncio.to_thread(payload_of, ControlMessage("value", fds=[fd]))
 
     async def _fetch(self, name: str) -> int:
         if self._client is None:

@@ -1,8 +1,8 @@
 """The daemon's helper processes (helper_process.py): as many as there are processors, shared by the tasks of a run.
 
 Where a run asks for many tasks at once, the state of a hundred slots say, its tasks go to helpers, one at a time to
-each. The first task of a run goes to a scratch child, which tells what it had to import; helpers import the same. A
-task that fails in a helper, in whatever way, is done again by a scratch child, whose answer counts: what comes of user
+each. The first task of a run goes to a helper process, which tells what it had to import; helpers import the same. A
+task that fails in a helper, in whatever way, is done again by a helper process, whose answer counts: what comes of user
 code never depends on whether a helper did it.
 """
 
@@ -19,10 +19,10 @@ from typing import Any
 from penstock.proto.errors import WorkerLostError
 from penstock.proto.v1 import records_pb2
 from penstock.worker.processes.child_processes import Child, ForkServer
-from penstock.worker.processes.control_channel import Message
+from penstock.worker.processes.control_channel import ControlMessage
 from penstock.worker.processes.progress_page import ProgressPage
 
-__all__ = ["Helper", "Helpers"]
+__all__ = ["HelperPool", "HelperProcess"]
 
 PAYS = 3
 """Tasks of a run, under way and waiting, for which a helper is started: fewer are done before it is warm."""
@@ -34,7 +34,7 @@ WARM_S = 60.0
 _Key = tuple[str, ...]
 
 
-class Helper:
+class HelperProcess:
     """One process, with one task at a time."""
 
     def __init__(self) -> None:
@@ -42,10 +42,10 @@ class Helper:
         self.modules: frozenset[str] = frozenset()
         self.worker = 0
         """Process id of the child that does its task."""
-        self.answer: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+        self.answer: asyncio.Future[ControlMessage] = asyncio.get_running_loop().create_future()
         self.idle: asyncio.TimerHandle | None = None
 
-    def hear(self, message: Message) -> None:
+    def hear(self, message: ControlMessage) -> None:
         """What it, or the child that does its task, says."""
         if message.kind == "working":
             pid = message.fields.get("pid")
@@ -53,7 +53,7 @@ class Helper:
         elif not self.answer.done():
             self.answer.set_result(message)
 
-    def expect(self) -> asyncio.Future[Message]:
+    def expect(self) -> asyncio.Future[ControlMessage]:
         """The answer to what it is asked next."""
         self.worker, self.answer = 0, asyncio.get_running_loop().create_future()
         return self.answer
@@ -89,10 +89,10 @@ class _Crew:
     """To import; None before a task has told them."""
     unfit: str = ""
     """Why there can be no helpers."""
-    idle: list[Helper] = field(default_factory=list)
+    idle: list[HelperProcess] = field(default_factory=list)
 
 
-class Helpers:
+class HelperPool:
     """
     Args:
         fork server: what helpers are forked from.
@@ -112,7 +112,7 @@ class Helpers:
         finally:
             crew.tasks -= 1
 
-    async def take(self, assignment: records_pb2.WorkerAssignment, progress_page: ProgressPage) -> Helper | None:
+    async def take(self, assignment: records_pb2.WorkerAssignment, progress_page: ProgressPage) -> HelperProcess | None:
         """A helper for one task, if it is worth it and can be had; to be given back, or ended."""
         crew = self._crews.get(_key_of(assignment))
         if crew is None or crew.unfit or crew.modules is None or (crew.tasks < PAYS and not crew.idle):
@@ -126,7 +126,7 @@ class Helpers:
             helper.end()
         return await self._started(assignment, progress_page, crew)
 
-    def give_back(self, assignment: records_pb2.WorkerAssignment, helper: Helper) -> None:
+    def give_back(self, assignment: records_pb2.WorkerAssignment, helper: HelperProcess) -> None:
         """Its task is done."""
         crew = self._crews[_key_of(assignment)]
         helper.idle = asyncio.get_running_loop().call_later(IDLE_S, self._let_go, crew, helper)
@@ -151,16 +151,16 @@ class Helpers:
             for helper in self._crews.pop(key).idle:
                 helper.end()
 
-    def _let_go(self, crew: _Crew, helper: Helper) -> None:
+    def _let_go(self, crew: _Crew, helper: HelperProcess) -> None:
         if helper in crew.idle:
             crew.idle.remove(helper)
         helper.end()
 
     async def _started(
         self, assignment: records_pb2.WorkerAssignment, progress_page: ProgressPage, crew: _Crew
-    ) -> Helper | None:
+    ) -> HelperProcess | None:
         modules = crew.modules or []
-        fork_server, helper = await self._fork_server(assignment), Helper()
+        fork_server, helper = await self._fork_server(assignment), HelperProcess()
         helper.modules = frozenset(modules)
         spec = records_pb2.LoaderSpec()
         spec.CopyFrom(assignment.loader)

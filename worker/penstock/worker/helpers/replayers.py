@@ -1,4 +1,4 @@
-"""Having a scratch child, or a helper, do one thing with a slot's loader, beside the runner that streams; the daemon's
+"""Having a helper process, or a helper, do one thing with a slot's loader, beside the runner that streams; the daemon's
 side of replayer.py. Whatever comes of it, the stream goes on."""
 
 from __future__ import annotations
@@ -13,41 +13,41 @@ from penstock.proto.errors import DeadlineError, WorkerLostError, error_named
 from penstock.proto.v1 import records_pb2
 from penstock.runtime.process.exit_status import describe_exit
 from penstock.worker.helpers.blobs import Blobs
-from penstock.worker.helpers.helper_pool import Helper, Helpers
+from penstock.worker.helpers.helper_pool import HelperPool, HelperProcess
 from penstock.worker.processes.child_processes import Child, ForkServer, about_slot
-from penstock.worker.processes.control_channel import Message
+from penstock.worker.processes.control_channel import ControlMessage
 from penstock.worker.processes.exit_causes import descriptors_closed
 from penstock.worker.processes.progress_page import ProgressPage
 from penstock.worker.resources.turn_queue import TurnQueue
 
-__all__ = ["DEADLINE_S", "ScratchHost", "run_task", "send_assignment"]
+__all__ = ["DEADLINE_S", "ReplayHost", "run_task", "send_assignment"]
 
 DEADLINE_S = 120.0
 ASKED_FOR = ("state", "aggregate", "advance")
 """Tasks that a training job waits for: they come before those of ours."""
 
 
-class ScratchHost(Protocol):
+class ReplayHost(Protocol):
     """What it needs of the daemon."""
 
     scratches: TurnQueue
     """Tasks that are done at a time."""
-    helpers: Helpers
+    helpers: HelperPool
     blobs: Blobs
 
     async def fork_server(self, assignment: records_pb2.WorkerAssignment) -> ForkServer: ...
 
 
 async def run_task(
-    host: ScratchHost,
+    host: ReplayHost,
     assignment: records_pb2.WorkerAssignment,
     name: str,
     progress_page: ProgressPage,
-    bases: list[bytes],
+    points: list[bytes],
     task: str,
     deadline_s: float = DEADLINE_S,
     **fields: Any,
-) -> Message:
+) -> ControlMessage:
     """The child's answer to `task`. If somebody kills the child (SIGKILL), the answer of another one.
 
     Raises:
@@ -62,11 +62,11 @@ async def run_task(
             helper = await helpers.take(assignment, progress_page)
             if helper is not None:
                 began = time.monotonic()
-                message = await _by_helper(host, helper, assignment, name, bases, task, left_s, fields)
+                message = await _by_helper(host, helper, assignment, name, points, task, left_s, fields)
                 if message is not None:
                     return message
                 left_s = max(left_s - (time.monotonic() - began), 0.0)
-            message = await _by_child(host, assignment, name, progress_page, bases, task, deadline_s, left_s, fields)
+            message = await _by_child(host, assignment, name, progress_page, points, task, deadline_s, left_s, fields)
             helpers.learn(assignment, message.fields.pop("modules", None))
             if helper is not None and message.kind != "failed":
                 helpers.distrust(assignment, f"a fresh process did what it could not do: {task}")
@@ -76,26 +76,26 @@ async def run_task(
 
 
 async def _by_helper(
-    host: ScratchHost,
-    helper: Helper,
+    host: ReplayHost,
+    helper: HelperProcess,
     assignment: records_pb2.WorkerAssignment,
     name: str,
-    bases: list[bytes],
+    points: list[bytes],
     task: str,
     left_s: float,
     fields: dict[str, Any],
-) -> Message | None:
+) -> ControlMessage | None:
     """The answer of a helper that did it well; None if a fresh child is to do it."""
     assert helper.child is not None
     answer, whole = helper.expect(), False
     try:
-        await _ask(host, helper.child, assignment, bases, task, fields)
+        await _ask(host, helper.child, assignment, points, task, fields)
         either: set[asyncio.Future[Any]] = {answer, helper.child.exited}
         await asyncio.wait(either, timeout=left_s, return_when="FIRST_COMPLETED")
         if not answer.done():
             if helper.child.exited.done():
                 return None
-            raise _late(f"the scratch child of {name}", task, left_s, await helper.stack())
+            raise _late(f"the helper process of {name}", task, left_s, await helper.stack())
         message = answer.result()
         host.helpers.learn(assignment, message.fields.pop("modules", None))
         whole = message.kind == "done" and message.fields.get("same") is not False
@@ -108,26 +108,24 @@ async def _by_helper(
 
 
 async def _by_child(
-    host: ScratchHost,
+    host: ReplayHost,
     assignment: records_pb2.WorkerAssignment,
     name: str,
     progress_page: ProgressPage,
-    bases: list[bytes],
+    points: list[bytes],
     task: str,
     deadline_s: float,
     left_s: float,
     fields: dict[str, Any],
-) -> Message:
+) -> ControlMessage:
     """The answer of a child of its own, or of another one if somebody kills it."""
-    what = f"the scratch child of {name}"
+    what = f"the helper process of {name}"
     for last in (False, True):
         fork_server = await host.fork_server(assignment)
-        answer: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
-        child = await fork_server.fork(
-            "scratch", f"{name} {task}", progress_page, _first(answer), about_slot(assignment)
-        )
+        answer: asyncio.Future[ControlMessage] = asyncio.get_running_loop().create_future()
+        child = await fork_server.fork("task", f"{name} {task}", progress_page, _first(answer), about_slot(assignment))
         try:
-            await _ask(host, child, assignment, bases, task, fields)
+            await _ask(host, child, assignment, points, task, fields)
             either: set[asyncio.Future[Any]] = {answer, child.exited}
             began = time.monotonic()
             await asyncio.wait(either, timeout=left_s, return_when="FIRST_COMPLETED")
@@ -146,16 +144,16 @@ async def _by_child(
 
 
 async def _ask(
-    host: ScratchHost,
+    host: ReplayHost,
     child: Child,
     assignment: records_pb2.WorkerAssignment,
-    bases: list[bytes],
+    points: list[bytes],
     task: str,
     fields: dict[str, Any],
 ) -> None:
     await send_assignment(host.blobs, child, assignment)
-    for base in bases:
-        await child.send("base", base)
+    for point in points:
+        await child.send("point", point)
     await child.send(task, learn=True, **fields)
 
 
@@ -171,8 +169,8 @@ def _late(what: str, task: str, deadline_s: float, stack: str) -> DeadlineError:
     )
 
 
-def _first(answer: asyncio.Future[Message]) -> Callable[[Message], None]:
-    def hear(message: Message) -> None:
+def _first(answer: asyncio.Future[ControlMessage]) -> Callable[[ControlMessage], None]:
+    def hear(message: ControlMessage) -> None:
         if not answer.done():
             answer.set_result(message)
 

@@ -3,7 +3,8 @@
 A loader that ran the whole epoch is asked for the next one by `iter()`. One that was restored in its middle may not
 know any more where an epoch begins: a Hugging Face IterableDataset begins every later epoch there again. One that
 input_fn makes anew begins where epochs begin, but may count epochs and know nothing of those before. The loader that
-ran from the beginning shows what is right, where it can be compared. `Past.rewinds` says which of three ways it is:
+ran from the beginning shows what is right, where it can be compared. `StreamHistory.rewinds` says which of three ways
+it is:
 
     KEPT     go on with the restored loader
     FRESH    input_fn() anew, with the generators as they are
@@ -13,7 +14,8 @@ Where it is not known, the first batch of the next epoch is made in the first tw
 loader says of itself after them (its `state_dict()`, the generators), FRESH will do; else the slot's stream is made
 again from the beginning, once, and what comes then is the answer for good. The batch alone would not tell: where an
 epoch's number decides on the order of shards, two epochs may well begin with the same one. Where a state was saved at
-an epoch's end, the batch that came next then is known (`Source.awaited`): ways that agree on another one are wrong.
+an epoch's end, the batch that came next then is known (`RestorableLoader.awaited`): ways that agree on another one are
+wrong.
 """
 
 from __future__ import annotations
@@ -28,36 +30,38 @@ from penstock.proto.batch.replay_digest import ReplayDigest
 from penstock.proto.errors import InputFnError, PenstockError, ReplayMismatchError
 from penstock.proto.state.codec import encode_state
 from penstock.worker.loader.crossing_kinds import FRESH, KEPT, REPLAY
-from penstock.worker.loader.restart_points import END, Base, Past, Place
+from penstock.worker.loader.restart_points import END, RestartPoint, StreamHistory, StreamPosition
 
 if TYPE_CHECKING:
-    from penstock.worker.loader.restorable_loader import Source
+    from penstock.worker.loader.restorable_loader import RestorableLoader
 
 __all__ = ["catch_up", "cross", "leave", "travel"]
 
 _log = logging.getLogger("penstock.worker")
 
 
-def cross(source: Source, step: int) -> Base:
+def cross(source: RestorableLoader, step: int) -> RestartPoint:
     """Open the next epoch of a restored source in the way that is right; returns its epoch start."""
     end, untouched = source.rng(), source.is_untouched
-    no_other_word = source.traits.state_methods == 4 and not source.past.whole  # its stream began on another topology
-    if no_other_word or (source.past.rewinds == KEPT and not (untouched or source.strays)):
+    no_other_word = (
+        source.capabilities.state_methods == 4 and not source.history.complete
+    )  # its stream began on another topology
+    if no_other_word or (source.history.crossing == KEPT and not (untouched or source.strays)):
         return source.open(step=step)
     if source.by_own_methods:
         return _cross_as_resumed(source, step)
-    if source.past.rewinds == FRESH and not source.strays:
+    if source.history.crossing == FRESH and not source.strays:
         source.renew(end)
         return source.open(step=step)
     take = ReplayDigest(cover=cover_of(source.assignment.loader.options)).take
-    if source.past.rewinds == REPLAY or source.strays:
+    if source.history.crossing == REPLAY or source.strays:
         _from_the_beginning(source, take)
         return source.open(step=step)
     kept = _tried(source, step, take)
     source.renew(end)
     fresh = _tried(source, step, take)
-    same = fresh == kept or (fresh.alike(kept) and not source.past.whole)  # where nothing could tell more
-    awaited = source.awaited.get(source.place.total, fresh.digest)
+    same = fresh == kept or (fresh.alike(kept) and not source.history.complete)  # where nothing could tell more
+    awaited = source.awaited.get(source.position.total, fresh.digest)
     if same and awaited == fresh.digest:
         source.learn_rewinds(FRESH)
         source.renew(end)
@@ -72,23 +76,23 @@ def cross(source: Source, step: int) -> Base:
             "%s: restored within pass %d, it does not begin the next one as a loader made anew. Which "
             "one is right was found out by making its stream again from the beginning, once: %s",
             source.name,
-            source.place.epoch - 1,
-            {KEPT: "the restored loader", FRESH: "the one made anew"}.get(source.past.rewinds, "neither"),
+            source.position.epoch - 1,
+            {KEPT: "the restored loader", FRESH: "the one made anew"}.get(source.history.crossing, "neither"),
         )
     return opened
 
 
-def _cross_as_resumed(source: Source, step: int) -> Base:
+def _cross_as_resumed(source: RestorableLoader, step: int) -> RestartPoint:
     """The same with a loader that is resumed by its own methods, and can be restored only where its launch began.
 
     What it makes of the next epoch is right if that begins with the batch that came when the state was saved there, or
     with that of a loader from the beginning, which is made once.
     """
     take = ReplayDigest(cover=cover_of(source.assignment.loader.options)).take
-    start, untouched, goal, past = source.start, source.is_untouched, source.place.copy(), source.past
+    start, untouched, goal, history = source.start, source.is_untouched, source.position.copy(), source.history
     awaited = source.awaited.get(goal.total)
     came: _First | None = None
-    if past.rewinds != REPLAY:
+    if history.crossing != REPLAY:
         try:
             opened = source.open(step=step)
             came = _First.of(source, take)
@@ -104,31 +108,39 @@ def _cross_as_resumed(source: Source, step: int) -> Base:
     if came is not None and came.digest == right.digest and start is not None:
         if not untouched:
             source.learn_rewinds(KEPT)
-        _as_resumed(source, start, goal, past, take)
+        _as_resumed(source, start, goal, history, take)
         return source.open(step=step)
-    if not untouched and past.rewinds != REPLAY:
+    if not untouched and history.crossing != REPLAY:
         source.learn_rewinds(REPLAY)
         opened = source.marked(opened)
         _log.warning(
             "%s: restored within pass %d, it does not begin the next one with the right batch: its stream is made "
-            "again from the beginning at the end of each pass",
+            "again from the beginning at the end of each epoch",
             source.name,
             goal.epoch - 1,
         )
     return opened
 
 
-def _as_resumed(source: Source, start: Base, goal: Place, past: Past, take: Callable[[Any], tuple[int, int]]) -> None:
+def _as_resumed(
+    source: RestorableLoader,
+    start: RestartPoint,
+    goal: StreamPosition,
+    history: StreamHistory,
+    take: Callable[[Any], tuple[int, int]],
+) -> None:
     """Bring a loader that is resumed as its launch was back to where it stood, between two epochs. It got over the ends
     on the way by itself, and does again: they are not looked at once more."""
 
     def seen(batch: Any) -> None:
         source.digest, samples = take(batch)
-        source.place.samples += samples
+        source.position.samples += samples
 
     source.restore(start)
     source.restored = False
-    travel(source, dict(past.left), goal.total, goal.epoch, lambda total, epoch: source.seek(total, epoch, seen))
+    travel(
+        source, dict(history.abandoned), goal.total, goal.epoch, lambda total, epoch: source.seek(total, epoch, seen)
+    )
     catch_up(source, goal.epoch)
     source.restored = True
 
@@ -149,16 +161,16 @@ class _First:
         return (self.digest, self.failure) == (other.digest, other.failure)
 
     @classmethod
-    def of(cls, source: Source, take: Callable[[Any], tuple[int, int]]) -> _First:
+    def of(cls, source: RestorableLoader, take: Callable[[Any], tuple[int, int]]) -> _First:
         batch = source.peek()
         digest = None if batch is END else take(batch)[0]
         try:
-            return cls(digest, encode_state(source.state(source.place.total)[0]) + source.rng())
+            return cls(digest, encode_state(source.state(source.position.total)[0]) + source.rng())
         except PenstockError:
             return cls(digest, b"")
 
 
-def _tried(source: Source, step: int, take: Callable[[Any], tuple[int, int]]) -> _First:
+def _tried(source: RestorableLoader, step: int, take: Callable[[Any], tuple[int, int]]) -> _First:
     """What the epoch begins with if it is opened as the source is now. A loader that raises where it was restored may
     be one that cannot begin again, and another way is right; if it always raises, the last way says so."""
     try:
@@ -170,56 +182,63 @@ def _tried(source: Source, step: int, take: Callable[[Any], tuple[int, int]]) ->
         source.abort()
 
 
-def _from_the_beginning(source: Source, take: Callable[[Any], tuple[int, int]]) -> None:
+def _from_the_beginning(source: RestorableLoader, take: Callable[[Any], tuple[int, int]]) -> None:
     """Bring a loader from the beginning to where the source stands, between two epochs."""
-    goal, digest, past = source.place.copy(), source.digest, source.past
+    goal, digest, history = source.position.copy(), source.digest, source.history
     why = (
-        f"{source.name}: how it begins pass {goal.epoch} cannot be known: it was restored within the pass before, and "
+        f"{source.name}: how it begins pass {goal.epoch} cannot be known: it was restored within the epoch before, and "
         "would not begin this one as a loader that input_fn makes anew"
     )
-    if not past.whole:
+    if not history.complete:
         raise ReplayMismatchError(
-            f"{why}; and its stream cannot be made again from the beginning, for it began on another shape, or more "
-            "than a thousand passes were left by `break`. Give the loader a state that says where an epoch begins"
+            f"{why}; and its stream cannot be made again from the beginning, for it began on another topology, or more "
+            "than a thousand epochs were left by `break`. Give the loader a state that says where an epoch begins"
         )
 
     def seen(batch: Any) -> None:
         source.digest, samples = take(batch)
-        source.place.samples += samples
+        source.position.samples += samples
 
     source.begin()
-    travel(source, dict(past.left), goal.total, goal.epoch, lambda total, epoch: source.seek(total, epoch, seen))
+    travel(
+        source, dict(history.abandoned), goal.total, goal.epoch, lambda total, epoch: source.seek(total, epoch, seen)
+    )
     catch_up(source, goal.epoch)
-    if (source.place.epoch, source.place.total) != (goal.epoch, goal.total) or (digest and source.digest != digest):
+    if (source.position.epoch, source.position.total) != (goal.epoch, goal.total) or (
+        digest and source.digest != digest
+    ):
         raise ReplayMismatchError(
             f"{why}; and made again from the beginning, batch {goal.total} is not the one that was delivered: the "
             "loader does not reproduce its batches (see penstock doctor)"
         )
-    source.past = past.of(source.past.launch)
+    source.history = history.of(source.history.launch)
 
 
-def travel(source: Source, left: dict[int, int], total: int, epoch: int, seek: Callable[[int, int], object]) -> None:
-    """Go to batch `total` in pass `epoch`, the way that the loop went: out of the passes that it left, where it did."""
-    for known in sorted(known for known in left if source.place.epoch <= known < epoch):
+def travel(
+    source: RestorableLoader, left: dict[int, int], total: int, epoch: int, seek: Callable[[int, int], object]
+) -> None:
+    """Go to batch `total` in epoch `epoch`, the way that the loop went: out of the epochs that it left, where it
+    did."""
+    for known in sorted(known for known in left if source.position.epoch <= known < epoch):
         seek(left[known], known)
         leave(source, known, left[known])
     seek(total, epoch)
 
 
-def catch_up(source: Source, epoch: int) -> None:
-    """Go to where pass `epoch` is opened, if the source is not that far, over the end of the pass that it is in and of
-    those in between, of which it had no batch. Raises ReplayMismatchError if one comes."""
-    while source.place.epoch < epoch:
+def catch_up(source: RestorableLoader, epoch: int) -> None:
+    """Go to where epoch `epoch` is opened, if the source is not that far, over the end of the epoch that it is in and
+    of those in between, of which it had no batch. Raises ReplayMismatchError if one comes."""
+    while source.position.epoch < epoch:
         if not source.is_open:
-            source.open_pass()
+            source.open_epoch()
         source.reach_end()
 
 
-def leave(source: Source, epoch: int, total: int) -> None:
-    """Leave pass `epoch` after batch `total`, where the source stands, as the loop left it."""
+def leave(source: RestorableLoader, epoch: int, total: int) -> None:
+    """Leave epoch `epoch` after batch `total`, where the source stands, as the loop left it."""
     catch_up(source, epoch)
     if not source.is_open:
-        source.open_pass()
+        source.open_epoch()
     if not source.saves_state:
         source.reseed("left", epoch, total)
-    source.abandon_pass(total)
+    source.abandon_epoch(total)

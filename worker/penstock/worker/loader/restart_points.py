@@ -17,12 +17,12 @@ from penstock.proto.errors import InputFnError, ReplayMismatchError, StateCorrup
 from penstock.proto.state.codec import decode_state, encode_state
 from penstock.worker.loader.crossing_kinds import WAYS, more_careful
 
-__all__ = ["END", "UNFIT", "Base", "Launch", "Past", "Place"]
+__all__ = ["END", "UNFIT", "Launch", "RestartPoint", "StreamHistory", "StreamPosition"]
 
 UNFIT = (ReplayMismatchError, InputFnError)
 """What says that a restart point does not lead to the batches that were delivered: another batch came, or the loader
 that was restored from it raised. The next way is tried then; an error of the last one is the user's."""
-MOST_LEFT = 1024
+MOST_ABANDONED = 1024
 """Abandoned epochs that a restart point names. One of more cannot be replayed from the beginning."""
 
 
@@ -31,12 +31,12 @@ class _End:
 
 
 END = _End()
-"""What `Source.next` returns when the pass is over."""
+"""What `Source.next` returns when the epoch is over."""
 
 
 @dataclass
-class Place:
-    """Where a slot stands: batches in this pass, in all, and the samples in all of those."""
+class StreamPosition:
+    """Where a slot stands: batches in this epoch, in all, and the samples in all of those."""
 
     epoch: int
     delivered: int
@@ -45,11 +45,11 @@ class Place:
 
     @property
     def began(self) -> int:
-        """Batches in all when the pass was opened."""
+        """Batches in all when the epoch was opened."""
         return self.total - self.delivered
 
-    def copy(self) -> Place:
-        return Place(self.epoch, self.delivered, self.total, self.samples)
+    def copy(self) -> StreamPosition:
+        return StreamPosition(self.epoch, self.delivered, self.total, self.samples)
 
     def as_list(self) -> list[int]:
         return [self.epoch, self.delivered, self.total, self.samples]
@@ -76,56 +76,63 @@ class Launch:
 
 
 @dataclass(frozen=True)
-class Past:
+class StreamHistory:
     """What is known at a place of the slot's way there."""
 
     launch: Launch = Launch()
-    left: tuple[tuple[int, int], ...] = ()
+    abandoned: tuple[tuple[int, int], ...] = ()
     """(epoch, total): epochs that the loop left by `break`, and the slot's last batch of each, oldest first."""
-    whole: bool = False
+    complete: bool = False
     """The slot's counts began with a loader as input_fn makes it, and `left` is complete: its stream can be made again
     from the beginning."""
-    rewinds: str = ""
+    crossing: str = ""
     """How the loader gets into its next epoch after it was restored within one: KEPT, FRESH or REPLAY; "" is not known
     yet."""
 
-    def leaving(self, epoch: int, total: int) -> Past:
+    def leaving(self, epoch: int, total: int) -> StreamHistory:
         """Behind an epoch that the loop left after batch `total`."""
-        left = (*(known for known in self.left if known[0] < epoch), (epoch, total))
-        return replace(self, left=left[-MOST_LEFT:], whole=self.whole and len(left) <= MOST_LEFT)
+        abandoned = (*(known for known in self.abandoned if known[0] < epoch), (epoch, total))
+        return replace(
+            self, abandoned=abandoned[-MOST_ABANDONED:], complete=self.complete and len(left) <= MOST_ABANDONED
+        )
 
-    def of(self, launch: Launch) -> Past:
+    def of(self, launch: Launch) -> StreamHistory:
         """The same, of a loader whose counts began elsewhere."""
         return replace(self, launch=launch)
 
-    def before(self, epoch: int) -> Past:
+    def before(self, epoch: int) -> StreamHistory:
         """At a place in this epoch, from one in it or in a later one."""
-        return replace(self, left=tuple(known for known in self.left if known[0] < epoch))
+        return replace(self, abandoned=tuple(known for known in self.abandoned if known[0] < epoch))
 
-    def knowing(self, rewinds: str) -> Past:
+    def knowing(self, crossing: str) -> StreamHistory:
         """With what another place knows of the loader: a way that was found wrong there is not taken here."""
-        return replace(self, rewinds=more_careful(self.rewinds, rewinds))
+        return replace(self, crossing=more_careful(self.crossing, crossing))
 
     def encode(self) -> dict[str, Any]:
-        left = [list(known) for known in self.left]
-        return {"launch": self.launch.encode(), "left": left, "whole": self.whole, "rewinds": self.rewinds}
+        abandoned = [list(known) for known in self.abandoned]
+        return {
+            "launch": self.launch.encode(),
+            "abandoned": abandoned,
+            "complete": self.complete,
+            "crossing": self.crossing,
+        }
 
     @classmethod
-    def decode(cls, value: dict[str, Any]) -> Past:
-        left = tuple((int(epoch), int(total)) for epoch, total in value["left"])
-        if value["rewinds"] not in WAYS:
-            raise ValueError(f"rewinds={value['rewinds']!r:.40}")
+    def decode(cls, value: dict[str, Any]) -> StreamHistory:
+        abandoned = tuple((int(epoch), int(total)) for epoch, total in value["abandoned"])
+        if value["crossing"] not in WAYS:
+            raise ValueError(f"rewinds={value['crossing']!r:.40}")
         step, batches, samples, *known = value.get("launch", (0, 0, 0, None, None))
         worker, enters = (None if each is None else int(each) for each in known)
         launch = Launch(int(step), int(batches), int(samples), worker, enters)
-        return cls(launch, left, value["whole"] is True, value["rewinds"])
+        return cls(launch, abandoned, value["complete"] is True, value["crossing"])
 
 
 @dataclass(frozen=True)
-class Base:
-    """What a loader can be restored from: a snapshot, or the origin of a pass (then `rng_before` is set)."""
+class RestartPoint:
+    """What a loader can be restored from: a snapshot, or the origin of an epoch (then `rng_before` is set)."""
 
-    place: Place
+    position: StreamPosition
     state: Any
     """What state_dict() returned; None for a loader without methods."""
     rng: bytes
@@ -136,60 +143,60 @@ class Base:
     """The box's step that the state speaks of, if state_dict() asked for it; 0 if it did not."""
     skips: tuple[tuple[int, int, int], ...] = ()
     """(epoch, total, count): batches that are left out, see records.proto; those known when it was taken."""
-    past: Past = Past()
-    behind: Base | None = None
+    history: StreamHistory = StreamHistory()
+    behind: RestartPoint | None = None
     """The restart point from which this place is come to by replay, if this is none itself."""
 
     @property
-    def is_origin(self) -> bool:
-        """Taken where a pass begins, and not after a batch."""
+    def is_epoch_start(self) -> bool:
+        """Taken where an epoch begins, and not after a batch."""
         return self.rng_before is not None
 
     @property
     def is_beginning(self) -> bool:
-        """Where the slot's counts began, with a loader as input_fn makes it if `past.whole`."""
-        return self.is_origin and self.place.total == self.place.epoch == 0
+        """Where the slot's counts began, with a loader as input_fn makes it if `past.complete`."""
+        return self.is_epoch_start and self.position.total == self.position.epoch == 0
 
     def encode(self) -> bytes:
         """As a slot's restart (docs/ARCHITECTURE.md)."""
         if self.behind is not None:
-            origin: dict[str, Any] | None = {
-                "at": self.behind.place.as_list(),
+            epoch_start: dict[str, Any] | None = {
+                "at": self.behind.position.as_list(),
                 "state": self.behind.state,
                 "rng_before": self.behind.rng_before,
                 "rng": self.behind.rng,
                 "digest": self.behind.digest,
             }
         else:
-            origin = None if self.rng_before is None else {"rng_before": self.rng_before}
+            epoch_start = None if self.rng_before is None else {"rng_before": self.rng_before}
         restart: dict[str, Any] = {
-            "at": self.place.as_list(),
+            "at": self.position.as_list(),
             "rng": self.rng,
             "digest": self.digest,
-            "origin": origin,
-            "past": self.past.encode(),
+            "epoch_start": epoch_start,
+            "history": self.history.encode(),
         }
         if self.skips:
             restart["skips"] = [list(skip) for skip in self.skips]
         value = {"user": self.state, "restart": restart}
-        launch = self.past.launch
+        launch = self.history.launch
         if launch.worker is not None:
             value["launch"] = {"step": launch.step, "worker": launch.worker}
         return encode_state(value)
 
     @classmethod
-    def decode(cls, data: bytes) -> Base:
+    def decode(cls, data: bytes) -> RestartPoint:
         return cls.of(cast(dict[str, Any], decode_state(data)))
 
     @classmethod
-    def taken(cls, data: bytes) -> Base:
+    def taken(cls, data: bytes) -> RestartPoint:
         """What was taken at the place itself, be it a restart point or not."""
         value = cast(dict[str, Any], decode_state(data))
         restart = value["restart"]
-        return cls(Place(*restart["at"]), value["user"], restart["rng"], digest=restart["digest"])
+        return cls(StreamPosition(*restart["at"]), value["user"], restart["rng"], digest=restart["digest"])
 
     @classmethod
-    def of(cls, value: dict[str, Any]) -> Base:
+    def of(cls, value: dict[str, Any]) -> RestartPoint:
         """The restart point in the decoded form: what lies behind the place, if that is not one itself.
 
         Raises StateCorruptError for what `encode` did not write.
@@ -200,15 +207,15 @@ class Base:
             raise StateCorruptError(f"a saved state that cannot be: {type(error).__name__}: {error}") from error
 
     @classmethod
-    def _of(cls, value: dict[str, Any]) -> Base:
+    def _of(cls, value: dict[str, Any]) -> RestartPoint:
         restart = value["restart"]
-        origin = restart["origin"]
+        epoch_start = restart["epoch_start"]
         skips = tuple((epoch, total, count) for epoch, total, count in restart.get("skips", ()))
-        past = Past.decode(restart["past"]) if "past" in restart else Past()
-        before = None if origin is None else origin["rng_before"]
-        if origin is not None and "state" in origin:
-            at, state, rng, digest = origin["at"], origin["state"], origin["rng"], origin["digest"]
+        history = StreamHistory.decode(restart["history"]) if "history" in restart else StreamHistory()
+        before = None if epoch_start is None else epoch_start["rng_before"]
+        if epoch_start is not None and "state" in epoch_start:
+            at, state, rng, digest = epoch_start["at"], epoch_start["state"], epoch_start["rng"], epoch_start["digest"]
         else:
             at, state, rng, digest = restart["at"], value["user"], restart["rng"], restart["digest"]
-        place = Place(*at)
-        return cls(place, state, rng, before, digest, skips=skips, past=past)
+        position = StreamPosition(*at)
+        return cls(position, state, rng, before, digest, skips=skips, history=history)

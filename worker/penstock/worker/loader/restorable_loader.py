@@ -1,17 +1,17 @@
 """A user's loader, and how it is brought to any place in its stream.
 
 Everything that opens, saves, restores or replays a loader is here, and the same code runs in the runner that streams
-and in the scratch children that check and materialise states. The order of the moments matters, and was found by
+and in the helper processes that check and materialise states. The order of the moments matters, and was found by
 trying them all on shuffled torch DataLoaders and StatefulDataLoaders with and without worker processes:
 
-    open a pass    take RNG R0, `iter(loader)`, take `state_dict()`, take RNG R1                      -> an origin
+    open an epoch    take RNG R0, `iter(loader)`, take `state_dict()`, take RNG R1                      -> an origin
     from an origin load its state, set R0, `iter`, set R1, then replay n batches
     a snapshot     `state_dict()` after batch n and the RNG of that moment, encoded before the next `next()`
     from a snapshot load it, `iter`, then set its RNG
 
 RNG restored at any other moment gives other batches. No state is taken after StopIteration: a finished pass is
 (snapshot or origin, all of its batches). A loader that is its own iterator (a generator) is made anew by input_fn for
-each pass. A state is loaded into a loader that input_fn has just made: what a used one holds besides, nobody knows.
+each epoch. A state is loaded into a loader that input_fn has just made: what a used one holds besides, nobody knows.
 
 A loader of four methods is only ever given what its `deaggregate_state_dict` returned, as the protocol says, unless it
 declares `loads_own_state`. So it starts from the beginning, or from the state that the launch resumed from.
@@ -48,17 +48,17 @@ from penstock.runtime.process import forks
 from penstock.worker.loader import loader_generators
 from penstock.worker.loader.crossing_kinds import KEPT
 from penstock.worker.loader.epoch_crossing import cross
-from penstock.worker.loader.restart_points import END, Base, Launch, Past, Place
+from penstock.worker.loader.restart_points import END, Launch, RestartPoint, StreamHistory, StreamPosition
 from penstock.worker.loader.skip_batch import CannotSkipError, skip_batch
 from penstock.worker.loader.synthetic import NOT_SAVED, FirstBatch
 from penstock.worker.loader.worker_info import as_main_process, offer_worker_info
 from penstock.worker.processes.control_channel import describe
 from penstock.worker.processes.user_code import load_input_fn, unpacked
 
-__all__ = ["Source"]
+__all__ = ["RestorableLoader"]
 
 
-class Source:
+class RestorableLoader:
     """The loader of one slot. Every exception of user code leaves as InputFnError with its traceback."""
 
     def __init__(
@@ -67,18 +67,18 @@ class Source:
         doing: Callable[[str], None] = lambda activity: None,
         left_out: Callable[[int, int], None] = lambda epoch, count: None,
     ) -> None:
-        """`doing`: told what user code is called for. `left_out`: told the pass of the next batch, and how many were
+        """`doing`: told what user code is called for. `left_out`: told the epoch of the next batch, and how many were
         left out before it."""
         self.assignment = assignment
-        self.place = Place(0, 0, 0, 0)
-        self.traits = records_pb2.LoaderTraits(length=-1)
+        self.position = StreamPosition(0, 0, 0, 0)
+        self.capabilities = records_pb2.LoaderCapabilities(length=-1)
         self.digest = 0
         """Of the last batch, told by whoever flattens it."""
         self.unsaved: Exception | None = None
-        """Why the state of the pass's origin could not be taken."""
-        base, slot = assignment.base, assignment.slot
-        began = base.slots[slot].total if len(base.slots) > slot else 0
-        self.past = Past(Launch(base.step, began), whole=base.step == 0 and not assignment.resume.blob)
+        """Why the state of the epoch's origin could not be taken."""
+        point, slot = assignment.start, assignment.slot
+        began = point.slots[slot].total if len(point.slots) > slot else 0
+        self.history = StreamHistory(Launch(point.step, began), whole=point.step == 0 and not assignment.resume.blob)
         self.resume: dict[str, Any] | None = None
         """What the launch resumed from, decoded; needed to start again from there by the loader's own methods."""
         self.restored = False
@@ -86,7 +86,7 @@ class Source:
         self.strays = False
         """Restored at an epoch's start, it drew otherwise there than the loader that streamed: at the epoch's end the
         generators are not what they were then."""
-        self.counts_from: Base | None = None
+        self.counts_from: RestartPoint | None = None
         """Where the stream comes from, if later restart points are counted from there: its own states mislead."""
         self.awaited: dict[int, int] = {}
         """Batches in all at an epoch's end -> digest of the batch that came next when the state was saved there."""
@@ -99,11 +99,11 @@ class Source:
         self._ahead: list[Any] = []
         """The batch that `peek` has taken."""
         self._rng_at_peek = b""
-        self._held: tuple[Iterator[Any], list[Any], Base | None] | None = None
+        self._held: tuple[Iterator[Any], list[Any], RestartPoint | None] | None = None
         """The next epoch, which the loader is in already, while this one is yet to be ended."""
         self._taken_for = slot
         """As which worker of its box the loader was made."""
-        self._start: Base | None = None
+        self._start: RestartPoint | None = None
         """Where a loader starts from that is restored by its own methods only."""
         self._unused = False
         self._rng_before_call = b""
@@ -118,14 +118,14 @@ class Source:
 
     @property
     def is_open(self) -> bool:
-        """A pass is under way."""
+        """An epoch is under way."""
         return self._iterator is not None
 
     @property
     def is_untouched(self) -> bool:
         """It was restored and has yielded nothing since: it may not know yet that it is in the middle of an epoch, and
         go on with that when the next one is opened."""
-        return self.restored and self.place.total == self._restored_at
+        return self.restored and self.position.total == self._restored_at
 
     @property
     def is_ahead(self) -> bool:
@@ -134,36 +134,36 @@ class Source:
 
     @property
     def saves_state(self) -> bool:
-        return self.traits.state_methods > 0 and not self.traits.not_restartable
+        return self.capabilities.state_methods > 0 and not self.capabilities.not_restartable
 
     @property
     def by_own_methods(self) -> bool:
         """Its load_state_dict takes only what its deaggregate_state_dict returns."""
-        return by_own_methods(self.traits)
+        return by_own_methods(self.capabilities)
 
     @property
     def worker(self) -> int:
         """As which worker of its box the loader is to be made."""
-        worker = self.past.launch.worker
+        worker = self.history.launch.worker
         return self.assignment.slot if worker is None else worker
 
     @property
-    def start(self) -> Base | None:
+    def start(self) -> RestartPoint | None:
         """Where the launch began, of a loader that is restored by its own methods only."""
         return self._start
 
     def learn_resume(self, resume: dict[str, Any] | None) -> None:
         """What the launch resumed from, and which batch came next if that was at an epoch's end."""
         self.resume, a = resume, self.assignment
-        part = resume["slots"].get(a.slot) if resume is not None and a.resume.same_shape else None
+        part = resume["slots"].get(a.slot) if resume is not None and a.resume.same_topology else None
         if part is not None and part.get("next_epoch") and part["next_digest"] and self.believes(part):
-            self.awaited[a.base.slots[a.slot].total] = part["next_digest"]
+            self.awaited[a.start.slots[a.slot].total] = part["next_digest"]
 
     def believes(self, part: dict[str, Any]) -> bool:
         """Whether what a saved part says of its stream holds. Else an older release wrote it, or the user has edited it
         or does not load it strictly: nothing is known of the way there, and the loader's word counts."""
-        strict = self.traits.state_methods != 4 or self.resume is None or self.resume["strict"]
-        return bool("past" in part["restart"] and strict and not part.get("changed"))
+        strict = self.capabilities.state_methods != 4 or self.resume is None or self.resume["strict"]
+        return bool("history" in part["restart"] and strict and not part.get("changed"))
 
     # ---- building
 
@@ -171,34 +171,34 @@ class Source:
         """Seed, tell the user's code who it is, call input_fn, and find out what came back."""
         a = self.assignment
         self._seed()
-        self._introduce(a.base.step + 1)
+        self._introduce(a.start.step + 1)
         self._doing("input_fn")  # its module is the user's too
         with self._user("its module"):
             self._fn = load_input_fn(a.loader)
         self._call()
-        loader, traits = self._loader, self.traits
+        loader, capabilities = self._loader, self.capabilities
         with self._user("its loader's methods"):
-            traits.state_methods = state_methods(loader)
-            traits.takes_strict = self._strict = takes_strict(loader)
-            traits.is_iterator = hasattr(type(loader), "__next__")
-            traits.loads_own_state = getattr(loader, "loads_own_state", False) is True
-            traits.exact_states = getattr(loader, "exact_states", False) is True
+            capabilities.state_methods = state_methods(loader)
+            capabilities.takes_strict = self._strict = takes_strict(loader)
+            capabilities.is_iterator = hasattr(type(loader), "__next__")
+            capabilities.loads_own_state = getattr(loader, "loads_own_state", False) is True
+            capabilities.exact_states = getattr(loader, "exact_states", False) is True
             if callable(getattr(loader, "advance_state", None)):
-                traits.advances_state = f"{type(loader).__module__}:{type(loader).__qualname__}"
-            traits.own_workers = int(getattr(loader, "num_workers", 0) or 0)
-            if traits.own_workers and getattr(loader, "persistent_workers", False):
-                traits.not_restartable = (
-                    "persistent_workers=True keeps worker processes, and what they hold, over the end of a pass, where "
+                capabilities.advances_state = f"{type(loader).__module__}:{type(loader).__qualname__}"
+            capabilities.own_workers = int(getattr(loader, "num_workers", 0) or 0)
+            if capabilities.own_workers and getattr(loader, "persistent_workers", False):
+                capabilities.not_restartable = (
+                    "persistent_workers=True keeps worker processes, and what they hold, over the end of an epoch, where "
                     "no state reaches; use persistent_workers=False to save this loader"
                 )
             try:
-                traits.length = len(loader)
+                capabilities.length = len(loader)
             except (TypeError, NotImplementedError):
-                traits.length = -1
+                capabilities.length = -1
         if a.loader.options.synthetic:
-            traits.not_restartable = NOT_SAVED
-        if self.by_own_methods and self.past.launch.worker is None:
-            self.past = self.past.of(replace(self.past.launch, worker=a.slot))
+            capabilities.not_restartable = NOT_SAVED
+        if self.by_own_methods and self.history.launch.worker is None:
+            self.history = self.history.of(replace(self.history.launch, worker=a.slot))
 
     def _introduce(self, step: int) -> None:
         """Tell the user's code who it is, in a launch that begins with this step of the box."""
@@ -211,8 +211,8 @@ class Source:
         """As before input_fn is called: the same whenever the slot starts over; after a change of shape another way, or
         randomness would repeat."""
         a = self.assignment
-        reshaped = a.base.step > 0 and not a.resume.same_shape
-        seed_rng(derive_seed(a.seed, "slot", a.box, a.slot, *([a.base.step] if reshaped else [])))
+        new_topology = a.start.step > 0 and not a.resume.same_topology
+        seed_rng(derive_seed(a.seed, "slot", a.box, a.slot, *([a.start.step] if new_topology else [])))
 
     def _call(self) -> None:
         assert self._fn is not None
@@ -232,17 +232,17 @@ class Source:
 
     # ---- passes
 
-    def open_pass(self, *, step: int = 0) -> Base:
-        """Open the pass `place.epoch` and take its origin, as of the box's `step`."""
+    def open_epoch(self, *, step: int = 0) -> RestartPoint:
+        """Open the epoch `place.epoch` and take its origin, as of the box's `step`."""
         if self._held is not None:
             return self._open_held(step)
-        crosses = self.restored and not (self.traits.is_iterator or self.traits.exact_states)
-        kept = self.past.rewinds == KEPT and not self.is_untouched
+        crosses = self.restored and not (self.capabilities.is_iterator or self.capabilities.exact_states)
+        kept = self.history.crossing == KEPT and not self.is_untouched
         opened = cross(self, step) if crosses else self.open(step=step)
         self.restored &= kept  # any other way comes to a loader that runs all of its epoch
         return opened
 
-    def open(self, *, step: int = 0, rng_after: bytes | None = None) -> Base:
+    def open(self, *, step: int = 0, rng_after: bytes | None = None) -> RestartPoint:
         """The same with the loader that is there, whatever it has been through.
 
         `rng_after`: RNG states to go on with, on a resume.
@@ -250,60 +250,65 @@ class Source:
         before = self._begin()
         if rng_after is not None:
             self._restore_rng(rng_after)
-        origin = self._origin(step, before)
+        epoch_start = self._epoch_start(step, before)
         if self.by_own_methods and self._start is None:
-            self._start = replace(origin, state=None)
-        return self._behind_start(origin)
+            self._start = replace(epoch_start, state=None)
+        return self._behind_start(epoch_start)
 
-    def _origin(self, step: int, before: bytes) -> Base:
-        """The epoch start of the pass that was just opened. `before`: the generators before."""
+    def _epoch_start(self, step: int, before: bytes) -> RestartPoint:
+        """The epoch start of the epoch that was just opened. `before`: the generators before."""
         state, asked = None, False
         if self.saves_state:
             try:
                 state, asked = self.state(step)
             except PenstockError as error:
                 self.unsaved = error  # the stream goes on; the save will say so
-        return self.marked(Base(self.place.copy(), state, self.rng(), before, self.digest, step if asked else 0))
+        return self.marked(
+            RestartPoint(self.position.copy(), state, self.rng(), before, self.digest, step if asked else 0)
+        )
 
-    def hold_back(self, place: Place, epoch: int, origin: Base | None = None) -> None:
-        """The pass that is open is of a later epoch than that of this place: end the one before it first. `origin`: how
-        that pass began; None if no batch of it was made yet."""
+    def hold_back(self, position: StreamPosition, epoch: int, epoch_start: RestartPoint | None = None) -> None:
+        """The epoch that is open is of a later epoch than that of this place: end the one before it first.
+        `epoch_start`: how that epoch began; None if no batch of it was made yet."""
         assert self._iterator is not None
-        self._held = self._iterator, self._ahead, origin
+        self._held = self._iterator, self._ahead, epoch_start
         self._iterator, self._ahead = iter(()), []
-        self.place = replace(place, epoch=epoch - 1, delivered=place.delivered if epoch - 1 == place.epoch else 0)
+        self.position = replace(
+            position, epoch=epoch - 1, delivered=position.delivered if epoch - 1 == position.epoch else 0
+        )
 
-    def _open_held(self, step: int) -> Base:
+    def _open_held(self, step: int) -> RestartPoint:
         assert self._held is not None
-        self._iterator, self._ahead, origin = self._held
+        self._iterator, self._ahead, epoch_start = self._held
         self._held = None
-        return self._behind_start(self._origin(step, self.rng()) if origin is None else origin)
+        return self._behind_start(self._epoch_start(step, self.rng()) if epoch_start is None else epoch_start)
 
     def enter(self, epoch: int) -> None:
         """The loader, resumed at the end of an epoch, has gone on with this one at once."""
-        self.past = self.past.of(replace(self.past.launch, enters=epoch))
+        self.history = self.history.of(replace(self.history.launch, enters=epoch))
         assert self._start is not None
-        self._start = replace(self._start, past=self._start.past.of(self.past.launch))
+        self._start = replace(self._start, history=self._start.history.of(self.history.launch))
 
-    def _behind_start(self, base: Base) -> Base:
+    def _behind_start(self, point: RestartPoint) -> RestartPoint:
         """The same base, come to from the start, if only that is a restart point."""
         start = self._start or self.counts_from
-        return base if start is None or base.place == start.place else replace(base, behind=start)
+        return point if start is None or point.position == start.position else replace(point, behind=start)
 
     def abort(self) -> None:
-        """Give up a pass that was opened and of which at most one batch was looked at, as if it had not been opened."""
+        """Give up an epoch that was opened and of which at most one batch was looked at, as if it had not been
+        opened."""
         self._iterator, self._ahead, self._held = None, [], None
 
     def peek(self) -> Any:
         """The next batch, or END; `next` will return it. Only for digests: the loader's state is a batch ahead."""
-        place, iterator, self._rng_at_peek = self.place.copy(), self._iterator, self.rng()
+        position, iterator, self._rng_at_peek = self.position.copy(), self._iterator, self.rng()
         self._ahead = [self.next()]
-        self.place, self._iterator = place, iterator
+        self.position, self._iterator = position, iterator
         return self._ahead[0]
 
     def _begin(self) -> bytes:
         """Start iterating; returns the RNG that a replay must set before it does the same."""
-        if not self.traits.is_iterator:
+        if not self.capabilities.is_iterator:
             before = self.rng()
         else:
             if not self._unused:
@@ -328,12 +333,12 @@ class Source:
             else:
                 batch = self._fetch()
         except StopIteration:
-            self.leave_pass()
+            self.leave_epoch()
             return END
         except BaseException as error:  # sys.exit() too is the user's code, and must not look like our death
-            raise self._failed(f"batch {self.place.total + 1}", error) from error
-        self.place.delivered += 1
-        self.place.total += 1
+            raise self._failed(f"batch {self.position.total + 1}", error) from error
+        self.position.delivered += 1
+        self.position.total += 1
         return batch
 
     def _fetch(self) -> Any:
@@ -348,67 +353,69 @@ class Source:
 
     def _leave_out(self) -> None:
         """Pass over the batches that are quarantined at this place."""
-        place = self.place
-        count = self._skips.get((place.epoch, place.total), 0)
+        position = self.position
+        count = self._skips.get((position.epoch, position.total), 0)
         try:
             for _ in range(count):
                 skip_batch(self._loader, self._iterator)
         except CannotSkipError as why:
             raise InputFnError(
-                f"{self.name}: batch {place.total + 1} is quarantined, for it killed its runner each time, and cannot "
+                f"{self.name}: batch {position.total + 1} is quarantined, for it killed its runner each time, and cannot "
                 f'be left out as poison="skip" asks: {why}'
             ) from None
-        self._left_out(place.epoch, count)
+        self._left_out(position.epoch, count)
 
-    def learn(self, base: Base) -> None:
+    def learn(self, point: RestartPoint) -> None:
         """Go on with what is known at this base, and leave out what was left out when it was taken, too."""
-        self.past = base.past.before(base.place.epoch).knowing(self.past.rewinds)
-        self.learn_skips(base)
+        self.history = point.history.before(point.position.epoch).knowing(self.history.crossing)
+        self.learn_skips(point)
 
-    def learn_skips(self, base: Base) -> None:
+    def learn_skips(self, point: RestartPoint) -> None:
         """Leave out what was left out when this base was taken, too."""
-        for epoch, total, count in base.skips:
+        for epoch, total, count in point.skips:
             self._skips[epoch, total] = max(count, self._skips.get((epoch, total), 0))
 
-    def learn_rewinds(self, rewinds: str) -> None:
+    def learn_rewinds(self, crossing: str) -> None:
         """How it gets into an epoch behind one in which it was restored: see epoch_crossing.py."""
-        self.past = self.past.knowing(rewinds)
+        self.history = self.history.knowing(crossing)
 
-    def marked(self, base: Base, *, way_on: bool = False) -> Base:
-        """The same base with what is known by now, and all that is left out. `way_on`: also which passes were left
+    def marked(self, point: RestartPoint, *, way_on: bool = False) -> RestartPoint:
+        """The same base with what is known by now, and all that is left out. `way_on`: also which epochs were left
         from there to where the source stands, in former launches, of which this one's training loop knows nothing."""
         skips = tuple((epoch, total, count) for (epoch, total), count in self._skips.items())
-        return replace(base, skips=skips, past=self.past if way_on else self.past.before(base.place.epoch))
+        return replace(
+            point, skips=skips, history=self.history if way_on else self.history.before(point.position.epoch)
+        )
 
-    def leave_pass(self) -> None:
-        """The pass is over or is given up: the next one is to be opened."""
+    def leave_epoch(self) -> None:
+        """The epoch is over or is given up: the next one is to be opened."""
         self._iterator, self._ahead = None, []
-        self.place.epoch += 1
-        self.place.delivered = 0
+        self.position.epoch += 1
+        self.position.delivered = 0
 
-    def abandon_pass(self, total: int) -> None:
-        """The loop left the pass after batch `total`."""
+    def abandon_epoch(self, total: int) -> None:
+        """The loop left the epoch after batch `total`."""
         if self._ahead and self.saves_state:  # the generators of others were seeded by whoever leaves it
             self._restore_rng(self._rng_at_peek)
-        self.past = self.past.leaving(self.place.epoch, total)
-        self.leave_pass()
+        self.history = self.history.leaving(self.position.epoch, total)
+        self.leave_epoch()
 
     # ---- states
 
     def state(self, step: int) -> tuple[Any, bool]:
         """The loader's state_dict() now, as of the box's `step`; and whether it asked get_worker_state()."""
-        a, place, launch = self.assignment, self.place, self.past.launch
+        a, position, launch = self.assignment, self.position, self.history.launch
         checkpoint = DataLoaderCheckpoint(
             self.worker,
             a.num_workers_per_box,
             a.num_boxes,
             a.box,
             max(0, step - launch.step),
-            place.total - launch.batches,
-            place.samples - launch.samples,
+            position.total - launch.batches,
+            position.samples - launch.samples,
             lifetime_appliance_step=step,
-            lifetime_worker_step=place.total,
-            lifetime_samples_streamed=place.samples,
+            lifetime_worker_step=position.total,
+            lifetime_samples_streamed=position.samples,
         )
 
         def save() -> tuple[Any, bool]:
@@ -418,56 +425,63 @@ class Source:
         with self._user("state_dict()", activity="state_dict"):
             return as_main_process(save)
 
-    def snapshot(self, step: int) -> Base:
+    def snapshot(self, step: int) -> RestartPoint:
         """A base of this place, as of the box's `step`. Encode it before the next `next()`."""
         state, asked = self.state(step)
-        taken = self.marked(Base(self.place.copy(), state, self.rng(), None, self.digest, step if asked else 0))
+        taken = self.marked(
+            RestartPoint(self.position.copy(), state, self.rng(), None, self.digest, step if asked else 0)
+        )
         return self._behind_start(taken)
 
-    def restore(self, base: Base) -> None:
+    def restore(self, point: RestartPoint) -> None:
         """Go to the place of a base, also in the middle of a life.
 
-        Where the stream began with a new loader it is made anew, and the state not loaded: a loader that begins a pass
-        in its first next() could not say in it that it had been asked to.
+        Where the stream began with a new loader it is made anew, and the state not loaded: a loader that begins an
+        epoch in its first next() could not say in it that it had been asked to.
         """
-        self.learn(base)
+        self.learn(point)
         self.abort()
-        as_made = base.is_beginning and self.past.whole
+        as_made = point.is_beginning and self.history.complete
         if as_made:
-            self.past = self.past.of(self._first_launch())
-        anew = not self._unused and not self.traits.is_iterator and (as_made or not self.traits.exact_states)
+            self.history = self.history.of(self._first_launch())
+        anew = (
+            not self._unused and not self.capabilities.is_iterator and (as_made or not self.capabilities.exact_states)
+        )
         if anew or self._taken_for != self.worker:
-            self._make_anew(self.past.launch.step + 1)
-        if base.rng_before is not None:
-            self._restore_rng(base.rng_before)
-        if self.traits.is_iterator:
+            self._make_anew(self.history.launch.step + 1)
+        if point.rng_before is not None:
+            self._restore_rng(point.rng_before)
+        if self.capabilities.is_iterator:
             self._call()
         if not as_made:
-            self._load_base(base)
-        # A snapshot has no RNG from before its pass; any will do, but the same one whenever it is restored, for worker
+            self._load_restart_point(point)
+        # A snapshot has no RNG from before its epoch; any will do, but the same one whenever it is restored, for worker
         # processes of the loader are seeded from it.
-        if base.rng_before is None or not self.traits.is_iterator:
-            self._restore_rng(base.rng if base.rng_before is None else base.rng_before)
+        if point.rng_before is None or not self.capabilities.is_iterator:
+            self._restore_rng(point.rng if point.rng_before is None else point.rng_before)
         self._iterate()
         self.strays = (
-            base.is_origin and not (as_made or self.by_own_methods) and self.past.whole and self.rng() != base.rng
+            point.is_epoch_start
+            and not (as_made or self.by_own_methods)
+            and self.history.complete
+            and self.rng() != point.rng
         )
-        self._restore_rng(base.rng)
-        self.place, self.digest = base.place.copy(), base.digest
-        if not as_made and self.traits.state_methods:
+        self._restore_rng(point.rng)
+        self.position, self.digest = point.position.copy(), point.digest
+        if not as_made and self.capabilities.state_methods:
             self.mark_restored()
         else:
             self.restored = False
         if self.by_own_methods:
-            self._start = replace(base, state=None)
-            launch, place = self.past.launch, base.place
-            if launch.enters is not None and place.total == launch.batches:
-                self.hold_back(place, launch.enters)
+            self._start = replace(point, state=None)
+            launch, position = self.history.launch, point.position
+            if launch.enters is not None and position.total == launch.batches:
+                self.hold_back(position, launch.enters)
 
     def _first_launch(self) -> Launch:
         return Launch(worker=self.assignment.slot if self.by_own_methods else None)
 
-    def _load_base(self, base: Base) -> None:
+    def _load_restart_point(self, point: RestartPoint) -> None:
         """Load the state of a base, as this loader can be given it."""
         if self.by_own_methods:
             if self.resume is None:
@@ -476,35 +490,35 @@ class Source:
                     "that its state_dict returned cannot be loaded; resume from a saved state instead"
                 )
             self.resume_by_own_methods(self.resume["aggregated"], self.resume["strict"])
-        elif base.state is not None:
-            if self.traits.state_methods == 0:
+        elif point.state is not None:
+            if self.capabilities.state_methods == 0:
                 raise StateMismatchError(f"{self.name} has no load_state_dict, but its state was saved by one that has")
-            self._load(base.state, True)
+            self._load(point.state, True)
 
     def mark_restored(self) -> None:
         """A state has just brought it to where it stands."""
-        self.restored, self._restored_at = True, self.place.total
+        self.restored, self._restored_at = True, self.position.total
 
     def begin(self) -> None:
-        """Be as the slot was when its counts began: input_fn anew, nothing loaded, no pass opened."""
+        """Be as the slot was when its counts began: input_fn anew, nothing loaded, no epoch opened."""
         self.abort()
-        self.past = replace(self.past.of(self._first_launch()), left=())
+        self.history = replace(self.history.of(self._first_launch()), left=())
         self._make_anew(1)
-        self.place, self.digest, self.restored, self._start = Place(0, 0, 0, 0), 0, False, None
+        self.position, self.digest, self.restored, self._start = StreamPosition(0, 0, 0, 0), 0, False, None
         self.strays = False
 
     def renew(self, rng: bytes) -> None:
         """Have input_fn make the loader anew, with the generators as they were captured."""
-        self._make_anew(self.past.launch.step + 1)
+        self._make_anew(self.history.launch.step + 1)
         self._restore_rng(rng)
 
     def make_as(self, worker: int) -> None:
         """Have input_fn make the loader as this worker of the box, if it was made as another one, to be resumed."""
         self.abort()
-        self.past = self.past.of(replace(self.past.launch, worker=worker))
+        self.history = self.history.of(replace(self.history.launch, worker=worker))
         self._start = None
         if self._taken_for != worker or not self._unused or self._loader is None:
-            self._make_anew(self.past.launch.step + 1)
+            self._make_anew(self.history.launch.step + 1)
 
     def drop(self) -> None:
         """Let the loader go: it may hold what there can be only one of."""
@@ -517,7 +531,7 @@ class Source:
         self._call()
 
     def resume_by_own_methods(self, aggregated: Any, strict: bool) -> None:
-        """A four-method loader takes its part of an aggregated state; the pass is opened after."""
+        """A four-method loader takes its part of an aggregated state; the epoch is opened after."""
         arguments = {"strict": strict} if self._strict else {}
         with self._user("deaggregate_state_dict()", activity="load_state_dict"):
             own = self._loader.deaggregate_state_dict(aggregated, **arguments)
@@ -534,18 +548,18 @@ class Source:
             as_main_process(lambda: self._loader.load_state_dict(state, **arguments))
 
     def seek(
-        self, total: int, epoch: int, seen: Callable[[Any], None], open_pass: Callable[[], object] | None = None
+        self, total: int, epoch: int, seen: Callable[[Any], None], open_epoch: Callable[[], object] | None = None
     ) -> bool:
-        """Replay until `total` batches, in the pass `epoch` if that is not beyond; `seen` gets each batch.
-        `open_pass` is called to open the passes on the way.
+        """Replay until `total` batches, in the epoch `epoch` if that is not beyond; `seen` gets each batch.
+        `open_epoch` is called to open the passes on the way.
 
-        Returns False if pass `epoch` ended before; `place` then says after how many batches.
+        Returns False if epoch `epoch` ended before; `position` then says after how many batches.
         """
         self._doing("replay")
-        while self.place.total < total:
+        while self.position.total < total:
             if not self.is_open:
-                (open_pass or self.open_pass)()
-            at_epoch = self.place.epoch
+                (open_epoch or self.open_epoch)()
+            at_epoch = self.position.epoch
             batch = self.next()
             if batch is not END:
                 seen(batch)
@@ -554,9 +568,11 @@ class Source:
         return True
 
     def reach_end(self) -> None:
-        """The pass is known to be over here: step over its end. ReplayMismatchError if it goes on."""
+        """The epoch is known to be over here: step over its end. ReplayMismatchError if it goes on."""
         if self.is_open and self.next() is not END:
-            raise ReplayMismatchError(f"{self.name}: pass {self.place.epoch} goes on after the batch that was its last")
+            raise ReplayMismatchError(
+                f"{self.name}: pass {self.position.epoch} goes on after the batch that was its last"
+            )
 
     # ---- randomness
 
@@ -602,5 +618,5 @@ class Source:
 
     def require_state(self) -> None:
         """Raises NotRestartableError, with the reason, unless state_dict() can be called."""
-        if self.traits.not_restartable:
-            raise NotRestartableError(f"{self.name} cannot be saved: {self.traits.not_restartable}")
+        if self.capabilities.not_restartable:
+            raise NotRestartableError(f"{self.name} cannot be saved: {self.capabilities.not_restartable}")

@@ -29,7 +29,7 @@ def skip_batch(loader: Any, iterator: Any) -> None:
     """Pass over the next batch.
 
     Raises:
-        StopIteration: there is none; the pass is over.
+        StopIteration: there is none; the epoch is over.
         CannotSkipError: not with this loader.
     """
     for owner in (iterator, loader):

@@ -58,12 +58,12 @@ def offer_worker_info(a: records_pb2.WorkerAssignment) -> None:
         if sys._getframe(1).f_globals.get("__name__") == _TORCH_COLLATE:
             return None
         _Answers.given += 1
-        place = place_of.current_assignment()
-        number = place.global_worker_id
+        position = place_of.current_assignment()
+        number = position.global_worker_id
         if number not in _Answers.infos:
             dataset: Any = None  # made after this, by the user
             _Answers.infos[number] = torch_worker.WorkerInfo(
-                id=number, num_workers=place.total_num_workers, seed=_Answers.seed, dataset=dataset
+                id=number, num_workers=position.total_num_workers, seed=_Answers.seed, dataset=dataset
             )
         return _Answers.infos[number]
 

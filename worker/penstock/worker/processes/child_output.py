@@ -1,9 +1,9 @@
 """What children print, on its way into the daemon's log: user code may print without end, and must not stop us.
 
-`Lines` cuts a child's output into lines and lets a bounded number through; what it leaves out is counted and told. Its
-reader also bounds how much is read, so that a flood costs the child its time and not the daemon. `unblocked_logging`
-takes the log out of the event loop: where standard error is a pipe that nobody empties, lines are lost, and heartbeats
-are not.
+`OutputLines` cuts a child's output into lines and lets a bounded number through; what it leaves out is counted and
+told. Its reader also bounds how much is read, so that a flood costs the child its time and not the daemon.
+`unblocked_logging` takes the log out of the event loop: where standard error is a pipe that nobody empties, lines are
+lost, and heartbeats are not.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["PAUSE_S", "READ_BYTES", "Lines", "unblocked_logging"]
+__all__ = ["PAUSE_S", "READ_BYTES", "OutputLines", "unblocked_logging"]
 
 LONGEST_LINE = 8192
 LINES_PER_S = 200.0
@@ -33,7 +33,7 @@ QUEUED = 10_000
 _CLOSE_S = 1.0
 
 
-class Lines:
+class OutputLines:
     """One child's output. Pure: bytes and times in, lines out."""
 
     def __init__(self, now: float) -> None:
@@ -46,7 +46,7 @@ class Lines:
         self.left_out = 0
         """Lines since they were last told."""
 
-    def feed(self, data: bytes, now: float) -> list[str]:
+    def reader(self, data: bytes, now: float) -> list[str]:
         """The lines to log. b"" ends the output: what is left comes out."""
         passed, self._at = max(0.0, now - self._at), now
         self._credit = min(BURST, self._credit + passed * LINES_PER_S)

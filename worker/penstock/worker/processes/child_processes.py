@@ -21,9 +21,9 @@ from pathlib import Path
 
 from penstock.proto.errors import LaneLostError, PenstockError, ProtocolError, WorkerLostError
 from penstock.proto.v1 import records_pb2
-from penstock.runtime.telemetry.logs import About
-from penstock.worker.processes.child_output import PAUSE_S, READ_BYTES, Lines
-from penstock.worker.processes.control_channel import Channel, Message
+from penstock.runtime.telemetry.logs import SubjectLogger
+from penstock.worker.processes.child_output import PAUSE_S, READ_BYTES, OutputLines
+from penstock.worker.processes.control_channel import ControlChannel, ControlMessage
 from penstock.worker.processes.control_groups import ControlGroups, OutOfMemory, out_of_memory
 from penstock.worker.processes.orphans import GRACE_S, Orphans
 from penstock.worker.processes.progress_page import ProgressPage
@@ -104,7 +104,7 @@ def about_slot(assignment: records_pb2.WorkerAssignment) -> dict[str, str | int]
     return {"run": a.run, "attempt": a.attempt, "box": a.box, "slot": a.slot, "generation": a.generation}
 
 
-def _refuse_descriptors(message: Message) -> None:
+def _refuse_descriptors(message: ControlMessage) -> None:
     """Children are given descriptors and send none: each one taken would be one less for the daemon."""
     if message.fds:
         for fd in message.fds:
@@ -113,14 +113,14 @@ def _refuse_descriptors(message: Message) -> None:
 
 
 class Child:
-    """A runner or scratch child."""
+    """A runner or helper process."""
 
     def __init__(
         self,
-        channel: Channel,
+        channel: ControlChannel,
         output: int,
         name: str,
-        on_message: Callable[[Message], None],
+        on_message: Callable[[ControlMessage], None],
         on_gone: Callable[[], None],
         about: Mapping[str, str | int] | None = None,
         group: str = "",
@@ -130,8 +130,8 @@ class Child:
         """Its control group; "" = it has none. See control_groups.py."""
         self.out_of_memory = OutOfMemory.NO
         """Whether the kernel has killed it, or something of it, for want of memory; known once it has exited."""
-        self._logger = About(_log, **(about or {}))
-        self._user_logger = About(_user_log, **(about or {}))
+        self._logger = SubjectLogger(_log, **(about or {}))
+        self._user_logger = SubjectLogger(_user_log, **(about or {}))
         self.pid = 0
         self.pidfd = -1
         loop = asyncio.get_running_loop()
@@ -149,7 +149,7 @@ class Child:
         self.unwanted = False
         """We have it killed."""
         self._output = output
-        self._lines = Lines(time.monotonic())
+        self._lines = OutputLines(time.monotonic())
         os.set_blocking(output, False)
         loop.add_reader(channel.fileno(), self.drain)
         loop.add_reader(output, self._read_output)
@@ -254,7 +254,7 @@ class Child:
             loop.remove_reader(self._output)
             os.close(self._output)
             self._output = -1
-            self._log(self._lines.feed(b"", time.monotonic()))
+            self._log(self._lines.reader(b"", time.monotonic()))
         if self.pidfd >= 0:
             loop.remove_reader(self.pidfd)
             os.close(self.pidfd)
@@ -285,7 +285,7 @@ class Child:
         except BlockingIOError:
             return
         loop = asyncio.get_running_loop()
-        self._log(self._lines.feed(data, time.monotonic()))
+        self._log(self._lines.reader(data, time.monotonic()))
         if not data:
             loop.remove_reader(self._output)
         elif self._lines.too_fast:
@@ -346,7 +346,7 @@ class ForkServer:
         self._next = 0
         self._up = asyncio.get_running_loop().create_future()
         self._process: asyncio.subprocess.Process | None = None
-        self._channel: Channel | None = None
+        self._channel: ControlChannel | None = None
         self.dead = False
         """It forks no more: it died, or did not answer."""
         self._reaping: asyncio.Task[None] | None = None
@@ -371,8 +371,12 @@ class ForkServer:
             deadline_s: seconds that it may take; a tenth of it without asking for a processor.
         """
         try:
-            traits = {"main": main_script, "caged": caged, f"user={user.encode() if user else ''}": user is not None}
-            await self._start(seed, [trait for trait, given in traits.items() if given])
+            capabilities = {
+                "main": main_script,
+                "caged": caged,
+                f"user={user.encode() if user else ''}": user is not None,
+            }
+            await self._start(seed, [trait for trait, given in capabilities.items() if given])
             still_s = STANDS_STILL * deadline_s
             await unless_it_stands_still(asyncio.shield(self._up), self.pid, still_s, deadline_s)
         except BaseException as error:
@@ -394,15 +398,15 @@ class ForkServer:
         if self.lives:
             _log.error("process %d, which was to fork runners, was killed and does not end", self.pid)
 
-    async def _start(self, seed: int, traits: list[str]) -> None:
+    async def _start(self, seed: int, capabilities: list[str]) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._channel = Channel(ours)
+        self._channel = ControlChannel(ours)
         _own.starting += 1
         try:
             with theirs:
                 self._process = await asyncio.create_subprocess_exec(
                     *interpreter("penstock.worker.runner.fork_server", str(theirs.fileno()), str(os.getpid())),
-                    *traits,
+                    *capabilities,
                     pass_fds=[theirs.fileno()],
                     env=child_environment(seed),
                     stdin=asyncio.subprocess.DEVNULL,
@@ -426,7 +430,7 @@ class ForkServer:
         role: str,
         name: str,
         progress_page: ProgressPage,
-        on_message: Callable[[Message], None],
+        on_message: Callable[[ControlMessage], None],
         about: Mapping[str, str | int] | None = None,
     ) -> Child:
         """A new child, whose messages go to `on_message` in order. `about`: what its records in the log are about."""
@@ -437,7 +441,9 @@ class ForkServer:
         self._next += 1
         number, tempdir = self._next, self._tempdirs.make()
         group = self._groups.make() if self._groups is not None else ""
-        child = Child(Channel(ours), read, name, on_message, lambda: self._let_go(number, tempdir, group), about, group)
+        child = Child(
+            ControlChannel(ours), read, name, on_message, lambda: self._let_go(number, tempdir, group), about, group
+        )
         self._children[number] = child
         try:
             self._channel.send(
@@ -512,7 +518,7 @@ class ForkServer:
         except (LaneLostError, PenstockError):
             self._died()
 
-    def _hear(self, message: Message) -> None:
+    def _hear(self, message: ControlMessage) -> None:
         if message.kind == "up":
             if not self._up.done():
                 self._up.set_result(None)

@@ -24,10 +24,10 @@ from penstock.runtime.process.forks import silence
 
 __all__ = [
     "DESCRIPTORS_CLOSED",
-    "Channel",
+    "ControlChannel",
+    "ControlMessage",
     "DescriptorsClosedError",
-    "Inbox",
-    "Message",
+    "MessageInbox",
     "assignment_of",
     "counts",
     "describe",
@@ -50,7 +50,7 @@ class DescriptorsClosedError(Exception):
 
 
 @dataclass
-class Message:
+class ControlMessage:
     """One thing said. `fields` is plain JSON."""
 
     kind: str
@@ -59,19 +59,19 @@ class Message:
     fds: list[int] = field(default_factory=list)
 
 
-def encode_head(message: Message) -> bytes:
+def encode_head(message: ControlMessage) -> bytes:
     text = json.dumps({"kind": message.kind, **message.fields}).encode()
     return _HEAD.pack(len(text), len(message.payload), len(message.fds)) + text
 
 
-class Inbox:
+class MessageInbox:
     """Puts messages together from whatever pieces arrive. Feed it bytes and descriptors, take messages."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
         self._fds: list[int] = []
 
-    def feed(self, data: bytes, fds: list[int]) -> None:
+    def reader(self, data: bytes, fds: list[int]) -> None:
         """Raises ProtocolError, and closes them, for descriptors that no message can have announced."""
         self._buffer += data
         self._fds += fds
@@ -85,7 +85,7 @@ class Inbox:
         while self._fds:
             os.close(self._fds.pop())
 
-    def take(self) -> Message | None:
+    def take(self) -> ControlMessage | None:
         """The next whole message, if there is one."""
         buffer = self._buffer
         if len(buffer) < _HEAD.size:
@@ -108,19 +108,19 @@ class Inbox:
                 f"{fds - len(self._fds)} descriptors of a control message were lost: this process may open no more "
                 "(RLIMIT_NOFILE); user code has too many files open, or has lowered the limit"
             )
-        message = Message(kind, fields, bytes(buffer[_HEAD.size + text : end]), self._fds[:fds])
+        message = ControlMessage(kind, fields, bytes(buffer[_HEAD.size + text : end]), self._fds[:fds])
         del self._fds[:fds]
         del buffer[:end]
         return message
 
 
-class Channel:
+class ControlChannel:
     """One end of a blocking socket: sends block, receives wait or not as asked."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(True)
         self.sock = sock
-        self._inbox = Inbox()
+        self._inbox = MessageInbox()
         self._inode = os.fstat(sock.fileno()).st_ino
 
     def fileno(self) -> int:
@@ -152,14 +152,14 @@ class Channel:
                 "state_dict() what the loader can build anew"
             )
         try:
-            self._send(Message(kind, fields, payload, fds or []))
+            self._send(ControlMessage(kind, fields, payload, fds or []))
         except OSError as error:
             self._check_own()
             if isinstance(error, BrokenPipeError | ConnectionResetError):
                 raise LaneLostError("the other end of the control socket is gone") from error
             raise
 
-    def _send(self, message: Message) -> None:
+    def _send(self, message: ControlMessage) -> None:
         payload, head = message.payload, encode_head(message)
         if message.fds:
             sent = socket.send_fds(self.sock, [head, payload], message.fds)
@@ -190,7 +190,7 @@ class Channel:
         self.sock.close()
         self._inbox.close()
 
-    def receive(self, wait: bool = True) -> Message | None:
+    def receive(self, wait: bool = True) -> ControlMessage | None:
         """The next message; None if none is there and `wait` is off. LaneLostError when the other side is gone."""
         while (message := self._inbox.take()) is None:
             try:
@@ -205,11 +205,11 @@ class Channel:
                     os.close(fd)
                 self._check_own()
                 raise LaneLostError("the other end of the control socket is gone")
-            self._inbox.feed(data, fds)
+            self._inbox.reader(data, fds)
         return message
 
 
-def payload_of(message: Message) -> bytes:
+def payload_of(message: ControlMessage) -> bytes:
     """What a message to a child brings: its payload, or what is in the memory whose descriptor came along."""
     if not message.fds:
         return message.payload
@@ -222,7 +222,7 @@ def payload_of(message: Message) -> bytes:
         os.close(fd)
 
 
-def assignment_of(message: Message) -> records_pb2.WorkerAssignment:
+def assignment_of(message: ControlMessage) -> records_pb2.WorkerAssignment:
     """The assignment that a child is sent. Large arguments come as a descriptor beside it."""
     assignment = records_pb2.WorkerAssignment.FromString(message.payload)
     if message.fds:
@@ -230,7 +230,7 @@ def assignment_of(message: Message) -> records_pb2.WorkerAssignment:
     return assignment
 
 
-def counts(message: Message, *names: str) -> list[int]:
+def counts(message: ControlMessage, *names: str) -> list[int]:
     """Fields of a message that are counts. Raises ProtocolError for what is none."""
     found = [message.fields.get(name) for name in names]
     if not all(type(value) is int and 0 <= value < 1 << 64 for value in found):

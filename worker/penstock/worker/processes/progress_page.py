@@ -19,18 +19,18 @@ from dataclasses import dataclass
 
 from penstock.runtime.process.forks import silence, unshare
 
-__all__ = ["ENTRIES", "Entry", "ProgressPage"]
+__all__ = ["ENTRIES", "BatchRecord", "ProgressPage"]
 
 ENTRIES = 4096
 """Batches whose digests are kept, the newest."""
 EARLY = 256
 """Batches that are kept besides, the first: for the check of the early snapshots, however fast the runner is."""
 ENDS = 1024
-"""Ends of passes that are kept, the newest."""
+"""Ends of epochs that are kept, the newest."""
 _HEAD = struct.Struct("<QQQQQQdQd")  # total, epoch, delivered, ends, activity, looked, since, samples, worked_s
 _ENTRY = struct.Struct("<QQQQ")  # total, epoch, digest, samples
 _END = struct.Struct("<QQ")  # epoch, total
-_HERE = struct.Struct("<QQ")  # the pass that is under way, and batches left out since the last one
+_HERE = struct.Struct("<QQ")  # the epoch that is under way, and batches left out since the last one
 _HERE_AT = 1024
 _COUNTS = struct.Struct("<QQQQ")  # total at the first place + 1, at the last one; made between them; replayed
 _COUNTS_AT = 2048
@@ -45,8 +45,8 @@ ACTIVITIES = ("starting", "input_fn", "iter", "next", "state_dict", "load_state_
 
 
 @dataclass(frozen=True)
-class Entry:
-    """One batch: its count over the run, its pass, its digest, and the samples up to and with it."""
+class BatchRecord:
+    """One batch: its count over the run, its epoch, its digest, and the samples up to and with it."""
 
     total: int
     epoch: int
@@ -89,7 +89,7 @@ class ProgressPage:
     # ---- the runner writes
 
     def place(self, total: int, epoch: int, samples: int) -> None:
-        """Where the runner starts, or goes back to, for the loop left a pass; nothing before it is known here."""
+        """Where the runner starts, or goes back to, for the loop left an epoch; nothing before it is known here."""
         if self._first is None:
             self._first = self._last = total
         else:
@@ -122,13 +122,13 @@ class ProgressPage:
             self._recorded += 1
 
     def end(self, epoch: int, total: int) -> None:
-        """A pass ended after its batch `total`."""
+        """An epoch ended after its batch `total`."""
         _END.pack_into(self._map, _ENDS_AT + self._ends % ENDS * _END.size, epoch, total)
         self._ends += 1
         self._write_head()
 
     def cut(self, epoch: int, total: int) -> None:
-        """The loop left a pass after its batch `total`: that is its end, and of later passes nothing is known."""
+        """The loop left an epoch after its batch `total`: that is its end, and of later epochs nothing is known."""
         kept = [(e, t) for e, t in self.ends().items() if e < epoch]
         self._ends = 0
         for end in [*kept, (epoch, total)]:
@@ -145,7 +145,7 @@ class ProgressPage:
         self._write_head()
 
     def here(self, epoch: int, skipped: int) -> None:
-        """The next batch is of this pass; `skipped` were left out since the last one."""
+        """The next batch is of this epoch; `skipped` were left out since the last one."""
         _HERE.pack_into(self._map, _HERE_AT, epoch, skipped)
 
     def saw_look(self) -> None:
@@ -215,19 +215,19 @@ class ProgressPage:
 
     @property
     def begun(self) -> int:
-        """The newest pass that the runner has begun."""
+        """The newest epoch that the runner has begun."""
         return int(_HERE.unpack_from(self._map, _HERE_AT)[0])
 
-    def entry(self, total: int) -> Entry | None:
+    def entry(self, total: int) -> BatchRecord | None:
         """The batch with this count, if it is still kept."""
         for start, count in ((_ENTRIES_AT, ENTRIES), (_EARLY_AT, EARLY)):
-            entry = Entry(*_ENTRY.unpack_from(self._map, start + total % count * _ENTRY.size))
+            entry = BatchRecord(*_ENTRY.unpack_from(self._map, start + total % count * _ENTRY.size))
             if entry.total == total and total:
                 return entry
         return None
 
     def ends(self) -> dict[int, int]:
-        """epoch -> total at its end, for the passes still kept."""
+        """epoch -> total at its end, for the epochs still kept."""
         count = self._ends
         found = [
             _END.unpack_from(self._map, _ENDS_AT + index % ENDS * _END.size)

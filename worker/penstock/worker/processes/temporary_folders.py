@@ -12,7 +12,7 @@ import logging
 import os
 import shutil
 
-from penstock.runtime.files.private_folders import OwnFolder
+from penstock.runtime.files.private_folders import PrivateFolder
 from penstock.worker.processes.runner_user import RunnerUser
 
 __all__ = ["TemporaryFolders"]
@@ -24,11 +24,11 @@ class TemporaryFolders:
     """The directories of one daemon's children. `user`: whose these are, if not the daemon's own."""
 
     def __init__(self, user: RunnerUser | None = None) -> None:
-        self._folder: OwnFolder | None = None
+        self._folder: PrivateFolder | None = None
         self._user = user
         self._count = 0
         try:
-            self._folder = OwnFolder()
+            self._folder = PrivateFolder()
             if user is not None:
                 os.chmod(self._folder.path, 0o711)  # what is below it is for its owner alone
         except OSError as error:

@@ -18,7 +18,7 @@ from pathlib import Path
 from penstock.runtime.web.prometheus import cpu_seconds
 from penstock.worker.resources.memory_use import family
 
-__all__ = ["NOTHING", "Demand", "Use", "cores", "unless_it_stands_still", "used_by"]
+__all__ = ["NOTHING", "ProcessorDemand", "ProcessorUse", "cores", "unless_it_stands_still", "used_by"]
 
 LOOK_S = 0.25
 """Seconds between two looks at a process that is waited for."""
@@ -46,7 +46,7 @@ def _counted(pid: int) -> tuple[float, float] | None:
 
 
 @dataclass(frozen=True)
-class Use:
+class ProcessorUse:
     """Processor time since a process was started."""
 
     cpu_s: float
@@ -55,17 +55,17 @@ class Use:
     """Seconds that its main thread waited for a processor."""
 
 
-NOTHING = Use(0.0, 0.0)
+NOTHING = ProcessorUse(0.0, 0.0)
 
 
-def used_by(pid: int) -> Use:
+def used_by(pid: int) -> ProcessorUse:
     """Return what a process has used of the processors; `NOTHING` if it is gone."""
     counted = _counted(pid)
-    return Use(cpu_seconds(family(pid)), counted[1] if counted is not None else 0.0)
+    return ProcessorUse(cpu_seconds(family(pid)), counted[1] if counted is not None else 0.0)
 
 
 @dataclass
-class Demand:
+class ProcessorDemand:
     """How much of a processor a process asks for."""
 
     pid: int

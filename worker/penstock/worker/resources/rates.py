@@ -16,16 +16,16 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from penstock.worker.resources.processor_time import NOTHING, Use
+from penstock.worker.resources.processor_time import NOTHING, ProcessorUse
 
-__all__ = ["Rates"]
+__all__ = ["BatchRates"]
 
 WINDOW_S = 1.0
 """Between two looks that count."""
 
 
 @dataclass
-class Rates:
+class BatchRates:
     """Of one runner."""
 
     since: float
@@ -39,7 +39,7 @@ class Rates:
     """Part of `batch_s` in which the runner waited for a processor, in seconds."""
     _total: int = 0
     _worked_s: float = 0.0
-    _used: Use = NOTHING
+    _used: ProcessorUse = NOTHING
     """Up to when the newest batch that counts was done, as `_worked_s`."""
     _done: int = 0
 
@@ -47,7 +47,7 @@ class Rates:
         """Return whether a look would count."""
         return now - self.since >= WINDOW_S
 
-    def look(self, now: float, total: int, worked_s: float, used: Use = NOTHING) -> None:
+    def look(self, now: float, total: int, worked_s: float, used: ProcessorUse = NOTHING) -> None:
         """`total`: batches made so far. `worked_s`: seconds at work so far. `used`: processor time so far."""
         if not self.due(now):
             return
@@ -63,7 +63,7 @@ class Rates:
         elif self.batch_s and spent > self.batch_s:
             self._takes(spent, used, 1)
 
-    def _takes(self, spent: float, used: Use, made: int) -> None:
+    def _takes(self, spent: float, used: ProcessorUse, made: int) -> None:
         """That many batches took so much, since the last that counts."""
         self.batch_s = spent / made
         self.batch_cpu_s = max(0.0, used.cpu_s - self._used.cpu_s) / made

@@ -15,9 +15,9 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable
 
-from penstock.worker.resources.processor_time import LOOK_S, Demand
+from penstock.worker.resources.processor_time import LOOK_S, ProcessorDemand
 
-__all__ = ["Turn", "TurnQueue"]
+__all__ = ["QueueTurn", "TurnQueue"]
 
 TURN_S = 10.0
 """Seconds after its fork in which a runner that is busy keeps its turn."""
@@ -27,7 +27,7 @@ IDLE_LOOKS = 2
 """Looks in a row that find it so."""
 
 
-class Turn:
+class QueueTurn:
     """In the queue, then under way, then over. Made by `TurnQueue.join`."""
 
     def __init__(self, queue: TurnQueue) -> None:
@@ -43,7 +43,7 @@ class Turn:
 
     async def end_when_idle(self, pid: int) -> None:
         """End it when the runner `pid` stands still, or has had its time."""
-        demand, idle, until = Demand(pid), 0, time.monotonic() + TURN_S
+        demand, idle, until = ProcessorDemand(pid), 0, time.monotonic() + TURN_S
         while idle < IDLE_LOOKS and time.monotonic() < until and not self.over.is_set():
             idle = idle + 1 if demand.look(time.monotonic()) < IDLE_SHARE else 0
             with contextlib.suppress(TimeoutError):
@@ -66,9 +66,9 @@ class TurnQueue:
     def __init__(self, at_once: int) -> None:
         self.at_once = at_once
         self._under_way = 0
-        self._urgent: dict[Turn, None] = {}
-        self._others: dict[Turn, None] = {}
-        self._places: dict[Turn, int] = {}
+        self._urgent: dict[QueueTurn, None] = {}
+        self._others: dict[QueueTurn, None] = {}
+        self._places: dict[QueueTurn, int] = {}
         """Of those that wait; empty until somebody asks."""
         self._lent: set[asyncio.Future[None]] = set()
 
@@ -76,21 +76,21 @@ class TurnQueue:
         """Turns that wait."""
         return len(self._urgent) + len(self._others)
 
-    def place(self, turn: Turn) -> int:
-        """See Turn.place."""
+    def place(self, turn: QueueTurn) -> int:
+        """See QueueTurn.place."""
         if len(self._places) != len(self):
             self._places = {waiting: number for number, waiting in enumerate([*self._urgent, *self._others], 1)}
         return self._places.get(turn, 0)
 
-    def join(self, *, urgent: bool = False) -> Turn:
+    def join(self, *, urgent: bool = False) -> QueueTurn:
         """Return a turn at the end of the queue, or of the urgent ones, which come first. Who joins must `end` it."""
-        turn = Turn(self)
+        turn = QueueTurn(self)
         (self._urgent if urgent else self._others)[turn] = None
         self._next()
         return turn
 
-    def leave(self, turn: Turn) -> None:
-        """See Turn.end."""
+    def leave(self, turn: QueueTurn) -> None:
+        """See QueueTurn.end."""
         waiting = self._urgent if turn in self._urgent else self._others
         if turn in waiting:
             del waiting[turn]

@@ -32,7 +32,12 @@ from typing import NoReturn
 from penstock.proto.errors import LaneLostError
 from penstock.runtime.process import sandbox
 from penstock.worker.processes import control_groups
-from penstock.worker.processes.control_channel import DESCRIPTORS_CLOSED, Channel, DescriptorsClosedError, Message
+from penstock.worker.processes.control_channel import (
+    DESCRIPTORS_CLOSED,
+    ControlChannel,
+    ControlMessage,
+    DescriptorsClosedError,
+)
 from penstock.worker.processes.orphans import Orphans, become_subreaper, forget_shared_memory
 from penstock.worker.processes.runner_user import RunnerUser
 from penstock.worker.processes.stack_dump import write_stacks_to
@@ -55,7 +60,7 @@ def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
 
 def main() -> None:
     """Serve fork requests on the inherited control socket until it closes."""
-    channel = Channel(socket.socket(fileno=int(sys.argv[1])))
+    channel = ControlChannel(socket.socket(fileno=int(sys.argv[1])))
     die_with_parent(int(sys.argv[2]), signal.SIGCONT)
     become_subreaper()
     gc.disable()  # it would walk, again and again, what is imported to stay: a fifth of the time that torch takes
@@ -108,7 +113,7 @@ def main() -> None:
     os._exit(0)  # nothing here is worth the half second in which the interpreter would take torch apart
 
 
-def _reap(children: dict[int, int], channel: Channel, orphans: Orphans) -> None:
+def _reap(children: dict[int, int], channel: ControlChannel, orphans: Orphans) -> None:
     """Collect the children that have died, and tell their ends. Their group goes first, while its number is theirs."""
     for pid in list(children):
         ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -135,7 +140,7 @@ def _end(children: Iterable[int], orphans: Orphans) -> None:
         time.sleep(ORPHANS_S)
 
 
-def _fork(message: Message, channel: Channel, own: Iterable[int]) -> int:
+def _fork(message: ControlMessage, channel: ControlChannel, own: Iterable[int]) -> int:
     """`own`: descriptors that are no business of a child's."""
     control, output, progress_page, stacks = message.fds
     me = os.getpid()
@@ -186,13 +191,13 @@ def _child(
         from penstock.worker.processes.progress_page import ProgressPage
         from penstock.worker.runner import helper_process, replayer, runner
 
-        channel = Channel(socket.socket(fileno=control))
+        channel = ControlChannel(socket.socket(fileno=control))
         if role == "runner":
             runner.run_slot(channel, ProgressPage(progress_page))
         elif role == "helper":
             helper_process.run_helper(channel)
         else:
-            replayer.run_scratch(channel)
+            replayer.run_task(channel)
         code = 0
     except DescriptorsClosedError:
         code = DESCRIPTORS_CLOSED

@@ -1,8 +1,9 @@
 """A helper process: it has imported what a run's loaders need, and forks a fresh process for each task.
 
-A scratch child that is forked from the fork server imports the user's modules first, and whatever his input_fn imports:
-a tenth of a second or a whole one, for each slot of a state. A helper does that once, and then only forks; the child
-does the task (replayer.py), answers on the helper's own socket, and is gone. So no task meets what another one left.
+A helper process that is forked from the fork server imports the user's modules first, and whatever his input_fn
+imports: a tenth of a second or a whole one, for each slot of a state. A helper does that once, and then only forks; the
+child does the task (replayer.py), answers on the helper's own socket, and is gone. So no task meets what another one
+left.
 
 It is as good as a fresh one only if to import changed nothing but modules. Where the import drew random numbers, asked
 for its slot, started a thread or a process, or opened a file, the helper says so and ends: tasks are done without.
@@ -25,19 +26,19 @@ from penstock.proto.state import assignment as place_of
 from penstock.proto.state.generators import capture_rng
 from penstock.proto.v1 import records_pb2
 from penstock.runtime.process import forks
-from penstock.worker.processes.control_channel import Channel, Message
+from penstock.worker.processes.control_channel import ControlChannel, ControlMessage
 from penstock.worker.processes.orphans import forget_shared_memory, own_children
 from penstock.worker.processes.user_code import load_input_fn
 from penstock.worker.runner.fork_server import die_with_parent
-from penstock.worker.runner.replayer import run_scratch
+from penstock.worker.runner.replayer import run_task
 
 __all__ = ["run_helper"]
 
 
-def run_helper(channel: Channel) -> None:
+def run_helper(channel: ControlChannel) -> None:
     """Warm up, say so, and serve tasks until the daemon hangs up."""
     with contextlib.suppress(LaneLostError):
-        message = cast(Message, channel.receive())
+        message = cast(ControlMessage, channel.receive())
         spec = records_pb2.LoaderSpec.FromString(message.payload)
         with forks.hosting(channel):
             unfit = _warm_up(spec, message.fields["modules"])
@@ -74,7 +75,7 @@ def _surroundings() -> dict[str, object]:
     }
 
 
-def _serve(channel: Channel) -> None:
+def _serve(channel: ControlChannel) -> None:
     """Until the daemon hangs up, a task dies, or leaves something behind: what is wrong then is told to a fresh child,
     and the fork server cleans up."""
     poll = select.poll()
@@ -96,13 +97,13 @@ def _serve(channel: Channel) -> None:
             return
 
 
-def _do_task(helper: int, channel: Channel) -> NoReturn:
+def _do_task(helper: int, channel: ControlChannel) -> NoReturn:
     code = 1
     try:
         os.setpgid(0, 0)
         die_with_parent(helper)
         channel.send("working", pid=os.getpid())
-        run_scratch(channel)
+        run_task(channel)
         code = 0
     except BaseException as error:
         sys.excepthook(type(error), error, error.__traceback__)

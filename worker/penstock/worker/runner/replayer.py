@@ -26,13 +26,13 @@ from penstock.proto.v1 import records_pb2
 from penstock.runtime.process import forks
 from penstock.worker.loader.crossing_kinds import FRESH, KEPT, REPLAY, WAYS
 from penstock.worker.loader.epoch_crossing import leave
-from penstock.worker.loader.restart_points import END, UNFIT, Base, Place
-from penstock.worker.loader.restorable_loader import Source
-from penstock.worker.processes.control_channel import Channel, Message, assignment_of, plain_detail
+from penstock.worker.loader.restart_points import END, UNFIT, RestartPoint, StreamPosition
+from penstock.worker.loader.restorable_loader import RestorableLoader
+from penstock.worker.processes.control_channel import ControlChannel, ControlMessage, assignment_of, plain_detail
 from penstock.worker.processes.progress_page import ENTRIES
 from penstock.worker.processes.user_code import MAIN, load_class
 
-__all__ = ["run_scratch"]
+__all__ = ["run_task"]
 
 _log = logging.getLogger("penstock.worker")
 
@@ -47,7 +47,7 @@ class _Answer(Protocol):
 class _Told:
     """An answer that tells, too, which modules were imported for it: for helpers (helper_process.py)."""
 
-    def __init__(self, channel: Channel, known: set[str]) -> None:
+    def __init__(self, channel: ControlChannel, known: set[str]) -> None:
         self._channel, self._known = channel, known
 
     def send(self, kind: str, payload: bytes = b"", **fields: Any) -> None:
@@ -55,23 +55,23 @@ class _Told:
         self._channel.send(kind, payload, modules=modules, **fields)
 
 
-def run_scratch(channel: Channel) -> None:
-    """One task: messages `assign`, `base` ..., then the task; the answer is `done` or `failed`."""
+def run_task(channel: ControlChannel) -> None:
+    """One task: messages `assign`, `point` ..., then the task; the answer is `done` or `failed`."""
     forks.host_user_code()
     forks.keep(channel)
     known = set(sys.modules)
     with contextlib.suppress(LaneLostError):
-        assignment = assignment_of(cast(Message, channel.receive()))
+        assignment = assignment_of(cast(ControlMessage, channel.receive()))
         values: list[bytes] = []
         began = time.process_time()
         try:
-            while (message := cast(Message, channel.receive())).kind == "base":
+            while (message := cast(ControlMessage, channel.receive())).kind == "point":
                 values.append(message.payload)
             answer: _Answer = _Told(channel, known) if message.fields.get("learn") else channel
             if message.kind == "advance":
-                answer.send("done", _advanced(Base.decode(values[0]), assignment, message.fields))
+                answer.send("done", _advanced(RestartPoint.decode(values[0]), assignment, message.fields))
                 return
-            source = Source(assignment)
+            source = RestorableLoader(assignment)
             source.build()
             replay_digest = ReplayDigest(cover=cover_of(assignment.loader.options))
             if message.kind == "aggregate":
@@ -79,13 +79,13 @@ def run_scratch(channel: Channel) -> None:
                 answer.send("done", encode_state(source.aggregate(states)))
                 return
             if message.kind == "prove":
-                bases = [Base.decode(value) for value in values]
-                told = _prove(source, bases[0], message.fields, replay_digest, *bases[1:])
+                points = [RestartPoint.decode(value) for value in values]
+                told = _prove(source, points[0], message.fields, replay_digest, *points[1:])
                 answer.send("done", took=time.process_time() - began, **told)
                 return
             if len(values) > 1:
                 source.learn_resume(cast(dict[str, Any], decode_state(values[1])))
-            _state(source, Base.decode(values[0]), message.fields, replay_digest, answer)
+            _state(source, RestartPoint.decode(values[0]), message.fields, replay_digest, answer)
         except LaneLostError:
             raise
         except Exception as error:
@@ -93,46 +93,54 @@ def run_scratch(channel: Channel) -> None:
 
 
 def _prove(
-    source: Source, base: Base, fields: dict[str, Any], replay_digest: ReplayDigest, opened: Base | None = None
+    source: RestorableLoader,
+    point: RestartPoint,
+    fields: dict[str, Any],
+    replay_digest: ReplayDigest,
+    opened: RestartPoint | None = None,
 ) -> dict[str, Any]:
     """Whether the base leads to what was delivered, and if not, which batch differs.
 
     `digests`: total -> [epoch, digest] of the batches behind it. Where they lie beyond the end of its epoch: also in
-    which way the loader gets there, see epoch_crossing.py; `rewinds`: in which it does as far as is known. `opened`: a
+    which way the loader gets there, see epoch_crossing.py; `crossing`: in which it does as far as is known. `opened`: a
     snapshot of the loader that streamed, after the first batch there. `generators`: see _compare. `early`: the same as
     `digests`, of the slot's first batches, or none. If the base does not lead to its batches, whether a loader from the
     beginning makes those at least.
     """
     delivered = {int(total): (epoch, digest) for total, (epoch, digest) in fields["digests"].items()}
-    source.restore(base)
-    differs, what = _compare(source, delivered, replay_digest, base.place.epoch, fields["generators"])
-    beyond = {total: entry for total, entry in delivered.items() if entry[0] > base.place.epoch}
+    source.restore(point)
+    differs, what = _compare(source, delivered, replay_digest, point.position.epoch, fields["generators"])
+    beyond = {total: entry for total, entry in delivered.items() if entry[0] > point.position.epoch}
     if not what and beyond and not fields["left"] and source.next() is not END:
-        differs, what = source.place.total, "goes on after the last batch of its pass"
+        differs, what = source.position.total, "goes on after the last batch of its epoch"
     if what:
         early = {int(total): (epoch, digest) for total, (epoch, digest) in fields["early"].items()}
         alike = True
-        if early and source.past.whole:
+        if early and source.history.complete:
             source.begin()
-            source.open_pass()
+            source.open_epoch()
             alike = not _compare(source, early, replay_digest, 0)[1]
         return {"same": False, "differs": differs, "what": what, "alike": alike}
     if beyond and fields["left"]:
-        source.abandon_pass(source.place.total)
-    rewinds = ""
+        source.abandon_epoch(source.position.total)
+    crossing = ""
     if beyond and source.restored:
-        rewinds = _way_over(source, beyond, replay_digest, fields["rewinds"] or KEPT, opened)
-    return {"same": True, "rewinds": rewinds}
+        crossing = _way_over(source, beyond, replay_digest, fields["crossing"] or KEPT, opened)
+    return {"same": True, "crossing": crossing}
 
 
 def _way_over(
-    source: Source, beyond: dict[int, tuple[int, int]], replay_digest: ReplayDigest, known: str, opened: Base | None
+    source: RestorableLoader,
+    beyond: dict[int, tuple[int, int]],
+    replay_digest: ReplayDigest,
+    known: str,
+    opened: RestartPoint | None,
 ) -> str:
     """How the source, at the end of its epoch, gets to these batches of later ones: in the way that is known, if it
     leads there still, else in a more careful one."""
-    end, place = source.rng(), source.place.copy()
+    end, position = source.rng(), source.position.copy()
     for way in WAYS[WAYS.index(known) : WAYS.index(REPLAY)]:
-        source.place = place.copy()
+        source.position = position.copy()
         try:
             if way == FRESH:
                 source.renew(end)
@@ -145,12 +153,15 @@ def _way_over(
 
 
 def _leads_on(
-    source: Source, beyond: dict[int, tuple[int, int]], replay_digest: ReplayDigest, opened: Base | None
+    source: RestorableLoader,
+    beyond: dict[int, tuple[int, int]],
+    replay_digest: ReplayDigest,
+    opened: RestartPoint | None,
 ) -> bool:
     """Whether the source, between two epochs, goes on with these batches. With the first of them it must also be what
     the loader that streamed was: the epoch after may come of what it is, and not of what it has yielded."""
     for epoch in sorted({epoch for epoch, _ in beyond.values()}):
-        while source.place.epoch < epoch:
+        while source.position.epoch < epoch:
             if not source.is_open:
                 source.open()
             if source.next() is not END:
@@ -162,74 +173,78 @@ def _leads_on(
 
 
 def _compare(
-    source: Source,
+    source: RestorableLoader,
     delivered: dict[int, tuple[int, int]],
     replay_digest: ReplayDigest,
     epoch: int,
     generators: int = 0,
-    opened: Base | None = None,
+    opened: RestartPoint | None = None,
 ) -> tuple[int, str]:
     """Which of the batches that come in this epoch is not as delivered, and what comes instead; or "". `generators`:
     hash of the generators after the first of them, 0 if it is not known. `opened`: what the loader was after one."""
-    while (expected := delivered.get(source.place.total + 1)) is not None and expected[0] == epoch:
+    while (expected := delivered.get(source.position.total + 1)) is not None and expected[0] == epoch:
         batch = source.next()
         if batch is END:
-            return source.place.total + 1, "yields nothing more"
+            return source.position.total + 1, "yields nothing more"
         digest, samples = replay_digest.take(batch)
-        source.place.samples += samples
+        source.position.samples += samples
         if digest != expected[1]:
-            return source.place.total, "yields another batch"
+            return source.position.total, "yields another batch"
         if generators and source.rng_hash() != generators:
-            return source.place.total, "draws other random numbers"
-        if opened is not None and source.place.total == opened.place.total and not _is_as(source, opened):
-            return source.place.total, "is in another state"
+            return source.position.total, "draws other random numbers"
+        if opened is not None and source.position.total == opened.position.total and not _is_as(source, opened):
+            return source.position.total, "is in another state"
         generators = 0
     return 0, ""
 
 
-def _is_as(source: Source, base: Base) -> bool:
+def _is_as(source: RestorableLoader, point: RestartPoint) -> bool:
     """The loader says of itself what it said then, and so do the random generators."""
-    state = source.state(base.step or base.place.total)[0]
-    return source.rng() == base.rng and encode_state(state) == encode_state(base.state)
+    state = source.state(point.step or point.position.total)[0]
+    return source.rng() == point.rng and encode_state(state) == encode_state(point.state)
 
 
-def _advanced(base: Base, assignment: records_pb2.WorkerAssignment, fields: dict[str, Any]) -> bytes:
+def _advanced(point: RestartPoint, assignment: records_pb2.WorkerAssignment, fields: dict[str, Any]) -> bytes:
     """The state after the base that the loader's class says, `batches` further in the epoch."""
     loader = load_class(fields["loader"], assignment.loader)
-    place = Place(base.place.epoch, fields["delivered"], fields["total"], fields["samples"])
-    state = loader.advance_state(base.state, place.total - base.place.total)
-    return replace(base, place=place, state=state, digest=fields["digest"], rng_before=None, step=0).encode()
+    position = StreamPosition(point.position.epoch, fields["delivered"], fields["total"], fields["samples"])
+    state = loader.advance_state(point.state, position.total - point.position.total)
+    return replace(point, position=position, state=state, digest=fields["digest"], rng_before=None, step=0).encode()
 
 
-def _all_over(source: Source, epoch: int) -> bool:
-    """Nothing comes before pass `epoch`. Else the loop left a pass, of which nobody here knows, and who resumed from
+def _all_over(source: RestorableLoader, epoch: int) -> bool:
+    """Nothing comes before epoch `epoch`. Else the loop left an epoch, of which nobody here knows, and who resumed from
     the state of this place would go on with what it left."""
-    while source.place.epoch < epoch:
+    while source.position.epoch < epoch:
         if not source.is_open:
-            source.open_pass()
+            source.open_epoch()
         if source.next() is not END:
             return False
     return True
 
 
-def _state(source: Source, base: Base, fields: dict[str, Any], replay_digest: ReplayDigest, channel: _Answer) -> None:
-    """Replay from the base to `total` in pass `epoch`, and save there, as of the box's `step`; from the beginning if
+def _state(
+    source: RestorableLoader, point: RestartPoint, fields: dict[str, Any], replay_digest: ReplayDigest, channel: _Answer
+) -> None:
+    """Replay from the base to `total` in epoch `epoch`, and save there, as of the box's `step`; from the beginning if
     the base does not lead there."""
     try:
-        source.restore(base)
-        told, data = _replayed(source, base, base.place.epoch, fields, replay_digest)
+        source.restore(point)
+        told, data = _replayed(source, point, point.position.epoch, fields, replay_digest)
     except UNFIT as mismatch:
-        if base.is_beginning or not base.past.whole:
+        if point.is_beginning or not point.history.complete:
             raise
         _log.warning("%s; its stream is made again from the beginning instead", mismatch.message)
-        past = source.past = base.past
+        history = source.history = point.history
         source.begin()
-        told, data = _replayed(source, replace(source.open_pass(), past=past), base.place.epoch, fields, replay_digest)
+        told, data = _replayed(
+            source, replace(source.open_epoch(), history=history), point.position.epoch, fields, replay_digest
+        )
     channel.send("done", data, **told)
 
 
 def _replayed(
-    source: Source, base: Base, told_until: int, fields: dict[str, Any], replay_digest: ReplayDigest
+    source: RestorableLoader, point: RestartPoint, told_until: int, fields: dict[str, Any], replay_digest: ReplayDigest
 ) -> tuple[dict[str, Any], bytes]:
     """What is told of the way from a base, where the source stands, and the state that was taken there. `told_until`:
     the epoch before which the base's past names all that were left."""
@@ -238,44 +253,46 @@ def _replayed(
 
     def seen(batch: Any) -> None:
         source.digest, samples = replay_digest.take(batch)
-        source.place.samples += samples
-        replayed.append((source.place.epoch, source.digest, source.place.samples))
-        expected = delivered.get(source.place.total)
+        source.position.samples += samples
+        replayed.append((source.position.epoch, source.digest, source.position.samples))
+        expected = delivered.get(source.position.total)
         if expected is not None and expected != source.digest:
             raise ReplayMismatchError(
-                f"{source.name}: replayed from its state after batch {base.place.total}, it yields another batch "
-                f"{source.place.total} than was delivered; its state cannot be saved"
+                f"{source.name}: replayed from its state after batch {point.position.total}, it yields another batch "
+                f"{source.position.total} than was delivered; its state cannot be saved"
             )
 
     epoch, total = fields["epoch"], fields["total"]
-    way = dict(base.past.left) | {int(known): at for known, at in fields["left"].items()}
-    left = {known: at for known, at in way.items() if base.place.epoch <= known < epoch}
+    way = dict(point.history.abandoned) | {int(known): at for known, at in fields["left"].items()}
+    left = {known: at for known, at in way.items() if point.position.epoch <= known < epoch}
     for known in sorted(left):
         if not (source.seek(left[known], known, seen) and _all_over(source, known)):
             return {"elsewhere": True}, b""
         leave(source, known, left[known])
-    opened = source.open_pass(step=fields["step"]) if left else None
+    opened = source.open_epoch(step=fields["step"]) if left else None
     if not source.seek(total, epoch, seen):
-        return {"ended": True, "epoch": epoch, "total": source.place.total}, b""
-    place = source.place.copy()
-    unheard = told_until < fields["left_from"] <= epoch
-    if unheard or (place.epoch == epoch and place.delivered != fields["delivered"]):
+        return {"ended": True, "epoch": epoch, "total": source.position.total}, b""
+    position = source.position.copy()
+    unheard = told_until < fields["abandoned_from"] <= epoch
+    if unheard or (position.epoch == epoch and position.delivered != fields["delivered"]):
         return {"elsewhere": True}, b""
     user, rng = None, b""
-    if source.traits.state_methods == 4:  # which is aggregated; for others what is saved is the base and the count
+    if (
+        source.capabilities.state_methods == 4
+    ):  # which is aggregated; for others what is saved is the base and the count
         source.require_state()
         if source.unsaved is not None:
             raise source.unsaved
-        user = opened.state if opened is not None and opened.place == place else source.state(fields["step"])[0]
+        user = opened.state if opened is not None and opened.position == position else source.state(fields["step"])[0]
         rng = source.rng()
-    data = source.marked(Base(place, user, rng, digest=source.digest, behind=base)).encode()
-    if place.epoch < epoch and not _all_over(source, epoch):
+    data = source.marked(RestartPoint(position, user, rng, digest=source.digest, behind=point)).encode()
+    if position.epoch < epoch and not _all_over(source, epoch):
         return {"elsewhere": True}, b""
-    there = {"samples": place.samples, "digest": source.digest, "replayed": list(replayed)}
+    there = {"samples": position.samples, "digest": source.digest, "replayed": list(replayed)}
     following = 0
-    if fields.get("following") and place.epoch == epoch:
+    if fields.get("following") and position.epoch == epoch:
         if source.peek() is END:
             source.next()
-            source.open_pass()
+            source.open_epoch()
         following = 0 if (batch := source.next()) is END else replay_digest.take(batch)[0]
-    return {"ended": False, "following": following, "over": source.place.epoch > epoch, **there}, data
+    return {"ended": False, "following": following, "over": source.position.epoch > epoch, **there}, data

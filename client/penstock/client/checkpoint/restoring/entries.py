@@ -35,14 +35,14 @@ from penstock.client.checkpoint.values.parameter_names import clean_keys, parame
 from penstock.client.checkpoint.values.torch_private import flatten_state_dict, set_element
 from penstock.proto.errors import CheckpointError, PenstockError
 
-__all__ = ["Entry", "Saved", "Wanted", "entry_for"]
+__all__ = ["ReadRequest", "SavedEntries", "StateEntry", "entry_for"]
 
 KeyPath = tuple[Any, ...]
 EXTRA = "_extra_state"
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ReadRequest:
     """Something to be read."""
 
     tensor: torch.Tensor | None
@@ -52,7 +52,7 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedEntries:
     """What a checkpoint holds, by its index."""
 
     path: Path
@@ -68,16 +68,16 @@ class Saved:
             raise CheckpointError(f"{self.path} holds nothing under {key!r}; it holds {there}")
         return found
 
-    def empty(self, name: str, like: torch.Tensor | None = None) -> Wanted:
+    def empty(self, name: str, like: torch.Tensor | None = None) -> ReadRequest:
         """To be read into memory of its own, laid out like `like` if of that size."""
         saved = self.metadata.state_dict_metadata[name]
         if not isinstance(saved, TensorStorageMetadata):
-            return Wanted(None, True)
+            return ReadRequest(None, True)
         if like is not None and not is_lazy(like) and not like.is_meta and like.shape == saved.size:
-            return Wanted(torch.empty_like(like, dtype=saved.properties.dtype, requires_grad=False), True)
-        return Wanted(torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu"), True)
+            return ReadRequest(torch.empty_like(like, dtype=saved.properties.dtype, requires_grad=False), True)
+        return ReadRequest(torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu"), True)
 
-    def filled(self, name: str, tensor: torch.Tensor) -> Wanted:
+    def filled(self, name: str, tensor: torch.Tensor) -> ReadRequest:
         """To be read into a tensor that is there. Raises CheckpointError if it does not fit."""
         saved = self.metadata.state_dict_metadata[name]
         if not isinstance(saved, TensorStorageMetadata):
@@ -94,11 +94,11 @@ class Saved:
         dtype = saved.properties.dtype
         if not torch.can_cast(dtype, tensor.dtype):
             raise CheckpointError(f"{name!r} of {self.path} was saved as {dtype}, and is {tensor.dtype} here")
-        return Wanted(tensor, False)
+        return ReadRequest(tensor, False)
 
 
 @dataclass
-class Around:
+class RestoreContext:
     """What entries need besides their own values."""
 
     containers: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -109,13 +109,13 @@ class Around:
     """By an optimizer's id, what `group_order` returned for it; optimizers come before all others."""
 
 
-class Entry(ABC):
+class StateEntry(ABC):
     """One key of the state that is restored."""
 
     comes_first = False
     """Others need to know what has become of it."""
 
-    def __init__(self, key: str, value: Any, saved: Saved) -> None:
+    def __init__(self, key: str, value: Any, saved: SavedEntries) -> None:
         self.key = key
         self.value = value
         self.saved = saved
@@ -124,10 +124,10 @@ class Entry(ABC):
         self.loaded: Any = None
 
     @abstractmethod
-    def wanted(self) -> dict[str, Wanted]:
+    def wanted(self) -> dict[str, ReadRequest]:
         """By name."""
 
-    def fit(self, values: dict[str, Any], around: Around) -> None:
+    def fit(self, values: dict[str, Any], around: RestoreContext) -> None:
         """Take what was read, under the names in `wanted`."""
         root: dict[str, Any] = {}
         for name, path in self.names.items():
@@ -152,7 +152,7 @@ class Entry(ABC):
         return CheckpointError(f"{self.key!r} of {self.saved.path} does not fit: {what}")
 
 
-def entry_for(key: str, value: Any, state: Mapping[str, Any], saved: Saved, rank: int) -> Entry:
+def entry_for(key: str, value: Any, state: Mapping[str, Any], saved: SavedEntries, rank: int) -> StateEntry:
     if isinstance(value, Loader):
         return _LoaderEntry(key, value, saved, rank)
     if isinstance(value, torch.optim.Optimizer):
@@ -164,30 +164,30 @@ def entry_for(key: str, value: Any, state: Mapping[str, Any], saved: Saved, rank
     return _PlainEntry(key, value, saved, state)
 
 
-class _LoaderEntry(Entry):
-    def __init__(self, key: str, value: Loader, saved: Saved, rank: int) -> None:
+class _LoaderEntry(StateEntry):
+    def __init__(self, key: str, value: Loader, saved: SavedEntries, rank: int) -> None:
         super().__init__(key, value, saved)
         under = {str(path[0]): name for name, path in self.names.items()}
         self._name = under[names_for(value, rank, set(under), key)]
 
-    def wanted(self) -> dict[str, Wanted]:
-        return {self._name: Wanted(None, True)}
+    def wanted(self) -> dict[str, ReadRequest]:
+        return {self._name: ReadRequest(None, True)}
 
-    def fit(self, values: dict[str, Any], around: Around) -> None:
+    def fit(self, values: dict[str, Any], around: RestoreContext) -> None:
         self.loaded = values[self._name]
 
     def put(self) -> None:
         load_loader(self.value, self.loaded)
 
 
-class _OptimizerEntry(Entry):
+class _OptimizerEntry(StateEntry):
     comes_first = True
 
-    def __init__(self, key: str, value: torch.optim.Optimizer, saved: Saved, names: list[str]) -> None:
+    def __init__(self, key: str, value: torch.optim.Optimizer, saved: SavedEntries, names: list[str]) -> None:
         super().__init__(key, value, saved)
         self._parameters = names
 
-    def wanted(self) -> dict[str, Wanted]:
+    def wanted(self) -> dict[str, ReadRequest]:
         parameters = [one for group in self.value.param_groups for one in group["params"]]
         if any(one.is_meta for one in parameters):
             raise self.misfit("its parameters are on the meta device: make the optimizer after to_empty(device=...)")
@@ -197,7 +197,7 @@ class _OptimizerEntry(Entry):
             for name, path in self.names.items()
         }
 
-    def fit(self, values: dict[str, Any], around: Around) -> None:
+    def fit(self, values: dict[str, Any], around: RestoreContext) -> None:
         super().fit(values, around)
         lengths = [len(group["params"]) for group in self.value.param_groups]
         try:
@@ -214,8 +214,8 @@ class _OptimizerEntry(Entry):
         load_optimizer(self.value, self.loaded, self._parameters, self._notes)
 
 
-class _ModuleEntry(Entry):
-    def wanted(self) -> dict[str, Wanted]:
+class _ModuleEntry(StateEntry):
+    def wanted(self) -> dict[str, ReadRequest]:
         state = module_state(self.value)
         saved = {str(path[0]) for path in self.names.values()}
         missing, unexpected = sorted(set(state) - saved), sorted(saved - set(state))
@@ -241,13 +241,13 @@ class _ModuleEntry(Entry):
         self.value.load_state_dict(state)
 
 
-class _StatefulEntry(Entry):
-    def wanted(self) -> dict[str, Wanted]:
+class _StatefulEntry(StateEntry):
+    def wanted(self) -> dict[str, ReadRequest]:
         current, _ = flatten_state_dict({self.key: self.value.state_dict()})
         like = {name: tensor for name, tensor in current.items() if isinstance(tensor, torch.Tensor)}
         return {name: self.saved.empty(name, like.get(name)) for name in self.names}
 
-    def fit(self, values: dict[str, Any], around: Around) -> None:
+    def fit(self, values: dict[str, Any], around: RestoreContext) -> None:
         super().fit(values, around)
         warn_of_numbers(self.key, self.loaded)
         optimizer = getattr(self.value, "optimizer", None) or getattr(self.value, "_optimizer", None)
@@ -261,14 +261,14 @@ class _StatefulEntry(Entry):
         self.value.load_state_dict(self.loaded)
 
 
-class _PlainEntry(Entry):
+class _PlainEntry(StateEntry):
     """A dict of tensors and plain values, or one of them."""
 
-    def __init__(self, key: str, value: Any, saved: Saved, state: Mapping[str, Any]) -> None:
+    def __init__(self, key: str, value: Any, saved: SavedEntries, state: Mapping[str, Any]) -> None:
         super().__init__(key, value, saved)
         self._state = state
 
-    def wanted(self) -> dict[str, Wanted]:
+    def wanted(self) -> dict[str, ReadRequest]:
         current, _ = flatten_state_dict({self.key: self.value})
         if missing := sorted(set(current) - set(self.names)):
             raise self.misfit(f"it lacks {some(missing)}")
@@ -281,7 +281,7 @@ class _PlainEntry(Entry):
             for name in self.names
         }
 
-    def fit(self, values: dict[str, Any], around: Around) -> None:
+    def fit(self, values: dict[str, Any], around: RestoreContext) -> None:
         super().fit(values, around)
         warn_of_numbers(self.key, self.loaded)
 

@@ -1,11 +1,11 @@
 """Files of a checkpoint -> memory: every byte that is read is hashed before anybody sees it.
 
-The writer hashes each archive of a file (`File.parts`), which is what a rank reads or does not: so a rank of many reads
-and hashes what it needs, and no more. Neighbouring archives are read in one go, by a few threads, for both reading and
-hashing leave the interpreter's lock alone.
+The writer hashes each archive of a file (`CheckpointFile.parts`), which is what a rank reads or does not: so a rank of
+many reads and hashes what it needs, and no more. Neighbouring archives are read in one go, by a few threads, for both
+reading and hashing leave the interpreter's lock alone.
 
-What goes into tensors that others have is kept until all is read and found good (`Fill`); that takes memory for it once
-more, as a save does. What goes into new tensors (an optimizer's states) is copied there at once.
+What goes into tensors that others have is kept until all is read and found good (`FillRequest`); that takes memory for
+it once more, as a save does. What goes into new tensors (an optimizer's states) is copied there at once.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from torch.distributed.checkpoint.default_planner import create_default_local_lo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 
-from penstock.client.checkpoint.restoring.entries import Wanted
+from penstock.client.checkpoint.restoring.entries import ReadRequest
 from penstock.client.checkpoint.values.objects import load_tensor
 from penstock.client.checkpoint.values.torch_frames import frame_of
 from penstock.client.checkpoint.values.torch_private import copy_all, find_state_dict_object
 from penstock.proto.errors import CheckpointCorruptError, CheckpointError
-from penstock.proto.state.checkpoint_files import File
+from penstock.proto.state.checkpoint_files import CheckpointFile
 from penstock.runtime.files.plain_files import open_plain
 
-__all__ = ["Fill", "read", "read_file"]
+__all__ = ["FillRequest", "read", "read_file"]
 
 RUN = 16 << 20
 """Bytes that neighbouring archives are read in at a time, unless one is larger."""
@@ -45,7 +45,7 @@ GAP = 64 << 10
 
 
 @dataclass(frozen=True)
-class Fill:
+class FillRequest:
     """Values that were read, and where they belong."""
 
     name: str
@@ -53,9 +53,9 @@ class Fill:
     source: torch.Tensor
 
     @staticmethod
-    def check(fills: list[Fill]) -> None:
+    def check(fills: list[FillRequest]) -> None:
         """Raise CheckpointError where one tensor would get the values of two that differ: it could keep one of them."""
-        seen: dict[tuple[Any, ...], Fill] = {}
+        seen: dict[tuple[Any, ...], FillRequest] = {}
         fills = [fill for fill in fills if fill.target.numel()]
         if len({fill.target.data_ptr() for fill in fills}) == len(fills):
             return
@@ -70,7 +70,7 @@ class Fill:
                 )
 
     @staticmethod
-    def all_of(fills: list[Fill]) -> None:
+    def all_of(fills: list[FillRequest]) -> None:
         if not fills:
             return
         with torch.no_grad():
@@ -105,12 +105,12 @@ class _Archive:
 
 def read(
     folder: int,
-    files: Mapping[str, File],
+    files: Mapping[str, CheckpointFile],
     metadata: Metadata,
-    wanted: dict[str, Wanted],
+    wanted: dict[str, ReadRequest],
     load: Callable[[str, bytes], Any],
     threads: int,
-) -> tuple[dict[str, Any], list[Fill]]:
+) -> tuple[dict[str, Any], list[FillRequest]]:
     """Read what is wanted.
 
     Args:
@@ -128,7 +128,7 @@ def read(
     for name, archive in _archives(metadata, wanted):
         by_file[name].append(archive)
     found: dict[str, Any] = {name: want.tensor for name, want in wanted.items()}
-    fills: list[Fill] = []
+    fills: list[FillRequest] = []
     objects: dict[str, bytes] = {}
     handles: list[int] = []
     tasks = []
@@ -152,13 +152,13 @@ def read(
     finally:
         for handle in handles:
             os.close(handle)
-    Fill.check(fills)
+    FillRequest.check(fills)
     for name, data in objects.items():
         found[name] = load(name, data)
     return found, fills
 
 
-def read_file(folder: int, file: File) -> bytes:
+def read_file(folder: int, file: CheckpointFile) -> bytes:
     """All of one, which is short."""
     handle = _open(folder, file)
     try:
@@ -167,7 +167,7 @@ def read_file(folder: int, file: File) -> bytes:
         os.close(handle)
 
 
-def _archives(metadata: Metadata, wanted: dict[str, Wanted]) -> Iterator[tuple[str, _Archive]]:
+def _archives(metadata: Metadata, wanted: dict[str, ReadRequest]) -> Iterator[tuple[str, _Archive]]:
     """(file, archive)"""
     stored = {index.fqn: info for index, info in metadata.storage_data.items()}  # of those with one part
     pieces: dict[MetadataIndex, list[_Piece]] = defaultdict(list)
@@ -209,7 +209,7 @@ def _runs(archives: list[_Archive]) -> Iterator[list[_Archive]]:
 class _Reader:
     """Reads one file. Its runs may be read by several threads."""
 
-    def __init__(self, handle: int, file: File, fills: list[Fill], objects: dict[str, bytes]) -> None:
+    def __init__(self, handle: int, file: CheckpointFile, fills: list[FillRequest], objects: dict[str, bytes]) -> None:
         self._handle = handle
         self._file = file
         self._parts = file.spans
@@ -257,7 +257,7 @@ class _Reader:
         if piece.is_new:
             target.copy_(values)
         else:
-            self._fills.append(Fill(name, target, values if keep else values.clone()))
+            self._fills.append(FillRequest(name, target, values if keep else values.clone()))
 
 
 def _is_kept(run: list[_Archive], nbytes: int) -> bool:
@@ -297,7 +297,7 @@ def _narrow(tensor: torch.Tensor, offsets: torch.Size, lengths: torch.Size) -> t
     return tensor
 
 
-def _open(folder: int, file: File) -> int:
+def _open(folder: int, file: CheckpointFile) -> int:
     try:
         handle = open_plain(file.name, folder=folder)
     except OSError as error:
@@ -326,7 +326,7 @@ def _bytes_of(data: torch.Tensor) -> memoryview:
     return memoryview(data.numpy())  # type: ignore[arg-type]
 
 
-def _check_whole(handle: int, file: File) -> None:
+def _check_whole(handle: int, file: CheckpointFile) -> None:
     """One whose parts have no checksums."""
     hasher = xxhash.xxh3_128()
     for begin in range(0, file.nbytes, RUN):

@@ -23,8 +23,8 @@ from typing import Any
 import xxhash
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from penstock.client.checkpoint.restoring.entries import Around, Entry, Saved, entry_for
-from penstock.client.checkpoint.restoring.reading import Fill, read, read_file
+from penstock.client.checkpoint.restoring.entries import RestoreContext, SavedEntries, StateEntry, entry_for
+from penstock.client.checkpoint.restoring.reading import FillRequest, read, read_file
 from penstock.client.checkpoint.restoring.torch_index import read_index
 from penstock.client.checkpoint.saving.collect import OPTIMIZERS, OURS, RECIPES
 from penstock.client.checkpoint.values.objects import load_object
@@ -40,7 +40,7 @@ from penstock.proto.errors import (
 )
 from penstock.proto.state.checkpoint_files import (
     METADATA,
-    Found,
+    FoundCheckpoint,
     Manifest,
     checkpoints,
     damage,
@@ -50,7 +50,7 @@ from penstock.proto.state.checkpoint_files import (
     read_manifest,
 )
 
-__all__ = ["Chosen", "Loaded", "chosen", "load"]
+__all__ = ["LoadedCheckpoint", "PinnedCheckpoint", "chosen", "load"]
 
 SILENCE_S = 8.0
 """Seconds that a save which somebody else is making is waited for without a sign of life: its machine may be gone."""
@@ -59,7 +59,7 @@ TRIES = 20
 
 
 @dataclass(frozen=True)
-class Chosen:
+class PinnedCheckpoint:
     """A checkpoint to restore, which is not deleted as long as it is held."""
 
     path: Path
@@ -69,7 +69,7 @@ class Chosen:
 
 
 @contextmanager
-def chosen(folder: Path, step: int | None, timeout_s: float, verify: bool) -> Iterator[Chosen | None]:
+def chosen(folder: Path, step: int | None, timeout_s: float, verify: bool) -> Iterator[PinnedCheckpoint | None]:
     """Which checkpoint to restore; see AsyncCheckpointer.restore. Waits for a save that somebody else is making."""
     _settle(folder, timeout_s)
     for turn in range(TRIES):
@@ -82,14 +82,14 @@ def chosen(folder: Path, step: int | None, timeout_s: float, verify: bool) -> It
                 assert found.manifest is not None
                 if verify and (wrong := "; ".join(damage(_through(handle), found.manifest, contents=True))):
                     raise _damaged(found.path, wrong)
-                yield Chosen(found.path, found.step, found.manifest.save)
+                yield PinnedCheckpoint(found.path, found.step, found.manifest.save)
                 return
         except CheckpointNotFoundError:
             if turn == TRIES - 1:
                 raise
 
 
-def _choose(folder: Path, step: int | None) -> Found | None:
+def _choose(folder: Path, step: int | None) -> FoundCheckpoint | None:
     found = checkpoints(folder)
     if step is None:
         if not found:
@@ -143,15 +143,15 @@ def _damaged(path: Path, wrong: str) -> CheckpointCorruptError:
 
 
 @dataclass
-class Loaded:
+class LoadedCheckpoint:
     """A checkpoint that was read and fits, and is not handed over yet."""
 
-    _entries: list[Entry]
-    _fills: list[Fill]
+    _entries: list[StateEntry]
+    _fills: list[FillRequest]
 
     def put(self) -> None:
         """Hand it over."""
-        Fill.all_of(self._fills)
+        FillRequest.all_of(self._fills)
         for entry in self._entries:
             with entry.named_errors():
                 entry.put()
@@ -159,7 +159,7 @@ class Loaded:
 
 def load(
     path: Path, save: str, state: Mapping[str, Any], rank: int, threads: int, allow_unsafe_types: bool
-) -> Loaded | None:
+) -> LoadedCheckpoint | None:
     """Read what of the checkpoint at `path` goes into `state`; None if it is no longer the one that `save` made."""
     if not isinstance(state, Mapping):
         raise InvalidArgumentError(f"restore into a {type(state).__name__}: give a dict, as for save")
@@ -183,7 +183,7 @@ def _load(
     rank: int,
     threads: int,
     unsafe: bool,
-) -> Loaded:
+) -> LoadedCheckpoint:
     files = {file.name: file for file in manifest.files}
     if METADATA not in files:
         raise CheckpointCorruptError(f"{METADATA}: the manifest does not have it")
@@ -193,7 +193,7 @@ def _load(
         raise CheckpointCorruptError(f"{METADATA}: checksum {digest} where {files[METADATA].xxh3} was written")
     paths: dict[str, tuple[Any, ...]] = dict(metadata.planner_data)
     tables = [name for name, keys in paths.items() if keys[0] == OURS]
-    saved = Saved(path, metadata, {name: keys for name, keys in paths.items() if keys[0] != OURS})
+    saved = SavedEntries(path, metadata, {name: keys for name, keys in paths.items() if keys[0] != OURS})
     entries = [entry_for(key, value, state, saved, rank) for key, value in state.items()]
     wanted = {name: saved.empty(name) for name in tables}
     for entry in entries:
@@ -203,7 +203,7 @@ def _load(
         return load_object(value, name, str(path), unsafe=unsafe)
 
     values, fills = read(folder, files, metadata, wanted, as_object, threads)
-    around = Around()
+    around = RestoreContext()
     for table in tables:
         kind, _, number = str(paths[table][1]).rpartition("-")
         if kind == RECIPES:
@@ -217,4 +217,4 @@ def _load(
     for entry in sorted(entries, key=lambda one: not one.comes_first):
         with entry.named_errors():
             entry.fit(values, around)
-    return Loaded(entries, fills)
+    return LoadedCheckpoint(entries, fills)

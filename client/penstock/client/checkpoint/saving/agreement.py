@@ -1,7 +1,7 @@
 """What the ranks agree on before each save: that they save the same step, what each of them writes, and how long it is.
 
-One exchange of a few hundred bytes, as long as no rank's state has another shape than last time. All of it is decided
-by every rank for itself, from the same answers: so all go on, or all raise.
+One exchange of a few hundred bytes, as long as no rank's state has another topology than last time. All of it is
+decided by every rank for itself, from the same answers: so all go on, or all raise.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.client.checkpoint.saving.collect import Collected, collect, object_bytes
+from penstock.client.checkpoint.saving.collect import CollectedState, collect, object_bytes
 from penstock.client.checkpoint.saving.planning import GlobalPlan, Key, LocalItem, agree, decode_items, encode_items
 from penstock.client.checkpoint.saving.ranks import Ranks
 from penstock.client.checkpoint.saving.replicas import compare, digests, summary
 from penstock.client.checkpoint.values.objects import load_object
 from penstock.proto.errors import CheckpointError, InvalidArgumentError
 
-__all__ = ["Agreed", "Agreement"]
+__all__ = ["AgreedSave", "Agreement"]
 
 
 _log = logging.getLogger("penstock.checkpoint")
 
 
 @dataclass(frozen=True)
-class Agreed:
+class AgreedSave:
     """A save that all ranks go on with."""
 
     save: str
@@ -36,7 +36,7 @@ class Agreed:
     plan: GlobalPlan
     lengths: list[dict[Key, int]]
     """By rank, of what is not framed."""
-    collected: Collected
+    collected: CollectedState
     objects: dict[Key, bytes]
     """What is not framed of this rank's."""
     flying: list[str]
@@ -66,7 +66,7 @@ class Agreement:
 
     def on(
         self, step: int, folder: Path, state: Mapping[str, Any], earlier: list[CheckpointError], flying: list[str]
-    ) -> Agreed:
+    ) -> AgreedSave:
         """Agree on a save.
 
         earlier: what this rank knows of saves that failed and that no rank has raised yet; emptied when it is raised.
@@ -74,7 +74,7 @@ class Agreement:
 
         Raises what AsyncCheckpointer.save does, on all ranks.
         """
-        collected: Collected | None = None
+        collected: CollectedState | None = None
         objects: dict[Key, bytes] = {}
         known: dict[Key, tuple[str, str]] = {}
 
@@ -119,9 +119,9 @@ class Agreement:
         ]
         assert self._plan is not None
         everywhere = sorted({save for answer in answers for save in answer["flying"]})
-        return Agreed(answers[0]["save"], self._plan, lengths, collected, objects, everywhere)
+        return AgreedSave(answers[0]["save"], self._plan, lengths, collected, objects, everywhere)
 
-    def _tell_opaque(self, collected: Collected, objects: dict[Key, bytes]) -> None:
+    def _tell_opaque(self, collected: CollectedState, objects: dict[Key, bytes]) -> None:
         """Say once, at the save, what a restore will not load unasked."""
         for name, kind in collected.opaque.items():
             if name in self._tried or (name, None) not in objects:
@@ -134,7 +134,7 @@ class Agreement:
                     "%r of the state to save holds %s: restore loads that only with allow_unsafe_types=True", name, kind
                 )
 
-    def _replan(self, collected: Collected) -> GlobalPlan:
+    def _replan(self, collected: CollectedState) -> GlobalPlan:
         self._plan = None
         everybody = [(self._items, collected.paths)]
         if self._ranks.size > 1:

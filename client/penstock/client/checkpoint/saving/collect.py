@@ -30,7 +30,16 @@ from penstock.client.checkpoint.values.torch_frames import is_plain, saved_bytes
 from penstock.client.checkpoint.values.torch_private import find_state_dict_object, flatten_state_dict
 from penstock.proto.errors import InvalidArgumentError
 
-__all__ = ["OPTIMIZERS", "OURS", "RECIPES", "Collected", "collect", "module_state", "object_bytes", "with_containers"]
+__all__ = [
+    "OPTIMIZERS",
+    "OURS",
+    "RECIPES",
+    "CollectedState",
+    "collect",
+    "module_state",
+    "object_bytes",
+    "with_containers",
+]
 
 OURS = "__penstock__"
 """Under it, at the top: what is needed to restore a state as it was."""
@@ -45,7 +54,7 @@ microsecond, and a state has thousands of values."""
 
 
 @dataclass
-class Collected:
+class CollectedState:
     """What this rank has, under names of its own making."""
 
     values: dict[str, Any]
@@ -90,7 +99,7 @@ class Collected:
         ]
 
 
-def collect(state: Mapping[str, Any], rank: int, ranks: int) -> Collected:
+def collect(state: Mapping[str, Any], rank: int, ranks: int) -> CollectedState:
     """Raises InvalidArgumentError for a state that has no names, or none that can be told apart."""
     if not isinstance(state, Mapping) or not all(isinstance(key, str) and key for key in state):
         raise InvalidArgumentError(
@@ -136,7 +145,7 @@ def collect(state: Mapping[str, Any], rank: int, ranks: int) -> Collected:
             values[".".join(path)], paths[".".join(path)] = content, path
     loaders = {key: value.place for key, value in state.items() if isinstance(value, Loader)}
     signature = [list(paths.items()), [_kind(value) for value in values.values()]]
-    return Collected(values, paths, signature, loaders, recipes, opaque)
+    return CollectedState(values, paths, signature, loaders, recipes, opaque)
 
 
 def _made_plain(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
@@ -266,7 +275,7 @@ def _kind(value: Any) -> Any:
     return None
 
 
-def object_bytes(collected: Collected, items: list[LocalItem]) -> dict[Key, bytes]:
+def object_bytes(collected: CollectedState, items: list[LocalItem]) -> dict[Key, bytes]:
     """What torch.save writes for everything that is not a plain tensor.
 
     Raises InvalidArgumentError, with the name, for what cannot be saved.

@@ -1,4 +1,4 @@
-"""What each rank saves, and where it will lie: torch's plan, made once and kept while the state keeps its shape.
+"""What each rank saves, and where it will lie: torch's plan, made once and kept while the state keeps its topology.
 
 torch.distributed.checkpoint plans a save anew each time: a write item for each tensor on each rank, a gather of all
 of them, a scatter. For an unchanged model the outcome is the same, so here it is agreed on once (`agree`) and then only

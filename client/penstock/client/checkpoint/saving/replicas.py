@@ -16,7 +16,7 @@ import torch
 import xxhash
 from torch.distributed.tensor import DTensor
 
-from penstock.client.checkpoint.saving.collect import Collected
+from penstock.client.checkpoint.saving.collect import CollectedState
 from penstock.client.checkpoint.saving.planning import Key, LocalItem
 from penstock.client.checkpoint.values.plain_values import PLAIN, value_digest
 from penstock.client.checkpoint.values.torch_private import find_state_dict_object
@@ -30,7 +30,7 @@ OBJECT, TENSOR = "object", "tensor"
 
 
 def digests(
-    collected: Collected, items: Sequence[LocalItem], objects: dict[Key, bytes], shared: dict[Key, list[int]]
+    collected: CollectedState, items: Sequence[LocalItem], objects: dict[Key, bytes], shared: dict[Key, list[int]]
 ) -> dict[Key, tuple[str, str]]:
     """(kind, digest) of what this rank shares with others."""
     found: dict[Key, tuple[str, str]] = {}
@@ -56,7 +56,7 @@ def digests(
     return found
 
 
-def _object_digest(collected: Collected, one: LocalItem, objects: dict[Key, bytes]) -> str:
+def _object_digest(collected: CollectedState, one: LocalItem, objects: dict[Key, bytes]) -> str:
     """By value: one text that is held twice is written otherwise than two that are equal."""
     name = one.item.index.fqn
     value = collected.values.get(name)

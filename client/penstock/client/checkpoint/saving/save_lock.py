@@ -18,7 +18,7 @@ from typing import Any
 
 from penstock.proto.errors import CheckpointError, InvalidArgumentError
 
-__all__ = ["Calls", "SignalWatch"]
+__all__ = ["CallLock", "SignalWatch"]
 
 POLL_S = 0.002
 """Between two looks whether another thread is through."""
@@ -26,7 +26,7 @@ POLL_S = 0.002
 Handler = Callable[[int, Any], Any]
 
 
-class Calls:
+class CallLock:
     """Lets one call in at a time."""
 
     def __init__(self) -> None:

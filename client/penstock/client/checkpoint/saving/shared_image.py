@@ -20,7 +20,7 @@ import torch
 
 from penstock.proto.errors import CheckpointError
 
-__all__ = ["PAGE", "Image", "pages"]
+__all__ = ["PAGE", "SharedImage", "pages"]
 
 PAGE = mmap.PAGESIZE
 _numbers = itertools.count()
@@ -31,7 +31,7 @@ def pages(nbytes: int) -> int:
     return -(-nbytes // PAGE) * PAGE
 
 
-class Image:
+class SharedImage:
     """`nbytes` of shared memory, a multiple of the page size.
 
     Attributes:

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from penstock.client.checkpoint.saving.planning import Key, RankLayout
-from penstock.client.checkpoint.saving.shared_image import PAGE, Image, pages
+from penstock.client.checkpoint.saving.shared_image import PAGE, SharedImage, pages
 from penstock.client.checkpoint.values.torch_frames import frame_of
 from penstock.client.checkpoint.values.torch_private import copy_all
 from penstock.client.stream.cuda import PageLocks, take_error
 
-__all__ = ["Buffer", "CudaCopies", "Staged"]
+__all__ = ["CudaCopies", "Staged", "StagingBuffer"]
 
 SLACK = 16 * PAGE
 """Bytes that a region has at least for its objects to grow into, before all of it has to be laid out anew: else as much
@@ -28,11 +28,11 @@ Staged = tuple[list[tuple[str, int, int, list[int]]], tuple[int, int]]
 metadata."""
 
 
-class Buffer:
+class StagingBuffer:
     """Shared memory for one save at a time."""
 
     def __init__(self) -> None:
-        self.image: Image | None = None
+        self.image: SharedImage | None = None
         self._layout: RankLayout | None = None
         self._starts: list[int] = []
         self._rooms: list[int] = []
@@ -74,7 +74,7 @@ class Buffer:
             ]
             return files, (self._starts[-1], len(metadata))
 
-    def _copy(self, image: Image, sources: list[torch.Tensor]) -> None:
+    def _copy(self, image: SharedImage, sources: list[torch.Tensor]) -> None:
         devices = {source.device for source in sources if source.is_cuda}
         for device in devices:
             if device not in self._cuda:
@@ -95,7 +95,7 @@ class Buffer:
         needed = sum(self._rooms)
         if self.image is None or self.image.nbytes < needed:
             self.close()
-            self.image = Image(needed)
+            self.image = SharedImage(needed)
         image = self.image
         self._targets = []
         for file, start in zip(layout.files, self._starts, strict=False):
@@ -136,7 +136,7 @@ class CudaCopies:
         )
         self._locked: set[int] = set()
 
-    def copy(self, image: Image, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    def copy(self, image: SharedImage, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         """Returns when all values are there."""
         if image.number not in self._locked:
             self._locked.add(image.number)

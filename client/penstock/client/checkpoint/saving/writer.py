@@ -56,7 +56,7 @@ from penstock.proto.state.checkpoint_files import (
     LOCK,
     MANIFEST,
     METADATA,
-    File,
+    CheckpointFile,
     Manifest,
     checkpoints,
     claimed,
@@ -90,7 +90,7 @@ NICENESS = 10
 """The training loop and its input come first on a busy processor."""
 
 
-class Failed(Exception):
+class WriteFailed(Exception):
     """A save that was given up: rank -> why."""
 
     def __init__(self, causes: dict[int, str]) -> None:
@@ -98,7 +98,7 @@ class Failed(Exception):
         self.causes = causes
 
 
-class Save:
+class SaveJob:
     """One rank's part in one save; `request` is what writer_process.py sends."""
 
     def __init__(
@@ -137,7 +137,7 @@ class Save:
         try:
             os.makedirs(self.folder, exist_ok=True)
             _sync_name(self.folder)
-            with locked(self.folder, self._left(), beats=True):
+            with locked(self.folder, self._left(), heartbeats=True):
                 self._check_place()
                 put_back(self.folder)
                 if left := leftovers(self.folder, besides=[self.save, *self.request["flying"]]):
@@ -149,17 +149,17 @@ class Save:
                 self._commit(self._report(self._write))
         except (OSError, PenstockError) as error:
             self._give_up({0: _explain(error, self.folder)})
-        except Failed as failed:
+        except WriteFailed as failed:
             self._give_up(failed.causes)
 
     def _check_place(self) -> None:
         """What has the name of this checkpoint is replaced by it, and has to be a checkpoint of ours."""
         if self.final.exists() and not (self.final / MANIFEST).exists() and any(self.final.iterdir()):
-            raise Failed({0: f"{self.final} is there and is no checkpoint of Penstock's: move it away"})
+            raise WriteFailed({0: f"{self.final} is there and is no checkpoint of Penstock's: move it away"})
 
     # ---- this rank's files
 
-    def _report(self, write: Callable[[], list[File]]) -> dict[str, Any]:
+    def _report(self, write: Callable[[], list[CheckpointFile]]) -> dict[str, Any]:
         """What this rank has to say of its part: files, or an error. For the others it stands in the folder too."""
         report: dict[str, Any] = {"save": self.save, "files": [], "error": self.request["error"]}
         try:
@@ -177,10 +177,10 @@ class Save:
             except OSError as error:
                 # If not for that, rank 0 will wait for it until the deadline: there is nothing else to tell it by.
                 if not self._given_up():
-                    raise Failed({self.rank: report["error"] or _explain(error, self.temporary)}) from error
+                    raise WriteFailed({self.rank: report["error"] or _explain(error, self.temporary)}) from error
         return report
 
-    def _write(self) -> list[File]:
+    def _write(self) -> list[CheckpointFile]:
         files = [(name, self.image[start:], size, parts) for name, start, size, parts in self.request["files"]]
         if not files:
             return []
@@ -195,7 +195,7 @@ class Save:
             finally:
                 self.cancelled = True
 
-    def _write_one(self, name: str, region: memoryview, size: int, parts: list[int]) -> File:
+    def _write_one(self, name: str, region: memoryview, size: int, parts: list[int]) -> CheckpointFile:
         hasher, before = PartHasher(parts), 0
 
         def passing(data: memoryview) -> None:
@@ -208,13 +208,13 @@ class Save:
 
         write_file(self.temporary / name, region, size, durable=self.request["fsync"], passing=passing)
         self.written += before
-        return File(name, size, *hasher.digests())
+        return CheckpointFile(name, size, *hasher.digests())
 
     # ---- rank 0: all ranks' files become a checkpoint
 
     def _commit(self, own: dict[str, Any]) -> None:
         if own["error"]:
-            raise Failed({0: own["error"]})
+            raise WriteFailed({0: own["error"]})
         plan: dict[str, list[list[Any]]] = self.request["commit"]["plan"]
         reports = {0: own, **self._gather()}
         causes = {rank: report["error"] for rank, report in reports.items() if report["error"]}
@@ -223,11 +223,11 @@ class Save:
                 wrote = [file[:2] for file in report["files"]]
                 causes[rank] = f"wrote {wrote}, where the plan has {plan[str(rank)]}"
         if causes:
-            raise Failed(causes)
+            raise WriteFailed(causes)
         start, size = self.request["commit"]["metadata"]
         metadata = self.image[start : start + size]
-        files = [File.from_row(*file) for rank in range(self.ranks) for file in reports[rank]["files"]]
-        files.append(File(METADATA, size, xxhash.xxh3_128_hexdigest(metadata)))
+        files = [CheckpointFile.from_row(*file) for rank in range(self.ranks) for file in reports[rank]["files"]]
+        files.append(CheckpointFile(METADATA, size, xxhash.xxh3_128_hexdigest(metadata)))
         before = checkpoints(self.folder, sizes=self.request["keep_last"] is not None)
         sequence = 1 + max((one.manifest.sequence for one in before if one.manifest), default=0)
         manifest = Manifest(self.request["step"], self.save, sequence, self.ranks, tuple(files))
@@ -283,7 +283,7 @@ class Save:
 
         if not self._wait_until(all_there):
             late = [rank for rank in range(1, self.ranks) if rank not in reports]
-            raise Failed(dict.fromkeys(late, f"had not written its part after {self.request['timeout_s']:g} s"))
+            raise WriteFailed(dict.fromkeys(late, f"had not written its part after {self.request['timeout_s']:g} s"))
         return reports
 
     def _expect_signs(self, late: list[int]) -> None:
@@ -296,13 +296,13 @@ class Save:
             if rank not in self._signs or self._signs[rank][0] != sign:
                 self._signs[rank] = sign, now
         if lost := [rank for rank in late if now - self._signs[rank][1] > SILENCE_S]:
-            raise Failed(
+            raise WriteFailed(
                 dict.fromkeys(lost, f"its writer gave no sign of life for {SILENCE_S:g} s after the training had ended")
             )
 
     def _give_up(self, causes: dict[int, str]) -> None:
         """Tell the other ranks why, free the disk, and raise Failed."""
-        failed = Failed(causes)
+        failed = WriteFailed(causes)
         with suppress(OSError):
             if self.ranks > 1:
                 os.makedirs(self.temporary, exist_ok=True)
@@ -340,7 +340,7 @@ class Save:
             return False
 
         if not self._wait_until(there):
-            raise Failed({0: f"had not begun after {self.request['timeout_s']:g} s"})
+            raise WriteFailed({0: f"had not begun after {self.request['timeout_s']:g} s"})
 
     def _given_up(self) -> bool:
         """Rank 0 has cleared the folder, under this rank's hands it may be. `_await_verdict` finds out why."""
@@ -364,7 +364,7 @@ class Save:
         if not self._wait_until(known):
             causes[0] = f"had not committed the checkpoint after {self.request['timeout_s']:g} s"
         if causes:
-            raise Failed(causes)
+            raise WriteFailed(causes)
 
     # ---- waiting
 
@@ -390,7 +390,7 @@ class Save:
         if self._signs.setdefault(0, (sign, now))[0] != sign:
             self._signs[0] = sign, now
         elif now - self._signs[0][1] > 2 * SILENCE_S:
-            raise Failed({0: "its writer gave no sign of life after the training had ended"})
+            raise WriteFailed({0: "its writer gave no sign of life after the training had ended"})
 
     def _progress(self) -> None:
         now = time.monotonic()
@@ -540,14 +540,14 @@ class Parent:
             self._sock.sendall(json.dumps(reply).encode() + b"\n")
 
 
-def attend(parent: Parent, watched: list[Save], lifeline: int) -> None:
+def attend(parent: Parent, watched: list[SaveJob], parent_watch: int) -> None:
     """A thread for when the training process has ended: then nothing more comes, and nothing may take for ever."""
     try:
         poll = select.poll()
-        poll.register(os.pidfd_open(lifeline), select.POLLIN)
+        poll.register(os.pidfd_open(parent_watch), select.POLLIN)
         poll.poll()
     except OSError:  # it has gone already; or this kernel has no pidfds, or lets nobody have them
-        while os.getppid() == lifeline:
+        while os.getppid() == parent_watch:
             time.sleep(1)
     parent.gone.set()
     parent.end()
@@ -557,20 +557,20 @@ def attend(parent: Parent, watched: list[Save], lifeline: int) -> None:
         time.sleep(0.05)
 
 
-def serve(parent: Parent, lifeline: int) -> None:
+def serve(parent: Parent, parent_watch: int) -> None:
     """Save after save, until the parent has no more."""
-    watched: list[Save] = []
-    threading.Thread(target=attend, args=(parent, watched, lifeline), daemon=True).start()
+    watched: list[SaveJob] = []
+    threading.Thread(target=attend, args=(parent, watched, parent_watch), daemon=True).start()
     parent.tell({"kind": "ready"})
     while (request := parent.receive()) is not None:
-        if os.getppid() != lifeline and not request["finish"]:
+        if os.getppid() != parent_watch and not request["finish"]:
             return
-        save = Save(request, parent.images.get(request["image"], memoryview(b"")), parent.tell, parent.gone.is_set)
+        save = SaveJob(request, parent.images.get(request["image"], memoryview(b"")), parent.tell, parent.gone.is_set)
         watched[:] = [save]
         try:
             save.run()
             reply: dict[str, Any] = {"kind": "done"}
-        except Failed as failed:
+        except WriteFailed as failed:
             reply = {"kind": "failed", "causes": {str(rank): why for rank, why in failed.causes.items()}}
         except Exception as error:  # a bug: it fails this save and not the writer
             reply = {"kind": "failed", "causes": {str(save.rank): f"{type(error).__name__}: {error}"}}
@@ -581,14 +581,14 @@ def serve(parent: Parent, lifeline: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Writes checkpoints for a training process.")
     parser.add_argument("--socket-fd", type=int, required=True)
-    parser.add_argument("--lifeline-pid", type=int, required=True, help="leave when this process is gone")
+    parser.add_argument("--parent-pid", type=int, required=True, help="leave when this process is gone")
     given = parser.parse_args()
     gc.disable()  # nothing here makes cycles, and a collection would stop all threads
     with suppress(OSError):
         os.nice(NICENESS)
     with suppress(OSError):  # where memory runs out, a save is the smaller loss
         Path("/proc/self/oom_score_adj").write_text("500")
-    serve(Parent(socket.socket(fileno=given.socket_fd)), given.lifeline_pid)
+    serve(Parent(socket.socket(fileno=given.socket_fd)), given.parent_pid)
 
 
 if __name__ == "__main__":

@@ -23,8 +23,8 @@ from typing import Any
 
 import xxhash
 
-from penstock.client.checkpoint.saving.shared_image import Image
-from penstock.client.checkpoint.saving.tensor_staging import Buffer
+from penstock.client.checkpoint.saving.shared_image import SharedImage
+from penstock.client.checkpoint.saving.tensor_staging import StagingBuffer
 from penstock.client.stream import open_streams
 from penstock.proto.errors import CheckpointError, DeadlineError
 from penstock.proto.state.checkpoint_files import FAILED, report_name, temporary_name
@@ -32,7 +32,7 @@ from penstock.runtime.files.atomic_files import write_whole
 from penstock.runtime.process.by_path import by_path
 from penstock.runtime.telemetry.logs import about
 
-__all__ = ["Pending", "WriterProcess", "wait_all"]
+__all__ = ["PendingSave", "WriterProcess", "wait_all"]
 
 _log = logging.getLogger("penstock.checkpoint")
 
@@ -46,10 +46,10 @@ LEAVE_S = 5.0
 """Seconds for a writer without work to leave."""
 
 
-class Pending:
+class PendingSave:
     """A save that was handed to the writer."""
 
-    def __init__(self, request: dict[str, Any], buffer: Buffer) -> None:
+    def __init__(self, request: dict[str, Any], buffer: StagingBuffer) -> None:
         self.request = request
         self.buffer = buffer
         """Whose image it is written from; in use until it has ended."""
@@ -102,7 +102,7 @@ class WriterProcess:
         with self._lock:
             self._start()
 
-    def submit(self, pending: Pending, image: Image | None, images: Iterable[Image]) -> None:
+    def submit(self, pending: PendingSave, image: SharedImage | None, images: Iterable[SharedImage]) -> None:
         """Hand over a save.
 
         image: what its files lie in; None for a save that failed here and is only told to the other ranks.
@@ -120,7 +120,7 @@ class WriterProcess:
                 _give_up(pending, self.rank, why)
                 raise
 
-    def wait(self, pending: Pending, timeout_s: float | None = None) -> bool:
+    def wait(self, pending: PendingSave, timeout_s: float | None = None) -> bool:
         """Until a save has ended; kills a writer that lets the save's deadline pass. False if `timeout_s` was over."""
         if _ended(pending, _left(pending.deadline, timeout_s)):
             return True
@@ -158,7 +158,7 @@ class _Running:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._lock = threading.RLock()
-        self._queue: list[Pending] = []
+        self._queue: list[PendingSave] = []
         """Handed over and not ended, in the order in which they are written."""
         self._ended = False
         self._closing = ExitStack()
@@ -174,7 +174,7 @@ class _Running:
             self.process = subprocess.Popen(
                 [
                     *by_path(WRITER, xxhash),
-                    *("--socket-fd", str(theirs.fileno()), "--lifeline-pid", str(os.getpid())),
+                    *("--socket-fd", str(theirs.fileno()), "--parent-pid", str(os.getpid())),
                 ],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
@@ -206,7 +206,7 @@ class _Running:
     def alive(self) -> bool:
         return not self._ended and self.process.poll() is None
 
-    def submit(self, pending: Pending, image: Image | None, live: set[int]) -> None:
+    def submit(self, pending: PendingSave, image: SharedImage | None, live: set[int]) -> None:
         numbers = {"image": None if image is None else image.number, "images": sorted(live)}
         data = json.dumps({**pending.request, **numbers}).encode()
         fresh = [image.fd] if image is not None and image.number not in self._mapped else []
@@ -307,7 +307,7 @@ class _Running:
         return self._why or f"its writer process ended before the save did{_how(self.process)}"
 
 
-def _give_up(pending: Pending, rank: int, why: str) -> None:
+def _give_up(pending: PendingSave, rank: int, why: str) -> None:
     """End a save of which no writer will say anything. The other ranks' writers learn it by a file, as from ours."""
     request = pending.request
     temporary = Path(request["folder"]) / temporary_name(request["step"], request["save"])
@@ -323,7 +323,7 @@ def _give_up(pending: Pending, rank: int, why: str) -> None:
     pending.end({rank: why})
 
 
-def wait_all(writer: WriterProcess, pendings: list[Pending], timeout_s: float | None) -> None:
+def wait_all(writer: WriterProcess, pendings: list[PendingSave], timeout_s: float | None) -> None:
     """Raises DeadlineError if they have not ended after `timeout_s`."""
     until = None if timeout_s is None else time.monotonic() + timeout_s
     for pending in pendings:
@@ -335,7 +335,7 @@ def wait_all(writer: WriterProcess, pendings: list[Pending], timeout_s: float | 
             )
 
 
-def _ended(pending: Pending, timeout_s: float) -> bool:
+def _ended(pending: PendingSave, timeout_s: float) -> bool:
     """Wait for it. Not by the event's own wait, which holds a lock that a signal handler may want too."""
     until, pause = time.monotonic() + timeout_s, 0.0005
     while not pending.ended.is_set():

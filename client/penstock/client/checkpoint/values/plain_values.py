@@ -22,7 +22,7 @@ import numpy as np
 import torch
 import xxhash
 
-__all__ = ["FACTORIES", "PLAIN", "Encoded", "decode", "encode", "value_digest"]
+__all__ = ["FACTORIES", "PLAIN", "EncodedValue", "decode", "encode", "value_digest"]
 
 PLAIN = frozenset((type(None), bool, int, float, str, bytes))
 FACTORIES: dict[str, Any] = {kind.__name__: kind for kind in (bool, dict, float, int, list, set, str, tuple)}
@@ -31,7 +31,7 @@ DEPTH = 60
 """Levels of a value that are looked at."""
 
 
-class Encoded(NamedTuple):
+class EncodedValue(NamedTuple):
     value: Any
     recipe: Any
     opaque: str
@@ -126,27 +126,27 @@ def _torch_dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def encode(value: Any, depth: int = 0) -> Encoded:
+def encode(value: Any, depth: int = 0) -> EncodedValue:
     """What to save for a value; the value itself where it holds anything that is not known here (`opaque`)."""
     kind = type(value)
     if kind in PLAIN:
-        return Encoded(value, None, "")
+        return EncodedValue(value, None, "")
     if isinstance(value, torch.Tensor):
-        return Encoded(value, None, "tensors" if kind in (torch.Tensor, torch.nn.Parameter) else kind.__qualname__)
+        return EncodedValue(value, None, "tensors" if kind in (torch.Tensor, torch.nn.Parameter) else kind.__qualname__)
     if depth > DEPTH:
-        return Encoded(value, None, "a value in itself")
+        return EncodedValue(value, None, "a value in itself")
     if kind in (list, tuple):
         return _sequence(value, depth)
     if kind is dict:
         return _dict(value, depth)
     parts = _parts(value)
     if parts is None:
-        return Encoded(value, None, f"{kind.__module__}.{kind.__qualname__}")
+        return EncodedValue(value, None, f"{kind.__module__}.{kind.__qualname__}")
     name, inside = parts
     inner = encode(inside, depth + 1)
     if inner.opaque:
-        return Encoded(value, None, inner.opaque)
-    return Encoded(inner.value, [name, inner.recipe], "")
+        return EncodedValue(value, None, inner.opaque)
+    return EncodedValue(inner.value, [name, inner.recipe], "")
 
 
 def _parts(value: Any) -> tuple[str, Any] | None:
@@ -167,27 +167,27 @@ def _parts(value: Any) -> tuple[str, Any] | None:
     return name, known.taken(value)
 
 
-def _sequence(value: Any, depth: int) -> Encoded:
+def _sequence(value: Any, depth: int) -> EncodedValue:
     inner = [encode(one, depth + 1) for one in value]
     if opaque := _opaque(inner):
-        return Encoded(value, None, opaque)
+        return EncodedValue(value, None, opaque)
     recipes = {number: one.recipe for number, one in enumerate(inner) if one.recipe is not None}
     if not recipes:
-        return Encoded(value, None, "")
-    return Encoded(type(value)(one.value for one in inner), ["items", recipes], "")
+        return EncodedValue(value, None, "")
+    return EncodedValue(type(value)(one.value for one in inner), ["items", recipes], "")
 
 
-def _dict(value: dict[Any, Any], depth: int) -> Encoded:
+def _dict(value: dict[Any, Any], depth: int) -> EncodedValue:
     inner = [encode(one, depth + 1) for pair in value.items() for one in pair]
     if opaque := _opaque(inner):
-        return Encoded(value, None, opaque)
+        return EncodedValue(value, None, opaque)
     if all(one.recipe is None for one in inner):
-        return Encoded(value, None, "")
+        return EncodedValue(value, None, "")
     parts = encode([list(value), list(value.values())], depth + 1)
-    return Encoded(parts.value, ["dict", parts.recipe], "")
+    return EncodedValue(parts.value, ["dict", parts.recipe], "")
 
 
-def _opaque(inner: list[Encoded]) -> str:
+def _opaque(inner: list[EncodedValue]) -> str:
     """A class rather than tensors, which can be loaded."""
     return next((one.opaque for one in inner if one.opaque not in ("", "tensors")), "") or next(
         (one.opaque for one in inner if one.opaque), ""

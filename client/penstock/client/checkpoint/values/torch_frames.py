@@ -21,14 +21,14 @@ import torch
 from penstock.client.checkpoint.values.torch_private import without_crc32
 from penstock.proto.errors import CheckpointError
 
-__all__ = ["ALIGNMENT", "Frame", "frame_of", "is_plain", "saved_bytes"]
+__all__ = ["ALIGNMENT", "TorchFrame", "frame_of", "is_plain", "saved_bytes"]
 
 ALIGNMENT = 64
 """Bytes: where torch.save puts values, counted from the beginning of its archive, and where we put archives."""
 
 
 @dataclass(frozen=True)
-class Frame:
+class TorchFrame:
     """What torch.save writes around the values of a tensor."""
 
     before: bytes
@@ -52,7 +52,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 @lru_cache(maxsize=65536)
-def frame_of(dtype: torch.dtype, shape: tuple[int, ...]) -> Frame:
+def frame_of(dtype: torch.dtype, shape: tuple[int, ...]) -> TorchFrame:
     """The frame of a contiguous CPU tensor of this dtype and shape."""
     tensor = torch.empty(shape, dtype=dtype, device="cpu")  # its memory is never touched
     recorder = _Recorder(tensor)
@@ -61,7 +61,7 @@ def frame_of(dtype: torch.dtype, shape: tuple[int, ...]) -> Frame:
     before, behind = recorder.parts
     if len(before) % ALIGNMENT and tensor.nbytes:
         raise CheckpointError(f"torch.save puts values at byte {len(before)}, which is no multiple of {ALIGNMENT}")
-    return Frame(bytes(before), tensor.nbytes, bytes(behind))
+    return TorchFrame(bytes(before), tensor.nbytes, bytes(behind))
 
 
 def saved_bytes(value: Any) -> bytes:

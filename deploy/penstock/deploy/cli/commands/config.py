@@ -12,7 +12,7 @@ from penstock.deploy.console.options import AsJson, Debug
 __all__ = ["config"]
 
 
-class Of(StrEnum):
+class WhoseSettings(StrEnum):
     """Whose settings."""
 
     coordinator = "coordinator"
@@ -23,7 +23,7 @@ class Of(StrEnum):
 
 def config(
     of: Annotated[
-        Of | None,
+        WhoseSettings | None,
         typer.Argument(
             metavar="[coordinator|worker|client|up]", help="Whose settings; client: a training job's. Default: all."
         ),

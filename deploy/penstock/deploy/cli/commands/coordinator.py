@@ -12,9 +12,9 @@ from penstock.deploy.console.options import (
     CoordinatorListen,
     Debug,
     Lease,
-    LifelinePid,
     LogFormat,
     Otel,
+    ParentPid,
     ReadyFile,
     StateDir,
     TlsCa,
@@ -44,7 +44,7 @@ def coordinator(
     balance_after: BalanceAfter = None,
     budget: Budget = None,
     ready_file: ReadyFile = None,
-    lifeline_pid: LifelinePid = None,
+    parent_pid: ParentPid = None,
     debug: Debug = False,
 ) -> None:
     """Run the coordinator: it hands out the work and keeps the cluster state.
@@ -74,4 +74,4 @@ def coordinator(
     }
     telemetry = {"log_format": log_format, "otel": otel}
     tls = tls_flags(tls_ca, tls_cert, tls_key, tls_name)
-    run_coordinator(flags, tls, telemetry, token_file, ready_file, debug, lifeline_pid)
+    run_coordinator(flags, tls, telemetry, token_file, ready_file, debug, parent_pid)

@@ -114,7 +114,7 @@ def doctor_machine(
       penstock doctor machine --json | jq '.findings[] | select(.level != "ok")'
     """
     from penstock.deploy.doctor.findings import show_findings
-    from penstock.deploy.doctor.machine_check import Asked, check_machine
+    from penstock.deploy.doctor.machine_check import MachineQuestion, check_machine
 
     flags = {
         "slots": slots,
@@ -123,7 +123,7 @@ def doctor_machine(
         "state_dir": state_dir,
         **tls_flags(tls_ca, tls_cert, tls_key, tls_name),
     }
-    asked = Asked(flags, token_file, input_fn, deadline)
+    asked = MachineQuestion(flags, token_file, input_fn, deadline)
     return show_findings("This machine", list(check_machine(asked)), as_json)
 
 
@@ -153,10 +153,10 @@ def doctor_cluster(
       penstock doctor cluster --coordinator head:7070
       penstock doctor cluster --boxes 8 --workers 4 --input-fn mypackage.data:train_input
     """
-    from penstock.deploy.doctor.cluster_check import Job, check_cluster
+    from penstock.deploy.doctor.cluster_check import JobQuestion, check_cluster
     from penstock.deploy.doctor.findings import show_findings
 
-    found = check_cluster(peer.address, peer.tls, peer.token, Job(boxes, workers, input_fn))
+    found = check_cluster(peer.address, peer.tls, peer.token, JobQuestion(boxes, workers, input_fn))
     return show_findings(f"The cluster of {peer.address}", list(found), as_json)
 
 
@@ -205,7 +205,7 @@ def doctor_loader(
 
     if is_path(target):
         return show_checkpoints(Path(target), as_json)
-    from penstock.deploy.doctor.loader_check import Question
+    from penstock.deploy.doctor.loader_check import LoaderQuestion
     from penstock.deploy.doctor.loader_report import show_doctor
 
-    return show_doctor(Question(target, args, kwargs, batches, workers, replay, seed, deadline), as_json)
+    return show_doctor(LoaderQuestion(target, args, kwargs, batches, workers, replay, seed, deadline), as_json)

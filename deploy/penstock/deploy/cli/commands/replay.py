@@ -73,10 +73,10 @@ def replay(
       penstock replay myjob --step 1234 --box 3 --row 2 --out spike.pt --allow mypackage
       penstock replay --checkpoint ckpt.pt --step 1300 --allow mypackage          without a coordinator
     """
-    from penstock.deploy.replay.replay_batch import Request
+    from penstock.deploy.replay.replay_batch import ReplayRequest
     from penstock.deploy.replay.replay_report import show_replay
 
-    request = Request(
+    request = ReplayRequest(
         run, step, box, row, out, attempt, state_dir, checkpoint or (), args, kwargs, allow or (), script, timeout
     )
     show_replay(request, peer, as_json)

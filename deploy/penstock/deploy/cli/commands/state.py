@@ -40,7 +40,7 @@ state = subcommands(_ShowsByDefault, no_args_is_help=True)
 
 @state.callback()
 def _state() -> None:
-    """Show the state of a run at a step (`penstock state RUN`), or convert a saved one to another shape.
+    """Show the state of a run at a step (`penstock state RUN`), or convert a saved one to another topology.
 
     \b
     Examples:
@@ -105,7 +105,7 @@ def state_convert(
     """Turn a saved state for one number of boxes and workers into one for another, and say what that means.
 
     IN was written by encode_state or torch.save; the state may be a part of a larger checkpoint, the rest of which is
-    copied. A loader without the four state methods cannot change its shape: 22.
+    copied. A loader without the four state methods cannot change its topology: 22.
 
     \b
     Examples:

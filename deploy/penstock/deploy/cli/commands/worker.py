@@ -17,13 +17,13 @@ from penstock.deploy.console.options import (
     Coordinator,
     Debug,
     Drain,
-    LifelinePid,
+    LivenessFile,
     LogFormat,
     Name,
     NoCage,
     NoGroups,
     Otel,
-    PulseFile,
+    ParentPid,
     ReadyFile,
     RunnerMemory,
     RunnerProcesses,
@@ -73,8 +73,8 @@ def _worker(
     otel: Otel = None,
     ready_file: ReadyFile = None,
     config: ConfigFile = None,
-    pulse_file: PulseFile = None,
-    lifeline_pid: LifelinePid = None,
+    liveness_file: LivenessFile = None,
+    parent_pid: ParentPid = None,
     debug: Debug = False,
 ) -> None:
     """Run a worker daemon: it runs your input_fn in child processes and streams their batches.
@@ -108,12 +108,12 @@ def _worker(
         "name": name,
         "http": http,
         "drain": drain,
-        "pulse_file": pulse_file,
+        "liveness_file": liveness_file,
         "insecure": insecure,
     }
     tls = tls_flags(tls_ca, tls_cert, tls_key, tls_name)
     telemetry = {"log_format": log_format, "otel": otel}
-    guarded(run_worker)(coordinator, flags, tls, telemetry, token_file, ready_file, debug, lifeline_pid)
+    guarded(run_worker)(coordinator, flags, tls, telemetry, token_file, ready_file, debug, parent_pid)
 
 
 def _refuse_options_of_the_daemon(context: typer.Context) -> None:

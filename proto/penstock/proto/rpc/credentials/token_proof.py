@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from penstock.proto.rpc.credentials.roles import Role
 from penstock.proto.rpc.credentials.tokens import Tokens, check_token
 
-__all__ = ["CHALLENGE_KEY", "PROOF_KEY", "TRIES", "Caller", "Challenged", "Prover", "Shown", "Verifier"]
+__all__ = ["CHALLENGE_KEY", "PROOF_KEY", "TRIES", "Caller", "Challenged", "ShownProof", "TokenProver", "TokenVerifier"]
 
 SCHEME = "Penstock-Proof"
 """First word of the header "authorization". The other scheme is Bearer, for programs in any language over TLS."""
@@ -60,7 +60,7 @@ def _hmac(token: bytes, who: str, challenge: str, nonce: str) -> str:
 
 
 @dataclass(frozen=True)
-class Shown:
+class ShownProof:
     """What a call shows, and what its answer must carry."""
 
     header: str = SCHEME
@@ -74,7 +74,7 @@ class Shown:
         return hmac.compare_digest(proof.encode(), self.expected.encode())
 
 
-class Prover:
+class TokenProver:
     """A caller's end, for one token. Safe for threads: what a call showed is kept by the call.
 
     Raises InvalidArgumentError for what is no token.
@@ -84,14 +84,14 @@ class Prover:
         check_token(token)
         self._token = token.encode()
         self._own = _nonce()
-        self.shown = Shown()
+        self.shown = ShownProof()
 
-    def answers(self, challenge: object, shown: Shown) -> bool:
+    def answers(self, challenge: object, shown: ShownProof) -> bool:
         """Answer the challenge that refused a call; false if there is none, or if that call had answered it."""
         if not isinstance(challenge, str) or not _NONCE.fullmatch(challenge) or challenge == shown.challenge:
             return False
         mine, theirs = (_hmac(self._token, who, challenge, self._own) for who in ("caller", "coordinator"))
-        self.shown = Shown(f"{SCHEME} {challenge} {self._own} {mine}", challenge, theirs)
+        self.shown = ShownProof(f"{SCHEME} {challenge} {self._own} {mine}", challenge, theirs)
         return True
 
 
@@ -118,7 +118,7 @@ class Challenged:
     challenge: str
 
 
-class Verifier:
+class TokenVerifier:
     """The coordinator's end, for one start of it."""
 
     def __init__(self, tokens: Tokens, challenge: str | None = None) -> None:

@@ -2,8 +2,8 @@
 
 A line is filled across documents, so a saved place lies in the middle of one. What is saved is where the open line
 begins: the source's token before that document, and an offset. After a resume the document is read again and the line
-made anew; no token of text is kept in a state, and none is lost by a change of shape, for the open line belongs to its
-shard and not to the worker.
+made anew; no token of text is kept in a state, and none is lost by a change of topology, for the open line belongs to
+its shard and not to the worker.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from penstock.data.arguments import at_least_one, whole
 from penstock.data.ordering.permutation import Ints
-from penstock.data.sharded.layers.layer import Layer, Patience, entered
+from penstock.data.sharded.layers.layer import Layer, SearchLimit, entered
 from penstock.data.sharded.protocol import Cursor, Place, ShardedSource, Token
 from penstock.proto.errors import DatasetError, InvalidArgumentError
 
@@ -145,7 +145,7 @@ class _Documents:
         """`strip`: tokens that are taken off both ends. `least`: tokens of a document that is not left out."""
         self._strip, self._least = strip, least
         self._name, self._inner, self._shard, self._epoch = type(layer).__name__, inner, shard, epoch
-        self._patience = Patience(layer.source, self._name, shard)
+        self._patience = SearchLimit(layer.source, self._name, shard)
         self._next = index
         self._index, self._before, self.size = index, None, 0
         """Of the present document; the source's token before it; its tokens."""

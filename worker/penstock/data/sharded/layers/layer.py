@@ -14,7 +14,7 @@ from typing import Any
 from penstock.data.sharded.protocol import Place, ShardedSource, Token
 from penstock.proto.errors import DatasetError, InvalidArgumentError, StateCorruptError
 
-__all__ = ["Layer", "Patience", "checked", "entered", "is_keyed", "placed", "title"]
+__all__ = ["Layer", "SearchLimit", "checked", "entered", "is_keyed", "placed", "title"]
 
 PATIENCE = 1_000_000
 """Samples in a row that may give nothing, of a source that does not end. A predicate that is never true would read on
@@ -53,7 +53,7 @@ class Layer:
         return None
 
 
-class Patience:
+class SearchLimit:
     """Ends the search for a sample in a shard that has none any more and does not end either."""
 
     def __init__(self, source: ShardedSource, what: str, shard: int) -> None:

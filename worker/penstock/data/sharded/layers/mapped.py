@@ -19,7 +19,7 @@ import numpy as np
 
 from penstock.data.arguments import whole
 from penstock.data.ordering.permutation import mix
-from penstock.data.sharded.layers.layer import Layer, Patience, entered, title
+from penstock.data.sharded.layers.layer import Layer, SearchLimit, entered, title
 from penstock.data.sharded.protocol import Cursor, Place, ShardedSource, Token
 from penstock.data.stop_iteration import not_an_end
 from penstock.proto.errors import InvalidArgumentError
@@ -92,7 +92,7 @@ class Mapped(_PerSample):
         (index,), inner = entered(token, "Mapped", "index")
         if not self._skip_failures:
             return _EachCursor(self.source.open(shard, epoch, seed, inner, place), call, index)
-        patience = Patience(self.source, f"Mapped {self._name}", shard)
+        patience = SearchLimit(self.source, f"Mapped {self._name}", shard)
         return _SomeCursor(
             self.source.open(shard, epoch, seed, inner), _Tolerant(call, self._skip_failures), index, patience
         )
@@ -119,7 +119,7 @@ class Filtered(_PerSample):
         def taken(sample: Any, index: int) -> tuple[bool, Any]:
             return bool(call(sample, index)), sample
 
-        patience = Patience(self.source, f"Filtered {self._name}", shard)
+        patience = SearchLimit(self.source, f"Filtered {self._name}", shard)
         return _SomeCursor(self.source.open(shard, epoch, seed, inner), taken, index, patience)
 
 
@@ -201,7 +201,7 @@ class _EachCursor:
 class _SomeCursor:
     """Those of the source's samples that are taken."""
 
-    def __init__(self, inner: Cursor, taken: _Taken, index: int, patience: Patience) -> None:
+    def __init__(self, inner: Cursor, taken: _Taken, index: int, patience: SearchLimit) -> None:
         self._inner, self._taken, self._patience = inner, taken, patience
         self._index = index
         """Of the source's next sample."""

@@ -19,8 +19,8 @@ from penstock.data.arguments import one_of
 from penstock.data.ordering.permutation import Ints
 from penstock.data.sharded.layers.layer import checked, entered, placed
 from penstock.data.sharded.layers.mixture_by_tokens import ByTokens, given_of
-from penstock.data.sharded.layers.mixture_members import Members, members_of
-from penstock.data.sharded.layers.mixture_shares import Turns, Weight, parts_of, turns_of
+from penstock.data.sharded.layers.mixture_members import MixtureMembers, members_of
+from penstock.data.sharded.layers.mixture_shares import MixtureTurns, Weight, parts_of, turns_of
 from penstock.data.sharded.layers.repeated import Repeated
 from penstock.data.sharded.protocol import Cursor, Place, ShardedSource, Token
 from penstock.proto.errors import DatasetError, InvalidArgumentError
@@ -126,7 +126,7 @@ class Mixture:
             own = derive_seed(seed, "mixture", number)
             return self.sources[number].open(shard, epoch, own, token)
 
-        members = Members(opened, tokens)
+        members = MixtureMembers(opened, tokens)
         if self._by == "tokens":
             where = f"shard {shard} in epoch {epoch}"
             return ByTokens(members, self._parts, ended, self._stop, index, given_of(token, len(tokens)), where)
@@ -148,11 +148,11 @@ class _Places:
 
 class _Cursor:
     def __init__(
-        self, members: Members, parts: tuple[int, ...], ended: set[int], stop: Stop, index: int, places: _Places
+        self, members: MixtureMembers, parts: tuple[int, ...], ended: set[int], stop: Stop, index: int, places: _Places
     ) -> None:
         self._members, self._parts, self._ended, self._stop = members, parts, ended, stop
         self._index, self._places = index, places
-        self._turns = self._live_turns()
+        self._turns = self._live_schedule()
 
     def __iter__(self) -> _Cursor:
         return self
@@ -178,7 +178,7 @@ class _Cursor:
     def close(self) -> None:
         self._members.close()
 
-    def _skip_some(self, count: int, turns: Turns) -> int:
+    def _skip_some(self, count: int, turns: MixtureTurns) -> int:
         """Pass over so many samples, or up to where a source has no more at its turn; then it is noted."""
         if count == 1:
             number = turns.at(self._places.at(self._index))
@@ -215,9 +215,9 @@ class _Cursor:
             raise DatasetError(f"sources[{number}] of a mixture said that it never ends, and has ended")
         self._ended.add(number)
         self._members.drop(number)
-        self._turns = self._live_turns()
+        self._turns = self._live_schedule()
 
-    def _live_turns(self) -> Turns | None:
+    def _live_schedule(self) -> MixtureTurns | None:
         """Of the sources that have not ended; None if the mixture has."""
         live = tuple(0 if number in self._ended else part for number, part in enumerate(self._parts))
         return turns_of(live) if any(live) and not (self._stop == "first" and self._ended) else None

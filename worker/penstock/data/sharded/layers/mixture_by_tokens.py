@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from penstock.data.sharded.layers.layer import MOST
-from penstock.data.sharded.layers.mixture_members import Members
+from penstock.data.sharded.layers.mixture_members import MixtureMembers
 from penstock.data.sharded.protocol import Token
 from penstock.proto.errors import DatasetError, StateCorruptError
 
@@ -40,7 +40,7 @@ class ByTokens:
 
     def __init__(
         self,
-        members: Members,
+        members: MixtureMembers,
         parts: tuple[int, ...],
         ended: set[int],
         stop: str,

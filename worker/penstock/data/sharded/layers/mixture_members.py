@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from penstock.data.sharded.protocol import Cursor, Token
 from penstock.proto.errors import StateCorruptError
 
-__all__ = ["Members", "members_of"]
+__all__ = ["MixtureMembers", "members_of"]
 
 
 def members_of(token: Token | None, count: int) -> tuple[list[Token | None], set[int]]:
@@ -22,7 +22,7 @@ def members_of(token: Token | None, count: int) -> tuple[list[Token | None], set
     raise StateCorruptError(f"a token of a Mixture of {count} sources that cannot be: {token!r:.200}")
 
 
-class Members:
+class MixtureMembers:
     """The sources' cursors: opened when they are needed, asked for a token when they have moved."""
 
     def __init__(self, opened: Callable[[int, Token | None], Cursor], tokens: Sequence[Token | None]) -> None:

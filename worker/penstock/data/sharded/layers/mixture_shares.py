@@ -33,7 +33,7 @@ import numpy.typing as npt
 from penstock.data.ordering.permutation import Ints, mix
 from penstock.proto.errors import InvalidArgumentError
 
-__all__ = ["MOST_PARTS", "Turns", "parts_of", "turns_of"]
+__all__ = ["MOST_PARTS", "MixtureTurns", "parts_of", "turns_of"]
 
 MOST_PARTS = 1 << 16
 """Of all weights together."""
@@ -95,12 +95,12 @@ def _reduced(parts: tuple[int, ...]) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=64)
-def turns_of(parts: tuple[int, ...]) -> Turns:
+def turns_of(parts: tuple[int, ...]) -> MixtureTurns:
     """The turns of sources with so many parts each, of which at least one is not 0."""
-    return Turns(_reduced(parts))
+    return MixtureTurns(_reduced(parts))
 
 
-class Turns:
+class MixtureTurns:
     """From places to sources, for parts without a common divisor."""
 
     def __init__(self, parts: tuple[int, ...]) -> None:
@@ -124,8 +124,8 @@ class Turns:
         blocks, inside = np.divmod(places, self._places)
         blocks %= self._count
         for number in np.unique(blocks):
-            here = blocks == number
-            found[here] = self._table(int(number))[inside[here]]
+            identity = blocks == number
+            found[identity] = self._table(int(number))[inside[identity]]
         return found
 
     def _table(self, number: int) -> npt.NDArray[np.uint16]:

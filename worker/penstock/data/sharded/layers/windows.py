@@ -14,7 +14,7 @@ import numpy as np
 
 from penstock.data.arguments import at_least_one
 from penstock.data.ordering.permutation import mix
-from penstock.data.sharded.layers.layer import Layer, Patience, entered, title
+from penstock.data.sharded.layers.layer import Layer, SearchLimit, entered, title
 from penstock.data.sharded.protocol import Cursor, Place, ShardedSource, Token
 from penstock.data.stop_iteration import no_end
 from penstock.proto.errors import DatasetError
@@ -61,7 +61,7 @@ class WindowShuffled(Layer):
 
 
 class Grouped(Layer):
-    """Lists of samples that are alike: of one shape, language, or length, say. Each shard makes its own.
+    """Lists of samples that are alike: of one topology, language, or length, say. Each shard makes its own.
 
     Samples with the same key are put together, within windows; so what is held is bounded, and a rare key waits for its
     window's end at most. For a ShardLoader with `unbatched=True`, behind a Mapped that collates.
@@ -95,7 +95,7 @@ class Grouped(Layer):
     def open(self, shard: int, epoch: int, seed: int, token: Token | None = None, place: Place | None = None) -> Cursor:
         (number, done), inner = entered(token, "Grouped", "window", "done")
         cursor = self.source.open(shard, epoch, seed, inner)
-        patience = Patience(self.source, f"Grouped {self._name}", shard)
+        patience = SearchLimit(self.source, f"Grouped {self._name}", shard)
         where = f"shard {shard}, epoch {epoch}"
         return _Cursor(cursor, self._window, self._grouped, number, done, where, patience)
 
@@ -121,7 +121,7 @@ class _Cursor:
         number: int,
         done: int,
         where: str,
-        patience: Patience | None = None,
+        patience: SearchLimit | None = None,
     ) -> None:
         """`patience`: where it may be that nothing is given of a window; else it gives as many as it has."""
         self._inner, self._window, self._arrange, self._where = inner, window, arrange, where

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import gc
 
-__all__ = ["Collecting"]
+__all__ = ["GarbageCollection"]
 
 
 class _Process:
@@ -43,7 +43,7 @@ class _Process:
 _process = _Process()
 
 
-class Collecting:
+class GarbageCollection:
     """One stream's wish to have garbage collected every n samples."""
 
     def __init__(self, every: int) -> None:

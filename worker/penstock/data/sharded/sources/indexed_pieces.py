@@ -17,13 +17,13 @@ import numpy as np
 
 from penstock.data.loading.keyed_random import Seeds, seed_generators, seeds_of
 from penstock.data.ordering.permutation import Ints
-from penstock.data.ordering.sharded_order import Order
+from penstock.data.ordering.sharded_order import ShardedOrder
 from penstock.data.sharded.protocol import Token
 from penstock.data.sharded.sources.pieces import Pieces
-from penstock.data.sharded.sources.randomness import OwnRandom
+from penstock.data.sharded.sources.randomness import OwnGenerators
 from penstock.proto.errors import StateCorruptError
 
-__all__ = ["Parts", "RangeCursor", "cut"]
+__all__ = ["PieceParts", "RangeCursor", "cut"]
 
 FOUND_AT_ONCE = 1024
 """Positions whose records are found in one go: it takes 0.1 us each then."""
@@ -36,7 +36,7 @@ def cut(records: int, shards: int, shard: int) -> tuple[int, int]:
     return shard * records // shards, (shard + 1) * records // shards
 
 
-class Parts:
+class PieceParts:
     """The parts of all pieces in a row: one for each piece, and of a StreamingDataset one for each of its shards."""
 
     def __init__(self, pieces: Pieces) -> None:
@@ -87,8 +87,8 @@ class RangeCursor(Iterator[Any]):
 
     def __init__(
         self,
-        parts: Parts,
-        order: Order | None,
+        parts: PieceParts,
+        order: ShardedOrder | None,
         epoch: int,
         begin: int,
         end: int,
@@ -105,7 +105,7 @@ class RangeCursor(Iterator[Any]):
         self._found: list[tuple[int, int]] = []
         self._found_from = begin
         self._key, self._seeds = key, list[Seeds]()
-        self._random: OwnRandom | None = None
+        self._random: OwnGenerators | None = None
         self._looked = -1
         """Position from which was last looked ahead."""
 
@@ -129,7 +129,7 @@ class RangeCursor(Iterator[Any]):
             positions = np.arange(self._found_from, self._found_from + len(self._found))
             self._seeds = seeds_of(self._key, self._epoch & (2**62 - 1), positions)
         if self._random is None:
-            self._random = OwnRandom(0)
+            self._random = OwnGenerators(0)
         with self._random:
             seed_generators(self._seeds[index])
             return pieces.record(piece, offset)

@@ -16,12 +16,12 @@ import xxhash
 
 from penstock.data.arguments import at_least_one
 from penstock.data.loading.streaming_loader import BLOCK
-from penstock.data.ordering.sharded_order import Order
+from penstock.data.ordering.sharded_order import ShardedOrder
 from penstock.data.sharded.protocol import Cursor, Place, Token
-from penstock.data.sharded.sources.indexed_pieces import Parts, RangeCursor, cut
+from penstock.data.sharded.sources.indexed_pieces import PieceParts, RangeCursor, cut
 from penstock.data.sharded.sources.lines import LineFile, cut_files
 from penstock.data.sharded.sources.pieces import Pieces
-from penstock.data.sharded.sources.sequential_pieces import RunCursor, Runs
+from penstock.data.sharded.sources.sequential_pieces import RunCursor, SequentialPieces
 from penstock.proto.errors import InvalidArgumentError
 from penstock.proto.state.generators import derive_seed
 
@@ -97,12 +97,12 @@ class LogicalShards:
         self._shards = at_least_one("shards", shards)
         self._shuffle = bool(shuffle)
         self._block = None if shuffle_block is None else at_least_one("shuffle_block", shuffle_block)
-        pieces, names, cuts = _cut(pieces, counts, names, self._shards)
+        pieces, names, abandoned = _cut(pieces, counts, names, self._shards)
         self._pieces = Pieces(pieces, counts, names, at_least_one("max_open", max_open))
-        self._parts = Parts(self._pieces) if self._pieces.by_position else None
+        self._parts = PieceParts(self._pieces) if self._pieces.by_position else None
         self._own_random = bool(capture_rng)
-        self._runs = Runs(self._pieces, self._shards, shuffle=self._shuffle, capture_rng=self._own_random)
-        self._orders: OrderedDict[int, Order] = OrderedDict()
+        self._runs = SequentialPieces(self._pieces, self._shards, shuffle=self._shuffle, capture_rng=self._own_random)
+        self._orders: OrderedDict[int, ShardedOrder] = OrderedDict()
         by_position = self._parts is not None
         self._described: dict[str, Any] = {
             "kind": "LogicalShards",
@@ -111,7 +111,7 @@ class LogicalShards:
             "records": None if self._pieces.counts is None else sum(self._pieces.counts),
             "counts": _listed(self._pieces.counts),
             "names": _listed(self._pieces.names),
-            "data": _listed([*self._pieces.fingerprints(), *cuts]),
+            "data": _listed([*self._pieces.fingerprints(), *abandoned]),
             "cut": "by position" if by_position else "in whole pieces",
             "capture_rng": self._own_random,
             "shuffle": self._shuffle,
@@ -143,12 +143,12 @@ class LogicalShards:
         key = derive_seed(seed, "record") if self._own_random else None
         return RangeCursor(self._parts, order, epoch, begin, end, ahead, token, key)
 
-    def _order(self, seed: int) -> Order:
+    def _order(self, seed: int) -> ShardedOrder:
         key = derive_seed(seed, "LogicalShards") if self._shuffle else 0
         order = self._orders.get(key)
         if order is None:
             assert self._parts is not None
-            order = Order(
+            order = ShardedOrder(
                 [self._parts.sizes], [self._parts.records], seed=key, shuffle=self._shuffle, block=self._block
             )
             self._orders[key] = order
@@ -175,12 +175,12 @@ def _cut(
             for name, own in zip(names, parts, strict=True)
             for number in range(len(own))
         ]
-    cuts = [
+    abandoned = [
         f"{len(own)} of {piece.size} bytes"
         for piece, own in zip(pieces, parts, strict=True)
         if isinstance(piece, LineFile)
     ]
-    return [each for own in parts for each in own], names, cuts
+    return [each for own in parts for each in own], names, abandoned
 
 
 def _listed(values: Sequence[Any] | None) -> Any:

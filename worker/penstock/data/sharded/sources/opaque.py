@@ -32,8 +32,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.data.sharded.protocol import Token
-from penstock.data.sharded.sources.randomness import OwnRandom
-from penstock.data.sharded.sources.sample_digest import BEGINNING, Digests
+from penstock.data.sharded.sources.randomness import OwnGenerators
+from penstock.data.sharded.sources.sample_digest import BEGINNING, SampleDigests
 from penstock.data.sharded.sources.undivided import Undivided
 from penstock.data.stop_iteration import no_end
 from penstock.proto.errors import (
@@ -45,9 +45,9 @@ from penstock.proto.errors import (
 )
 from penstock.proto.state.codec import decode_state, encode_state
 from penstock.proto.state.generators import capture_rng, restore_rng, seed_rng
-from penstock.proto.state.snapshot_cadence import Cadence
+from penstock.proto.state.snapshot_cadence import SnapshotCadence
 
-__all__ = ["SNAPSHOT_EVERY", "SNAPSHOT_S", "Mark", "Stream", "let_go", "without_snapshots"]
+__all__ = ["SNAPSHOT_EVERY", "SNAPSHOT_S", "OpaqueStream", "StreamMark", "let_go", "without_snapshots"]
 
 SNAPSHOT_EVERY = 1000
 """Samples: to read them again takes about as long as it took to read them."""
@@ -58,7 +58,7 @@ MOST = 1 << 62
 
 
 @dataclass(frozen=True)
-class Mark:
+class StreamMark:
     """A place in a stream, and how to get there."""
 
     passed: int = 0
@@ -72,10 +72,10 @@ class Mark:
         return {"passed": self.passed, "digest": self.digest, "snapshot": self.snapshot}
 
     @staticmethod
-    def of(token: Token, name: str) -> Mark:
+    def of(token: Token, name: str) -> StreamMark:
         """Raises StateCorruptError for what `token` did not give."""
         try:
-            mark = Mark(token["passed"], token["digest"], token["snapshot"])
+            mark = StreamMark(token["passed"], token["digest"], token["snapshot"])
             numbers = [(mark.passed, mark.digest)]
             if mark.snapshot is not None:
                 own = mark.snapshot
@@ -96,7 +96,7 @@ def without_snapshots(token: Token) -> Token:
     """The same place in any source, without what depends on when a state was taken. To go on from there a stream is
     read from its beginning."""
     if isinstance(token, Mapping):
-        if token.keys() >= Mark().token().keys():
+        if token.keys() >= StreamMark().token().keys():
             return {**token, "snapshot": None}
         return {name: without_snapshots(value) for name, value in token.items()}
     return [without_snapshots(value) for value in token] if isinstance(token, list) else token
@@ -110,7 +110,7 @@ class _EndsEarlyError(Exception):
     """A replay came to an end before the place."""
 
 
-class Stream(Iterator[Any]):
+class OpaqueStream(Iterator[Any]):
     """The samples of what `make` gives. Nothing is made before the first sample is asked for."""
 
     def __init__(
@@ -118,9 +118,9 @@ class Stream(Iterator[Any]):
         make: Callable[[], Any],
         name: str,
         *,
-        digests: Digests,
+        digests: SampleDigests,
         seed: int | None = None,
-        mark: Mark | None = None,
+        mark: StreamMark | None = None,
         keeps_made: bool = False,
         snapshot_every: int = SNAPSHOT_EVERY,
         snapshot_s: float = SNAPSHOT_S,
@@ -139,13 +139,13 @@ class Stream(Iterator[Any]):
         self._inside: AbstractContextManager[None] = Undivided(nullcontext())
         self._fresh = b""
         """The generators as seeded."""
-        mark = mark or Mark()
+        mark = mark or StreamMark()
         self.passed = mark.passed
         """Samples so far."""
         self._chain = mark.digest
         self._snapshots = [mark.snapshot] if mark.snapshot is not None else []
         """The newest two, the older one first."""
-        self._cadence = Cadence()
+        self._cadence = SnapshotCadence()
         self._next_at, self._next_s = 1, float("inf")
         self._made: Any = None
         self._iterator: Iterator[Any] | None = None
@@ -217,9 +217,9 @@ class Stream(Iterator[Any]):
 
     # ---- snapshots
 
-    def _mark(self) -> Mark:
+    def _mark(self) -> StreamMark:
         before = [own for own in self._snapshots if own["passed"] < self.passed]
-        return Mark(self.passed, self._chain, before[-1] if before else None)
+        return StreamMark(self.passed, self._chain, before[-1] if before else None)
 
     def _consider_snapshot(self) -> None:
         holder = self._stateful()
@@ -285,7 +285,7 @@ class Stream(Iterator[Any]):
                 ) from None
             raise
 
-    def _goes_on_from(self, mark: Mark, snapshot: dict[str, Any]) -> bool:
+    def _goes_on_from(self, mark: StreamMark, snapshot: dict[str, Any]) -> bool:
         try:
             self._replay(mark, snapshot)
         except (_OtherSamplesError, _EndsEarlyError) as why:
@@ -301,10 +301,10 @@ class Stream(Iterator[Any]):
             return False
         return True
 
-    def _stand_at(self, mark: Mark) -> None:
+    def _stand_at(self, mark: StreamMark) -> None:
         self.passed, self._chain, self._ended = mark.passed, mark.digest, False
 
-    def _replay(self, mark: Mark, snapshot: dict[str, Any] | None) -> None:
+    def _replay(self, mark: StreamMark, snapshot: dict[str, Any] | None) -> None:
         self._begin(snapshot)
         self.passed, self._chain = (snapshot["passed"], snapshot["digest"]) if snapshot else (0, BEGINNING)
         while self.passed < mark.passed:
@@ -317,7 +317,7 @@ class Stream(Iterator[Any]):
 
     def _begin(self, snapshot: dict[str, Any] | None) -> None:
         if self._seed is not None:
-            self._inside = Undivided(OwnRandom(self._seed))
+            self._inside = Undivided(OwnGenerators(self._seed))
         with self._inside, no_end(f"{self._name} when it was made"):
             if self._seed is not None:
                 self._fresh = capture_rng()

@@ -21,14 +21,14 @@ import torch.utils.data
 from penstock.data.arguments import whole
 from penstock.data.ordering.permutation import Ints
 from penstock.data.sharded.sources.opaque import let_go
-from penstock.data.sharded.sources.randomness import OwnRandom
+from penstock.data.sharded.sources.randomness import OwnGenerators
 from penstock.data.sharded.sources.undivided import Undivided
 from penstock.data.stop_iteration import no_end, not_an_end
 from penstock.data.streaming_dataset import StreamingDataset
 from penstock.proto.errors import DatasetError, InvalidArgumentError
 from penstock.proto.state.generators import derive_seed
 
-__all__ = ["Opened", "Pieces"]
+__all__ = ["OpenPieces", "Pieces"]
 
 
 _NO_LIST = (str, bytes, Mapping, Set, torch.utils.data.Dataset, torch.Tensor, np.ndarray)
@@ -38,7 +38,7 @@ _PLAIN = (list, tuple, range, np.ndarray, np.memmap, torch.Tensor)
 pyarrow are such, too."""
 
 
-class Opened:
+class OpenPieces:
     """What is open, the least recently used first."""
 
     def __init__(self, most: int) -> None:
@@ -103,7 +103,7 @@ class Pieces:
         _all.add(self)
 
     def _nothing_open(self, max_open: int) -> None:
-        self.opened = Opened(max_open)
+        self.opened = OpenPieces(max_open)
         self._tables: dict[int, Any] = {}
         """Those that are open here, by the number of their piece."""
         self._readers: set[int] = set()
@@ -200,7 +200,7 @@ class Pieces:
 
     def _open_table(self, number: int) -> Any:
         """The same with random generators of the piece's own: it is opened again whenever it was closed for others."""
-        with OwnRandom(derive_seed(0, "opens", number)):
+        with OwnGenerators(derive_seed(0, "opens", number)):
             return self._open(number)
 
     def _keep(self, number: int, table: Any) -> None:
@@ -276,7 +276,7 @@ class Pieces:
         return values
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "opened": Opened(self.opened.most), "_tables": {}, "_readers": set()}
+        return {**self.__dict__, "opened": OpenPieces(self.opened.most), "_tables": {}, "_readers": set()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -29,7 +29,7 @@ from numpy.random import mtrand
 
 from penstock.proto.state.generators import seed_rng, torch_rng_state
 
-__all__ = ["OwnRandom"]
+__all__ = ["OwnGenerators"]
 
 _PYTHON: random.Random = random.random.__self__  # type: ignore[attr-defined]
 """The instance whose methods are the functions of the module."""
@@ -95,7 +95,7 @@ class _Side:
         torch.set_rng_state(self._torch)
 
 
-class OwnRandom:
+class OwnGenerators:
     """`with` it, the process's generators are one stream's; seeded at first, and then as the stream left them."""
 
     def __init__(self, seed: int) -> None:

@@ -18,12 +18,12 @@ from typing import Any
 
 from xxhash import xxh3_64_intdigest
 
-from penstock.proto.batch.digest import Cover
+from penstock.proto.batch.digest import DigestCover
 from penstock.proto.batch.replay_digest import ReplayDigest
 from penstock.proto.errors import UnsupportedLeafError, UnsupportedStateError
 from penstock.proto.state.codec import encode_state
 
-__all__ = ["BEGINNING", "Digests"]
+__all__ = ["BEGINNING", "SampleDigests"]
 
 BEGINNING = 0
 """The chain of no samples."""
@@ -32,14 +32,14 @@ _WORD = struct.Struct("<Q")
 _UNKNOWN = bytes(8)
 
 
-class Digests:
+class SampleDigests:
     """Goes on with chains; one for each thread."""
 
     def __init__(self) -> None:
         self._replay_digest: ReplayDigest | None = None
 
-    def __reduce__(self) -> tuple[type[Digests], tuple[()]]:
-        return Digests, ()  # what it holds is scratch memory
+    def __reduce__(self) -> tuple[type[SampleDigests], tuple[()]]:
+        return SampleDigests, ()  # what it holds is scratch memory
 
     def after(self, chain: int, sample: Any) -> int:
         """The chain with one sample more; 64 bits, unsigned."""
@@ -51,7 +51,7 @@ class Digests:
         except UnsupportedStateError:
             pass
         if self._replay_digest is None:
-            self._replay_digest = ReplayDigest(cover=Cover.FULL)
+            self._replay_digest = ReplayDigest(cover=DigestCover.FULL)
         try:
             return _WORD.pack(self._replay_digest.take(sample)[0])
         except UnsupportedLeafError:

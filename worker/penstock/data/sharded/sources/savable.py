@@ -14,9 +14,9 @@ from typing import Any
 
 from penstock.data.arguments import at_least_one
 from penstock.data.sharded.protocol import Place, Token
-from penstock.data.sharded.sources.collection import Collecting
-from penstock.data.sharded.sources.opaque import SNAPSHOT_EVERY, SNAPSHOT_S, Mark, Stream
-from penstock.data.sharded.sources.sample_digest import BEGINNING, Digests
+from penstock.data.sharded.sources.collection import GarbageCollection
+from penstock.data.sharded.sources.opaque import SNAPSHOT_EVERY, SNAPSHOT_S, OpaqueStream, StreamMark
+from penstock.data.sharded.sources.sample_digest import BEGINNING, SampleDigests
 from penstock.proto.errors import DatasetError, InvalidArgumentError, StateCorruptError, StateMismatchError
 from penstock.proto.state.generators import derive_seed
 
@@ -85,7 +85,7 @@ class Savable:
         self._rows = None if batch_rows is None else at_least_one("batch_rows", batch_rows)
         self._collect = None if collect_every is None else at_least_one("collect_every", collect_every)
         self._config = _json("config", config)
-        self._digests = Digests()
+        self._digests = SampleDigests()
 
     @property
     def num_shards(self) -> int:
@@ -109,7 +109,7 @@ class Savable:
         if not 0 <= shard < self._shards:
             raise InvalidArgumentError(f"shard {shard} of {self._shards}")
         name = f"stream {shard} of {self._shards}"
-        stream = Stream(
+        stream = OpaqueStream(
             lambda: self._make(shard),
             name,
             digests=self._digests,
@@ -118,11 +118,11 @@ class Savable:
             snapshot_every=self._every,
             snapshot_s=self._seconds,
         )
-        return _Cursor(stream, name, self._rows, None if self._collect is None else Collecting(self._collect))
+        return _Cursor(stream, name, self._rows, None if self._collect is None else GarbageCollection(self._collect))
 
-    def _mark(self, token: Token, name: str) -> Mark:
+    def _mark(self, token: Token, name: str) -> StreamMark:
         """Where the token says, counted in batches of our size."""
-        mark = Mark.of(token, name)
+        mark = StreamMark.of(token, name)
         rows = token.get("rows")
         if rows == self._rows:
             return mark
@@ -136,13 +136,13 @@ class Savable:
                 "batches may lie within a new one. Give a divisor"
             )
         passed = mark.passed * (rows // self._rows)
-        return Mark(passed, None if passed else BEGINNING)
+        return StreamMark(passed, None if passed else BEGINNING)
 
 
 class _Cursor:
     """One stream, read along."""
 
-    def __init__(self, stream: Stream, name: str, rows: int | None, collecting: Collecting | None) -> None:
+    def __init__(self, stream: OpaqueStream, name: str, rows: int | None, collecting: GarbageCollection | None) -> None:
         self._stream, self._name, self._rows, self._collecting = stream, name, rows, collecting
 
     def __iter__(self) -> _Cursor:

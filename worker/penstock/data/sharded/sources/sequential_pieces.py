@@ -25,13 +25,13 @@ import numpy as np
 
 from penstock.data.ordering.permutation import Ints, permuted
 from penstock.data.sharded.protocol import Token
-from penstock.data.sharded.sources.opaque import Mark, Stream
+from penstock.data.sharded.sources.opaque import OpaqueStream, StreamMark
 from penstock.data.sharded.sources.pieces import Pieces
-from penstock.data.sharded.sources.sample_digest import Digests
+from penstock.data.sharded.sources.sample_digest import SampleDigests
 from penstock.proto.errors import DatasetError, StateCorruptError
 from penstock.proto.state.generators import derive_seed
 
-__all__ = ["RunCursor", "Runs", "dealt"]
+__all__ = ["RunCursor", "SequentialPieces", "dealt"]
 
 
 KEPT_EPOCHS = 16
@@ -59,19 +59,19 @@ def _permuted(numbers: Sequence[int], key: int) -> list[int]:
     return [numbers[place] for place in turn.tolist()]
 
 
-class Runs:
+class SequentialPieces:
     """Whole pieces, dealt to shards."""
 
     def __init__(self, pieces: Pieces, shards: int, *, shuffle: bool, capture_rng: bool = True) -> None:
         self.pieces, self._shards, self._shuffle = pieces, shards, shuffle
         self._capture_rng = capture_rng
-        self.digests = Digests()
+        self.digests = SampleDigests()
         self._dealt: OrderedDict[int, list[Ints]] = OrderedDict()
         """Epoch -> whose pieces. Of an endless source shards are in epochs of their own, and to deal 100,000 pieces
         takes 0.2 s."""
         self._warned = False
 
-    def close_for_others(self, stream: Stream, name: str) -> None:
+    def close_for_others(self, stream: OpaqueStream, name: str) -> None:
         stream.park()
         if stream.reads_again and not self._warned:
             self._warned = True
@@ -114,7 +114,9 @@ class Runs:
 class RunCursor(Iterator[Any]):
     """Pieces one after the other, each read along."""
 
-    def __init__(self, runs: Runs, run: list[int], seed_of: Callable[[int], int | None], token: Token) -> None:
+    def __init__(
+        self, runs: SequentialPieces, run: list[int], seed_of: Callable[[int], int | None], token: Token
+    ) -> None:
         self._runs, self._pieces, self._run, self._seed_of = runs, runs.pieces, run, seed_of
         self._turn = 0
         self._stream = self._new(None) if run else None
@@ -177,10 +179,10 @@ class RunCursor(Iterator[Any]):
     def _name(self) -> str:
         return self._pieces.name(self._run[self._turn])
 
-    def _new(self, mark: Mark | None) -> Stream:
+    def _new(self, mark: StreamMark | None) -> OpaqueStream:
         pieces, piece = self._pieces, self._run[self._turn]
         make, own = pieces.stream(piece)
-        return Stream(
+        return OpaqueStream(
             lambda: pieces.as_iterable(make()),
             self._name,
             digests=self._runs.digests,
@@ -189,7 +191,7 @@ class RunCursor(Iterator[Any]):
             keeps_made=own,
         )
 
-    def _touch(self, stream: Stream) -> None:
+    def _touch(self, stream: OpaqueStream) -> None:
         """It is read now, and others may have to be closed for that."""
         opened = self._pieces.opened
         if not opened.used(id(self)):
@@ -216,17 +218,17 @@ class RunCursor(Iterator[Any]):
         count = self._count()
         return None if count is None or self._stream is None else count - self._stream.passed
 
-    def _is_full(self, stream: Stream) -> bool:
+    def _is_full(self, stream: OpaqueStream) -> bool:
         count = self._count()
         return count is not None and stream.passed >= count
 
-    def _expect_end(self, stream: Stream) -> None:
+    def _expect_end(self, stream: OpaqueStream) -> None:
         """All came that counts says; there must not be more."""
         count = self._count()
         if stream.passed != count or (stream.is_open and stream.skip(1)):
             raise DatasetError(f"{self._name}: it goes on after {count} records, and counts says that these are all")
 
-    def _check_end(self, stream: Stream) -> None:
+    def _check_end(self, stream: OpaqueStream) -> None:
         count = self._count()
         if count is not None and stream.passed != count:
             raise DatasetError(f"{self._name}: it ends after {stream.passed} records, and counts says {count}")
@@ -249,4 +251,4 @@ class RunCursor(Iterator[Any]):
         if turn == len(self._run):
             self._stream = None
         else:
-            self._stream = self._new(None if stream is None else Mark.of(stream, self._pieces.name(piece)))
+            self._stream = self._new(None if stream is None else StreamMark.of(stream, self._pieces.name(piece)))

@@ -15,7 +15,7 @@ from urllib.parse import quote
 
 from penstock.data.formats.shards import Shard
 
-__all__ = ["Stamp", "key_of", "origin_of", "seen"]
+__all__ = ["ShardVersion", "key_of", "origin_of", "seen"]
 
 _LONGEST_NAME = 200
 """Characters of a file's name; filesystems take 255, and temporary files' names are longer."""
@@ -49,7 +49,7 @@ def origin_of(shard: Shard, place: Path | None) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Stamp:
+class ShardVersion:
     """Of one shard. Paths are relative to the cache's folder, or absolute for files that are used where they lie."""
 
     raw: tuple[tuple[str, int, int], ...] = ()
@@ -71,11 +71,11 @@ class Stamp:
         return json.dumps(asdict(self), separators=(",", ":")).encode() + b"\n"
 
     @staticmethod
-    def decoded(text: bytes) -> Stamp | None:
+    def decoded(text: bytes) -> ShardVersion | None:
         """None for what is no stamp, also a half-written one."""
         try:
             values = json.loads(text.partition(b"\n")[0])  # what follows is left of a longer one
-            stamp = Stamp(
+            version = ShardVersion(
                 raw=tuple((str(path), int(size), int(time)) for path, size, time in values["raw"]),
                 packed=tuple((str(path), int(size)) for path, size in values["packed"]),
                 evictable=tuple((str(path), int(size)) for path, size in values["evictable"]),
@@ -87,8 +87,8 @@ class Stamp:
         except (ValueError, KeyError, TypeError):
             return None
         # A folder that came from elsewhere may bring stamps along: nothing outside of it is removed for what they say.
-        removable = [PurePosixPath(path) for path, _ in (*stamp.packed, *stamp.evictable)]
-        return None if any(path.is_absolute() or ".." in path.parts for path in removable) else stamp
+        removable = [PurePosixPath(path) for path, _ in (*version.packed, *version.evictable)]
+        return None if any(path.is_absolute() or ".." in path.parts for path in removable) else version
 
     def holds(self, shard: Shard, folder: str) -> tuple[Path, ...] | None:
         """The raw files' paths, if they are as they were."""

@@ -1,7 +1,7 @@
-"""A box's way through its stream, gone again: the round robin over workers that are asked how far their passes go.
+"""A box's way through its stream, gone again: the round robin over workers that are asked how far their epochs go.
 
-The lengths of passes are nowhere written down. So each worker is asked to go to where the box's position would be if
-no further pass ended; one whose input ends before says so, and the position is worked out again. What all have reached
+The lengths of epochs are nowhere written down. So each worker is asked to go to where the box's position would be if
+no further epoch ended; one whose input ends before says so, and the position is worked out again. What all have reached
 is true, for a worker that is not at its end has only more to give.
 """
 
@@ -9,26 +9,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from penstock.deploy.replay.replay_processes import Task, digests_of
+from penstock.deploy.replay.replay_processes import ReplayTask, digests_of
 from penstock.proto.errors import StateUnavailableError
 from penstock.proto.state.position import Position, advance, chain_at
-from penstock.worker.processes.control_channel import Message
+from penstock.worker.processes.control_channel import ControlMessage
 
-__all__ = ["Walk"]
+__all__ = ["StreamReplay"]
 
-Ask = Callable[[Mapping[int, Task]], Mapping[int, Message]]
+Ask = Callable[[Mapping[int, ReplayTask]], Mapping[int, ControlMessage]]
 
 
-class Walk:
+class StreamReplay:
     """
     Args:
-        ask: has workers do tasks, by slot: see rerun.py. They stand at `start`.
+        ask: has workers do tasks, by slot: see slot_replay.py. They stand at `start`.
         cuts: epoch -> the last step taken in it before the loop left it.
     """
 
-    def __init__(self, ask: Ask, start: Position, cuts: dict[int, int]) -> None:
+    def __init__(self, ask: Ask, start: Position, abandoned: dict[int, int]) -> None:
         self.at = start.copy()
-        self._start, self._ask, self._cuts = start, ask, cuts
+        self._start, self._ask, self._abandoned = start, ask, abandoned
         self._made = list(start.total)
         """By slot, batches that were made."""
         self._ends: dict[tuple[int, int], int] = {}
@@ -42,10 +42,10 @@ class Walk:
     def to(self, step: int) -> None:
         """Go on to right after this step."""
         while self.at.step < step:
-            cut = min((epoch for epoch in self._cuts if epoch >= self.at.epoch), default=None)
-            until = step if cut is None else min(step, self._cuts[cut])
-            if cut is not None and until == self.at.step:
-                self._leave(cut)
+            abandon_epoch = min((epoch for epoch in self._abandoned if epoch >= self.at.epoch), default=None)
+            until = step if abandon_epoch is None else min(step, self._abandoned[abandon_epoch])
+            if abandon_epoch is not None and until == self.at.step:
+                self._leave(abandon_epoch)
             else:
                 self._go(until)
 
@@ -56,15 +56,15 @@ class Walk:
                 "cannot be replayed; start from a checkpoint of a later step (--checkpoint)"
             )
         totals = enumerate(self.at.total)
-        self._ask({slot: Task("leave", {"epoch": epoch, "total": total}) for slot, total in totals})
+        self._ask({slot: ReplayTask("leave", {"epoch": epoch, "total": total}) for slot, total in totals})
         self._made = list(self.at.total)
-        self.at.cut()
+        self.at.abandon_epoch()
 
     def _go(self, step: int) -> None:
         while True:
             plan = advance(self.at, step, self._ends)
             tasks = {
-                slot: Task("go", {"epoch": plan.epoch, "total": total})
+                slot: ReplayTask("go", {"epoch": plan.epoch, "total": total})
                 for slot, total in enumerate(plan.total)
                 if total > self._made[slot]
             }
@@ -81,4 +81,4 @@ class Walk:
 
     def chain(self) -> int | None:
         """The stream digest of the box here; None if that of the start is not known."""
-        return chain_at(self._start, self.at.step, self._ends, self._cuts, self._digests)
+        return chain_at(self._start, self.at.step, self._ends, self._abandoned, self._digests)

@@ -5,8 +5,8 @@ then how far to go; it tells the digest of each batch on the way, and shows the 
 asked:
 
     start   build the loader; go to where an attempt, a saved state or a snapshot begins, and on to a place
-    go      on to batch `total` of pass `epoch`, or to the end of that pass
-    leave   the pass, as the training loop did
+    go      on to batch `total` of epoch `epoch`, or to the end of that epoch
+    leave   the epoch, as the training loop did
     show    the batch that was made last: what is in it, and as a file
 """
 
@@ -34,10 +34,10 @@ from penstock.proto.state.codec import decode_state
 from penstock.proto.v1 import records_pb2
 from penstock.runtime.process import forks
 from penstock.worker.loader.epoch_crossing import catch_up, leave
-from penstock.worker.loader.restart_points import Base
-from penstock.worker.loader.restorable_loader import Source
+from penstock.worker.loader.restart_points import RestartPoint
+from penstock.worker.loader.restorable_loader import RestorableLoader
 from penstock.worker.loader.start import start
-from penstock.worker.processes.control_channel import Channel, Message, plain_detail
+from penstock.worker.processes.control_channel import ControlChannel, ControlMessage, plain_detail
 
 __all__ = ["main"]
 
@@ -51,7 +51,7 @@ def main() -> None:
     control = begin()
     with contextlib.suppress(LaneLostError):
         while True:
-            order = cast(Message, control.receive())
+            order = cast(ControlMessage, control.receive())
             if order.kind == "reap":
                 _, status = os.waitpid(order.fields["pid"], 0)
                 control.send("reaped", status=os.waitstatus_to_exitcode(status))
@@ -62,21 +62,21 @@ def main() -> None:
             control.send("forked", pid=pid)
 
 
-def _child(control: Channel, fd: int) -> None:
+def _child(control: ControlChannel, fd: int) -> None:
     control.close()
     with contextlib.suppress(LaneLostError):
-        _serve(Channel(socket.socket(fileno=fd)))
+        _serve(ControlChannel(socket.socket(fileno=fd)))
 
 
-def _serve(channel: Channel) -> None:
-    worker: _Rerun | None = None
+def _serve(channel: ControlChannel) -> None:
+    worker: _SlotReplay | None = None
     forks.keep(channel)
     while True:
-        task = cast(Message, channel.receive())
-        parts = [cast(Message, channel.receive()).payload for _ in range(task.fields["parts"])]
+        task = cast(ControlMessage, channel.receive())
+        parts = [cast(ControlMessage, channel.receive()).payload for _ in range(task.fields["parts"])]
         try:
             if task.kind == "start":
-                worker = _Rerun(channel, records_pb2.WorkerAssignment.FromString(task.payload))
+                worker = _SlotReplay(channel, records_pb2.WorkerAssignment.FromString(task.payload))
                 worker.start(parts, task.fields)
             else:
                 assert worker is not None
@@ -87,43 +87,43 @@ def _serve(channel: Channel) -> None:
             channel.send("failed", error=plain_detail(error))
 
 
-class _Rerun:
+class _SlotReplay:
     """One worker's loader."""
 
-    def __init__(self, channel: Channel, assignment: records_pb2.WorkerAssignment) -> None:
+    def __init__(self, channel: ControlChannel, assignment: records_pb2.WorkerAssignment) -> None:
         self._channel = channel
-        self._source = Source(assignment)
+        self._source = RestorableLoader(assignment)
         self._replay_digest = ReplayDigest(cover=cover_of(assignment.loader.options))
         self._batch: Any = None
         self._digests: list[int] = []
-        self._base: Base | None = None
+        self._point: RestartPoint | None = None
         self._left: dict[int, int] = {}
         self._told = 0.0
 
     def start(self, parts: list[bytes], fields: dict[str, Any]) -> None:
-        """From a snapshot, a saved state, or nothing, to `total` in pass `epoch`."""
+        """From a snapshot, a saved state, or nothing, to `total` in epoch `epoch`."""
         source, total, epoch = self._source, fields["total"], fields["epoch"]
         source.build()
         if fields["snapshot"]:
-            self._base = Base.decode(parts[0])
-            source.restore(self._base)
+            self._point = RestartPoint.decode(parts[0])
+            source.restore(self._point)
         else:
             resume = cast(dict[str, Any], decode_state(parts[0])) if parts else None
             start(source, resume, self._keep, self._seek)
         self._seek(total, epoch, 0)
         catch_up(source, epoch if fields["live"] else epoch + 1)
-        self._done(traits=source.traits.state_methods)
+        self._done(capabilities=source.capabilities.state_methods)
 
-    def _keep(self, base: Base, _: bool) -> None:
-        self._base = base
+    def _keep(self, point: RestartPoint, _: bool) -> None:
+        self._point = point
 
     def _seek(self, total: int, epoch: int, digest: int) -> None:
         """To a place that is known to have been reached. `digest`: of its last batch, if known."""
         source = self._source
-        replayed = source.place.total < total
+        replayed = source.position.total < total
         if not source.seek(total, epoch, self._seen):
             raise ReplayMismatchError(
-                f"{source.name}: pass {epoch} ended after batch {source.place.total} of the worker, but batch {total} "
+                f"{source.name}: pass {epoch} ended after batch {source.position.total} of the worker, but batch {total} "
                 "had been delivered: its data or its code are not what they were"
             )
         if replayed and digest and source.digest != digest:
@@ -135,12 +135,12 @@ class _Rerun:
     def _seen(self, batch: Any) -> None:
         source = self._source
         source.digest, samples = self._replay_digest.take(batch)
-        source.place.samples += samples
+        source.position.samples += samples
         self._batch = batch
         self._digests.append(source.digest)
         if time.monotonic() - self._told > TELL_S:
             self._told = time.monotonic()
-            self._channel.send("at", total=source.place.total)
+            self._channel.send("at", total=source.position.total)
 
     def go(self, epoch: int, total: int) -> None:
         reached = self._source.seek(total, epoch, self._seen)
@@ -149,10 +149,10 @@ class _Rerun:
     def leave(self, epoch: int, total: int) -> None:
         """What was asked for beyond the end of its input is not what the loop did: then once more, up to there."""
         source = self._source
-        if source.place.epoch > epoch:
-            assert self._base is not None
-            source.restore(self._base)
-            for earlier in sorted(left for left in self._left if left >= self._base.place.epoch):
+        if source.position.epoch > epoch:
+            assert self._point is not None
+            source.restore(self._point)
+            for earlier in sorted(left for left in self._left if left >= self._point.position.epoch):
                 self._seek(self._left[earlier], earlier, 0)
                 leave(source, earlier, self._left[earlier])
             self._seek(total, epoch, 0)
@@ -165,7 +165,7 @@ class _Rerun:
         found = batch_tables.describe(self._batch, row)
         if out is not None:
             batch_tables.write(self._batch, Path(out))
-        place = self._source.place
+        place = self._source.position
         text = json.dumps({**found, "samples_streamed": place.samples}).encode()
         self._channel.send("done", text, digest=self._source.digest)
 
@@ -173,4 +173,4 @@ class _Rerun:
         """Tells the digests of the batches since the last answer, which end with batch `total`."""
         digests, self._digests = self._digests, []
         data = struct.pack(f"<{len(digests)}Q", *digests)
-        self._channel.send("done", data, total=self._source.place.total, **fields)
+        self._channel.send("done", data, total=self._source.position.total, **fields)
