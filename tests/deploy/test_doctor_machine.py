@@ -42,6 +42,8 @@ GIB = 1 << 30
             "without pidfd_open",
         ),
         (machine_findings.check_cage(""), "ok", "only what they have started"),
+        (machine_findings.check_groups(""), "ok", "the kernel holds --runner-processes"),
+        (machine_findings.check_groups("it is not its own"), "ok", "a look each second, --runner-processes only with"),
         (machine_findings.check_cage("the kernel has no Landlock"), "warning", "can signal and trace other processes"),
         (machine_findings.check_runner_user("", "", as_root=True), "warning", "would run as root"),
         (machine_findings.check_runner_user("", "", as_root=False), "ok", "which is not root"),

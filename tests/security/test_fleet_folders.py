@@ -11,8 +11,9 @@ import pytest
 from penstock.deploy.console.command_token import coordinator_tokens
 from penstock.deploy.console.exit_codes import CommandError
 from penstock.deploy.engines.engine import Fleet
-from penstock.deploy.engines.fleet_folder import FleetFolder, Identity
+from penstock.deploy.engines.fleet_folder import FleetFolder
 from penstock.proto.errors import JournalError
+from penstock.runtime.process.identity import Identity
 
 OTHER = 12_345
 

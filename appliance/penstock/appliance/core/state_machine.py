@@ -60,6 +60,8 @@ from penstock.proto.v1 import records_pb2
 
 _DOING, _STACK = 300, 12_000
 """Characters of what a worker says about a hang or a crash: they go into every view of the box."""
+BOX_WEIGHS = 4
+"""Slots that a box counts for where it is lost or released: its rows and its event are as much work."""
 _NO_REASON = records_pb2.ErrorDetail(name="PenstockError", message="the worker gave no reason")
 
 
@@ -111,7 +113,8 @@ class Registry:
     def _settle(self) -> None:
         """After every change: place what waits, plan what is asked, commit."""
         cluster = self.cluster
-        cluster.place_waiting()
+        if cluster.release_ended():
+            cluster.place_waiting()
         self.state_queries.settle()
         cluster.journal.commit()
 
@@ -367,19 +370,27 @@ class Registry:
             worker.lease_until = min(worker.lease_until, self._clock() + self.limits.hung_up_s * longer)
 
     def worker_view(self, request: pb.HeartbeatRequest) -> pb.HeartbeatReply:
+        reply = pb.HeartbeatReply()
+        for _ in self.worker_view_steps(request, reply):
+            pass
+        return reply
+
+    def worker_view_steps(self, request: pb.HeartbeatRequest, reply: pb.HeartbeatReply) -> Iterator[None]:
+        """Fill the reply in steps. Between them the cluster state may change: the version in the reply is that of the
+        first, so the next heartbeat is told of it."""
         worker = self._registered(request.worker, request.session)
         if worker is None:
             self.cluster.journal.commit()
-            return pb.HeartbeatReply(register_again=True)
+            reply.register_again = True
+            return
         lease_policy = self.cluster.worker_lease_policy()
         self._to_workers.keep(lease_policy.lease_s, worker.seen_at)
         worker.lease_until = max(worker.lease_until, worker.seen_at + lease_policy.lease_s)
         self.cluster.journal.commit()
         wants = self.state_queries.wants(worker.name, self._clock())
         stuck = self._hand_overs.stuck(worker, self._clock()) if worker.draining else 0
-        reply = views.heartbeat_reply(self.cluster, worker, request, lease_policy, self._wall(), wants, stuck)
+        yield from views.fill_heartbeat(reply, self.cluster, worker, request, lease_policy, self._wall(), wants, stuck)
         reply.commit_mark = self.cluster.journal.mark()
-        return reply
 
     def worker_hold(self, request: pb.HeartbeatRequest) -> float:
         """Seconds that a heartbeat with nothing to tell is held."""
@@ -568,20 +579,22 @@ class Registry:
         named: set[str] = set()
         cluster.live_boxes = 0
         for attempt in cluster.open_attempts():
+            named |= attempt.blobs
+            live = 0
             for box in attempt.boxes.values():
-                named |= {box.opening.resume.blob, box.opening.loader.arguments_blob}
+                live += box.place is BoxPresence.LIVE
                 if vacated >= limits.slots_at_once:
                     continue
                 if box.place is BoxPresence.LIVE and box.lease_until <= overdue:
-                    vacated += len(box.slots)
+                    live -= 1
+                    vacated += BOX_WEIGHS + len(box.slots)
                     silent = now - box.reported_at
                     note = f"the training job of box {box.number} was not heard of for {silent:.1f} s"
                     cluster.vacate(attempt, box, BoxPresence.GONE, note)
                 elif 0.0 < box.lingers_until <= now:
                     box.lingers_until = 0.0
-                    vacated += len(box.slots)
+                    vacated += BOX_WEIGHS + len(box.slots)
                     cluster.vacate(attempt, box, BoxPresence.CLOSED, f"box {box.number} was closed")
-            live = sum(box.place is BoxPresence.LIVE for box in attempt.boxes.values())
             cluster.live_boxes += live
             if live:
                 attempt.last_live = now

@@ -376,7 +376,10 @@ class Service(CoordinatorServicer):
                 registry.report_worker(request)
                 hold_s, seen = registry.worker_hold(request), request.seen_version
                 await self._hold(("worker", request.worker), hold_s, seen, lambda: registry.worker_version(request))
-                return registry.worker_view(request)
+                reply = pb.HeartbeatReply()
+                for _ in registry.worker_view_steps(request, reply):
+                    await asyncio.sleep(0)  # thousands of slots are told in steps
+                return reply
         except asyncio.CancelledError:
             # Not while another one is held: that it lost a connection is often seen after it is back by a new one.
             if self._beating[who] == 1 and not self._closing:

@@ -155,7 +155,7 @@ class Limits:
     """How fast workers may register and runs be opened."""
     slots_max: int = 16_384
     """Boxes times workers of a run, and of all runs that one token has open: a mistyped number should be an error, and
-    an attempt that ends or is superseded ends in one go, some 50 ms for so many."""
+    what is done once for a whole attempt, when it ends or is superseded, takes up to 1 us for each."""
     slots_open_max: int = 65_536
     """Of all runs that are open. Each takes some 5 KB."""
     box_slots_max: int = 256

@@ -76,6 +76,7 @@ def check_machine(asked: MachineQuestion) -> Iterator[Finding]:
     yield from machine_findings.check_packages(requires, machine_probes.installed(requires))
     yield machine_findings.check_kernel(platform.release(), machine_probes.kernel_gaps())
     yield machine_findings.check_cage(sandbox.why_not_whole())
+    yield _groups(off=bool(_value(WorkerSettings, "no_groups", asked)))
     yield _runner_user(_value(WorkerSettings, "runner_user", asked) or "")
     yield from _settings()
     slots = _value(WorkerSettings, "slots", asked) or os.cpu_count() or 1
@@ -99,6 +100,12 @@ def check_machine(asked: MachineQuestion) -> Iterator[Finding]:
     if asked.input_fn is not None:
         allow = _value(WorkerSettings, "allow", asked)
         yield check_import(asked.input_fn, allow.split(",") if allow else None, asked.deadline_s)
+
+
+def _groups(*, off: bool) -> Finding:
+    from penstock.worker.processes.control_groups import here, why_not
+
+    return machine_findings.check_groups("they are turned off (no_groups)" if off else why_not(*here()))
 
 
 def _runner_user(wanted: str) -> Finding:

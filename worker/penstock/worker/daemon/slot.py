@@ -33,7 +33,7 @@ from penstock.proto.state.restartable import by_own_methods
 from penstock.proto.v1 import coordinator_pb2, lane_pb2, records_pb2
 from penstock.runtime.telemetry.logs import SubjectLogger
 from penstock.worker.daemon.durable_snapshots import NOT_OURS, DurableSnapshots, SnapshotQuota
-from penstock.worker.daemon.memory_watch import MemoryWatch
+from penstock.worker.daemon.memory_watch import MemoryWatch, killed_for_memory
 from penstock.worker.daemon.proofs import LoaderFindings, RestartPointProver
 from penstock.worker.daemon.slot_states import SlotStates
 from penstock.worker.daemon.snapshots import SlotSnapshots, StoredSnapshot
@@ -41,6 +41,7 @@ from penstock.worker.daemon.stall_watch import LOOKS, Stall, hang_s
 from penstock.worker.helpers.replayers import DEADLINE_S, ReplayHost, run_task, send_assignment
 from penstock.worker.processes.child_processes import Child, about_slot
 from penstock.worker.processes.control_channel import ControlMessage, counts
+from penstock.worker.processes.control_groups import OutOfMemory
 from penstock.worker.processes.exit_causes import descriptors_closed, how_it_ended
 from penstock.worker.processes.progress_page import ProgressPage
 from penstock.worker.processes.stack_dump import state_of
@@ -177,6 +178,10 @@ class Slot:
                 closed = descriptors_closed(status, self.name)
                 if closed is not None:
                     self.fail(detail_of(closed), lost=False)
+                elif self._child.out_of_memory is not OutOfMemory.NO:
+                    self.progress_page.refresh()
+                    young = self.begun.is_set() and self.progress_page.total <= self._first_total + 1
+                    killed_for_memory(self, self._child.out_of_memory, young=young)
                 else:
                     self.lose(how_it_ended(status, self.name, self.progress_page), self._child.last_stack)
         except asyncio.CancelledError:
