@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import weakref
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -146,6 +147,24 @@ def test_an_attempt_ends_in_slices() -> None:
         attempts.append(Counter(key.attempt for key in held))
     assert attempts == [{1: 5}, {1: 2}, {2: 1}]
     assert world.registry.cluster.placed == 1
+
+
+def test_an_ended_attempt_is_freed_in_slices() -> None:
+    """Python would free all its boxes at once, which takes 0.2 s for 16,384 of them."""
+    world = FakeCluster(replace(Limits(), slots_at_once=10))
+    for number in range(8):
+        world.open(number, num_boxes=8, num_workers_per_box=1, attempt_key="1")
+    (attempt,) = world.registry.cluster.open_attempts()
+    boxes = [weakref.ref(box) for box in attempt.boxes.values()]
+    del attempt
+    world.open(0, num_boxes=8, num_workers_per_box=1, attempt_key="2", client_id="again")
+    world.journal.commit()
+    left = []
+    for _ in range(40):
+        world.now += 0.3
+        world.registry.tick()
+        left.append(sum(box() is not None for box in boxes))
+    assert [count for number, count in enumerate(left) if number == 0 or count != left[number - 1]] == [8, 6, 4, 2, 0]
 
 
 def test_an_end_in_slices_outlives_a_restart(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
 from penstock.appliance.core import box_progress, opening, reachability, views
-from penstock.appliance.core.cluster_state import ClusterState, Topic
+from penstock.appliance.core.cluster_state import BOX_WEIGHS, ClusterState, Topic
 from penstock.appliance.core.migration import Migrations
 from penstock.appliance.core.recovery import restore
 from penstock.appliance.core.state_queries import StateQueries
@@ -60,8 +60,6 @@ from penstock.proto.v1 import records_pb2
 
 _DOING, _STACK = 300, 12_000
 """Characters of what a worker says about a hang or a crash: they go into every view of the box."""
-BOX_WEIGHS = 4
-"""Slots that a box counts for where it is lost or released: its rows and its event are as much work."""
 _NO_REASON = records_pb2.ErrorDetail(name="PenstockError", message="the worker gave no reason")
 
 
@@ -604,6 +602,7 @@ class Registry:
                 )
                 cluster.end(attempt, AttemptState.ENDED, why)
         cluster.snapshot_index.drop_idle_blobs(named, now)
+        cluster.free_discarded(now)
         self._hand_overs.tick(now)
         self._renew_tickets()
         self._fail_what_nobody_may_run(now)
