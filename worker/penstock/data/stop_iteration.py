@@ -11,10 +11,10 @@ from contextlib import contextmanager
 
 from penstock.proto.errors import DatasetError
 
-__all__ = ["no_end", "not_an_end"]
+__all__ = ["forbid_stop_iteration", "stop_iteration_error"]
 
 
-def not_an_end(what: str) -> DatasetError:
+def stop_iteration_error(what: str) -> DatasetError:
     """Return the error to raise instead. `what`: the function that raised it."""
     return DatasetError(
         f"StopIteration came out of {what}, where it would look like the end of the data. Was next() called on "
@@ -23,9 +23,9 @@ def not_an_end(what: str) -> DatasetError:
 
 
 @contextmanager
-def no_end(what: str) -> Iterator[None]:
+def forbid_stop_iteration(what: str) -> Iterator[None]:
     """Raise DatasetError for a StopIteration that a user's function raises."""
     try:
         yield
     except StopIteration as error:
-        raise not_an_end(what) from error
+        raise stop_iteration_error(what) from error

@@ -34,7 +34,7 @@ from penstock.data.formats.readers import open_shard
 from penstock.data.formats.shards import Shard, ShardReader
 from penstock.data.ordering.permutation import Ints
 from penstock.data.remote.folders import RemoteFolder, joined
-from penstock.data.stop_iteration import not_an_end
+from penstock.data.stop_iteration import stop_iteration_error
 from penstock.data.writing.uploads import local_folder
 from penstock.proto.errors import DatasetError, InvalidArgumentError
 
@@ -43,11 +43,12 @@ __all__ = ["Stream", "StreamingDataset"]
 
 @dataclass(frozen=True)
 class Stream:
-    """One of several sources of a dataset. Give at most one of proportion, repeat and choose, and the same one for all
+    """Source of a dataset, one of several. Give at most one of proportion, repeat and choose, and the same one for all
     streams."""
 
     remote: str | os.PathLike[str] | None = None
-    """Folder of the dataset: a path, or any URL that fsspec opens (http://, s3://, ...). None: the data is in `local`."""
+    """Folder of the dataset: a path, or any URL that fsspec opens (http://, s3://, ...). None: the data is in
+    `local`."""
     local: str | os.PathLike[str] | None = None
     """Folder on this machine that caches its files; None: one for this remote below the user's cache directory."""
     split: str | None = None
@@ -124,32 +125,32 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
         self.streams = tuple(_with_plain_weights(number, stream) for number, stream in enumerate(given))
         _check_weights(self.streams)
         limit = byte_count("cache_limit", cache_limit)
-        places = [_place_of(stream) for stream in self.streams]
-        self.name = ", ".join(name for _, _, name in places[:3]) + (", ..." if len(places) > 3 else "")
+        remotes = [_remote_of(stream) for stream in self.streams]
+        self.name = ", ".join(name for _, _, name in remotes[:3]) + (", ..." if len(remotes) > 3 else "")
         """Name for messages."""
         self._unsafe = allow_unsafe_types
         self._caches = [
             ShardCache(
-                place,
+                remote,
                 folder,
-                limit=None if limit is None else max(1, limit // len(places)),
+                limit=None if limit is None else max(1, limit // len(remotes)),
                 validate=validate_hash if stream.validate_hash is None else stream.validate_hash,
                 keep_packed=keep_zip if stream.keep_zip is None else stream.keep_zip,
                 timeout_s=timeout_s if stream.timeout_s is None else stream.timeout_s,
                 threads=download_threads,
                 group=_group(cache_group),
             )
-            for stream, (place, folder, _) in zip(self.streams, places, strict=True)
+            for stream, (remote, folder, _) in zip(self.streams, remotes, strict=True)
         ]
         self._open = OpenShards()
         self._relieve_caches()
         indexes = [cache.index() for cache in self._caches]
-        shards = [read_index(index, name) for index, (_, _, name) in zip(indexes, places, strict=True)]
+        shards = [read_index(index, name) for index, (_, _, name) in zip(indexes, remotes, strict=True)]
         self._indexes = [
             IndexWatch.of(cache.index_path, index, hashed=_hashed(own), in_place=cache.in_place)
             for cache, index, own in zip(self._caches, indexes, shards, strict=True)
         ]
-        for own, (_, _, name) in zip(shards, places, strict=True):
+        for own, (_, _, name) in zip(shards, remotes, strict=True):
             if own and own[0].format == "mds":
                 try:
                     columns_of(own[0], allow_unsafe_types=allow_unsafe_types)  # now, and not when a shard was fetched
@@ -162,7 +163,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
         self._starts: list[int] = self._bounds.tolist()  # a list is faster for a single sample
         if not len(self):
             raise DatasetError(f"{self.name}: the index names no sample")
-        for stream, sizes, (_, _, name) in zip(self.streams, self.sizes, places, strict=True):
+        for stream, sizes, (_, _, name) in zip(self.streams, self.sizes, remotes, strict=True):
             if (stream.proportion or stream.repeat or stream.choose) and not sizes.sum():
                 raise DatasetError(f"{name}: the index names no sample, but an epoch needs some of this stream")
         self.fingerprint = _fingerprint(shards)
@@ -210,7 +211,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
         try:
             return self[index]
         except StopIteration as error:
-            raise not_an_end(what) from error
+            raise stop_iteration_error(what) from error
         except Exception as error:
             error.add_note(f"raised by {what}")
             raise
@@ -287,10 +288,10 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
             raise
 
     def _source(self, stream: int, path: Path, shard: Shard) -> str:
-        place = self._caches[stream].place
-        if place is None or (place.local and path.is_relative_to(place.local)):
+        remote = self._caches[stream].remote
+        if remote is None or (remote.local and path.is_relative_to(remote.local)):
             return str(path)
-        return f"{place.url_of(shard.name)} ({path}: remove it to have it fetched again)"
+        return f"{remote.url_of(shard.name)} ({path}: remove it to have it fetched again)"
 
 
 def _hashed(shards: Sequence[Shard]) -> bool:
@@ -298,7 +299,7 @@ def _hashed(shards: Sequence[Shard]) -> bool:
     return all(file.raw.hashes or (file.packed and file.packed.hashes) for shard in shards for file in shard.files)
 
 
-def _place_of(stream: Stream) -> tuple[RemoteFolder | None, Path, str]:
+def _remote_of(stream: Stream) -> tuple[RemoteFolder | None, Path, str]:
     """Return (remote folder, cache folder, name for messages)."""
     below = stream.split or ""
     if Path(below).is_absolute() or ".." in Path(below).parts:
@@ -308,12 +309,12 @@ def _place_of(stream: Stream) -> tuple[RemoteFolder | None, Path, str]:
             raise InvalidArgumentError("a stream needs remote or local")
         folder = local_folder("local", stream.local) / below
         return None, folder, str(folder)
-    remote = os.fspath(stream.remote)
-    place = RemoteFolder(joined(remote, below) if below else remote, stream.storage_options)
+    url = os.fspath(stream.remote)
+    remote = RemoteFolder(joined(url, below) if below else url, stream.storage_options)
     if stream.local is not None:
-        return place, local_folder("local", stream.local) / below, place.url
+        return remote, local_folder("local", stream.local) / below, remote.url
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return place, Path(cache) / "penstock" / hashlib.sha256(place.identity.encode()).hexdigest()[:16], place.url
+    return remote, Path(cache) / "penstock" / hashlib.sha256(remote.identity.encode()).hexdigest()[:16], remote.url
 
 
 def _with_plain_weights(number: int, stream: Stream) -> Stream:

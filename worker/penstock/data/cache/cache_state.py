@@ -3,8 +3,8 @@
     FOLDER/.penstock/remote             address that the folder's files come from
     FOLDER/.penstock/index.json         version of the remote's index when it was fetched
     FOLDER/.penstock/eviction           lock of the process that counts bytes and evicts
-    FOLDER/.penstock/shards/KEY         lock shared by the shard's users; its text is a ShardVersion, its time the last use
-    FOLDER/.penstock/prefetched/KEY     lock shared by processes that prefetched the shard and have not used it yet
+    FOLDER/.penstock/shards/KEY         lock shared by the shard's users; its text is a ShardVersion, its time the last
+    use FOLDER/.penstock/prefetched/KEY     lock shared by processes that prefetched the shard and have not used it yet
     FOLDER/.penstock/fetching/KEY       lock of the process that fetches it; beside it its temporary files, KEY!...
 
 A file lock cannot be waited for with a deadline: it is tried repeatedly, at most 20 ms apart.
@@ -179,8 +179,8 @@ class CacheState:
                 busy()
             if time.monotonic() >= until:
                 raise ShardUnavailableError(
-                    f"{self._address(name)} was not available within {self._timeout_s:g} s: another process has the lock"
-                    f" {path} ({_holder(path)})"
+                    f"{self._address(name)} was not available within {self._timeout_s:g} s: another process has the "
+                    f"lock {path} ({_holder(path)})"
                 )
             self.closing.wait(pause)
             pause = min(LONGEST_PAUSE_S, pause * 2)

@@ -282,7 +282,9 @@ class Downloads:
         """Inflate a packed file; verify the packed and the raw bytes."""
         assert file.packed is not None
         data = read_plain(path)
-        source = str(path) if self._remote is None else f"{self._remote.url_of(file.packed.name)} ({self._own(file.raw)})"
+        source = (
+            str(path) if self._remote is None else f"{self._remote.url_of(file.packed.name)} ({self._own(file.raw)})"
+        )
         self._verify(data, file.packed, source)
         try:
             raw = unpack(data, shard.compression, limit=file.raw.size)

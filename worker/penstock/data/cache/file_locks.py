@@ -1,8 +1,8 @@
 """Locks between the processes of a host: flock on small files.
 
-A lock dies with its holder, so a killed process blocks no other, and nothing has a name outside the folder. The file may
-carry a line of text from its holder. An exclusive holder may remove the file: a process that opened it before then finds
-that it has no name any more, and opens it again.
+A lock dies with its holder, so a killed process blocks no other, and nothing has a name outside the folder. The file
+may carry a line of text from its holder. An exclusive holder may remove the file: a process that opened it before then
+finds that it has no name any more, and opens it again.
 
 flock belongs to the open file, which a forked child shares with its parent: the child closes its copies at once and
 unlocks none, because that would unlock the parent's.
@@ -24,8 +24,8 @@ _LONGEST_TEXT = 1 << 20
 """Largest text that is read back, in bytes."""
 
 _opening = threading.RLock()
-"""Lock held between opening a file and registering it, while one is released, and over a fork: so a child has a complete
-list of its copies."""
+"""Lock held between opening a file and registering it, while one is released, and over a fork: so a child has a
+complete list of its copies."""
 _opened: weakref.WeakSet[Descriptor] = weakref.WeakSet()
 
 
@@ -60,7 +60,8 @@ class FileLock:
         self.touch()
 
     def touch(self) -> None:
-        """Set the file's time to now; the kernel's clock for files is so coarse that two writes may get the same time."""
+        """Set the file's time to now; the kernel's clock for files is so coarse that two writes may get the same
+        time."""
         now = time.time_ns()
         os.utime(self._held().fileno(), ns=(now, now))
 
@@ -75,8 +76,8 @@ class FileLock:
         with _opening:
             descriptor, self._descriptor = self._descriptor, None
             if descriptor is not None:
-                # Unlocked explicitly: closing alone would leave the lock with a forked child that has not yet closed its
-                # copy.
+                # Unlocked explicitly: closing alone would leave the lock with a forked child that has not yet closed
+                # its copy.
                 fcntl.flock(descriptor.fileno(), fcntl.LOCK_UN)
 
     def _held(self) -> Descriptor:
@@ -86,7 +87,8 @@ class FileLock:
 
 
 def take(path: str, *, shared: bool, create: bool = True) -> FileLock | None:
-    """Return the lock, or None if another process holds it. Without `create` an absent file raises FileNotFoundError."""
+    """Return the lock, or None if another process holds it. Without `create` an absent file raises
+    FileNotFoundError."""
     flags = os.O_RDWR | (os.O_CREAT if create else 0)
     while True:
         with _opening:

@@ -1,8 +1,8 @@
 """Checks that a dataset's index is still the one that the dataset was opened with, on disk or at the remote.
 
 A dataset that is written again while it is read yields old rows before some moment and new ones after it. Where shards
-are verified, the hashes in the index find that out. This check finds it out for shards that are read in place, and for a
-cache's folder that another job fills again: writing a dataset removes or replaces its index.
+are verified, the hashes in the index find that out. This check finds it out for shards that are read in place, and for
+a cache's folder that another job fills again: writing a dataset removes or replaces its index.
 
 A file fetched without a hash belongs to the cached index as long as the remote's index has the version that it had when
 it was fetched. Its content does not help: without hashes, data of the same sizes have the same index.
@@ -43,7 +43,8 @@ class IndexWatch:
     seen: tuple[int, int, int] | None
     """Size, time in ns and inode of the file when its content was last found to be the same."""
     older_ns: int | None = None
-    """Time in ns, set once an index without hashes was written again unchanged: younger shards were written again too."""
+    """Time in ns, set once an index without hashes was written again unchanged: younger shards were written again
+    too."""
 
     @staticmethod
     def of(path: Path, content: bytes, *, hashed: bool, in_place: bool) -> IndexWatch:

@@ -3,8 +3,8 @@
 The one to close is chosen by second chance: the one opened first, unless it was used since it was last considered. So a
 look-up, which happens for each sample, only sets a flag and takes no lock.
 
-To close a shard here is to drop the reference to it. A thread that reads it has its own reference, so the file is closed
-after that thread, and no thread reads a file that another one closed.
+To close a shard here is to drop the reference to it. A thread that reads it has its own reference, so the file is
+closed after that thread, and no thread reads a file that another one closed.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """A folder with a dataset's shards, filled on demand and shared by all processes of the host.
 
-Everything that processes must agree on is a file in the folder and a flock on it (see `cache_state`): there is no daemon,
-no shared memory, no semaphore. All users of a shard share its lock, so it is not evicted; fetching has another, exclusive
-lock, so it is not fetched twice. Locks die with their holders. What a killed process leaves is found by its free lock,
-and removed.
+Everything that processes must agree on is a file in the folder and a flock on it (see `cache_state`): there is no
+daemon, no shared memory, no semaphore. All users of a shard share its lock, so it is not evicted; fetching has another,
+exclusive lock, so it is not fetched twice. Locks die with their holders. What a killed process leaves is found by its
+free lock, and removed.
 """
 
 from __future__ import annotations
@@ -100,11 +100,14 @@ class ShardCache:
         Args:
             remote: origin of the files; None: the folder is the dataset, and nothing in it is ever removed.
             limit: bytes for all processes of the host together; None: unlimited.
-            validate: None verifies what is fetched, or found without a matching version, by a hash of the index. The name
-                of an algorithm verifies by that one, also files in place; the index must have it. False verifies nothing.
-            keep_packed: compressed files stay, and their inflated form is evicted first; else only the inflated one stays.
+            validate: None verifies what is fetched, or found without a matching version, by a hash of the index. The
+                name of an algorithm verifies by that one, also files in place; the index must have it. False verifies
+                nothing.
+            keep_packed: compressed files stay, and their inflated form is evicted first; else only the inflated one
+                stays.
             timeout_s: seconds for one `hold`.
-            on_pressure: called when there is no space without exceeding the limit, to release what is held without need.
+            on_pressure: called when there is no space without exceeding the limit, to release what is held without
+                need.
             group: group whose members share the folder.
         """
         if limit is not None and limit <= 0:
@@ -380,7 +383,9 @@ class ShardCache:
         with self._lock:
             held = set(self._held)
         # Files used in place need no state folder, and their folder may belong to another user.
-        self._prefetcher.want([(key_of(shard.name), shard) for shard in shards if not self._found_in_place(shard)], held)
+        self._prefetcher.want(
+            [(key_of(shard.name), shard) for shard in shards if not self._found_in_place(shard)], held
+        )
 
     def _bring(self, shard: Shard, key: str, decided: Callable[[], None]) -> bool:
         """Fetch a shard that no reader waits for. Returns False if there is no space."""

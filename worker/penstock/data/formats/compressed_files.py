@@ -1,7 +1,8 @@
 """Compressed files, by mosaicml-streaming's names of compressions: "zstd", "gz:6", "br" and so on.
 
 A caller that unpacks passes the largest number of bytes that may come out, because a few packed bytes can claim to be
-many: nothing here allocates much more than that. The libraries are imported on demand, as most datasets need at most one.
+many: nothing here allocates much more than that. The libraries are imported on demand, as most datasets need at most
+one.
 """
 
 from __future__ import annotations

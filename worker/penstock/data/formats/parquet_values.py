@@ -1,8 +1,8 @@
 """Values of Parquet columns: Python's, except where these are too coarse.
 
-Python's datetime, timedelta and time have microseconds. Parquet has nanoseconds too, in all times that Spark wrote. They
-become numpy's datetime64[ns] and timedelta64[ns], whatever their last three digits are, and whether or not pandas is
-installed: the type of a column's values must not depend on a value, nor on other packages.
+Python's datetime, timedelta and time have microseconds. Parquet has nanoseconds too, in all times that Spark wrote.
+They become numpy's datetime64[ns] and timedelta64[ns], whatever their last three digits are, and whether or not pandas
+is installed: the type of a column's values must not depend on a value, nor on other packages.
 """
 
 from __future__ import annotations

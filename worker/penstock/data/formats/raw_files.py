@@ -1,9 +1,9 @@
 """Bytes of samples in a raw shard file, found by its table of offsets.
 
 The file is read with pread and not mapped. A mapped file that is truncated kills its reader without a message (SIGBUS);
-pread returns too few bytes, which is an error with a name. It costs 0.8 us more for a sample of 1 KiB. Values are copies
-and stay valid; an open file outlives its removal from a cache, and a fork. A read holds the file open (see Descriptor),
-so another thread may close the reader at any moment.
+pread returns too few bytes, which is an error with a name. It costs 0.8 us more for a sample of 1 KiB. Values are
+copies and stay valid; an open file outlives its removal from a cache, and a fork. A read holds the file open (see
+Descriptor), so another thread may close the reader at any moment.
 """
 
 from __future__ import annotations

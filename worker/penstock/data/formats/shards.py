@@ -27,7 +27,7 @@ class StoredFile:
 
 @dataclass(frozen=True, slots=True)
 class ShardFile:
-    """One file of a shard in its two forms."""
+    """File of a shard in its two forms."""
 
     raw: StoredFile
     packed: StoredFile | None = None

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from penstock.data.stop_iteration import no_end
+from penstock.data.stop_iteration import forbid_stop_iteration
 from penstock.proto.errors import DatasetError, InvalidArgumentError
 
 __all__ = ["checked_collate", "empty_batch", "without_rows"]
@@ -27,7 +27,7 @@ def checked_collate(collate_fn: Callable[[list[Any]], Any]) -> Callable[[list[An
 
 
 def _collated(collate_fn: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
-    with no_end("the collate_fn"):
+    with forbid_stop_iteration("the collate_fn"):
         return collate_fn(samples)
 
 
@@ -40,8 +40,9 @@ def empty_batch(collate_fn: Callable[[list[Any]], Any], sample: Any) -> Any:
     objects.
     """
     warnings.warn(
-        "the epoch's last batch has fewer samples than there are boxes: the boxes without one get a batch of no rows, so "
-        "that all boxes have equally many batches. A mean over it is not a number; tail='pad', 'drop' or 'carry' avoid it",
+        "the epoch's last batch has fewer samples than there are boxes: the boxes without one get a batch of no rows, "
+        "so that all boxes have equally many batches. A mean over it is not a number; tail='pad', 'drop' or 'carry' "
+        "avoid it",
         UserWarning,
         stacklevel=2,
     )
@@ -89,7 +90,7 @@ def _like(batch: Any, values: list[Any]) -> Any:
 
 def _no_rows(where: str, value: Any) -> DatasetError:
     return DatasetError(
-        "the epoch's last batch has fewer samples than there are boxes, and a box without one needs a batch of no rows; "
-        f"but {where} is a {type(value).__qualname__}, which cannot be cut. Use tail='pad', 'drop' or 'carry', or "
-        "batches of tensors, arrays, lists and dicts"
+        "the epoch's last batch has fewer samples than there are boxes, and a box without one needs a batch of no "
+        f"rows; but {where} is a {type(value).__qualname__}, which cannot be cut. Use tail='pad', 'drop' or 'carry', "
+        "or batches of tensors, arrays, lists and dicts"
     )

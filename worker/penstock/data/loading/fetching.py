@@ -34,9 +34,9 @@ from penstock.runtime.process.exit_status import describe_exit
 
 __all__ = ["ReadAhead", "in_processes", "in_threads"]
 
-DIES_S = 5.0
+EXIT_WAIT_S = 5.0
 """Seconds to wait for the exit status of a process that stopped sending; it takes milliseconds."""
-AHEAD = 2
+PREFETCHED_BATCHES = 2
 """Batches made ahead by each thread or process, as in torch's DataLoader by default."""
 
 
@@ -70,7 +70,7 @@ def in_threads(plans: Iterator[BatchPlan], reader: MapReader, threads: int) -> I
         for plan in plans:
             ahead.append((Future(), plan))
             wanted.put(ahead[-1])
-            if len(ahead) > AHEAD * threads:
+            if len(ahead) > PREFETCHED_BATCHES * threads:
                 yield _collated(reader, *ahead.popleft())
         while ahead:
             yield _collated(reader, *ahead.popleft())
@@ -112,8 +112,8 @@ def in_processes(plans: Iterator[BatchPlan], reader: MapReader, processes: int, 
         sampler=plans,
         batch_size=None,
         num_workers=processes,
-        prefetch_factor=AHEAD,
-        collate_fn=_as_it_is,
+        prefetch_factor=PREFETCHED_BATCHES,
+        collate_fn=_unchanged,
         generator=torch.Generator().manual_seed(seed),  # by default it draws from the process's own
     )
     batches: Iterator[Any] | None = iter(loader)
@@ -123,7 +123,7 @@ def in_processes(plans: Iterator[BatchPlan], reader: MapReader, processes: int, 
         try:
             _watch(batches, workers)
             if _status(workers, 0.0) is not None:
-                raise _CutShort
+                raise _WorkerEnded
             data = next(batches)
             _watch(batches, [])
             batch = _received(data)
@@ -161,7 +161,7 @@ def _explained(error: Exception, workers: list[Any], name: str) -> Exception:
     five seconds, our own check, and a queued batch that can no longer be received.
     """
     if isinstance(error, RuntimeError):
-        status = _status(workers, DIES_S if isinstance(error, _CutShort) else 0.0)
+        status = _status(workers, EXIT_WAIT_S if isinstance(error, _WorkerEnded) else 0.0)
         if status is not None:
             return RuntimeError(f"a process that reads {name} {describe_exit(status)}")
     error.__context__ = None
@@ -202,12 +202,12 @@ class _Batches(torch.utils.data.Dataset[Any]):
             return bytes(ForkingPickler.dumps(batch))
         except Exception as error:
             raise DatasetError(
-                f"{self._reader.name}: a batch cannot be sent from a process of fetch_processes: {error}. Make samples of "
-                "tensors, arrays and plain values, or use fetch_threads"
+                f"{self._reader.name}: a batch cannot be sent from a process of fetch_processes: {error}. Make samples "
+                "of tensors, arrays and plain values, or use fetch_threads"
             ) from error
 
 
-class _CutShort(RuntimeError):
+class _WorkerEnded(RuntimeError):
     """A process closed the pipe of its batches; it is about to end, but may not have ended yet."""
 
 
@@ -215,7 +215,7 @@ def _received(batch: bytes) -> Any:
     try:
         return pickle.loads(batch)
     except (OSError, EOFError) as error:  # from asking for the memory that holds its tensors
-        raise _CutShort(f"a process ended before its batch was taken: {error}".rstrip(": ")) from error
+        raise _WorkerEnded(f"a process ended before its batch was taken: {error}".rstrip(": ")) from error
 
 
 def _sendable(error: type[Exception]) -> bool:
@@ -226,5 +226,5 @@ def _sendable(error: type[Exception]) -> bool:
     return True
 
 
-def _as_it_is(batch: Any) -> Any:
+def _unchanged(batch: Any) -> Any:
     return batch

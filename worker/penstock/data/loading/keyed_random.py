@@ -25,10 +25,10 @@ Seeds = tuple[int, int]
 """Seed of Python's generator, and seed of the others."""
 
 
-def seeds_of(key: int, *place: npt.ArrayLike) -> list[Seeds]:
+def seeds_of(key: int, *position: npt.ArrayLike) -> list[Seeds]:
     """Return the seeds of several samples. `position`: integers that identify each, such as epochs and positions; at
     least one array, the others broadcast."""
-    words = mix(key, *place)
+    words = mix(key, *position)
     return list(zip(mix(_PYTHON, words).tolist(), mix(_OTHERS, words).tolist(), strict=True))
 
 

@@ -86,7 +86,8 @@ class MapLoader(PositionLoader):
             keys: name of a field that each batch gets, with a restore key for each row: see `restore_sample`. A batch
                 that is not a dict becomes {"batch": it, keys: ...}.
             rank: (this rank, number of data-parallel ranks) that share each global batch; None: the worker's box among
-                all boxes, or outside of a worker RANK and WORLD_SIZE. Replicas, as in tensor parallelism, pass the same.
+                all boxes, or outside of a worker RANK and WORLD_SIZE. Replicas, as in tensor parallelism, pass the
+                same.
             collate_fn: list of samples -> batch.
 
         Raises InvalidArgumentError or DatasetError for invalid arguments.
@@ -126,15 +127,15 @@ class MapLoader(PositionLoader):
         length = _length_of(self.dataset)
         if length != self._length:
             raise DatasetError(
-                f"{self._name}: it had {self._length} samples when the loader was made, and has {length} now; the order "
-                "needs a fixed number. Make a new loader"
+                f"{self._name}: it had {self._length} samples when the loader was made, and has {length} now; the "
+                "order needs a fixed number. Make a new loader"
             )
         return super().__iter__()
 
-    def _read(self, plan: BatchPlan) -> list[Any]:
+    def _read_samples(self, plan: BatchPlan) -> list[Any]:
         return self._reader.samples(plan)
 
-    def _made(self, plan: BatchPlan) -> Any:
+    def _make_batch(self, plan: BatchPlan) -> Any:
         return self._reader.batch(plan)
 
     def _fetcher(self, own_batches: WorkerBatches) -> Fetcher | None:

@@ -14,7 +14,7 @@ from penstock.data.loading.collating import empty_batch
 from penstock.data.loading.keyed_random import Seeds, seed_generators, seeds_of
 from penstock.data.ordering.epoch_plan import BatchPlan
 from penstock.data.ordering.permutation import Ints
-from penstock.data.stop_iteration import not_an_end
+from penstock.data.stop_iteration import stop_iteration_error
 from penstock.proto.errors import DatasetError
 from penstock.proto.state.generators import capture_rng, derive_seed, restore_rng
 
@@ -97,7 +97,7 @@ class MapReader:
             try:
                 return [dataset[number] for number in left]  # a call of ours for each would take a third longer
             except Exception as error:
-                self._tell(error, self._place(plan, len(numbers) - operator.length_hint(left) - 1))
+                self._annotate(error, self._sample_position(plan, len(numbers) - operator.length_hint(left) - 1))
                 raise
         try:
             found = self.dataset.__getitems__(numbers)
@@ -105,8 +105,8 @@ class MapReader:
                 raise DatasetError(f"{self.name}: __getitems__ must return a list of samples, got a dict")
             found = list(found)
         except Exception as error:
-            first = ", ".join(self._place(plan, row) for row in range(min(3, len(numbers))))
-            self._tell(error, f"one of {len(numbers)} samples, the first of which are {first}")
+            first = ", ".join(self._sample_position(plan, row) for row in range(min(3, len(numbers))))
+            self._annotate(error, f"one of {len(numbers)} samples, the first of which are {first}")
             raise
         if len(found) != len(numbers):
             raise DatasetError(f"{self.name}: __getitems__ returned {len(found)} samples for {len(numbers)} numbers")
@@ -116,17 +116,17 @@ class MapReader:
         try:
             return self.dataset[number]
         except Exception as error:
-            self._tell(error, self._place(plan, row))
+            self._annotate(error, self._sample_position(plan, row))
             raise
 
-    def _tell(self, error: Exception, what: str) -> None:
+    def _annotate(self, error: Exception, what: str) -> None:
         """Note the sample in the user's error. A StopIteration, which would end the epoch silently, is replaced."""
         if isinstance(error, StopIteration):
-            raise not_an_end(f"{self.name} for {what}") from error
+            raise stop_iteration_error(f"{self.name} for {what}") from error
         error.add_note(f"raised by {self.name} for {what}")
 
-    def _place(self, plan: BatchPlan, row: int) -> str:
-        epoch, position = plan.place(row, self._length)
+    def _sample_position(self, plan: BatchPlan, row: int) -> str:
+        epoch, position = plan.position_of(row, self._length)
         return f"sample {plan.ids[row]} (epoch {epoch}, position {position})"
 
     def _seeds(self, key: int, epoch: int, positions: Any) -> list[Seeds]:

@@ -79,7 +79,7 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
         self._epoch = self._start = self._done = self._first = 0
         self._partitioned_for = self._topology()
         """Topology that shared the `_done` batches."""
-        self._stands = True
+        self._at_position = True
         """True if the next iteration begins at this position; else at the next epoch."""
         self._counted = 0, 0
         """(epoch, start) from which `state_after` counts."""
@@ -90,20 +90,20 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
                 f"{name}: {len(order)} samples make no batch of {batch} with tail={tail!r}; use a smaller batch or "
                 "another tail"
             )
-        self._epoch, self._start = self._worker_batches().remainder.place(0)
+        self._epoch, self._start = self._worker_batches().remainder.position_after(0)
         self._count_from_here()
 
     # ---- what a loader adds
 
     @abstractmethod
-    def _read(self, plan: BatchPlan) -> list[Any]:
+    def _read_samples(self, plan: BatchPlan) -> list[Any]:
         """Return the samples of a plan."""
 
     @abstractmethod
-    def _made(self, plan: BatchPlan) -> Any:
+    def _make_batch(self, plan: BatchPlan) -> Any:
         """Return the batch of a plan."""
 
-    def _planned(self, own_batches: WorkerBatches, plans: list[BatchPlan]) -> None:
+    def _prefetch(self, own_batches: WorkerBatches, plans: list[BatchPlan]) -> None:
         """Prepare for these batches, which come next."""
 
     def _fetcher(self, own_batches: WorkerBatches) -> Fetcher | None:
@@ -122,7 +122,7 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
 
     def __iter__(self) -> Iterator[Any]:
         """Return an iterator of the next epoch, or of the rest of the one that a loaded state is in."""
-        self._deal_anew()
+        self._repartition()
         own_batches = self._worker_batches()
         # Skip an epoch of which nothing is left, but not one that never had a batch.
         ended = (
@@ -130,9 +130,9 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
             and own_batches.ended(self._done)
             and self._identity.alone(own_batches.turn)
         )
-        if not self._stands or ended:
-            self._go(*own_batches.remainder.following())
-        self._stands = False
+        if not self._at_position or ended:
+            self._move_to(*own_batches.remainder.following())
+        self._at_position = False
         self._epochs_begun += 1
         self._count_from_here()
         return _Epoch(self, self._worker_batches())
@@ -142,8 +142,8 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
         epoch = whole("epoch", epoch)
         if epoch < 0:
             raise InvalidArgumentError(f"epoch must be at least 0, got {epoch}")
-        if not self._stands or epoch != self._epoch:
-            self._go(epoch, self._epochs.begin(epoch, self._batch, (self._epoch, self._start)))
+        if not self._at_position or epoch != self._epoch:
+            self._move_to(epoch, self._epochs.begin(epoch, self._batch, (self._epoch, self._start)))
         self._count_from_here()
 
     # ---- states
@@ -157,6 +157,7 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
     def advance_state(state_dict: dict[str, Any], batches: int) -> dict[str, Any]:
         """Return a worker's state after `batches` more of its batches in the same epoch. It serves a step between two
         snapshots by arithmetic: nothing is read again, and no user code runs."""
+        return {**state_dict, "done": progress_of(state_dict).done + batches}
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         """Disable `advance_state` in a class that overrides `state_dict` alone: the two must agree."""
@@ -187,12 +188,12 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
         elif skip_of(state_dict) != self._epochs.skip:
             if progress.done and topology.workers > 1:
                 raise StateMismatchError(
-                    f"{self._name}: the state is one worker's of {topology} with skip={skip_of(state_dict)}, and skip is "
-                    f"{self._epochs.skip} now; use a state of aggregate_state_dict or state_after, which fits any skip"
+                    f"{self._name}: the state is one worker's of {topology} with skip={skip_of(state_dict)}, and skip "
+                    f"is {self._epochs.skip} now; use a state of aggregate_state_dict or state_after, which fits any"
                 )
             start = replanned(state_dict, self._epochs, progress.done, strict=strict)
             progress = OrderProgress(progress.epoch, start, 0, topology, progress.first)
-        self._go(progress.epoch, progress.start, progress.done, progress.first)
+        self._move_to(progress.epoch, progress.start, progress.done, progress.first)
         self._count_from_here()
 
     def aggregate_state_dict(self, worker_states: list[Any]) -> dict[str, Any]:
@@ -201,8 +202,8 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
 
     def deaggregate_state_dict(self, aggregated: Any, strict: bool = True) -> dict[str, Any]:
         """Return this worker's part of what `aggregate_state_dict` or `state_after` returned."""
-        place = progress_of(aggregated)
-        if "others" not in aggregated and place.done and place.topology.workers > 1:
+        progress = progress_of(aggregated)
+        if "others" not in aggregated and progress.done and progress.topology.workers > 1:
             raise StateMismatchError(
                 "deaggregate_state_dict needs a state that aggregate_state_dict returned, got the state of one worker"
             )
@@ -216,7 +217,7 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
         batches = whole("batches", batches)
         if batches < 0:
             raise InvalidArgumentError(f"batches must be at least 0, got {batches}")
-        epoch, start = self._remainder(*self._counted).place(batches)
+        epoch, start = self._remainder(*self._counted).position_after(batches)
         return state_of(OrderProgress(epoch, start, 0, self._topology()), self._described, self._epochs.skip)
 
     def config(self) -> dict[str, Any]:
@@ -232,9 +233,9 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
 
         Raises InvalidArgumentError for an invalid key, StateMismatchError for one of other data or settings.
         """
-        epoch, position = self._keys.place(key)
+        epoch, position = self._keys.position_of(key)
         positions = np.array([position])
-        return self._read(BatchPlan(epoch, positions, self._order.ids(epoch, positions)))[0]
+        return self._read_samples(BatchPlan(epoch, positions, self._order.ids(epoch, positions)))[0]
 
     def _part(self, aggregated: Any, *, strict: bool) -> OrderProgress:
         identity = self._identity
@@ -242,17 +243,17 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
             aggregated, identity.number, identity.all_workers, self._topology(), self._epochs, strict=strict
         )
 
-    def _go(self, epoch: int, start: int = 0, done: int = 0, first: int = 0) -> None:
+    def _move_to(self, epoch: int, start: int = 0, done: int = 0, first: int = 0) -> None:
         self._epochs_begun += 1
-        self._epoch, self._start, self._done, self._first, self._stands = epoch, start, done, first, True
+        self._epoch, self._start, self._done, self._first, self._at_position = epoch, start, done, first, True
         self._partitioned_for = self._topology()
 
     def _count_from_here(self) -> None:
         # Among several workers the progress of the others is unknown.
         done = self._done if self._partitioned_for.workers == 1 else 0
-        self._counted = self._remainder(self._epoch, self._start).place(done)
+        self._counted = self._remainder(self._epoch, self._start).position_after(done)
 
-    def _deal_anew(self) -> None:
+    def _repartition(self) -> None:
         """Move a copy of the loader to this process's share. Worker processes of a torch DataLoader have a copy of a
         loader that was made, and maybe loaded, outside of them, where fewer processes share its batches."""
         topology = self._topology()
@@ -261,10 +262,10 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
             return
         if self._partitioned_for.workers > 1:
             raise StateMismatchError(
-                f"{self._name}: the loader is at a position of {self._partitioned_for}, and is read by {topology}: load "
-                "the state in the processes that read (torchdata's StatefulDataLoader does), or load one of state_after"
+                f"{self._name}: the loader is at a position of {self._partitioned_for}, and is read by {topology}: "
+                "load the state in the processes that read (torchdata's StatefulDataLoader does), or one of state_after"
             )
-        self._go(*self._worker_batches().remainder.place(self._done))
+        self._move_to(*self._worker_batches().remainder.position_after(self._done))
 
     # ---- which process makes what
 
@@ -294,12 +295,12 @@ class _Epoch:
 
     def __next__(self) -> Any:
         loader, plan = self._loader, self._plan()
-        batch = loader._made(plan) if self._fetcher is None else self._fetcher.take(loader._done)
+        batch = loader._make_batch(plan) if self._fetcher is None else self._fetcher.take(loader._done)
         if loader._key_field is not None:
             rows = range(0 if plan.empty else len(plan.ids))
-            places = [plan.place(row, loader._epochs.length) for row in rows]
+            positions = [plan.position_of(row, loader._epochs.length) for row in rows]
             try:
-                batch = with_keys(batch, loader._key_field, [loader._keys.key(*place) for place in places])
+                batch = with_keys(batch, loader._key_field, [loader._keys.key(*progress) for progress in positions])
             except BaseException:
                 self._close()  # the fetcher has advanced and the loader has not: it restarts here
                 raise
@@ -328,9 +329,9 @@ class _Epoch:
             if not self._ready:
                 self._close()
                 if loader._identity.alone(self._worker_batches.turn):
-                    loader._go(*self._worker_batches.remainder.following())
+                    loader._move_to(*self._worker_batches.remainder.following())
                 raise StopIteration
-            loader._planned(self._worker_batches, self._ready)
+            loader._prefetch(self._worker_batches, self._ready)
             self._ready.reverse()
         return self._ready[-1]
 

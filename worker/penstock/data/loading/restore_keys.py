@@ -50,7 +50,7 @@ class PositionKeys:
     def key(self, epoch: int, position: int) -> str:
         return f"{KIND}:{epoch}:{position}:{self.order}"
 
-    def place(self, key: str) -> tuple[int, int]:
+    def position_of(self, key: str) -> tuple[int, int]:
         """Return (epoch, position). Raises InvalidArgumentError for an invalid key, StateMismatchError for one of other
         data or settings."""
         kind, _, rest = key.partition(":") if isinstance(key, str) else ("", "", "")

@@ -25,7 +25,7 @@ __all__ = ["StreamingLoader"]
 
 BLOCK = 1 << 18
 """Default number of samples that are shuffled with each other."""
-LOOKED_AT = 1 << 14
+EXAMINED_POSITIONS = 1 << 14
 """Positions, of all those ahead, that are examined to find the shards needed next."""
 
 
@@ -92,7 +92,8 @@ class StreamingLoader(PositionLoader):
             keys: name of a field that each batch gets, with a restore key for each row: see `restore_sample`. A batch
                 that is not a dict becomes {"batch": it, keys: ...}.
             rank: (this rank, number of data-parallel ranks) that share each global batch; None: the worker's box among
-                all boxes, or outside of a worker RANK and WORLD_SIZE. Replicas, as in tensor parallelism, pass the same.
+                all boxes, or outside of a worker RANK and WORLD_SIZE. Replicas, as in tensor parallelism, pass the
+                same.
             collate_fn: list of samples -> batch.
 
         Raises InvalidArgumentError or DatasetError for invalid arguments.
@@ -142,33 +143,33 @@ class StreamingLoader(PositionLoader):
         }
         self.dataset, self._shards, self._reader = dataset, order, reader
         self._ahead = predownload or 2 * min(shuffle_block or len(order), len(order))
-        self._looked: tuple[EpochRemainder | None, int] = None, 0
+        self._prefetched_from: tuple[EpochRemainder | None, int] = None, 0
         """Position of the last prefetch list."""
         super().__init__(
             dataset.name, order, described, identity=identity, batch=batch, tail=tail, skip=skip, keys=keys
         )
 
-    def _read(self, plan: BatchPlan) -> list[Any]:
+    def _read_samples(self, plan: BatchPlan) -> list[Any]:
         return self._reader.samples(plan)
 
-    def _made(self, plan: BatchPlan) -> Any:
+    def _make_batch(self, plan: BatchPlan) -> Any:
         return self._reader.batch(plan)
 
-    def _planned(self, own_batches: WorkerBatches, plans: list[BatchPlan]) -> None:
+    def _prefetch(self, own_batches: WorkerBatches, plans: list[BatchPlan]) -> None:
         """Prefetch the shards that this process needs for the next samples, then those that the box needs for the
         positions after them, also of the next epoch."""
         remainder, position = own_batches.remainder, int(plans[0].positions[0])
-        looked, at = self._looked
-        if looked is remainder and position - at < self._ahead // 4:
+        remainder_before, at = self._prefetched_from
+        if remainder_before is remainder and position - at < self._ahead // 4:
             return
-        self._looked = remainder, position
-        order, lead, length = self._shards, self._ahead, len(self._shards)
+        self._prefetched_from = remainder, position
+        order, ahead, length = self._shards, self._ahead, len(self._shards)
         needed = [np.searchsorted(order.starts, np.concatenate([plan.ids for plan in plans]), side="right") - 1]
-        needed.append(order.shards(remainder.epoch, self._near(remainder, position, lead)))
-        if position + lead > length:
+        needed.append(order.shards(remainder.epoch, self._near(remainder, position, ahead)))
+        if position + ahead > length:
             epoch, start = remainder.following()
             following = self._epochs.remainder(epoch, start, self._batch, remainder.boxes)
-            needed.append(order.shards(epoch, self._near(following, 0, position + lead - length)))
+            needed.append(order.shards(epoch, self._near(following, 0, position + ahead - length)))
         shards = np.concatenate(needed)
         _, first = np.unique(shards, return_index=True)
         self.dataset.fetch_ahead(shards[np.sort(first)])
@@ -176,7 +177,7 @@ class StreamingLoader(PositionLoader):
     def _near(self, remainder: EpochRemainder, position: int, count: int) -> Ints:
         """Return this box's next positions; if they are many, evenly spread runs that each touch all partitions."""
         run = max(self._shards.partitions, self._identity.boxes)
-        return remainder.near(self._identity.box, position, count, run=run, runs=max(1, LOOKED_AT // run))
+        return remainder.near(self._identity.box, position, count, run=run, runs=max(1, EXAMINED_POSITIONS // run))
 
 
 def _reader(
@@ -206,8 +207,8 @@ def _check_batches(batch: int, partitions: int, tail: Tail, length: int, skip: l
     """Raise InvalidArgumentError unless each global batch can come from one stream."""
     if batch % partitions:
         raise InvalidArgumentError(
-            f"interleave='batches' with global batches of {batch} rows and partitions={partitions}: the batch must be a "
-            "multiple of partitions"
+            f"interleave='batches' with global batches of {batch} rows and partitions={partitions}: the batch must be "
+            "a multiple of partitions"
         )
     if tail == "carry":
         raise InvalidArgumentError(

@@ -38,24 +38,24 @@ class WorkerIdentity:
 
     @staticmethod
     def now(rank: tuple[int, int] | None = None) -> WorkerIdentity:
-        """Return the identity of the calling process. `rank`: (this rank, number of data-parallel ranks), instead of the
-        worker's box or torchrun's variables.
+        """Return the identity of the calling process. `rank`: (this rank, number of data-parallel ranks), instead of
+        the worker's box or torchrun's variables.
 
         Raises InvalidArgumentError for an invalid rank.
         """
-        place = current_assignment()
-        standalone = place is NEUTRAL
+        assignment = current_assignment()
+        standalone = assignment is NEUTRAL
         if rank is None:
-            rank = _torchrun_rank() if standalone else (place.box, place.num_boxes)
+            rank = _torchrun_rank() if standalone else (assignment.box, assignment.num_boxes)
         box, boxes = _checked(rank)
         return WorkerIdentity(
             box,
             boxes,
-            place.slot,
-            place.num_workers_per_box,
-            place.global_worker_id,
-            place.num_boxes * place.num_workers_per_box,
-            place.seed,
+            assignment.slot,
+            assignment.num_workers_per_box,
+            assignment.global_worker_id,
+            assignment.num_boxes * assignment.num_workers_per_box,
+            assignment.seed,
             standalone,
         )
 
@@ -96,11 +96,11 @@ def _torchrun_rank() -> tuple[int, int]:
     return int(rank), int(ranks)
 
 
-def _checked(place: tuple[int, int]) -> tuple[int, int]:
+def _checked(pair: tuple[int, int]) -> tuple[int, int]:
     try:
-        rank, ranks = place
+        rank, ranks = pair
     except (TypeError, ValueError):
-        raise InvalidArgumentError(f"rank must be a pair (this rank, number of ranks), got {place!r}") from None
+        raise InvalidArgumentError(f"rank must be a pair (this rank, number of ranks), got {pair!r}") from None
     rank, ranks = whole("rank", rank), whole("ranks", ranks)
     if not 0 <= rank < ranks:
         raise InvalidArgumentError(f"rank must be at least 0 and below the {ranks} ranks, got {rank}")

@@ -2,8 +2,8 @@
 
     index in a partition -> index in the sequence -> permuted within its block -> part -> shard and sample
 
-A block is some neighbouring parts, or what of them lies in the partition; a position needs the shards of its block only.
-In memory is one number for each part: where it begins.
+A block is some neighbouring parts, or what of them lies in the partition; a position needs the shards of its block
+only. In memory is one number for each part: where it begins.
 """
 
 from __future__ import annotations

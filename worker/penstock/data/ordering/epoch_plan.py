@@ -1,8 +1,8 @@
 """Plan of an epoch: the batches it has, the samples these are made of, and where the next epoch begins.
 
-A position is (epoch, start) in the order without skips. `start` is negative where samples of earlier epochs are still to
-come, as with tail="carry". So a position means the same whatever is skipped (skips.py), for any batch size and number of
-boxes. Batches are partitioned by rank among the samples that are not skipped.
+A position is (epoch, start) in the order without skips. `start` is negative where samples of earlier epochs are still
+to come, as with tail="carry". So a position means the same whatever is skipped (skips.py), for any batch size and
+number of boxes. Batches are partitioned by rank among the samples that are not skipped.
 """
 
 from __future__ import annotations

@@ -2,16 +2,16 @@
 
 The sequences are the leaves of a binary tree, built as D. A. Huffman did ("A Method for the Construction of Minimum-
 Redundancy Codes", 1952): the two smallest are joined repeatedly. Of the first x units of an inner node its left child
-has x l/n, rounded half up, where the node has n units in all and the child l. So it takes one division on each level, in
-exact integers, and each sequence has all of its units at the end.
+has x l/n, rounded half up, where the node has n units in all and the child l. So it takes one division on each level,
+in exact integers, and each sequence has all of its units at the end.
 
-The deviation of a sequence from its share: rounding costs 1/2 on each level, and the parent's deviation is scaled by the
-child's share of the parent. So at depth d it is at most 1/2 (1 + w/p1 + w/p2 + ... ), with w for the sequence's units
-and p1, p2 ... for its ancestors' below the root. In Huffman's tree p1 >= w, p2 >= p1 + w, and so on: they grow at
-least like Fibonacci's numbers, whose reciprocals 1 + 1/2 + 1/3 + 1/5 + ... sum up to 2.36. So **every prefix deviates by
-less than 1.68 units**, for any number of sequences; for two by at most 1/2. (The common method, to place unit j of n at
-(j + 1/2)/n, deviates by half of the number of sequences: of one of 50% and fifty of 1%, the first 25 units are all of
-the first.)
+The deviation of a sequence from its share: rounding costs 1/2 on each level, and the parent's deviation is scaled by
+the child's share of the parent. So at depth d it is at most 1/2 (1 + w/p1 + w/p2 + ... ), with w for the sequence's
+units and p1, p2 ... for its ancestors' below the root. In Huffman's tree p1 >= w, p2 >= p1 + w, and so on: they grow at
+least like Fibonacci's numbers, whose reciprocals 1 + 1/2 + 1/3 + 1/5 + ... sum up to 2.36. So **every prefix deviates
+by less than 1.68 units**, for any number of sequences; for two by at most 1/2. (The common method, to place unit j of n
+at (j + 1/2)/n, deviates by half of the number of sequences: of one of 50% and fifty of 1%, the first 25 units are all
+of the first.)
 """
 
 from __future__ import annotations

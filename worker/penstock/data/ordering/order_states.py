@@ -57,6 +57,7 @@ class Topology:
 @dataclass(frozen=True)
 class OrderProgress:
     """Progress of a worker, or of all workers of a topology, in the order."""
+
     epoch: int
     start: int
     """Position in the epoch where this partition began; negative where samples of earlier epochs were left over."""

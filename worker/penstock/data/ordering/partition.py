@@ -19,7 +19,7 @@ __all__ = ["APART", "Partition", "Tail", "WorkerTurn"]
 
 Tail = Literal["emit", "pad", "drop", "carry"]
 APART: Literal["emit apart"] = "emit apart"
-"""Like "emit", for rows that are batches already: no row is added to the batch before."""
+"""Tail of rows that are batches already: "emit" that adds no row to the batch before."""
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,8 @@ def _scrambled(words: Words) -> Words:
 
 
 def mix(key: int, *parts: npt.ArrayLike) -> Words:
-    """Return a key of 64 bits for each element of `parts`, which are integers and broadcast; other parts, other keys."""
+    """Return a key of 64 bits for each element of `parts`, which are integers and broadcast; other parts, other
+    keys."""
     with np.errstate(over="ignore"):
         words = _scrambled(np.asarray(key & (2**64 - 1), np.uint64) + _GOLDEN)
         for part in parts:

@@ -103,7 +103,8 @@ class ShardedOrder:
         return ids
 
     def shards(self, epoch: int, positions: npt.ArrayLike) -> Ints:
-        """Return the numbers of all shards that the blocks of these positions need, those of the first positions first."""
+        """Return the numbers of all shards that the blocks of these positions need, those of the first positions
+        first."""
         at = np.asarray(positions, np.int64)
         blocks = [
             (int(chosen[index]), shards)

@@ -4,9 +4,9 @@ All epochs laid end to end repeat the dataset, each repeat in another permutatio
 
     epoch, position -> number over all epochs -> repeat, and index in it -> permuted
 
-So no sample comes again before all have come, however many samples an epoch has, and every position costs the same. With
-blocks, neighbouring samples stay near each other: the blocks of a repeat are permuted, and then the samples within each.
-Blocks are equally long; the rest is one short block, somewhere among them.
+So no sample comes again before all have come, however many samples an epoch has, and every position costs the same.
+With blocks, neighbouring samples stay near each other: the blocks of a repeat are permuted, and then the samples within
+each. Blocks are equally long; the rest is one short block, somewhere among them.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
 A temporary failure is tried again until the deadline, with growing pauses; a permanent one is raised at once. Every
 transfer has a deadline, and another for making no progress: a server that sends a byte now and then counts as silent.
 
-fsspec's shared event loop does not survive a fork, and closes its connections at any time. So a remote has an event loop
-of its own, in a thread that the first transfer starts and `close` ends. A forked child starts its own; it never touches
-what it inherited, whose sockets are the parent's. (That is never freed either: the frame of the loop's thread, which the
-child does not have, refers to it.)
+fsspec's shared event loop does not survive a fork, and closes its connections at any time. So a remote has an event
+loop of its own, in a thread that the first transfer starts and `close` ends. A forked child starts its own; it never
+touches what it inherited, whose sockets are the parent's. (That is never freed either: the frame of the loop's thread,
+which the child does not have, refers to it.)
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 Hubs answer with the address of another host, and such redirects are followed. But a server, or an attacker who controls
 it, could so make a worker request what only this network reaches: a cloud's metadata service, which hands out
-credentials, or a database's port. So a redirect to another host may not lead to an address nearer than the server's own.
+credentials, or a database's port. So a redirect to another host may not lead to an address nearer than the server's
+own.
 """
 
 from __future__ import annotations
