@@ -66,7 +66,7 @@ def test_no_shards_and_no_samples_are_fine() -> None:
     "data",
     [b"", b"{", b"[]", b"null", b"\xff{}", b'{"version": NaN}', b"[" * 100_000, b"1" * 5000, b'{"version": 2}'],
 )
-def test_what_is_no_index_is_refused_with_its_address(data: bytes) -> None:
+def test_invalid_index_is_refused_by_address(data: bytes) -> None:
     with pytest.raises(DatasetError, match=r"^s3://bucket/index\.json: ") as caught:
         read_index(data, "s3://bucket/index.json")
     assert "shard 0" not in str(caught.value)
@@ -146,7 +146,7 @@ def test_wrong_fields_of_the_whole(path: Path_, value: object, words: str) -> No
         (("column_sizes",), [8, None, True], "column_sizes is True for column 'x'"),
     ],
 )
-def test_wrong_fields_of_a_shard_are_named_with_its_number(path: Path_, value: object, words: str) -> None:
+def test_wrong_shard_fields_are_named(path: Path_, value: object, words: str) -> None:
     # Infinity is no JSON, and is found before there are shards.
     where = "here: " if value == 1e400 else "here: shard 1: "
     with pytest.raises(DatasetError, match=f"^{where}.*{words}"):
@@ -184,7 +184,7 @@ def places(value: Any, path: Path_ = ()) -> list[Path_]:
 
 @settings(max_examples=200)
 @given(st.data(), st.sampled_from([GOOD, XSV, JSON]))
-def test_any_other_value_anywhere_is_read_or_refused_by_name(data: st.DataObject, index: dict[str, Any]) -> None:
+def test_any_other_value_is_read_or_refused(data: st.DataObject, index: dict[str, Any]) -> None:
     path = data.draw(st.sampled_from(places(index)))
     content = changed(index, path, data.draw(JSON_VALUES))
     try:
@@ -217,13 +217,13 @@ def test_parquet_entries_of_our_own() -> None:
     assert read_index(write_index(shards), "here") == shards
 
 
-def test_what_only_its_own_reader_needs_may_be_missing() -> None:
+def test_fields_of_their_reader_may_be_missing() -> None:
     bare = changed(XSV, ("shards", 0, "size_limit"), GONE)
     null = changed(XSV, ("shards", 0, "size_limit"), None)
     assert write_index(read_index(bare, "here")) == json.dumps(json.loads(null), sort_keys=True).encode()
 
 
-def test_joined_indexes_name_their_files_from_the_common_folder() -> None:
+def test_joined_indexes_name_files_from_the_root() -> None:
     part = read_index(json.dumps(GOOD).encode(), "part")
     joined = join_indexes([("one", part), ("two/three", part)])
     assert [shard.name for shard in joined[:: len(part)]] == ["one/shard.00000.mds", "two/three/shard.00000.mds"]
@@ -233,7 +233,7 @@ def test_joined_indexes_name_their_files_from_the_common_folder() -> None:
     assert joined[0].settings is part[0].settings
 
 
-def test_merging_takes_folders_in_order_and_none_twice(tmp_path: Path) -> None:
+def test_merging_takes_each_folder_once_in_order(tmp_path: Path) -> None:
     for name in ("b", "a", "a/below", "c/d"):
         (tmp_path / name).mkdir(parents=True, exist_ok=True)
         (tmp_path / name / INDEX).write_text(json.dumps(GOOD))
@@ -252,7 +252,7 @@ def test_a_folder_to_merge_may_be_a_text(tmp_path: Path) -> None:
     assert merge_index(str(tmp_path)) == merge_index(tmp_path)
 
 
-def test_merging_nothing_or_something_broken_writes_nothing(tmp_path: Path) -> None:
+def test_failed_merge_writes_nothing(tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match=r"no index\.json in any folder below"):
         merge_index(tmp_path)
     (tmp_path / "a").mkdir()

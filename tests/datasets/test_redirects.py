@@ -47,7 +47,7 @@ def read(url: str) -> bytes:
         place.close()
 
 
-def test_a_redirect_is_followed_unless_it_leads_nearer(
+def test_redirect_to_a_nearer_host_is_refused(
     server: ShardServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (server.folder / "data").write_bytes(b"data")

@@ -150,7 +150,7 @@ def test_a_file_cut_short_under_way_is_named(name: str, copied: Callable[[str], 
         (-1, 2**32 - 1, "its samples lie in bytes"),
     ],
 )
-def test_wrong_offsets_are_found_when_it_is_opened(
+def test_wrong_offsets_are_found_on_open(
     place: int, value: int, words: str, copied: Callable[[str], tuple[Shard, list[Path]]]
 ) -> None:
     shard, paths = copied("shards")
@@ -161,7 +161,7 @@ def test_wrong_offsets_are_found_when_it_is_opened(
         open_shard(shard, paths)
 
 
-def test_wrong_sizes_in_a_sample_are_named_with_it(copied: Callable[[str], tuple[Shard, list[Path]]]) -> None:
+def test_wrong_sizes_in_a_sample_are_named(copied: Callable[[str], tuple[Shard, list[Path]]]) -> None:
     shard, paths = copied("shards")
     good = paths[0].read_bytes()
     begin = struct.unpack_from("=I", good, 4 * 4)[0]  # of sample 3

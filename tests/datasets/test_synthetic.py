@@ -23,7 +23,7 @@ SPEC = {
 }
 
 
-def test_samples_have_the_form_and_are_the_same_each_time() -> None:
+def test_samples_have_the_form_and_are_repeatable() -> None:
     one, other = SyntheticDataset(SPEC, 7), SyntheticDataset(SPEC, 7)
     sample = one[3]
     assert sample["tokens"].shape == (5,)

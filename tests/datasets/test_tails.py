@@ -119,7 +119,7 @@ def test_more_boxes_than_are_left(loaders: dict[str, Callable[[int], Made]]) -> 
 
 @pytest.mark.parametrize("ahead", [{}, {"fetch_threads": 2}, {"fetch_processes": 1}])
 @pytest.mark.parametrize("reseed", [False, None])
-def test_an_empty_batch_has_the_form_of_the_others(ahead: dict[str, Any], reseed: bool | None) -> None:
+def test_empty_batch_has_the_form_of_the_others(ahead: dict[str, Any], reseed: bool | None) -> None:
     samples = [{"x": torch.full((4,), number), "name": str(number), "y": number} for number in range(2)]
     batches = []
     for box in range(3):

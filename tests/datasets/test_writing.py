@@ -55,7 +55,7 @@ def read_column(folder: Path, column: str) -> list[Any]:
         ({"more": 1}, "sample 2: 'more' are no columns"),
     ],
 )
-def test_a_sample_that_does_not_fit_is_named_and_not_written(
+def test_unfit_sample_is_named_and_not_written(
     change: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
     with MDSWriter(tmp_path / "out", COLUMNS) as writer:
@@ -90,7 +90,7 @@ def test_a_sample_that_does_not_fit_is_named_and_not_written(
         (CSVWriter, {"n,m": "int"}, {}, "column 'n,m': its name holds what ends a value"),
     ],
 )
-def test_settings_that_cannot_be_are_refused_before_a_folder_is_made(
+def test_invalid_settings_make_no_folder(
     writer: Any, columns: dict[str, str], keywords: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
     with pytest.raises(DatasetError, match=words):
@@ -113,7 +113,7 @@ def test_tables_refuse_what_would_need_quotes(writer: type[CSVWriter] | type[TSV
     assert read_column(tmp_path, "text") == ["b"]
 
 
-def test_shards_stay_below_the_limit_and_none_is_empty(tmp_path: Path) -> None:
+def test_shards_are_below_the_limit_and_not_empty(tmp_path: Path) -> None:
     with MDSWriter(tmp_path, {"x": "bytes"}, size_limit=1000) as writer:
         for size in (10, 20, 5000, 30, 400, 500, 5000):
             writer.write({"x": bytes(size)})
@@ -179,7 +179,7 @@ def test_a_writer_that_was_left_writes_no_more(tmp_path: Path) -> None:
         writer.write({"x": 2})
 
 
-def test_a_folder_with_files_is_only_taken_if_asked(tmp_path: Path) -> None:
+def test_folder_with_files_needs_exist_ok(tmp_path: Path) -> None:
     def write(count: int, **keywords: bool) -> Writer:
         with MDSWriter(tmp_path, {"x": "int"}, size_limit=300, exist_ok=keywords.get("exist_ok", False)) as writer:
             for i in range(count):
@@ -198,7 +198,7 @@ def test_a_folder_with_files_is_only_taken_if_asked(tmp_path: Path) -> None:
     assert read_column(tmp_path, "x") == [0]
 
 
-def test_of_a_dataset_that_is_replaced_the_index_goes_first(tmp_path: Path) -> None:
+def test_replaced_dataset_loses_its_index_first(tmp_path: Path) -> None:
     """Else a kill in between would leave an old index over new shards."""
     with MDSWriter(tmp_path, {"x": "int"}) as writer:
         writer.write({"x": 1})
@@ -251,7 +251,7 @@ def test_what_would_be_another_number_is_refused(tmp_path: Path, encoding: str, 
         MDSWriter(tmp_path, {"x": encoding}).write({"x": value})
 
 
-def test_a_value_and_a_separator_that_look_like_another_are_refused(tmp_path: Path) -> None:
+def test_ambiguous_separators_are_refused(tmp_path: Path) -> None:
     writer = XSVWriter(tmp_path, {"a": "str", "b": "str"}, separator="aa")
     writer.write({"a": "x", "b": "ay"})
     with pytest.raises(DatasetError, match="sample 1: a value ends as the separator begins"):
@@ -299,7 +299,7 @@ def test_a_dataset_is_written_to_another_place(bucket: str, compression: str | N
     assert not list(Path(tempfile.gettempdir()).glob(f"penstock-write-{os.getpid()}-*"))
 
 
-def test_a_dataset_in_another_place_is_replaced_only_if_asked_for(bucket: str, tmp_path: Path) -> None:
+def test_remote_dataset_needs_exist_ok(bucket: str, tmp_path: Path) -> None:
     """Its index goes first and comes last; other files stay."""
     write_numbers(bucket)
     place = RemoteFolder(bucket)
@@ -317,7 +317,7 @@ def test_a_dataset_in_another_place_is_replaced_only_if_asked_for(bucket: str, t
     assert not list(Path(tempfile.gettempdir()).glob(f"penstock-write-{os.getpid()}-*"))
 
 
-def test_a_shard_that_cannot_be_sent_ends_the_writing_without_an_index(
+def test_failed_upload_writes_no_index(
     bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def put_file(self: Any, lpath: str, rpath: str, **keywords: Any) -> None:
@@ -329,7 +329,7 @@ def test_a_shard_that_cannot_be_sent_ends_the_writing_without_an_index(
     assert RemoteFolder(bucket).names(deadline_s=9) == []
 
 
-def test_an_address_is_never_a_folder_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_address_is_never_a_local_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InvalidArgumentError, match="must be a folder of this machine, got an address"):
         MDSWriter(Path("s3://bucket/train"), {"n": "int"})
@@ -345,7 +345,7 @@ def test_an_address_is_never_a_folder_of_this_machine(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize("given", [False, True])
-def test_indexes_in_another_place_are_merged_there(bucket: str, given: bool, tmp_path: Path) -> None:
+def test_remote_indexes_are_merged_remotely(bucket: str, given: bool, tmp_path: Path) -> None:
     for part in range(3):
         write_numbers(f"{bucket}/{part}", first=100 * part)
     parts = [f"{bucket}/{part}/index.json" for part in (2, 0)] if given else None

@@ -121,7 +121,7 @@ def test_a_line_has_one_bos_and_one_eos() -> None:
 
 
 @given(DOCUMENTS, st.frozensets(st.integers(0, 99), max_size=60), st.integers(1, 5), st.integers(0, 5))
-def test_documents_are_stripped_and_short_ones_left_out(
+def test_documents_are_stripped_or_dropped(
     documents: list[list[int]], strip: frozenset[int], least: int, skipped: int
 ) -> None:
     def stripped(document: list[int]) -> list[int]:
@@ -133,7 +133,7 @@ def test_documents_are_stripped_and_short_ones_left_out(
     cut_everywhere(source, pieces_by_hand(kept, 4, None, -1), skipped)
 
 
-def test_settings_that_are_not_given_are_no_part_of_the_order() -> None:
+def test_default_settings_are_not_described() -> None:
     """A state that was saved before there were such settings goes on."""
     source = Given([[[1]]])
     assert set(Packed(source, length=3).settings()) == {"length", "pad"}
@@ -233,7 +233,7 @@ def test_a_state_holds_no_text() -> None:
     assert len(encode_state(cursor.token())) < 300
 
 
-def test_what_a_reader_does_with_a_line_changes_no_other() -> None:
+def test_writing_to_a_line_changes_no_other() -> None:
     document = torch.arange(8)
     for source in (Packed(Given([[document]]), length=4), Chunked(Given([[document]]), length=4)):
         cursor = source.open(0, 0, 1)
@@ -257,7 +257,7 @@ def test_a_document_that_has_become_shorter(layer: Any, message: str) -> None:
         next(cursor)
 
 
-def test_to_pass_over_lines_reads_documents_but_makes_no_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_skipping_lines_makes_no_line(monkeypatch: pytest.MonkeyPatch) -> None:
     source = Packed(Chunked(Mapped(Given([[[1] * 5] * 20]), list), length=3), length=10)
     cursor = source.open(0, 0, 1)
     monkeypatch.setattr(torch, "from_numpy", None)

@@ -55,7 +55,7 @@ def test_each_sample_can_be_had_again(source: Any) -> None:
             assert [index for _, index in source.opened] == [int(key.split(".")[2]) for _, key in rows], "no skipping"
 
 
-def test_a_key_is_the_same_whenever_a_streams_state_was_taken() -> None:
+def test_key_does_not_depend_on_snapshots() -> None:
     """A batch that a worker makes again after another one died must be the one that was delivered, keys and all. Pieces
     that are closed for others have their state taken then, and others at other times."""
 
@@ -107,14 +107,14 @@ def test_batches_of_the_source_s_own_have_one_key() -> None:
     assert [loader.restore_sample(batch["key"][0]) for batch in batches] == [0, 1, 2, 3, 4]
 
 
-def test_padded_rows_have_the_keys_of_what_they_are() -> None:
+def test_padded_rows_have_their_samples_keys() -> None:
     loader = loader_of(Listed([5]), keys="key", tail="pad")
     last = list(loader)[-1]
     assert last["batch"] == [4, 0, 1, 2]
     assert [loader.restore_sample(key) for key in last["key"]] == last["batch"]
 
 
-def test_a_key_is_refused_where_it_names_another_sample() -> None:
+def test_key_of_another_source_is_refused() -> None:
     key = next(iter(loader_of(Listed([5]), keys="key")))["key"][3]
     for other in (loader_of(Listed([6])), loader_of(Listed([5]), seed=4), loader_of(Listed([5, 5]))):
         with pytest.raises(StateMismatchError, match="is of a sample in the order"):
@@ -148,7 +148,7 @@ def drawn(rows: list[Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "source", [Listed([5, 0, 9]), Listed([5, 0, 9], known=False), Counting(6)], ids=["lengths", "none", "endless"]
 )
-def test_what_a_collate_function_draws_is_keyed_by_position(source: Any) -> None:
+def test_collate_draws_are_keyed_by_position(source: Any) -> None:
     options = {"collate_fn": drawn, "rank": (0, 2), "batch_size": 3}
     stream = iter(loader := loader_of(source, **options))
     first, state = next(stream), loader.state_dict()

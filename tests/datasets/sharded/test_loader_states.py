@@ -57,7 +57,7 @@ def marked(shard: Any, index: Any, token: Any) -> dict[str, Any]:
     return {"shards": [shard], "indices": [index], "tokens": [token]}
 
 
-def test_a_state_is_a_few_integers_and_the_tokens_of_its_shards() -> None:
+def test_state_is_integers_and_shard_tokens() -> None:
     loader = loader_of(Listed(UNEQUAL, known=False))
     stream = iter(loader)
     for _ in range(5):
@@ -71,7 +71,7 @@ def test_a_state_is_a_few_integers_and_the_tokens_of_its_shards() -> None:
     assert state["order"]["shards"] == 5
 
 
-def test_only_tokens_of_shards_that_were_touched_are_asked_for() -> None:
+def test_only_touched_shards_tokens_are_taken() -> None:
     """A thousand shards are not asked at each step."""
     source = Counting(1000)
     loader = loader_of(source, partitions=4, batch_size=8)
@@ -96,7 +96,7 @@ def test_only_tokens_of_shards_that_were_touched_are_asked_for() -> None:
         ([3, 4], {"batch_size": 2}, "shape.batch was 4 and is 2"),
     ],
 )
-def test_workers_of_different_orders_have_no_state_together(
+def test_workers_of_unlike_orders_are_refused(
     lengths: list[int], options: dict[str, Any], says: str
 ) -> None:
     states = []
@@ -119,7 +119,7 @@ def test_a_state_does_not_change_once_it_is_given() -> None:
     assert all(given == copy for given, copy in states)
 
 
-def test_a_shard_is_opened_where_it_was_left_also_behind_a_look_ahead() -> None:
+def test_shard_reopens_where_it_was_left() -> None:
     """Nothing is passed over again but what was looked at ahead."""
     for shape in [(1, 1), (1, 3), (3, 1), (3, 2)]:
         fleet = Fleet(lambda: Listed([100] * 6, known=False), shape, global_batch_size=6)
@@ -137,7 +137,7 @@ def test_a_shard_is_opened_where_it_was_left_also_behind_a_look_ahead() -> None:
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 2), (3, 1), (3, 2)])
-def test_marks_are_exact_where_a_worker_goes_along(shape: Shape) -> None:
+def test_cursors_are_exact_for_sequential_workers(shape: Shape) -> None:
     """Each says how many of the shard's samples come before the end of the worker's last batch, look-ahead or not."""
     lengths = [6, 0, 9, 1, 5, 9, 3, 8, 0, 7, 2, 9]
     fleet = Fleet(lambda: Listed(lengths, known=False), shape, global_batch_size=4)
@@ -150,7 +150,7 @@ def test_marks_are_exact_where_a_worker_goes_along(shape: Shape) -> None:
             assert len(marks) >= min(4 * step, len(lengths))
 
 
-def test_a_worker_is_given_the_marks_of_its_own_shards_only() -> None:
+def test_worker_gets_cursors_of_its_own_shards() -> None:
     fleet = Fleet(lambda: Counting(24), (1, 1), global_batch_size=8, partitions=4)
     fleet.take(30)
     assert len(fleet.workers[0].state_dict()["shards"]) == 24
@@ -162,7 +162,7 @@ def test_a_worker_is_given_the_marks_of_its_own_shards_only() -> None:
 
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("tail", ["emit", "pad", "drop"])
-def test_other_workers_pass_over_the_end_of_an_epoch(known: bool, tail: Any) -> None:
+def test_other_workers_skip_an_epochs_end(known: bool, tail: Any) -> None:
     """They begin the next one, where the same ones would find out that this one is over."""
     fleet = Fleet(lambda: Listed([5, 4], known=known), (1, 2), global_batch_size=4, tail=tail)
     fleet.take(2 if tail == "drop" else 3)
@@ -173,7 +173,7 @@ def test_other_workers_pass_over_the_end_of_an_epoch(known: bool, tail: Any) -> 
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_who_is_still_at_the_end_of_the_pass_before_has_done_nothing_of_this_one(known: bool) -> None:
+def test_worker_still_in_the_previous_epoch(known: bool) -> None:
     fleet = Fleet(lambda: Listed([10, 10], known=known), (1, 2), global_batch_size=5)
     whole = Fleet(fleet.make, (1, 1), global_batch_size=5).take(8)
     fleet.take(4)
@@ -258,7 +258,7 @@ class _FailingCursor:
 
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("rank", [(0, 1), (1, 3)])
-def test_a_sample_that_cannot_be_read_is_tried_again(known: bool, rank: tuple[int, int]) -> None:
+def test_unreadable_sample_is_retried(known: bool, rank: tuple[int, int]) -> None:
     expected = list(loader_of(Listed(UNEQUAL), rank=rank, batch_size=3))
     bad = {batch[-1] for batch in expected} | {batch[0] for batch in expected[1:]}
     loader = loader_of(Failing(UNEQUAL, known=known, bad=set(bad)), rank=rank, batch_size=3)
@@ -277,7 +277,7 @@ def test_a_sample_that_cannot_be_read_is_tried_again(known: bool, rank: tuple[in
     assert failures == len(bad)
 
 
-def test_a_sample_that_fills_up_a_batch_is_tried_again_too() -> None:
+def test_unreadable_padding_sample_is_retried() -> None:
     for known in (True, False):
         source = Failing([3, 2], known=known, bad=set())
         stream = iter(loader_of(source, tail="pad"))
@@ -288,7 +288,7 @@ def test_a_sample_that_fills_up_a_batch_is_tried_again_too() -> None:
         assert next(stream) == [2, 0, 1000, 1]
 
 
-def test_workers_that_stand_at_different_places_go_on_each_at_its_own() -> None:
+def test_workers_resume_at_their_own_positions() -> None:
     """On the same shape exactly; on another one behind the last batch that all of them have done."""
     for make in (lambda: Listed(UNEQUAL, known=False), lambda: Counting(6)):
         whole = Fleet(make, (1, 1), batch_size=3).take(12)
@@ -313,7 +313,7 @@ def test_workers_that_stand_at_different_places_go_on_each_at_its_own() -> None:
         (Listed([7, 3], name="other"), {}, r"source\.kind was 'listed' and is 'other'"),
     ],
 )
-def test_a_state_of_another_order_is_refused_by_name(source: Any, changed: dict[str, Any], says: str) -> None:
+def test_state_of_other_order_is_refused_by_name(source: Any, changed: dict[str, Any], says: str) -> None:
     loader = loader_of(Listed([7, 3]))
     next(iter(loader))
     states = [loader.state_dict(), loader.aggregate_state_dict([loader.state_dict()])]
@@ -336,7 +336,7 @@ def test_a_state_of_another_order_is_refused_by_name(source: Any, changed: dict[
         (Counting(6), Listed([1] * 6), {}, "endless was True and is False"),
     ],
 )
-def test_a_place_in_other_shards_means_nothing_strict_or_not(
+def test_position_in_other_shards_is_refused(
     was: Any, source: Any, changed: dict[str, Any], says: str
 ) -> None:
     state = loader_of(was).state_dict()
@@ -362,7 +362,7 @@ def test_differences_are_named_by_their_path() -> None:
     "source", [Listed(UNEQUAL), Listed(UNEQUAL, known=False), Counting(6)], ids=["known", "found", "endless"]
 )
 @pytest.mark.parametrize(("ranks", "batch"), [(1, 3), (3, 6), (2, 4)])
-def test_the_state_of_an_only_worker_fits_any_shape(source: Any, ranks: int, batch: int) -> None:
+def test_only_workers_state_fits_any_topology(source: Any, ranks: int, batch: int) -> None:
     """By itself, at every step of an epoch and a half."""
     loader = loader_of(source)
     whole = [row for _ in range(1 if source.endless else 3) for row in itertools.islice(flat(loader), 150)]
@@ -394,14 +394,14 @@ def flat(loader: ShardLoader) -> Iterator[Any]:
         yield from batch
 
 
-def test_a_worker_s_state_is_refused_in_another_shape() -> None:
+def test_worker_state_fits_its_own_topology_only() -> None:
     fleet = Fleet(lambda: Listed(UNEQUAL), (1, 2), batch_size=4)
     fleet.take(2)
     with pytest.raises(StateMismatchError, match="aggregate_state_dict fits any topology"):
         loader_of(Listed(UNEQUAL), seed=11).load_state_dict(fleet.workers[0].state_dict())
 
 
-def test_workers_of_another_order_are_not_put_together() -> None:
+def test_workers_of_another_order_are_refused() -> None:
     """os.listdir gives another one on each machine."""
     made = iter([["b.txt", "a.txt"], ["a.txt", "b.txt"], ["b.txt", "a.txt"]])
     fleet = Fleet(lambda: LogicalShards([[1, 2], [3, 4]], shards=2, names=next(made)), (1, 2), batch_size=1)
@@ -412,7 +412,7 @@ def test_workers_of_another_order_are_not_put_together() -> None:
         MapLoader([1, 2, 3], batch_size=1).aggregate_state_dict(states)
 
 
-def test_one_worker_s_state_is_not_taken_for_all_workers() -> None:
+def test_one_workers_state_is_not_that_of_all() -> None:
     fleet = Fleet(lambda: Listed(UNEQUAL), (1, 2), batch_size=4)
     fleet.take(2)
     with pytest.raises(StateMismatchError, match="the state of one worker; deaggregate_state_dict takes"):
@@ -420,7 +420,7 @@ def test_one_worker_s_state_is_not_taken_for_all_workers() -> None:
 
 
 @pytest.mark.parametrize("source", [LogicalShards([partial(iter, range(40))] * 2, shards=2), Counting(4)])
-def test_a_loader_can_be_sent_to_another_process_in_the_middle_of_a_pass(source: Any) -> None:
+def test_loader_is_pickled_in_mid_epoch(source: Any) -> None:
     """Without what it has open; one batch is often looked at before worker processes are started."""
     loader = ShardLoader(Repeated(source) if not source.endless else source, batch_size=4, seed=1)
     next(iter(loader))
@@ -490,7 +490,7 @@ def test_a_state_that_cannot_be_is_refused(spoilt: dict[str, Any], error: type[E
 
 
 @pytest.mark.parametrize("block", [None, 0, "4", [4], True])
-def test_a_state_with_a_block_that_cannot_be_is_refused(block: Any) -> None:
+def test_state_with_an_invalid_block_is_refused(block: Any) -> None:
     loader = loader_of(Counting(4))
     with pytest.raises(StateCorruptError):
         loader.load_state_dict({**loader.state_dict(), "block": block})
@@ -508,7 +508,7 @@ def test_an_order_in_other_blocks_is_refused() -> None:
         loader_of(Counting(4)).load_state_dict(older)
 
 
-def test_shards_that_ended_before_their_place_are_an_error_by_name() -> None:
+def test_shards_that_ended_early_are_named() -> None:
     """The data were changed behind a state's back."""
 
     class Shorter(Listed):
@@ -587,7 +587,7 @@ def plain(batches: list[list[Any]]) -> list[list[Any]]:
     return [[np.asarray(row).tolist() for row in batch] for batch in batches]
 
 
-def test_a_later_state_is_not_known_without_lengths_or_where_others_may_draw() -> None:
+def test_advance_state_needs_lengths_and_no_draws() -> None:
     numbers = LogicalShards([range(90)], shards=4)
     for source in (
         Filtered(numbers, bool, random=True),

@@ -17,7 +17,7 @@ from opaque_streams import Counter
 from penstock.data import Filtered, Grouped, LogicalShards, MapLoader, Mapped, Repeated, ShardLoader
 from penstock.data.sharded.protocol import Token
 from penstock.data.sharded.sources import sequential_pieces
-from penstock.data.sharded.sources.sequential_pieces import dealt
+from penstock.data.sharded.sources.sequential_pieces import assign_pieces
 from penstock.proto.errors import DatasetError, InvalidArgumentError, ReplayMismatchError, StateCorruptError
 from penstock.proto.state.codec import decode_state, encode_state
 
@@ -115,7 +115,7 @@ def test_the_least_recently_used_goes_first() -> None:
     assert files.now == []
 
 
-def test_iterables_that_must_be_closed_for_others_go_on_where_they_were() -> None:
+def test_closed_iterables_resume_where_they_were() -> None:
     files = Files([3, 4, 2, 3], indexable=False)
     source = LogicalShards(files.pieces(), shards=4, max_open=2)
     with pytest.warns(
@@ -128,7 +128,7 @@ def test_iterables_that_must_be_closed_for_others_go_on_where_they_were() -> Non
     assert files.now == []
 
 
-def test_pieces_with_a_state_are_closed_for_others_without_a_word() -> None:
+def test_closing_pieces_with_state_does_not_warn() -> None:
     made: list[Counter] = []
 
     def piece(first: int) -> Counter:
@@ -181,7 +181,7 @@ def test_what_a_lost_cursor_held_is_closed() -> None:
         assert files.now == []
 
 
-def test_with_counts_one_function_is_called_to_see_what_it_opens() -> None:
+def test_with_counts_one_function_is_called() -> None:
     for indexable in (True, False):
         files = Files([5, 6, 7], indexable=indexable)
         source = LogicalShards(files.pieces(), shards=2, counts=[5, 6, 7])
@@ -242,7 +242,7 @@ def test_counts_that_do_not_match() -> None:
 
 
 @pytest.mark.parametrize("said", [3, 5])
-def test_an_iterable_that_is_shorter_or_longer_than_counts_says(said: int) -> None:
+def test_iterable_of_another_length_than_counts(said: int) -> None:
     source = LogicalShards([lambda: iter(range(4)), lambda: iter([9])], shards=1, counts=[said, 1])
     message = (
         "it ends after 4 records, and counts says 5" if said > 4 else "it goes on after 3 records, and counts says"
@@ -256,13 +256,13 @@ def test_an_iterable_that_is_shorter_or_longer_than_counts_says(said: int) -> No
     cursor.close()
 
 
-def test_more_records_than_counts_says_are_seen_at_a_shard_s_end_too() -> None:
+def test_surplus_records_at_a_shards_end_are_found() -> None:
     loader = ShardLoader(LogicalShards([lambda: iter(range(4))], shards=1, counts=[3]), batch_size=3, collate_fn=list)
     with pytest.raises(DatasetError, match="piece 0: it goes on after 3 records, and counts says that these are all"):
         next(iter(loader))
 
 
-def test_functions_that_open_things_of_two_kinds_under_counts() -> None:
+def test_functions_of_two_kinds_under_counts() -> None:
     source = LogicalShards([lambda: [1], lambda: iter([2])], shards=1, counts=[1, 1])
     with pytest.raises(DatasetError, match="piece 1 is a list_iterator without length or records by number"):
         rest(source)
@@ -285,7 +285,7 @@ def along(*pieces: list[int], **options: Any) -> LogicalShards:
     return LogicalShards([partial(iter, own) for own in pieces], shards=1, names=names, **options)
 
 
-def test_a_piece_that_yields_other_records_is_named() -> None:
+def test_piece_with_other_records_is_named() -> None:
     token = token_after(along([1], [5, 6, 7, 8]), 4)
     assert rest(along([1], [5, 6, 7, 8]), token) == [8]
     with pytest.raises(ReplayMismatchError, match=r"piece 1 \(1.txt\): it was read again, and other samples came"):
@@ -294,7 +294,7 @@ def test_a_piece_that_yields_other_records_is_named() -> None:
         rest(along([1], [5, 6]), token)
 
 
-def test_a_piece_whose_state_leads_elsewhere_is_read_again() -> None:
+def test_piece_with_a_wrong_state_is_read_again() -> None:
     token = token_after(LogicalShards([lambda: Counter(9)], shards=1), 5)
     other = LogicalShards([lambda: Counter(9, 100)], shards=1)
     with (
@@ -304,7 +304,7 @@ def test_a_piece_whose_state_leads_elsewhere_is_read_again() -> None:
         rest(other, token)
 
 
-def test_another_list_of_pieces_is_seen_in_the_description() -> None:
+def test_description_shows_another_list_of_pieces() -> None:
     one, other = along(*[[1]] * 12).described(), along(*[[1]] * 11).described()
     assert (one["pieces"], other["pieces"]) == (12, 11)
     many = [[number] for number in range(40)]
@@ -387,12 +387,12 @@ def numbers() -> LogicalShards:
         (lambda: MapLoader(list(range(8)), batch_size=2, collate_fn=collated, fetch_threads=1), "the collate_fn"),
     ],
 )
-def test_a_stop_iteration_of_the_user_s_does_not_end_the_data(loader: Callable[[], Any], out_of: str) -> None:
+def test_users_stop_iteration_is_an_error(loader: Callable[[], Any], out_of: str) -> None:
     with pytest.raises(DatasetError, match=f"StopIteration came out of {out_of}"):
         list(itertools.islice(loader(), 4))
 
 
-def test_a_generator_that_was_read_before_is_no_empty_piece() -> None:
+def test_used_generator_is_an_error() -> None:
     once = (number for number in range(3))
     with pytest.raises(DatasetError, match="piece 2 is a generator that was read or closed before"):
         rest(LogicalShards([lambda: iter([7]), lambda: once, lambda: once], shards=1))
@@ -407,7 +407,7 @@ def test_a_generator_that_was_read_before_is_no_empty_piece() -> None:
         (lambda: {"columns": [1, 2]}, "piece 0 opens a dict, which is no set of records"),
     ],
 )
-def test_what_is_opened_is_looked_at_like_what_is_given(piece: Any, message: str) -> None:
+def test_opened_pieces_are_checked_like_given(piece: Any, message: str) -> None:
     with pytest.raises(InvalidArgumentError, match=message):
         rest(LogicalShards([piece], shards=1))
     assert rest(LogicalShards([{"a": 1}.keys()], shards=1)) == ["a"]
@@ -438,15 +438,15 @@ def test_plain_mistakes(pieces: Any, options: dict[str, Any], message: str) -> N
         LogicalShards(pieces, **{"shards": 1, **options})
 
 
-def test_pieces_are_dealt_once_for_epochs_that_shards_are_in_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_are_assigned_once_per_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of an endless source each shard is in an epoch of its own, and to deal is to look at all pieces."""
     dealings: list[int] = []
 
     def counted(*arguments: Any, epoch: int, **options: Any) -> list[list[int]]:
         dealings.append(epoch)
-        return dealt(*arguments, epoch=epoch, **options)
+        return assign_pieces(*arguments, epoch=epoch, **options)
 
-    monkeypatch.setattr(sequential_pieces, "dealt", counted)
+    monkeypatch.setattr(sequential_pieces, "assign_pieces", counted)
     source = LogicalShards([partial(iter, [n]) for n in range(8)], shards=2, shuffle=True)
     for _ in range(3):
         for epoch in range(5):
