@@ -109,7 +109,7 @@ def test_shard_above_the_limit_is_fetched(server: ShardServer, make: Make) -> No
     (shard,) = make_shards(server.folder, 1, SIZE)
     with pytest.warns(UserWarning, match="exceeds its limit of 10 bytes"):
         use(make(limit=10), shard)
-    with pytest.raises(InvalidArgumentError, match="above 0 bytes, not 0"):
+    with pytest.raises(InvalidArgumentError, match="above 0 bytes, got 0"):
         make(limit=0)
 
 
@@ -253,9 +253,7 @@ def test_room_goes_in_order(tmp_path: Path) -> None:
     ahead.close()
 
 
-def test_versions_cannot_evict_outside_the_folder(
-    server: ShardServer, make: Make, tmp_path: Path
-) -> None:
+def test_versions_cannot_evict_outside_the_folder(server: ShardServer, make: Make, tmp_path: Path) -> None:
     shards = make_shards(server.folder, 4, SIZE)
     cache = make(limit=SIZE)
     use(cache, shards[0])

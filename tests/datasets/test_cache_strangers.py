@@ -101,5 +101,5 @@ def test_fifo_instead_of_a_file_is_not_awaited(tmp_path: Path) -> None:
 
 
 def test_a_group_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgumentError, match="cache_group='no-such' must be a group of this machine"):
+    with pytest.raises(InvalidArgumentError, match="cache_group must be a group of this machine, got 'no-such'"):
         StreamingDataset(tmp_path, tmp_path / "cache", cache_group="no-such")

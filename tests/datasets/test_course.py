@@ -84,5 +84,5 @@ def test_what_is_added_behind_a_place_is_found(
 
 def test_ranges_are_joined_and_checked() -> None:
     assert ranges_of([range(5, 7), range(3), range(3, 4), range(9, 9), range(6, 8)]) == ((0, 4), (5, 8))
-    with pytest.raises(InvalidArgumentError, match="each is a range of sample numbers"):
+    with pytest.raises(InvalidArgumentError, match="must hold ranges of sample numbers"):
         ranges_of([range(1 << 62)])

@@ -226,9 +226,7 @@ def draft(image: Image.Image) -> None:
 
 @pytest.mark.parametrize("edit", [thumbnail, paste, draft])
 @pytest.mark.parametrize("name", ["jpeg", "list[jpeg]"])
-def test_edited_jpeg_is_stored_by_its_pixels(
-    tmp_path: Path, edit: Callable[[Image.Image], None], name: str
-) -> None:
+def test_edited_jpeg_is_stored_by_its_pixels(tmp_path: Path, edit: Callable[[Image.Image], None], name: str) -> None:
     path = tmp_path / "image.jpg"
     Image.effect_noise((16, 16), 50).convert("RGB").save(path)
     with Image.open(path) as image:

@@ -75,12 +75,12 @@ def test_invalid_index_is_refused_by_address(data: bytes) -> None:
 @pytest.mark.parametrize(
     ("path", "value", "words"),
     [
-        (("version",), 3, "version is 3; only version 2"),
-        (("version",), True, "version is True"),
-        (("version",), 2.0, "version is 2.0"),
+        (("version",), 3, "version must be 2, got 3"),
+        (("version",), True, "version must be 2, got True"),
+        (("version",), 2.0, "version must be 2, got 2.0"),
         (("version",), GONE, "version is missing"),
-        (("shards",), {}, "shards must be a list, not dict"),
-        (("shards",), None, "shards must be a list, not null"),
+        (("shards",), {}, "shards must be a list, got dict"),
+        (("shards",), None, "shards must be a list, got null"),
     ],
 )
 def test_wrong_fields_of_the_whole(path: Path_, value: object, words: str) -> None:
@@ -91,59 +91,59 @@ def test_wrong_fields_of_the_whole(path: Path_, value: object, words: str) -> No
 @pytest.mark.parametrize(
     ("path", "value", "words"),
     [
-        ((), 3, "its entry must be an object, not int"),
-        (("version",), 1, "version is 1; only version 2"),
-        (("version",), GONE, "version is None"),
-        (("format",), "avro", "format is 'avro'; there are mds, json"),
-        (("format",), ["mds"], r"format is \['mds'\]"),
-        (("format",), GONE, "format is None"),
-        (("samples",), -1, "samples is -1"),
-        (("samples",), True, "samples must be an integer, not bool"),
-        (("samples",), 1e400, "Infinity is no number"),
-        (("samples",), "3", "samples must be an integer, not str"),
+        ((), 3, "its entry must be an object, got int"),
+        (("version",), 1, "version must be 2, got 1"),
+        (("version",), GONE, "version must be 2, got None"),
+        (("format",), "avro", "format must be one of mds, json.* got 'avro'"),
+        (("format",), ["mds"], r"format must be one of .* got \['mds'\]"),
+        (("format",), GONE, "format must be one of .* got None"),
+        (("samples",), -1, "samples must be at least 0, got -1"),
+        (("samples",), True, "samples must be an integer, got bool"),
+        (("samples",), 1e400, "Infinity is not a JSON number"),
+        (("samples",), "3", "samples must be an integer, got str"),
         (("samples",), GONE, "samples is missing"),
-        (("compression",), "lz4", "unknown compression 'lz4'"),
-        (("compression",), "zstd:99", "levels of zstd are 1 to 22"),
-        (("compression",), 3, "compression must be a name or null, not int"),
-        (("compression",), "", "compression must be a name or null, not str"),
-        (("compression",), None, "zip_data is there, though compression is None"),
+        (("compression",), "lz4", "the compression must be one of .* got 'lz4'"),
+        (("compression",), "zstd:99", "level of zstd must be 1 to 22"),
+        (("compression",), 3, "compression must be a name or null, got int"),
+        (("compression",), "", "compression must be a name or null, got str"),
+        (("compression",), None, "zip_data must be absent, because compression is None"),
         (("zip_data",), None, "zip_data is missing, though compression is 'zstd'"),
         (("zip_data",), GONE, "zip_data is missing, though compression is 'zstd'"),
-        (("zip_data",), 3, "zip_data must be an object, not int"),
-        (("raw_data",), None, "raw_data must be an object, not null"),
+        (("zip_data",), 3, "zip_data must be an object, got int"),
+        (("raw_data",), None, "raw_data must be an object, got null"),
         (("raw_data",), GONE, "raw_data is missing"),
-        (("raw_data", "bytes"), -5, "raw_data.bytes is -5"),
-        (("raw_data", "bytes"), 2**32, "raw_data.bytes is 4294967296, more than the 4294967295"),
-        (("raw_data", "bytes"), 1.0, "raw_data.bytes must be an integer, not float"),
-        (("zip_data", "bytes"), None, "zip_data.bytes must be an integer, not null"),
-        (("raw_data", "basename"), 3, "raw_data.basename must be a string, not int"),
-        (("raw_data", "basename"), GONE, "raw_data.basename must be a string, not null"),
+        (("raw_data", "bytes"), -5, "raw_data.bytes must be at least 0, got -5"),
+        (("raw_data", "bytes"), 2**32, "raw_data.bytes must be at most 4294967295.* got 4294967296"),
+        (("raw_data", "bytes"), 1.0, "raw_data.bytes must be an integer, got float"),
+        (("zip_data", "bytes"), None, "zip_data.bytes must be an integer, got null"),
+        (("raw_data", "basename"), 3, "raw_data.basename must be a string, got int"),
+        (("raw_data", "basename"), GONE, "raw_data.basename must be a string, got null"),
         *(
             (
                 ("raw_data", "basename"),
                 name,
-                r"raw_data.basename is .*which is no plain path below the dataset's folder",
+                r"raw_data.basename must be a plain path below the dataset's folder",
             )
             for name in ("", "/etc/passwd", "..", "../x", "a/../../x", "a//b", "./x", "a/", "a\\b", "x\0y", ".")
         ),
         *(
-            (("raw_data", "basename"), name, "raw_data.basename is .*which is no name for a shard")
+            (("raw_data", "basename"), name, "raw_data.basename must not be a name that the cache uses")
             for name in ("index.json", "train/index.json", ".penstock", ".penstock/shards/a", "train/.Penstock/place")
         ),
-        (("raw_data", "basename"), "shard.00000.mds", "which another entry says to have another size or hash"),
-        (("raw_data", "hashes"), ["sha1"], "raw_data.hashes must be an object, not list"),
-        (("raw_data", "hashes", "sha1"), 3, "raw_data.hashes.sha1 is 3, which is no digest"),
-        (("raw_data", "hashes", "sha1"), "xyz", "raw_data.hashes.sha1 is 'xyz', which is no digest"),
+        (("raw_data", "basename"), "shard.00000.mds", "for which another entry has another size or hash"),
+        (("raw_data", "hashes"), ["sha1"], "raw_data.hashes must be an object, got list"),
+        (("raw_data", "hashes", "sha1"), 3, "raw_data.hashes.sha1 must be a digest in hexadecimal, got 3"),
+        (("raw_data", "hashes", "sha1"), "xyz", "raw_data.hashes.sha1 must be a digest in hexadecimal, got 'xyz'"),
         (("column_names",), GONE, "column_names is missing"),
         (("column_names",), "itx", "column_names must be a list of strings"),
-        (("column_names",), ["i", "i", "x"], "column_names has a name twice: i, i, x"),
+        (("column_names",), ["i", "i", "x"], "column_names must be unique, got i, i, x"),
         (("column_names",), ["i", 3, "x"], "column_names must be a list of strings"),
-        (("column_encodings",), ["int"], "column_encodings has 1 for 3 columns"),
-        (("column_encodings",), ["int", "str", "tensor"], "column_encodings of column 'x': unknown encoding 'tensor'"),
+        (("column_encodings",), ["int"], "column_encodings must have one entry for each of 3 columns, got 1"),
+        (("column_encodings",), ["int", "str", "tensor"], "column_encodings of column 'x': .* got 'tensor'"),
         (("column_sizes",), [8], "column_sizes must be a list with 3 sizes"),
-        (("column_sizes",), [8, None, -8], "column_sizes is -8 for column 'x'"),
-        (("column_sizes",), [8, None, 2**40], "column_sizes is 1099511627776 for column 'x'"),
-        (("column_sizes",), [8, None, True], "column_sizes is True for column 'x'"),
+        (("column_sizes",), [8, None, -8], "column_sizes must be .* for column 'x', got -8"),
+        (("column_sizes",), [8, None, 2**40], "column_sizes must be .* for column 'x', got 1099511627776"),
+        (("column_sizes",), [8, None, True], "column_sizes must be .* for column 'x', got True"),
     ],
 )
 def test_wrong_shard_fields_are_named(path: Path_, value: object, words: str) -> None:
@@ -159,10 +159,10 @@ def test_wrong_shard_fields_are_named(path: Path_, value: object, words: str) ->
         (XSV, ("separator",), "", "separator must be a string that is not empty"),
         (XSV, ("newline",), GONE, "newline must be a string that is not empty"),
         (XSV, ("raw_meta",), GONE, "raw_meta is missing"),
-        (XSV, ("column_encodings",), ["int", "str", "bytes"], "column_encodings has 'bytes' for column 'x'"),
+        (XSV, ("column_encodings",), ["int", "str", "bytes"], "column_encodings must be .* column 'x', got 'bytes'"),
         (JSON, ("columns",), ["i"], "columns must be an object of strings"),
         (JSON, ("columns",), {"i": 3}, "columns must be an object of strings"),
-        (JSON, ("columns",), {"i": "jpeg"}, "columns has 'jpeg' for column 'i'; there are str, int, float"),
+        (JSON, ("columns",), {"i": "jpeg"}, "columns must be one of str, int, float for column 'i', got 'jpeg'"),
     ],
 )
 def test_wrong_fields_of_tables(index: dict[str, Any], path: Path_, value: object, words: str) -> None:
@@ -253,7 +253,7 @@ def test_a_folder_to_merge_may_be_a_text(tmp_path: Path) -> None:
 
 
 def test_failed_merge_writes_nothing(tmp_path: Path) -> None:
-    with pytest.raises(DatasetError, match=r"no index\.json in any folder below"):
+    with pytest.raises(DatasetError, match=r"no folder below it has an index\.json"):
         merge_index(tmp_path)
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / INDEX).write_text("{}")

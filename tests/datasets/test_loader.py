@@ -160,9 +160,7 @@ def test_other_batch_size_resumes_at_the_same_row(dataset: StreamingDataset, ste
 
 
 @pytest.mark.parametrize(("shape", "steps"), [((1, 2), 1), ((1, 2), 15), ((2, 3), 3), ((2, 3), 16), ((2, 3), 30)])
-def test_other_batch_size_keeps_the_workers_turn(
-    dataset: StreamingDataset, shape: Shape, steps: int
-) -> None:
+def test_other_batch_size_keeps_the_workers_turn(dataset: StreamingDataset, shape: Shape, steps: int) -> None:
     cluster = Cluster(dataset, shape, global_batch_size=7)
     rows = [row for batch in cluster.take(steps) for row in batch]
     for batch in (4, 11, 4, 7):
@@ -239,9 +237,7 @@ def test_state_is_integers_and_names_its_order(dataset: StreamingDataset) -> Non
         ({"epoch_size": 60}, r"samples was \[100\] and is \[60\]"),
     ],
 )
-def test_state_of_other_order_is_refused_by_name(
-    dataset: StreamingDataset, changed: dict[str, Any], says: str
-) -> None:
+def test_state_of_other_order_is_refused_by_name(dataset: StreamingDataset, changed: dict[str, Any], says: str) -> None:
     state = loader_of(dataset, batch_size=4).state_dict()
     other = loader_of(dataset, batch_size=4, **changed)
     with pytest.raises(StateMismatchError, match=says):
@@ -253,7 +249,7 @@ def test_state_of_other_order_is_refused_by_name(
 def test_worker_state_fits_its_own_topology_only(dataset: StreamingDataset) -> None:
     cluster = Cluster(dataset, (1, 2), batch_size=4)
     cluster.take(2)
-    with pytest.raises(StateMismatchError, match="aggregate_state_dict or state_after fits any topology"):
+    with pytest.raises(StateMismatchError, match="aggregate_state_dict or state_after, which fits any topology"):
         loader_of(dataset, batch_size=4).load_state_dict(cluster.workers[0].state_dict())
 
 
@@ -278,7 +274,7 @@ def test_worker_state_fits_its_own_topology_only(dataset: StreamingDataset) -> N
         ({"others": None, "workers": 1}, StateCorruptError),
         ({"others": [1], "workers": 1}, StateCorruptError),
         ({"format": 0}, StateCorruptError),
-        ({"format": 3}, StateVersionError),
+        ({"format": 4}, StateVersionError),
         ({"order": 3}, StateCorruptError),
     ],
 )
@@ -289,7 +285,7 @@ def test_a_state_that_cannot_be_is_refused(
     with pytest.raises(error):
         loader.load_state_dict({**loader.state_dict(), **spoilt})
     for other in ({}, None, {"model": 3}, [1]):
-        with pytest.raises(StateMismatchError, match="a state of another loader"):
+        with pytest.raises(StateMismatchError, match="got one of another loader"):
             loader.load_state_dict(other)
 
 
@@ -373,7 +369,7 @@ def test_rank_of_a_distributed_job_gets_its_rows(dataset: StreamingDataset, monk
         rows.append(list(loader_of(dataset, batch_size=5)))
     assert [[row for pair in zip(*pieces, strict=True) for row in pair] for pieces in zip(*rows, strict=True)] == whole
     monkeypatch.setenv("RANK", "2")
-    with pytest.raises(InvalidArgumentError, match="rank 2 of 2"):
+    with pytest.raises(InvalidArgumentError, match="rank must be at least 0 and below the 2 ranks, got 2"):
         loader_of(dataset, batch_size=5)
     assert list(loader_of(dataset, batch_size=5, rank=(0, 2))) == rows[0]
     monkeypatch.setenv("RANK", "first")
@@ -441,7 +437,7 @@ def test_a_key_brings_back_its_sample(dataset: StreamingDataset) -> None:
         loader_of(dataset, batch_size=7, partitions=2).restore_sample(key)
 
 
-@pytest.mark.filterwarnings("ignore:the last samples of an epoch are fewer than the boxes")
+@pytest.mark.filterwarnings("ignore:the epoch's last batch has fewer samples than there are boxes")
 @pytest.mark.parametrize("shape", [(1, 1), (1, 3), (2, 1), (3, 2), (5, 4)])
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_tiny_datasets_do(tmp_path: Path, shape: Shape, count: int) -> None:
@@ -467,14 +463,14 @@ def test_epochs_leave_nothing_behind(dataset: StreamingDataset) -> None:
 @pytest.mark.parametrize(
     ("options", "error", "says"),
     [
-        ({}, InvalidArgumentError, "one of the two"),
-        ({"batch_size": 3, "global_batch_size": 3}, InvalidArgumentError, "one of the two"),
+        ({}, InvalidArgumentError, "either batch_size"),
+        ({"batch_size": 3, "global_batch_size": 3}, InvalidArgumentError, "either batch_size"),
         ({"batch_size": 0}, InvalidArgumentError, "batch_size=0: each of 1 boxes needs at least one row"),
-        ({"batch_size": 3, "tail": "none"}, InvalidArgumentError, "tail='none'"),
-        ({"batch_size": 3, "partitions": 0}, InvalidArgumentError, "partitions=0"),
-        ({"batch_size": 3, "shuffle_block": -1}, InvalidArgumentError, "shuffle_block=-1"),
+        ({"batch_size": 3, "tail": "none"}, InvalidArgumentError, "tail must be one of .* got 'none'"),
+        ({"batch_size": 3, "partitions": 0}, InvalidArgumentError, "partitions must be at least 1, got 0"),
+        ({"batch_size": 3, "shuffle_block": -1}, InvalidArgumentError, "shuffle_block must be at least 1, got -1"),
         ({"batch_size": 101, "tail": "drop"}, DatasetError, "100 samples make no batch of 101"),
-        ({"batch_size": 3, "interleave": "batches", "partitions": 2}, InvalidArgumentError, "as many rows"),
+        ({"batch_size": 3, "interleave": "batches", "partitions": 2}, InvalidArgumentError, "a multiple of partitions"),
         (
             {"batch_size": 3, "interleave": "batches", "tail": "carry"},
             InvalidArgumentError,
@@ -482,11 +478,11 @@ def test_epochs_leave_nothing_behind(dataset: StreamingDataset) -> None:
         ),
         ({"batch_size": 3, "interleave": "batches", "skip": [range(3, 7)]}, InvalidArgumentError, "sample 7"),
         ({"batch_size": 101, "tail": "carry"}, DatasetError, "100 samples make no batch of 101"),
-        ({"batch_size": 3, "interleave": "mixed"}, InvalidArgumentError, "interleave='mixed'"),
-        ({"batch_size": 2.5}, InvalidArgumentError, "batch_size=2.5: it must be a whole number"),
-        ({"global_batch_size": "4"}, InvalidArgumentError, "global_batch_size='4'"),
-        ({"batch_size": 3, "seed": 1.0}, InvalidArgumentError, "seed=1.0"),
-        ({"batch_size": 3, "rank": (0, 1.0)}, InvalidArgumentError, "ranks=1.0"),
+        ({"batch_size": 3, "interleave": "mixed"}, InvalidArgumentError, "interleave must be one of .* got 'mixed'"),
+        ({"batch_size": 2.5}, InvalidArgumentError, "batch_size must be a whole number, got 2.5"),
+        ({"global_batch_size": "4"}, InvalidArgumentError, "global_batch_size must be a whole number, got '4'"),
+        ({"batch_size": 3, "seed": 1.0}, InvalidArgumentError, "seed must be a whole number, got 1.0"),
+        ({"batch_size": 3, "rank": (0, 1.0)}, InvalidArgumentError, "ranks must be a whole number, got 1.0"),
     ],
 )
 def test_settings_that_cannot_be_meant(

@@ -194,7 +194,7 @@ def test_it_is_the_same_for_ever() -> None:
 
 @pytest.mark.parametrize("shares", [[0], [1 << 48]])
 def test_an_epoch_has_samples_and_not_too_many(shares: list[int]) -> None:
-    with pytest.raises(DatasetError, match=f"an epoch of {shares[0]} samples"):
+    with pytest.raises(DatasetError, match=f"an epoch must have .* got {shares[0]}"):
         order([3], shares=shares)
 
 

@@ -165,9 +165,7 @@ def test_row_group_with_more_text_than_an_array(tmp_path: Path, monkeypatch: pyt
     assert [reader[index] for index in (0, 2)] == [{"x": "\0"}] * 2
 
 
-def test_large_list_row_groups_are_read_in_parts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_list_row_groups_are_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As it does with lists of more than 2 GiB of text; and with what it cannot read at all."""
     path = write(tmp_path / "a.parquet", ROWS[:100])
     several = pyarrow.parquet.ParquetFile.iter_batches
@@ -219,7 +217,7 @@ def test_indexed_plain_files_are_a_dataset(tmp_path: Path) -> None:
     for name, begin in (("b/2", 100), ("a", 0), ("b/1", 40)):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         write(tmp_path / f"{name}.parquet", ROWS[begin : begin + 5])
-    with pytest.raises(DatasetError, match=r"b/nothing: no \*\.parquet"):
+    with pytest.raises(DatasetError, match=r"b/nothing: neither this folder"):
         parquet.index_parquet(tmp_path / "b" / "nothing")
     parquet.index_parquet(tmp_path)
     dataset = StreamingDataset(str(tmp_path))
@@ -229,11 +227,11 @@ def test_indexed_plain_files_are_a_dataset(tmp_path: Path) -> None:
 def test_files_with_other_columns_are_named(tmp_path: Path) -> None:
     first = write(tmp_path / "a.parquet", [{"x": 1, "y": 2}])
     other = write(tmp_path / "b.parquet", [{"x": 1, "z": 2}])
-    with pytest.raises(DatasetError, match=r"b\.parquet: its columns are \['x', 'z'\], those of a\.parquet are"):
+    with pytest.raises(DatasetError, match=r"b\.parquet: its columns must be those of a\.parquet.* got \['x', 'z'\]"):
         parquet.parquet_shards([(path.name, path) for path in (first, other)])
-    with pytest.raises(ShardCorruptError, match=r"c\.parquet: no Parquet file"):
+    with pytest.raises(ShardCorruptError, match=r"c\.parquet: it is not a Parquet file"):
         parquet.parquet_shards([("c.parquet", io.BytesIO(b"PAR1 or what"))])
-    with pytest.raises(ShardCorruptError, match=r"d\.parquet: no Parquet file"):
+    with pytest.raises(ShardCorruptError, match=r"d\.parquet: it is not a Parquet file"):
         parquet.parquet_shards([("d.parquet", tmp_path / "d.parquet")])
 
 
@@ -241,8 +239,8 @@ def test_wrong_size_or_count_is_found_on_open(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", ROWS[:10])
     size = path.stat().st_size
     for shard, words in (
-        (Shard("parquet", 11, (ShardFile(StoredFile("a.parquet", size)),)), "10 rows; its index says 11"),
-        (Shard("parquet", 10, (ShardFile(StoredFile("a.parquet", 5)),)), f"{size} bytes; its index says 5"),
+        (Shard("parquet", 11, (ShardFile(StoredFile("a.parquet", size)),)), "10 rows.* but its index says 11"),
+        (Shard("parquet", 10, (ShardFile(StoredFile("a.parquet", 5)),)), f"{size} bytes.* but its index says 5"),
     ):
         with pytest.raises(ShardCorruptError, match=rf"^a\.parquet: .*{words}"):
             open_shard(shard, [path])

@@ -20,7 +20,7 @@ from penstock.proto.errors import DatasetError
 from penstock.proto.state.assignment import Assignment, assigned
 from penstock.worker.batch.building import collate
 
-pytestmark = pytest.mark.filterwarnings("ignore:the last samples of an epoch are fewer than the boxes")
+pytestmark = pytest.mark.filterwarnings("ignore:the epoch's last batch has fewer samples than there are boxes")
 
 MOST = 12
 """Samples of an epoch."""

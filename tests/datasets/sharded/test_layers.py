@@ -89,7 +89,7 @@ def test_later_empty_epoch_is_an_error() -> None:
 
 
 def test_what_never_ends_is_not_repeated() -> None:
-    with pytest.raises(InvalidArgumentError, match="never ends"):
+    with pytest.raises(InvalidArgumentError, match="already endless"):
         Repeated(Repeated(Given(NUMBERS)))
 
 
@@ -288,13 +288,13 @@ def test_a_token_that_cannot_be(over: str) -> None:
         for bad in (-1, 0.0, True, None, 1 << 70)
     ]
     for token in wrong:
-        with pytest.raises(StateCorruptError, match=f"a token of (a )?{over.split(',')[0]}.* that cannot be"):
+        with pytest.raises(StateCorruptError, match=f"the token of (a )?{over.split(',')[0]}.* is damaged"):
             source.open(0, 0, 1, token)
 
 
 @pytest.mark.parametrize("over", LAYERS)
 def test_what_is_no_source(over: str) -> None:
-    with pytest.raises(InvalidArgumentError, match=rf"{over.split(',')[0]} reads sources.*not a list.*LogicalShards"):
+    with pytest.raises(InvalidArgumentError, match=rf"{over.split(',')[0]} needs a source.*got list.*LogicalShards"):
         LAYERS[over]([1, 2, 3])
 
 
@@ -329,16 +329,16 @@ def test_how_functions_are_named() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda source: Mapped(source, cast(Any, 3)), "3 is no function"),
-        (lambda source: Mapped(source, str, skip_failures=-1), "skip_failures=-1: it must not be negative"),
-        (lambda source: Chunked(source, length=0), "length=0: it must be at least 1"),
-        (lambda source: Chunked(source, length=cast(Any, 2.5)), "length=2.5: it must be a whole number"),
-        (lambda source: Chunked(source, length=2, longest=0), "longest=0: it must be at least 1"),
-        (lambda source: Packed(source, length=-1), "length=-1: it must be at least 1"),
-        (lambda source: WindowShuffled(source, 0), "window=0: it must be at least 1"),
-        (lambda source: WindowShuffled(source, cast(Any, None)), "window=None: it must be at least 1"),
-        (lambda source: Chunked(source, length=2, bos=1 << 63), "bos=9223372036854775808: a token is an int64"),
-        (lambda source: Packed(source, length=2, pad=1 << 63), "pad=9223372036854775808: a token is an int64"),
+        (lambda source: Mapped(source, cast(Any, 3)), "needs a function, got 3"),
+        (lambda source: Mapped(source, str, skip_failures=-1), "skip_failures must be at least 0, got -1"),
+        (lambda source: Chunked(source, length=0), "length must be at least 1, got 0"),
+        (lambda source: Chunked(source, length=cast(Any, 2.5)), "length must be a whole number, got 2.5"),
+        (lambda source: Chunked(source, length=2, longest=0), "longest must be at least 1, got 0"),
+        (lambda source: Packed(source, length=-1), "length must be at least 1, got -1"),
+        (lambda source: WindowShuffled(source, 0), "window must be at least 1, got 0"),
+        (lambda source: WindowShuffled(source, cast(Any, None)), "window must be at least 1, got None"),
+        (lambda source: Chunked(source, length=2, bos=1 << 63), "bos must be a token.* got 9223372036854775808"),
+        (lambda source: Packed(source, length=2, pad=1 << 63), "pad must be a token.* got 9223372036854775808"),
     ],
 )
 def test_settings_that_cannot_be_meant(make: Callable[[Any], Any], message: str) -> None:

@@ -72,7 +72,7 @@ def dealt(lengths: list[int], legs: list[tuple[Shape, int, int]], tail: Any) -> 
     return batches
 
 
-@pytest.mark.filterwarnings("ignore:the last samples of an epoch are fewer than the boxes")
+@pytest.mark.filterwarnings("ignore:the epoch's last batch has fewer samples than there are boxes")
 @settings(max_examples=60)
 @given(
     st.lists(st.integers(0, 12), min_size=1, max_size=7).filter(lambda lengths: sum(lengths) >= 9),
@@ -192,9 +192,7 @@ def test_endless_through_any_chain_of_topologies(
 
 
 @pytest.mark.parametrize(("batch", "accumulated"), [(8, 1), (4, 2), (2, 4)])
-def test_optimizer_step_is_the_same_accumulated(
-    batch: int, accumulated: int
-) -> None:
+def test_optimizer_step_is_the_same_accumulated(batch: int, accumulated: int) -> None:
     """Energon's invariance: each box's samples of each step are the same, in their order; whatever the batch."""
     fleet = Fleet(lambda: Counting(8), (2, 2), global_batch_size=batch, block=8, partitions=4)
     steps = [[batch[box::2] for box in range(2)] for batch in fleet.take(6 * accumulated)]
@@ -240,7 +238,7 @@ def test_epoch_after_an_endless_one_differs(caplog: pytest.LogCaptureFixture) ->
     second = next(iter(loader))
     next(iter(loader))
     assert [record.getMessage()[:63] for record in caplog.records] == [
-        "a ShardLoader's pass over an endless source was left, and anoth"
+        "an epoch of a ShardLoader over an endless source was abandoned,"
     ]
     assert (first[0][:3], second[0][:3]) == ((0, 0, 0), (0, 0, 0))
     assert first[0][3] == 3
@@ -432,7 +430,7 @@ def test_batches_of_the_source_s_own() -> None:
         while (rows := fleet.step_rows()) is not None:
             steps.append(rows)
         assert steps == [[0, 1000, 1], [1001, 2, 1002], [3, 0, 1000]]
-    with pytest.raises(InvalidArgumentError, match="give no batch size"):
+    with pytest.raises(InvalidArgumentError, match="excludes a batch size"):
         ShardLoader(Listed([4]), unbatched=True, batch_size=1)
 
 
@@ -462,21 +460,21 @@ def test_its_length_where_that_is_known() -> None:
 @pytest.mark.parametrize(
     ("source", "options", "says"),
     [
-        (Listed([3]), {}, "one of the two"),
+        (Listed([3]), {}, "either batch_size"),
         (Listed([3]), {"batch_size": 0}, "batch_size=0: each of 1 boxes needs at least one row"),
-        (Listed([3]), {"batch_size": 1.5}, "batch_size=1.5: it must be a whole number"),
-        (Listed([3]), {"batch_size": 1, "tail": "none"}, "tail='none'"),
-        (Listed([3]), {"batch_size": 1, "partitions": 2}, "partitions=2 with a finite source"),
+        (Listed([3]), {"batch_size": 1.5}, "batch_size must be a whole number, got 1.5"),
+        (Listed([3]), {"batch_size": 1, "tail": "none"}, "tail must be one of .* got 'none'"),
+        (Listed([3]), {"batch_size": 1, "partitions": 2}, "partitions must be 1 for a finite source, got 2"),
         (Listed([3]), {"batch_size": 1, "block": 2}, "block=2 with a finite source"),
-        (Counting(4), {"batch_size": 1, "partitions": 0}, "partitions=0"),
-        (Counting(4), {"batch_size": 1, "block": 0}, "block=0: it must be at least 1"),
-        (Counting(4), {"batch_size": 1, "partitions": 3}, "partitions=3 with 4 shards: it must divide them"),
-        (Listed([]), {"batch_size": 1}, "a source of 0 shards"),
-        (Listed([3]), {"batch_size": 1, "keys": ""}, "keys=''"),
-        (Listed([3]), {"batch_size": 1, "seed": "7"}, "seed='7'"),
-        ([1, 2, 3], {"batch_size": 1}, "reads sources in logical shards, and not a list: cut it .* by LogicalShards"),
-        (Counting(4), {"batch_size": 1, "partitions": None}, "partitions=None: it must be at least 1"),
-        (Listed([3]), {"batch_size": 1, "rank": 3}, "rank=3: it is .this rank"),
+        (Counting(4), {"batch_size": 1, "partitions": 0}, "partitions must be at least 1, got 0"),
+        (Counting(4), {"batch_size": 1, "block": 0}, "block must be at least 1, got 0"),
+        (Counting(4), {"batch_size": 1, "partitions": 3}, "partitions must divide the 4 shards, got 3"),
+        (Listed([]), {"batch_size": 1}, "a source must have at least 1 shard, got 0"),
+        (Listed([3]), {"batch_size": 1, "keys": ""}, "keys must be the name of a field, got ''"),
+        (Listed([3]), {"batch_size": 1, "seed": "7"}, "seed must be a whole number, got '7'"),
+        ([1, 2, 3], {"batch_size": 1}, "needs a source in logical shards, got list: cut it .* by LogicalShards"),
+        (Counting(4), {"batch_size": 1, "partitions": None}, "partitions must be at least 1, got None"),
+        (Listed([3]), {"batch_size": 1, "rank": 3}, "rank must be a pair .this rank"),
     ],
 )
 def test_settings_that_cannot_be_meant(source: Any, options: dict[str, Any], says: str) -> None:

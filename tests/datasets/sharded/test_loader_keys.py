@@ -96,7 +96,7 @@ def test_a_batch_that_is_a_dict_gets_a_field_more() -> None:
     assert torch.equal(batch["x"], torch.arange(4))
     assert [loader.restore_sample(key) for key in batch["key"]] == [0, 1, 2, 3]
     taken = loader_of(Listed([5]), keys="x", collate_fn=lambda rows: {"x": rows})
-    with pytest.raises(InvalidArgumentError, match="keys='x': the batch has a field of this name"):
+    with pytest.raises(InvalidArgumentError, match="keys='x': the batch already has a field of this name"):
         next(iter(taken))
 
 
@@ -130,10 +130,10 @@ def test_a_key_that_cannot_be_is_refused() -> None:
         with pytest.raises(InvalidArgumentError):
             loader.restore_sample(text)  # type: ignore[arg-type]
     for spoilt in ("", "?", more[:-8], more[:40] + ("B" if more[40] == "A" else "A") + more[41:]):
-        with pytest.raises(StateCorruptError, match="damaged restore key"):
+        with pytest.raises(StateCorruptError, match="restore key is damaged"):
             loader.restore_sample(f"{epoch}.{shard}.{index}.{order}.{spoilt}")
     endless = next(iter(loader_of(Counting(1), keys="key")))["key"][0]
-    with pytest.raises(InvalidArgumentError, match="names no sample"):
+    with pytest.raises(InvalidArgumentError, match="must name a sample"):
         loader.restore_sample(".".join([epoch, shard, index, order, endless.split(".")[4]]))
     loader.source = Listed([3])
     with pytest.raises(DatasetError, match="shard 0 of epoch 0 ends before sample 3"):

@@ -93,19 +93,17 @@ def test_only_touched_shards_tokens_are_taken() -> None:
     [
         ([3, 4], {"seed": 4}, "worker 1 makes batches of another order than worker 0.*seed was 3 and is 4"),
         ([4, 4], {}, r"source.lengths\[0\] was 3 and is 4"),
-        ([3, 4], {"batch_size": 2}, "shape.batch was 4 and is 2"),
+        ([3, 4], {"batch_size": 2}, "topology.batch was 4 and is 2"),
     ],
 )
-def test_workers_of_unlike_orders_are_refused(
-    lengths: list[int], options: dict[str, Any], says: str
-) -> None:
+def test_workers_of_unlike_orders_are_refused(lengths: list[int], options: dict[str, Any], says: str) -> None:
     states = []
     for number, (own, changed) in enumerate([([3, 4], {}), (lengths, options)]):
         with assigned(Assignment(0, 1, number, 2, 0, 1)):
             states.append(loader_of(Listed(own), **changed).state_dict())
     with pytest.raises(StateMismatchError, match=says):
         loader_of(Listed([3, 4])).aggregate_state_dict(states)
-    with pytest.raises(InvalidArgumentError, match="of no states"):
+    with pytest.raises(InvalidArgumentError, match="needs the states of all workers, got none"):
         loader_of(Listed([3, 4])).aggregate_state_dict([])
 
 
@@ -336,9 +334,7 @@ def test_state_of_other_order_is_refused_by_name(source: Any, changed: dict[str,
         (Counting(6), Listed([1] * 6), {}, "endless was True and is False"),
     ],
 )
-def test_position_in_other_shards_is_refused(
-    was: Any, source: Any, changed: dict[str, Any], says: str
-) -> None:
+def test_position_in_other_shards_is_refused(was: Any, source: Any, changed: dict[str, Any], says: str) -> None:
     state = loader_of(was).state_dict()
     other = loader_of(source, **changed)
     for strict in (True, False):
@@ -350,8 +346,8 @@ def test_differences_are_named_by_their_path() -> None:
     was = {"kind": "Packed", "length": 8, "source": {"kind": "Listed", "length": 128, "names": ["a", "b"]}}
     now = {"kind": "Packed", "length": 8, "source": {"kind": "Listed", "length": 64, "names": ("a", "b"), "more": 1}}
     assert differences({"source": was}, {"source": now}) == {
-        "source.source.length": "source.source.length was 128 and is 64",
-        "source.source.more": "source.source.more was not there and is 1",
+        "source.source.length": "source.source.length was 128 and is 64 now",
+        "source.source.more": "source.source.more was absent and is 1 now",
     }
     assert list(differences({"a": [1, {"b": 2}]}, {"a": [1, {"b": 3}]}).values()) == ["a[1].b was 2 and is 3"]
     assert list(differences({"a": [1]}, {"a": [1, 2]}).values()) == ["a was [1] and is [1, 2]"]
@@ -397,7 +393,7 @@ def flat(loader: ShardLoader) -> Iterator[Any]:
 def test_worker_state_fits_its_own_topology_only() -> None:
     fleet = Fleet(lambda: Listed(UNEQUAL), (1, 2), batch_size=4)
     fleet.take(2)
-    with pytest.raises(StateMismatchError, match="aggregate_state_dict fits any topology"):
+    with pytest.raises(StateMismatchError, match="aggregate_state_dict, which fits any topology"):
         loader_of(Listed(UNEQUAL), seed=11).load_state_dict(fleet.workers[0].state_dict())
 
 
@@ -415,7 +411,7 @@ def test_workers_of_another_order_are_refused() -> None:
 def test_one_workers_state_is_not_that_of_all() -> None:
     fleet = Fleet(lambda: Listed(UNEQUAL), (1, 2), batch_size=4)
     fleet.take(2)
-    with pytest.raises(StateMismatchError, match="the state of one worker; deaggregate_state_dict takes"):
+    with pytest.raises(StateMismatchError, match=r"deaggregate_state_dict needs .*, got the state of one worker"):
         loader_of(Listed(UNEQUAL), seed=11).deaggregate_state_dict(fleet.workers[0].state_dict())
 
 
@@ -432,9 +428,9 @@ def test_loader_is_pickled_in_mid_epoch(source: Any) -> None:
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
-        ({"described": lambda: {"words": {"a", "b"}}}, "described.. of Listed is no value of JSON: .*set"),
-        ({"described": lambda: {"rate": float("nan")}}, "described.. of Listed is no value of JSON"),
-        ({"lengths": lambda epoch: [5, -3, 0, 1, 2]}, "a shard of -3 samples in epoch 0"),
+        ({"described": lambda: {"words": {"a", "b"}}}, "described.. of Listed must return a JSON value: .*set"),
+        ({"described": lambda: {"rate": float("nan")}}, "described.. of Listed must return a JSON value"),
+        ({"lengths": lambda epoch: [5, -3, 0, 1, 2]}, "lengths must be at least 0, got -3 in epoch 0"),
     ],
 )
 def test_a_source_that_says_what_cannot_be(changed: dict[str, Any], says: str) -> None:
@@ -457,7 +453,7 @@ def test_a_source_that_says_what_cannot_be(changed: dict[str, Any], says: str) -
         ({"first": 1}, StateCorruptError),
         ({"others": None, "workers": 1}, StateCorruptError),
         ({"format": 0}, StateCorruptError),
-        ({"format": 3}, StateVersionError),
+        ({"format": 4}, StateVersionError),
         ({"order": 3}, StateCorruptError),
         ({"shards": None}, StateCorruptError),
         (marked(9, 0, None), StateCorruptError),
@@ -485,7 +481,7 @@ def test_a_state_that_cannot_be_is_refused(spoilt: dict[str, Any], error: type[E
     with pytest.raises(error):
         load()
     for other in ({}, None, {"model": 3}, [1]):
-        with pytest.raises(StateMismatchError, match="a state of another loader"):
+        with pytest.raises(StateMismatchError, match="got one of another loader"):
             loader.load_state_dict(other)
 
 
@@ -501,7 +497,7 @@ def test_an_order_in_other_blocks_is_refused() -> None:
     next(iter(loader))
     state = loader.state_dict()
     for strict in (True, False):
-        with pytest.raises(StateMismatchError, match=r"block was 8 and is 4\. Leave block out to go on as it was"):
+        with pytest.raises(StateMismatchError, match=r"block was 8 and is 4 now. Leave block out"):
             loader_of(Counting(4), block=4).load_state_dict(state, strict=strict)
     older = {**state, "format": 1, "legs": [[4, 0, 0, []]]}
     with pytest.raises(StateVersionError, match="must be 3, got 1: another version of Penstock"):
@@ -522,10 +518,10 @@ def test_shards_that_ended_early_are_named() -> None:
     other.load_state_dict(loader.state_dict())
     other.source = cast(Any, other.source)
     cast(Any, other.source).lengths = lambda epoch: [9, 9]
-    with pytest.raises(DatasetError, match=r"shard 1 of 2 ended before sample 3 of epoch 0: it has fewer"):
+    with pytest.raises(DatasetError, match=r"shard 1 of 2 ended before sample 3 of epoch 0: it is shorter"):
         list(other)
     cast(Any, other.source).lengths = lambda epoch: [9]
-    with pytest.raises(DatasetError, match="2 shards, and lengths of 1"):
+    with pytest.raises(DatasetError, match="as many as its 2 shards, got 1"):
         list(other)
 
 
@@ -578,7 +574,7 @@ def test_a_later_state_of_a_pass_is_arithmetic(make: Any, shape: Shape, then: Sh
             for state, loader in zip(earlier, fleet.workers, strict=True)
         ]
         whole = saved(fleet.workers[0].aggregate_state_dict(saved(states)))
-        advanced: Any = SimpleNamespace(shape=shape, step=fleet.step, state=lambda whole=whole: whole)
+        advanced: Any = SimpleNamespace(topology=shape, step=fleet.step, state=lambda whole=whole: whole)
         there, again = (Fleet(make, then, before, global_batch_size=6) for before in (fleet, advanced))
         assert plain(again.take(4)) == plain(there.take(4))
 

@@ -118,9 +118,7 @@ def test_the_least_recently_used_goes_first() -> None:
 def test_closed_iterables_resume_where_they_were() -> None:
     files = Files([3, 4, 2, 3], indexable=False)
     source = LogicalShards(files.pieces(), shards=4, max_open=2)
-    with pytest.warns(
-        UserWarning, match=r"piece \d is read again from its beginning, again and again.*max_open"
-    ) as caught:
+    with pytest.warns(UserWarning, match=r"piece \d is read again from its beginning repeatedly.*max_open") as caught:
         got = in_turn(source)
     assert len(caught) == 1, "once"
     assert sorted(got) == [(number, index) for number, length in enumerate([3, 4, 2, 3]) for index in range(length)]
@@ -209,20 +207,20 @@ class Frame:
 @pytest.mark.parametrize(
     ("pieces", "options", "message"),
     [
-        ([], {}, "pieces is empty"),
+        ([], {}, "pieces must have at least one piece"),
         ([[1], (x for x in [1])], {}, "piece 1 is a generator, which can be read only once. Give the function"),
         ([iter([1])], {"names": ["a.txt"]}, r"piece 0 \(a.txt\) is a list_iterator, which can be read only once"),
-        (["a.txt"], {}, "piece 0 is a str, which is no set of records"),
-        ([{"a": 1}], {}, "piece 0 is a dict, which is no set of records"),
+        (["a.txt"], {}, "piece 0 is a str, not a sequence of records"),
+        ([{"a": 1}], {}, "piece 0 is a dict, not a sequence of records"),
         ([Frame()], {}, "piece 0 is a Frame, whose items are columns"),
-        ([5], {}, "piece 0 is a int: it has neither length"),
-        ([[1]], {"shards": 0}, "shards=0: it must be at least 1"),
-        ([[1]], {"max_open": 0}, "max_open=0: it must be at least 1"),
-        ([[1]], {"shuffle_block": 0}, "shuffle_block=0: it must be at least 1"),
-        ([[1], [2]], {"counts": [1]}, "counts has 1 entries for 2 pieces"),
-        ([[1], [2]], {"names": ["a", "b", "c"]}, "names has 3 entries for 2 pieces"),
-        ([[1]], {"counts": [-1]}, "counts has -1: each is at least 0"),
-        ([[1]], {"counts": [1.0]}, "counts=1.0: it must be a whole number"),
+        ([5], {}, "piece 0 must have a length .* got int"),
+        ([[1]], {"shards": 0}, "shards must be at least 1, got 0"),
+        ([[1]], {"max_open": 0}, "max_open must be at least 1, got 0"),
+        ([[1]], {"shuffle_block": 0}, "shuffle_block must be at least 1, got 0"),
+        ([[1], [2]], {"counts": [1]}, "counts must have one entry for each of 2 pieces, got 1"),
+        ([[1], [2]], {"names": ["a", "b", "c"]}, "names must have one entry for each of 2 pieces, got 3"),
+        ([[1]], {"counts": [-1]}, "counts must be at least 0, got -1"),
+        ([[1]], {"counts": [1.0]}, "counts must be a whole number, got 1.0"),
     ],
 )
 def test_what_cannot_be_meant(pieces: list[Any], options: dict[str, Any], message: str) -> None:
@@ -231,13 +229,13 @@ def test_what_cannot_be_meant(pieces: list[Any], options: dict[str, Any], messag
 
 
 def test_counts_that_do_not_match() -> None:
-    with pytest.raises(DatasetError, match=r"piece 1 \(b\) has 3 records, and counts says 4"):
+    with pytest.raises(DatasetError, match=r"piece 1 \(b\) must have the 4 records of counts, got 3"):
         LogicalShards([[1], [1, 2, 3]], shards=1, counts=[1, 4], names=["a", "b"])
-    with pytest.raises(DatasetError, match="piece 1 has 2 records, and counts says 1"):
+    with pytest.raises(DatasetError, match="piece 1 must have the 1 records of counts, got 2"):
         LogicalShards([lambda: iter([1]), [5, 6]], shards=1, counts=[1, 1])
     files = Files([5, 6])
     source = LogicalShards(files.pieces(), shards=1, counts=[5, 7])
-    with pytest.raises(DatasetError, match="piece 1 has 6 records, and counts says 7"):
+    with pytest.raises(DatasetError, match="piece 1 must have the 7 records of counts, got 6"):
         rest(source)
 
 
@@ -245,7 +243,7 @@ def test_counts_that_do_not_match() -> None:
 def test_iterable_of_another_length_than_counts(said: int) -> None:
     source = LogicalShards([lambda: iter(range(4)), lambda: iter([9])], shards=1, counts=[said, 1])
     message = (
-        "it ends after 4 records, and counts says 5" if said > 4 else "it goes on after 3 records, and counts says"
+        "must have the 5 records of counts, got 4" if said > 4 else "must have the 3 records of counts, but has more"
     )
     cursor = source.open(0, 0, SEED)
     for _ in range(2 if said == 3 else 4):  # with the last record that counts knows it is seen that there are more
@@ -256,15 +254,15 @@ def test_iterable_of_another_length_than_counts(said: int) -> None:
     cursor.close()
 
 
-def test_surplus_records_at_a_shards_end_are_found() -> None:
+def test_surplus_records_at_a_shards_end() -> None:
     loader = ShardLoader(LogicalShards([lambda: iter(range(4))], shards=1, counts=[3]), batch_size=3, collate_fn=list)
-    with pytest.raises(DatasetError, match="piece 0: it goes on after 3 records, and counts says that these are all"):
+    with pytest.raises(DatasetError, match="piece 0 must have the 3 records of counts, but has more"):
         next(iter(loader))
 
 
 def test_functions_of_two_kinds_under_counts() -> None:
     source = LogicalShards([lambda: [1], lambda: iter([2])], shards=1, counts=[1, 1])
-    with pytest.raises(DatasetError, match="piece 1 is a list_iterator without length or records by number"):
+    with pytest.raises(DatasetError, match=r"piece 1 must have a length .* got list_iterator"):
         rest(source)
     assert rest(LogicalShards([lambda: [1], lambda: iter([2])], shards=1)) == [1, 2]
 
@@ -273,7 +271,7 @@ def test_a_table_that_became_shorter() -> None:
     records = [1, 2, 3]
     source = LogicalShards([records], shards=1, names=["table"])
     records.pop()
-    with pytest.raises(DatasetError, match=r"piece 0 \(table\): it has no record 2, and 3 were said to be there"):
+    with pytest.raises(DatasetError, match=r"piece 0 \(table\): it has no record 2, but must have 3"):
         rest(source)
 
 
@@ -288,9 +286,9 @@ def along(*pieces: list[int], **options: Any) -> LogicalShards:
 def test_piece_with_other_records_is_named() -> None:
     token = token_after(along([1], [5, 6, 7, 8]), 4)
     assert rest(along([1], [5, 6, 7, 8]), token) == [8]
-    with pytest.raises(ReplayMismatchError, match=r"piece 1 \(1.txt\): it was read again, and other samples came"):
+    with pytest.raises(ReplayMismatchError, match=r"piece 1 \(1.txt\): it was read again, and its samples differ"):
         rest(along([1], [5, 66, 7, 8]), token)
-    with pytest.raises(DatasetError, match=r"piece 1 \(1.txt\): it ends after 2 samples, and 3 had been read of it"):
+    with pytest.raises(DatasetError, match=r"piece 1 \(1.txt\): it ends after 2 samples, but 3 had been read"):
         rest(along([1], [5, 6]), token)
 
 
@@ -401,10 +399,10 @@ def test_used_generator_is_an_error() -> None:
 @pytest.mark.parametrize(
     ("piece", "message"),
     [
-        ({"a", "b"}, "piece 0 is a set, whose order is another one in each process"),
+        ({"a", "b"}, "piece 0 is a set, whose order differs between processes"),
         (lambda: frozenset("ab"), "piece 0 opens a frozenset, whose order"),
-        (lambda: "all of a file", "piece 0 opens a str, which is no set of records"),
-        (lambda: {"columns": [1, 2]}, "piece 0 opens a dict, which is no set of records"),
+        (lambda: "all of a file", "piece 0 opens a str, not a sequence of records"),
+        (lambda: {"columns": [1, 2]}, "piece 0 opens a dict, not a sequence of records"),
     ],
 )
 def test_opened_pieces_are_checked_like_given(piece: Any, message: str) -> None:
@@ -423,14 +421,14 @@ def test_what_cannot_be_opened_is_named() -> None:
 @pytest.mark.parametrize(
     ("pieces", "options", "message"),
     [
-        (torch.utils.data.TensorDataset(torch.arange(4)), {}, r"pieces is a TensorDataset; give a list .*\[piece\]"),
-        (torch.zeros(3, 2), {}, "pieces is a Tensor"),
-        (lambda: iter([1]), {}, "pieces is a function"),
-        ("abc", {}, "pieces is a str"),
-        ([[1]], {"shards": None}, "shards=None: it must be at least 1"),
-        ([[1]], {"counts": 1}, "counts=1: it is a list"),
-        ([[1]], {"counts": [None]}, "counts has None"),
-        ([[1]], {"names": "a"}, "names='a': it is a list"),
+        (torch.utils.data.TensorDataset(torch.arange(4)), {}, r"pieces must be a list .*\[piece\], got TensorDataset"),
+        (torch.zeros(3, 2), {}, "pieces must be a list .* got Tensor"),
+        (lambda: iter([1]), {}, "pieces must be a list .* got function"),
+        ("abc", {}, "pieces must be a list .* got str"),
+        ([[1]], {"shards": None}, "shards must be at least 1, got None"),
+        ([[1]], {"counts": 1}, "counts must be a list"),
+        ([[1]], {"counts": [None]}, "got None; or leave counts out"),
+        ([[1]], {"names": "a"}, "names must be a list"),
     ],
 )
 def test_plain_mistakes(pieces: Any, options: dict[str, Any], message: str) -> None:

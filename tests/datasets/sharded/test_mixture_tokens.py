@@ -34,9 +34,7 @@ def within_one_document(documents: list[Any], parts: list[int]) -> None:
 
 
 @given(st.lists(st.tuples(LENGTHS, st.integers(1, 9)), min_size=1, max_size=6), st.integers(0, 90))
-def test_token_shares_are_exact_to_one_document(
-    mixed: list[tuple[list[int], int]], at: int
-) -> None:
+def test_token_shares_are_exact_to_one_document(mixed: list[tuple[list[int], int]], at: int) -> None:
     parts = [part for _, part in mixed]
     source = Mixture([corpus(n, lengths) for n, (lengths, _) in enumerate(mixed)], parts, by="tokens")
     documents = first(source, 120)
@@ -113,7 +111,7 @@ def test_what_has_no_tokens_is_refused() -> None:
 def test_a_token_of_another_mixture_is_refused() -> None:
     sources = [corpus(0, [1]), corpus(1, [2])]
     by_samples = Mixture(sources, [1, 1]).open(0, 0, 1).token()
-    with pytest.raises(StateCorruptError, match="a token of a Mixture of 2 sources by tokens that cannot be"):
+    with pytest.raises(StateCorruptError, match="the token of a Mixture of 2 sources by tokens is damaged"):
         Mixture(sources, [1, 1], by="tokens").open(0, 0, 1, by_samples)
 
 

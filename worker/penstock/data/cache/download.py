@@ -208,7 +208,7 @@ class Downloads:
             return False
         try:
             if found[0] != stored.size:
-                raise ShardCorruptError(f"{path} has {found[0]} bytes, its index says {stored.size}")
+                raise ShardCorruptError(f"{path} has {found[0]} bytes, but its index says {stored.size}")
             self._verify(path, stored, str(path))
         except ShardCorruptError:
             if self._is_only_copy(path, stored):

@@ -205,7 +205,7 @@ class _Documents:
         return document[begin:end]
 
     def _array(self, sample: Any) -> Ints:
-        kind = f"a {type(sample).__name__}"
+        kind = type(sample).__name__
         if isinstance(sample, torch.Tensor):
             sample = sample.numpy(force=True)
         if isinstance(sample, (np.ndarray, list, tuple)):
