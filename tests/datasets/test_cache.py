@@ -92,7 +92,7 @@ def test_what_is_no_index_does_not_stay(server: ShardServer, make: Make, tmp_pat
     (server.folder / "index.json").unlink()
     with pytest.raises(ShardUnavailableError, match=r"index.json could not be fetched after 1 try: HTTP 404"):
         make().index()
-    with pytest.raises(ShardUnavailableError, match=r"is no dataset: it has no index\.json"):
+    with pytest.raises(ShardUnavailableError, match=r"must be a dataset.s folder: it has no index\.json"):
         ShardCache(None, tmp_path).index()
 
 
@@ -129,7 +129,7 @@ def test_what_inflates_to_another_size_or_content(server: ShardServer, make: Mak
     (file,) = shard.files
     for size, hashes, says in [
         (SIZE + 1, {}, f"inflates to {SIZE} bytes, but the index says {SIZE + 1}"),
-        (SIZE - 1, {}, f"hold more than {SIZE - 1} bytes"),
+        (SIZE - 1, {}, f"contain more than {SIZE - 1} bytes"),
         (SIZE, {HASH: "0" * 16}, f"inflated is corrupt: {HASH} {'0' * 16} expected"),
     ]:
         bad = replace(shard, files=(replace(file, raw=StoredFile(file.raw.name, size, hashes)),))
@@ -142,7 +142,7 @@ def test_validating_needs_hashes(server: ShardServer, make: Make) -> None:
     (shard,) = make_shards(server.folder, 1, SIZE)
     with pytest.raises(DatasetError, match="the index must have its sha1 hash to validate by, got xxh64"):
         make(validate="sha1").hold(shard)
-    with pytest.raises(InvalidArgumentError, match="unknown hash 'crc'"):
+    with pytest.raises(InvalidArgumentError, match=r"the hash to validate by must be one of .* got 'crc'"):
         make(validate="crc")
 
 

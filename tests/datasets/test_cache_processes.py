@@ -236,10 +236,10 @@ def test_nothing_is_said_at_the_end_of_a_process(server: ShardServer, tmp_path: 
     program = f"""
         import gc, os, sys
         from penstock.data.cache.shard_cache import ShardCache
-        from penstock.data.remote.folders import Place
+        from penstock.data.remote.folders import RemoteFolder
         from penstock.data.formats.shards import Shard, ShardFile, StoredFile
         shards = [Shard("mds", 1, (ShardFile(StoredFile(name, {SIZE})),)) for name in {[s.name for s in shards]}]
-        cache = ShardCache(Place({server.url!r}), {str(tmp_path / "cache")!r})
+        cache = ShardCache(RemoteFolder({server.url!r}), {str(tmp_path / "cache")!r})
         cache.hold(shards[0])
         if {ahead}:
             cache.fetch_ahead(shards)

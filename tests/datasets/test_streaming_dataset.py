@@ -184,12 +184,12 @@ def test_arguments_that_cannot_be_meant(hundred: Path) -> None:
         StreamingDataset()
     with pytest.raises(InvalidArgumentError, match="or else streams"):
         StreamingDataset(local=hundred, streams=[Stream(local=hundred)])
-    with pytest.raises(InvalidArgumentError, match="each stream's own"):
+    with pytest.raises(InvalidArgumentError, match="given in each Stream"):
         StreamingDataset(streams=[Stream(local=hundred)], split="train")
     dataset = StreamingDataset(streams=[Stream(local=hundred, repeat=2)])
-    with pytest.raises(InvalidArgumentError, match="epoch_size goes with proportions"):
+    with pytest.raises(InvalidArgumentError, match="epoch_size needs proportions"):
         dataset.shares(5)
-    with pytest.raises(InvalidArgumentError, match="are 0"):
+    with pytest.raises(InvalidArgumentError, match="must have a proportion above 0"):
         StreamingDataset(streams=[Stream(local=hundred, proportion=0)]).shares()
 
 

@@ -169,5 +169,5 @@ def test_a_source_s_own_batches_without_rows() -> None:
 
 
 def test_an_empty_batch_is_said(loaders: dict[str, Callable[[int], Made]]) -> None:
-    with assigned(Assignment(1, 2, 0, 1, 0, 1)), pytest.warns(UserWarning, match="those without one get a batch of no"):
+    with assigned(Assignment(1, 2, 0, 1, 0, 1)), pytest.warns(UserWarning, match="without one get a batch of no"):
         assert list(loaders["map"](1)(batch_size=4)) != []

@@ -64,7 +64,7 @@ def test_unfit_sample_is_named_and_not_written(change: dict[str, Any], words: st
         writer.write(SAMPLE)
         with pytest.raises(DatasetError, match=f"out: .*{words}"):
             writer.write({**SAMPLE, **change})
-        with pytest.raises(DatasetError, match="sample 2, column 'image': .* this column, got 'text'"):
+        with pytest.raises(DatasetError, match=r"sample 2, column 'image': .* this column, got 'text'"):
             writer.write({"text": "a"})
         writer.write({**SAMPLE, "n": 3})
     assert read_column(tmp_path / "out", "n") == [1, 1, 3]

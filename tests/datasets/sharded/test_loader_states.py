@@ -317,7 +317,7 @@ def test_state_of_other_order_is_refused_by_name(source: Any, changed: dict[str,
     states = [loader.state_dict(), loader.aggregate_state_dict([loader.state_dict()])]
     other = loader_of(source, **changed)
     for state in states:
-        with pytest.raises(StateMismatchError, match=f"another order of samples: {says}. Use"):
+        with pytest.raises(StateMismatchError, match=f"another order of samples: {says} now. Use"):
             other.load_state_dict(state)
         with pytest.warns(UserWarning, match=says):
             other.load_state_dict(state, strict=False)
@@ -349,8 +349,8 @@ def test_differences_are_named_by_their_path() -> None:
         "source.source.length": "source.source.length was 128 and is 64 now",
         "source.source.more": "source.source.more was absent and is 1 now",
     }
-    assert list(differences({"a": [1, {"b": 2}]}, {"a": [1, {"b": 3}]}).values()) == ["a[1].b was 2 and is 3"]
-    assert list(differences({"a": [1]}, {"a": [1, 2]}).values()) == ["a was [1] and is [1, 2]"]
+    assert list(differences({"a": [1, {"b": 2}]}, {"a": [1, {"b": 3}]}).values()) == ["a[1].b was 2 and is 3 now"]
+    assert list(differences({"a": [1]}, {"a": [1, 2]}).values()) == ["a was [1] and is [1, 2] now"]
     assert list(differences({"a": [1]}, {}).values()) == ["a was [1] and is not there"]
 
 

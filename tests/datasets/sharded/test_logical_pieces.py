@@ -249,7 +249,7 @@ def test_iterable_of_another_length_than_counts(said: int) -> None:
     for _ in range(2 if said == 3 else 4):  # with the last record that counts knows it is seen that there are more
         next(cursor)
     for _ in range(2):
-        with pytest.raises(DatasetError, match=f"piece 0: {message}"):
+        with pytest.raises(DatasetError, match=f"piece 0 {message}"):
             next(cursor)
     cursor.close()
 
@@ -296,7 +296,7 @@ def test_piece_with_a_wrong_state_is_read_again() -> None:
     token = token_after(LogicalShards([lambda: Counter(9)], shards=1), 5)
     other = LogicalShards([lambda: Counter(9, 100)], shards=1)
     with (
-        pytest.warns(UserWarning, match="piece 0: the state that it gave after 1 samples does not lead back there"),
+        pytest.warns(UserWarning, match="piece 0: its state after 1 samples does not restore"),
         pytest.raises(ReplayMismatchError, match="piece 0: it was read again"),
     ):
         rest(other, token)

@@ -158,7 +158,7 @@ def test_wrong_state_is_detected_and_not_used(place: int, eager: None) -> None:
     source = Savable(lambda shard: CountsLate(12), shards=1, snapshot_every=1)
     token = token_after(source, place)
     cursor = source.open(0, 0, SEED, token)
-    with pytest.warns(UserWarning, match=r"stream 0 of 1: the state that it gave after \d+ samples does not lead back"):
+    with pytest.warns(UserWarning, match=r"stream 0 of 1: its state after \d+ samples does not restore"):
         assert list(cursor) == list(range(place, 12))
     assert cursor.token()["snapshot"] is None, "another one would be of no use either"
     cursor.close()
@@ -408,7 +408,7 @@ def test_stream_ending_early_names_both_numbers(stateful: bool) -> None:
     cursor = source(7).open(0, 0, SEED, token)
     for _ in range(2):
         with (
-            pytest.warns(UserWarning, match="does not lead back there") if stateful else nullcontext(),
+            pytest.warns(UserWarning, match="does not restore that position") if stateful else nullcontext(),
             pytest.raises(DatasetError, match="it ends after 7 samples, but 15 had been read"),
         ):
             next(cursor)
