@@ -322,7 +322,7 @@ def test_epoch_of_a_loaded_state_is_continued(dataset: StreamingDataset) -> None
     for number in (-1, 0.5):
         with pytest.raises(InvalidArgumentError, match=f"epoch must be .* got {number}"):
             loader.set_epoch(cast(Any, number))
-    with pytest.raises(InvalidArgumentError, match="batches=-1"):
+    with pytest.raises(InvalidArgumentError, match="batches must be at least 0, got -1"):
         loader.state_after(-1)
 
 

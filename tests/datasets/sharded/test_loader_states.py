@@ -351,7 +351,7 @@ def test_differences_are_named_by_their_path() -> None:
     }
     assert list(differences({"a": [1, {"b": 2}]}, {"a": [1, {"b": 3}]}).values()) == ["a[1].b was 2 and is 3 now"]
     assert list(differences({"a": [1]}, {"a": [1, 2]}).values()) == ["a was [1] and is [1, 2] now"]
-    assert list(differences({"a": [1]}, {}).values()) == ["a was [1] and is not there"]
+    assert list(differences({"a": [1]}, {}).values()) == ["a was [1] and is absent now"]
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ class Fetcher(Protocol):
 
 
 class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
-    """Batches in an order that does not depend on who makes them. One iteration is one epoch, or the rest of one."""
+    """Batches in an order that does not depend on boxes and workers. One iteration is one epoch, or the rest of one."""
 
     loads_own_state = True
     exact_states = True

@@ -30,7 +30,7 @@ EXAMINED_POSITIONS = 1 << 14
 
 
 class StreamingLoader(PositionLoader):
-    """Batches of a StreamingDataset, in an order that does not depend on who makes them.
+    """Batches of a StreamingDataset, in an order that does not depend on boxes and workers.
 
         def input_fn():
             return StreamingLoader(StreamingDataset("s3://bucket/train"), batch_size=32, shuffle=True)

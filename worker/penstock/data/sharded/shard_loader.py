@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 
 class ShardLoader(torch.utils.data.IterableDataset[Any]):
-    """Batches of a source in logical shards, in an order that does not depend on who makes them.
+    """Batches of a source in logical shards, in an order that does not depend on boxes and workers.
 
         def input_fn():
             shards = LogicalShards([LineFile(path) for path in sorted(glob("/data/*.jsonl"))], shards=240)

@@ -103,11 +103,11 @@ class ByTokens:
         return None
 
     def _first_due(self, live: list[int]) -> int:
-        whole, dealt = sum(self._parts[number] for number in live), sum(self._given[number] for number in live)
+        whole, total = sum(self._parts[number] for number in live), sum(self._given[number] for number in live)
         best, due = -1, 0
         for number in live:
             given, part = self._given[number], self._parts[number]
-            if given * whole > part * dealt:
+            if given * whole > part * total:
                 continue  # above its share
             until = given + (self._next[number][0] if number in self._next else 0)
             if best < 0 or until * self._parts[best] < due * part:

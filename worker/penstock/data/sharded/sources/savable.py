@@ -13,7 +13,7 @@ from typing import Any
 
 from penstock.data.arguments import at_least_one
 from penstock.data.sharded.protocol import Place, Token
-from penstock.data.sharded.sources.garbage_collection import GarbageCollection
+from penstock.data.sharded.sources.gc_schedule import GarbageCollection
 from penstock.data.sharded.sources.opaque import SNAPSHOT_EVERY, SNAPSHOT_S, OpaqueStream, StreamMark
 from penstock.data.sharded.sources.sample_digest import BEGINNING, SampleDigests
 from penstock.proto.errors import DatasetError, InvalidArgumentError, StateCorruptError, StateMismatchError
