@@ -62,10 +62,10 @@ def test_what_is_held_is_the_raw_file(
     for _ in range(2):
         assert [held_bytes(cache, shard) for shard in shards] == [raw_bytes(n, SIZE) for n in range(2)]
     assert set(server.requests.values()) == {1}
-    there = {shard.name for shard in shards}
+    remote = {shard.name for shard in shards}
     if compression and keep_packed:
-        there |= {file.packed.name for shard in shards for file in shard.files if file.packed}
-    assert names(tmp_path / "cache") == there
+        remote |= {file.packed.name for shard in shards for file in shard.files if file.packed}
+    assert names(tmp_path / "cache") == remote
 
 
 def test_a_shard_of_two_files(server: ShardServer, make: Make) -> None:
@@ -85,14 +85,14 @@ def test_the_index_is_fetched_once(server: ShardServer, make: Make, tmp_path: Pa
 def test_what_is_no_index_does_not_stay(server: ShardServer, make: Make, tmp_path: Path) -> None:
     (server.folder / "index.json").write_text("<html>please log in</html>")
     with pytest.raises(
-        DatasetError, match=rf"{server.url}/index.json is no index of a dataset; it begins with b'<html>"
+        DatasetError, match=rf"{server.url}/index.json must be the index of a dataset, got .* begins with b'<html>"
     ):
         make().index()
     assert not names(tmp_path / "cache")
     (server.folder / "index.json").unlink()
     with pytest.raises(ShardUnavailableError, match=r"index.json could not be fetched after 1 try: HTTP 404"):
         make().index()
-    with pytest.raises(ShardUnavailableError, match=r"is no dataset: it has no index\.json"):
+    with pytest.raises(ShardUnavailableError, match=r"must be a dataset.s folder: it has no index\.json"):
         ShardCache(None, tmp_path).index()
 
 
@@ -106,10 +106,10 @@ def test_a_corrupt_file_is_fetched_again_once(server: ShardServer, make: Make, c
 
 
 @pytest.mark.parametrize("compression", ["", "zstd"])
-def test_what_stays_corrupt_is_an_error_each_time_and_never_on_disk(
+def test_corrupt_file_is_an_error_and_not_kept(
     server: ShardServer, make: Make, tmp_path: Path, compression: str
 ) -> None:
-    """The peer leaves the bad file there, and its second run reads it without a word."""
+    """mosaicml-streaming leaves the bad file in place, and its second run reads it silently."""
     (shard,) = make_shards(server.folder, 1, SIZE, compression=compression)
     stored = shard.files[0].packed or shard.files[0].raw
     server.faults[stored.name] = [Fault(flip=True, stays=True)]
@@ -128,8 +128,8 @@ def test_what_inflates_to_another_size_or_content(server: ShardServer, make: Mak
     (shard,) = make_shards(server.folder, 1, SIZE, compression="zstd")
     (file,) = shard.files
     for size, hashes, says in [
-        (SIZE + 1, {}, f"inflates to {SIZE} bytes, the index says {SIZE + 1}"),
-        (SIZE - 1, {}, f"hold more than {SIZE - 1} bytes"),
+        (SIZE + 1, {}, f"inflates to {SIZE} bytes, but the index says {SIZE + 1}"),
+        (SIZE - 1, {}, f"contain more than {SIZE - 1} bytes"),
         (SIZE, {HASH: "0" * 16}, f"inflated is corrupt: {HASH} {'0' * 16} expected"),
     ]:
         bad = replace(shard, files=(replace(file, raw=StoredFile(file.raw.name, size, hashes)),))
@@ -140,16 +140,16 @@ def test_what_inflates_to_another_size_or_content(server: ShardServer, make: Mak
 
 def test_validating_needs_hashes(server: ShardServer, make: Make) -> None:
     (shard,) = make_shards(server.folder, 1, SIZE)
-    with pytest.raises(DatasetError, match="no sha1 hash of it to validate by; it has xxh64"):
+    with pytest.raises(DatasetError, match="the index must have its sha1 hash to validate by, got xxh64"):
         make(validate="sha1").hold(shard)
-    with pytest.raises(InvalidArgumentError, match="unknown hash 'crc'"):
+    with pytest.raises(InvalidArgumentError, match=r"the hash to validate by must be one of .* got 'crc'"):
         make(validate="crc")
 
 
 def test_a_size_that_changed_since_the_index(server: ShardServer, make: Make, tmp_path: Path) -> None:
     (shard,) = make_shards(server.folder, 1, SIZE, hashes=False)
     (server.folder / shard.name).write_bytes(bytes(SIZE + 7))
-    with pytest.raises(ShardCorruptError, match=f"{shard.name} has {SIZE + 7} bytes, its index says {SIZE}"):
+    with pytest.raises(ShardCorruptError, match=f"{shard.name} has {SIZE + 7} bytes, but its index says {SIZE}"):
         make().hold(shard)
     assert not names(tmp_path / "cache")
 
@@ -166,7 +166,7 @@ def test_a_missing_shard_hurts_no_other(server: ShardServer, make: Make) -> None
 
 @pytest.mark.parametrize("whole", [True, False])
 def test_files_of_an_earlier_run_are_used(server: ShardServer, make: Make, tmp_path: Path, whole: bool) -> None:
-    """Whoever left them there; verified once, by one process, for all that come later."""
+    """Files found in the folder are verified once, by one process, for all later ones."""
     (shard,) = make_shards(server.folder, 1, SIZE)
     left = tmp_path / "cache" / shard.name
     left.parent.mkdir()
@@ -183,7 +183,7 @@ def test_files_of_an_earlier_run_are_used(server: ShardServer, make: Make, tmp_p
     assert held_bytes(make(validate=HASH), shard) == raw_bytes(0, SIZE), "another time: it was not hashed again"
 
 
-def test_a_bad_file_goes_though_no_good_one_can_be_had(server: ShardServer, make: Make, tmp_path: Path) -> None:
+def test_bad_file_is_removed_without_a_good_one(server: ShardServer, make: Make, tmp_path: Path) -> None:
     (shard,) = make_shards(server.folder, 1, SIZE)
     (server.folder / shard.name).unlink()
     (tmp_path / "cache").mkdir()
@@ -204,7 +204,7 @@ def test_a_packed_file_of_an_earlier_run_is_used(server: ShardServer, make: Make
     assert names(tmp_path / "cache") == {shard.name, packed.name}
 
 
-def test_half_of_a_file_is_not_taken_for_a_whole_one(server: ShardServer, make: Make, tmp_path: Path) -> None:
+def test_half_a_file_is_not_taken_for_a_whole(server: ShardServer, make: Make, tmp_path: Path) -> None:
     (shard,) = make_shards(server.folder, 1, SIZE, hashes=False)
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache" / shard.name).write_bytes(raw_bytes(0, SIZE)[:1000])
@@ -216,52 +216,50 @@ def test_a_folder_without_a_place_is_the_dataset(tmp_path: Path) -> None:
     cache = ShardCache(None, tmp_path, limit=1)
     assert [held_bytes(cache, shard) for shard in (*plain, *packed)] == [raw_bytes(n, SIZE) for n in range(2)]
     gone = ShardFile(StoredFile("gone", 5))
-    with pytest.raises(ShardUnavailableError, match="gone is missing, and there is no place"):
+    with pytest.raises(ShardUnavailableError, match="gone is missing, and there is no remote"):
         cache.hold(replace(plain[0], files=(gone,)))
     path = tmp_path / plain[0].name
     path.write_bytes(bytes(SIZE))
     with pytest.raises(ShardCorruptError, match=f"{path} is corrupt"):
         ShardCache(None, tmp_path, validate=HASH).hold(plain[0])
     path.write_bytes(b"short")
-    with pytest.raises(ShardCorruptError, match=f"{path} has 5 bytes, its index says {SIZE}"):
+    with pytest.raises(ShardCorruptError, match=f"{path} has 5 bytes, but its index says {SIZE}"):
         ShardCache(RemoteFolder(tmp_path), tmp_path).hold(plain[0])
     assert path.exists(), "the only copy was removed"
     cache.close()
 
 
 def test_local_files_are_used_in_place(tmp_path: Path) -> None:
-    there, identity = tmp_path / "there", tmp_path / "here"
-    plain, packed = make_shards(there, 1, SIZE), make_shards(there, 1, SIZE, compression="gz", first=1)
+    remote, own = tmp_path / "remote", tmp_path / "here"
+    plain, packed = make_shards(remote, 1, SIZE), make_shards(remote, 1, SIZE, compression="gz", first=1)
     for validate in (None, HASH):
-        cache = ShardCache(RemoteFolder(there), identity, validate=validate)
+        cache = ShardCache(RemoteFolder(remote), own, validate=validate)
         with cache.hold(plain[0]) as held:
-            assert held.paths == (there / plain[0].name,)
+            assert held.paths == (remote / plain[0].name,)
         with cache.hold(packed[0]) as held:
-            assert held.paths == (identity / packed[0].name,)
+            assert held.paths == (own / packed[0].name,)
             assert held.paths[0].read_bytes() == raw_bytes(1, SIZE)
-        assert cache.index() == (there / "index.json").read_bytes()
-    assert names(identity) == {packed[0].name}
-    assert len(list(there.iterdir())) == 3
+        assert cache.index() == (remote / "index.json").read_bytes()
+    assert names(own) == {packed[0].name}
+    assert len(list(remote.iterdir())) == 3
 
 
-@pytest.mark.parametrize(("there", "here"), [("data/remote", "data"), ("data", "data/cache")])
+@pytest.mark.parametrize(("remote", "own"), [("data/remote", "data"), ("data", "data/cache")])
 @pytest.mark.parametrize("validate", [None, HASH])
-def test_files_of_a_place_stay_though_its_cache_is_above_or_below_it(
-    tmp_path: Path, there: str, identity: str, validate: str | None
-) -> None:
-    """What was packed there went when it was unpacked, as if it were the cache's own; and when it was corrupt."""
-    shards = make_shards(tmp_path / there, 2, SIZE, compression="gz")
-    paths = [tmp_path / there / file.packed.name for shard in shards for file in shard.files if file.packed]
+def test_remote_files_stay_beside_a_nested_cache(tmp_path: Path, remote: str, own: str, validate: str | None) -> None:
+    """A packed file of the remote must not be removed when it was unpacked, nor when it is corrupt."""
+    shards = make_shards(tmp_path / remote, 2, SIZE, compression="gz")
+    paths = [tmp_path / remote / file.packed.name for shard in shards for file in shard.files if file.packed]
     before = [path.read_bytes() for path in paths]
-    cache = ShardCache(RemoteFolder(tmp_path / there), tmp_path / identity, validate=validate)
+    cache = ShardCache(RemoteFolder(tmp_path / remote), tmp_path / own, validate=validate)
     assert [held_bytes(cache, shard) for shard in shards] == [raw_bytes(n, SIZE) for n in range(2)]
     cache.close()
     assert [path.read_bytes() for path in paths] == before
-    raw = tmp_path / identity / shards[0].name
+    raw = tmp_path / own / shards[0].name
     raw.unlink()
     damaged = before[0][:-9] + bytes([before[0][-9] ^ 1]) + before[0][-8:]
     paths[0].write_bytes(damaged)
-    again = ShardCache(RemoteFolder(tmp_path / there), tmp_path / identity, validate=validate)
+    again = ShardCache(RemoteFolder(tmp_path / remote), tmp_path / own, validate=validate)
     with pytest.raises(ShardCorruptError, match=paths[0].name):
         again.hold(shards[0])
     assert paths[0].read_bytes() == damaged, "the only copy was removed"
@@ -271,16 +269,16 @@ def test_files_of_a_place_stay_though_its_cache_is_above_or_below_it(
     again.close()
 
 
-def test_local_files_that_are_only_read_leave_nothing_anywhere(tmp_path: Path) -> None:
-    shards, threads = make_shards(tmp_path / "there", 3, SIZE), threading.active_count()
-    for place, folder in ((RemoteFolder(tmp_path / "there"), "here"), (None, "there")):
+def test_reading_in_place_writes_nothing(tmp_path: Path) -> None:
+    shards, threads = make_shards(tmp_path / "remote", 3, SIZE), threading.active_count()
+    for place, folder in ((RemoteFolder(tmp_path / "remote"), "here"), (None, "remote")):
         cache = ShardCache(place, tmp_path / folder)
         cache.fetch_ahead(shards)
         cache.hold(shards[0]).release()
         assert threading.active_count() <= threads
         cache.close()
-    assert [path.name for path in tmp_path.iterdir()] == ["there"]
-    assert len(list((tmp_path / "there").iterdir())) == 4
+    assert [path.name for path in tmp_path.iterdir()] == ["remote"]
+    assert len(list((tmp_path / "remote").iterdir())) == 4
 
 
 def test_a_folder_holds_one_dataset(server: ShardServer, make: Make, tmp_path: Path) -> None:
@@ -294,7 +292,7 @@ def test_a_folder_holds_one_dataset(server: ShardServer, make: Make, tmp_path: P
 def test_a_folder_that_cannot_be_written(tmp_path: Path, server: ShardServer) -> None:
     (shard,) = make_shards(server.folder, 1, SIZE)
     (tmp_path / "file").write_text("")
-    with pytest.raises(ShardUnavailableError, match=r"file/cache cannot be written: Not a directory; give a local"):
+    with pytest.raises(ShardUnavailableError, match=r"file/cache cannot be written: Not a directory; give a writable"):
         ShardCache(RemoteFolder(server.url), tmp_path / "file" / "cache").hold(shard)
 
 
@@ -375,18 +373,18 @@ def _seconds(call: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-def test_a_wait_for_another_process_has_a_deadline(
+def test_wait_for_another_process_has_a_deadline(
     server: ShardServer, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (shard,) = make_shards(server.folder, 1, SIZE)
     server.faults[shard.name] = [Fault(silent_after=100, stays=True)]
     make(threads=1).fetch_ahead([shard])
     assert server.moving.acquire(timeout=30)
-    with pytest.raises(ShardUnavailableError, match=rf"could not be had within 0\.3 s: .*process {os.getpid()}\)"):
+    with pytest.raises(ShardUnavailableError, match=rf"was not available within 0\.3 s: .*process {os.getpid()}\)"):
         make(timeout_s=0.3).hold(shard)
 
 
-def test_a_cache_travels_to_a_spawned_process_as_its_settings(server: ShardServer, make: Make) -> None:
+def test_cache_is_pickled_as_its_settings(server: ShardServer, make: Make) -> None:
     (shard,) = make_shards(server.folder, 1, SIZE)
     cache = make(validate=HASH, limit=5 * SIZE)
     with cache.hold(shard):

@@ -60,7 +60,7 @@ def test_the_least_recently_used_goes_first(server: ShardServer, make: Make, tmp
     assert there(tmp_path) == [0, 3, 4]
 
 
-def test_what_is_held_stays_and_the_limit_gives_way(server: ShardServer, make: Make, tmp_path: Path) -> None:
+def test_held_shards_stay_beyond_the_limit(server: ShardServer, make: Make, tmp_path: Path) -> None:
     """The peer deadlocks. One warning for a cache; nothing is exceeded any more once there is something to evict."""
     shards = make_shards(server.folder, 6, SIZE)
     cache, other = make(timeout_s=30), make()
@@ -105,11 +105,11 @@ def test_under_pressure_the_user_may_release(server: ShardServer, make: Make, tm
     assert there(tmp_path) == [1, 2, 3]
 
 
-def test_a_shard_above_the_limit_is_had_all_the_same(server: ShardServer, make: Make) -> None:
+def test_shard_above_the_limit_is_fetched(server: ShardServer, make: Make) -> None:
     (shard,) = make_shards(server.folder, 1, SIZE)
     with pytest.warns(UserWarning, match="exceeds its limit of 10 bytes"):
         use(make(limit=10), shard)
-    with pytest.raises(InvalidArgumentError, match="above 0 bytes, not 0"):
+    with pytest.raises(InvalidArgumentError, match="above 0 bytes, got 0"):
         make(limit=0)
 
 
@@ -130,7 +130,7 @@ def test_ahead_takes_no_more_than_fits(server: ShardServer, make: Make, tmp_path
     assert set(server.requests.values()) == {1}
 
 
-def test_what_is_waited_for_drives_out_what_is_ahead(server: ShardServer, make: Make, tmp_path: Path) -> None:
+def test_awaited_shard_evicts_prefetched_ones(server: ShardServer, make: Make, tmp_path: Path) -> None:
     """Of another process, too; and what is still being fetched ahead is waited for."""
     shards = make_shards(server.folder, 4, SIZE)
     server.faults[shards[2].name] = [Fault(bytes_per_s=2 * SIZE)]
@@ -144,7 +144,7 @@ def test_what_is_waited_for_drives_out_what_is_ahead(server: ShardServer, make: 
     assert size_of_files(tmp_path / "cache") <= 3 * SIZE
 
 
-def test_at_the_limit_nobody_waits_for_what_he_is_fetching_himself(
+def test_at_the_limit_own_prefetch_is_not_awaited(
     server: ShardServer, make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another process that wants the same shard ahead was taken for one that is fetching it: both waited."""
@@ -153,7 +153,9 @@ def test_at_the_limit_nobody_waits_for_what_he_is_fetching_himself(
     other = make()
     held = [other.hold(shard) for shard in shards[:3]]
     books = CacheState(tmp_path / "cache", RemoteFolder(server.url), 30)
-    wanted = books.wait(str(tmp_path / "cache" / ".penstock" / "ahead" / key_of(shards[3].name)), 30, "", shared=True)
+    wanted = books.wait(
+        str(tmp_path / "cache" / ".penstock" / "prefetched" / key_of(shards[3].name)), 30, "", shared=True
+    )
     with pytest.warns(UserWarning, match="exceeds its limit"):
         use(make(timeout_s=30), shards[3])  # it would wait as long, and then have no time to fetch it
     wanted.release()
@@ -191,7 +193,7 @@ def test_raw_files_go_before_packed_ones(server: ShardServer, make: Make, tmp_pa
     assert set(server.requests.values()) == {1}
 
 
-def test_what_cannot_be_fetched_again_is_never_evicted(server: ShardServer, make: Make, tmp_path: Path) -> None:
+def test_only_copies_are_never_evicted(server: ShardServer, make: Make, tmp_path: Path) -> None:
     """Files that were there before, and that the place does not have; and files that are no shard's. The peer deletes
     the only copy."""
     shards = make_shards(server.folder, 5, SIZE)
@@ -209,7 +211,7 @@ def test_what_cannot_be_fetched_again_is_never_evicted(server: ShardServer, make
     use(cache, shards[1])
 
 
-def test_a_shard_that_could_not_be_fetched_claims_nothing(server: ShardServer, make: Make, tmp_path: Path) -> None:
+def test_failed_fetch_claims_no_bytes(server: ShardServer, make: Make, tmp_path: Path) -> None:
     shards = make_shards(server.folder, 4, SIZE)
     (server.folder / shards[3].name).unlink()
     cache = make()
@@ -251,9 +253,7 @@ def test_room_goes_in_order(tmp_path: Path) -> None:
     ahead.close()
 
 
-def test_nothing_outside_of_the_folder_goes_for_what_a_stamp_says(
-    server: ShardServer, make: Make, tmp_path: Path
-) -> None:
+def test_versions_cannot_evict_outside_the_folder(server: ShardServer, make: Make, tmp_path: Path) -> None:
     shards = make_shards(server.folder, 4, SIZE)
     cache = make(limit=SIZE)
     use(cache, shards[0])

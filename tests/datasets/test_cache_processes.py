@@ -48,7 +48,7 @@ def check(cache: ShardCache, shard: Shard) -> None:
 def assert_clean(folder: Path) -> None:
     """No temporary file, and no lock that anybody has."""
     assert not list((folder / ".penstock" / "fetching").iterdir())
-    assert not list((folder / ".penstock" / "ahead").iterdir())
+    assert not list((folder / ".penstock" / "prefetched").iterdir())
     for path in (folder / ".penstock" / "shards").iterdir():
         with open(path, "rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -71,7 +71,7 @@ def test_each_file_is_fetched_once(server: ShardServer, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("limit", [None, 10 * SIZE])
-def test_another_takes_over_from_one_that_is_killed(server: ShardServer, tmp_path: Path, limit: int | None) -> None:
+def test_killed_fetcher_is_taken_over(server: ShardServer, tmp_path: Path, limit: int | None) -> None:
     (shard,) = make_shards(server.folder, 1, SIZE)
     server.faults[shard.name] = [Fault(silent_after=1000)]
 
@@ -90,7 +90,7 @@ def test_another_takes_over_from_one_that_is_killed(server: ShardServer, tmp_pat
     assert_clean(tmp_path / "cache")
 
 
-def test_what_a_killed_process_left_is_gone_on_with(server: ShardServer, tmp_path: Path) -> None:
+def test_files_of_a_killed_process_are_completed(server: ShardServer, tmp_path: Path) -> None:
     """What was whole is used; its temporary files go; its claims on the limit hinder nobody."""
     shards = make_shards(server.folder, 3, SIZE)
     server.faults[shards[1].name] = [Fault(silent_after=1000)]
@@ -152,7 +152,7 @@ def test_killed_in_the_middle_of_an_eviction(server: ShardServer, tmp_path: Path
     assert_clean(tmp_path / "cache")
 
 
-def test_a_child_neither_holds_nor_releases_what_its_parent_does(server: ShardServer, tmp_path: Path) -> None:
+def test_child_does_not_release_parents_shards(server: ShardServer, tmp_path: Path) -> None:
     shards = make_shards(server.folder, 4, SIZE)
     arrived, leave = tmp_path / "arrived", tmp_path / "leave"
     with cache_of(server, tmp_path, limit=2 * SIZE) as cache:
@@ -185,7 +185,7 @@ def test_a_child_neither_holds_nor_releases_what_its_parent_does(server: ShardSe
     assert_clean(tmp_path / "cache")
 
 
-def test_a_child_fetches_ahead_with_threads_of_its_own(server: ShardServer, tmp_path: Path) -> None:
+def test_child_prefetches_with_its_own_threads(server: ShardServer, tmp_path: Path) -> None:
     shards = make_shards(server.folder, 3, SIZE)
     files = [tmp_path / "cache" / shard.name for shard in shards]
     with cache_of(server, tmp_path) as cache:
@@ -204,7 +204,7 @@ def test_a_child_fetches_ahead_with_threads_of_its_own(server: ShardServer, tmp_
     assert_clean(tmp_path / "cache")
 
 
-def test_a_child_that_lives_on_keeps_no_lock_of_its_dead_parent(server: ShardServer, tmp_path: Path) -> None:
+def test_child_keeps_no_lock_of_its_dead_parent(server: ShardServer, tmp_path: Path) -> None:
     shards = make_shards(server.folder, 2, SIZE)
     orphan = tmp_path / "orphan"
 
@@ -236,10 +236,10 @@ def test_nothing_is_said_at_the_end_of_a_process(server: ShardServer, tmp_path: 
     program = f"""
         import gc, os, sys
         from penstock.data.cache.shard_cache import ShardCache
-        from penstock.data.remote.folders import Place
+        from penstock.data.remote.folders import RemoteFolder
         from penstock.data.formats.shards import Shard, ShardFile, StoredFile
         shards = [Shard("mds", 1, (ShardFile(StoredFile(name, {SIZE})),)) for name in {[s.name for s in shards]}]
-        cache = ShardCache(Place({server.url!r}), {str(tmp_path / "cache")!r})
+        cache = ShardCache(RemoteFolder({server.url!r}), {str(tmp_path / "cache")!r})
         cache.hold(shards[0])
         if {ahead}:
             cache.fetch_ahead(shards)

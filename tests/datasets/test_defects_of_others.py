@@ -45,7 +45,7 @@ def rows(batches: list[list[Any]]) -> list[Any]:
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 2), (2, 3), (3, 1)])
-def test_another_number_of_replicas_loses_and_repeats_nothing(before: int, after: int) -> None:
+def test_other_replica_count_loses_nothing(before: int, after: int) -> None:
     """A sampler that takes the new number silently lost 240 of 960 samples from 2 to 4, and repeated 240 back."""
     first = AllWorkers(partial(mapped, 960, 48), (before, 1))
     got = rows(first.take(10))
@@ -53,7 +53,7 @@ def test_another_number_of_replicas_loses_and_repeats_nothing(before: int, after
     assert sorted(got) == list(range(960))
 
 
-def test_the_tail_and_the_rows_do_not_depend_on_the_number_of_hosts() -> None:
+def test_tail_and_rows_are_the_same_on_any_hosts() -> None:
     """With 3 hosts a batch was refused, with 4 the tail was dropped (996 of 1000), and rows came in another order."""
     whole = AllWorkers(partial(mapped, 1000, 8), (1, 1)).take(125)
     assert sorted(rows(whole)) == list(range(1000))
@@ -61,7 +61,7 @@ def test_the_tail_and_the_rows_do_not_depend_on_the_number_of_hosts() -> None:
         assert AllWorkers(partial(mapped, 1000, 8), (hosts, 1)).take(125) == whole
 
 
-def test_more_than_ten_workers_are_in_the_order_of_numbers() -> None:
+def test_over_ten_workers_are_in_numeric_order() -> None:
     """Their states were sorted as text, worker 10 before worker 2."""
 
     def made() -> ShardLoader:
@@ -75,7 +75,7 @@ def test_more_than_ten_workers_are_in_the_order_of_numbers() -> None:
     assert got + AllWorkers(made, (4, 3), second).take(7) == whole
 
 
-def test_files_whose_length_is_no_multiple_of_the_batch_do_not_drift() -> None:
+def test_odd_file_lengths_do_not_drift() -> None:
     """Files of 10, batches of 4, saved at step 3: a restart was elsewhere, could not be shuffled, and needed the same
     number of workers."""
 
@@ -102,7 +102,7 @@ def test_a_shuffle_without_a_seed_takes_the_run_s() -> None:
     assert order(3) == order(3) != order(4)
 
 
-def test_another_shuffle_buffer_is_refused_by_both_numbers() -> None:
+def test_other_shuffle_buffer_names_both_numbers() -> None:
     """It was accepted silently."""
 
     def made(window: int) -> ShardLoader:
@@ -155,7 +155,7 @@ def test_moved_files_are_the_same_files(tmp_path: Path, made: Callable[[Path], A
     assert str(tmp_path) not in json.dumps(state)
 
 
-def test_files_that_are_named_by_their_whole_path_are_others_when_moved() -> None:
+def test_files_named_by_full_path_may_not_move() -> None:
     """On purpose: a name says which data it is."""
 
     def made(folder: str) -> LogicalShards:

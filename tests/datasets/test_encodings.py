@@ -33,7 +33,7 @@ COLUMNS = RECIPES["encodings"].columns
 LOSSY = ("jpeg", "list[jpeg]", "jpeg_array", "jpegarray")
 
 
-def test_all_encodings_of_mosaicml_streaming_are_there() -> None:
+def test_all_mosaicml_encodings_are_there() -> None:
     names = """bytes str int ndarray uint8 uint16 uint32 uint64 int8 int16 int32 int64 float16 float32 float64 str_int
     str_float str_decimal pil jpeg jpeg_array jpegarray png list[pil] list[jpeg] list[png] pkl json"""
     assert set(ENCODINGS) == set(names.split())
@@ -41,7 +41,7 @@ def test_all_encodings_of_mosaicml_streaming_are_there() -> None:
 
 
 @pytest.mark.parametrize("column", [column for column in COLUMNS if column not in LOSSY])
-def test_values_come_back_from_the_middle_of_a_sample(column: str) -> None:
+def test_values_decode_from_mid_sample(column: str) -> None:
     encoding = encoding_of(COLUMNS[column])
     for sample in SAMPLES:
         data = encoding.encode(sample[column])
@@ -65,7 +65,7 @@ ENDS_ANYWHERE = ("bytes", "str", "str_int", "str_float", "str_decimal", "jpeg", 
 
 
 @pytest.mark.parametrize("column", [column for column in COLUMNS if column not in ENDS_ANYWHERE])
-def test_a_value_that_is_cut_short_is_found_at_every_byte(column: str) -> None:
+def test_truncated_value_is_found_at_every_byte(column: str) -> None:
     encoding = encoding_of(COLUMNS[column])
     data = encoding.encode(SAMPLES[5][column])
     for end in range(0, len(data), 1 + len(data) // 50):
@@ -132,7 +132,7 @@ def test_no_bytes_make_a_decoder_allocate_much(data: bytes, name: str) -> None:
         ("str_int", b"9" * 10_000),
     ],
 )
-def test_claims_that_the_bytes_do_not_pay_for_are_refused(name: str, data: bytes) -> None:
+def test_claims_beyond_the_bytes_are_refused(name: str, data: bytes) -> None:
     tracemalloc.start()
     try:
         with pytest.raises((ValueError, LookupError, RecursionError, OSError, struct.error)):
@@ -198,7 +198,7 @@ def test_unknown_encodings_are_named(name: str) -> None:
         encoding_of(name)
 
 
-def test_a_jpeg_that_came_from_a_file_is_stored_as_that_file(tmp_path: Path) -> None:
+def test_jpeg_from_a_file_is_stored_as_it(tmp_path: Path) -> None:
     path = tmp_path / "image.jpg"
     Image.effect_noise((16, 16), 50).save(path, quality=3)
     with Image.open(path) as image:
@@ -226,9 +226,7 @@ def draft(image: Image.Image) -> None:
 
 @pytest.mark.parametrize("edit", [thumbnail, paste, draft])
 @pytest.mark.parametrize("name", ["jpeg", "list[jpeg]"])
-def test_a_jpeg_that_was_edited_is_not_stored_as_its_file(
-    tmp_path: Path, edit: Callable[[Image.Image], None], name: str
-) -> None:
+def test_edited_jpeg_is_stored_by_its_pixels(tmp_path: Path, edit: Callable[[Image.Image], None], name: str) -> None:
     path = tmp_path / "image.jpg"
     Image.effect_noise((16, 16), 50).convert("RGB").save(path)
     with Image.open(path) as image:
@@ -242,7 +240,7 @@ def test_a_jpeg_that_was_edited_is_not_stored_as_its_file(
         assert np.abs(np.asarray(found, np.int64) - np.asarray(image)).mean() < 20, "but for the loss of JPEG"
 
 
-def test_a_jpeg_whose_file_has_become_another_is_stored_by_its_pixels(tmp_path: Path) -> None:
+def test_jpeg_with_a_replaced_file_uses_pixels(tmp_path: Path) -> None:
     path = tmp_path / "image.jpg"
     for other in (b"no image", None):
         Image.effect_noise((16, 16), 50).save(path)
@@ -281,7 +279,7 @@ def test_pickles_are_opened_only_for_who_asks() -> None:
     reader.close()
 
 
-def test_only_the_unsafe_encoding_runs_what_it_reads() -> None:
+def test_only_the_unsafe_encoding_runs_code() -> None:
     data = encoding_of("pkl", allow_unsafe_types=True).encode(Evil())
     for name in ENCODINGS.keys() - {"pkl"}:
         try:
@@ -292,7 +290,7 @@ def test_only_the_unsafe_encoding_runs_what_it_reads() -> None:
 
 
 @pytest.mark.parametrize(("name", "form"), [("jpeg", "PNG"), ("jpeg", "EPS"), ("png", "JPEG"), ("png", "TIFF")])
-def test_an_image_file_of_another_format_than_its_column_is_not_opened(name: str, form: str) -> None:
+def test_image_of_another_format_is_not_opened(name: str, form: str) -> None:
     """PIL would: for an EPS it starts Ghostscript."""
     file = io.BytesIO()
     Image.new("RGB", (4, 4)).save(file, form)
@@ -300,7 +298,7 @@ def test_an_image_file_of_another_format_than_its_column_is_not_opened(name: str
         encoding_of(name).decode(file.getvalue(), 0, len(file.getvalue()))
 
 
-def test_a_missing_pillow_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_pillow_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     from penstock.data.formats import images
 
     images._pil.cache_clear()

@@ -28,7 +28,7 @@ def test_shared_by_many_or_had_by_one(tmp_path: Path) -> None:
     alone.release()
 
 
-def test_a_forked_child_has_none_of_its_parents_locks(tmp_path: Path) -> None:
+def test_forked_child_has_no_locks_of_its_parent(tmp_path: Path) -> None:
     path = str(tmp_path / "lock")
     lock = take(path, shared=False)
     assert lock
@@ -65,7 +65,7 @@ def test_a_file_that_was_removed_is_opened_anew(tmp_path: Path) -> None:
         take(path, shared=False, create=False)
 
 
-def test_a_file_that_is_removed_before_it_is_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_removed_before_it_is_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = str(tmp_path / "lock")
     real = fcntl.flock
 

@@ -94,7 +94,7 @@ def test_the_randomness_of_a_sample_is_its_own(ahead: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize("ahead", [{}, {"fetch_processes": 2}])
-def test_the_generators_of_the_process_stay_as_they_were(ahead: dict[str, int]) -> None:
+def test_process_generators_are_restored(ahead: dict[str, int]) -> None:
     seed_rng(5)
     random.gauss(0, 1)
     np.random.normal()
@@ -112,7 +112,7 @@ def drawn(samples: list[Any]) -> list[Any]:
     return [random.random(), *numbers(samples)]
 
 
-def test_the_randomness_of_collating_is_the_batch_s_own() -> None:
+def test_collate_randomness_depends_on_the_batch() -> None:
     first = list(loader_of(collate_fn=drawn))
     assert list(loader_of(collate_fn=drawn, fetch_processes=1)) == first
     assert len({batch[0] for batch in first}) == len(first)
@@ -121,7 +121,7 @@ def test_the_randomness_of_collating_is_the_batch_s_own() -> None:
     assert list(again) == first[4:]
 
 
-def test_without_it_the_process_s_generators_are_drawn_from() -> None:
+def test_without_reseed_own_generators_are_used() -> None:
     seed_rng(1)
     first = list(loader_of(reseed=False))
     seed_rng(1)
@@ -157,7 +157,7 @@ def children() -> list[Any]:
     return multiprocessing.active_children()
 
 
-def test_processes_read_and_are_gone_when_a_pass_is() -> None:
+def test_processes_end_with_the_epoch() -> None:
     loader = loader_of(collate_fn=as_it_is, fetch_processes=2)
     pids = {sample[4] for batch in loader for sample in batch}
     assert len(pids) == 2
@@ -210,7 +210,7 @@ def test_an_error_says_which_sample(ahead: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize("ahead", AHEAD)
-def test_a_sample_that_raises_stop_iteration_ends_no_pass(ahead: dict[str, int]) -> None:
+def test_stop_iteration_in_a_sample_is_an_error(ahead: dict[str, int]) -> None:
     with pytest.raises(DatasetError, match=r"StopIteration came out of Noisy for sample 7 \(epoch 0"):
         list(loader_of(Noisy(bad={7: StopIteration()}), **ahead))
 
@@ -220,7 +220,7 @@ def gives_up(samples: list[Any]) -> Any:
 
 
 @pytest.mark.parametrize("ahead", AHEAD)
-def test_a_collate_function_that_raises_stop_iteration_ends_no_pass(ahead: dict[str, int]) -> None:
+def test_stop_iteration_in_collate_is_an_error(ahead: dict[str, int]) -> None:
     with pytest.raises(DatasetError, match="StopIteration came out of the collate_fn"):
         list(loader_of(collate_fn=gives_up, **ahead))
 
@@ -230,13 +230,13 @@ def with_a_key(samples: list[Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("ahead", [*AHEAD, {"fetch_threads": 1}])
-def test_a_batch_that_can_have_no_keys_is_not_passed_over(ahead: dict[str, int]) -> None:
+def test_batch_that_refuses_keys_is_not_skipped(ahead: dict[str, int]) -> None:
     """With a fetcher the second try gave the next batch, and the state said that both were done."""
     loader = loader_of(collate_fn=with_a_key, keys="key", shuffle=False, **ahead)
     stream = iter(loader)
     assert next(stream)["number"] == list(range(6))
     for _ in range(2):
-        with pytest.raises(InvalidArgumentError, match="the batch has a field of this name"):
+        with pytest.raises(InvalidArgumentError, match="the batch already has a field of this name"):
             next(stream)
         assert loader.state_dict()["done"] == 1
 
@@ -253,13 +253,13 @@ def graphs(samples: list[Any]) -> Any:
     ("collate", "why"),
     [(unsendable, "Can't (pickle|get) local object"), (graphs, "non-leaf tensor which requires_grad")],
 )
-def test_a_batch_that_no_process_can_send_is_an_error(collate: Any, why: str) -> None:
+def test_unsendable_batch_is_an_error(collate: Any, why: str) -> None:
     """torch's queue drops it, and its reader would wait for ever."""
     with pytest.raises(DatasetError, match=f"Noisy: a batch cannot be sent from a process of fetch_processes: .*{why}"):
         list(loader_of(collate_fn=collate, fetch_processes=1))
 
 
-def test_an_error_whose_class_cannot_be_sent_arrives() -> None:
+def test_error_of_an_unsendable_class_arrives() -> None:
     class Local(Exception):
         pass
 
@@ -298,7 +298,7 @@ def slowly(stream: Any, pause_s: float) -> None:
     ],
 )
 @pytest.mark.parametrize("pause_s", [0.0, 0.05])
-def test_a_process_that_ends_is_an_error_that_says_how(status: int, says: str, pause_s: float) -> None:
+def test_ended_process_is_an_error_with_status(status: int, says: str, pause_s: float) -> None:
     """Also where the loop takes its time: then a batch that was queued before cannot be had any more."""
     stream = iter(loader_of(Deadly(status), fetch_processes=2, batch_size=4, shuffle=False, collate_fn=torch.stack))
     with pytest.raises(RuntimeError, match=f"^a process that reads Deadly {says}") as caught:
@@ -307,7 +307,7 @@ def test_a_process_that_ends_is_an_error_that_says_how(status: int, says: str, p
     assert multiprocessing.active_children() == [], "whoever holds the error holds no process"
 
 
-def test_an_error_of_the_user_s_is_no_end_of_a_process() -> None:
+def test_users_error_is_not_an_ended_process() -> None:
     with pytest.raises(RuntimeError, match="no such pixel") as caught:
         list(loader_of(Noisy(bad={20: RuntimeError("no such pixel")}), fetch_processes=2))
     assert "raised by Noisy for sample 20" in str(caught.value)
@@ -339,7 +339,7 @@ def test_many_at_once_where_each_needs_no_seed(ahead: dict[str, int]) -> None:
     with pytest.raises(DatasetError, match="Many: __getitems__ returned 5 samples for 6 numbers"):
         list(loader_of(dataset, reseed=False, **ahead))
     dataset.lost, dataset.columns = 0, True
-    with pytest.raises(DatasetError, match="Many: __getitems__ returned a dict, and not a list of samples"):
+    with pytest.raises(DatasetError, match="Many: __getitems__ must return a list of samples, got a dict"):
         list(loader_of(dataset, batch_size=1, reseed=False, **ahead))
     dataset.columns, dataset.bad = False, {3: ValueError("broken")}
     with pytest.raises(ValueError, match="broken") as caught:
@@ -348,9 +348,9 @@ def test_many_at_once_where_each_needs_no_seed(ahead: dict[str, int]) -> None:
     assert caught.value.__notes__ == [f"raised by Many for one of 6 samples, the first of which are {places}"]
 
 
-def test_processes_of_processes_are_refused_by_name() -> None:
+def test_nested_processes_are_refused_by_name() -> None:
     loader = torch.utils.data.DataLoader(loader_of(fetch_processes=1), batch_size=None, num_workers=1)
-    with pytest.raises(InvalidArgumentError, match="use the DataLoader's num_workers or fetch_processes"):
+    with pytest.raises(InvalidArgumentError, match="use either the DataLoader's num_workers or fetch_processes"):
         list(loader)
 
 
@@ -380,17 +380,17 @@ def test_keys_are_a_field_more_of_a_dict() -> None:
     for batch in loader:
         assert batch.keys() == {"number", "key"}
         assert [loader.restore_sample(key)[0] for key in batch["key"]] == batch["number"].tolist()
-    with pytest.raises(InvalidArgumentError, match="keys='number': the batch has a field of this name"):
+    with pytest.raises(InvalidArgumentError, match="keys='number': the batch already has a field of this name"):
         next(iter(loader_of(keys="number", collate_fn=as_fields)))
 
 
-def test_a_key_of_other_data_or_settings_is_refused() -> None:
+def test_key_of_other_data_is_refused() -> None:
     key = next(iter(loader_of(keys="key")))["key"][0]
     for changed in ({"seed": 3}, {"shuffle": False}, {"num_samples": 49}, {"dataset": Noisy(51)}):
-        with pytest.raises(StateMismatchError, match=r"made with data and settings \w{16}, and these are \w{16}"):
+        with pytest.raises(StateMismatchError, match=r"made with data and settings \w{16}, and this loader has \w{16}"):
             loader_of(**changed).restore_sample(key)
     kind, epoch, position, order = key.split(":")
     beyond = f"{kind}:{epoch}:50:{order}"
     for wrong in ("", "x", None, f"s:{epoch}:{position}:{order}", f"{kind}:-1:{position}:{order}", beyond):
-        with pytest.raises(InvalidArgumentError, match=r"no key of a sample|names no position"):
+        with pytest.raises(InvalidArgumentError, match=r"a sample.s key must be|must name a position"):
             loader_of().restore_sample(wrong)  # type: ignore[arg-type]

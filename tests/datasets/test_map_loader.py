@@ -154,7 +154,7 @@ def test_chains_of_rescales_saved_at_any_step(
         max_size=4,
     ),
 )
-def test_carried_rows_survive_other_batches_other_boxes_and_what_is_left_out_ahead(
+def test_carried_rows_survive_batches_and_skips(
     samples: int, legs: list[tuple[Shape, int, int, tuple[int, int]]]
 ) -> None:
     """Nothing is lost at an epoch's end: the rows are those of all epochs laid end to end, but what was left out."""
@@ -187,7 +187,7 @@ def test_each_sample_of_an_epoch_once(tail: Tail) -> None:
         assert tail == "carry" or len(set(epoch)) == (20 if tail == "drop" else 23)
 
 
-def test_a_carried_epoch_can_be_gone_to_and_begun_again() -> None:
+def test_carried_epoch_can_be_begun_again() -> None:
     whole = [list(loader) for loader in [loader_of(23, batch_size=5, tail="carry")] for _ in range(4)]
     for workers in (0, 2):
         loader = loader_of(23, batch_size=5, tail="carry")
@@ -216,7 +216,7 @@ def test_no_sample_again_before_all_have_come(length: int, samples: int, shuffle
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more worker processes than processors
-def test_a_place_that_others_go_on_from_is_dealt_anew_or_refused() -> None:
+def test_position_is_repartitioned_or_refused() -> None:
     """Worker processes get a copy of a loader that was loaded outside of them, where nobody shared its batches."""
     whole = list(loader_of(50, batch_size=5))
     half = loader_of(50, batch_size=5)
@@ -237,7 +237,7 @@ def test_a_place_that_others_go_on_from_is_dealt_anew_or_refused() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more worker processes than processors
-def test_worker_processes_that_stay_go_on_to_the_next_epoch() -> None:
+def test_persistent_workers_begin_the_next_epoch() -> None:
     """Their copies were made where nobody shared the batches, and count for themselves from then on."""
     stays = torch.utils.data.DataLoader(
         loader_of(50, batch_size=5), batch_size=None, num_workers=2, persistent_workers=True
@@ -249,7 +249,7 @@ def test_worker_processes_that_stay_go_on_to_the_next_epoch() -> None:
 
 
 @pytest.mark.parametrize("done", [0, 3, 10])
-def test_a_place_is_counted_from_where_the_loader_was_sent(done: int) -> None:
+def test_state_after_counts_from_the_loaded_state(done: int) -> None:
     """By whoever makes the batches, in the loop and behind it."""
     whole = [list(loader) for loader in [loader_of(50, batch_size=5)] for _ in range(3)]
     half = loader_of(50, batch_size=5)
@@ -302,7 +302,7 @@ def test_padding_is_not_counted_as_samples(shape: Shape) -> None:
 # ---- what is left out
 
 
-def test_what_is_left_out_leaves_the_rest_in_order() -> None:
+def test_skipping_keeps_the_order_of_the_rest() -> None:
     whole = [flat(list(loader)) for loader in [loader_of(20, batch_size=4)] for _ in range(3)]
     loader = loader_of(20, batch_size=4, skip=[range(6, 9), range(18, 40), range(45, 46)])
     assert flat(list(loader)) == whole[0][:6] + whole[0][9:18]
@@ -313,7 +313,7 @@ def test_what_is_left_out_leaves_the_rest_in_order() -> None:
     assert flat(list(loader)) == whole[2][:5] + whole[2][6:]
 
 
-def test_more_may_be_left_out_ahead_and_not_behind() -> None:
+def test_skips_may_be_added_ahead_only() -> None:
     """A run saved at sample 12 goes around 16 to 23; what it has seen it cannot unsee."""
     whole = flat(list(loader_of(40, batch_size=4)))
     loader = loader_of(40, batch_size=4)
@@ -326,13 +326,13 @@ def test_more_may_be_left_out_ahead_and_not_behind() -> None:
         ahead.load_state_dict(state)
         assert flat(list(ahead)) == whole[12:16] + whole[24:]
         behind = loader_of(40, batch_size=4, skip=[range(10, 24)])
-        with pytest.raises(StateMismatchError, match=r"samples 10 to 11 cannot be left out any more.* at sample 12;"):
+        with pytest.raises(StateMismatchError, match=r"samples 10 to 11 cannot be skipped .* at sample 12, after"):
             behind.load_state_dict(state)
         with pytest.warns(UserWarning, match="samples 10 to 11"):
             behind.load_state_dict(state, strict=False)
 
 
-def test_what_was_left_out_before_may_be_forgotten_behind_it() -> None:
+def test_old_skips_may_be_removed_behind() -> None:
     whole = flat(list(loader_of(40, batch_size=4)))
     loader = loader_of(40, batch_size=4, skip=[range(2, 6), range(30, 34)])
     stream = iter(loader)
@@ -346,10 +346,10 @@ def test_what_was_left_out_before_may_be_forgotten_behind_it() -> None:
     assert flat(list(same)) == whole[16:30] + whole[34:]
 
 
-def test_one_of_several_workers_states_does_not_say_how_far_all_are() -> None:
+def test_one_of_several_states_is_not_that_of_all() -> None:
     cluster = cluster_of(40, (1, 2), batch_size=4)
     cluster.take(3)
-    with pytest.raises(StateMismatchError, match="aggregate_state_dict or state_after fits any"):
+    with pytest.raises(StateMismatchError, match="aggregate_state_dict or state_after, which fits any"):
         cluster_of(40, (1, 2), batch_size=4, skip=[range(30, 31)]).workers[0].load_state_dict(
             cluster.workers[0].state_dict()
         )
@@ -392,7 +392,7 @@ def test_a_later_state_of_a_pass_is_arithmetic(tail: Tail, shape: Shape) -> None
     assert Counted.advance_state is None
 
 
-def test_a_state_is_a_few_integers_and_names_its_order() -> None:
+def test_state_is_integers_and_names_its_order() -> None:
     loader = loader_of(10**9, batch_size=64)
     loader.load_state_dict(loader.state_after(14 * 10**6))
     next(iter(loader))
@@ -424,7 +424,7 @@ class Named(Numbers):
         (Numbers(10), {"tail": "carry"}, "tail was 'emit' and is 'carry'"),
     ],
 )
-def test_a_state_of_another_order_is_refused_by_name(dataset: Numbers, changed: dict[str, Any], says: str) -> None:
+def test_state_of_other_order_is_refused_by_name(dataset: Numbers, changed: dict[str, Any], says: str) -> None:
     state = loader_of(10, batch_size=4).state_dict()
     options: dict[str, Any] = {"batch_size": 4, "shuffle": True, "seed": SEED, **changed}
     other = MapLoader(dataset, **options)
@@ -436,12 +436,12 @@ def test_a_state_of_another_order_is_refused_by_name(dataset: Numbers, changed: 
     ("options", "says"),
     [
         ({"seed": 4}, "worker 1 makes batches of another order than worker 0.*, seed 3 and 4"),
-        ({"length": 11}, "of worker 0 and then of worker 1, length 10 and 11, samples 10 and 11"),
-        ({"batch_size": 5}, "shape .*'batch': 4} and .*'batch': 5}"),
+        ({"length": 11}, "of worker 0 and of worker 1, length 10 and 11, samples 10 and 11"),
+        ({"batch_size": 5}, "topology .*'batch': 4} and .*'batch': 5}"),
         ({"skip": [range(4)]}, r"skip \(\) and \(\(0, 4\),\)"),
     ],
 )
-def test_workers_of_different_orders_have_no_state_together(options: dict[str, Any], says: str) -> None:
+def test_workers_of_unlike_orders_are_refused(options: dict[str, Any], says: str) -> None:
     workers = [{"length": 10, "batch_size": 4}, {"length": 10, "batch_size": 4, **options}]
     states = []
     for number, own in enumerate(workers):
@@ -457,7 +457,7 @@ def test_one_worker_s_state_is_no_state_of_all() -> None:
     cluster.take(3)
     state = cluster.workers[0].state_dict()
     for loader in (cluster.workers[1], loader_of(40, batch_size=2)):
-        with pytest.raises(StateMismatchError, match=r"the state of one worker; .* what aggregate_state_dict returned"):
+        with pytest.raises(StateMismatchError, match=r"aggregate_state_dict returned, got the state of one worker"):
             loader.deaggregate_state_dict(state)
         with pytest.raises(StateMismatchError, match="the state is one worker's of"):
             loader_of(40, batch_size=2).load_state_dict(state)
@@ -496,7 +496,7 @@ def rows_from(loaders: list[MapLoader]) -> list[int]:
 
 @pytest.mark.parametrize("tail", ["emit", "pad", "drop", "carry"])
 @pytest.mark.parametrize(("ranks", "batch", "ranks_then", "batch_then"), [(1, 5, 1, 4), (1, 6, 3, 6), (2, 6, 1, 5)])
-def test_the_state_of_an_only_worker_fits_any_shape(
+def test_only_workers_state_fits_any_topology(
     tail: Tail, ranks: int, batch: int, ranks_then: int, batch_then: int
 ) -> None:
     """By itself, at every step of an epoch and a half: all ranks are as far as this one."""
@@ -525,7 +525,7 @@ def test_the_state_of_an_only_worker_fits_any_shape(
     assert saves >= ranks * 5
 
 
-def test_states_are_put_together_by_a_loader_of_the_same_samples() -> None:
+def test_aggregation_needs_the_same_samples() -> None:
     """Another seed is no matter: outside of a worker there is none of a run."""
     cluster = cluster_of(40, (1, 2), batch_size=2)
     cluster.take(15)
@@ -533,7 +533,7 @@ def test_states_are_put_together_by_a_loader_of_the_same_samples() -> None:
     assert loader_of(40, batch_size=2, seed=0).aggregate_state_dict(states)["done"] == 15
     with pytest.raises(StateMismatchError, match="samples is 40 there and 8 here"):
         loader_of(8, batch_size=2).aggregate_state_dict(states)
-    with pytest.raises(InvalidArgumentError, match="of no states"):
+    with pytest.raises(InvalidArgumentError, match="needs the states of all workers, got none"):
         loader_of(40, batch_size=2).aggregate_state_dict([])
 
 
@@ -559,28 +559,28 @@ class NoLength:
 @pytest.mark.parametrize(
     ("dataset", "options", "error", "says"),
     [
-        (Numbers(0), {}, DatasetError, "Numbers: it has no sample"),
-        (Endless(), {}, InvalidArgumentError, "Endless, which has no samples by number"),
-        ({1, 2}, {}, InvalidArgumentError, "set, which has no samples by number"),
-        (NoLength(), {}, InvalidArgumentError, "NoLength, which does not say its length"),
-        (range(10**20), {}, InvalidArgumentError, "range, which does not say its length: Python int too large"),
+        (Numbers(0), {}, DatasetError, "Numbers: the dataset has no samples"),
+        (Endless(), {}, InvalidArgumentError, "dataset must have samples by number .*, got Endless"),
+        ({1, 2}, {}, InvalidArgumentError, "dataset must have samples by number .*, got set"),
+        (NoLength(), {}, InvalidArgumentError, "dataset must have a length, got NoLength"),
+        (range(10**20), {}, InvalidArgumentError, "dataset must have a length, got range: Python int too large"),
         (Numbers(3), {"tail": "carry"}, DatasetError, "3 samples make no batch of 4 with tail='carry'"),
         (Numbers(3), {"tail": "drop"}, DatasetError, "3 samples make no batch of 4"),
-        (Numbers(9), {"tail": "none"}, InvalidArgumentError, "tail='none'"),
-        (Numbers(9), {"num_samples": 0}, InvalidArgumentError, "num_samples=0"),
-        (Numbers(9), {"num_samples": 1 << 48}, DatasetError, "an epoch of 281474976710656 samples"),
-        (Numbers(9), {"num_samples": 2.5}, InvalidArgumentError, "num_samples=2.5"),
-        (Numbers(9), {"skip": [3]}, InvalidArgumentError, "skip=3: each is a range of sample numbers"),
-        (Numbers(9), {"skip": [range(0, 9, 2)]}, InvalidArgumentError, r"skip=range\(0, 9, 2\)"),
-        (Numbers(9), {"skip": [range(-1, 9)]}, InvalidArgumentError, r"skip=range\(-1, 9\)"),
-        (Numbers(9), {"skip": [range(8, 4)]}, InvalidArgumentError, r"skip=range\(8, 4\)"),
-        (Numbers(9), {"rank": 0}, InvalidArgumentError, r"rank=0: it is \(this rank, how many there are\)"),
-        (Numbers(9), {"rank": (1,)}, InvalidArgumentError, r"rank=\(1,\): it is"),
-        (Numbers(9), {"collate_fn": None}, InvalidArgumentError, "collate_fn=None: it is a function"),
-        (Numbers(9), {"fetch_threads": -1}, InvalidArgumentError, "fetch_threads=-1"),
-        (Numbers(9), {"fetch_threads": 1, "fetch_processes": 1}, InvalidArgumentError, "give one of the two"),
+        (Numbers(9), {"tail": "none"}, InvalidArgumentError, "tail must be one of .* got 'none'"),
+        (Numbers(9), {"num_samples": 0}, InvalidArgumentError, "num_samples must be at least 1, got 0"),
+        (Numbers(9), {"num_samples": 1 << 48}, DatasetError, "must have .* got 9 and 281474976710656"),
+        (Numbers(9), {"num_samples": 2.5}, InvalidArgumentError, "num_samples must be a whole number, got 2.5"),
+        (Numbers(9), {"skip": [3]}, InvalidArgumentError, "skip must hold ranges of sample numbers.* got 3"),
+        (Numbers(9), {"skip": [range(0, 9, 2)]}, InvalidArgumentError, r"skip must hold ranges.* got range\(0, 9, 2\)"),
+        (Numbers(9), {"skip": [range(-1, 9)]}, InvalidArgumentError, r"skip must hold ranges.* got range\(-1, 9\)"),
+        (Numbers(9), {"skip": [range(8, 4)]}, InvalidArgumentError, r"skip must hold ranges.* got range\(8, 4\)"),
+        (Numbers(9), {"rank": 0}, InvalidArgumentError, r"rank must be a pair .*, got 0"),
+        (Numbers(9), {"rank": (1,)}, InvalidArgumentError, r"rank must be a pair .*, got \(1,\)"),
+        (Numbers(9), {"collate_fn": None}, InvalidArgumentError, "collate_fn must be a function .* got None"),
+        (Numbers(9), {"fetch_threads": -1}, InvalidArgumentError, "fetch_threads must be at least 0, got -1"),
+        (Numbers(9), {"fetch_threads": 1, "fetch_processes": 1}, InvalidArgumentError, "give at most one of them"),
         (Numbers(9), {"fetch_threads": 1, "reseed": True}, InvalidArgumentError, "reseed=True with fetch_threads=1"),
-        (Numbers(9), {"keys": ""}, InvalidArgumentError, "keys=''"),
+        (Numbers(9), {"keys": ""}, InvalidArgumentError, "keys must be the name of a field, got ''"),
     ],
 )
 def test_settings_that_cannot_be_meant(

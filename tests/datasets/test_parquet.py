@@ -70,7 +70,7 @@ def test_rows_come_back_in_any_order(compression: str, tmp_path: Path) -> None:
         reader[7]
 
 
-def test_row_groups_are_read_once_as_long_as_they_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_row_groups_that_fit_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "a.parquet", ROWS)
     read: list[int] = []
     plain = pyarrow.parquet.ParquetFile.read_row_group
@@ -152,7 +152,7 @@ def test_a_value_that_python_has_not_is_no_damage(tmp_path: Path) -> None:
     assert not isinstance(caught.value, ShardCorruptError)
 
 
-def test_row_groups_of_more_text_than_an_array_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_row_group_with_more_text_than_an_array(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two arrays of 1.5 GiB each, of memory that is never touched. pyarrow cannot make one of them."""
     giant = 3 << 29
     offsets = pyarrow.py_buffer(np.array([0, 1, giant], np.int32))
@@ -165,9 +165,7 @@ def test_row_groups_of_more_text_than_an_array_holds(tmp_path: Path, monkeypatch
     assert [reader[index] for index in (0, 2)] == [{"x": "\0"}] * 2
 
 
-def test_row_groups_of_which_pyarrow_makes_no_array_are_read_in_parts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_list_row_groups_are_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As it does with lists of more than 2 GiB of text; and with what it cannot read at all."""
     path = write(tmp_path / "a.parquet", ROWS[:100])
     several = pyarrow.parquet.ParquetFile.iter_batches
@@ -200,7 +198,7 @@ def test_threads_read_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         assert list(threads.map(reader.__getitem__, order)) == [ROWS[number] for number in order]
 
 
-def test_a_folder_of_plain_files_is_indexed_by_their_footers(tmp_path: Path) -> None:
+def test_plain_files_are_indexed_by_footers(tmp_path: Path) -> None:
     for name, count in (("a", 3), ("b", 0), ("c", 250)):
         write(tmp_path / f"{name}.parquet", ROWS[:count] or ROWS[:1])
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS[:1]).slice(0, 0), tmp_path / "b.parquet")
@@ -215,34 +213,34 @@ def test_a_folder_of_plain_files_is_indexed_by_their_footers(tmp_path: Path) -> 
     assert [shard.samples for shard in read_index(write_index(shards), "here")] == [3, 0, 250]
 
 
-def test_a_folder_of_plain_files_is_a_dataset_once_it_is_indexed(tmp_path: Path) -> None:
+def test_indexed_plain_files_are_a_dataset(tmp_path: Path) -> None:
     for name, begin in (("b/2", 100), ("a", 0), ("b/1", 40)):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         write(tmp_path / f"{name}.parquet", ROWS[begin : begin + 5])
-    with pytest.raises(DatasetError, match=r"b/nothing: no \*\.parquet"):
+    with pytest.raises(DatasetError, match=r"b/nothing: neither this folder"):
         parquet.index_parquet(tmp_path / "b" / "nothing")
     parquet.index_parquet(tmp_path)
     dataset = StreamingDataset(str(tmp_path))
     assert [dataset[at] for at in range(len(dataset))] == [*ROWS[:5], *ROWS[40:45], *ROWS[100:105]]
 
 
-def test_files_that_do_not_belong_together_are_named(tmp_path: Path) -> None:
+def test_files_with_other_columns_are_named(tmp_path: Path) -> None:
     first = write(tmp_path / "a.parquet", [{"x": 1, "y": 2}])
     other = write(tmp_path / "b.parquet", [{"x": 1, "z": 2}])
-    with pytest.raises(DatasetError, match=r"b\.parquet: its columns are \['x', 'z'\], those of a\.parquet are"):
+    with pytest.raises(DatasetError, match=r"b\.parquet: its columns must be those of a\.parquet.* got \['x', 'z'\]"):
         parquet.parquet_shards([(path.name, path) for path in (first, other)])
-    with pytest.raises(ShardCorruptError, match=r"c\.parquet: no Parquet file"):
+    with pytest.raises(ShardCorruptError, match=r"c\.parquet: it is not a Parquet file"):
         parquet.parquet_shards([("c.parquet", io.BytesIO(b"PAR1 or what"))])
-    with pytest.raises(ShardCorruptError, match=r"d\.parquet: no Parquet file"):
+    with pytest.raises(ShardCorruptError, match=r"d\.parquet: it is not a Parquet file"):
         parquet.parquet_shards([("d.parquet", tmp_path / "d.parquet")])
 
 
-def test_another_size_or_count_is_found_when_it_is_opened(tmp_path: Path) -> None:
+def test_wrong_size_or_count_is_found_on_open(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", ROWS[:10])
     size = path.stat().st_size
     for shard, words in (
-        (Shard("parquet", 11, (ShardFile(StoredFile("a.parquet", size)),)), "10 rows; its index says 11"),
-        (Shard("parquet", 10, (ShardFile(StoredFile("a.parquet", 5)),)), f"{size} bytes; its index says 5"),
+        (Shard("parquet", 11, (ShardFile(StoredFile("a.parquet", size)),)), "10 rows.* but its index says 11"),
+        (Shard("parquet", 10, (ShardFile(StoredFile("a.parquet", 5)),)), f"{size} bytes.* but its index says 5"),
     ):
         with pytest.raises(ShardCorruptError, match=rf"^a\.parquet: .*{words}"):
             open_shard(shard, [path])
@@ -274,7 +272,7 @@ def test_no_damage_is_more_than_an_error(data: st.DataObject, tmp_path_factory: 
     assert said.startswith("a.parquet")
 
 
-def test_a_missing_pyarrow_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_pyarrow_names_the_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", ROWS[:1])
     shard = shard_of(path)
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
@@ -283,7 +281,7 @@ def test_a_missing_pyarrow_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPa
             call()
 
 
-def test_a_text_that_all_rows_have_is_in_memory_once(tmp_path: Path) -> None:
+def test_repeated_text_is_in_memory_once(tmp_path: Path) -> None:
     """774 bytes took 6 GiB: one text of 16 MiB in a dictionary, and 300 rows of it."""
     path, rows = tmp_path / "a.parquet", 300
     text = pyarrow.array(["x" * (16 << 20)])

@@ -23,14 +23,14 @@ def test_it_stays_in_its_domain(count: int, key: int, position: int) -> None:
     assert 0 <= int(permuted(position % count, count, mix(key))) < count
 
 
-def test_each_element_has_a_domain_and_a_key_of_its_own() -> None:
+def test_each_element_has_its_own_domain_and_key() -> None:
     counts, keys = np.array([1, 5, 1000, 10**9]), mix(3, np.arange(4))
     together = permuted([0, 3, 999, 10**8], counts, keys)
     alone = [int(permuted(at, count, key)) for at, count, key in zip([0, 3, 999, 10**8], counts, keys, strict=True)]
     assert together.tolist() == alone
 
 
-def test_all_permutations_of_four_are_about_as_frequent() -> None:
+def test_permutations_are_equally_frequent() -> None:
     found = Counter(map(tuple, permuted(np.arange(4), 4, mix(1, np.arange(24_000))[:, None]).tolist()))
     assert len(found) == 24
     assert chi_square(list(found.values())) < 60  # of 23 degrees of freedom: one in 40,000 is above

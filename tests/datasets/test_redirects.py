@@ -47,7 +47,7 @@ def read(url: str) -> bytes:
         place.close()
 
 
-def test_a_redirect_is_followed_unless_it_leads_nearer(
+def test_redirect_to_a_nearer_host_is_refused(
     server: ShardServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (server.folder / "data").write_bytes(b"data")
@@ -68,7 +68,7 @@ def test_a_redirect_is_followed_unless_it_leads_nearer(
     monkeypatch.setattr(socket, "getaddrinfo", resolved)
     before = server.requests["data"]
     with pytest.raises(
-        ShardUnavailableError, match=r"127\.0\.0\.1 leads to localhost \((127.0.0.1|::1)\), which is nearer"
+        ShardUnavailableError, match=r"127\.0\.0\.1 redirects to localhost \((127.0.0.1|::1)\), which is nearer"
     ):
         read(server.url)
     assert server.requests["data"] == before

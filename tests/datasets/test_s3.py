@@ -129,7 +129,7 @@ def test_large_files_come_in_pieces(
     assert place.read(NAME, deadline_s=30) == raw_bytes(0, SIZE)
     assert place.has(NAME, SIZE, deadline_s=30)
     assert not place.has("none", SIZE, deadline_s=30)
-    with pytest.raises(ShardCorruptError, match=f"{NAME} has {SIZE} bytes, its index says {SIZE + 1}"):
+    with pytest.raises(ShardCorruptError, match=f"{NAME} has {SIZE} bytes, but its index says {SIZE + 1}"):
         place.download(NAME, tmp_path / "got", expected_size=SIZE + 1, deadline_s=30)
 
     # One that is replaced between two pieces, by one of the same size.

@@ -23,7 +23,7 @@ SPEC = {
 }
 
 
-def test_samples_have_the_form_and_are_the_same_each_time() -> None:
+def test_samples_have_the_form_and_are_repeatable() -> None:
     one, other = SyntheticDataset(SPEC, 7), SyntheticDataset(SPEC, 7)
     sample = one[3]
     assert sample["tokens"].shape == (5,)
@@ -51,9 +51,9 @@ def test_another_form_is_refused_by_a_state() -> None:
 
 
 def test_specs_that_cannot_be_meant() -> None:
-    with pytest.raises(InvalidArgumentError, match=r"sample_spec\['a'\]\[1\] is a str: give a tensor"):
+    with pytest.raises(InvalidArgumentError, match=r"sample_spec\['a'\]\[1\] must be a tensor .* got str"):
         SyntheticDataset({"a": [torch.empty(1), "float32"]}, 7)
-    with pytest.raises(InvalidArgumentError, match="num_samples=0"):
+    with pytest.raises(InvalidArgumentError, match="num_samples must be at least 1, got 0"):
         SyntheticDataset(SPEC, 0)
     with pytest.raises(IndexError, match="sample 7 of 7"):
         SyntheticDataset(SPEC, 7)[7]

@@ -20,7 +20,7 @@ from penstock.proto.errors import DatasetError
 from penstock.proto.state.assignment import Assignment, assigned
 from penstock.worker.batch.building import collate
 
-pytestmark = pytest.mark.filterwarnings("ignore:the last samples of an epoch are fewer than the boxes")
+pytestmark = pytest.mark.filterwarnings("ignore:the epoch's last batch has fewer samples than there are boxes")
 
 MOST = 12
 """Samples of an epoch."""
@@ -119,7 +119,7 @@ def test_more_boxes_than_are_left(loaders: dict[str, Callable[[int], Made]]) -> 
 
 @pytest.mark.parametrize("ahead", [{}, {"fetch_threads": 2}, {"fetch_processes": 1}])
 @pytest.mark.parametrize("reseed", [False, None])
-def test_an_empty_batch_has_the_form_of_the_others(ahead: dict[str, Any], reseed: bool | None) -> None:
+def test_empty_batch_has_the_form_of_the_others(ahead: dict[str, Any], reseed: bool | None) -> None:
     samples = [{"x": torch.full((4,), number), "name": str(number), "y": number} for number in range(2)]
     batches = []
     for box in range(3):
@@ -169,5 +169,5 @@ def test_a_source_s_own_batches_without_rows() -> None:
 
 
 def test_an_empty_batch_is_said(loaders: dict[str, Callable[[int], Made]]) -> None:
-    with assigned(Assignment(1, 2, 0, 1, 0, 1)), pytest.warns(UserWarning, match="those without one get a batch of no"):
+    with assigned(Assignment(1, 2, 0, 1, 0, 1)), pytest.warns(UserWarning, match="without one get a batch of no"):
         assert list(loaders["map"](1)(batch_size=4)) != []

@@ -45,7 +45,7 @@ def drawn(sample: Any, generator: np.random.Generator) -> tuple[Any, float]:
 # --- repeated
 
 
-def test_each_shard_goes_on_with_its_next_epoch_by_itself() -> None:
+def test_each_shard_begins_its_own_next_epoch() -> None:
     source = Repeated(Placed([3, 1]))
     assert [sample[:3] for sample in first(source, 7)] == [
         (0, 0, 0),
@@ -59,7 +59,7 @@ def test_each_shard_goes_on_with_its_next_epoch_by_itself() -> None:
     assert [sample[:3] for sample in first(source, 3, shard=1)] == [(0, 1, 0), (1, 1, 0), (2, 1, 0)]
 
 
-def test_the_place_of_a_sample_goes_on_across_epochs() -> None:
+def test_sample_positions_continue_across_epochs() -> None:
     source = Repeated(Placed([3, 3]))
     assert [sample[3] for sample in first(source, 7, shard=1)] == [1, 3, 5, 7, 9, 11, 13]
     cursor = source.open(0, 0, 1, None, lambda index: 100 + index)
@@ -71,7 +71,7 @@ def test_the_place_of_a_sample_goes_on_across_epochs() -> None:
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_a_shard_without_samples_is_an_error_that_names_it(known: bool) -> None:
+def test_shard_without_samples_is_named(known: bool) -> None:
     source = Repeated(Given([[1], []], known=known))
     with pytest.raises(DatasetError, match=r"shard 1 of 2 has no sample in epoch 0.*fewer shards"):
         next(source.open(1, 0, 1))
@@ -79,7 +79,7 @@ def test_a_shard_without_samples_is_an_error_that_names_it(known: bool) -> None:
         source.open(1, 0, 1).skip(1)
 
 
-def test_an_epoch_that_becomes_empty_later_is_an_error_too() -> None:
+def test_later_empty_epoch_is_an_error() -> None:
     source = Repeated(Filtered(Placed([4]), lambda sample: sample[0] == 0))
     cursor = source.open(0, 0, 1)
     assert len(list(itertools.islice(cursor, 4))) == 4
@@ -89,14 +89,14 @@ def test_an_epoch_that_becomes_empty_later_is_an_error_too() -> None:
 
 
 def test_what_never_ends_is_not_repeated() -> None:
-    with pytest.raises(InvalidArgumentError, match="never ends"):
+    with pytest.raises(InvalidArgumentError, match="already endless"):
         Repeated(Repeated(Given(NUMBERS)))
 
 
 # --- mapped
 
 
-def test_a_function_of_each_sample_is_not_called_for_those_that_are_passed_over() -> None:
+def test_function_not_called_for_skipped_samples() -> None:
     calls: list[int] = []
 
     def doubled(number: int) -> int:
@@ -118,7 +118,7 @@ def test_the_place_goes_through_a_mapped() -> None:
     assert list(source.open(0, 0, 1, None, lambda index: index + 7)) == [7, 8, 9]
 
 
-def test_the_generator_is_of_the_sample_and_of_nothing_else() -> None:
+def test_generator_depends_on_the_sample_alone() -> None:
     source = Mapped(Given([[5] * 4, [5] * 4]), drawn, random=True)
     seen = [
         sample
@@ -133,7 +133,7 @@ def test_the_generator_is_of_the_sample_and_of_nothing_else() -> None:
     assert [next(cursor), next(cursor)] == seen[-2:]
 
 
-def test_a_generator_that_is_kept_is_not_disturbed_by_the_next_sample() -> None:
+def test_kept_generator_is_not_disturbed() -> None:
     kept: list[np.random.Generator] = []
     source = Mapped(Given(NUMBERS), lambda _, generator: kept.append(generator), random=True)
     whole(source)
@@ -145,7 +145,7 @@ def test_a_generator_that_is_kept_is_not_disturbed_by_the_next_sample() -> None:
         assert kept[-1].random() == value
 
 
-def test_two_random_layers_of_a_stack_draw_differently() -> None:
+def test_stacked_random_layers_draw_differently() -> None:
     inner = Mapped(Given([[0] * 5]), drawn, random=True)
     values = whole(Mapped(inner, drawn, random=True))
     assert all(below != above for (_, below), above in values)
@@ -200,7 +200,7 @@ def test_to_skip_a_sample_is_no_failure() -> None:
         assert next(again(source, cursor)) == 7
 
 
-def test_a_sample_that_is_skipped_ends_a_row_of_failures() -> None:
+def test_skip_sample_ends_a_row_of_failures() -> None:
     def function(number: int) -> int:
         if number == 1:
             raise SkipSample
@@ -212,7 +212,7 @@ def test_a_sample_that_is_skipped_ends_a_row_of_failures() -> None:
         assert first(Mapped(Given(NUMBERS), function, skip_failures=1), 2) == [3, 4]
 
 
-def test_to_skip_a_sample_where_each_gives_one_is_an_error() -> None:
+def test_skip_sample_needs_skip_failures() -> None:
     cursor = Mapped(Given(NUMBERS), fails_at({0}, SkipSample)).open(0, 0, 1)
     with pytest.raises(InvalidArgumentError, match="skip_failures=1 or more, or use Filtered"):
         next(cursor)
@@ -253,7 +253,7 @@ def test_a_random_filter_takes_the_same_again() -> None:
 def test_nothing_is_searched_for_ever(
     over: Callable[[ShardedSource], ShardedSource], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(layer, "PATIENCE", 50)
+    monkeypatch.setattr(layer, "SEARCHED_SAMPLES", 50)
     with pytest.raises(DatasetError, match=r"left out 50 samples of shard 0 in a row.*Put Repeated on top"):
         next(over(Repeated(Given(NUMBERS))).open(0, 0, 1))
     assert whole(over(Given(NUMBERS))) == []
@@ -288,13 +288,13 @@ def test_a_token_that_cannot_be(over: str) -> None:
         for bad in (-1, 0.0, True, None, 1 << 70)
     ]
     for token in wrong:
-        with pytest.raises(StateCorruptError, match=f"a token of (a )?{over.split(',')[0]}.* that cannot be"):
+        with pytest.raises(StateCorruptError, match=f"the token of (a )?{over.split(',')[0]}.* is damaged"):
             source.open(0, 0, 1, token)
 
 
 @pytest.mark.parametrize("over", LAYERS)
 def test_what_is_no_source(over: str) -> None:
-    with pytest.raises(InvalidArgumentError, match=rf"{over.split(',')[0]} reads sources.*not a list.*LogicalShards"):
+    with pytest.raises(InvalidArgumentError, match=rf"{over.split(',')[0]} needs a source.*got list.*LogicalShards"):
         LAYERS[over]([1, 2, 3])
 
 
@@ -316,8 +316,8 @@ def test_how_functions_are_named() -> None:
         Mapped(source, function).described()["function"]
         for function in (even, functools.partial(even), Callable_(), lambda _: 0)
     ]
-    identity = "test_how_functions_are_named.<locals>."
-    assert names == ["even", "even", f"{identity}Callable_", f"{identity}<lambda>"]
+    qualified = "test_how_functions_are_named.<locals>."
+    assert names == ["even", "even", f"{qualified}Callable_", f"{qualified}<lambda>"]
     assert Filtered(source, even, name="2").described() == {
         "kind": "Filtered",
         "function": "2",
@@ -329,16 +329,16 @@ def test_how_functions_are_named() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda source: Mapped(source, cast(Any, 3)), "3 is no function"),
-        (lambda source: Mapped(source, str, skip_failures=-1), "skip_failures=-1: it must not be negative"),
-        (lambda source: Chunked(source, length=0), "length=0: it must be at least 1"),
-        (lambda source: Chunked(source, length=cast(Any, 2.5)), "length=2.5: it must be a whole number"),
-        (lambda source: Chunked(source, length=2, longest=0), "longest=0: it must be at least 1"),
-        (lambda source: Packed(source, length=-1), "length=-1: it must be at least 1"),
-        (lambda source: WindowShuffled(source, 0), "window=0: it must be at least 1"),
-        (lambda source: WindowShuffled(source, cast(Any, None)), "window=None: it must be at least 1"),
-        (lambda source: Chunked(source, length=2, bos=1 << 63), "bos=9223372036854775808: a token is an int64"),
-        (lambda source: Packed(source, length=2, pad=1 << 63), "pad=9223372036854775808: a token is an int64"),
+        (lambda source: Mapped(source, cast(Any, 3)), "needs a function, got 3"),
+        (lambda source: Mapped(source, str, skip_failures=-1), "skip_failures must be at least 0, got -1"),
+        (lambda source: Chunked(source, length=0), "length must be at least 1, got 0"),
+        (lambda source: Chunked(source, length=cast(Any, 2.5)), "length must be a whole number, got 2.5"),
+        (lambda source: Chunked(source, length=2, longest=0), "longest must be at least 1, got 0"),
+        (lambda source: Packed(source, length=-1), "length must be at least 1, got -1"),
+        (lambda source: WindowShuffled(source, 0), "window must be at least 1, got 0"),
+        (lambda source: WindowShuffled(source, cast(Any, None)), "window must be at least 1, got None"),
+        (lambda source: Chunked(source, length=2, bos=1 << 63), "bos must be a token.* got 9223372036854775808"),
+        (lambda source: Packed(source, length=2, pad=1 << 63), "pad must be a token.* got 9223372036854775808"),
     ],
 )
 def test_settings_that_cannot_be_meant(make: Callable[[Any], Any], message: str) -> None:

@@ -114,14 +114,14 @@ def test_a_line_has_one_bos_and_one_eos() -> None:
     assert lists(whole(source)) == [[0, 5, 6, 9], [0, 7, 8, 9]]
     source = Packed(Given([[[5, 6, 7, 8, 9]]]), length=4, bos=0, eos=9, pad=-1)
     assert lists(whole(source)) == [[0, 5, 6, 9], [0, 7, 8, 9]]
-    with pytest.raises(InvalidArgumentError, match="split=False: a line that has room left must be filled up"):
+    with pytest.raises(InvalidArgumentError, match="split=False needs the pad token"):
         Packed(Given([[[1]]]), length=4, split=False)
-    with pytest.raises(InvalidArgumentError, match="length=2: a line must hold a token beside its BOS and EOS"):
+    with pytest.raises(InvalidArgumentError, match="length must leave a token beside a line's BOS and EOS, got 2"):
         Packed(Given([[[1]]]), length=2, bos=0, eos=9)
 
 
 @given(DOCUMENTS, st.frozensets(st.integers(0, 99), max_size=60), st.integers(1, 5), st.integers(0, 5))
-def test_documents_are_stripped_and_short_ones_left_out(
+def test_documents_are_stripped_or_dropped(
     documents: list[list[int]], strip: frozenset[int], least: int, skipped: int
 ) -> None:
     def stripped(document: list[int]) -> list[int]:
@@ -133,7 +133,7 @@ def test_documents_are_stripped_and_short_ones_left_out(
     cut_everywhere(source, pieces_by_hand(kept, 4, None, -1), skipped)
 
 
-def test_settings_that_are_not_given_are_no_part_of_the_order() -> None:
+def test_default_settings_are_not_described() -> None:
     """A state that was saved before there were such settings goes on."""
     source = Given([[[1]]])
     assert set(Packed(source, length=3).settings()) == {"length", "pad"}
@@ -172,8 +172,8 @@ def test_the_kinds_of_documents(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("document", "what"),
     [
-        ("text", "a str"),
-        ({"tokens": [1]}, "a dict"),
+        ("text", "str"),
+        ({"tokens": [1]}, "dict"),
         ([1.5], r"float64 of shape \(1,\)"),
         ([[1], [2]], r"int64 of shape \(2, 1\)"),
         ([[1], [2, 3]], r"object of shape \(2,\)"),
@@ -181,14 +181,14 @@ def test_the_kinds_of_documents(tmp_path: Path) -> None:
         (torch.ones(2), r"float32 of shape \(2,\)"),
         (["a"], r"<U1 of shape \(1,\)"),
         (np.array(True), r"bool of shape \(\)"),
-        (7, "a int"),
+        (7, "int"),
     ],
 )
 def test_what_is_no_document(document: Any, what: str) -> None:
     for layer in (Chunked(Given([[[1], document]]), length=1), Packed(Given([[[1], document]]), length=1)):
         cursor = layer.open(0, 2, 1)
         next(cursor)
-        with pytest.raises(DatasetError, match=rf"document 1 of shard 0 in epoch 2 is {what}; .*Use Mapped"):
+        with pytest.raises(DatasetError, match=rf"document 1 of shard 0 in epoch 2 must be .* got {what}. Use Mapped"):
             next(cursor)
 
 
@@ -196,7 +196,7 @@ def test_a_document_longer_than_allowed() -> None:
     source = Chunked(Given([[[1]], [[1, 2, 3], [1, 2, 3, 4]]]), length=2, bos=0, longest=3)
     cursor = source.open(1, 0, 1)
     assert cursor.skip(2) == 2
-    message = r"document 1 of shard 1 in epoch 0 has 4 tokens, more than longest=3: a document longer than allowed"
+    message = r"document 1 of shard 1 in epoch 0 must have at most longest=3 tokens, got 4"
     with pytest.raises(DatasetError, match=message):
         next(cursor)
 
@@ -204,7 +204,7 @@ def test_a_document_longer_than_allowed() -> None:
 def test_a_token_that_no_int64_holds() -> None:
     """It would come out negative."""
     cursor = Packed(Given([[np.array([1, 1 << 63], np.uint64)]]), length=2).open(0, 0, 1)
-    with pytest.raises(DatasetError, match="has a token 9223372036854775808, more than int64 holds"):
+    with pytest.raises(DatasetError, match="tokens must fit int64, got 9223372036854775808"):
         next(cursor)
 
 
@@ -233,7 +233,7 @@ def test_a_state_holds_no_text() -> None:
     assert len(encode_state(cursor.token())) < 300
 
 
-def test_what_a_reader_does_with_a_line_changes_no_other() -> None:
+def test_writing_to_a_line_changes_no_other() -> None:
     document = torch.arange(8)
     for source in (Packed(Given([[document]]), length=4), Chunked(Given([[document]]), length=4)):
         cursor = source.open(0, 0, 1)
@@ -245,8 +245,8 @@ def test_what_a_reader_does_with_a_line_changes_no_other() -> None:
 @pytest.mark.parametrize(
     ("layer", "message"),
     [
-        (lambda source: Packed(source, length=4), "has 2 tokens, but the state stands at 8 of them"),
-        (lambda source: Chunked(source, length=4), "has 1 pieces, but the state stands at 2 of them"),
+        (lambda source: Packed(source, length=4), "has 2 tokens, but the state is at 8 of them"),
+        (lambda source: Chunked(source, length=4), "has 1 pieces, but the state is at 2 of them"),
     ],
 )
 def test_a_document_that_has_become_shorter(layer: Any, message: str) -> None:
@@ -257,7 +257,7 @@ def test_a_document_that_has_become_shorter(layer: Any, message: str) -> None:
         next(cursor)
 
 
-def test_to_pass_over_lines_reads_documents_but_makes_no_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_skipping_lines_makes_no_line(monkeypatch: pytest.MonkeyPatch) -> None:
     source = Packed(Chunked(Mapped(Given([[[1] * 5] * 20]), list), length=3), length=10)
     cursor = source.open(0, 0, 1)
     monkeypatch.setattr(torch, "from_numpy", None)

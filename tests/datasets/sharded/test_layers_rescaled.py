@@ -16,7 +16,7 @@ CHAINS: list[list[Shape]] = [[(2, 1), (3, 1), (5, 1)], [(1, 12), (1, 11), (1, 12
 
 
 @pytest.mark.parametrize("chain", CHAINS)
-def test_the_tokens_of_open_lines_are_not_lost_by_a_rescale(chain: list[Shape]) -> None:
+def test_open_lines_survive_a_rescale(chain: list[Shape]) -> None:
     """IBM's packing lost 16 to 32 tokens at each rescale."""
     shards = 12
 
@@ -41,7 +41,7 @@ def test_the_tokens_of_open_lines_are_not_lost_by_a_rescale(chain: list[Shape]) 
 
 
 @pytest.mark.parametrize("chain", CHAINS)
-def test_the_shares_of_a_mixture_go_on_through_a_rescale(chain: list[Shape]) -> None:
+def test_mixture_shares_survive_a_rescale(chain: list[Shape]) -> None:
     """IBM's mixing counted its sources anew after each; here also where the batch size changes with it."""
     shards = 12
 
@@ -65,7 +65,7 @@ def test_the_shares_of_a_mixture_go_on_through_a_rescale(chain: list[Shape]) -> 
         next_of[number, shard] += 1
 
 
-def test_a_window_over_a_mixture_loses_nothing_when_the_batch_size_changes() -> None:
+def test_windowed_mixture_survives_other_batches() -> None:
     def make() -> ShardedSource:
         mixed = Mixture([Given([[(n, s, at) for at in range(3000)] for s in range(4)]) for n in range(2)], [1, 1])
         return WindowShuffled(mixed, 16)

@@ -16,7 +16,7 @@ from penstock.proto.errors import DatasetError
 
 
 @given(st.integers(0, 25), st.integers(1, 12), st.booleans())
-def test_each_window_has_its_samples_in_another_order(length: int, window: int, known: bool) -> None:
+def test_each_window_is_shuffled_differently(length: int, window: int, known: bool) -> None:
     source = WindowShuffled(Given([range(length)], known=known), window)
     samples = whole(source)
     for begin in range(0, length, window):
@@ -44,7 +44,7 @@ def test_the_order_is_keyed() -> None:
     assert [number - 32 for number in one[32:]] != one[:32], "each window has another permutation"
 
 
-def test_two_windows_on_top_of_each_other_do_not_undo_each_other() -> None:
+def test_stacked_windows_do_not_undo_each_other() -> None:
     once = WindowShuffled(Given([range(64)]), 64)
     twice = whole(WindowShuffled(once, 64))
     order = whole(once)
@@ -57,7 +57,7 @@ def test_windows_go_on_across_epochs() -> None:
     assert sorted(first(source, 16)[8:]) == [0, 1, 2, 3, 4, 5, 8, 9]
 
 
-def test_a_window_is_the_same_though_places_have_changed() -> None:
+def test_window_does_not_depend_on_places() -> None:
     """As they do with the batch size, for what is still to come."""
     source = WindowShuffled(Mixture([Given([range(100)]), Given([range(100, 200)])], [1, 1], stop="last"), 8)
     for at in range(17):
@@ -67,7 +67,7 @@ def test_a_window_is_the_same_though_places_have_changed() -> None:
         assert sorted(samples) == list(range(200))
 
 
-def test_a_resume_reads_one_window_and_whole_windows_are_passed_over_unread() -> None:
+def test_resume_reads_one_window_only() -> None:
     numbers = Given([range(1000)])
     source = WindowShuffled(numbers, 10)
     cursor = source.open(0, 0, 1)
@@ -82,7 +82,7 @@ def test_a_window_that_has_become_smaller() -> None:
     cursor = WindowShuffled(Given([range(9)]), 10).open(0, 0, 1)
     cursor.skip(7)
     cursor = WindowShuffled(Given([range(6)]), 10).open(0, 0, 1, cursor.token())
-    with pytest.raises(DatasetError, match="shard 0, epoch 0: window 0 has 6 samples, but the state stands at 7"):
+    with pytest.raises(DatasetError, match="shard 0, epoch 0: window 0 has 6 samples, but the state is at 7"):
         next(cursor)
 
 
@@ -102,7 +102,7 @@ def test_lists_of_samples_that_are_alike(keys: list[int], size: int, window: int
     assert ends == sorted(ends), "a list comes when it is full"
 
 
-def test_lists_that_never_fill_are_not_waited_for_for_ever() -> None:
+def test_lists_that_never_fill_are_an_error() -> None:
     source = Grouped(Repeated(Given([range(50)])), lambda number: number, 2, window=50, drop_rest=True)
     with pytest.raises(DatasetError, match="left out 1,000,000 samples of shard 0 in a row"):
         next(source.open(0, 0, 1))

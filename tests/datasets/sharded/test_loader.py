@@ -42,7 +42,7 @@ def stream_of(lengths: list[int], epoch: int) -> list[int]:
 
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_finite_source_is_read_round_robin_whatever_the_shape(shape: Shape, known: bool) -> None:
+def test_finite_source_is_round_robin_everywhere(shape: Shape, known: bool) -> None:
     fleet = Fleet(lambda: Listed(UNEQUAL, known=known), shape, global_batch_size=12)
     got = [row for batch in fleet.take(8) for row in batch]
     assert got[:86] == [*stream_of(UNEQUAL, 0), *stream_of(UNEQUAL, 1)]
@@ -72,7 +72,7 @@ def dealt(lengths: list[int], legs: list[tuple[Shape, int, int]], tail: Any) -> 
     return batches
 
 
-@pytest.mark.filterwarnings("ignore:the last samples of an epoch are fewer than the boxes")
+@pytest.mark.filterwarnings("ignore:the epoch's last batch has fewer samples than there are boxes")
 @settings(max_examples=60)
 @given(
     st.lists(st.integers(0, 12), min_size=1, max_size=7).filter(lambda lengths: sum(lengths) >= 9),
@@ -81,7 +81,7 @@ def dealt(lengths: list[int], legs: list[tuple[Shape, int, int]], tail: Any) -> 
     st.lists(st.tuples(st.sampled_from(SHAPES[:6]), st.integers(4, 9), st.integers(0, 9)), min_size=1, max_size=5),
     st.booleans(),
 )
-def test_finite_through_any_chain_of_shapes_and_batch_sizes(
+def test_finite_through_any_chain_of_topologies(
     lengths: list[int], known: bool, tail: Any, legs: list[tuple[Shape, int, int]], grows: bool
 ) -> None:
     if not grows:  # where lengths are not known, what "drop" leaves out shows only in the batch that is not made
@@ -96,7 +96,7 @@ def test_finite_through_any_chain_of_shapes_and_batch_sizes(
     assert got == dealt(lengths, legs, tail)
 
 
-def test_the_chains_that_rescaling_systems_fail_at() -> None:
+def test_chains_that_other_systems_fail_at() -> None:
     """2 -> 3 -> 5, 12 -> 11 -> 12, 1 -> 64 -> 1 workers; fewer shards than workers; saved at each step in turn."""
     for chain in ([2, 3, 5], [12, 11, 12], [1, 64, 1]):
         for steps in range(4):
@@ -118,7 +118,7 @@ def test_a_second_rescale_at_once_loses_nothing() -> None:
     assert [row for batch in [*got, *fleet.take(6)] for row in batch] == stream_of(UNEQUAL, 0)
 
 
-def test_what_is_not_its_own_is_skipped_and_not_made() -> None:
+def test_others_rows_are_skipped_and_not_made() -> None:
     for known in (True, False):
         source = Listed(UNEQUAL, known=known)
         fleet = Fleet(lambda: source, (1, 3), batch_size=5)  # noqa: B023
@@ -141,7 +141,7 @@ def test_it_looks_ahead_only_as_far_as_needed() -> None:
     assert source.made == 6 * 3 + 1
 
 
-def test_lengths_that_are_known_are_not_looked_for() -> None:
+def test_known_lengths_are_not_searched_for() -> None:
     source = Listed([50, 50])
     loader = loader_of(source, global_batch_size=6, rank=(2, 3))
     next(iter(loader))
@@ -151,7 +151,7 @@ def test_lengths_that_are_known_are_not_looked_for() -> None:
 
 @pytest.mark.parametrize("boxes", [2, 3, 5])
 @pytest.mark.parametrize("workers", [1, 2])
-def test_an_epoch_s_last_rows_go_with_the_batch_before_if_they_are_fewer_than_boxes(boxes: int, workers: int) -> None:
+def test_few_last_rows_join_the_batch_before(boxes: int, workers: int) -> None:
     for rest in range(boxes + 1):
         lengths = [8, 2 + rest]
         fleet = Fleet(lambda: Listed(lengths, known=False), (boxes, workers), global_batch_size=5)  # noqa: B023
@@ -170,7 +170,7 @@ def test_an_epoch_s_last_rows_go_with_the_batch_before_if_they_are_fewer_than_bo
     st.sampled_from([(1, 1), (1, 4), (2, 3), (3, 2), (4, 1), (5, 1)]),
     st.lists(st.tuples(st.sampled_from(SHAPES[:6]), st.integers(4, 9), st.integers(0, 7)), min_size=1, max_size=5),
 )
-def test_endless_through_any_chain_of_shapes_and_batch_sizes(
+def test_endless_through_any_chain_of_topologies(
     endless_order: tuple[int, int], legs: list[tuple[Shape, int, int]]
 ) -> None:
     """Counting's samples say where the loader says that they come, and the order is that of the first batch."""
@@ -192,9 +192,7 @@ def test_endless_through_any_chain_of_shapes_and_batch_sizes(
 
 
 @pytest.mark.parametrize(("batch", "accumulated"), [(8, 1), (4, 2), (2, 4)])
-def test_an_optimizer_s_step_is_the_same_in_fewer_larger_batches_or_more_smaller_ones(
-    batch: int, accumulated: int
-) -> None:
+def test_optimizer_step_is_the_same_accumulated(batch: int, accumulated: int) -> None:
     """Energon's invariance: each box's samples of each step are the same, in their order; whatever the batch."""
     fleet = Fleet(lambda: Counting(8), (2, 2), global_batch_size=batch, block=8, partitions=4)
     steps = [[batch[box::2] for box in range(2)] for batch in fleet.take(6 * accumulated)]
@@ -206,7 +204,7 @@ def test_an_optimizer_s_step_is_the_same_in_fewer_larger_batches_or_more_smaller
     assert joined == [[rows[box::2] for box in range(2)] for rows in whole]
 
 
-def test_the_state_of_a_run_s_beginning_leaves_the_block_to_who_loads_it() -> None:
+def test_first_state_leaves_the_block_to_loader() -> None:
     """It is taken in the training process, by one box of one worker; batch_size is that of each box."""
     state = loader_of(Counting(8), batch_size=4).state_dict()
     loaded = loader_of(Counting(8), batch_size=4, rank=(0, 2))
@@ -214,7 +212,7 @@ def test_the_state_of_a_run_s_beginning_leaves_the_block_to_who_loads_it() -> No
     assert next(iter(loaded)) == next(iter(loader_of(Counting(8), batch_size=4, rank=(0, 2))))
 
 
-def test_a_worker_of_an_endless_source_opens_only_its_own_shards() -> None:
+def test_endless_worker_opens_only_its_own_shards() -> None:
     sources: list[Counting] = []
 
     def make() -> Counting:
@@ -232,7 +230,7 @@ def test_a_worker_of_an_endless_source_opens_only_its_own_shards() -> None:
     assert {index for _, index in again} == {10}, "each was opened where it was left"
 
 
-def test_a_pass_that_is_begun_after_an_endless_one_is_another_order_of_it(caplog: pytest.LogCaptureFixture) -> None:
+def test_epoch_after_an_endless_one_differs(caplog: pytest.LogCaptureFixture) -> None:
     """And the log says so once: other systems' iterators would go on."""
     loader = loader_of(Counting(4), batch_size=2)
     first = next(iter(loader))
@@ -240,7 +238,7 @@ def test_a_pass_that_is_begun_after_an_endless_one_is_another_order_of_it(caplog
     second = next(iter(loader))
     next(iter(loader))
     assert [record.getMessage()[:63] for record in caplog.records] == [
-        "a ShardLoader's pass over an endless source was left, and anoth"
+        "an epoch of a ShardLoader over an endless source was abandoned,"
     ]
     assert (first[0][:3], second[0][:3]) == ((0, 0, 0), (0, 0, 0))
     assert first[0][3] == 3
@@ -266,7 +264,7 @@ def test_an_epoch_has_every_sample_once() -> None:
     assert epochs == [stream_of(UNEQUAL, epoch) for epoch in range(3)]
 
 
-def test_the_last_batch_is_emitted_padded_or_dropped() -> None:
+def test_last_batch_is_emitted_padded_or_dropped() -> None:
     for known in (True, False):
         last = {
             tail: list(loader_of(Listed([5, 2], known=known), batch_size=4, tail=tail))[1:]
@@ -291,7 +289,7 @@ def test_an_epoch_without_a_batch_is_an_error(known: bool) -> None:
         first(Listed([2, 3], known=known), batch_size=6, tail="drop")
 
 
-def test_an_epoch_that_a_loaded_state_is_in_is_not_begun_again() -> None:
+def test_epoch_of_a_loaded_state_is_continued() -> None:
     for known in (True, False):
         loader = loader_of(Listed(UNEQUAL, known=known), batch_size=10)
         whole = [list(loader) for _ in range(3)]
@@ -309,11 +307,11 @@ def test_an_epoch_that_a_loaded_state_is_in_is_not_begun_again() -> None:
         loader.set_epoch(1)
         assert next(iter(loader)) == whole[1][0]
         for number in (-1, 0.5):
-            with pytest.raises(InvalidArgumentError, match=f"epoch={number}"):
+            with pytest.raises(InvalidArgumentError, match=f"epoch must be .* got {number}"):
                 loader.set_epoch(number)  # type: ignore[arg-type]
 
 
-def test_a_state_of_an_epoch_s_end_is_the_next_one_s_beginning() -> None:
+def test_state_of_an_epochs_end_begins_the_next() -> None:
     for known in (True, False):
         loader = loader_of(Listed([10, 10], known=known), batch_size=5)
         stream = iter(loader)
@@ -328,7 +326,7 @@ def test_a_state_of_an_epoch_s_end_is_the_next_one_s_beginning() -> None:
             assert list(loader) == second
 
 
-def test_for_one_of_several_workers_the_end_of_a_pass_is_a_pass_of_its_own() -> None:
+def test_shared_epochs_end_is_an_epoch_of_its_own() -> None:
     """A box counts its epochs: a worker that stands at the end yields nothing, once."""
     for known in (True, False):
         fleet = Fleet(lambda: Listed([10, 10], known=known), (1, 2), batch_size=5)  # noqa: B023
@@ -340,7 +338,7 @@ def test_for_one_of_several_workers_the_end_of_a_pass_is_a_pass_of_its_own() -> 
             assert next(iter(loader))[0] >= 1_000_000
 
 
-def test_an_iterator_that_was_left_yields_nothing_more() -> None:
+def test_abandoned_iterator_yields_nothing_more() -> None:
     loader = loader_of(Listed([20, 20]), batch_size=5)
     left = iter(loader)
     next(left)
@@ -364,7 +362,7 @@ def test_a_batch_can_be_passed_over() -> None:
         stream.skip_batch()
 
 
-def test_a_batch_that_is_passed_over_ends_a_pass_too() -> None:
+def test_skipped_batch_ends_an_epoch_too() -> None:
     for known in (True, False):
         loader = loader_of(Listed([7], known=known), batch_size=5)
         stream: Any = iter(loader)
@@ -391,7 +389,7 @@ def test_in_a_plain_torch_dataloader(workers: int) -> None:
     assert got == [stream_of(UNEQUAL, 0), stream_of(UNEQUAL, 1)]
 
 
-def test_a_state_of_one_process_goes_on_in_worker_processes() -> None:
+def test_state_resumes_in_worker_processes() -> None:
     for source in (Listed(UNEQUAL, known=False), Counting(4)):
         loader = loader_of(source, batch_size=5)
         stream = iter(loader)
@@ -419,7 +417,7 @@ def test_in_a_stateful_dataloader(workers: int) -> None:
     assert [row for batch in [*got, *again] for row in batch] == stream_of(UNEQUAL, 0)
 
 
-def test_a_collate_function_that_raises_stop_iteration_ends_no_pass() -> None:
+def test_stop_iteration_in_collate_is_an_error() -> None:
     with pytest.raises(DatasetError, match="StopIteration came out of the collate_fn"):
         list(loader_of(Listed([3, 4]), batch_size=2, collate_fn=lambda samples: next(iter([]))))
 
@@ -432,7 +430,7 @@ def test_batches_of_the_source_s_own() -> None:
         while (rows := fleet.step_rows()) is not None:
             steps.append(rows)
         assert steps == [[0, 1000, 1], [1001, 2, 1002], [3, 0, 1000]]
-    with pytest.raises(InvalidArgumentError, match="give no batch size"):
+    with pytest.raises(InvalidArgumentError, match="excludes a batch size"):
         ShardLoader(Listed([4]), unbatched=True, batch_size=1)
 
 
@@ -442,7 +440,7 @@ def test_replicas_get_the_same() -> None:
     assert [next(streams[0]) for _ in range(5)] == [next(streams[1]) for _ in range(5)]
 
 
-def test_it_is_a_restartable_loader_and_uses_nobody_s_randomness() -> None:
+def test_restartable_without_callers_randomness() -> None:
     before = capture_rng()
     loader = loader_of(Listed(UNEQUAL), batch_size=3)
     assert isinstance(loader, RestartableDataLoader)
@@ -462,21 +460,21 @@ def test_its_length_where_that_is_known() -> None:
 @pytest.mark.parametrize(
     ("source", "options", "says"),
     [
-        (Listed([3]), {}, "one of the two"),
+        (Listed([3]), {}, "either batch_size"),
         (Listed([3]), {"batch_size": 0}, "batch_size=0: each of 1 boxes needs at least one row"),
-        (Listed([3]), {"batch_size": 1.5}, "batch_size=1.5: it must be a whole number"),
-        (Listed([3]), {"batch_size": 1, "tail": "none"}, "tail='none'"),
-        (Listed([3]), {"batch_size": 1, "partitions": 2}, "partitions=2 with a finite source"),
+        (Listed([3]), {"batch_size": 1.5}, "batch_size must be a whole number, got 1.5"),
+        (Listed([3]), {"batch_size": 1, "tail": "none"}, "tail must be one of .* got 'none'"),
+        (Listed([3]), {"batch_size": 1, "partitions": 2}, "partitions must be 1 for a finite source, got 2"),
         (Listed([3]), {"batch_size": 1, "block": 2}, "block=2 with a finite source"),
-        (Counting(4), {"batch_size": 1, "partitions": 0}, "partitions=0"),
-        (Counting(4), {"batch_size": 1, "block": 0}, "block=0: it must be at least 1"),
-        (Counting(4), {"batch_size": 1, "partitions": 3}, "partitions=3 with 4 shards: it must divide them"),
-        (Listed([]), {"batch_size": 1}, "a source of 0 shards"),
-        (Listed([3]), {"batch_size": 1, "keys": ""}, "keys=''"),
-        (Listed([3]), {"batch_size": 1, "seed": "7"}, "seed='7'"),
-        ([1, 2, 3], {"batch_size": 1}, "reads sources in logical shards, and not a list: cut it .* by LogicalShards"),
-        (Counting(4), {"batch_size": 1, "partitions": None}, "partitions=None: it must be at least 1"),
-        (Listed([3]), {"batch_size": 1, "rank": 3}, "rank=3: it is .this rank"),
+        (Counting(4), {"batch_size": 1, "partitions": 0}, "partitions must be at least 1, got 0"),
+        (Counting(4), {"batch_size": 1, "block": 0}, "block must be at least 1, got 0"),
+        (Counting(4), {"batch_size": 1, "partitions": 3}, "partitions must divide the 4 shards, got 3"),
+        (Listed([]), {"batch_size": 1}, "a source must have at least 1 shard, got 0"),
+        (Listed([3]), {"batch_size": 1, "keys": ""}, "keys must be the name of a field, got ''"),
+        (Listed([3]), {"batch_size": 1, "seed": "7"}, "seed must be a whole number, got '7'"),
+        ([1, 2, 3], {"batch_size": 1}, "needs a source in logical shards, got list: cut it .* by LogicalShards"),
+        (Counting(4), {"batch_size": 1, "partitions": None}, "partitions must be at least 1, got None"),
+        (Listed([3]), {"batch_size": 1, "rank": 3}, "rank must be a pair .this rank"),
     ],
 )
 def test_settings_that_cannot_be_meant(source: Any, options: dict[str, Any], says: str) -> None:

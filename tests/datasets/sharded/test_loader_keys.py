@@ -55,7 +55,7 @@ def test_each_sample_can_be_had_again(source: Any) -> None:
             assert [index for _, index in source.opened] == [int(key.split(".")[2]) for _, key in rows], "no skipping"
 
 
-def test_a_key_is_the_same_whenever_a_streams_state_was_taken() -> None:
+def test_key_does_not_depend_on_snapshots() -> None:
     """A batch that a worker makes again after another one died must be the one that was delivered, keys and all. Pieces
     that are closed for others have their state taken then, and others at other times."""
 
@@ -96,7 +96,7 @@ def test_a_batch_that_is_a_dict_gets_a_field_more() -> None:
     assert torch.equal(batch["x"], torch.arange(4))
     assert [loader.restore_sample(key) for key in batch["key"]] == [0, 1, 2, 3]
     taken = loader_of(Listed([5]), keys="x", collate_fn=lambda rows: {"x": rows})
-    with pytest.raises(InvalidArgumentError, match="keys='x': the batch has a field of this name"):
+    with pytest.raises(InvalidArgumentError, match="keys='x': the batch already has a field of this name"):
         next(iter(taken))
 
 
@@ -107,14 +107,14 @@ def test_batches_of_the_source_s_own_have_one_key() -> None:
     assert [loader.restore_sample(batch["key"][0]) for batch in batches] == [0, 1, 2, 3, 4]
 
 
-def test_padded_rows_have_the_keys_of_what_they_are() -> None:
+def test_padded_rows_have_their_samples_keys() -> None:
     loader = loader_of(Listed([5]), keys="key", tail="pad")
     last = list(loader)[-1]
     assert last["batch"] == [4, 0, 1, 2]
     assert [loader.restore_sample(key) for key in last["key"]] == last["batch"]
 
 
-def test_a_key_is_refused_where_it_names_another_sample() -> None:
+def test_key_of_another_source_is_refused() -> None:
     key = next(iter(loader_of(Listed([5]), keys="key")))["key"][3]
     for other in (loader_of(Listed([6])), loader_of(Listed([5]), seed=4), loader_of(Listed([5, 5]))):
         with pytest.raises(StateMismatchError, match="is of a sample in the order"):
@@ -130,10 +130,10 @@ def test_a_key_that_cannot_be_is_refused() -> None:
         with pytest.raises(InvalidArgumentError):
             loader.restore_sample(text)  # type: ignore[arg-type]
     for spoilt in ("", "?", more[:-8], more[:40] + ("B" if more[40] == "A" else "A") + more[41:]):
-        with pytest.raises(StateCorruptError, match="damaged restore key"):
+        with pytest.raises(StateCorruptError, match="restore key is damaged"):
             loader.restore_sample(f"{epoch}.{shard}.{index}.{order}.{spoilt}")
     endless = next(iter(loader_of(Counting(1), keys="key")))["key"][0]
-    with pytest.raises(InvalidArgumentError, match="names no sample"):
+    with pytest.raises(InvalidArgumentError, match="must name a sample"):
         loader.restore_sample(".".join([epoch, shard, index, order, endless.split(".")[4]]))
     loader.source = Listed([3])
     with pytest.raises(DatasetError, match="shard 0 of epoch 0 ends before sample 3"):
@@ -148,7 +148,7 @@ def drawn(rows: list[Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "source", [Listed([5, 0, 9]), Listed([5, 0, 9], known=False), Counting(6)], ids=["lengths", "none", "endless"]
 )
-def test_what_a_collate_function_draws_is_keyed_by_position(source: Any) -> None:
+def test_collate_draws_are_keyed_by_position(source: Any) -> None:
     options = {"collate_fn": drawn, "rank": (0, 2), "batch_size": 3}
     stream = iter(loader := loader_of(source, **options))
     first, state = next(stream), loader.state_dict()

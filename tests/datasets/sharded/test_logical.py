@@ -22,8 +22,8 @@ from shardsets import numbers
 from penstock.data import LogicalShards, StreamingDataset, StreamingLoader
 from penstock.data.ordering.permutation import Ints
 from penstock.data.sharded.protocol import ShardedSource, Token
-from penstock.data.sharded.sources.indexed_pieces import cut
-from penstock.data.sharded.sources.sequential_pieces import dealt
+from penstock.data.sharded.sources.indexed_pieces import shard_range
+from penstock.data.sharded.sources.sequential_pieces import assign_pieces
 from penstock.proto.errors import StateCorruptError
 from penstock.proto.state.codec import decode_state, encode_state
 
@@ -73,10 +73,10 @@ class File:
 
 
 @pytest.mark.parametrize("count", [511, 512])
-def test_whole_numbers_give_every_document_to_one_shard(count: int) -> None:
+def test_each_record_is_in_exactly_one_shard(count: int) -> None:
     """20,000 files of 100,000 documents: in fractions of 32 bits 463 of them belong to none of 512 shards."""
     total = 20_000 * 100_000
-    bounds = [cut(total, count, shard) for shard in range(count)]
+    bounds = [shard_range(total, count, shard) for shard in range(count)]
     assert bounds[0][0] == 0
     assert bounds[-1][1] == total
     assert all(one[1] == other[0] for one, other in itertools.pairwise(bounds))
@@ -114,7 +114,7 @@ def test_every_record_is_in_one_shard(
             assert list(itertools.chain(*epochs[0])) == whole
 
 
-def test_records_are_shuffled_in_another_way_in_each_epoch() -> None:
+def test_records_are_shuffled_anew_in_each_epoch() -> None:
     source = LogicalShards(lists(40, 40, 40), shards=2, shuffle=True)
     one, other = (list(itertools.chain(*shards(source, epoch))) for epoch in range(2))
     third = [record for shard in range(2) for record in source.open(shard, 0, SEED + 1)]
@@ -123,7 +123,7 @@ def test_records_are_shuffled_in_another_way_in_each_epoch() -> None:
     assert sorted(one) == sorted(other) == sorted(third) == list(itertools.chain(*lists(40, 40, 40)))
 
 
-def test_a_place_is_a_number_and_to_skip_is_to_add() -> None:
+def test_position_is_a_number_and_skipping_adds() -> None:
     class Counted(list[int]):
         reads = 0
 
@@ -138,7 +138,7 @@ def test_a_place_is_a_number_and_to_skip_is_to_add() -> None:
     assert read(source, 1, token=token, most=2) == [750, 751]
     assert piece.reads == 2
     for wrong in (-1, 501, 2.5, "3", [1]):
-        with pytest.raises(StateCorruptError, match="a place in a shard of 500 records that cannot be"):
+        with pytest.raises(StateCorruptError, match="the token of a shard of 500 records is damaged"):
             source.open(1, 0, SEED, wrong)
 
 
@@ -186,7 +186,7 @@ class Recording(StreamingDataset):
         return super().__getitem__(index)
 
 
-def test_a_streaming_dataset_keeps_its_locality_and_is_fetched_ahead(hundred: Path, tmp_path: Path) -> None:
+def test_streaming_piece_is_local_and_prefetched(hundred: Path, tmp_path: Path) -> None:
     one, other = Recording(hundred), Recording(numbers(tmp_path / "more", 50, 100))
     source = LogicalShards([one, other, [{"number": 150}]], shards=3, shuffle=True, shuffle_block=20)
     cursors = [source.open(shard, 0, SEED) for shard in range(3)]
@@ -213,7 +213,7 @@ def test_a_streaming_dataset_keeps_its_locality_and_is_fetched_ahead(hundred: Pa
     other.close()
 
 
-def test_the_order_within_blocks_is_that_of_a_streaming_loader(hundred: Path) -> None:
+def test_block_order_equals_a_streaming_loaders(hundred: Path) -> None:
     """Not shuffled, it is the same order."""
     dataset = StreamingDataset(local=hundred)
     loader = StreamingLoader(dataset, batch_size=100, collate_fn=lambda samples: [s["number"] for s in samples])
@@ -226,13 +226,13 @@ def test_the_order_within_blocks_is_that_of_a_streaming_loader(hundred: Path) ->
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=30), st.integers(1, 8), st.integers(0, 5))
 def test_pieces_are_dealt_evenly_by_their_counts(counts: list[int], count: int, epoch: int) -> None:
-    runs = dealt(len(counts), counts, count, epoch=epoch, shuffle=True)
+    runs = assign_pieces(len(counts), counts, count, epoch=epoch, shuffle=True)
     assert sorted(itertools.chain(*runs)) == list(range(len(counts)))
     sums = [sum(counts[number] for number in run) for run in runs]
     assert max(sums) - min(sums) <= max(counts)
 
 
-def test_pieces_of_unknown_lengths_are_dealt_one_by_one() -> None:
+def test_pieces_of_unknown_length_go_in_turn() -> None:
     source = LogicalShards([opening(own) for own in lists(3, 1, 2, 4, 1)], shards=2)
     assert shards(source) == [[*lists(3)[0], (2, 0), (2, 1), (4, 0)], [(1, 0), *[(3, i) for i in range(4)]]]
     assert source.lengths(0) is None
@@ -244,7 +244,7 @@ def test_lengths_are_known_with_counts() -> None:
         assert source.lengths(epoch) == [len(shard) for shard in shards(source, epoch)]
 
 
-def test_the_order_of_pieces_follows_seed_and_epoch() -> None:
+def test_piece_order_follows_seed_and_epoch() -> None:
     source = LogicalShards([opening(own) for own in lists(*[1] * 12)], shards=2, shuffle=True)
     orders = [shards(source, 0), shards(source, 1), [list(source.open(shard, 0, 8)) for shard in range(2)]]
     assert orders[0] != orders[1]
@@ -252,7 +252,7 @@ def test_the_order_of_pieces_follows_seed_and_epoch() -> None:
     assert [sorted(shard) for shard in orders[0]] == [sorted(shard) for shard in orders[2]]
 
 
-def test_pieces_that_are_passed_over_are_not_opened() -> None:
+def test_skipped_pieces_are_not_opened() -> None:
     opened: list[int] = []
 
     def piece(number: int) -> Callable[[], Iterator[int]]:
@@ -273,7 +273,7 @@ def test_pieces_that_are_passed_over_are_not_opened() -> None:
     cursor.close()
 
 
-def test_a_piece_with_a_state_is_gone_on_with_by_that() -> None:
+def test_piece_with_a_state_resumes_by_it() -> None:
     made: list[Counter] = []
 
     def piece() -> Counter:
@@ -289,7 +289,7 @@ def test_a_piece_with_a_state_is_gone_on_with_by_that() -> None:
     assert made[0].closed == 1
 
 
-def test_a_users_own_object_is_neither_loaded_nor_closed() -> None:
+def test_users_object_is_not_loaded_nor_closed() -> None:
     class Words:
         closed = False
 
@@ -318,7 +318,7 @@ class Lines(torch.utils.data.IterableDataset[int]):
         return 4
 
 
-def test_an_iterable_dataset_is_read_along_though_it_has_a_length() -> None:
+def test_iterable_with_length_is_sequential() -> None:
     assert shards(LogicalShards([Lines(), [7, 8]], shards=2)) == [[0, 1, 2, 3], [7, 8]]
 
 
@@ -335,7 +335,7 @@ class Locked:
         return list(range(3))[index]
 
 
-def test_a_source_can_be_sent_to_another_process_after_it_was_read(hundred: Path) -> None:
+def test_source_is_pickled_after_reading(hundred: Path) -> None:
     """What is open stays behind."""
     for pieces in ([Lines(), [5, 6]], [[1, 2, 3], [4]], [StreamingDataset(local=hundred)], [partial(Locked), Locked]):
         source = LogicalShards(pieces, shards=2, shuffle=True)

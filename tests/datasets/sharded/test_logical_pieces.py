@@ -17,7 +17,7 @@ from opaque_streams import Counter
 from penstock.data import Filtered, Grouped, LogicalShards, MapLoader, Mapped, Repeated, ShardLoader
 from penstock.data.sharded.protocol import Token
 from penstock.data.sharded.sources import sequential_pieces
-from penstock.data.sharded.sources.sequential_pieces import dealt
+from penstock.data.sharded.sources.sequential_pieces import assign_pieces
 from penstock.proto.errors import DatasetError, InvalidArgumentError, ReplayMismatchError, StateCorruptError
 from penstock.proto.state.codec import decode_state, encode_state
 
@@ -115,12 +115,10 @@ def test_the_least_recently_used_goes_first() -> None:
     assert files.now == []
 
 
-def test_iterables_that_must_be_closed_for_others_go_on_where_they_were() -> None:
+def test_closed_iterables_resume_where_they_were() -> None:
     files = Files([3, 4, 2, 3], indexable=False)
     source = LogicalShards(files.pieces(), shards=4, max_open=2)
-    with pytest.warns(
-        UserWarning, match=r"piece \d is read again from its beginning, again and again.*max_open"
-    ) as caught:
+    with pytest.warns(UserWarning, match=r"piece \d is read again from its beginning repeatedly.*max_open") as caught:
         got = in_turn(source)
     assert len(caught) == 1, "once"
     assert sorted(got) == [(number, index) for number, length in enumerate([3, 4, 2, 3]) for index in range(length)]
@@ -128,7 +126,7 @@ def test_iterables_that_must_be_closed_for_others_go_on_where_they_were() -> Non
     assert files.now == []
 
 
-def test_pieces_with_a_state_are_closed_for_others_without_a_word() -> None:
+def test_closing_pieces_with_state_does_not_warn() -> None:
     made: list[Counter] = []
 
     def piece(first: int) -> Counter:
@@ -181,7 +179,7 @@ def test_what_a_lost_cursor_held_is_closed() -> None:
         assert files.now == []
 
 
-def test_with_counts_one_function_is_called_to_see_what_it_opens() -> None:
+def test_with_counts_one_function_is_called() -> None:
     for indexable in (True, False):
         files = Files([5, 6, 7], indexable=indexable)
         source = LogicalShards(files.pieces(), shards=2, counts=[5, 6, 7])
@@ -209,20 +207,20 @@ class Frame:
 @pytest.mark.parametrize(
     ("pieces", "options", "message"),
     [
-        ([], {}, "pieces is empty"),
+        ([], {}, "pieces must have at least one piece"),
         ([[1], (x for x in [1])], {}, "piece 1 is a generator, which can be read only once. Give the function"),
         ([iter([1])], {"names": ["a.txt"]}, r"piece 0 \(a.txt\) is a list_iterator, which can be read only once"),
-        (["a.txt"], {}, "piece 0 is a str, which is no set of records"),
-        ([{"a": 1}], {}, "piece 0 is a dict, which is no set of records"),
+        (["a.txt"], {}, "piece 0 is a str, not a sequence of records"),
+        ([{"a": 1}], {}, "piece 0 is a dict, not a sequence of records"),
         ([Frame()], {}, "piece 0 is a Frame, whose items are columns"),
-        ([5], {}, "piece 0 is a int: it has neither length"),
-        ([[1]], {"shards": 0}, "shards=0: it must be at least 1"),
-        ([[1]], {"max_open": 0}, "max_open=0: it must be at least 1"),
-        ([[1]], {"shuffle_block": 0}, "shuffle_block=0: it must be at least 1"),
-        ([[1], [2]], {"counts": [1]}, "counts has 1 entries for 2 pieces"),
-        ([[1], [2]], {"names": ["a", "b", "c"]}, "names has 3 entries for 2 pieces"),
-        ([[1]], {"counts": [-1]}, "counts has -1: each is at least 0"),
-        ([[1]], {"counts": [1.0]}, "counts=1.0: it must be a whole number"),
+        ([5], {}, "piece 0 must have a length .* got int"),
+        ([[1]], {"shards": 0}, "shards must be at least 1, got 0"),
+        ([[1]], {"max_open": 0}, "max_open must be at least 1, got 0"),
+        ([[1]], {"shuffle_block": 0}, "shuffle_block must be at least 1, got 0"),
+        ([[1], [2]], {"counts": [1]}, "counts must have one entry for each of 2 pieces, got 1"),
+        ([[1], [2]], {"names": ["a", "b", "c"]}, "names must have one entry for each of 2 pieces, got 3"),
+        ([[1]], {"counts": [-1]}, "counts must be at least 0, got -1"),
+        ([[1]], {"counts": [1.0]}, "counts must be a whole number, got 1.0"),
     ],
 )
 def test_what_cannot_be_meant(pieces: list[Any], options: dict[str, Any], message: str) -> None:
@@ -231,40 +229,40 @@ def test_what_cannot_be_meant(pieces: list[Any], options: dict[str, Any], messag
 
 
 def test_counts_that_do_not_match() -> None:
-    with pytest.raises(DatasetError, match=r"piece 1 \(b\) has 3 records, and counts says 4"):
+    with pytest.raises(DatasetError, match=r"piece 1 \(b\) must have the 4 records of counts, got 3"):
         LogicalShards([[1], [1, 2, 3]], shards=1, counts=[1, 4], names=["a", "b"])
-    with pytest.raises(DatasetError, match="piece 1 has 2 records, and counts says 1"):
+    with pytest.raises(DatasetError, match="piece 1 must have the 1 records of counts, got 2"):
         LogicalShards([lambda: iter([1]), [5, 6]], shards=1, counts=[1, 1])
     files = Files([5, 6])
     source = LogicalShards(files.pieces(), shards=1, counts=[5, 7])
-    with pytest.raises(DatasetError, match="piece 1 has 6 records, and counts says 7"):
+    with pytest.raises(DatasetError, match="piece 1 must have the 7 records of counts, got 6"):
         rest(source)
 
 
 @pytest.mark.parametrize("said", [3, 5])
-def test_an_iterable_that_is_shorter_or_longer_than_counts_says(said: int) -> None:
+def test_iterable_of_another_length_than_counts(said: int) -> None:
     source = LogicalShards([lambda: iter(range(4)), lambda: iter([9])], shards=1, counts=[said, 1])
     message = (
-        "it ends after 4 records, and counts says 5" if said > 4 else "it goes on after 3 records, and counts says"
+        "must have the 5 records of counts, got 4" if said > 4 else "must have the 3 records of counts, but has more"
     )
     cursor = source.open(0, 0, SEED)
     for _ in range(2 if said == 3 else 4):  # with the last record that counts knows it is seen that there are more
         next(cursor)
     for _ in range(2):
-        with pytest.raises(DatasetError, match=f"piece 0: {message}"):
+        with pytest.raises(DatasetError, match=f"piece 0 {message}"):
             next(cursor)
     cursor.close()
 
 
-def test_more_records_than_counts_says_are_seen_at_a_shard_s_end_too() -> None:
+def test_surplus_records_at_a_shards_end() -> None:
     loader = ShardLoader(LogicalShards([lambda: iter(range(4))], shards=1, counts=[3]), batch_size=3, collate_fn=list)
-    with pytest.raises(DatasetError, match="piece 0: it goes on after 3 records, and counts says that these are all"):
+    with pytest.raises(DatasetError, match="piece 0 must have the 3 records of counts, but has more"):
         next(iter(loader))
 
 
-def test_functions_that_open_things_of_two_kinds_under_counts() -> None:
+def test_functions_of_two_kinds_under_counts() -> None:
     source = LogicalShards([lambda: [1], lambda: iter([2])], shards=1, counts=[1, 1])
-    with pytest.raises(DatasetError, match="piece 1 is a list_iterator without length or records by number"):
+    with pytest.raises(DatasetError, match=r"piece 1 must have a length .* got list_iterator"):
         rest(source)
     assert rest(LogicalShards([lambda: [1], lambda: iter([2])], shards=1)) == [1, 2]
 
@@ -273,7 +271,7 @@ def test_a_table_that_became_shorter() -> None:
     records = [1, 2, 3]
     source = LogicalShards([records], shards=1, names=["table"])
     records.pop()
-    with pytest.raises(DatasetError, match=r"piece 0 \(table\): it has no record 2, and 3 were said to be there"):
+    with pytest.raises(DatasetError, match=r"piece 0 \(table\): it has no record 2, but must have 3"):
         rest(source)
 
 
@@ -285,26 +283,26 @@ def along(*pieces: list[int], **options: Any) -> LogicalShards:
     return LogicalShards([partial(iter, own) for own in pieces], shards=1, names=names, **options)
 
 
-def test_a_piece_that_yields_other_records_is_named() -> None:
+def test_piece_with_other_records_is_named() -> None:
     token = token_after(along([1], [5, 6, 7, 8]), 4)
     assert rest(along([1], [5, 6, 7, 8]), token) == [8]
-    with pytest.raises(ReplayMismatchError, match=r"piece 1 \(1.txt\): it was read again, and other samples came"):
+    with pytest.raises(ReplayMismatchError, match=r"piece 1 \(1.txt\): it was read again, and its samples differ"):
         rest(along([1], [5, 66, 7, 8]), token)
-    with pytest.raises(DatasetError, match=r"piece 1 \(1.txt\): it ends after 2 samples, and 3 had been read of it"):
+    with pytest.raises(DatasetError, match=r"piece 1 \(1.txt\): it ends after 2 samples, but 3 had been read"):
         rest(along([1], [5, 6]), token)
 
 
-def test_a_piece_whose_state_leads_elsewhere_is_read_again() -> None:
+def test_piece_with_a_wrong_state_is_read_again() -> None:
     token = token_after(LogicalShards([lambda: Counter(9)], shards=1), 5)
     other = LogicalShards([lambda: Counter(9, 100)], shards=1)
     with (
-        pytest.warns(UserWarning, match="piece 0: the state that it gave after 1 samples does not lead back there"),
+        pytest.warns(UserWarning, match="piece 0: its state after 1 samples does not restore"),
         pytest.raises(ReplayMismatchError, match="piece 0: it was read again"),
     ):
         rest(other, token)
 
 
-def test_another_list_of_pieces_is_seen_in_the_description() -> None:
+def test_description_shows_another_list_of_pieces() -> None:
     one, other = along(*[[1]] * 12).described(), along(*[[1]] * 11).described()
     assert (one["pieces"], other["pieces"]) == (12, 11)
     many = [[number] for number in range(40)]
@@ -387,12 +385,12 @@ def numbers() -> LogicalShards:
         (lambda: MapLoader(list(range(8)), batch_size=2, collate_fn=collated, fetch_threads=1), "the collate_fn"),
     ],
 )
-def test_a_stop_iteration_of_the_user_s_does_not_end_the_data(loader: Callable[[], Any], out_of: str) -> None:
+def test_users_stop_iteration_is_an_error(loader: Callable[[], Any], out_of: str) -> None:
     with pytest.raises(DatasetError, match=f"StopIteration came out of {out_of}"):
         list(itertools.islice(loader(), 4))
 
 
-def test_a_generator_that_was_read_before_is_no_empty_piece() -> None:
+def test_used_generator_is_an_error() -> None:
     once = (number for number in range(3))
     with pytest.raises(DatasetError, match="piece 2 is a generator that was read or closed before"):
         rest(LogicalShards([lambda: iter([7]), lambda: once, lambda: once], shards=1))
@@ -401,13 +399,13 @@ def test_a_generator_that_was_read_before_is_no_empty_piece() -> None:
 @pytest.mark.parametrize(
     ("piece", "message"),
     [
-        ({"a", "b"}, "piece 0 is a set, whose order is another one in each process"),
+        ({"a", "b"}, "piece 0 is a set, whose order differs between processes"),
         (lambda: frozenset("ab"), "piece 0 opens a frozenset, whose order"),
-        (lambda: "all of a file", "piece 0 opens a str, which is no set of records"),
-        (lambda: {"columns": [1, 2]}, "piece 0 opens a dict, which is no set of records"),
+        (lambda: "all of a file", "piece 0 opens a str, not a sequence of records"),
+        (lambda: {"columns": [1, 2]}, "piece 0 opens a dict, not a sequence of records"),
     ],
 )
-def test_what_is_opened_is_looked_at_like_what_is_given(piece: Any, message: str) -> None:
+def test_opened_pieces_are_checked_like_given(piece: Any, message: str) -> None:
     with pytest.raises(InvalidArgumentError, match=message):
         rest(LogicalShards([piece], shards=1))
     assert rest(LogicalShards([{"a": 1}.keys()], shards=1)) == ["a"]
@@ -423,14 +421,14 @@ def test_what_cannot_be_opened_is_named() -> None:
 @pytest.mark.parametrize(
     ("pieces", "options", "message"),
     [
-        (torch.utils.data.TensorDataset(torch.arange(4)), {}, r"pieces is a TensorDataset; give a list .*\[piece\]"),
-        (torch.zeros(3, 2), {}, "pieces is a Tensor"),
-        (lambda: iter([1]), {}, "pieces is a function"),
-        ("abc", {}, "pieces is a str"),
-        ([[1]], {"shards": None}, "shards=None: it must be at least 1"),
-        ([[1]], {"counts": 1}, "counts=1: it is a list"),
-        ([[1]], {"counts": [None]}, "counts has None"),
-        ([[1]], {"names": "a"}, "names='a': it is a list"),
+        (torch.utils.data.TensorDataset(torch.arange(4)), {}, r"pieces must be a list .*\[piece\], got TensorDataset"),
+        (torch.zeros(3, 2), {}, "pieces must be a list .* got Tensor"),
+        (lambda: iter([1]), {}, "pieces must be a list .* got function"),
+        ("abc", {}, "pieces must be a list .* got str"),
+        ([[1]], {"shards": None}, "shards must be at least 1, got None"),
+        ([[1]], {"counts": 1}, "counts must be a list"),
+        ([[1]], {"counts": [None]}, "got None; or leave counts out"),
+        ([[1]], {"names": "a"}, "names must be a list"),
     ],
 )
 def test_plain_mistakes(pieces: Any, options: dict[str, Any], message: str) -> None:
@@ -438,15 +436,15 @@ def test_plain_mistakes(pieces: Any, options: dict[str, Any], message: str) -> N
         LogicalShards(pieces, **{"shards": 1, **options})
 
 
-def test_pieces_are_dealt_once_for_epochs_that_shards_are_in_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_are_assigned_once_per_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of an endless source each shard is in an epoch of its own, and to deal is to look at all pieces."""
     dealings: list[int] = []
 
     def counted(*arguments: Any, epoch: int, **options: Any) -> list[list[int]]:
         dealings.append(epoch)
-        return dealt(*arguments, epoch=epoch, **options)
+        return assign_pieces(*arguments, epoch=epoch, **options)
 
-    monkeypatch.setattr(sequential_pieces, "dealt", counted)
+    monkeypatch.setattr(sequential_pieces, "assign_pieces", counted)
     source = LogicalShards([partial(iter, [n]) for n in range(8)], shards=2, shuffle=True)
     for _ in range(3):
         for epoch in range(5):

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from penstock.data import Mixture, Repeated, ShardedSource, WindowShuffled
 from penstock.data.sharded.layers import mixture, mixture_shares
 from penstock.data.sharded.layers.mixture import Stop
-from penstock.data.sharded.layers.mixture_shares import MOST_PARTS, MixtureTurns, parts_of, turns_of
+from penstock.data.sharded.layers.mixture_shares import MOST_PARTS, MixtureSchedule, parts_of, schedule_of
 from penstock.data.sharded.protocol import Cursor, Place
 from penstock.proto.errors import DatasetError, InvalidArgumentError, StateCorruptError
 from penstock.proto.state.generators import derive_seed
@@ -50,7 +50,7 @@ def test_weights_are_what_their_text_says(weights: list[Any], parts: tuple[int, 
 
 
 @given(st.lists(st.floats(0.5, 1000, allow_nan=False), min_size=2, max_size=20))
-def test_odd_weights_are_rounded_to_the_nearest_parts(weights: list[float]) -> None:
+def test_odd_weights_are_rounded_to_parts(weights: list[float]) -> None:
     parts = parts_of(weights)
     assert sum(parts) <= MOST_PARTS
     for part, weight in zip(parts, weights, strict=True):
@@ -60,12 +60,12 @@ def test_odd_weights_are_rounded_to_the_nearest_parts(weights: list[float]) -> N
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
-        ([0.5, -0.1], r"weights\[1\]=-0.1: it must not be negative"),
-        ([0, 0.0], r"weights=\[0, 0.0\]: at least one must be more than 0"),
-        ([float("nan")], r"weights\[0\]=nan: it must be a finite number"),
-        ([1, float("inf")], r"weights\[1\]=inf: it must be a finite number"),
-        ([1, None], r"weights\[1\]=None: it must be a finite number"),
-        ([1, 1e-6], r"weights\[1\]=1e-06 of 1 in all is less than one part in 65,536"),
+        ([0.5, -0.1], r"weights\[1\] must be at least 0, got -0.1"),
+        ([0, 0.0], r"at least one weight must be above 0"),
+        ([float("nan")], r"weights\[0\] must be a finite number, got nan"),
+        ([1, float("inf")], r"weights\[1\] must be a finite number, got inf"),
+        ([1, None], r"weights\[1\] must be a finite number, got None"),
+        ([1, 1e-6], r"weights\[1\] must be at least one part in 65,536 .* got 1e-06 of 1"),
     ],
 )
 def test_weights_that_cannot_be_meant(weights: Any, message: str) -> None:
@@ -88,8 +88,8 @@ def worst(parts: Sequence[int], order: Any) -> Fraction:
 
 @settings(max_examples=40)
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=12).filter(any), st.integers(0, 3))
-def test_shares_are_within_one_sample_at_every_prefix(parts: list[int], block: int) -> None:
-    order = turns_of(tuple(parts)).many(np.arange((block + 2) * mixture_shares.PLACES))
+def test_shares_are_exact_to_one_sample(parts: list[int], block: int) -> None:
+    order = schedule_of(tuple(parts)).many(np.arange((block + 2) * mixture_shares.POSITIONS))
     assert worst(parts, order) < 1
 
 
@@ -100,30 +100,33 @@ def test_shares_are_within_one_sample_at_every_prefix(parts: list[int], block: i
 )
 def test_shares_of_harder_weights(weights: list[float]) -> None:
     parts = parts_of(weights)
-    assert worst(parts, turns_of(parts).many(np.arange(sum(parts) + mixture_shares.PLACES))) < 1
+    assert worst(parts, schedule_of(parts).many(np.arange(sum(parts) + mixture_shares.POSITIONS))) < 1
 
 
 def test_one_place_or_many() -> None:
     places = np.array([0, 3, 10**12, 4099, 4100, 4101, 7])
-    assert [turns_of((7, 2, 1)).at(int(place)) for place in places] == turns_of((7, 2, 1)).many(places).tolist()
+    assert [schedule_of((7, 2, 1)).at(int(place)) for place in places] == schedule_of((7, 2, 1)).many(places).tolist()
 
 
 def test_a_common_divisor_changes_nothing() -> None:
-    assert turns_of((70, 20, 10)).many(np.arange(500)).tolist() == MixtureTurns((7, 2, 1)).many(np.arange(500)).tolist()
+    assert (
+        schedule_of((70, 20, 10)).many(np.arange(500)).tolist()
+        == MixtureSchedule((7, 2, 1)).many(np.arange(500)).tolist()
+    )
 
 
 def test_the_turns_are_the_same_for_ever() -> None:
     """A saved state is a place in this order."""
-    order = turns_of((7, 2, 1)).many(np.arange(9000))
+    order = schedule_of((7, 2, 1)).many(np.arange(9000))
     assert "".join(map(str, order[:40])) == "0001020100200010001010000100200201001000"
     assert hashlib.sha256(order.astype("<u2").tobytes()).hexdigest()[:16] == "62a2f7c2edd383c6"
 
 
 @pytest.mark.parametrize("weights", [(1, 1), (7, 2, 1), (3, 3, 3, 1)])
 @pytest.mark.parametrize("shards", [2, 10, 60, 64])
-def test_each_shard_meets_each_source_as_often_as_it_should(weights: tuple[int, ...], shards: int) -> None:
+def test_each_shard_gets_each_sources_share(weights: tuple[int, ...], shards: int) -> None:
     """Turns that repeated themselves with the weights' period would give a shard the same source again and again."""
-    order = turns_of(weights).many(np.arange(120_000))
+    order = schedule_of(weights).many(np.arange(120_000))
     for shard in range(shards):
         for source, weight in enumerate(weights):
             share = weight / sum(weights)
@@ -153,7 +156,7 @@ def test_the_shares_of_what_is_dealt(shards: int) -> None:
 
 def test_the_place_that_a_loader_says_decides() -> None:
     source = Mixture([marked("a", [9]), marked("b", [9])], [1, 1])
-    order = turns_of((1, 1))
+    order = schedule_of((1, 1))
     for shift in range(20):
         cursor = source.open(0, 0, 1, None, lambda index, shift=shift: shift + 3 * index)  # type: ignore[misc]
         assert ["ab".index(next(cursor)[0]) for _ in range(9)] == [order.at(shift + 3 * index) for index in range(9)]
@@ -171,11 +174,11 @@ def test_nothing_of_a_source_is_left_out() -> None:
     }
 
 
-def test_the_same_data_twice_come_in_different_orders() -> None:
+def test_same_data_twice_has_two_orders() -> None:
     """Energon (#266) gave a dataset that was mixed with itself in one order twice."""
     leaf = Given([range(50)], shuffled=True)
     samples = first(Mixture([leaf, leaf], [1, 1]), 100)
-    turn = turns_of((1, 1)).many(np.arange(100))
+    turn = schedule_of((1, 1)).many(np.arange(100))
     ones, others = ([sample for sample, number in zip(samples, turn, strict=True) if number == n] for n in (0, 1))
     assert ones[:40] != others[:40]
 
@@ -217,7 +220,7 @@ def by_hand(lengths: Sequence[int], parts: Sequence[int], stop: Stop) -> list[st
     left, live, given_out = list(lengths), list(parts), [0] * len(parts)
     out: list[str] = []
     while any(live):
-        number = turns_of(tuple(live)).at(len(out))
+        number = schedule_of(tuple(live)).at(len(out))
         if not left[number]:
             if stop == "first":
                 break
@@ -261,7 +264,7 @@ def test_ends(data: st.DataObject, stop: Stop, known: bool, placed: bool) -> Non
     assert (next(cursor, None), cursor.skip(2), list(saved(cursor))) == (None, 0, [])
 
 
-def test_never_means_each_source_goes_on_by_itself() -> None:
+def test_stop_never_repeats_each_source_by_itself() -> None:
     source = Mixture([marked("a", [3]), marked("b", [5])], [1, 1])
     assert source.endless
     assert source.described()["sources"][0]["kind"] == "Repeated"
@@ -286,11 +289,11 @@ def test_much_is_passed_over_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("sources", "weights", "stop", "message"),
     [
-        ([], [], "never", "0 sources with 0 weights"),
-        ([marked("a", [1])], [1, 2], "never", "1 sources with 2 weights"),
-        (marked("a", [1]), [1], "never", "a mixture has a list of sources"),
+        ([], [], "never", "got 0 sources and 0 weights"),
+        ([marked("a", [1])], [1, 2], "never", "got 1 sources and 2 weights"),
+        (marked("a", [1]), [1], "never", "a mixture needs a list of sources"),
         ([marked("a", [1])], 1, "never", "and a list of weights"),
-        ([marked("a", [1])], [1], "soon", "stop='soon': it is one of never, first, last"),
+        ([marked("a", [1])], [1], "soon", "stop must be one of never, first, last, got 'soon'"),
         ([marked("a", [1]), marked("b", [1, 1])], [1, 2], "never", r"sources\[0\] has 1, sources\[1\] has 2"),
         ([marked("a", [1]), Repeated(marked("b", [1]))], [1, 2], "first", r"sources\[1\] never ends: use stop='never'"),
     ],
@@ -303,7 +306,7 @@ def test_settings_that_cannot_be_meant(sources: Any, weights: Any, stop: Any, me
 def test_a_token_of_another_mixture() -> None:
     token = Mixture([marked("a", [1]), marked("b", [1])], [1, 1]).open(0, 0, 1).token()
     for wrong in (token, {"index": 0, "ended": [1], "sources": [None]}, {"index": 0, "ended": None, "sources": [None]}):
-        with pytest.raises(StateCorruptError, match="a token of a Mixture of 1 sources that cannot be"):
+        with pytest.raises(StateCorruptError, match="the token of a Mixture of 1 sources is damaged"):
             Mixture([marked("a", [1])], [1]).open(0, 0, 1, wrong)
 
 
@@ -312,7 +315,7 @@ def test_a_source_that_ends_though_it_never_does() -> None:
         endless = True
 
     for cursor in (Mixture([Liar([[1, 2]])], [1]).open(0, 0, 1) for _ in range(2)):
-        with pytest.raises(DatasetError, match=r"sources\[0\] of a mixture said that it never ends, and has ended"):
+        with pytest.raises(DatasetError, match=r"sources\[0\] of a mixture is declared endless, but has ended"):
             cursor.skip(3)
         with pytest.raises(DatasetError, match=r"sources\[0\] of a mixture"):
             next(cursor)

@@ -79,14 +79,14 @@ class Clock:
 
 
 @pytest.mark.parametrize("place", [1, 9, 10, 11, 25, 49, 50])
-def test_a_save_between_snapshots_repeats_and_loses_nothing(place: int, eager: None) -> None:
+def test_save_between_snapshots_is_exact(place: int, eager: None) -> None:
     """With a snapshot every 10 steps, a save at step 25 of others revisits 5."""
     source = Savable(lambda shard: Counter(50), shards=1, snapshot_every=10)
     assert rest(source, token_after(source, place)) == list(range(place, 50))
 
 
 @pytest.mark.parametrize("every", [1, 4, 1000])
-def test_saving_again_after_a_resume_and_one_sample_keeps_the_offset(every: int, eager: None) -> None:
+def test_save_soon_after_a_resume_is_exact(every: int, eager: None) -> None:
     """Elsewhere the second state lost its offset, and 13 of the next 25 samples were repeats."""
     source = Savable(lambda shard: Counter(60), shards=1, snapshot_every=every)
     token = token_after(source, 14)
@@ -125,7 +125,7 @@ def test_its_own_state_saves_reading_again(eager: None) -> None:
 
 
 @pytest.mark.parametrize("every", [1, 1000])
-def test_a_stream_that_is_parked_reads_little_again(every: int, eager: None) -> None:
+def test_parked_stream_reads_little_again(every: int, eager: None) -> None:
     made: list[Counter] = []
 
     def make() -> Counter:
@@ -154,17 +154,17 @@ def test_a_state_is_encoded_at_once(eager: None) -> None:
 
 
 @pytest.mark.parametrize("place", [2, 5, 12])
-def test_a_state_that_leads_elsewhere_is_seen_and_done_without(place: int, eager: None) -> None:
+def test_wrong_state_is_detected_and_not_used(place: int, eager: None) -> None:
     source = Savable(lambda shard: CountsLate(12), shards=1, snapshot_every=1)
     token = token_after(source, place)
     cursor = source.open(0, 0, SEED, token)
-    with pytest.warns(UserWarning, match=r"stream 0 of 1: the state that it gave after \d+ samples does not lead back"):
+    with pytest.warns(UserWarning, match=r"stream 0 of 1: its state after \d+ samples does not restore"):
         assert list(cursor) == list(range(place, 12))
     assert cursor.token()["snapshot"] is None, "another one would be of no use either"
     cursor.close()
 
 
-def test_a_state_behind_the_last_sample_is_the_end(eager: None) -> None:
+def test_state_after_the_last_sample_is_the_end(eager: None) -> None:
     source = Savable(lambda shard: Counter(8), shards=1, snapshot_every=1)
     token = token_after(source, 8)
     cursor = source.open(0, 0, SEED, token)
@@ -175,9 +175,7 @@ def test_a_state_behind_the_last_sample_is_the_end(eager: None) -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(1, 40), st.lists(st.integers(0, 7), max_size=8), st.integers(1, 9), st.booleans())
-def test_any_chain_of_saves_is_the_uninterrupted_stream(
-    count: int, steps: list[int], every: int, stateful: bool
-) -> None:
+def test_any_chain_of_saves_is_exact(count: int, steps: list[int], every: int, stateful: bool) -> None:
     def make(shard: int) -> Any:
         return Counter(count) if stateful else drawing(count)
 
@@ -195,7 +193,7 @@ def test_any_chain_of_saves_is_the_uninterrupted_stream(
 # ---- snapshots
 
 
-def test_a_snapshot_after_a_minute_of_slow_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_samples_are_saved_by_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     source = Savable(lambda shard: Counter(100), shards=1, snapshot_s=60.0)
     cursor = source.open(0, 0, SEED)
@@ -207,7 +205,7 @@ def test_a_snapshot_after_a_minute_of_slow_samples(monkeypatch: pytest.MonkeyPat
     cursor.close()
 
 
-def test_slow_states_take_no_more_than_their_share(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_states_are_taken_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """A snapshot every step of 100 KiB costs others nine tenths of their throughput."""
     clock = Clock(monkeypatch)
     taken = []
@@ -228,7 +226,7 @@ def test_slow_states_take_no_more_than_their_share(monkeypatch: pytest.MonkeyPat
     assert len(taken) * 0.006 < 0.05 * 10_000 * 0.0006
 
 
-def test_a_state_that_cannot_be_kept_is_soon_an_error_and_costs_no_sample() -> None:
+def test_unsavable_state_is_an_early_error() -> None:
     class Held(Counter):
         def state_dict(self) -> Any:
             return {"file": object()}
@@ -245,7 +243,7 @@ def test_a_state_that_cannot_be_kept_is_soon_an_error_and_costs_no_sample() -> N
 # ---- randomness
 
 
-def test_streams_draw_from_generators_of_their_own() -> None:
+def test_streams_draw_from_their_own_generators() -> None:
     """Read in turn with another stream and with a caller that draws as well, it is the stream that is read alone."""
     source = Savable(lambda shard: drawing(12, shard), shards=2)
     alone = [rest(source, shard=shard) for shard in range(2)]
@@ -272,7 +270,7 @@ def test_streams_draw_from_generators_of_their_own() -> None:
         lambda: (random.random(), random.gauss(0, 1), float(np.random.random()), float(np.random.normal())),
     ],
 )
-def test_the_caller_draws_what_it_would_without_the_stream(draw: Callable[[], tuple[float, ...]]) -> None:
+def test_callers_draws_are_not_disturbed(draw: Callable[[], tuple[float, ...]]) -> None:
     def draws(between: Callable[[], object]) -> list[tuple[float, ...]]:
         random.seed(1), np.random.seed(1), torch.manual_seed(1)
         return [(draw(), between(), between())[0] for _ in range(7)]
@@ -284,7 +282,7 @@ def test_the_caller_draws_what_it_would_without_the_stream(draw: Callable[[], tu
         cursor.close()
 
 
-def test_a_callers_generator_of_another_kind_stays_its_own() -> None:
+def test_callers_other_bit_generator_is_kept() -> None:
     before, own = np.random.mtrand.get_bit_generator(), np.random.PCG64(4)
     alone = np.random.Generator(np.random.PCG64(4)).integers(1 << 40, size=4).tolist()
     source = Savable(lambda shard: drawing(4), shards=1)
@@ -298,7 +296,7 @@ def test_a_callers_generator_of_another_kind_stays_its_own() -> None:
         np.random.mtrand.set_bit_generator(before)
 
 
-def test_the_callers_generators_are_back_after_an_error() -> None:
+def test_callers_generators_return_after_an_error() -> None:
     def failing(shard: int) -> Iterator[float]:
         yield random.random()
         np.random.seed(5)
@@ -312,7 +310,7 @@ def test_the_callers_generators_are_back_after_an_error() -> None:
     assert (random.random(), np.random.random()) == wanted
 
 
-def test_a_duplicated_leaf_has_another_order_under_another_seed() -> None:
+def test_same_stream_twice_has_two_orders() -> None:
     """A mixture gives each of its sources a seed of its own; elsewhere a dataset that is in it twice comes twice."""
     source = Savable(lambda shard: iter(random.sample(range(100), 100)), shards=2)
     orders = [rest(source, seed=1), rest(source, seed=2), rest(source, seed=1, shard=1)]
@@ -338,14 +336,14 @@ class Drawing(Counter):
         super().load_state_dict(state)
 
 
-def test_taking_and_loading_a_state_changes_nothing_that_is_drawn(eager: None) -> None:
+def test_saving_does_not_change_the_draws(eager: None) -> None:
     seldom, often = (Savable(lambda shard: Drawing(20), shards=1, snapshot_every=every) for every in (1000, 1))
     whole = rest(seldom)
     assert rest(often) == whole
     assert rest(often, token_after(often, 12)) == whole[12:]
 
 
-def test_without_randomness_of_its_own_the_callers_is_left_alone() -> None:
+def test_without_capture_generators_are_untouched() -> None:
     source = Savable(lambda shard: drawing(3), shards=1, capture_rng=False)
     random.seed(7)
     first = rest(source)
@@ -357,11 +355,11 @@ def test_without_randomness_of_its_own_the_callers_is_left_alone() -> None:
 # ---- a replay that is not the same
 
 
-def test_what_draws_without_a_seed_is_found_at_the_replay() -> None:
+def test_unseeded_draws_are_found_by_the_replay() -> None:
     source = Savable(lambda shard: (os.urandom(4) for _ in range(9)), shards=1)
     token = token_after(source, 5)
     with pytest.raises(
-        ReplayMismatchError, match="stream 0 of 1: it was read again, and other samples came than the 5"
+        ReplayMismatchError, match="stream 0 of 1: it was read again, and its samples differ from the 5"
     ):
         rest(source, token)
 
@@ -381,7 +379,7 @@ class Thing:
 @pytest.mark.parametrize(
     "sample", [str, float, lambda n: [n] * 50, lambda n: Pair(n, 0), Row, lambda n: {"x": torch.tensor([n])}]
 )
-def test_other_samples_are_found_whatever_they_are(sample: Callable[[int], Any]) -> None:
+def test_other_samples_of_any_kind_are_found(sample: Callable[[int], Any]) -> None:
     def source(last: int) -> Savable:
         return Savable(lambda shard: (sample(n) for n in [0, 1, 2, last, 4]), shards=1)
 
@@ -391,18 +389,18 @@ def test_other_samples_are_found_whatever_they_are(sample: Callable[[int], Any])
         rest(source(33), token)
 
 
-def test_samples_of_any_other_kind_count_by_their_number() -> None:
+def test_undigestible_samples_count_by_number() -> None:
     def source(count: int) -> Savable:
         return Savable(lambda shard: (Thing() for _ in range(count)), shards=1)
 
     token = token_after(source(5), 4)
     assert len(rest(source(5), token)) == 1
-    with pytest.raises(DatasetError, match="it ends after 3 samples, and 4 had been read of it"):
+    with pytest.raises(DatasetError, match="it ends after 3 samples, but 4 had been read"):
         rest(source(3), token)
 
 
 @pytest.mark.parametrize("stateful", [False, True])
-def test_a_stream_that_ends_before_its_place_is_an_error_with_both_numbers(stateful: bool) -> None:
+def test_stream_ending_early_names_both_numbers(stateful: bool) -> None:
     def source(count: int) -> Savable:
         return Savable(lambda shard: Counter(count) if stateful else iter(range(count)), shards=1)
 
@@ -410,8 +408,8 @@ def test_a_stream_that_ends_before_its_place_is_an_error_with_both_numbers(state
     cursor = source(7).open(0, 0, SEED, token)
     for _ in range(2):
         with (
-            pytest.warns(UserWarning, match="does not lead back there") if stateful else nullcontext(),
-            pytest.raises(DatasetError, match="it ends after 7 samples, and 15 had been read of it"),
+            pytest.warns(UserWarning, match="does not restore that position") if stateful else nullcontext(),
+            pytest.raises(DatasetError, match="it ends after 7 samples, but 15 had been read"),
         ):
             next(cursor)
         assert saved(cursor.token()) == token, "what failed changed nothing"
@@ -422,12 +420,12 @@ def test_a_stream_that_yields_nothing_is_an_error() -> None:
     once = iter([1, 2])
     source = Savable(lambda shard: once, shards=1)
     assert rest(source) == [1, 2]
-    with pytest.raises(DatasetError, match=r"it yields nothing. make\(shard\) must return a new iterable each time"):
+    with pytest.raises(DatasetError, match=r"each stream must have a sample, got none. make\(shard\)"):
         rest(source)
 
 
 @pytest.mark.parametrize("failures", [1, 3])
-def test_a_stream_that_fails_is_tried_again_where_it_was(failures: int) -> None:
+def test_failed_stream_is_retried_at_its_position(failures: int) -> None:
     """A generator that raised only ends, which would lose what is left of it."""
     left = [failures]
 
@@ -455,7 +453,7 @@ def test_an_end_out_of_make_is_not_the_streams() -> None:
 
 
 def test_what_is_not_iterable_is_said() -> None:
-    with pytest.raises(InvalidArgumentError, match="stream 0 of 1 is a int, which is not iterable"):
+    with pytest.raises(InvalidArgumentError, match="stream 0 of 1 must be iterable, got int"):
         rest(Savable(lambda shard: 5, shards=1))
 
 
@@ -463,7 +461,7 @@ def test_what_is_not_iterable_is_said() -> None:
 
 
 @pytest.mark.parametrize(("old", "new"), [(8, 8), (8, 4), (8, 2), (6, 3)])
-def test_batches_of_a_divisor_go_on_at_the_same_row(old: int, new: int) -> None:
+def test_batches_of_a_divisor_resume_at_the_row(old: int, new: int) -> None:
     def source(rows: int) -> Savable:
         return Savable(lambda shard: rows_of(rows), shards=1, batch_rows=rows)
 
@@ -476,7 +474,7 @@ def test_batches_of_a_divisor_go_on_at_the_same_row(old: int, new: int) -> None:
 
 
 @pytest.mark.parametrize(("old", "new"), [(4, 8), (8, 3), (8, None), (None, 8)])
-def test_other_batches_are_refused_by_both_numbers(old: int | None, new: int | None) -> None:
+def test_other_batches_are_refused_by_numbers(old: int | None, new: int | None) -> None:
     def source(rows: int | None) -> Savable:
         return Savable(lambda shard: rows_of(rows or 1), shards=1, batch_rows=rows)
 
@@ -496,15 +494,15 @@ def test_what_decides_the_samples_is_recorded() -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"make": [1, 2]}, "make is a list; it is a function"),
-        ({"shards": 0}, "shards=0: it must be at least 1"),
-        ({"shards": 1.5}, "shards=1.5: it must be a whole number"),
-        ({"snapshot_every": 0}, "snapshot_every=0: it must be at least 1"),
-        ({"snapshot_s": 0}, "snapshot_s=0: it is a number of seconds, more than 0"),
-        ({"batch_rows": -1}, "batch_rows=-1: it must be at least 1"),
-        ({"collect_every": 0}, "collect_every=0: it must be at least 1"),
-        ({"config": {1, 2}}, "config is no value of JSON"),
-        ({"config": float("nan")}, "config is no value of JSON"),
+        ({"make": [1, 2]}, "make must be a function.* got list"),
+        ({"shards": 0}, "shards must be at least 1, got 0"),
+        ({"shards": 1.5}, "shards must be a whole number, got 1.5"),
+        ({"snapshot_every": 0}, "snapshot_every must be at least 1, got 0"),
+        ({"snapshot_s": 0}, "snapshot_s must be a number of seconds above 0, got 0"),
+        ({"batch_rows": -1}, "batch_rows must be at least 1, got -1"),
+        ({"collect_every": 0}, "collect_every must be at least 1, got 0"),
+        ({"config": {1, 2}}, "config must be a JSON value"),
+        ({"config": float("nan")}, "config must be a JSON value"),
     ],
 )
 def test_settings_that_cannot_be_meant(changed: dict[str, Any], message: str) -> None:
@@ -534,7 +532,7 @@ def test_a_place_that_cannot_be(changed: dict[str, Any]) -> None:
         source.open(0, 0, SEED, [1, 2])
 
 
-def test_a_source_can_be_sent_to_another_process_after_it_was_read() -> None:
+def test_source_is_pickled_after_reading() -> None:
     source = Savable(rows_of_eight, shards=1)
     token = token_after(source, 1)
     assert rest(pickle.loads(pickle.dumps(source)), token) == rest(source, token)

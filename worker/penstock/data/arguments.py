@@ -1,4 +1,4 @@
-"""Checks of what a user gives."""
+"""Checks of arguments that users pass."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ def whole(name: str, value: int) -> int: ...
 @overload
 def whole(name: str, value: int | None) -> int | None: ...
 def whole(name: str, value: int | None) -> int | None:
-    """As Python's own integer; one of numpy's would not be one in a state. Raises InvalidArgumentError for what is
-    none."""
+    """Return `value` as Python's own int, because a numpy integer has no place in a state. Raises
+    InvalidArgumentError for anything else."""
     try:
         return None if value is None else int(operator.index(value))
     except TypeError:
-        raise InvalidArgumentError(f"{name}={value!r}: it must be a whole number") from None
+        raise InvalidArgumentError(f"{name} must be a whole number, got {value!r}") from None
 
 
 def at_least_one(name: str, value: int) -> int:
-    """A whole number that counts something. Raises InvalidArgumentError for what is none."""
+    """Return a whole number that is at least 1. Raises InvalidArgumentError for anything else."""
     number = whole(name, value)
     if number is None or number < 1:
-        raise InvalidArgumentError(f"{name}={number}: it must be at least 1")
+        raise InvalidArgumentError(f"{name} must be at least 1, got {number}")
     return number
 
 
 def byte_count(name: str, value: int | str | None) -> int | None:
-    """Bytes, as a number or a text such as "64mb", in powers of 1024 as mosaicml-streaming takes them. Raises
-    InvalidArgumentError."""
+    """Return a number of bytes, given as a number or a text such as "64mb" (powers of 1024, as in mosaicml-streaming).
+    Raises InvalidArgumentError."""
     number = whole(name, _counted(name, value, _BYTES, "100kb, 64mb or 1.5gb, in powers of 1024"))
     if number is not None and number < 1:
         raise InvalidArgumentError(f"{name} must be at least 1 byte, got {value!r}")
@@ -47,7 +47,8 @@ def byte_count(name: str, value: int | str | None) -> int | None:
 
 
 def sample_count(name: str, value: int | str | None) -> int | None:
-    """Samples, as a number or a text such as "100k", in powers of 1000. Raises InvalidArgumentError."""
+    """Return a number of samples, given as a number or a text such as "100k" (powers of 1000). Raises
+    InvalidArgumentError."""
     return whole(name, _counted(name, value, _SAMPLES, "100k, 1.5m or 2b, in powers of 1000"))
 
 
@@ -63,6 +64,6 @@ def _counted(name: str, value: int | str | None, units: Mapping[str, int], examp
 
 
 def one_of(name: str, value: str, known: Sequence[str]) -> None:
-    """Raises InvalidArgumentError for a word that means nothing."""
+    """Raise InvalidArgumentError unless `value` is one of `known`."""
     if value not in known:
-        raise InvalidArgumentError(f"{name}={value!r}: it is one of {', '.join(known)}")
+        raise InvalidArgumentError(f"{name} must be one of {', '.join(known)}, got {value!r}")

@@ -1,7 +1,7 @@
-"""A StopIteration that comes out of a user's function is no end.
+"""Conversion of a StopIteration that a user's function raises into an error.
 
-Functions that call `next` on something that is empty raise it, and in the middle of an iterator it would look like the
-end of the data: the rest of a shard, or of an epoch, would be left out without a word.
+A function that calls `next` on an empty iterator raises it. Inside another iterator it would look like the end of the
+data, and the rest of a shard or an epoch would be left out silently.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from contextlib import contextmanager
 
 from penstock.proto.errors import DatasetError
 
-__all__ = ["no_end", "not_an_end"]
+__all__ = ["forbid_stop_iteration", "stop_iteration_error"]
 
 
-def not_an_end(what: str) -> DatasetError:
-    """What is raised in its place; `what` it came out of."""
+def stop_iteration_error(what: str) -> DatasetError:
+    """Return the error to raise instead. `what`: the function that raised it."""
     return DatasetError(
         f"StopIteration came out of {what}, where it would look like the end of the data. Was next() called on "
         "something that is empty?"
@@ -23,9 +23,9 @@ def not_an_end(what: str) -> DatasetError:
 
 
 @contextmanager
-def no_end(what: str) -> Iterator[None]:
-    """Around a user's function. Raises DatasetError for a StopIteration."""
+def forbid_stop_iteration(what: str) -> Iterator[None]:
+    """Raise DatasetError for a StopIteration that a user's function raises."""
     try:
         yield
     except StopIteration as error:
-        raise not_an_end(what) from error
+        raise stop_iteration_error(what) from error

@@ -1,4 +1,4 @@
-"""Samples that are made up: for trying out a model, or how fast everything behind the data is."""
+"""Made-up samples: to try out a model, or to measure everything but the data."""
 
 from __future__ import annotations
 
@@ -16,21 +16,26 @@ from penstock.proto.state.generators import derive_seed
 __all__ = ["SyntheticDataset"]
 
 HIGHEST = 128
-"""Integers are below it: they fit any dtype."""
+"""Exclusive upper bound of integers: they fit any dtype."""
 
 
 class SyntheticDataset(torch.utils.data.Dataset[Any]):
-    """A map-style dataset of random samples. Sample i is the same each time, in every process."""
+    """A map-style dataset of random samples. Sample i is the same each time, in every process.
+
+    For example:
+
+        dataset = SyntheticDataset({"x": torch.empty(3, 224, 224), "label": torch.tensor(0)}, 10_000)
+    """
 
     def __init__(self, sample_spec: Any, num_samples: int, *, seed: int = 0) -> None:
         """
         Args:
-            sample_spec: what a sample looks like: dicts, lists and tuples of tensors, whose shapes and dtypes count and
-                not their values (`torch.empty(...)` will do), and of functions `(index, generator) -> value`, which get
-                a numpy Generator of the sample's own. Floats are standard normal, integers from 0 to 127, bools
-                either.
+            sample_spec: form of a sample: dicts, lists and tuples of tensors and functions. Of a tensor only shape and
+                dtype count (`torch.empty(...)` will do): floats are standard normal, integers 0 to 127, bools random.
+                A function `(index, generator) -> value` gets a numpy Generator of the sample's own.
+            num_samples: length of the dataset.
 
-        Raises InvalidArgumentError for a spec that has anything else, or no number of samples.
+        Raises InvalidArgumentError for a spec that has anything else, or num_samples below 1.
         """
         self._spec, self._length = sample_spec, at_least_one("num_samples", num_samples)
         self._seed = whole("seed", seed)
@@ -38,7 +43,7 @@ class SyntheticDataset(torch.utils.data.Dataset[Any]):
 
     @property
     def fingerprint(self) -> str:
-        """For the states of a MapLoader."""
+        """Text that identifies the data in the states of a MapLoader."""
         return f"synthetic, seed {self._seed}: {_form(self._spec)}"
 
     def __len__(self) -> int:
@@ -61,7 +66,7 @@ def _check(spec: Any, path: str) -> None:
             _check(value, f"{path}[{number}]")
     elif not isinstance(spec, torch.Tensor) and not callable(spec):
         raise InvalidArgumentError(
-            f"{path} is a {type(spec).__name__}: give a tensor, or a function (index, generator)"
+            f"{path} must be a tensor or a function (index, generator), got {type(spec).__name__}"
         )
 
 

@@ -1,13 +1,13 @@
-"""The books of a cache's folder, as one process keeps them: their locks, and what dead processes left.
+"""The state folder of a cache, as one process uses it: its locks, and the cleanup after dead processes.
 
-    FOLDER/.penstock/place              where the folder's files come from
-    FOLDER/.penstock/index.json         how old the place's index was when it was fetched
-    FOLDER/.penstock/room               lock: who counts bytes and evicts
-    FOLDER/.penstock/shards/KEY         lock, shared by who uses the shard; its text is a Stamp, its time the last use
-    FOLDER/.penstock/ahead/KEY          lock, shared by who fetched the shard ahead and has not used it yet
-    FOLDER/.penstock/fetching/KEY       lock of the one who fetches it; beside it its temporary files, KEY!...
+    FOLDER/.penstock/remote             address that the folder's files come from
+    FOLDER/.penstock/index.json         version of the remote's index when it was fetched
+    FOLDER/.penstock/eviction           lock of the process that counts bytes and evicts
+    FOLDER/.penstock/shards/KEY         lock shared by the shard's users; its text is a ShardVersion, its time the last
+    use FOLDER/.penstock/prefetched/KEY     lock shared by processes that prefetched the shard and have not used it yet
+    FOLDER/.penstock/fetching/KEY       lock of the process that fetches it; beside it its temporary files, KEY!...
 
-Locks of files cannot be waited for with a deadline: they are tried again and again, at most 20 ms apart.
+A file lock cannot be waited for with a deadline: it is tried repeatedly, at most 20 ms apart.
 """
 
 from __future__ import annotations
@@ -29,56 +29,57 @@ from penstock.runtime.files.plain_files import is_ours, read_plain
 __all__ = ["LONGEST_PAUSE_S", "STATE", "CacheState"]
 
 STATE = ".penstock"
-"""Their folder, below the cache's."""
+"""State folder, below the cache's."""
 
 LONGEST_PAUSE_S = 0.02
-"""Between two tries at a lock."""
+"""Longest pause between two tries at a lock, in seconds."""
 
 
 class CacheState:
-    """Of one folder, for one process."""
+    """State of one cache folder, for one process."""
 
-    def __init__(self, folder: Path, place: RemoteFolder | None, timeout_s: float, group: int | None = None) -> None:
-        """`group`: whose members share the folder; None: it is this user's."""
+    def __init__(self, folder: Path, remote: RemoteFolder | None, timeout_s: float, group: int | None = None) -> None:
+        """`group`: group whose members share the folder; None: the folder is this user's alone."""
         self.root = str(folder)
         self._group = group
-        self._place = place
+        self._remote = remote
         self._timeout_s = timeout_s
         state = folder / STATE
-        self._origin = str(state / "place")
-        self.eviction = str(state / "room")
+        self._remote_path = str(state / "remote")
+        self.eviction = str(state / "eviction")
         self.shards = str(state / "shards")
-        self.ahead = str(state / "ahead")
+        self.prefetched = str(state / "prefetched")
         self.fetching_folder = str(state / "fetching")
         self.closing = threading.Event()
-        """Set: all waits end with an error."""
+        """Event that ends all waits with an error."""
         self._prepared = False
 
     def prepare(self) -> None:
-        """The books, and what dead processes left there."""
+        """Make the state folder, and remove what dead processes left in it."""
         if self._prepared:
             return
         try:
             self._make_folders()
-            self._check_place()
-            for state in (self.fetching_folder, self.ahead):
+            self._check_remote()
+            for state in (self.fetching_folder, self.prefetched):
                 self._sweep(state)
         except OSError as error:
             raise ShardUnavailableError(
-                f"the cache {self.root} cannot be written: {error.strerror}; give a local folder that can be"
+                f"the cache {self.root} cannot be written: {error.strerror}; give a writable local folder"
             ) from error
         self._prepared = True
 
     def _make_folders(self) -> None:
-        """Raises DatasetError where they are others', who could put links, and stamps of their own, into them."""
+        """Make the folders. Raises DatasetError for those of other users, who could put links or forged versions into
+        them."""
         with contextlib.suppress(FileExistsError):
             os.makedirs(self.root)
             self._share(self.root)
-        # Others may write to the folder itself: in a pod anybody may, and there is nobody else.
+        # The folder itself may be writable by others: in a pod everybody may write, and there is only one user.
         found = os.stat(self.root)
         if found.st_uid not in (0, os.getuid()) and found.st_gid != self._group:
             raise self._foreign(self.root, found)
-        for state in (os.path.dirname(self.shards), self.shards, self.ahead, self.fetching_folder):
+        for state in (os.path.dirname(self.shards), self.shards, self.prefetched, self.fetching_folder):
             with contextlib.suppress(FileExistsError):
                 os.mkdir(state, 0o755)
                 self._share(state)
@@ -89,10 +90,10 @@ class CacheState:
                 continue
             if found.st_uid != os.getuid():
                 raise self._foreign(state, found)
-            os.chmod(state, 0o755)  # made under a careless umask; or a file system that keeps no modes
+            os.chmod(state, 0o755)  # made under a permissive umask, or on a filesystem without modes
 
     def _share(self, path: str) -> None:
-        """With the group, if there is one; what is made in a folder is the group's too."""
+        """Share a path with the group, if there is one; files made in a shared folder inherit the group."""
         if self._group is None:
             return
         with contextlib.suppress(PermissionError):  # another member's
@@ -108,20 +109,20 @@ class CacheState:
             "one that a group shares"
         )
 
-    def _check_place(self) -> None:
-        """Two datasets' shards have the same names, and often the same sizes."""
-        if self._place is None:
+    def _check_remote(self) -> None:
+        """Record the remote, or compare it: shards of two datasets have the same names, and often the same sizes."""
+        if self._remote is None:
             return
-        origin = self._place.identity.encode()
-        lock = self.wait(self._origin, time.monotonic() + self._timeout_s, "", shared=False)
+        identity = self._remote.identity.encode()
+        lock = self.wait(self._remote_path, time.monotonic() + self._timeout_s, "", shared=False)
         try:
             before = lock.read().rstrip(b"\n")
             if not before:
-                lock.write(origin + b"\n")
-            elif before != origin:
+                lock.write(identity + b"\n")
+            elif before != identity:
                 raise DatasetError(
                     f"the cache {self.root} holds the dataset of {before.decode(errors='replace')}, not that of"
-                    f" {self._place.identity}; give another folder, or remove this one"
+                    f" {self._remote.identity}; give another folder, or remove this one"
                 )
         finally:
             lock.release()
@@ -138,8 +139,8 @@ class CacheState:
     def fetching(
         self, key: str, until: float, name: str, busy: Callable[[], object] | None = None
     ) -> Iterator[Callable[[str], Path]]:
-        """Alone among all processes; gives the paths of temporary files, which are gone afterwards. `busy` is called if
-        somebody else is at it."""
+        """Hold the fetch lock of a key; yield a function that names temporary files, which are removed afterwards.
+        `busy` is called if another process holds the lock."""
         base = os.path.join(self.fetching_folder, key)
         lock = self.wait(base, until, name, shared=False, busy=busy)
         try:
@@ -151,7 +152,7 @@ class CacheState:
     def _clear(self, lock: FileLock) -> None:
         """Remove a fetcher's temporary files, then its lock's."""
         try:
-            with contextlib.suppress(FileNotFoundError):  # somebody has removed the folder
+            with contextlib.suppress(FileNotFoundError):  # the folder was removed
                 for path in glob.glob(glob.escape(lock.path) + "!*"):
                     os.unlink(path)
                 lock.remove()
@@ -161,7 +162,7 @@ class CacheState:
     def wait(
         self, path: str, until: float, name: str, *, shared: bool, busy: Callable[[], object] | None = None
     ) -> FileLock:
-        """A lock, for the file of that name ("": for the cache as a whole). Raises ShardUnavailableError."""
+        """Wait for a lock, of the file of that name ("": of the cache as a whole). Raises ShardUnavailableError."""
         pause = 0.0005
         while True:
             self.check_open(name)
@@ -178,26 +179,27 @@ class CacheState:
                 busy()
             if time.monotonic() >= until:
                 raise ShardUnavailableError(
-                    f"{self._address(name)} could not be had within {self._timeout_s:g} s: another process has the lock"
-                    f" {path} ({_holder(path)})"
+                    f"{self._address(name)} was not available within {self._timeout_s:g} s: another process has the "
+                    f"lock {path} ({_holder(path)})"
                 )
             self.closing.wait(pause)
             pause = min(LONGEST_PAUSE_S, pause * 2)
 
     def check_open(self, name: str) -> None:
+        """Raise ShardUnavailableError if the cache is closing."""
         if self.closing.is_set():
-            raise ShardUnavailableError(f"{self._address(name)} is not fetched any more: its cache was closed")
+            raise ShardUnavailableError(f"{self._address(name)} is no longer fetched: its cache was closed")
 
     def _address(self, name: str) -> str:
         if not name:
             return f"the cache {self.root}"
-        return self._place.url_of(name) if self._place else os.path.join(self.root, name)
+        return self._remote.url_of(name) if self._remote else os.path.join(self.root, name)
 
 
 def _holder(path: str) -> str:
-    """What the holder of a lock says of itself."""
+    """Return what the text of a lock tells about its holder."""
     try:
         text = read_plain(path)
     except OSError:
-        return "it has just gone"
+        return "released just now"
     return f"process {text.decode().strip()}" if text.strip().isdigit() else "shared by its users"

@@ -1,7 +1,7 @@
-"""One shard's files into the cache's folder: found there, or fetched, verified, inflated, and only then named.
+"""Download of one shard's files into the cache's folder: found there, or fetched, verified and inflated, then named.
 
-A file gets its name when it is whole, verified and on the disk itself. What does not hold is removed before anybody can
-read it: a bad file that stays is read without a word by the next run. Called by the one process that has the shard's
+A file gets its name when it is complete, verified and synced to the disk. A file that fails verification is removed
+before it can be read: otherwise the next run would read it silently. Called by the one process that holds the shard's
 lock for fetching.
 """
 
@@ -18,7 +18,7 @@ from typing import Literal
 from penstock.data.cache.cache_state import STATE
 from penstock.data.cache.file_hashes import digest_of, fastest_of
 from penstock.data.cache.index_watch import RemoteIndex
-from penstock.data.cache.shard_versions import ShardVersion, origin_of, seen
+from penstock.data.cache.shard_versions import ShardVersion, file_stat, origin_of
 from penstock.data.formats.compressed_files import unpack
 from penstock.data.formats.index import INDEX
 from penstock.data.formats.shards import Shard, ShardFile, StoredFile
@@ -29,12 +29,12 @@ from penstock.runtime.files.plain_files import open_plain, read_plain
 
 __all__ = ["Downloads", "put"]
 
-ROUNDS = 2
-"""How often a file is fetched that arrives corrupt."""
+ATTEMPTS = 2
+"""Downloads of a file that arrives corrupt, before it is an error."""
 
 
 def put(data: bytes, temporary: Path, path: Path, source: str) -> None:
-    """Bytes under a name, whole or not at all."""
+    """Write a file, completely or not at all."""
     try:
         with open(temporary, "wb", buffering=0, opener=open_plain) as file:
             view = memoryview(data)
@@ -51,7 +51,8 @@ def put(data: bytes, temporary: Path, path: Path, source: str) -> None:
 
 
 def _name(temporary: Path, path: Path) -> None:
-    """A machine that stops must not leave the name without the bytes: they go to the disk first."""
+    """Give a file its name. Its bytes go to the disk first: after a power loss the name must not be there without
+    them."""
     descriptor = os.open(temporary, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -73,51 +74,52 @@ class _Numbered:
 
 
 class Downloads:
-    """Fills shards' files in, with the settings of a cache."""
+    """Downloads of shards, with the settings of a cache."""
 
     def __init__(
-        self, place: RemoteFolder | None, folder: Path, *, validate: str | Literal[False] | None, keep_packed: bool
+        self, remote: RemoteFolder | None, folder: Path, *, validate: str | Literal[False] | None, keep_packed: bool
     ) -> None:
         """`validate`: see ShardCache."""
-        self._place = place
+        self._remote = remote
         self._folder = folder
         self._validate = validate
         self._keep_packed = keep_packed
-        self._index = RemoteIndex(place, folder / STATE / INDEX) if place and not place.local else None
+        self._index = RemoteIndex(remote, folder / STATE / INDEX) if remote and not remote.local else None
 
-    def index_is_fetched(self) -> None:
-        """To be called before."""
+    def before_index_fetch(self) -> None:
+        """Record the remote index's version. Called before the index is fetched."""
         if self._index is not None:
-            self._index.fetched()
+            self._index.record_version()
 
     def origin(self, shard: Shard) -> str:
-        return origin_of(shard, self._place.local if self._place else None)
+        return origin_of(shard, self._remote.local if self._remote else None)
 
     def accepts(self, version: ShardVersion, shard: Shard) -> bool:
-        """Whether its files were made of what the index says now, and verified as asked."""
+        """Return True if the files were made of what the index says now, and verified as configured."""
         if version.origin != self.origin(shard):
             return False
         return version.hash == self._validate if self._validate else bool(version.hash) or not self._verified_by(shard)
 
     def _verified_by(self, shard: Shard) -> str:
-        """The algorithm; "" if the shard is not verified."""
+        """Return the algorithm; "" if the shard is not verified."""
         stored = (shard.files[0].raw, shard.files[0].packed)
         return next((name for each in stored if each and (name := self._algorithm(each))), "")
 
     def _algorithm(self, stored: StoredFile) -> str:
-        """By which a file is verified; "" for none."""
+        """Return the algorithm that verifies a file; "" for none."""
         if self._validate is None:
             return fastest_of(stored.hashes)
         return self._validate or ""
 
     def forget(self, version: ShardVersion) -> None:
-        """Remove what came from the place when it had other data under these names."""
-        if self._place is not None:
+        """Remove what was fetched when the remote had other data under these names."""
+        if self._remote is not None:
             for name, _ in (*version.evictable, *version.packed):
                 (self._folder / name).unlink(missing_ok=True)
 
     def need(self, shard: Shard, *, ours: bool) -> ShardVersion:
-        """What a shard may have on disk while it is fetched, at the most. `ours`: what is there came from the place."""
+        """Return the version with the most bytes that a shard may have on disk while it is fetched. `ours`: files that
+        are there came from the remote."""
         return ShardVersion(
             evictable=tuple((file.raw.name, file.raw.size) for file in shard.files),
             packed=tuple((file.packed.name, file.packed.size) for file in shard.files if file.packed),
@@ -126,21 +128,22 @@ class Downloads:
                 (stored.name, stored.size)
                 for file in shard.files
                 for stored in (file.raw, file.packed)
-                if stored and not ours and self._lies(self._own(stored), stored)
+                if stored and not ours and self._exists(self._own(stored), stored)
             ),
         )
 
     def _need(self, file: ShardFile) -> int:
-        if self._place is None or self._lies(self._in_place(file.raw), file.raw):
+        if self._remote is None or self._exists(self._in_place(file.raw), file.raw):
             return 0
-        if file.packed is None or self._lies(self._in_place(file.packed), file.packed):
+        if file.packed is None or self._exists(self._in_place(file.packed), file.packed):
             return file.raw.size
-        if self._lies(self._own(file.raw), file.raw) and not self._keep_packed:
+        if self._exists(self._own(file.raw), file.raw) and not self._keep_packed:
             return file.raw.size
         return file.raw.size + file.packed.size
 
     def fill(self, shard: Shard, temporary: Callable[[str], Path], until: float, *, ours: bool) -> ShardVersion:
-        """The raw files are there, whole and verified. `temporary`: a path for a name, unlike all others."""
+        """Fetch and verify the raw files as needed; return their version. `temporary`: returns a unique path for a
+        kind."""
         made_of = self.origin(shard)
         raw: list[tuple[str, int, int]] = []
         packed: list[tuple[str, int]] = []
@@ -148,18 +151,18 @@ class Downloads:
         found: list[tuple[str, int]] = []
         for number, file in enumerate(shard.files):
             path, was_there = self._raw(shard, file, _Numbered(temporary, number), until)
-            size_and_time = seen(str(path))
+            size_and_time = file_stat(str(path))
             if size_and_time is None:
                 raise ShardUnavailableError(f"{path} was removed while it was fetched")
             in_place = path != self._own(file.raw)
             raw.append((str(path) if in_place else file.raw.name, *size_and_time))
-            if in_place or self._place is None:
+            if in_place or self._remote is None:
                 continue
             evictable.append((file.raw.name, file.raw.size))
             if was_there and not ours:
-                origin = file.packed or file.raw
-                found.append((origin.name, origin.size))
-            if file.packed and self._lies(self._own(file.packed), file.packed):
+                source = file.packed or file.raw
+                found.append((source.name, source.size))
+            if file.packed and self._exists(self._own(file.packed), file.packed):
                 packed.append((file.packed.name, file.packed.size))
         size = sum(size for _, size in evictable) + sum(size for _, size in packed)
         verified_by = self._verified_by(shard)
@@ -169,14 +172,14 @@ class Downloads:
         return self._folder / stored.name
 
     def _in_place(self, stored: StoredFile) -> Path | None:
-        return self._place.local / stored.name if self._place and self._place.local else None
+        return self._remote.local / stored.name if self._remote and self._remote.local else None
 
-    def _lies(self, path: Path | None, stored: StoredFile) -> bool:
-        found = seen(str(path)) if path else None
+    def _exists(self, path: Path | None, stored: StoredFile) -> bool:
+        found = file_stat(str(path)) if path else None
         return found is not None and found[0] == stored.size
 
     def _raw(self, shard: Shard, file: ShardFile, temporary: Callable[[str], Path], until: float) -> tuple[Path, bool]:
-        """Its raw file, and whether something of it was in our folder before."""
+        """Return the path of the raw file, and whether the cache's folder had it or its packed form before."""
         for path in (self._in_place(file.raw), self._own(file.raw)):
             if path and self._usable(path, file.raw):
                 return path, True
@@ -185,7 +188,7 @@ class Downloads:
             self._fetch(file.raw, temporary("raw"), own, until)
             return own, False
         for path in (self._in_place(file.packed), self._own(file.packed)):
-            if path and self._lies(path, file.packed):
+            if path and self._exists(path, file.packed):
                 try:
                     self._inflate(shard, file, path, temporary("raw"))
                 except ShardCorruptError:
@@ -193,19 +196,19 @@ class Downloads:
                         raise
                     path.unlink()
                 else:
-                    self._tidy(path, file.packed)
+                    self._remove_packed(path, file.packed)
                     return own, path == self._own(file.packed)
         self._fetch_packed(shard, file, temporary, until)
         return own, False
 
     def _usable(self, path: Path, stored: StoredFile) -> bool:
-        """Whether a file that is there is good. One that is not is an error if it is the only one, or else removed."""
-        found = seen(str(path))
+        """Return whether a file exists and is good. A bad one is an error if it is the only copy, or else removed."""
+        found = file_stat(str(path))
         if found is None:
             return False
         try:
             if found[0] != stored.size:
-                raise ShardCorruptError(f"{path} has {found[0]} bytes, its index says {stored.size}")
+                raise ShardCorruptError(f"{path} has {found[0]} bytes, but its index says {stored.size}")
             self._verify(path, stored, str(path))
         except ShardCorruptError:
             if self._is_only_copy(path, stored):
@@ -215,9 +218,9 @@ class Downloads:
         return True
 
     def _is_only_copy(self, path: Path, stored: StoredFile) -> bool:
-        """Files of the place itself, and of a folder without one, are never removed. One of the two folders may be
-        below the other, and they are not one."""
-        return self._place is None or path == self._in_place(stored)
+        """Return True for files of the remote itself, and of a folder without one: these are never removed. One of the
+        two folders may lie below the other."""
+        return self._remote is None or path == self._in_place(stored)
 
     def _verify(self, source: Path | bytes, stored: StoredFile, name: str) -> None:
         algorithm = self._algorithm(stored)
@@ -226,12 +229,12 @@ class Downloads:
         expected = stored.hashes.get(algorithm)
         if expected is None:
             known = ", ".join(sorted(stored.hashes)) or "none"
-            raise DatasetError(f"{name}: the index has no {algorithm} hash of it to validate by; it has {known}")
+            raise DatasetError(f"{name}: the index must have its {algorithm} hash to validate by, got {known}")
         digest = digest_of(source, algorithm)
         if digest != expected.lower():
             raise ShardCorruptError(
                 f"{name} is corrupt: {algorithm} {expected} expected, {digest} found. If the dataset was written again "
-                "since its index was fetched, give it another cache folder"
+                "since its index was fetched, use another cache folder"
             )
 
     def _fetch(self, stored: StoredFile, temporary: Path, path: Path, until: float) -> None:
@@ -239,7 +242,7 @@ class Downloads:
             self._verify(temporary, stored, f"{source} ({path})")
             _name(temporary, path)
 
-        self._in_rounds(stored, temporary, until, name_it)
+        self._download(stored, temporary, until, name_it)
 
     def _fetch_packed(self, shard: Shard, file: ShardFile, temporary: Callable[[str], Path], until: float) -> None:
         assert file.packed is not None
@@ -252,16 +255,17 @@ class Downloads:
             else:
                 got.unlink()
 
-        self._in_rounds(packed, got, until, inflate)
+        self._download(packed, got, until, inflate)
 
-    def _in_rounds(self, stored: StoredFile, temporary: Path, until: float, use: Callable[[str], None]) -> None:
-        if self._place is None:
-            raise ShardUnavailableError(f"{self._own(stored)} is missing, and there is no place to fetch it from")
-        source = self._place.url_of(stored.name)
-        for last in range(1 - ROUNDS, 1):
+    def _download(self, stored: StoredFile, temporary: Path, until: float, use: Callable[[str], None]) -> None:
+        """Download a file and pass its address to `use`, which verifies it; try again if it is corrupt."""
+        if self._remote is None:
+            raise ShardUnavailableError(f"{self._own(stored)} is missing, and there is no remote to fetch it from")
+        source = self._remote.url_of(stored.name)
+        for last in range(1 - ATTEMPTS, 1):
             try:
                 left = max(0.0, until - time.monotonic())
-                self._place.download(stored.name, temporary, expected_size=stored.size, deadline_s=left)
+                self._remote.download(stored.name, temporary, expected_size=stored.size, deadline_s=left)
                 if self._index is not None and self._validate is None and not stored.hashes:
                     self._index.check()
                 use(source)
@@ -275,10 +279,12 @@ class Downloads:
                 raise ShardUnavailableError(f"{source} could not be stored at {temporary}: {error.strerror}") from error
 
     def _inflate(self, shard: Shard, file: ShardFile, path: Path, temporary: Path) -> None:
-        """Verified packed, and again raw."""
+        """Inflate a packed file; verify the packed and the raw bytes."""
         assert file.packed is not None
         data = read_plain(path)
-        source = str(path) if self._place is None else f"{self._place.url_of(file.packed.name)} ({self._own(file.raw)})"
+        source = (
+            str(path) if self._remote is None else f"{self._remote.url_of(file.packed.name)} ({self._own(file.raw)})"
+        )
         self._verify(data, file.packed, source)
         try:
             raw = unpack(data, shard.compression, limit=file.raw.size)
@@ -286,12 +292,12 @@ class Downloads:
             raise ShardCorruptError(f"{source}: {error}") from error
         if len(raw) != file.raw.size:
             raise ShardCorruptError(
-                f"{source} inflates to {len(raw)} bytes, the index says {file.raw.size} of {file.raw.name}"
+                f"{source} inflates to {len(raw)} bytes, but the index says {file.raw.size} for {file.raw.name}"
             )
         self._verify(raw, file.raw, f"{source} inflated")
         put(raw, temporary, self._own(file.raw), source)
 
-    def _tidy(self, path: Path, packed: StoredFile) -> None:
-        """Of a packed file that was there and can be fetched again."""
+    def _remove_packed(self, path: Path, packed: StoredFile) -> None:
+        """Remove a packed file that can be fetched again, unless packed files are kept."""
         if not self._keep_packed and not self._is_only_copy(path, packed):
             path.unlink()

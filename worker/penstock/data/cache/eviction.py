@@ -1,12 +1,12 @@
-"""Room in a cache's folder: how many bytes it holds, and which shards go when there must be fewer.
+"""Eviction from a cache's folder: the bytes that it holds, and the shards to remove when it needs space.
 
-Counted and evicted by one process at a time, under a lock. All is read from the stamps each time (a look at the times
-of all, and a read of those that changed), so there is no count that a killed process could leave wrong. Bytes are
-claimed before they are fetched, in the shard's stamp.
+One process at a time counts and evicts, under a lock. All is read from the shards' version files each time (the times
+of all, the content of those that changed), so a killed process cannot leave a wrong count. Bytes are claimed before
+they are fetched, in the shard's version file.
 
-The least recently used goes first. Raw files whose packed form stays go before anything that must be fetched again.
-Never what somebody has locked, and never what the place no longer has. For who fetches ahead, never what another has
-fetched ahead and not used yet.
+The least recently used shard goes first. Raw files whose packed form stays go before anything that must be fetched
+again. A shard is never evicted if a process has it locked, or if the remote no longer has it. A prefetch never evicts a
+shard that another process has prefetched and not used yet.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ class _Entry(NamedTuple):
 
 
 class Eviction:
-    """For one process; what it has read is kept to be read again only if it changed."""
+    """Eviction by one process. Version files are cached, and read again only if they changed."""
 
     def __init__(self, state: CacheState, limit: int, fetchable: Callable[[str, int], bool]) -> None:
-        """`fetchable(name, size)`: whether the place has that file."""
+        """`fetchable(name, size)`: returns whether the remote has that file."""
         self._state = state
         self._limit = limit
         self._fetchable = fetchable
         self._entries: dict[str, _Entry] = {}
         self._only_copies: set[str] = set()
-        """Keys of shards that the place did not have when it was asked; it is not asked again for each claim."""
+        """Keys of shards that the remote did not have when it was asked; it is not asked again for each claim."""
 
     def claim(self, key: str, lock: FileLock, version: ShardVersion, *, demand: bool, exceed: bool = False) -> bool:
-        """Write `version`, whose bytes count from now on, once there is room for them. `lock`: ours on the shard.
+        """Write `version`, whose bytes count from now on, once there is space for them. `lock`: ours on the shard.
 
-        The caller holds the lock of the room. False if there is no room; `exceed`: then it is written all the same.
-        `demand`: somebody waits for the shard, so what was fetched ahead may go.
+        The caller holds the eviction lock. Returns False if there is no space; with `exceed` it is written all the
+        same. `demand`: a reader waits for the shard, so prefetched shards may be evicted.
         """
         self._read()
         self._entries.pop(key, None)
@@ -65,7 +65,7 @@ class Eviction:
         known, self._entries = self._entries, {}
         with os.scandir(self._state.shards) as found:
             for file in found:
-                with contextlib.suppress(FileNotFoundError):  # its evictor has just removed it
+                with contextlib.suppress(FileNotFoundError):  # just evicted
                     time_ns = file.stat().st_mtime_ns
                     entry = known.get(file.name)
                     if entry is None or entry.time_ns != time_ns:
@@ -76,7 +76,7 @@ class Eviction:
                     self._entries[file.name] = entry
 
     def _shrink(self, excess: int, *, whole: bool, sparing: bool) -> int:
-        """Evict until nothing is in excess, or nothing is left to evict; what then is in excess still."""
+        """Evict until nothing is in excess, or nothing is left to evict; return the remaining excess in bytes."""
         if excess <= 0:
             return excess
         for key, entry in sorted(self._entries.items(), key=lambda item: item[1].time_ns):
@@ -90,17 +90,17 @@ class Eviction:
         return excess
 
     def _evict(self, key: str, *, whole: bool, sparing: bool) -> int:
-        """Bytes that it counts less now; 0 if it may not go."""
+        """Evict a shard; return the bytes freed, 0 if it must stay."""
         if sparing:
             try:
-                ahead = take(os.path.join(self._state.ahead, key), shared=False, create=False)
+                mark = take(os.path.join(self._state.prefetched, key), shared=False, create=False)
             except FileNotFoundError:
                 pass
             else:
-                if ahead is None:
+                if mark is None:
                     return 0
-                ahead.remove()  # of one who died
-                ahead.release()
+                mark.remove()  # left by a process that died
+                mark.release()
         try:
             lock = take(os.path.join(self._state.shards, key), shared=False, create=False)
         except FileNotFoundError:
@@ -115,13 +115,13 @@ class Eviction:
                 self._only_copies.add(key)
                 return 0
             entry = self._entries.pop(key)
-            # The files first: whoever is killed on the way leaves a stamp that does not fit, and is read as none.
+            # The files first: a process killed on the way leaves a version that does not match, which is ignored.
             for path, _ in version.evictable:
                 self._remove(path)
             if not whole:
                 kept = replace(version, raw=(), evictable=(), size=sum(size for _, size in version.packed))
                 lock.write(kept.encoded())
-                # As old as it was, and yet another time than others have read it at.
+                # As old as it was, but not the same time, at which others have read it.
                 time_ns = entry.time_ns + 1
                 os.utime(lock.path, ns=(time_ns, time_ns))
                 self._entries[key] = _Entry(time_ns, kept)

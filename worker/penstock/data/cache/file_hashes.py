@@ -1,4 +1,4 @@
-"""Hashes of files, by the names that mosaicml-streaming gives them: hashlib's and xxhash's."""
+"""Hashes of files, by the names of mosaicml-streaming: those of hashlib and xxhash."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.runtime.files.plain_files import open_plain
 
 __all__ = ["HASHES", "digest_of", "fastest_of"]
 
-# Those of hashlib that have a function of their own; shake_* are left out, whose digests have no length of their own.
+# hashlib's algorithms that have a function of their own; without shake_*, whose digests have no fixed length.
 HASHES: dict[str, Callable[[], Any]] = {
     **{
         name: getattr(hashlib, name)
@@ -23,26 +23,26 @@ HASHES: dict[str, Callable[[], Any]] = {
     },
     **{name: getattr(xxhash, name) for name in sorted(xxhash.algorithms_available)},
 }
-"""Name of an algorithm -> what makes a hash of nothing yet."""
+"""Constructors of hash objects by the algorithm's name."""
 
 _FAST = ("xxh3_64", "xxh3_128", "xxh128", "xxh64", "xxh32", "sha1", "blake2b", "sha256", "md5", "sha512")
-"""The fastest first, on processors of today; the others come behind."""
+"""Algorithms by speed, the fastest first on current processors; all others come after them."""
 
 PIECE = 1 << 20
-"""Bytes of a file in memory at a time."""
+"""Bytes of a file read into memory at a time."""
 
 
 def fastest_of(algorithms: Iterable[str]) -> str:
-    """The one to verify by, of several; "" if none is known."""
+    """Return the fastest of several algorithms; "" if none is known."""
     known = [name for name in algorithms if name in HASHES]
     return min(known, key=lambda name: (_FAST.index(name) if name in _FAST else len(_FAST), name), default="")
 
 
 def digest_of(source: Path | bytes | bytearray | memoryview, algorithm: str) -> str:
-    """Digest in hexadecimal, of bytes or of a file's content. Raises DatasetError for an unknown algorithm."""
+    """Return the hexadecimal digest of bytes or of a file's content. Raises DatasetError for an unknown algorithm."""
     make = HASHES.get(algorithm)
     if make is None:
-        raise DatasetError(f"unknown hash {algorithm!r}; there are {', '.join(sorted(HASHES))}")
+        raise DatasetError(f"the hash must be one of {', '.join(sorted(HASHES))}, got {algorithm!r}")
     state = make()
     if isinstance(source, Path):
         with open(source, "rb", buffering=0, opener=open_plain) as file:

@@ -1,11 +1,11 @@
 """Locks between the processes of a host: flock on small files.
 
-A lock dies with its holder, so a process that is killed hinders nobody, and nothing has a name outside the folder. The
-file may carry a line of text of its holder's. An exclusive holder may remove the file: whoever opened it before then
-finds that it has no name any more, and opens it anew.
+A lock dies with its holder, so a killed process blocks no other, and nothing has a name outside the folder. The file
+may carry a line of text from its holder. An exclusive holder may remove the file: a process that opened it before then
+finds that it has no name any more, and opens it again.
 
-flock belongs to what was opened, which a forked child shares with its parent: the child closes its copies at once and
-unlocks none, for that would unlock the parent's.
+flock belongs to the open file, which a forked child shares with its parent: the child closes its copies at once and
+unlocks none, because that would unlock the parent's.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from penstock.data.formats.descriptors import Descriptor
 
 __all__ = ["FileLock", "take"]
 
-_LONGEST = 1 << 20
-"""Bytes of text that are read back."""
+_LONGEST_TEXT = 1 << 20
+"""Largest text that is read back, in bytes."""
 
 _opening = threading.RLock()
-"""Held for the moment between opening a file and knowing of it, while one is given back, and over a fork: the child
-knows all that it has."""
+"""Lock held between opening a file and registering it, while one is released, and over a fork: so a child has a
+complete list of its copies."""
 _opened: weakref.WeakSet[Descriptor] = weakref.WeakSet()
 
 
@@ -49,18 +49,19 @@ class FileLock:
         self._pid = os.getpid()
 
     def read(self) -> bytes:
-        """The text of the file."""
-        return self._held().read(_LONGEST, 0)
+        """Return the text of the file."""
+        return self._held().read(_LONGEST_TEXT, 0)
 
     def write(self, text: bytes) -> None:
-        """One line, whole or not at all for those who read meanwhile: what is left of a longer one goes afterwards."""
+        """Write one line, which readers see whole or not at all; the rest of a longer one is cut off afterwards."""
         descriptor = self._held()
         os.pwrite(descriptor.fileno(), text, 0)
         os.ftruncate(descriptor.fileno(), len(text))
         self.touch()
 
     def touch(self) -> None:
-        """Set the file's time to now; the kernel's own idea of now is so coarse that two writes may have one time."""
+        """Set the file's time to now; the kernel's clock for files is so coarse that two writes may get the same
+        time."""
         now = time.time_ns()
         os.utime(self._held().fileno(), ns=(now, now))
 
@@ -69,14 +70,14 @@ class FileLock:
         os.unlink(self.path)
 
     def release(self) -> None:
-        """Again: nothing, also from another thread. In a forked child: nothing."""
+        """Release the lock. Does nothing when called again, from any thread, or in a forked child."""
         if self._pid != os.getpid():
             return
         with _opening:
             descriptor, self._descriptor = self._descriptor, None
             if descriptor is not None:
-                # Said, not left to the close: a child that is about to close its copy would else hold the lock till
-                # then.
+                # Unlocked explicitly: closing alone would leave the lock with a forked child that has not yet closed
+                # its copy.
                 fcntl.flock(descriptor.fileno(), fcntl.LOCK_UN)
 
     def _held(self) -> Descriptor:
@@ -86,7 +87,8 @@ class FileLock:
 
 
 def take(path: str, *, shared: bool, create: bool = True) -> FileLock | None:
-    """The lock at once, or None if somebody holds it. Without `create` a file that is absent is FileNotFoundError."""
+    """Return the lock, or None if another process holds it. Without `create` an absent file raises
+    FileNotFoundError."""
     flags = os.O_RDWR | (os.O_CREAT if create else 0)
     while True:
         with _opening:

@@ -1,11 +1,11 @@
-"""Whether the index that a dataset was opened with is still the one that lies there, here or far away.
+"""Checks that a dataset's index is still the one that the dataset was opened with, on disk or at the remote.
 
-A dataset that is written again while it is read has old rows before some moment and new ones behind it. Hashes in the
-index find that out, where shards are verified. This finds it out for shards that are read where they lie, and for a
-cache's folder that another job fills anew: who writes a dataset removes or replaces its index.
+A dataset that is written again while it is read yields old rows before some moment and new ones after it. Where shards
+are verified, the hashes in the index find that out. This check finds it out for shards that are read in place, and for
+a cache's folder that another job fills again: writing a dataset removes or replaces its index.
 
-What is fetched without a hash is of the dataset whose index lies in the cache as long as the place's index is as old as
-it was when that was fetched. Its content says nothing: without hashes, data of the same sizes have the same index.
+A file fetched without a hash belongs to the cached index as long as the remote's index has the version that it had when
+it was fetched. Its content does not help: without hashes, data of the same sizes have the same index.
 """
 
 from __future__ import annotations
@@ -25,34 +25,35 @@ from penstock.runtime.files.plain_files import read_plain
 
 __all__ = ["IndexWatch", "RemoteIndex"]
 
-ASK_S = 10.0
-"""For the place to say how old its index is."""
+VERSION_TIMEOUT_S = 10.0
+"""Seconds to wait for the remote's answer about its index's version."""
 
 
 @dataclass
 class IndexWatch:
-    """Of one index file."""
+    """Watch over one index file."""
 
     path: Path
     digest: bytes
-    """Of what it held."""
+    """Digest of its content."""
     hashed: bool
-    """It has a hash of each shard: who writes the same one again has the same data."""
+    """True if it has a hash of each shard: the same index then means the same data."""
     in_place: bool
-    """The shards lie beside it; else it is a copy in a cache, which may be removed."""
+    """True if the shards lie beside it; else it is a copy in a cache, which may be removed."""
     seen: tuple[int, int, int] | None
-    """Its size, time in ns and inode, when it was found to be the same."""
+    """Size, time in ns and inode of the file when its content was last found to be the same."""
     older_ns: int | None = None
-    """Without hashes, once it was written again as it was: shards that are younger than this were written again too."""
+    """Time in ns, set once an index without hashes was written again unchanged: younger shards were written again
+    too."""
 
     @staticmethod
     def of(path: Path, content: bytes, *, hashed: bool, in_place: bool) -> IndexWatch:
-        return IndexWatch(path, _digest(content), hashed, in_place, _seen(path))
+        return IndexWatch(path, _digest(content), hashed, in_place, _file_version(path))
 
     def check(self, shard: Sequence[Path]) -> None:
-        """Raises DatasetError if the dataset was written again; `shard`: the files that were just opened. One look at
-        the index; its content is read if it was touched."""
-        seen = _seen(self.path)
+        """Raise DatasetError if the dataset was written again; `shard`: the files that were just opened. Costs one stat
+        of the index, whose content is read only if it was touched."""
+        seen = _file_version(self.path)
         if seen is None:
             if self.in_place:
                 self._refuse(self.path, "removed")
@@ -65,14 +66,14 @@ class IndexWatch:
             self.seen = seen
         if self.older_ns is not None:
             for path in shard:
-                found = _seen(path)
+                found = _file_version(path)
                 if found is None or found[1] > self.older_ns:
                     self._refuse(path, "written again")
 
     def _refuse(self, path: Path, what: str) -> NoReturn:
         raise DatasetError(
             f"{path} was {what} since the dataset was opened: its rows would be of two datasets. Write new data to a "
-            "new folder, or open the dataset anew"
+            "new folder, or open the dataset again"
         )
 
     def _is_same(self) -> bool:
@@ -84,19 +85,19 @@ class IndexWatch:
 
 @dataclass(frozen=True)
 class RemoteIndex:
-    """The index of a place, from which one was fetched into a cache."""
+    """The index of a remote, from which one was fetched into a cache."""
 
-    place: RemoteFolder
+    remote: RemoteFolder
     record: Path
-    """Where it is kept for all processes of the host how old the place's was then."""
+    """File with the version of the remote's index at that time, for all processes of the host."""
 
-    def fetched(self) -> None:
-        """To be called before it is fetched: if it is replaced meanwhile, that is found out later."""
+    def record_version(self) -> None:
+        """Record the version. Called before the index is fetched: a replacement during the fetch is then noticed."""
         write_whole(self.record, (self._version() or "").encode())
 
     def check(self) -> None:
-        """Raises DatasetError if the place's index was replaced or removed since then. Says nothing where the place
-        does not tell how old it is, or does not answer now: it is asked again for the next shard."""
+        """Raise DatasetError if the remote's index was replaced or removed since then. Does nothing if the remote has
+        no versions, or does not answer now: it is asked again for the next shard."""
         try:
             before = self.record.read_text()
         except FileNotFoundError:
@@ -104,15 +105,15 @@ class RemoteIndex:
         now = self._version() if before else ""
         if now is not None and now != before:
             raise DatasetError(
-                f"{self.place.url_of(INDEX)} was {'written again' if now else 'removed'} since it was fetched into "
-                f"{self.record.parent.parent}, and it has no hashes by which shards of the two could be told apart. "
-                "Write new data to a new address, with hashes; or give another cache folder to read what is there now"
+                f"{self.remote.url_of(INDEX)} was {'written again' if now else 'removed'} since it was fetched into "
+                f"{self.record.parent.parent}, and it has no hashes to tell shards of the two apart. "
+                "Write new data to a new address, with hashes; or use another cache folder to read the new data"
             )
 
     def _version(self) -> str | None:
-        """ "" if it is not there; None if that is not known."""
+        """Return the version; "" if there is no index, None if that is unknown."""
         try:
-            return self.place.version(INDEX, deadline_s=ASK_S)
+            return self.remote.version(INDEX, deadline_s=VERSION_TIMEOUT_S)
         except FileNotFoundError:
             return ""
         except PenstockError:
@@ -125,7 +126,7 @@ def _digest(content: bytes) -> bytes:
     return hashlib.blake2b(content, digest_size=16).digest()
 
 
-def _seen(path: Path) -> tuple[int, int, int] | None:
+def _file_version(path: Path) -> tuple[int, int, int] | None:
     try:
         found = os.stat(path)
     except OSError:

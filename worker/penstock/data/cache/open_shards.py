@@ -1,10 +1,10 @@
-"""The shards of a dataset that are open: looked up by all threads, opened once, closed when they are many.
+"""The open shards of a dataset: looked up by all threads, opened once, closed when there are too many.
 
-Which one is closed is decided by second chance: the one that was opened first, but not if it was used since it was
-last looked at. So a look-up, of which there is one for each sample, writes no more than a flag, and takes no lock.
+The one to close is chosen by second chance: the one opened first, unless it was used since it was last considered. So a
+look-up, which happens for each sample, only sets a flag and takes no lock.
 
-To close a shard here is to drop the reference to it. A thread that reads it has a reference of its own, so its file is
-closed behind that thread, and no thread reads a file that another one has closed.
+To close a shard here is to drop the reference to it. A thread that reads it has its own reference, so the file is
+closed after that thread, and no thread reads a file that another one closed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from penstock.data.formats.shards import ShardReader
 __all__ = ["FEWEST_OPEN", "OpenShards"]
 
 FEWEST_OPEN = 64
-"""Shards that are kept open if the limit of descriptors lets us."""
+"""Shards that are kept open if the limit of file descriptors allows it."""
 
 
 class _Open:
@@ -33,7 +33,7 @@ class _Open:
 
 
 class OpenShards:
-    """Safe for threads. A forked child begins with none."""
+    """Open shards by number. Safe for threads; empty in a forked child."""
 
     def __init__(self) -> None:
         self.most = FEWEST_OPEN
@@ -41,7 +41,7 @@ class OpenShards:
         _all.add(self)
 
     def _reset(self) -> None:
-        # A dataset may be collected, and close its shards, anywhere in the thread that holds this.
+        # Reentrant: a dataset may be collected, and close its shards, in the thread that holds this lock.
         self._lock = threading.RLock()
         self._open: OrderedDict[int, _Open] = OrderedDict()
 
@@ -49,7 +49,7 @@ class OpenShards:
         return len(self._open)
 
     def get(self, number: int, opened: Callable[[int], tuple[HeldShard, ShardReader]]) -> ShardReader:
-        """The reader of a shard; `opened` opens it, and may take long, which other threads do not wait for."""
+        """Return the reader of a shard. `opened` opens it, possibly slowly; other threads do not wait for it."""
         found = self._open.get(number)
         if found is None:
             found = self._add(number, _Open(*opened(number)))
@@ -79,7 +79,7 @@ class OpenShards:
 
 
 def _descriptors() -> int:
-    """That this process may have."""
+    """Return the largest number of file descriptors that this process may have."""
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 

@@ -1,7 +1,7 @@
-"""Shards fetched before anybody waits for them, by threads, in the order in which they will be needed.
+"""Prefetch of shards by threads, in the order in which they will be needed.
 
-What was fetched and not used yet is marked by a lock of its own, which keeps those who fetch ahead from driving out
-each other's shards; who waits for a shard may drive it out. Errors are left for those who will wait for it.
+A prefetched shard that was not used yet is marked by a lock of its own, which keeps prefetching processes from evicting
+each other's shards. A reader that waits for a shard may evict them. Errors are left for the readers of the shard.
 """
 
 from __future__ import annotations
@@ -21,41 +21,42 @@ from penstock.proto.errors import PenstockError
 __all__ = ["Prefetcher"]
 
 EVICTION_PAUSE_S = 0.25
-"""Between two looks for room: other processes do not say when they release something."""
+"""Seconds between two checks for space: other processes do not report when they release a shard."""
 
 
 MARK_S = 10.0
-"""For a mark that somebody is just removing."""
+"""Seconds to wait for a mark that another process is removing."""
 
 
 class Prefetcher:
-    """Of one process. Its threads start with the first list."""
+    """Prefetch threads of one process. They start with the first list."""
 
     def __init__(
         self, state: CacheState, threads: int, bring: Callable[[Shard, str, Callable[[], None]], bool]
     ) -> None:
-        """`bring(shard, key, decided)` has a shard there, or says that there is no room for it. It calls `decided` once
-        it has room, or has to wait for another process: only then is the next one begun, so room goes in order."""
+        """`bring(shard, key, decided)` fetches a shard, or returns False if there is no space for it. It calls
+        `decided` once it has space, or has to wait for another process: only then is the next one begun, so space is
+        given in order."""
         self._state = state
         self._threads = threads
         self._bring = bring
         self._changed = threading.Condition()
         self._wanted: set[str] = set()
-        """The keys that were asked for last, and have not been used since."""
+        """Keys of the last list that have not been used since."""
         self._queue: deque[tuple[str, Shard]] = deque()
-        """Of these, the ones that no thread has taken yet."""
+        """Entries of the list that no thread has taken yet."""
         self._moving: set[str] = set()
-        """The keys that a thread has taken."""
+        """Keys that a thread has taken."""
         self._deciding = ""
-        """The key that was taken last, while it is not known whether there is room for it."""
+        """Key that was taken last, until it is known whether there is space for it."""
         self._there: dict[str, FileLock] = {}
-        """Key -> our mark on what was fetched."""
+        """Our marks on prefetched shards, by key."""
         self._full_until = 0.0
-        """monotonic: till then there is no room."""
+        """Time (monotonic) until which there is no space."""
         self._workers: list[threading.Thread] = []
 
     def want(self, shards: Sequence[tuple[str, Shard]], but: Collection[str]) -> None:
-        """Replace the list; keys in `but` are in use, and not looked at."""
+        """Replace the list. Keys in `but` are in use, and are ignored."""
         with self._changed:
             self._wanted = {key for key, _ in shards}.difference(but)
             dropped = [self._there.pop(key) for key in tuple(self._there) if key not in self._wanted]
@@ -70,28 +71,28 @@ class Prefetcher:
             _drop(lock)
 
     def used(self, key: str) -> None:
-        """Somebody of this process uses it: it needs no mark any more."""
+        """Remove the mark of a shard that this process uses now."""
         with self._changed:
             self._wanted.discard(key)
             lock = self._there.pop(key, None)
         if lock:
             _drop(lock)
 
-    def look_for_eviction(self) -> None:
-        """There may be some now."""
+    def check_space(self) -> None:
+        """Try again at once: there may be space now."""
         with self._changed:
             self._full_until = 0.0
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Threads end, those in a transfer once that is broken off; `books.closing` is set."""
+        """End the threads; those in a transfer end once it is broken off. `CacheState.closing` is set before."""
         with self._changed:
             there, self._there = self._there, {}
             workers, self._workers = self._workers, []
             self._changed.notify_all()
         until = time.monotonic() + 1.0
         for worker in workers:
-            if worker is not threading.current_thread():  # in which a dataset may be collected
+            if worker is not threading.current_thread():  # a dataset may be collected in one of the threads
                 worker.join(max(0.0, until - time.monotonic()))
         for lock in there.values():
             _drop(lock)
@@ -119,7 +120,7 @@ class Prefetcher:
             self._decided(key)
 
     def _pause_s(self) -> float | None:
-        """Until the next shard may be taken; None: until something changes."""
+        """Return the seconds until the next shard may be taken; None: until something changes."""
         if not self._queue or self._deciding:
             return None
         return max(0.0, self._full_until - time.monotonic())
@@ -133,7 +134,7 @@ class Prefetcher:
     def _fetch(self, shard: Shard, key: str) -> bool:
         self._state.prepare()
         until = time.monotonic() + MARK_S
-        mark = self._state.wait(os.path.join(self._state.ahead, key), until, shard.name, shared=True)
+        mark = self._state.wait(os.path.join(self._state.prefetched, key), until, shard.name, shared=True)
         kept = False
         try:
             if not self._bring(shard, key, lambda: self._decided(key)):
@@ -148,7 +149,7 @@ class Prefetcher:
 
 
 def _drop(lock: FileLock) -> None:
-    """Give a lock of what was fetched ahead back; its last holder removes the file."""
+    """Release the mark of a prefetched shard; its last holder removes the file."""
     path = lock.path
     lock.release()
     with contextlib.suppress(FileNotFoundError):

@@ -1,9 +1,9 @@
-"""A folder with a dataset's shards, filled as they are needed and shared by all processes of the host.
+"""A folder with a dataset's shards, filled on demand and shared by all processes of the host.
 
-Everything that processes must agree on is a file in the folder and a flock on it (see `state`): there is no daemon, no
-shared memory, no semaphore. Whoever uses a shard shares its lock, so nobody evicts it; whoever fetches it has another
-lock to itself, so nobody fetches it twice. Locks die with their holders, and what a killed process leaves is found by
-its lock, which nobody has any more, and removed.
+Everything that processes must agree on is a file in the folder and a flock on it (see `cache_state`): there is no
+daemon, no shared memory, no semaphore. All users of a shard share its lock, so it is not evicted; fetching has another,
+exclusive lock, so it is not fetched twice. Locks die with their holders. What a killed process leaves is found by its
+free lock, and removed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from penstock.data.cache.eviction import Eviction
 from penstock.data.cache.file_hashes import HASHES
 from penstock.data.cache.file_locks import FileLock
 from penstock.data.cache.prefetch import Prefetcher
-from penstock.data.cache.shard_versions import ShardVersion, key_of, seen
+from penstock.data.cache.shard_versions import ShardVersion, file_stat, key_of
 from penstock.data.formats.index import INDEX
 from penstock.data.formats.shards import Shard
 from penstock.data.remote.folders import RemoteFolder
@@ -36,22 +36,22 @@ from penstock.runtime.files.plain_files import read_plain
 __all__ = ["HeldShard", "ShardCache"]
 
 YIELD_S = 5.0
-"""For others to end what they are fetching ahead, before the limit is exceeded."""
+"""Seconds to wait for other processes to end their prefetches, before the limit is exceeded."""
 LOOK_S = 0.1
-"""For others to look whether a shard is there, which locks it for a moment."""
+"""Seconds to wait for other processes that check a shard, which locks it for a moment."""
 CONFIRM_S = 10.0
-"""For the place to say whether it has a file."""
+"""Seconds to wait for the remote's answer whether it has a file."""
 
 
 class HeldShard:
-    """A shard that stays until `release`, which may be called twice, by any thread. In a forked child it holds
-    nothing."""
+    """A shard that stays in the cache until `release`, which any thread may call, also twice. In a forked child it
+    holds nothing."""
 
     __slots__ = ("_cache", "_key", "_pid", "paths")
 
     def __init__(self, cache: ShardCache, key: str, paths: tuple[Path, ...]) -> None:
         self.paths = paths
-        """The raw files, in the order of the shard's."""
+        """Paths of the raw files, in the order of the shard's files."""
         self._cache: ShardCache | None = cache
         self._key = key
         self._pid = os.getpid()
@@ -80,11 +80,12 @@ class _InUse:
 
 
 class ShardCache:
-    """Safe for threads. A forked child begins with nothing held and no threads; a spawned one gets it pickled."""
+    """A cache folder. Safe for threads. A forked child starts with nothing held and no threads; a spawned process gets
+    it pickled."""
 
     def __init__(
         self,
-        place: RemoteFolder | None,
+        remote: RemoteFolder | None,
         folder: str | os.PathLike[str],
         *,
         limit: int | None = None,
@@ -95,55 +96,60 @@ class ShardCache:
         on_pressure: Callable[[], object] | None = None,
         group: int | None = None,
     ) -> None:
-        """`place` None: the folder is the dataset, and nothing of it is ever removed.
-
-        `limit`: bytes for all processes of the host together; None: unlimited. `validate`: None verifies what is
-        fetched, or found without a stamp that fits, by a hash that the index has; the name of an algorithm verifies by
-        that one, also what lies in place, and the index must have it; False verifies nothing. `keep_packed`: compressed
-        files stay, and their inflated form is the first to go; else only the inflated one stays. `timeout_s`: seconds
-        for one `hold`. `on_pressure`: called when there is no room without exceeding the limit, to release what is held
-        without need. `group`: whose members share the folder.
+        """
+        Args:
+            remote: origin of the files; None: the folder is the dataset, and nothing in it is ever removed.
+            limit: bytes for all processes of the host together; None: unlimited.
+            validate: None verifies what is fetched, or found without a matching version, by a hash of the index. The
+                name of an algorithm verifies by that one, also files in place; the index must have it. False verifies
+                nothing.
+            keep_packed: compressed files stay, and their inflated form is evicted first; else only the inflated one
+                stays.
+            timeout_s: seconds for one `hold`.
+            on_pressure: called when there is no space without exceeding the limit, to release what is held without
+                need.
+            group: group whose members share the folder.
         """
         if limit is not None and limit <= 0:
-            raise InvalidArgumentError(f"the limit of a cache must be above 0 bytes, not {limit}")
+            raise InvalidArgumentError(f"the limit of a cache must be above 0 bytes, got {limit}")
         if validate and validate not in HASHES:
             raise InvalidArgumentError(
-                f"unknown hash {validate!r} to validate by; there are {', '.join(sorted(HASHES))}"
+                f"the hash to validate by must be one of {', '.join(sorted(HASHES))}, got {validate!r}"
             )
         if threads < 1 or timeout_s <= 0:
             raise InvalidArgumentError(
-                f"threads must be at least 1 and timeout_s above 0, not {threads} and {timeout_s}"
+                f"threads must be at least 1 and timeout_s above 0, got {threads} and {timeout_s}"
             )
         self.folder = Path(folder).absolute()
-        if place and place.local and place.local.resolve() == self.folder.resolve():
-            place = None
-        self.place = place
+        if remote and remote.local and remote.local.resolve() == self.folder.resolve():
+            remote = None
+        self.remote = remote
         self.on_pressure = on_pressure
-        self._limit = limit if place else None
+        self._limit = limit if remote else None
         self._validate = validate
         self._keep_packed = keep_packed
         self._timeout_s = timeout_s
         self._threads = threads
         self._group = group
         self._root = str(self.folder)
-        self._downloads = Downloads(place, self.folder, validate=self._validate, keep_packed=keep_packed)
-        lies = self.folder if place is None else place.local
-        self._in_place = str(lies) if lies else ""
-        """Where files are used as they lie; "" if nowhere."""
+        self._downloads = Downloads(remote, self.folder, validate=self._validate, keep_packed=keep_packed)
+        in_place = self.folder if remote is None else remote.local
+        self._in_place = str(in_place) if in_place else ""
+        """Folder whose files are used in place; "" for none."""
         self._reset()
         _caches.add(self)
 
     def _reset(self) -> None:
-        self._lock = threading.RLock()  # as a place's
+        self._lock = threading.RLock()  # reentrant, as a RemoteFolder's
         self._held: dict[str, _InUse] = {}
-        self._state = CacheState(self.folder, self.place, self._timeout_s, self._group)
-        self._ahead = Prefetcher(self._state, self._threads, self._bring)
+        self._state = CacheState(self.folder, self.remote, self._timeout_s, self._group)
+        self._prefetcher = Prefetcher(self._state, self._threads, self._bring)
         self._warned = False
         self._eviction = Eviction(self._state, self._limit, self._fetchable) if self._limit else None
 
     def __getstate__(self) -> dict[str, Any]:
         return {
-            "place": self.place,
+            "remote": self.remote,
             "folder": self.folder,
             "limit": self._limit,
             "validate": self._validate,
@@ -154,31 +160,32 @@ class ShardCache:
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        ShardCache.__init__(self, state.pop("place"), state.pop("folder"), **state)
+        ShardCache.__init__(self, state.pop("remote"), state.pop("folder"), **state)
 
     # The index
 
     @property
     def index_path(self) -> Path:
-        """Where `index` reads it."""
+        """Path of the file that `index` reads."""
         return Path(self._in_place or self.folder, INDEX)
 
     @property
     def in_place(self) -> bool:
-        """Files are used where they lie."""
+        """True if files are used in place."""
         return bool(self._in_place)
 
     def index(self) -> bytes:
-        """The index file; fetched once for the host. Raises ShardUnavailableError, or DatasetError if it is none."""
+        """Return the index file, fetched once for the host. Raises ShardUnavailableError, or DatasetError for a file
+        that is not an index."""
         if self._in_place:
             try:
                 return read_plain(self.index_path)
             except FileNotFoundError:
-                what = f"{self._in_place} is no dataset: it has no {INDEX}{self._remedy()}"
+                what = f"{self._in_place} must be a dataset's folder: it has no {INDEX}{self._remedy()}"
                 raise ShardUnavailableError(what) from None
             except OSError as error:
                 raise ShardUnavailableError(f"{self.index_path}: {error.strerror}") from error
-        assert self.place is not None
+        assert self.remote is not None
         self._state.prepare()
         path = self.index_path
         until = time.monotonic() + self._timeout_s
@@ -186,40 +193,42 @@ class ShardCache:
             with contextlib.suppress(FileNotFoundError):
                 return read_plain(path)
             with self._state.fetching(INDEX, until, INDEX) as temporary:
-                if seen(str(path)) is None:
-                    self._downloads.index_is_fetched()
-                    data = self.place.read(INDEX, deadline_s=until - time.monotonic())
+                if file_stat(str(path)) is None:
+                    self._downloads.before_index_fetch()
+                    data = self.remote.read(INDEX, deadline_s=until - time.monotonic())
                     self._check_index(data)
-                    put(data, temporary("raw"), path, self.place.url_of(INDEX))
+                    put(data, temporary("raw"), path, self.remote.url_of(INDEX))
 
     def _remedy(self) -> str:
-        """For a folder without an index. Looks no further than a folder of folders: there may be millions of files."""
+        """Return a remedy for a folder without an index. Looks only one folder down: there may be millions of files."""
         for pattern in ("*.parquet", "*/*.parquet"):
             if any(Path(self._in_place).glob(pattern)):
                 return f"; index_parquet({self._in_place!r}) writes one of the Parquet files in it"
         return ""
 
     def _check_index(self, data: bytes) -> None:
-        """What a login page or a proxy sends must not stay here under the index's name."""
-        assert self.place is not None
+        """Raise DatasetError for a login page or a proxy's answer, which must not stay here under the index's name."""
+        assert self.remote is not None
         try:
             is_index = isinstance(json.loads(data), dict)
         except ValueError:
             is_index = False
         if not is_index:
-            raise DatasetError(f"{self.place.url_of(INDEX)} is no index of a dataset; it begins with {data[:40]!r}")
+            raise DatasetError(
+                f"{self.remote.url_of(INDEX)} must be the index of a dataset, got a file that begins with {data[:40]!r}"
+            )
 
     # One shard
 
     def hold(self, shard: Shard) -> HeldShard:
-        """Its raw files, complete and verified, and here until they are released. Waits for them if it must.
+        """Return the shard's raw files, complete, verified, and kept until they are released. Waits for them if needed.
 
-        Raises ShardUnavailableError (not in time, not there, no room on the disk), ShardCorruptError, or DatasetError
-        if the index lacks the hashes to validate by.
+        Raises ShardUnavailableError (timeout, missing, or disk full), ShardCorruptError, or DatasetError if the index
+        lacks the hashes to validate by.
         """
-        lying = self._lying(shard)
-        if lying:
-            return HeldShard(self, "", lying)
+        in_place = self._found_in_place(shard)
+        if in_place:
+            return HeldShard(self, "", in_place)
         key = key_of(shard.name)
         with self._lock:
             in_use = self._held.get(key)
@@ -242,17 +251,18 @@ class ShardCache:
             in_use.count += 1
         if in_use.lock is not lock:  # another thread was as fast
             lock.release()
-        self._ahead.used(key)
+        self._prefetcher.used(key)
         return HeldShard(self, key, in_use.paths)
 
-    def _lying(self, shard: Shard) -> tuple[Path, ...] | None:
-        """The files where they are used as they lie; no book is needed then. None if any is not there as it should."""
+    def _found_in_place(self, shard: Shard) -> tuple[Path, ...] | None:
+        """Return the files that are used in place, for which no lock is needed; None if any is missing or has a wrong
+        size."""
         if not self._in_place or self._validate:
             return None
         paths = []
         for file in shard.files:
             path = os.path.join(self._in_place, file.raw.name)
-            found = seen(path)
+            found = file_stat(path)
             if found is None or found[0] != file.raw.size:
                 return None
             paths.append(Path(path))
@@ -272,7 +282,7 @@ class ShardCache:
             del self._held[held._key]
             in_use.lock.touch()
             in_use.lock.release()
-        self._ahead.look_for_eviction()
+        self._prefetcher.check_space()
 
     def _ready(self, shard: Shard, lock: FileLock) -> tuple[Path, ...] | None:
         version = ShardVersion.decoded(lock.read())
@@ -281,8 +291,8 @@ class ShardCache:
     def _fill(
         self, shard: Shard, key: str, lock: FileLock, until: float, decided: Callable[[], None] | None = None
     ) -> tuple[Path, ...] | None:
-        """Have its files there, by us or by whoever is at it. With `decided` (see `Prefetcher`) nobody waits for them,
-        and None means that there is no room."""
+        """Fetch the shard's files, or wait for the process that does. With `decided` (see `Prefetcher`) no reader waits
+        for them, and None means that there is no space."""
         with self._state.fetching(key, until, shard.name, decided) as temporary:
             paths = self._ready(shard, lock)
             if paths:
@@ -298,15 +308,15 @@ class ShardCache:
             try:
                 version = self._downloads.fill(shard, temporary, until, ours=ours)
             except BaseException as error:
-                if not any(seen(os.path.join(self._root, file.raw.name)) for file in shard.files):
-                    lock.write(b"")  # it has nothing on disk, and claims nothing
+                if not any(file_stat(os.path.join(self._root, file.raw.name)) for file in shard.files):
+                    lock.write(b"")  # nothing is on disk, so nothing is claimed
                 if not isinstance(error, OSError):
                     raise
                 raise ShardUnavailableError(f"{shard.name} could not be stored in {self.folder}: {error}") from error
             lock.write(version.encoded())
             return version.holds(shard, self._root)
 
-    # Room
+    # Space
 
     def _claim(self, key: str, lock: FileLock, need: ShardVersion, until: float, *, demand: bool) -> bool:
         if self._eviction is None:
@@ -319,7 +329,7 @@ class ShardCache:
             self.on_pressure()
             if self._try_claim(key, lock, need, until, demand=True):
                 return True
-        # What is being fetched ahead cannot go, but once it is there it can; nor what is just being looked at.
+        # A shard that is being prefetched cannot be evicted until it is complete, nor one that is just being checked.
         now = time.monotonic()
         soon, patience = min(until, now + LOOK_S), min(until, now + YIELD_S)
         while now < soon or (now < patience and self._others_fetch_ahead(key)):
@@ -333,15 +343,15 @@ class ShardCache:
             self._warned = True
             warnings.warn(
                 f"the cache {self.folder} exceeds its limit of {self._limit} bytes: {need.size} more are needed, and"
-                " all that is in it is in use; give it a higher limit",
+                " everything in it is in use; give it a higher limit",
                 stacklevel=4,
             )
         return True
 
     def _others_fetch_ahead(self, key: str) -> bool:
-        """`key`: of what we are fetching ourselves, which somebody may want ahead too."""
-        ahead = set(os.listdir(self._state.ahead)) - {key}
-        return not ahead.isdisjoint(os.listdir(self._state.fetching_folder))
+        """Return True if other processes prefetch shards other than `key`, which this process is fetching."""
+        prefetched = set(os.listdir(self._state.prefetched)) - {key}
+        return not prefetched.isdisjoint(os.listdir(self._state.fetching_folder))
 
     def _try_claim(
         self, key: str, lock: FileLock, need: ShardVersion, until: float, *, demand: bool, exceed: bool = False
@@ -354,29 +364,31 @@ class ShardCache:
             counting.release()
 
     def _fetchable(self, name: str, size: int) -> bool:
-        if self.place is None:
+        if self.remote is None:
             return False
         try:
-            return self.place.has(name, size, deadline_s=CONFIRM_S)
+            return self.remote.has(name, size, deadline_s=CONFIRM_S)
         except PenstockError:
             return False
 
-    # Ahead of need
+    # Prefetch
 
     def fetch_ahead(self, shards: Sequence[Shard]) -> None:
-        """What will be needed next, in this order; it replaces what was said before. Threads fetch it.
+        """Prefetch these shards in this order, in threads. Replaces the list of the call before.
 
-        It stays for this process until it is held or no longer in the list, or somebody who waits needs its room.
-        What goes wrong is not said here: `hold` will meet it.
+        A prefetched shard stays for this process until it is held, or no longer in the list, or a reader that waits
+        needs its space. Errors are not raised here but by `hold`.
         """
         self._state.check_open("")
         with self._lock:
             held = set(self._held)
-        # What is used where it lies needs no books, and its folder may be another's.
-        self._ahead.want([(key_of(shard.name), shard) for shard in shards if not self._lying(shard)], held)
+        # Files used in place need no state folder, and their folder may belong to another user.
+        self._prefetcher.want(
+            [(key_of(shard.name), shard) for shard in shards if not self._found_in_place(shard)], held
+        )
 
     def _bring(self, shard: Shard, key: str, decided: Callable[[], None]) -> bool:
-        """Have it there though nobody waits for it. False if there is no room."""
+        """Fetch a shard that no reader waits for. Returns False if there is no space."""
         until = time.monotonic() + self._timeout_s
         lock = self._state.wait(os.path.join(self._state.shards, key), until, shard.name, shared=True)
         try:
@@ -384,14 +396,14 @@ class ShardCache:
         finally:
             lock.release()
 
-    # Beginning and end
+    # End
 
     def close(self) -> None:
-        """All that is held is released, and threads end, within a second also if they are at a transfer."""
+        """Release all that is held and end the threads, within a second even during a transfer."""
         self._state.closing.set()
-        if self.place:
-            self.place.close()
-        self._ahead.close()
+        if self.remote:
+            self.remote.close()
+        self._prefetcher.close()
         with self._lock:
             held, self._held = self._held, {}
         for in_use in held.values():

@@ -1,1 +1,1 @@
-"""What a sharded dataset's files hold: indexes, encodings, compressions, hashes; read and written."""
+"""Formats of a sharded dataset's files: indexes, encodings, compressions, hashes; read and written."""

@@ -1,7 +1,8 @@
-"""Compressed files, by the names that mosaicml-streaming gives to compressions: "zstd", "gz:6", "br" and so on.
+"""Compressed files, by mosaicml-streaming's names of compressions: "zstd", "gz:6", "br" and so on.
 
-Whoever unpacks says how many bytes may come out, for a few packed bytes can claim to be many: nothing here allocates
-much more than that. The libraries are imported when they are first needed, as most datasets need one of them or none.
+A caller that unpacks passes the largest number of bytes that may come out, because a few packed bytes can claim to be
+many: nothing here allocates much more than that. The libraries are imported on demand, as most datasets need at most
+one.
 """
 
 from __future__ import annotations
@@ -20,15 +21,17 @@ __all__ = ["COMPRESSIONS", "FileCompression", "extension_of", "pack", "parse_com
 
 
 class FileCompression(NamedTuple):
+    """A compression by its family and level."""
+
     family: str
-    """Also the extension of packed files."""
+    """Name of the family, and extension of packed files."""
     level: int
-    """0 for snappy, which has none."""
+    """Level; 0 for snappy, which has none."""
 
 
 class _Family(NamedTuple):
     package: str
-    """What to import; "" for what Python brings along."""
+    """Module to import; "" if it is in Python's standard library."""
     default: int
     levels: range
 
@@ -42,36 +45,36 @@ COMPRESSIONS = {
 }
 
 FIRST_PIECE, LARGEST_PIECE = 1 << 8, 1 << 24
-"""Bytes of a member that are given at a time, twice as many each time. What is left of a piece where the member ends is
-copied: 20 bytes are a member, and a file of nothing but such would else take a time that grows with its square."""
+"""Bytes of a member passed at a time, first and at most; doubled each time. The rest of a piece after the member's end
+is copied: 20 bytes are a member, and a file of many such would otherwise take time that grows with its square."""
 _ZEROS = re.compile(rb"\0*")
 ZSTD_PIECE = 1 << 10
-"""Bytes given at a time to a zstd frame that does not say its length: one of them becomes 32 KiB at the worst."""
+"""Bytes passed at a time to a zstd frame of unknown length: one byte becomes 32 KiB at worst."""
 
 
 def parse_compression(name: str) -> FileCompression:
-    """What a name of a compression means. Raises DatasetError if it means nothing."""
+    """Return the compression of this name. Raises DatasetError for an unknown one."""
     family, colon, level = name.partition(":")
     known = COMPRESSIONS.get(family)
     if known is None:
-        raise DatasetError(f"unknown compression {name!r}; there are {', '.join(sorted(COMPRESSIONS))}")
+        raise DatasetError(f"the compression must be one of {', '.join(sorted(COMPRESSIONS))}, got {name!r}")
     if not colon:
         return FileCompression(family, known.default)
     if not known.levels:
-        raise DatasetError(f"compression {name!r}: {family} has no levels")
+        raise DatasetError(f"compression {name!r}: {family} has no levels; leave the level out")
     if not (level.isascii() and level.isdigit() and len(level) <= 2 and int(level) in known.levels):
         levels = f"{known.levels[0]} to {known.levels[-1]}"
-        raise DatasetError(f"compression {name!r}: the levels of {family} are {levels}")
+        raise DatasetError(f"compression {name!r}: the level of {family} must be {levels}")
     return FileCompression(family, int(level))
 
 
 def extension_of(compression: str) -> str:
-    """Of a packed file's name, without the dot."""
+    """Return the extension of a packed file's name, without the dot."""
     return parse_compression(compression).family
 
 
 def pack(data: bytes, compression: str) -> bytes:
-    """`data`, compressed. The same bytes every time: a gzip header could hold the time, and ours does not."""
+    """Return `data`, compressed. The result is reproducible: a gzip header could contain the time, ours does not."""
     family, level = parse_compression(compression)
     match family:
         case "br":
@@ -88,7 +91,7 @@ def pack(data: bytes, compression: str) -> bytes:
 
 
 def unpack(data: bytes, compression: str, *, limit: int) -> bytes:
-    """What was packed, at most `limit` bytes. Raises ShardCorruptError for more, and for broken data."""
+    """Return the unpacked data, at most `limit` bytes. Raises ShardCorruptError for more, and for broken data."""
     family = parse_compression(compression).family
     return _UNPACKERS[family](data, limit)
 
@@ -104,7 +107,7 @@ def _library(family: str) -> Any:
 
 
 def _too_long(family: str, limit: int) -> ShardCorruptError:
-    return ShardCorruptError(f"its {family} data hold more than {limit} bytes")
+    return ShardCorruptError(f"its {family} data contain more than {limit} bytes")
 
 
 def _broken(family: str, why: object) -> ShardCorruptError:
@@ -112,7 +115,7 @@ def _broken(family: str, why: object) -> ShardCorruptError:
 
 
 class _Member(Protocol):
-    """What zlib and bz2 have in common."""
+    """Interface that zlib and bz2 share."""
 
     @property
     def eof(self) -> bool: ...
@@ -122,30 +125,30 @@ class _Member(Protocol):
 
 
 def _members(family: str, make: Callable[[], _Member], data: bytes, limit: int) -> bytes:
-    """Of gzip and bzip2 files, which may consist of several members, with zeros behind each."""
+    """Unpack gzip and bzip2 files, which may consist of several members, with zeros after each."""
     parts: list[bytes] = []
-    view, room, place = memoryview(data), limit, 0
+    view, left, at = memoryview(data), limit, 0
     while True:
         member, size = make(), FIRST_PIECE
         while not member.eof:
-            piece = view[place : place + size]
+            piece = view[at : at + size]
             if not piece:
                 raise _broken(family, f"they end too early, after {len(data)} bytes")
             try:
-                # One byte of room too many, so that a member that fills the room can still show its end.
-                part = member.decompress(piece, room + 1)
+                # One byte more than is left, so that a member that fills the limit can still show its end.
+                part = member.decompress(piece, left + 1)
             except (OSError, ValueError, zlib.error) as error:
                 raise _broken(family, error) from error
-            if len(part) > room:
+            if len(part) > left:
                 raise _too_long(family, limit)
             parts.append(part)
-            room -= len(part)
-            place += len(piece)
+            left -= len(part)
+            at += len(piece)
             size = min(2 * size, LARGEST_PIECE)
-        after = _ZEROS.match(data, place - len(member.unused_data))
-        assert after is not None  # it matches nothing, too
-        place = after.end()
-        if place == len(data):
+        after = _ZEROS.match(data, at - len(member.unused_data))
+        assert after is not None  # it also matches nothing
+        at = after.end()
+        if at == len(data):
             return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
@@ -173,7 +176,7 @@ def _br(data: bytes, limit: int) -> bytes:
 
 def _snappy(data: bytes, limit: int) -> bytes:
     snappy = _library("snappy")
-    # Its first bytes are the length, 7 bits each; the library allocates what they say before it looks further.
+    # Its first bytes are the length, 7 bits each; the library allocates that many bytes before it reads on.
     size = shift = 0
     for byte in data[:5]:
         size |= (byte & 127) << shift
@@ -186,7 +189,7 @@ def _snappy(data: bytes, limit: int) -> bytes:
         raise _too_long("snappy", limit)
     try:
         return bytes(snappy.decompress(data))
-    except Exception as error:  # the library's own kind is no public name in all versions
+    except Exception as error:  # the library's own error class is not public in all versions
         raise _broken("snappy", error) from error
 
 
@@ -206,13 +209,13 @@ def _zstd(data: bytes, limit: int) -> bytes:
 def _zstd_of_unknown_length(zstandard: Any, data: bytes, limit: int) -> bytes:
     stream = zstandard.ZstdDecompressor().decompressobj()
     parts: list[bytes] = []
-    room = limit
+    left = limit
     for start in range(0, len(data), ZSTD_PIECE):
         if stream.eof:
             raise _broken("zstd", f"{len(data) - start} bytes follow them")
         part = stream.decompress(data[start : start + ZSTD_PIECE])
-        room -= len(part)
-        if room < 0:
+        left -= len(part)
+        if left < 0:
             raise _too_long("zstd", limit)
         parts.append(part)
     if not stream.eof or stream.unused_data:

@@ -1,11 +1,11 @@
-"""What MDS stores in a column, by mosaicml-streaming's names: how a value becomes bytes, and bytes the same value.
+"""Encodings of MDS columns, by mosaicml-streaming's names: from values to bytes, and back to the same values.
 
-A decoder gets the sample's bytes and the value's place in them, so that nothing is cut out before it must be. It takes
-all of its bytes or raises: no decoder allocates what the bytes do not pay for. Arrays are the caller's own and may be
-written to: mosaicml-streaming's are read-only, on which torch.from_numpy warns. Ours cost one copy, as theirs do.
+A decoder gets the sample's bytes and the value's position in them, to avoid copies. It uses all of its bytes or raises,
+and allocates no more than they justify. Arrays belong to the caller and are writable: mosaicml-streaming's are
+read-only, about which torch.from_numpy warns. Ours cost one copy, as theirs do.
 
 As in mosaicml-streaming "int" and "str_float" become Python's numbers, "uint8" to "float64" numpy's scalars, and images
-PIL's, which are read from their bytes only when they are used.
+PIL's, which are decoded only when they are used.
 """
 
 from __future__ import annotations
@@ -31,42 +31,42 @@ __all__ = ["ENCODINGS", "Encoding", "check_encoding", "encoding_of"]
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """How the values of a column are stored."""
+    """Encoding of a column's values."""
 
     size: int | None
     """Bytes of every value, or None if they vary."""
     decode: Callable[[bytes, int, int], Any]
-    """(sample, begin, end) -> value. Raises what it likes when the bytes are none of its own."""
+    """(sample, begin, end) -> value. Raises any exception for bytes that are not a value."""
     encode: Callable[[Any], bytes]
-    """Raises TypeError, ValueError or OverflowError for a value that it would change."""
+    """value -> bytes. Raises TypeError, ValueError or OverflowError for a value that it would change."""
 
 
 def encoding_of(name: str, *, allow_unsafe_types: bool = False) -> Encoding:
-    """The encoding of this name. Raises DatasetError if there is none, or if it runs what it reads."""
+    """Return the encoding of this name. Raises DatasetError if it is unknown, or runs what it reads."""
     check_encoding(name)
     if name in UNSAFE and not allow_unsafe_types:
         raise DatasetError(
-            f"encoding {name!r} runs whatever program its writer put there; "
-            "if you trust its writer, say allow_unsafe_types=True"
+            f"encoding {name!r} runs any program that its writer put there; "
+            "if you trust the writer, use allow_unsafe_types=True"
         )
     family, colon, config = name.partition(":")
     return _ndarray(config) if family == "ndarray" and colon else ENCODINGS[family]
 
 
 def check_encoding(name: str) -> None:
-    """Raise DatasetError if there is no encoding of this name."""
+    """Raise DatasetError for an unknown encoding."""
     family, colon, config = name.partition(":") if isinstance(name, str) else (name, "", "")
     if family not in ENCODINGS:
-        raise DatasetError(f"unknown encoding {name!r}; there are {', '.join(ENCODINGS)}")
+        raise DatasetError(f"the encoding must be one of {', '.join(ENCODINGS)}, got {name!r}")
     if colon:
         if family != "ndarray":
-            raise DatasetError(f"unknown encoding {name!r}: {family} takes nothing behind a colon")
+            raise DatasetError(f"encoding {name!r}: {family} must have nothing after a colon")
         _ndarray(config)
 
 
 def _typed(value: Any, kind: type | tuple[type, ...], what: str) -> None:
     if not isinstance(value, kind):
-        raise TypeError(f"{what} was expected, not {type(value).__name__}")
+        raise TypeError(f"the value must be {what}, got {type(value).__name__}")
 
 
 def _slice(sample: bytes, begin: int, end: int) -> bytes:
@@ -92,7 +92,7 @@ _INT64 = struct.Struct("=q").unpack_from
 
 def _decode_int(sample: bytes, begin: int, end: int) -> int:
     if end - begin != 8:
-        raise ValueError(f"8 bytes were expected, not {end - begin}")
+        raise ValueError(f"the value must have 8 bytes, got {end - begin}")
     value: int = _INT64(sample, begin)[0]
     return value
 
@@ -107,22 +107,22 @@ def _scalar(dtype: type[np.generic]) -> Encoding:
 
     def decode(sample: bytes, begin: int, end: int) -> Any:
         if end - begin != size:
-            raise ValueError(f"{size} bytes were expected, not {end - begin}")
+            raise ValueError(f"the value must have {size} bytes, got {end - begin}")
         return np.frombuffer(sample, dtype, 1, begin)[0]
 
     def encode(value: Any) -> bytes:
-        if value is None or isinstance(value, str):  # numpy makes a number of them
-            raise TypeError(f"a number was expected, not {type(value).__name__}")
+        if value is None or isinstance(value, str):  # numpy converts both to numbers
+            raise TypeError(f"the value must be a number, got {type(value).__name__}")
         with np.errstate(over="ignore"):
             made = dtype(value)
         if (whole and made != value) or (not whole and np.any(np.isinf(made) & np.isfinite(value))):
-            raise ValueError(f"{value!r} is no {dtype.__name__}")
+            raise ValueError(f"the value must fit into {dtype.__name__}, got {value!r}")
         return made.tobytes()
 
     return Encoding(size, decode, encode)
 
 
-# The numbers under which MDS knows them; all else about an array is in `_decode_array`.
+# Numbers of dtypes in MDS; everything else about an array is in `_decode_array`.
 _DTYPES: dict[int, np.dtype[Any]] = {
     8: np.dtype(np.uint8),
     9: np.dtype(np.int8),
@@ -139,23 +139,23 @@ _DTYPES: dict[int, np.dtype[Any]] = {
 _NUMBERS = {dtype: number for number, dtype in _DTYPES.items()}
 _BY_NAME = {dtype.name: dtype for dtype in _NUMBERS}
 _SHAPES = tuple(struct.Struct(f"={letter}") for letter in "BHIQ")
-"""Of a dimension, by the two lowest bits of the byte that tells how many there are."""
+"""Formats of a dimension, by the two lowest bits of the byte that holds the number of dimensions."""
 MOST_DIMENSIONS = 63
 
 
 def _ndarray(config: str) -> Encoding:
-    """Of `dtype:shape`, `dtype`, or nothing: what is not here stands before each value."""
+    """Return the encoding of `dtype:shape`, `dtype`, or nothing: what is left out is stored before each value."""
     name, colon, dims = config.partition(":")
     if not config:
         return ENCODINGS["ndarray"]
     dtype = _BY_NAME.get(name)
     if dtype is None:
-        raise DatasetError(f"encoding 'ndarray:{config}': its dtypes are {', '.join(_BY_NAME)}")
+        raise DatasetError(f"encoding 'ndarray:{config}': the dtype must be one of {', '.join(_BY_NAME)}")
     shape = None
     if colon:
         parts = dims.split(",")
         if len(parts) > MOST_DIMENSIONS or not all(dim.isascii() and dim.isdigit() and int(dim) for dim in parts):
-            raise DatasetError(f"encoding 'ndarray:{config}': its shape must be like 3,224,224, and without zeros")
+            raise DatasetError(f"encoding 'ndarray:{config}': the shape must be like 3,224,224, and without zeros")
         shape = tuple(map(int, parts))
     size = None if shape is None else prod(shape) * dtype.itemsize
     return Encoding(size, partial(_decode_array, dtype, shape), partial(_encode_array, dtype, shape))
@@ -175,7 +175,7 @@ def _decode_array(
         begin += count * dim.size
     items = prod(shape)
     if begin + items * dtype.itemsize != end:
-        raise ValueError(f"{dtype.name} of shape {shape} were expected in {end - begin} bytes")
+        raise ValueError(f"{dtype.name} of shape {shape} need another size than {end - begin} bytes")
     return np.frombuffer(sample, dtype, items, begin).reshape(shape).copy()
 
 
@@ -183,11 +183,11 @@ def _encode_array(dtype: np.dtype[Any] | None, shape: tuple[int, ...] | None, va
     _typed(value, np.ndarray, "a numpy array")
     number = _NUMBERS.get(value.dtype)
     if number is None or (dtype is not None and value.dtype != dtype):
-        raise TypeError(f"an array of {dtype or ', '.join(_BY_NAME)} was expected, not of {value.dtype}")
+        raise TypeError(f"the array's dtype must be {dtype or ', '.join(_BY_NAME)}, got {value.dtype}")
     if shape is not None and value.shape != shape:
-        raise ValueError(f"shape {shape} was expected, not {value.shape}")
+        raise ValueError(f"the array's shape must be {shape}, got {value.shape}")
     if not value.ndim or value.ndim > MOST_DIMENSIONS or not value.size:
-        raise ValueError(f"an array of shape {value.shape} cannot be stored: 1 to {MOST_DIMENSIONS} axes, none empty")
+        raise ValueError(f"the array must have 1 to {MOST_DIMENSIONS} axes, none empty, got shape {value.shape}")
     head = bytearray() if dtype is not None else bytearray([number])
     if shape is None:
         width = next(i for i, dim in enumerate(_SHAPES) if max(value.shape) < 1 << 8 * dim.size)
@@ -199,7 +199,7 @@ def _encode_array(dtype: np.dtype[Any] | None, shape: tuple[int, ...] | None, va
 
 
 def _text(kind: type) -> Encoding:
-    """Numbers as their digits, of any precision."""
+    """Return an encoding of numbers as their digits, of any precision."""
 
     def decode(sample: bytes, begin: int, end: int) -> Any:
         return kind(sample[begin:end].decode())
@@ -207,7 +207,7 @@ def _text(kind: type) -> Encoding:
     def encode(value: Any) -> bytes:
         _typed(value, kind, kind.__name__)
         if value is True or value is False:
-            raise TypeError("a bool is no number here")  # its text is none
+            raise TypeError("the value must be a number, got bool")
         return str(value).encode()
 
     return Encoding(None, decode, encode)
@@ -222,7 +222,7 @@ def _encode_json(value: Any) -> bytes:
 
 
 def _unpickle(sample: bytes, begin: int, end: int) -> Any:
-    # The one place that unpickles what somebody else wrote: only with allow_unsafe_types=True is it given away.
+    # The only unpickling of foreign data: available with allow_unsafe_types=True alone.
     return pickle.loads(sample[begin:end])
 
 
@@ -248,4 +248,4 @@ ENCODINGS: dict[str, Encoding] = {
     "pkl": Encoding(None, _unpickle, pickle.dumps),
     "json": Encoding(None, _decode_json, _encode_json),
 }
-"""Name -> encoding. "ndarray" may be followed by ":dtype" or ":dtype:shape"."""
+"""Encodings by name. "ndarray" may be followed by ":dtype" or ":dtype:shape"."""

@@ -1,7 +1,7 @@
-"""Images in MDS columns: raw ones, image files, and lists of either. PIL is imported when the first one is met.
+"""Images in MDS columns: raw ones, image files, and lists of either. PIL is imported for the first image.
 
-A decoder gets the sample's bytes and the value's place in them. Sizes inside are checked against the bytes that are
-there before anything is made of them: twelve bytes of a raw image can claim gigabytes.
+A decoder gets the sample's bytes and the value's position in them. Sizes in the data are checked against the bytes that
+are there before anything is allocated: twelve bytes of a raw image can claim gigabytes.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _HEAD = struct.Struct("=III")
 _COUNT = struct.Struct("=I")
 _PIXEL = {"1": 0, "L": 1, "P": 1, "LA": 2, "La": 2, "PA": 2, "RGB": 3, "YCbCr": 3, "LAB": 3, "HSV": 3}
 _PIXEL |= {"RGBA": 4, "RGBa": 4, "RGBX": 4, "CMYK": 4, "I": 4, "F": 4, "I;16": 2, "I;16B": 2, "I;16L": 2, "I;16N": 2}
-"""PIL's mode -> bytes of a pixel; of "1", 8 are in a byte."""
-MOST_OF_NOTHING = 1 << 16
-"""Pixels of an image's one side when the other has none."""
+"""Bytes of a pixel by PIL's mode; "1" has 8 pixels in a byte."""
+LONGEST_EMPTY_SIDE = 1 << 16
+"""Largest side of an image whose other side is 0, in pixels."""
 _BYTES = (bytes, bytearray, memoryview)
 
 
@@ -50,21 +50,21 @@ def _pil() -> Any:
 
 
 def decode_raw(sample: bytes, begin: int, end: int) -> Any:
-    """[width: 4] [height: 4] [length of mode: 4] [mode] [pixels]."""
+    """Decode [width: 4] [height: 4] [length of mode: 4] [mode] [pixels]."""
     image = _pil()
     if end - begin < _HEAD.size:
-        raise ValueError(f"a raw image of {end - begin} bytes has no head")
+        raise ValueError(f"a raw image must have a head of {_HEAD.size} bytes, got {end - begin} bytes")
     width, height, length = _HEAD.unpack_from(sample, begin)
     pixels = begin + _HEAD.size + length
     if length > 16 or pixels > end:
-        raise ValueError(f"a raw image whose mode has {length} bytes")
+        raise ValueError(f"a raw image's mode must have at most 16 bytes inside its value, got {length}")
     mode = sample[begin + _HEAD.size : pixels].decode()
     if mode not in _PIXEL:
-        raise ValueError(f"a raw image of unknown mode {mode!r}")
+        raise ValueError(f"a raw image must have a known mode, got {mode!r}")
     size = (width * _PIXEL[mode] or (width + 7) // 8) * height
-    # PIL keeps a pointer for each row, also of an image without columns.
-    if size != end - pixels or (not size and max(width, height) > MOST_OF_NOTHING):
-        raise ValueError(f"a raw image of {width} x {height} pixels of mode {mode} in {end - pixels} bytes")
+    # PIL keeps a pointer for each row, even of an image without columns.
+    if size != end - pixels or (not size and max(width, height) > LONGEST_EMPTY_SIDE):
+        raise ValueError(f"a raw image of {width} x {height} pixels and mode {mode} does not fit {end - pixels} bytes")
     return image.frombytes(mode, (width, height), sample[pixels:end])
 
 
@@ -76,32 +76,33 @@ def encode_raw(value: Any) -> bytes:
 
 
 def decode_jpeg(sample: bytes, begin: int, end: int) -> Any:
-    """A whole JPEG file. Only its head is read here; PIL reads the rest when the pixels are first asked for."""
+    """Return the image of a whole JPEG file. Only its head is read here; PIL decodes the pixels on first use."""
     return _opened("JPEG", sample[begin:end])
 
 
 def decode_png(sample: bytes, begin: int, end: int) -> Any:
-    """A whole PNG file, read like a JPEG's."""
+    """Return the image of a whole PNG file, decoded like a JPEG's."""
     return _opened("PNG", sample[begin:end])
 
 
 def _opened(form: str, file: bytes) -> Any:
-    """An image file of the column's own format alone: PIL knows dozens, and for one of them it starts a program."""
+    """Open an image file of the column's own format alone: PIL knows dozens, and for one of them it starts a
+    program."""
     return _pil().open(BytesIO(file), formats=(form,))
 
 
 def encode_jpeg(value: Any) -> bytes:
-    """An image that was read from a JPEG file is stored as that file, which loses nothing."""
+    """Return a JPEG file; an image that was read from one is stored as that file, without loss."""
     _check(value)
     if value.format == "JPEG" and getattr(value, "filename", None):
-        file = _file_behind(value)
+        file = _source_file(value)
         if file is not None:
             return file
     return _saved(value, "JPEG")
 
 
-def _file_behind(value: Any) -> bytes | None:
-    """The file that an image was read from, if it is there and still this image: one that was edited in place keeps the
+def _source_file(value: Any) -> bytes | None:
+    """Return the file that an image was read from, if it still holds this image: an image edited in place keeps the
     name and format of its file."""
     try:
         with open(value.filename, "rb") as file:
@@ -109,9 +110,9 @@ def _file_behind(value: Any) -> bytes | None:
         with _pil().open(BytesIO(data)) as fresh:
             if (fresh.format, fresh.mode, fresh.size) != (value.format, value.mode, value.size):
                 return None
-            # Pixels that were never loaded cannot have been edited; others are decoded once more, to compare them.
+            # Pixels that were never loaded cannot have been edited; others are decoded again, to compare them.
             return data if value.tile or fresh.tobytes() == value.tobytes() else None
-    except OSError:  # gone, or another by now: the image's pixels are there
+    except OSError:  # removed or replaced: the image's pixels are there
         return None
 
 
@@ -121,21 +122,21 @@ def encode_png(value: Any) -> bytes:
 
 
 def decode_files(sample: bytes, begin: int, end: int) -> list[Any]:
-    """[count: 4] [length: 4] * count [file] * count: "jpeg_array"."""
+    """Decode [count: 4] [length: 4] * count [file] * count, that is "jpeg_array"."""
     images = _decode_list(decode_jpeg, sample, begin, end)
     if not images:
-        raise ValueError("an array of no images")
+        raise ValueError("an array of images must not be empty")
     return images
 
 
 def encode_files(value: Any) -> bytes:
     if not isinstance(value, list | tuple) or not value or not all(isinstance(file, _BYTES) for file in value):
-        raise TypeError("a list of JPEG files as bytes was expected, with at least one")
+        raise TypeError("the value must be a list of JPEG files as bytes, with at least one")
     return _joined(list(map(bytes, value)))
 
 
 def list_decoder(decode: Decode) -> Decode:
-    """Of "list[...]": four bytes for the future, then as above."""
+    """Return the decoder of "list[...]": four reserved bytes, then as in `decode_files`."""
 
     def decoder(sample: bytes, begin: int, end: int) -> list[Any]:
         return _decode_list(decode, sample, begin + 4, end)
@@ -146,7 +147,7 @@ def list_decoder(decode: Decode) -> Decode:
 def list_encoder(encode: Encode) -> Encode:
     def encoder(value: Any) -> bytes:
         if not isinstance(value, list):
-            raise TypeError(f"a list was expected, not {type(value).__name__}")
+            raise TypeError(f"the value must be a list, got {type(value).__name__}")
         return bytes(4) + _joined([encode(element) for element in value])
 
     return encoder
@@ -155,16 +156,16 @@ def list_encoder(encode: Encode) -> Encode:
 def _decode_list(decode: Decode, sample: bytes, begin: int, end: int) -> list[Any]:
     first = begin + _COUNT.size
     if first > end:
-        raise ValueError("a list that ends before its length")
+        raise ValueError("the list ends before its length")
     count = _COUNT.unpack_from(sample, begin)[0]
-    place = first + 4 * count
+    at = first + 4 * count
     sizes = struct.unpack_from(f"={count}I", sample, first)
-    if place + sum(sizes) != end:
-        raise ValueError(f"a list whose {count} elements have {sum(sizes)} bytes, in {end - place} bytes")
+    if at + sum(sizes) != end:
+        raise ValueError(f"the list's {count} elements have {sum(sizes)} bytes, but {end - at} bytes are there")
     values = []
     for size in sizes:
-        values.append(decode(sample, place, place + size))
-        place += size
+        values.append(decode(sample, at, at + size))
+        at += size
     return values
 
 
@@ -174,7 +175,7 @@ def _joined(parts: list[bytes]) -> bytes:
 
 def _check(value: Any) -> None:
     if not isinstance(value, _pil().Image):
-        raise TypeError(f"a PIL image was expected, not {type(value).__name__}")
+        raise TypeError(f"the value must be a PIL image, got {type(value).__name__}")
 
 
 def _saved(value: Any, form: str) -> bytes:

@@ -1,9 +1,8 @@
 """index.json, version 2 of mosaicml-streaming: read with every field checked, and written.
 
-All that a dataset claims of itself stands here, and it may come from anywhere: nothing in it is believed before it is
-looked at, so that a wrong number is an error that names its shard and field, and not a failure far away. Datasets have
-up to hundreds of thousands of shards, and what is the same for all of them (names and encodings of columns) is checked
-once and kept once.
+The index describes all of a dataset, and may come from anywhere: nothing in it is trusted unchecked, so a wrong number
+is an error that names its shard and field, and not a later failure elsewhere. Datasets have up to hundreds of thousands
+of shards; what is the same for all of them (names and encodings of columns) is checked once and stored once.
 """
 
 from __future__ import annotations
@@ -30,41 +29,41 @@ FORMATS: Mapping[str, tuple[str, ...]] = {
     "xsv": ("data", "meta"),
     "csv": ("data", "meta"),
     "tsv": ("data", "meta"),
-    # Not one of mosaicml-streaming: our own index of plain Parquet files, see parquet.py.
+    # Not a format of mosaicml-streaming: our own index of plain Parquet files, see parquet.py.
     "parquet": ("data",),
 }
-"""Format -> its files, in the order of `Shard.files`."""
+"""Files of each format, in the order of `Shard.files`."""
 
 MOST_BYTES = (1 << 32) - 1
-"""Of a file with offsets: they have 32 bits."""
+"""Largest size of a file with offsets, which have 32 bits, in bytes."""
 
 _OWN = {"version", "format", "samples", "compression", "hashes"}
 _OWN |= {f"{form}_{part}" for form in ("raw", "zip") for part in ("data", "meta")}
-"""Fields of an entry that are not its settings."""
+"""Fields of an entry that are not settings."""
 
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     form: {} if form == "parquet" else {"size_limit": None} for form in FORMATS
 }
-"""Settings that nobody needs for reading, but mosaicml-streaming's own reader."""
+"""Settings that only mosaicml-streaming's own reader needs."""
 
 _STEP = r"(?!\.{1,2}(?:/|\Z))[^/\\\0]+"
 _PLAIN_PATH = re.compile(f"{_STEP}(?:/{_STEP})*")
 _OURS = re.compile(r"(?:.*/)?(?:index\.json|\.penstock(?:/.*)?)", re.DOTALL | re.IGNORECASE)
-"""What lies in a cache's folder besides shards. A shard of such a name would be what the cache believes of itself, and
-have it remove any file of the user's."""
+"""Names of files in a cache's folder that are not shards. A shard of such a name would overwrite the cache's own state,
+which decides which of the user's files are removed."""
 _HEXADECIMAL = re.compile(r"[0-9a-fA-F]+")
 _NONE: Mapping[str, str] = {}
 
 
 class _Bad(Exception):
-    """What is wrong with a field; `read_index` says where."""
+    """A field that is wrong, and why; `read_index` adds the shard."""
 
     def __init__(self, field: str, why: str) -> None:
         super().__init__(f"{field} {why}")
 
 
 def read_index(data: bytes, where: str) -> list[Shard]:
-    """The shards of an index. `where` is its address, for messages. Raises DatasetError."""
+    """Return the shards of an index. `where` is its address, for messages. Raises DatasetError."""
     try:
         entries = _entries(data)
     except _Bad as error:
@@ -81,13 +80,13 @@ def read_index(data: bytes, where: str) -> list[Shard]:
 
 
 def write_index(shards: Iterable[Shard]) -> bytes:
-    """As mosaicml-streaming writes it, byte for byte."""
+    """Return the index as mosaicml-streaming writes it, byte for byte."""
     index = {"version": VERSION, "shards": [_entry(shard) for shard in shards]}
     return json.dumps(index, sort_keys=True).encode()
 
 
 def join_indexes(parts: Iterable[tuple[str, Iterable[Shard]]]) -> list[Shard]:
-    """One list of the shards of several folders: (path of the folder below the common one, its shards)."""
+    """Return all shards of several folders, each given as (its path below the common folder, its shards)."""
     return [
         replace(shard, files=tuple(_below(folder, file) for file in shard.files))
         for folder, shards in parts
@@ -97,36 +96,36 @@ def join_indexes(parts: Iterable[tuple[str, Iterable[Shard]]]) -> list[Shard]:
 
 def _entries(data: bytes) -> list[Any]:
     def refuse(constant: str) -> NoReturn:
-        raise ValueError(f"{constant} is no number")
+        raise ValueError(f"{constant} is not a JSON number")
 
     try:
         index = json.loads(data.decode(), parse_constant=refuse)
     except (ValueError, RecursionError) as error:
         raise _Bad("is not JSON:", str(error)) from None
     if not isinstance(index, dict):
-        raise _Bad("is not an index:", f"a JSON object was expected, not {_kind(index)}")
+        raise _Bad("is not an index:", f"it must be a JSON object, got {_kind(index)}")
     if "version" not in index:
         raise _Bad("version", "is missing")
     _check_version(index["version"])
     shards = index.get("shards")
     if not isinstance(shards, list):
-        raise _Bad("shards", f"must be a list, not {_kind(shards)}")
+        raise _Bad("shards", f"must be a list, got {_kind(shards)}")
     return shards
 
 
 def _check_version(version: object) -> None:
     if type(version) is not int or version != VERSION:
-        raise _Bad("version", f"is {version!r}; only version {VERSION} can be read")
+        raise _Bad("version", f"must be {VERSION}, got {version!r}")
 
 
 def _shard(entry: Any, known: dict[str, Mapping[str, Any]], files: dict[str, StoredFile]) -> Shard:
     if not isinstance(entry, dict):
-        raise _Bad("its entry", f"must be an object, not {_kind(entry)}")
+        raise _Bad("its entry", f"must be an object, got {_kind(entry)}")
     _check_version(entry.get("version"))
     form = entry.get("format")
     parts = FORMATS.get(form) if isinstance(form, str) else None
     if parts is None or not isinstance(form, str):
-        raise _Bad("format", f"is {form!r}; there are {', '.join(FORMATS)}")
+        raise _Bad("format", f"must be one of {', '.join(FORMATS)}, got {form!r}")
     samples = _count(entry, "samples", "samples")
     compression = entry.get("compression")
     if compression is None:
@@ -134,16 +133,16 @@ def _shard(entry: Any, known: dict[str, Mapping[str, Any]], files: dict[str, Sto
     elif isinstance(compression, str) and compression:
         parse_compression(compression)
     else:
-        raise _Bad("compression", f"must be a name or null, not {_kind(compression)}")
+        raise _Bad("compression", f"must be a name or null, got {_kind(compression)}")
     pairs = []
     for part in parts:
         raw = _stored(entry, f"raw_{part}", files)
         packed = _stored(entry, f"zip_{part}", files) if entry.get(f"zip_{part}") is not None else None
         if (packed is None) == bool(compression):
-            what = "is missing, though compression is" if compression else "is there, though compression is"
+            what = "is missing, though compression is" if compression else "must be absent, because compression is"
             raise _Bad(f"zip_{part}", f"{what} {compression or None!r}")
         if form != "parquet" and raw.size > MOST_BYTES:
-            raise _Bad(f"raw_{part}.bytes", f"is {raw.size}, more than the {MOST_BYTES} that its offsets can reach")
+            raise _Bad(f"raw_{part}.bytes", f"must be at most {MOST_BYTES}, the limit of its offsets, got {raw.size}")
         pairs.append(ShardFile(raw, packed))
     rest = {**_DEFAULTS[form], **{name: value for name, value in entry.items() if name not in _OWN}}
     key = f"{form} {rest!r}"
@@ -157,35 +156,35 @@ def _shard(entry: Any, known: dict[str, Mapping[str, Any]], files: dict[str, Sto
 def _stored(entry: dict[str, Any], field: str, files: dict[str, StoredFile]) -> StoredFile:
     info = entry.get(field)
     if not isinstance(info, dict):
-        raise _Bad(field, f"must be an object, not {_kind(info)}" if field in entry else "is missing")
+        raise _Bad(field, f"must be an object, got {_kind(info)}" if field in entry else "is missing")
     name = info.get("basename")
     if not isinstance(name, str):
-        raise _Bad(f"{field}.basename", f"must be a string, not {_kind(name)}")
+        raise _Bad(f"{field}.basename", f"must be a string, got {_kind(name)}")
     if not _PLAIN_PATH.fullmatch(name):
-        raise _Bad(f"{field}.basename", f"is {name!r}, which is no plain path below the dataset's folder")
+        raise _Bad(f"{field}.basename", f"must be a plain path below the dataset's folder, got {name!r}")
     if _OURS.fullmatch(name):
-        raise _Bad(f"{field}.basename", f"is {name!r}, which is no name for a shard")
+        raise _Bad(f"{field}.basename", f"must not be a name that the cache uses itself, got {name!r}")
     size = _count(info, "bytes", f"{field}.bytes")
     hashes = info.get("hashes")
     if hashes is None or hashes == {}:
         hashes = _NONE
     elif not isinstance(hashes, dict):
-        raise _Bad(f"{field}.hashes", f"must be an object, not {_kind(hashes)}")
+        raise _Bad(f"{field}.hashes", f"must be an object, got {_kind(hashes)}")
     for algorithm, digest in hashes.items():
         if not isinstance(digest, str) or not _HEXADECIMAL.fullmatch(digest):
-            raise _Bad(f"{field}.hashes.{algorithm}", f"is {digest!r}, which is no digest in hexadecimal")
+            raise _Bad(f"{field}.hashes.{algorithm}", f"must be a digest in hexadecimal, got {digest!r}")
     stored = StoredFile(name, size, hashes)
     if files.setdefault(name, stored) != stored:
-        raise _Bad(f"{field}.basename", f"is {name!r}, which another entry says to have another size or hash")
+        raise _Bad(f"{field}.basename", f"is {name!r}, for which another entry has another size or hash")
     return stored
 
 
 def _count(entry: dict[str, Any], key: str, field: str) -> int:
     value = entry.get(key)
     if type(value) is not int:
-        raise _Bad(field, f"must be an integer, not {_kind(value)}" if key in entry else "is missing")
+        raise _Bad(field, f"must be an integer, got {_kind(value)}" if key in entry else "is missing")
     if value < 0:
-        raise _Bad(field, f"is {value}")
+        raise _Bad(field, f"must be at least 0, got {value}")
     return value
 
 
@@ -199,9 +198,9 @@ def _names(rest: dict[str, Any], field: str) -> list[str]:
 def _columns(rest: dict[str, Any]) -> dict[str, str]:
     names, encodings = _names(rest, "column_names"), _names(rest, "column_encodings")
     if len(set(names)) != len(names):
-        raise _Bad("column_names", f"has a name twice: {', '.join(names)}")
+        raise _Bad("column_names", f"must be unique, got {', '.join(names)}")
     if len(names) != len(encodings):
-        raise _Bad("column_encodings", f"has {len(encodings)} for {len(names)} columns")
+        raise _Bad("column_encodings", f"must have one entry for each of {len(names)} columns, got {len(encodings)}")
     return dict(zip(names, encodings, strict=True))
 
 
@@ -217,13 +216,14 @@ def _check_mds(rest: dict[str, Any]) -> None:
         raise _Bad("column_sizes", f"must be a list with {len(columns)} sizes")
     for name, size in zip(columns, sizes, strict=True):
         if size is not None and (type(size) is not int or not 0 <= size <= MOST_BYTES):
-            raise _Bad("column_sizes", f"is {size!r} for column {name!r}: bytes were expected, or null")
+            raise _Bad("column_sizes", f"must be a number of bytes or null for column {name!r}, got {size!r}")
 
 
 def _check_text(field: str, columns: dict[str, str]) -> None:
     for name, encoding in columns.items():
         if encoding not in TEXT_ENCODINGS:
-            raise _Bad(field, f"has {encoding!r} for column {name!r}; there are {', '.join(TEXT_ENCODINGS)}")
+            known = ", ".join(TEXT_ENCODINGS)
+            raise _Bad(field, f"must be one of {known} for column {name!r}, got {encoding!r}")
 
 
 def _check_json(rest: dict[str, Any]) -> None:
@@ -249,7 +249,7 @@ def _mark(rest: dict[str, Any], field: str) -> None:
 
 
 def _check_parquet(rest: dict[str, Any]) -> None:
-    del rest  # a Parquet file says all of itself
+    del rest  # a Parquet file describes itself
 
 
 _CHECKS = {

@@ -3,8 +3,9 @@
     [samples: 4] [offset: 4] * (samples + 1) [settings as JSON] [sample] * samples
     sample = [size: 4] for each column without a fixed size, then the values, column by column
 
-What the columns are is in the index; the settings in the shard repeat it and are not read. This is the hot path: all
-that can be settled once (offsets, decoders, where values of fixed size lie) is settled when the shard is opened.
+The columns are described in the index; the settings in the shard repeat that and are not read. This is the hot path:
+all that can be computed once (offsets, decoders, positions of values of fixed size) is computed when the shard is
+opened.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ Decode = Callable[[bytes, int, int], Any]
 
 
 def columns_of(shard: Shard, *, allow_unsafe_types: bool = False) -> list[tuple[str, Decode, int]]:
-    """(column, decoder, its fixed size or 0) in the order of an MDS sample. DatasetError if one may not be read."""
+    """Return (column, decoder, fixed size or 0) in the order of an MDS sample. Raises DatasetError for a forbidden
+    one."""
     settings = shard.settings
     columns = []
     triples = zip(settings["column_names"], settings["column_encodings"], settings["column_sizes"], strict=True)
@@ -39,7 +41,7 @@ def columns_of(shard: Shard, *, allow_unsafe_types: bool = False) -> list[tuple[
 
 
 class MDSReader(SampleFile):
-    """See `penstock.data.formats.shards.ShardReader`."""
+    """Reader of an MDS shard, see `penstock.data.formats.shards.ShardReader`."""
 
     def __init__(self, shard: Shard, path: Path, *, allow_unsafe_types: bool = False) -> None:
         columns = columns_of(shard, allow_unsafe_types=allow_unsafe_types)
@@ -59,17 +61,17 @@ class MDSReader(SampleFile):
     def __getitem__(self, index: int) -> dict[str, Any]:
         sample = self._bytes_of(index)
         column = ""
-        place = self._head.size
+        at = self._head.size
         try:
             sizes = self._head.unpack_from(sample)
             if self._least + sum(sizes) != len(sample):
-                raise ValueError(f"values of {self._least + sum(sizes)} bytes in {len(sample)}")
+                raise ValueError(f"the values must have {len(sample)} bytes, got {self._least + sum(sizes)}")
             values = {}
             following = iter(sizes)
             for column, decode, size, varies in self._columns:
-                end = place + (next(following) if varies else size)
-                values[column] = decode(sample, place, end)
-                place = end
+                end = at + (next(following) if varies else size)
+                values[column] = decode(sample, at, end)
+                at = end
             return values
         except DatasetError:  # a package is missing
             raise

@@ -1,13 +1,13 @@
 """Samples of Parquet files: a row is a sample, a file is a shard.
 
 mosaicml-streaming 0.13.0 has no such shards; an index that lists them is our own. It is made from the files' footers,
-which say how many rows they have.
+which contain the number of rows.
 
-Parquet is read by row groups, and rows are asked for in any order: row groups that were read are kept, as many as fit
-in KEPT_BYTES, and the one that was longest unused goes first. A file whose row groups fit is read once.
+Parquet is read by row groups, and rows are requested in any order: row groups that were read are kept in memory up to
+KEPT_BYTES, and the least recently used one is dropped first. A file whose row groups fit is read once.
 
-A column of a row group is as many arrays as pyarrow makes of it, and stays so: an array of text has 2 GiB at most, and
-a row group may have more.
+A column of a row group consists of as many arrays as pyarrow makes of it: an array of text has at most 2 GiB, and a row
+group may have more.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from penstock.runtime.process.free_memory import free_memory
 __all__ = ["KEPT_BYTES", "ParquetReader", "index_parquet", "parquet_shards"]
 
 KEPT_BYTES = 256 << 20
-"""Of row groups in memory, in a reader; one is kept however large it is."""
+"""Largest size of the row groups that a reader keeps in memory, in bytes; one is kept whatever its size."""
 
 
-SPREAD_OUT = 64 << 20
-"""Bytes of a column of texts, in a row group, up to which rows that have the same text have one each."""
+EXPANDED_BYTES = 64 << 20
+"""Bytes of a text column in a row group up to which repeated texts are expanded to one text per row."""
 
 
 def _pyarrow() -> Any:
@@ -47,21 +47,21 @@ def _pyarrow() -> Any:
 
 
 def index_parquet(folder: str | os.PathLike[str]) -> list[Shard]:
-    """Write an index of all Parquet files in a folder of this machine and below it, in the order of their paths;
-    returns what it lists. Raises DatasetError."""
+    """Write an index of all Parquet files in a local folder and below it, in the order of their paths; return its
+    shards. Raises DatasetError."""
     root = Path(folder)
     files = sorted(root.rglob("*.parquet"))
     if not files:
-        raise DatasetError(f"{root}: no *.parquet in it or below")
+        raise DatasetError(f"{root}: neither this folder nor one below it has a *.parquet file")
     shards = parquet_shards((path.relative_to(root).as_posix(), path) for path in files)
     write_whole(root / INDEX, write_index(shards))
     return shards
 
 
 def parquet_shards(files: Iterable[tuple[str, Path | IO[bytes]]]) -> list[Shard]:
-    """A shard for each file: (its path relative to the dataset's folder, where to read its footer).
+    """Return a shard for each file, given as (its path relative to the dataset's folder, source of its footer).
 
-    The columns of all must have the same names, for a loader makes batches of rows from any of them. Raises
+    The columns of all must have the same names, because a loader makes batches of rows from any of them. Raises
     DatasetError.
     """
     library = _pyarrow()
@@ -72,37 +72,37 @@ def parquet_shards(files: Iterable[tuple[str, Path | IO[bytes]]]) -> list[Shard]
             footer = library.read_metadata(source)
             columns = list(footer.schema.to_arrow_schema().names)
             size = source.stat().st_size if isinstance(source, Path) else source.seek(0, os.SEEK_END)
-        except Exception as error:  # pyarrow's own errors, the system's, those of whatever the file comes from
-            raise ShardCorruptError(f"{name}: no Parquet file: {error}") from error
+        except Exception as error:  # pyarrow's own errors, the system's, and those of the file's source
+            raise ShardCorruptError(f"{name}: it is not a Parquet file: {error}") from error
         if len(set(columns)) != len(columns):
-            raise DatasetError(f"{name}: it has a column twice: {', '.join(columns)}")
+            raise DatasetError(f"{name}: columns must be unique, got {', '.join(columns)}")
         if first is None:
             first = name, columns
         elif set(first[1]) != set(columns):
-            raise DatasetError(f"{name}: its columns are {columns}, those of {first[0]} are {first[1]}")
+            raise DatasetError(f"{name}: its columns must be those of {first[0]}, {first[1]}, got {columns}")
         shards.append(Shard("parquet", footer.num_rows, (ShardFile(StoredFile(name, size)),)))
     return shards
 
 
 Columns = list[tuple[str, Value, Any]]
-"""(name, what makes a value of its scalars, pyarrow's array) of each."""
+"""Columns, each (name, function from scalar to value, pyarrow's array)."""
 
 
 _BYTES = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4, "INT64": 8, "DOUBLE": 8, "INT96": 12, "BYTE_ARRAY": 4}
-"""Of a value in memory, by its physical type; of text what it has beside the text: a place, or its number in a
-dictionary."""
+"""Bytes of a value in memory, by its physical type; for text those beside the text itself: an offset, or its number in
+a dictionary."""
 
 
-def _texts(footer: Any) -> list[str]:
-    """Return the paths of columns of text and bytes, which are read as dictionaries where they are stored as such: one
-    text that a million rows have is in memory once, as it is in the file."""
+def _text_columns(footer: Any) -> list[str]:
+    """Return the paths of columns of text and bytes. They are read as dictionaries where they are stored so: a text
+    that a million rows share is in memory once, as it is in the file."""
     leaves = (footer.schema.column(number) for number in range(footer.num_columns))
     return [leaf.path for leaf in leaves if leaf.physical_type == "BYTE_ARRAY"]
 
 
-def _spread_out(column: Any) -> Any:
-    """Return a column of a dictionary with a text for each row, of which a value is had in half the time, unless that
-    would be large."""
+def _expand_texts(column: Any) -> Any:
+    """Return a dictionary column with a text for each row, which is read in half the time, unless that would be too
+    large."""
     arrow = importlib.import_module("pyarrow")
     if not arrow.types.is_dictionary(column.type) or column.type.value_type not in (arrow.string(), arrow.binary()):
         return column
@@ -110,12 +110,12 @@ def _spread_out(column: Any) -> Any:
     size = 0
     for chunk in column.chunks:
         size += compute.sum(compute.binary_length(chunk.dictionary).take(chunk.indices)).as_py() or 0
-    return column.cast(column.type.value_type) if size <= SPREAD_OUT else column
+    return column.cast(column.type.value_type) if size <= EXPANDED_BYTES else column
 
 
 def _memory_of(group: Any) -> int:
-    """Return the bytes that a row group takes at least, from its footer: some hundred bytes of a file may stand for a
-    thousand million equal numbers."""
+    """Return the least number of bytes that a row group takes, from its footer: some hundred bytes of a file may stand
+    for a billion equal numbers."""
     columns = (group.column(number) for number in range(group.num_columns))
     return sum(
         max(column.total_uncompressed_size, column.num_values * _BYTES.get(column.physical_type, 1))
@@ -124,30 +124,30 @@ def _memory_of(group: Any) -> int:
 
 
 class ParquetReader:
-    """See formats.shards.ShardReader. Values are Python's: None, lists, dictionaries, datetimes; those with nanoseconds
-    numpy's, see parquet_values.py."""
+    """Reader of a Parquet file, see formats.shards.ShardReader. Values are Python's: None, lists, dictionaries,
+    datetimes; those with nanoseconds are numpy's, see parquet_values.py."""
 
     def __init__(self, shard: Shard, path: Path) -> None:
         stored = shard.files[0].raw
         self.name = stored.name
         self._reading = threading.Lock()
-        """One thread reads a row group, and the others find it: pyarrow's file is not made for two at a time."""
+        """Lock of the file: one thread reads a row group, the others find it. pyarrow's file is not thread-safe."""
         self._kept: OrderedDict[int, tuple[int, Columns]] = OrderedDict()
         self._kept_bytes = 0
         library = _pyarrow()
         try:
             size = path.stat().st_size
             if size != stored.size:
-                raise ShardCorruptError(f"{self.name}: {path} has {size} bytes; its index says {stored.size}")
+                raise ShardCorruptError(f"{self.name}: {path} has {size} bytes, but its index says {stored.size}")
             footer = library.read_metadata(path)
-            self._file: Any = library.ParquetFile(path, metadata=footer, read_dictionary=_texts(footer))
+            self._file: Any = library.ParquetFile(path, metadata=footer, read_dictionary=_text_columns(footer))
         except (ShardCorruptError, MemoryError):
             raise
         except Exception as error:
             raise ShardCorruptError(f"{self.name}: {path} cannot be read: {error}") from error
         if footer.num_rows != shard.samples:
             self.close()
-            raise ShardCorruptError(f"{self.name}: it has {footer.num_rows} rows; its index says {shard.samples}")
+            raise ShardCorruptError(f"{self.name}: it has {footer.num_rows} rows, but its index says {shard.samples}")
         rows = [footer.row_group(i).num_rows for i in range(footer.num_row_groups)]
         self._begins: list[int] = [0, *itertools.accumulate(rows)]
 
@@ -175,10 +175,10 @@ class ParquetReader:
             ) from error
 
     def close(self) -> None:
-        """Waits for a thread that is reading a row group."""
+        """Close the file, after a read in another thread."""
         with self._reading:
             self._kept = OrderedDict()
-            self._file = None  # which closes it
+            self._file = None  # dropping it closes it
 
     def _columns(self, group: int, index: int) -> Columns:
         with self._reading:
@@ -211,7 +211,7 @@ class ParquetReader:
         if table.num_rows != rows:
             raise ValueError(f"{table.num_rows} rows")
         columns, size = [], 0
-        for name, column in zip(table.column_names, map(_spread_out, table.columns), strict=True):
+        for name, column in zip(table.column_names, map(_expand_texts, table.columns), strict=True):
             columns.append((name, value_of(column.type), column.chunk(0) if column.num_chunks == 1 else column))
             size += column.nbytes
         self._kept[group] = size, columns
@@ -221,7 +221,8 @@ class ParquetReader:
         return columns
 
     def _table(self, group: int, rows: int) -> Any:
-        """A row group. Of lists of text pyarrow makes one array only, of 2 GiB at most: then it is read in parts."""
+        """Return a row group. pyarrow makes one array of a list of texts, of at most 2 GiB: a larger one is read in
+        parts."""
         try:
             return self._file.read_row_group(group)
         except NotImplementedError:

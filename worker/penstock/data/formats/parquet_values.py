@@ -1,8 +1,8 @@
-"""Values of Parquet columns: Python's, but where these are too coarse.
+"""Values of Parquet columns: Python's, except where these are too coarse.
 
-Python's datetime, timedelta and time end at microseconds. Parquet has nanoseconds too, and all times that Spark wrote
-are such. They are numpy's datetime64[ns] and timedelta64[ns], whatever their last three digits are, and whether pandas
-is there or not: the type of a column's values must not depend on a value, nor on what else is installed.
+Python's datetime, timedelta and time have microseconds. Parquet has nanoseconds too, in all times that Spark wrote.
+They become numpy's datetime64[ns] and timedelta64[ns], whatever their last three digits are, and whether or not pandas
+is installed: the type of a column's values must not depend on a value, nor on other packages.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import numpy as np
 __all__ = ["value_of"]
 
 Value = Callable[[Any], Any]
-"""A scalar of pyarrow's -> what a sample has."""
+"""Function from a pyarrow scalar to the value of a sample."""
 
 
 def value_of(kind: Any) -> Value:
-    """For a column of this type of pyarrow's."""
+    """Return the conversion for a column of this pyarrow type."""
     return _fine(kind) or _as_py
 
 
@@ -29,7 +29,7 @@ def _as_py(scalar: Any) -> Any:
 
 
 def _fine(kind: Any) -> Value | None:
-    """None if no nanoseconds are in it."""
+    """Return the conversion that keeps nanoseconds; None if the type has none."""
     types = importlib.import_module("pyarrow.types")
     if types.is_timestamp(kind) or types.is_duration(kind) or types.is_time64(kind):
         if kind.unit != "ns":
@@ -57,7 +57,7 @@ def _struct(fields: dict[str, Value]) -> Value:
 
 def _map(key: Value, value: Value) -> Value:
     def pairs(scalar: Any) -> list[tuple[Any, Any]] | None:
-        # As pyarrow gives a map; the scalar's values are an array of structs.
+        # As pyarrow converts a map; the scalar's values are an array of structs.
         return [(key(each[0]), value(each[1])) for each in scalar.values] if scalar.is_valid else None
 
     return pairs

@@ -1,4 +1,4 @@
-"""Which reader a shard needs."""
+"""Choice of the reader of a shard."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ __all__ = ["open_shard"]
 def open_shard(
     shard: Shard, paths: Sequence[Path], *, allow_unsafe_types: bool = False, source: str = ""
 ) -> ShardReader:
-    """A reader of a shard whose raw files lie at `paths`, in the order of `shard.files`. `source`: where they come
-    from, for messages.
+    """Return a reader of a shard whose raw files are `paths`, in the order of `shard.files`. `source`: their origin,
+    for messages.
 
-    Raises ShardCorruptError if they are not what the index says, and DatasetError for a column with pickles unless
+    Raises ShardCorruptError if they differ from the index, and DatasetError for a column with pickles unless
     `allow_unsafe_types`.
     """
     if not source:
@@ -43,4 +43,4 @@ def _reader(shard: Shard, paths: Sequence[Path], allow_unsafe_types: bool) -> Sh
             return XSVReader(shard, (data, meta))
         case "parquet", [data]:
             return ParquetReader(shard, data)
-    raise DatasetError(f"{shard.name}: no reader for format {shard.format!r} in {len(paths)} files")
+    raise DatasetError(f"{shard.name}: format {shard.format!r} in {len(paths)} files is unknown")

@@ -1,4 +1,4 @@
-"""What a dataset consists of, as its index says: plain data that readers, writers and the cache share.
+"""Description of a dataset, from its index: plain data that readers, writers and the cache share.
 
 A dataset is a folder with an index and shards. A shard is one file or two (a table in text form has a second one with
 the offsets of its samples), each stored raw, compressed, or both.
@@ -15,39 +15,41 @@ __all__ = ["Shard", "ShardFile", "ShardReader", "StoredFile"]
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """A file as it lies in the dataset's folder."""
+    """A file in the dataset's folder."""
 
     name: str
     """Path relative to the folder, with forward slashes; never absolute, and never out of the folder."""
     size: int
-    """Bytes."""
+    """Size in bytes."""
     hashes: Mapping[str, str] = field(default_factory=dict)
-    """Name of the algorithm -> digest in hexadecimal; empty if the writer kept none."""
+    """Digests in hexadecimal by the algorithm's name; empty if the writer stored none."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShardFile:
-    """One file of a shard in its two forms."""
+    """File of a shard in its two forms."""
 
     raw: StoredFile
     packed: StoredFile | None = None
-    """The compressed form; then the raw one may not lie in the dataset's folder."""
+    """Compressed form; the raw one may then be absent from the dataset's folder."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
+    """A shard, as its index describes it."""
+
     format: str
-    """Who can read it: "mds", "json", "xsv", "csv", "tsv", "parquet"."""
+    """Format: "mds", "json", "xsv", "csv", "tsv" or "parquet"."""
     samples: int
     files: tuple[ShardFile, ...]
     compression: str = ""
-    """Of the packed files: "zstd", "gz", "br", "snappy" or "bz2", with or without ":level"; "" if there are none."""
+    """Compression of the packed files: "zstd", "gz", "br", "snappy" or "bz2", optionally with ":level"; "" for none."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """The rest of what the index says of it, for the reader of its format: column names, encodings, separator."""
+    """Other fields of the index, for the reader of its format: column names, encodings, separator."""
 
     @property
     def name(self) -> str:
-        """For messages: its first file."""
+        """Name of its first file, for messages."""
         return self.files[0].raw.name
 
     @property
@@ -57,16 +59,16 @@ class Shard:
 
 
 class ShardReader(Protocol):
-    """A shard whose raw files are at hand. Safe for threads, and for forked children."""
+    """An open shard. Safe for threads, and for forked children."""
 
     name: str
-    """For messages."""
+    """Name for messages."""
 
     def __len__(self) -> int:
-        """Samples."""
+        """Return the number of samples."""
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """The sample: column -> value. Raises ShardCorruptError if its bytes cannot be what they claim."""
+        """Return a sample: column -> value. Raises ShardCorruptError if its bytes are not valid."""
 
     def close(self) -> None:
-        """Values that were read stay valid. A thread that is reading ends that; the next read is a ValueError."""
+        """Close it. Values that were read stay valid, a read in progress ends normally, the next is a ValueError."""

@@ -1,8 +1,7 @@
-"""Samples of shards in text form: a line of JSON, or a line of values with a separator, and a second file that says
-where each begins.
+"""Samples of shards in text form: a line of JSON, or a line of separated values, and a second file with their offsets.
 
-Lines are cut by those offsets and not by looking for their ends, so that a value may hold what ends a line in another
-dataset. Quotes mean nothing: mosaicml-streaming writes none, and refuses values that would need them.
+Lines are found by these offsets and not by their ends, so a value may contain what ends a line in another dataset.
+Quotes have no meaning: mosaicml-streaming writes none, and refuses values that would need them.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from penstock.data.formats.shards import Shard
 __all__ = ["SEPARATORS", "TEXT_ENCODINGS", "JSONReader", "XSVReader"]
 
 TEXT_ENCODINGS: dict[str, type[str | int | float]] = {"str": str, "int": int, "float": float}
-"""Name -> type of the values, which is made of a text."""
+"""Types of values by the encoding's name; a type is called with the text."""
 SEPARATORS = {"csv": ",", "tsv": "\t"}
-"""Of formats that do not say their own."""
+"""Separators of formats with a fixed one."""
 
 
 class _TextReader(SampleFile):
@@ -35,21 +34,21 @@ class _TextReader(SampleFile):
 
 
 class JSONReader(_TextReader):
-    """JSON lines. See `penstock.data.formats.shards.ShardReader`."""
+    """Reader of JSON lines, see `penstock.data.formats.shards.ShardReader`."""
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         line = self._bytes_of(index)
         try:
             sample = json.loads(line.decode())
             if not isinstance(sample, dict):
-                raise ValueError(f"a JSON object was expected, not {type(sample).__name__}")
+                raise ValueError(f"the line must be a JSON object, got {type(sample).__name__}")
         except Exception as error:
             self._undecodable(index, "", error)
         return sample
 
 
 class XSVReader(_TextReader):
-    """Separated values. See `penstock.data.formats.shards.ShardReader`."""
+    """Reader of separated values, see `penstock.data.formats.shards.ShardReader`."""
 
     def __init__(self, shard: Shard, paths: tuple[Path, Path]) -> None:
         super().__init__(shard, paths)
@@ -66,10 +65,10 @@ class XSVReader(_TextReader):
         try:
             text = line.decode()
             if not text.endswith(self._newline):
-                raise ValueError(f"it does not end with {self._newline!r}")
+                raise ValueError(f"the line must end with {self._newline!r}")
             parts = text.removesuffix(self._newline).split(self._separator)
             if len(parts) != len(self._columns):
-                raise ValueError(f"{len(parts)} values for {len(self._columns)} columns")
+                raise ValueError(f"the line must have {len(self._columns)} values, got {len(parts)}")
             for (column, decode), part in zip(self._columns, parts, strict=True):
                 sample[column] = decode(part)
         except Exception as error:

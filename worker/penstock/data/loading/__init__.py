@@ -1,1 +1,1 @@
-"""Loaders over map-style and streaming datasets: positions, reading ahead, collating."""
+"""Loaders over map-style and streaming datasets: positions, read-ahead, collation."""

@@ -1,4 +1,4 @@
-"""The function that makes a batch, called so that no mistake in it ends an epoch; and batches of no samples."""
+"""The call of a user's collate function, in which no mistake can end an epoch silently; and batches of no samples."""
 
 from __future__ import annotations
 
@@ -10,37 +10,39 @@ from typing import Any
 import numpy as np
 import torch
 
-from penstock.data.stop_iteration import no_end
+from penstock.data.stop_iteration import forbid_stop_iteration
 from penstock.proto.errors import DatasetError, InvalidArgumentError
 
 __all__ = ["checked_collate", "empty_batch", "without_rows"]
 
 
 def checked_collate(collate_fn: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    """The same function, but a StopIteration that comes out of it is a DatasetError: out of an iterator's `__next__` it
-    would say that the epoch is over, and the rest of the epoch would be left out in silence."""
+    """Return the same function, but raising DatasetError for a StopIteration. Out of an iterator's `__next__` it would
+    mean the end of the epoch, and the rest would be left out silently."""
     if not callable(collate_fn):
         raise InvalidArgumentError(
-            f"collate_fn={collate_fn!r}: it is a function that makes a batch of a list of samples"
+            f"collate_fn must be a function that makes a batch of a list of samples, got {collate_fn!r}"
         )
-    return partial(_collated, collate_fn)  # which can be sent to a process
+    return partial(_collated, collate_fn)  # can be pickled for a process
 
 
 def _collated(collate_fn: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
-    with no_end("the collate_fn"):
+    with forbid_stop_iteration("the collate_fn"):
         return collate_fn(samples)
 
 
 def empty_batch(collate_fn: Callable[[list[Any]], Any], sample: Any) -> Any:
-    """The batch of no samples, for a box that has no row of an epoch's last batch.
+    """Return the batch of no samples, for a box without a row in an epoch's last batch.
 
-    Few functions can make it. So it is what they make of this sample, less one row: what is one longer for the sample
-    twice than for the sample once is one shorter here. That holds for stacked tensors, lists, running offsets
-    ([0, 7] for one, [0, 7, 14] for two, [0] for none) and counts. Raises DatasetError for a batch of other objects.
+    Few collate functions accept an empty list. So the batch is what they make of this sample, less one row: whatever
+    is one longer for [sample, sample] than for [sample] is one shorter here. That holds for stacked tensors, lists,
+    running offsets ([0, 7] for one, [0, 7, 14] for two, [0] for none) and counts. Raises DatasetError for other
+    objects.
     """
     warnings.warn(
-        "the last samples of an epoch are fewer than the boxes: those without one get a batch of no rows, so that all "
-        "have as many batches. A mean over it is not a number; tail='pad', 'drop' or 'carry' make none",
+        "the epoch's last batch has fewer samples than there are boxes: the boxes without one get a batch of no rows, "
+        "so that all boxes have equally many batches. A mean over it is not a number; tail='pad', 'drop' or 'carry' "
+        "avoid it",
         UserWarning,
         stacklevel=2,
     )
@@ -48,7 +50,7 @@ def empty_batch(collate_fn: Callable[[list[Any]], Any], sample: Any) -> Any:
 
 
 def without_rows(batch: Any) -> Any:
-    """A batch of the same form with no rows, where the rows are the first dim of each tensor, array and list."""
+    """Return a batch of the same form with no rows, where the rows are the first dim of each tensor, array and list."""
     if isinstance(batch, Mapping):
         return {name: without_rows(value) for name, value in batch.items()}
     if isinstance(batch, list | tuple) and any(isinstance(each, _ARRAYS | Mapping | list | tuple) for each in batch):
@@ -88,7 +90,7 @@ def _like(batch: Any, values: list[Any]) -> Any:
 
 def _no_rows(where: str, value: Any) -> DatasetError:
     return DatasetError(
-        "the last samples of an epoch are fewer than the boxes, and a box without one needs a batch of no rows; but "
-        f"{where} is a {type(value).__qualname__}, which cannot be cut. Use tail='pad', 'drop' or 'carry', or batches "
-        "of tensors, arrays, lists and dicts"
+        "the epoch's last batch has fewer samples than there are boxes, and a box without one needs a batch of no "
+        f"rows; but {where} is a {type(value).__qualname__}, which cannot be cut. Use tail='pad', 'drop' or 'carry', "
+        "or batches of tensors, arrays, lists and dicts"
     )

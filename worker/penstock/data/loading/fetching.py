@@ -1,11 +1,11 @@
-"""Batches that are made ahead of need, in threads or in processes, and handed out in order.
+"""Batches that are made ahead of need, in threads or in processes, and returned in order.
 
-Both get the plans of an epoch's batches (ordering/course.py), which say what to read; where the loader stands is none
-of their business. What was made and not taken is in no state, and is simply made again.
+Both get the plans of an epoch's batches (ordering/epoch_plan.py), which name the samples to read. The loader's position
+is kept elsewhere: a batch that was made and not taken is in no state, and is made again.
 
-Threads are for data that wait for disk or network, and for code that lets go of Python's lock. They only read: batches
-are collated in the main thread, where the ring is. Processes are torch's own DataLoader's, which knows how to watch
-them, move tensors through shared memory, and bring back errors; it is given whole batches to make, in our order.
+Threads are for data that wait for disk or network, and for code that releases the GIL. They only read: batches are
+collated in the main thread, where the ring is. Processes are those of torch's own DataLoader, which watches them, moves
+tensors through shared memory and returns errors. It gets whole batches to make, in our order.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from penstock.runtime.process.end import describe_exit
 
 __all__ = ["ReadAhead", "in_processes", "in_threads"]
 
-DIES_S = 5.0
-"""For a process that no longer sends to have an exit status; it takes milliseconds."""
-AHEAD = 2
-"""Batches for each thread or process that are made ahead, as torch's DataLoader does by default."""
+EXIT_WAIT_S = 5.0
+"""Seconds to wait for the exit status of a process that stopped sending; it takes milliseconds."""
+PREFETCHED_BATCHES = 2
+"""Batches made ahead by each thread or process, as in torch's DataLoader by default."""
 
 
 class ReadAhead:
-    """A Fetcher (position_loader.py). `begin` makes an iterator of batches from plans; to drop it is to stop it."""
+    """A Fetcher (position_loader.py). `begin` makes an iterator of batches from plans; dropping it stops it."""
 
     def __init__(self, own_batches: WorkerBatches, begin: Callable[[Iterator[BatchPlan]], Iterator[Any]]) -> None:
         self._worker_batches, self._begin = own_batches, begin
@@ -64,13 +64,13 @@ def in_threads(plans: Iterator[BatchPlan], reader: MapReader, threads: int) -> I
     wanted: SimpleQueue[tuple[Future[list[Any]], BatchPlan] | None] = SimpleQueue()
     ahead: deque[tuple[Future[list[Any]], BatchPlan]] = deque()
     for _ in range(threads):
-        # Not those of a ThreadPoolExecutor: a read that hangs must not hold up who leaves, the process's end included.
+        # Not those of a ThreadPoolExecutor: a read that hangs must not delay the end of the loop or of the process.
         Thread(target=_read, args=(wanted, reader), name="penstock-fetch", daemon=True).start()
     try:
         for plan in plans:
             ahead.append((Future(), plan))
             wanted.put(ahead[-1])
-            if len(ahead) > AHEAD * threads:
+            if len(ahead) > PREFETCHED_BATCHES * threads:
                 yield _collated(reader, *ahead.popleft())
         while ahead:
             yield _collated(reader, *ahead.popleft())
@@ -93,49 +93,50 @@ def _read(wanted: SimpleQueue[tuple[Future[list[Any]], BatchPlan] | None], reade
                 future.set_result(reader.samples(plan))
             except BaseException as error:
                 future.set_exception(error)
-        del next_one, future  # no batch is held while there is none to read
+        del next_one, future  # hold no batch while waiting for the next plan
 
 
 def in_processes(plans: Iterator[BatchPlan], reader: MapReader, processes: int, *, seed: int) -> Iterator[Any]:
-    """`seed`: of the processes' generators, where these are not set for each sample.
+    """Yield the batches of these plans, made by a torch DataLoader's processes. `seed`: of the processes' generators,
+    where these are not set for each sample.
 
     Raises InvalidArgumentError in a process that may have no children.
     """
     if multiprocessing.current_process().daemon:
         raise InvalidArgumentError(
-            f"fetch_processes={processes} in a worker process of a torch DataLoader, which may have none of its own; "
-            "use the DataLoader's num_workers or fetch_processes, one of the two"
+            f"fetch_processes={processes} inside a worker process of a torch DataLoader, which may have no children; "
+            "use either the DataLoader's num_workers or fetch_processes"
         )
     loader = torch.utils.data.DataLoader(
         _Batches(reader),
         sampler=plans,
         batch_size=None,
         num_workers=processes,
-        prefetch_factor=AHEAD,
-        collate_fn=_as_it_is,
-        generator=torch.Generator().manual_seed(seed),  # else it would draw from the process's own
+        prefetch_factor=PREFETCHED_BATCHES,
+        collate_fn=_unchanged,
+        generator=torch.Generator().manual_seed(seed),  # by default it draws from the process's own
     )
     batches: Iterator[Any] | None = iter(loader)
-    workers = list(getattr(batches, "_workers", ()))  # torch's own list: nothing else says how one of them ended
+    workers = list(getattr(batches, "_workers", ()))  # torch's own list: no other source has the exit codes
     failed: Exception | None = None
     while batches is not None:
         try:
             _watch(batches, workers)
             if _status(workers, 0.0) is not None:
-                raise _CutShort
+                raise _WorkerEnded
             data = next(batches)
             _watch(batches, [])
             batch = _received(data)
         except StopIteration:
             return
         except Exception as error:
-            with contextlib.suppress(RuntimeError, ValueError):  # the handler's, or the iterator has ended by itself
+            with contextlib.suppress(RuntimeError, ValueError):  # the handler's, or the iterator has already ended
                 _watch(batches, [])
             failed = _explained(error, workers, reader.name)
         if failed is not None:
-            # Its message has the process's traceback. Our own would hold torch's iterator, and so its processes, for
-            # as long as somebody holds the error; collected later, they take five seconds each to end. So would the
-            # error behind it.
+            # Its message has the process's traceback. Our own traceback, and the error's cause, would hold torch's
+            # iterator and so its processes for as long as the caller holds the error; collected later, each process
+            # takes five seconds to end.
             batches = None
             workers.clear()
             try:
@@ -146,21 +147,21 @@ def in_processes(plans: Iterator[BatchPlan], reader: MapReader, processes: int, 
 
 
 def _watch(batches: Iterator[Any], workers: list[Any]) -> None:
-    """Which of its processes torch's handler of SIGCHLD looks at. It raises wherever the main thread is: while we wait
-    that ends the wait, also one for the rest of a message that will not come. Elsewhere it would be raised out of
-    whatever the user does with a batch."""
+    """Set the processes that torch's handler of SIGCHLD checks. The handler raises wherever the main thread is. During
+    our wait that is wanted: it also ends a wait for the rest of a message that will not come. At any other time it
+    would be raised out of the user's own code."""
     _C._remove_worker_pids(id(batches))
     _C._set_worker_pids(id(batches), tuple(worker.pid for worker in workers))
 
 
 def _explained(error: Exception, workers: list[Any], name: str) -> Exception:
-    """What to raise for it: how a process ended, if one did, and otherwise the error without what it holds.
+    """Return the error to raise: how a process ended, if one did, or else the error without what it holds.
 
-    There are many ways to notice, and not all say how: torch's handler of SIGCHLD, its look at its processes every five
-    seconds, our own, and a batch that was queued before and cannot be received any more.
+    A process's end is noticed in several ways, and not all name the cause: torch's handler of SIGCHLD, its check every
+    five seconds, our own check, and a queued batch that can no longer be received.
     """
     if isinstance(error, RuntimeError):
-        status = _status(workers, DIES_S if isinstance(error, _CutShort) else 0.0)
+        status = _status(workers, EXIT_WAIT_S if isinstance(error, _WorkerEnded) else 0.0)
         if status is not None:
             return RuntimeError(f"a process that reads {name} {describe_exit(status)}")
     error.__context__ = None
@@ -168,7 +169,7 @@ def _explained(error: Exception, workers: list[Any], name: str) -> Exception:
 
 
 def _status(workers: list[Any], wait_s: float) -> int | None:
-    """The exit status of one of them that has ended; -9: by signal 9. None if all live."""
+    """Return the exit status of a process that has ended (-9: by signal 9), or None if all are alive."""
     until, ends = time.monotonic() + wait_s, select.poll()
     for worker in workers:
         ends.register(worker.sentinel, select.POLLIN)
@@ -183,8 +184,8 @@ def _status(workers: list[Any], wait_s: float) -> int | None:
 class _Batches(torch.utils.data.Dataset[Any]):
     """A dataset whose samples are batches, by their plans.
 
-    They are pickled here, and not where torch's queue does it: in a thread of its own, which drops what cannot be sent
-    (a function, a tensor with a graph, one that finds no shared memory), and who reads would wait for ever.
+    They are pickled here and not by torch's queue, whose feeder thread drops what cannot be sent (a function, a tensor
+    with a graph, one that finds no shared memory): the reader would then wait for ever.
     """
 
     def __init__(self, reader: MapReader) -> None:
@@ -201,20 +202,20 @@ class _Batches(torch.utils.data.Dataset[Any]):
             return bytes(ForkingPickler.dumps(batch))
         except Exception as error:
             raise DatasetError(
-                f"{self._reader.name}: a batch cannot be sent from a process of fetch_processes: {error}. Let samples "
-                "be of tensors, arrays and plain values, or use fetch_threads"
+                f"{self._reader.name}: a batch cannot be sent from a process of fetch_processes: {error}. Make samples "
+                "of tensors, arrays and plain values, or use fetch_threads"
             ) from error
 
 
-class _CutShort(RuntimeError):
-    """A process closed what it sends batches through; it is about to end, but may not have."""
+class _WorkerEnded(RuntimeError):
+    """A process closed the pipe of its batches; it is about to end, but may not have ended yet."""
 
 
 def _received(batch: bytes) -> Any:
     try:
         return pickle.loads(batch)
-    except (OSError, EOFError) as error:  # of asking for the memory that its tensors are in
-        raise _CutShort(f"a process ended before its batch was taken: {error}".rstrip(": ")) from error
+    except (OSError, EOFError) as error:  # from asking for the memory that holds its tensors
+        raise _WorkerEnded(f"a process ended before its batch was taken: {error}".rstrip(": ")) from error
 
 
 def _sendable(error: type[Exception]) -> bool:
@@ -225,5 +226,5 @@ def _sendable(error: type[Exception]) -> bool:
     return True
 
 
-def _as_it_is(batch: Any) -> Any:
+def _unchanged(batch: Any) -> Any:
     return batch

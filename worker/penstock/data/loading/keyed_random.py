@@ -1,9 +1,9 @@
-"""The process's random generators, set for one sample: from a key and the sample's place in the order.
+"""The process's random generators, set for one sample: from a key and the sample's position in the order.
 
-User code draws from the generators of python, numpy and torch. Were these left alone, a sample would depend on what was
-read before it in the same process: on workers, boxes and restarts. They are set in the cheapest way that each has: 64
-bits for Python's, 32 for numpy's and torch's (torch keeps no more of a seed). torch.manual_seed would cost twenty times
-as much, for it asks all kinds of devices.
+User code draws from the generators of python, numpy and torch. If these were left alone, a sample would depend on what
+was read before it in the same process: on workers, boxes and restarts. They are set in the cheapest way that each has:
+64 bits for Python's, 32 for numpy's and torch's (torch keeps no more of a seed). torch.manual_seed would cost twenty
+times as much, because it asks every kind of device.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from penstock.data.ordering.permutation import mix
 __all__ = ["Seeds", "seed_generators", "seeds_of"]
 
 _PYTHON, _OTHERS = 0, 1
-"""Generators that a key is for."""
+"""Generators that a key is derived for."""
 
 Seeds = tuple[int, int]
-"""For Python's generator, and for the others."""
+"""Seed of Python's generator, and seed of the others."""
 
 
-def seeds_of(key: int, *place: npt.ArrayLike) -> list[Seeds]:
-    """Return the seeds of several samples. `place`: integers that say which each is, such as epochs and positions; one
-    array at least, the others broadcast."""
-    words = mix(key, *place)
+def seeds_of(key: int, *position: npt.ArrayLike) -> list[Seeds]:
+    """Return the seeds of several samples. `position`: integers that identify each, such as epochs and positions; at
+    least one array, the others broadcast."""
+    words = mix(key, *position)
     return list(zip(mix(_PYTHON, words).tolist(), mix(_OTHERS, words).tolist(), strict=True))
 
 

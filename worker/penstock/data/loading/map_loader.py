@@ -25,15 +25,18 @@ __all__ = ["MapLoader"]
 
 
 class MapLoader(PositionLoader):
-    """Batches of a dataset that has `__len__` and `__getitem__`, in an order that does not depend on who makes them.
+    """Batches of a dataset that has `__len__` and `__getitem__`, in an order that does not depend on boxes and workers.
 
-    Inside an input_fn it makes this worker's share, and follows RestartableDataLoader: it resumes on any number of
+        def input_fn():
+            return MapLoader(dataset, batch_size=32, shuffle=True)
+
+    Inside an input_fn it makes this worker's share, and implements RestartableDataLoader: it resumes on any number of
     boxes and workers. In a plain torch DataLoader (`DataLoader(loader, batch_size=None, num_workers=4)`) the worker
-    processes share the batches, and the order is the same again; `set_epoch` and `state_after` are for that, since the
-    counting is done in the copies that the worker processes have. By itself it yields all batches of this rank (RANK
-    and WORLD_SIZE, if they are set).
+    processes share the batches, and the order is the same; use `set_epoch` and `state_after` there, because the
+    counting happens in the worker processes' copies. By itself it yields all batches of this rank (RANK and WORLD_SIZE,
+    if they are set).
 
-    An epoch is an epoch, or what is left of it behind a loaded state.
+    One iteration is one epoch, or the rest of it after a loaded state.
     """
 
     def __init__(
@@ -60,32 +63,34 @@ class MapLoader(PositionLoader):
             dataset: samples by number. Its length and, where it has one, its `fingerprint` (a text) are part of a
                 state. `__getitems__`, which reads many at once, is used where there is one and `reseed` is off.
             batch_size: rows of a box's batch; the global batch grows with the number of boxes.
-            global_batch_size: rows of all boxes' batches together; give one of the two. Boxes share them as evenly as
-                can be, and no box goes without.
+            global_batch_size: rows of all boxes' batches together; give one of the two. Boxes share the rows as evenly
+                as possible, and each gets at least one.
             seed: of the shuffle and of `reseed`; None takes the run's (0 outside a worker).
-            shuffle_block: neighbouring samples that are shuffled with each other, for data that are read faster so;
-                None shuffles all with all.
-            num_samples: samples of an epoch, fewer or more than the dataset has; None: as many. Epochs go on where the
-                one before stopped: no sample comes again before all have come.
-            tail: of a last batch that is not full: "emit" it, "pad" it with samples of the epoch's beginning, "drop"
-                it, or "carry" its samples into the next epoch's first batch. Only "pad" repeats a sample. With "emit"
-                a box may get a batch of no rows, where an epoch, or what is left of it, has fewer samples than boxes.
-            skip: ranges of sample numbers that are left out, counted over all epochs (epoch * samples of an epoch +
-                position). The rest comes in the same order as with them. On a resume more may be left out ahead.
-            fetch_threads: threads that read ahead; the dataset must be safe for that.
+            shuffle_block: neighbouring samples that are shuffled with each other, for data that are faster to read that
+                way; None shuffles all with all.
+            num_samples: samples of an epoch, fewer or more than the dataset has; None: as many. An epoch continues
+                where the one before stopped: no sample repeats before all have come.
+            tail: treatment of an incomplete last batch: "emit" it, "pad" it with samples of the epoch's beginning,
+                "drop" it, or "carry" its samples into the next epoch's first batch. Only "pad" repeats a sample. With
+                "emit" a box may get a batch of no rows, if the rest of an epoch has fewer samples than boxes.
+            skip: ranges of sample numbers to leave out, counted over all epochs (epoch * samples of an epoch +
+                position). The others come in the same order as without it. On a resume, ranges that lie ahead may be
+                added.
+            fetch_threads: threads that read ahead; the dataset must be thread-safe.
             fetch_processes: processes that make batches ahead.
             reseed: set the global generators of python, numpy and torch before each sample is read, from seed, epoch
-                and position, so that random augmentation depends on nothing else; and for the collate function, by the
-                batch's first row. Around a batch they stay as they were. It takes 10 us a sample and 0.25 ms a
+                and position, so that random augmentation depends on nothing else; and for the collate function, from
+                the batch's first row. Around a batch they keep their state. It takes 10 us a sample and 0.25 ms a
                 batch (docs/datasets.md).
                 None: yes, unless threads share them.
             keys: name of a field that each batch gets, with a restore key for each row: see `restore_sample`. A batch
-                that is no dict becomes {"batch": it, keys: ...}.
-            rank: (this one, how many) data-parallel ranks share each global batch; None: the worker's box among all
-                boxes, or outside of a worker RANK and WORLD_SIZE. Replicas, as with tensor parallelism, give the same.
+                that is not a dict becomes {"batch": it, keys: ...}.
+            rank: (this rank, number of data-parallel ranks) that share each global batch; None: the worker's box among
+                all boxes, or outside of a worker RANK and WORLD_SIZE. Replicas, as in tensor parallelism, pass the
+                same.
             collate_fn: list of samples -> batch.
 
-        Raises InvalidArgumentError or DatasetError for settings that cannot be meant.
+        Raises InvalidArgumentError or DatasetError for invalid arguments.
         """
         shuffle_block, num_samples = whole("shuffle_block", shuffle_block), whole("num_samples", num_samples)
         fetch_threads, fetch_processes = (
@@ -118,19 +123,19 @@ class MapLoader(PositionLoader):
         super().__init__(name, order, described, identity=identity, batch=batch, tail=tail, skip=skip, keys=keys)
 
     def __iter__(self) -> Iterator[Any]:
-        """The next epoch, or the rest of the one that a loaded state is in."""
+        """Return an iterator of the next epoch, or of the rest of the one that a loaded state is in."""
         length = _length_of(self.dataset)
         if length != self._length:
             raise DatasetError(
-                f"{self._name}: it had {self._length} samples when the loader was made, and has {length}; the order is "
-                "one of a fixed number. Make a new loader"
+                f"{self._name}: it had {self._length} samples when the loader was made, and has {length} now; the "
+                "order needs a fixed number. Make a new loader"
             )
         return super().__iter__()
 
-    def _read(self, plan: BatchPlan) -> list[Any]:
+    def _read_samples(self, plan: BatchPlan) -> list[Any]:
         return self._reader.samples(plan)
 
-    def _made(self, plan: BatchPlan) -> Any:
+    def _make_batch(self, plan: BatchPlan) -> Any:
         return self._reader.batch(plan)
 
     def _fetcher(self, own_batches: WorkerBatches) -> Fetcher | None:
@@ -147,27 +152,27 @@ class MapLoader(PositionLoader):
 def _check_fetching(threads: int, processes: int, reseed: bool | None) -> None:
     for name, value in (("fetch_threads", threads), ("fetch_processes", processes)):
         if value < 0:
-            raise InvalidArgumentError(f"{name}={value}: it must be at least 0")
+            raise InvalidArgumentError(f"{name} must be at least 0, got {value}")
     if threads and processes:
         raise InvalidArgumentError(
-            f"fetch_threads={threads} and fetch_processes={processes}: give one of the two, or none"
+            f"fetch_threads={threads} and fetch_processes={processes} exclude each other: give at most one of them"
         )
     if threads and reseed:
         raise InvalidArgumentError(
-            f"reseed=True with fetch_threads={threads}: threads share the process's generators, so that none can be "
-            "set for a sample; use fetch_processes, or a generator of the dataset's own"
+            f"reseed=True with fetch_threads={threads}: threads share the process's generators, which therefore cannot "
+            "be set for each sample; use fetch_processes, or a generator of the dataset's own"
         )
 
 
 def _length_of(dataset: Any) -> int:
-    """Raises InvalidArgumentError for what is no map-style dataset, DatasetError for an empty one."""
+    """Return the dataset's length. Raises InvalidArgumentError unless it is map-style, DatasetError if it is empty."""
     name = type(dataset).__qualname__
     if not hasattr(type(dataset), "__getitem__") or isinstance(dataset, torch.utils.data.IterableDataset):
-        raise InvalidArgumentError(f"dataset is a {name}, which has no samples by number (__getitem__)")
+        raise InvalidArgumentError(f"dataset must have samples by number (__getitem__), got {name}")
     try:
         length = len(dataset)
     except (TypeError, ValueError, OverflowError, NotImplementedError) as error:
-        raise InvalidArgumentError(f"dataset is a {name}, which does not say its length: {error}") from error
+        raise InvalidArgumentError(f"dataset must have a length, got {name}: {error}") from error
     if length == 0:
-        raise DatasetError(f"{name}: it has no sample")
+        raise DatasetError(f"{name}: the dataset has no samples")
     return length

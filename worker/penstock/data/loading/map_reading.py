@@ -1,7 +1,7 @@
-"""How samples are read by number: what their randomness is, and what an error says. Of MapLoader and StreamingLoader.
+"""Reading of samples by number, for MapLoader and StreamingLoader: their randomness, and the notes on their errors.
 
 Random augmentation draws from the process's generators. They are set before each sample, from the seed and the sample's
-place in the order (keyed_random.py), and afterwards to what they were.
+position in the order (keyed_random.py), and restored afterwards.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from penstock.data.loading.collating import empty_batch
 from penstock.data.loading.keyed_random import Seeds, seed_generators, seeds_of
 from penstock.data.ordering.epoch_plan import BatchPlan
 from penstock.data.ordering.permutation import Ints
-from penstock.data.stop_iteration import not_an_end
+from penstock.data.stop_iteration import stop_iteration_error
 from penstock.proto.errors import DatasetError
 from penstock.proto.state.generators import capture_rng, derive_seed, restore_rng
 
@@ -22,7 +22,7 @@ __all__ = ["MapReader"]
 
 
 class MapReader:
-    """Reads samples and makes batches. Holds nothing but the dataset and settings, so that it may travel to a
+    """Reader of samples and maker of batches. Holds only the dataset and settings, so that it can be sent to a
     process."""
 
     def __init__(
@@ -40,8 +40,8 @@ class MapReader:
         """
         Args:
             reseed: set the generators before each sample is read.
-            reseed_collate: and before a batch is collated; None: as `reseed`.
-            many: reads the samples of a batch where they are not read one by one, with errors that say which it was.
+            reseed_collate: set them also before a batch is collated; None: as `reseed`.
+            many: reads all samples of a batch at once and names the failing sample in its errors.
         """
         self.dataset, self.collate = dataset, collate
         self.name, self._length = name, epoch_size
@@ -52,7 +52,7 @@ class MapReader:
 
     @property
     def reseeds(self) -> bool:
-        """Batches depend on the seed."""
+        """True if batches depend on the seed."""
         return self._key is not None or self._collate_key is not None
 
     def samples(self, plan: BatchPlan) -> list[Any]:
@@ -65,7 +65,7 @@ class MapReader:
             restore_rng(before)
 
     def batch(self, plan: BatchPlan) -> Any:
-        """Collated; where generators are set, its randomness depends on the batch's first row."""
+        """Return the collated batch; where generators are set, its randomness depends on the batch's first row."""
         if not self.reseeds:
             return self.collated(plan, self._all(plan))
         before = capture_rng()
@@ -95,18 +95,18 @@ class MapReader:
         if not callable(getattr(type(self.dataset), "__getitems__", None)):
             dataset, left = self.dataset, iter(numbers)
             try:
-                return [dataset[number] for number in left]  # a call of ours for each would take a third more
+                return [dataset[number] for number in left]  # a call of ours for each would take a third longer
             except Exception as error:
-                self._tell(error, self._place(plan, len(numbers) - operator.length_hint(left) - 1))
+                self._annotate(error, self._sample_position(plan, len(numbers) - operator.length_hint(left) - 1))
                 raise
         try:
             found = self.dataset.__getitems__(numbers)
             if isinstance(found, Mapping):  # its keys would be taken for samples
-                raise DatasetError(f"{self.name}: __getitems__ returned a dict, and not a list of samples")
+                raise DatasetError(f"{self.name}: __getitems__ must return a list of samples, got a dict")
             found = list(found)
         except Exception as error:
-            first = ", ".join(self._place(plan, row) for row in range(min(3, len(numbers))))
-            self._tell(error, f"one of {len(numbers)} samples, the first of which are {first}")
+            first = ", ".join(self._sample_position(plan, row) for row in range(min(3, len(numbers))))
+            self._annotate(error, f"one of {len(numbers)} samples, the first of which are {first}")
             raise
         if len(found) != len(numbers):
             raise DatasetError(f"{self.name}: __getitems__ returned {len(found)} samples for {len(numbers)} numbers")
@@ -116,17 +116,17 @@ class MapReader:
         try:
             return self.dataset[number]
         except Exception as error:
-            self._tell(error, self._place(plan, row))
+            self._annotate(error, self._sample_position(plan, row))
             raise
 
-    def _tell(self, error: Exception, what: str) -> None:
-        """Note in the user's error where it came from. One that would end the epoch silently becomes another."""
+    def _annotate(self, error: Exception, what: str) -> None:
+        """Note the sample in the user's error. A StopIteration, which would end the epoch silently, is replaced."""
         if isinstance(error, StopIteration):
-            raise not_an_end(f"{self.name} for {what}") from error
+            raise stop_iteration_error(f"{self.name} for {what}") from error
         error.add_note(f"raised by {self.name} for {what}")
 
-    def _place(self, plan: BatchPlan, row: int) -> str:
-        epoch, position = plan.place(row, self._length)
+    def _sample_position(self, plan: BatchPlan, row: int) -> str:
+        epoch, position = plan.position_of(row, self._length)
         return f"sample {plan.ids[row]} (epoch {epoch}, position {position})"
 
     def _seeds(self, key: int, epoch: int, positions: Any) -> list[Seeds]:

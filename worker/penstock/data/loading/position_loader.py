@@ -1,8 +1,8 @@
-"""A loader of samples whose order is a function from position to sample: all that does not depend on where they lie.
+"""A loader of samples whose order is a function from position to sample, whatever the storage.
 
-The order (ordering/order.py, unsharded_order.py) says which sample is where, ordering/course.py which batches an epoch
-has, and Here which of them this process makes. So the position is a few integers, and a state of them is good for any
-shape. What a loader of its own adds is how the samples of a batch are read.
+The order (ordering/sharded_order.py, unsharded_order.py) maps positions to samples, ordering/epoch_plan.py says which
+batches an epoch has, and WorkerBatches which of them this process makes. So the position is a few integers, and a state
+of them fits any topology. A concrete loader adds how the samples of a batch are read.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ __all__ = ["Fetcher", "PositionLoader", "check_settings"]
 
 
 class Fetcher(Protocol):
-    """Makes the batches of a walk, ahead of need."""
+    """Maker of a worker's batches, ahead of need."""
 
     def take(self, done: int) -> Any:
-        """The batch behind so many, which is there. It is always the next one, but after an error, where it may be the
-        same."""
+        """Return the batch after `done` batches, which exists. It is always the next one, except after an error, where
+        it may be the same."""
 
     def close(self) -> None:
-        """Stop working ahead; `take` begins anew."""
+        """Stop working ahead; `take` starts again."""
 
 
 class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
-    """Batches in an order that does not depend on who makes them. An epoch is an epoch, or what is left of it."""
+    """Batches in an order that does not depend on boxes and workers. One iteration is one epoch, or the rest of one."""
 
     loads_own_state = True
     exact_states = True
@@ -68,8 +68,8 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
     ) -> None:
         """
         Args:
-            name: of the data, for messages.
-            described: all that decides the order; a state is good where it is the same.
+            name: name of the data, for messages.
+            described: all settings that decide the order; a state fits where they are the same.
             batch: rows of all boxes' batches together.
         """
         super().__init__()
@@ -78,101 +78,100 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
         self._keys, self._key_field = PositionKeys.of(described, len(order)), checked_name(keys)
         self._epoch = self._start = self._done = self._first = 0
         self._partitioned_for = self._topology()
-        """Who shares the batches of which so many are done."""
-        self._stands = True
-        """The next epoch begins where the loader stands; else in the next epoch."""
+        """Topology that shared the `_done` batches."""
+        self._at_position = True
+        """True if the next iteration begins at this position; else at the next epoch."""
         self._counted = 0, 0
-        """(epoch, start) from where `state_after` counts."""
+        """(epoch, start) from which `state_after` counts."""
         self._epochs_begun = 0
-        """Begun so far, or made void by going elsewhere: an iterator of an earlier one yields nothing more."""
+        """Iterations begun or made invalid by moving: an iterator of an earlier one yields nothing more."""
         if EpochPlan(len(order), tail).remainder(0, 0, batch, identity.boxes).batches == 0:
             raise DatasetError(
-                f"{name}: {len(order)} samples make no batch of {batch} with tail={tail!r}; use a smaller batch, or "
+                f"{name}: {len(order)} samples make no batch of {batch} with tail={tail!r}; use a smaller batch or "
                 "another tail"
             )
-        self._epoch, self._start = self._worker_batches().remainder.place(0)
+        self._epoch, self._start = self._worker_batches().remainder.position_after(0)
         self._count_from_here()
 
     # ---- what a loader adds
 
     @abstractmethod
-    def _read(self, plan: BatchPlan) -> list[Any]:
-        """The samples of a plan."""
+    def _read_samples(self, plan: BatchPlan) -> list[Any]:
+        """Return the samples of a plan."""
 
     @abstractmethod
-    def _made(self, plan: BatchPlan) -> Any:
-        """The batch of a plan."""
+    def _make_batch(self, plan: BatchPlan) -> Any:
+        """Return the batch of a plan."""
 
-    def _planned(self, own_batches: WorkerBatches, plans: list[BatchPlan]) -> None:
-        """Told which batches come next."""
+    def _prefetch(self, own_batches: WorkerBatches, plans: list[BatchPlan]) -> None:
+        """Prepare for these batches, which come next."""
 
     def _fetcher(self, own_batches: WorkerBatches) -> Fetcher | None:
-        """Of an epoch that begins, if batches are made ahead of need."""
+        """Return a fetcher for an epoch that begins, if batches are made ahead of need."""
         return None
 
-    # ---- passes
+    # ---- epochs
 
     def __len__(self) -> int:
-        """Batches of a whole epoch that this process makes. With tail="carry" epochs differ by one; then it is the
-        present one."""
+        """Return the number of a whole epoch's batches that this process makes. With tail="carry" epochs differ by one
+        batch; then it is the present epoch's."""
         begin = self._epochs.begin(self._epoch, self._batch, (self._epoch, self._start))
         return self._identity.turn().done(
             self._epochs.remainder(self._epoch, begin, self._batch, self._identity.boxes).batches
         )
 
     def __iter__(self) -> Iterator[Any]:
-        """The next epoch, or the rest of the one that a loaded state is in."""
-        self._deal_anew()
+        """Return an iterator of the next epoch, or of the rest of the one that a loaded state is in."""
+        self._repartition()
         own_batches = self._worker_batches()
-        # Of an epoch of which nothing is left, and not of one that never had a batch.
+        # Skip an epoch of which nothing is left, but not one that never had a batch.
         ended = (
             (self._done > 0 or self._start > 0)
             and own_batches.ended(self._done)
             and self._identity.alone(own_batches.turn)
         )
-        if not self._stands or ended:
-            self._go(*own_batches.remainder.following())
-        self._stands = False
+        if not self._at_position or ended:
+            self._move_to(*own_batches.remainder.following())
+        self._at_position = False
         self._epochs_begun += 1
         self._count_from_here()
         return _Epoch(self, self._worker_batches())
 
     def set_epoch(self, epoch: int) -> None:
-        """The next epoch is this epoch, from its beginning; or from where a loaded state stands in it."""
+        """Make the next iteration this epoch, from its beginning; or from where a loaded state is in it."""
         epoch = whole("epoch", epoch)
         if epoch < 0:
-            raise InvalidArgumentError(f"epoch={epoch}: the first one is 0")
-        if not self._stands or epoch != self._epoch:
-            self._go(epoch, self._epochs.begin(epoch, self._batch, (self._epoch, self._start)))
+            raise InvalidArgumentError(f"epoch must be at least 0, got {epoch}")
+        if not self._at_position or epoch != self._epoch:
+            self._move_to(epoch, self._epochs.begin(epoch, self._batch, (self._epoch, self._start)))
         self._count_from_here()
 
     # ---- states
 
     def state_dict(self) -> dict[str, Any]:
-        """This worker's place, after the batches that it has yielded so far."""
+        """Return this worker's position after the batches that it has yielded so far."""
         progress = OrderProgress(self._epoch, self._start, self._done, self._topology(), self._first)
         return state_of(progress, self._described, self._epochs.skip)
 
     @staticmethod
     def advance_state(state_dict: dict[str, Any], batches: int) -> dict[str, Any]:
-        """A worker's state after so many more of its batches of the same epoch. For a step between two snapshots, whose
-        state is a number: nothing is read again for it, and none of the user's code runs."""
+        """Return a worker's state after `batches` more of its batches in the same epoch. It serves a step between two
+        snapshots by arithmetic: nothing is read again, and no user code runs."""
         return {**state_dict, "done": progress_of(state_dict).done + batches}
 
     def __init_subclass__(cls, **keywords: Any) -> None:
-        """A class that says another state than this one's must say itself how to go on from it."""
+        """Disable `advance_state` in a class that overrides `state_dict` alone: the two must agree."""
         super().__init_subclass__(**keywords)
         if "state_dict" in vars(cls) and "advance_state" not in vars(cls):
             cls.advance_state = None  # type: ignore[assignment]
 
     def load_state_dict(self, state_dict: Any, strict: bool = True) -> None:
-        """Go to a place of this order: a state of this very topology, or one that fits any, as does that of a box's
-        only worker.
+        """Go to a position of this order. Takes a state of this very topology, or one that fits any; the state of a
+        box's only worker fits any, too.
 
         Raises:
-            StateMismatchError: it is a place in another order, or of one of several workers of another topology; or
-            more
-                samples before it are to be left out than were.
+            StateMismatchError: it is a position in another order, or of one of several workers of another topology, or
+                `skip` leaves out more samples before it than at the time of saving.
             StateCorruptError, StateVersionError: it cannot be read.
         """
         progress, topology = progress_of(state_dict), self._topology()
@@ -182,61 +181,61 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
         elif progress.done and progress.topology != topology:
             if progress.topology.workers > 1:
                 raise StateMismatchError(
-                    f"{self._name}: the state is one worker's of {progress.topology}, and this is one of {topology}; "
-                    "a state of aggregate_state_dict or state_after fits any topology"
+                    f"{self._name}: the state is one worker's of {progress.topology}, and this loader is one of "
+                    f"{topology}; use a state of aggregate_state_dict or state_after, which fits any topology"
                 )
-            progress = self._part(state_dict, strict=strict)  # what it has done each box has
+            progress = self._part(state_dict, strict=strict)  # each box has done as many batches
         elif skip_of(state_dict) != self._epochs.skip:
             if progress.done and topology.workers > 1:
                 raise StateMismatchError(
-                    f"{self._name}: the state is one worker's of {topology}, and skip was {skip_of(state_dict)} and is "
-                    f"{self._epochs.skip}; a state of aggregate_state_dict or state_after fits any"
+                    f"{self._name}: the state is one worker's of {topology} with skip={skip_of(state_dict)}, and skip "
+                    f"is {self._epochs.skip} now; use a state of aggregate_state_dict or state_after, which fits any"
                 )
             start = replanned(state_dict, self._epochs, progress.done, strict=strict)
             progress = OrderProgress(progress.epoch, start, 0, topology, progress.first)
-        self._go(progress.epoch, progress.start, progress.done, progress.first)
+        self._move_to(progress.epoch, progress.start, progress.done, progress.first)
         self._count_from_here()
 
     def aggregate_state_dict(self, worker_states: list[Any]) -> dict[str, Any]:
-        """One state from those of all workers, in order of global_worker_id; it fits any topology."""
+        """Return one state from those of all workers, in order of global_worker_id; it fits any topology."""
         return aggregated(worker_states, self._described, self._epochs)
 
     def deaggregate_state_dict(self, aggregated: Any, strict: bool = True) -> dict[str, Any]:
-        """This worker's part of what `aggregate_state_dict` or `state_after` gave."""
-        place = progress_of(aggregated)
-        if "others" not in aggregated and place.done and place.topology.workers > 1:
+        """Return this worker's part of what `aggregate_state_dict` or `state_after` returned."""
+        progress = progress_of(aggregated)
+        if "others" not in aggregated and progress.done and progress.topology.workers > 1:
             raise StateMismatchError(
-                "this is the state of one worker; deaggregate_state_dict takes what aggregate_state_dict returned"
+                "deaggregate_state_dict needs a state that aggregate_state_dict returned, got the state of one worker"
             )
         check_order(aggregated, self._described, self._epochs, strict=strict)
         return state_of(self._part(aggregated, strict=strict), self._described, self._epochs.skip)
 
     def state_after(self, batches: int) -> dict[str, Any]:
-        """The state after so many of the rank's batches of this epoch, or of the one that just ended, whoever made
-        them: worker processes of a torch DataLoader alone know how far they are, but a place is only a number. It fits
-        any shape."""
+        """Return the state after `batches` of the rank's batches of this epoch, or of the one that just ended, whoever
+        made them: in a torch DataLoader only the worker processes count, but a position is only a number. It fits any
+        topology."""
         batches = whole("batches", batches)
         if batches < 0:
-            raise InvalidArgumentError(f"batches={batches}: it must be at least 0")
-        epoch, start = self._remainder(*self._counted).place(batches)
+            raise InvalidArgumentError(f"batches must be at least 0, got {batches}")
+        epoch, start = self._remainder(*self._counted).position_after(batches)
         return state_of(OrderProgress(epoch, start, 0, self._topology()), self._described, self._epochs.skip)
 
     def config(self) -> dict[str, Any]:
-        """What decides which sample is where in the order, as values of JSON: a state with another one is refused."""
+        """Return what decides the order, as JSON values: a state with a different one is refused."""
         return {"kind": type(self).__name__, **copy.deepcopy(self._described)}
 
     def can_restore_sample(self) -> bool:
-        """Any sample can be had again by its key."""
+        """Return True: any sample can be read again by its key."""
         return True
 
     def restore_sample(self, key: str) -> Any:
-        """The sample that a restore key (see `keys`) names, read again.
+        """Return the sample that a restore key (see `keys`) names, read again.
 
-        Raises InvalidArgumentError for what is no key, StateMismatchError for one of other data or settings.
+        Raises InvalidArgumentError for an invalid key, StateMismatchError for one of other data or settings.
         """
-        epoch, position = self._keys.place(key)
+        epoch, position = self._keys.position_of(key)
         positions = np.array([position])
-        return self._read(BatchPlan(epoch, positions, self._order.ids(epoch, positions)))[0]
+        return self._read_samples(BatchPlan(epoch, positions, self._order.ids(epoch, positions)))[0]
 
     def _part(self, aggregated: Any, *, strict: bool) -> OrderProgress:
         identity = self._identity
@@ -244,37 +243,37 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
             aggregated, identity.number, identity.all_workers, self._topology(), self._epochs, strict=strict
         )
 
-    def _go(self, epoch: int, start: int = 0, done: int = 0, first: int = 0) -> None:
+    def _move_to(self, epoch: int, start: int = 0, done: int = 0, first: int = 0) -> None:
         self._epochs_begun += 1
-        self._epoch, self._start, self._done, self._first, self._stands = epoch, start, done, first, True
+        self._epoch, self._start, self._done, self._first, self._at_position = epoch, start, done, first, True
         self._partitioned_for = self._topology()
 
     def _count_from_here(self) -> None:
-        # Of a worker among several it is not known what the others have done.
+        # Among several workers the progress of the others is unknown.
         done = self._done if self._partitioned_for.workers == 1 else 0
-        self._counted = self._remainder(self._epoch, self._start).place(done)
+        self._counted = self._remainder(self._epoch, self._start).position_after(done)
 
-    def _deal_anew(self) -> None:
-        """Worker processes of a torch DataLoader have a copy of a loader that was made, and maybe loaded, outside of
-        them: by one that shares its batches with fewer."""
+    def _repartition(self) -> None:
+        """Move a copy of the loader to this process's share. Worker processes of a torch DataLoader have a copy of a
+        loader that was made, and maybe loaded, outside of them, where fewer processes share its batches."""
         topology = self._topology()
         if not self._done or self._partitioned_for == topology:
-            self._partitioned_for = topology  # from here on; with persistent_workers=True the copies count their passes
+            self._partitioned_for = topology  # from here on; with persistent_workers=True the copies count their epochs
             return
         if self._partitioned_for.workers > 1:
             raise StateMismatchError(
-                f"{self._name}: the loader stands at a place of {self._partitioned_for}, and is read by {topology}: "
+                f"{self._name}: the loader is at a position of {self._partitioned_for}, and is read by {topology}: "
                 "load the state in the processes that read (torchdata's StatefulDataLoader does), or one of state_after"
             )
-        self._go(*self._worker_batches().remainder.place(self._done))
+        self._move_to(*self._worker_batches().remainder.position_after(self._done))
 
-    # ---- who makes what
+    # ---- which process makes what
 
     def _topology(self) -> Topology:
         return Topology(self._identity.boxes, self._identity.turn().of, self._batch)
 
     def _worker_batches(self) -> WorkerBatches:
-        """Of the epoch that the loader stands in."""
+        """Return this process's batches of the present epoch."""
         remainder = self._remainder(self._epoch, self._start)
         return WorkerBatches(remainder, self._order, self._identity.turn(self._first), self._identity.box)
 
@@ -283,33 +282,33 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
 
 
 class _Epoch:
-    """The iterator of an epoch; moves its loader's place on."""
+    """The iterator of an epoch; advances its loader's position."""
 
     def __init__(self, loader: PositionLoader, own_batches: WorkerBatches) -> None:
         self._loader, self._worker_batches, self._number = loader, own_batches, loader._epochs_begun
         self._fetcher = loader._fetcher(own_batches)
         self._ready: list[BatchPlan] = []
-        """Of the next batches, the last one first."""
+        """Plans of the next batches, the last one first."""
 
     def __iter__(self) -> _Epoch:
         return self
 
     def __next__(self) -> Any:
         loader, plan = self._loader, self._plan()
-        batch = loader._made(plan) if self._fetcher is None else self._fetcher.take(loader._done)
+        batch = loader._make_batch(plan) if self._fetcher is None else self._fetcher.take(loader._done)
         if loader._key_field is not None:
             rows = range(0 if plan.empty else len(plan.ids))
-            places = [plan.place(row, loader._epochs.length) for row in rows]
+            positions = [plan.position_of(row, loader._epochs.length) for row in rows]
             try:
-                batch = with_keys(batch, loader._key_field, [loader._keys.key(*place) for place in places])
+                batch = with_keys(batch, loader._key_field, [loader._keys.key(*progress) for progress in positions])
             except BaseException:
-                self._close()  # the fetcher has moved on, and we have not: it begins here again
+                self._close()  # the fetcher has advanced and the loader has not: it restarts here
                 raise
         self._move_on()
         return batch
 
     def skip_batch(self) -> None:
-        """Pass over the next batch without making it."""
+        """Skip the next batch without making it."""
         self._plan()
         if self._fetcher is not None:
             self._fetcher.close()
@@ -320,7 +319,7 @@ class _Epoch:
         self._loader._done += 1
 
     def _plan(self) -> BatchPlan:
-        """Of the next batch. Raises StopIteration behind the last one."""
+        """Return the plan of the next batch. Raises StopIteration after the last one."""
         loader = self._loader
         if self._number != loader._epochs_begun:
             self._close()
@@ -330,9 +329,9 @@ class _Epoch:
             if not self._ready:
                 self._close()
                 if loader._identity.alone(self._worker_batches.turn):
-                    loader._go(*self._worker_batches.remainder.following())
+                    loader._move_to(*self._worker_batches.remainder.following())
                 raise StopIteration
-            loader._planned(self._worker_batches, self._ready)
+            loader._prefetch(self._worker_batches, self._ready)
             self._ready.reverse()
         return self._ready[-1]
 
@@ -345,4 +344,4 @@ def check_settings(tail: str, **numbers: int | None) -> None:
     one_of("tail", tail, get_args(Tail))
     for name, value in numbers.items():
         if value is not None and value < 1:
-            raise InvalidArgumentError(f"{name}={value}: it must be at least 1")
+            raise InvalidArgumentError(f"{name} must be at least 1, got {value}")

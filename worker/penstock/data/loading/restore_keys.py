@@ -14,21 +14,21 @@ from penstock.proto.errors import InvalidArgumentError, StateMismatchError
 __all__ = ["PositionKeys", "checked_name", "with_keys"]
 
 KIND = "p"
-"""Of a key that names a position."""
+"""Prefix of a key that names a position."""
 
 
 def checked_name(keys: str | None) -> str | None:
     if keys is not None and (not isinstance(keys, str) or not keys):
-        raise InvalidArgumentError(f"keys={keys!r}: it is the name of a field")
+        raise InvalidArgumentError(f"keys must be the name of a field, got {keys!r}")
     return keys
 
 
 def with_keys(batch: Any, name: str, keys: Sequence[str]) -> dict[str, Any]:
-    """The batch with its rows' keys as one more field; one that is no dict becomes the field `batch` of a new one."""
+    """Return the batch with its rows' keys as one more field; a batch that is not a dict becomes the field `batch`."""
     if not isinstance(batch, dict):
         return {"batch": batch, name: list(keys)}
     if name in batch:
-        raise InvalidArgumentError(f"keys={name!r}: the batch has a field of this name; choose another")
+        raise InvalidArgumentError(f"keys={name!r}: the batch already has a field of this name; choose another")
     return {**batch, name: list(keys)}
 
 
@@ -39,30 +39,30 @@ class PositionKeys:
     length: int
     """Samples of an epoch."""
     order: str
-    """A digest of the data and all settings that decide which sample is where."""
+    """Digest of the data and of all settings that decide the order."""
 
     @staticmethod
     def of(described: Mapping[str, Any], length: int) -> PositionKeys:
-        # How an epoch ends decides which batches there are, and not what is at a position.
+        # An epoch's tail decides which batches there are, not which sample is at a position.
         text = json.dumps({**described, "tail": None}, sort_keys=True)
         return PositionKeys(length, xxhash.xxh3_64_hexdigest(text.encode()))
 
     def key(self, epoch: int, position: int) -> str:
         return f"{KIND}:{epoch}:{position}:{self.order}"
 
-    def place(self, key: str) -> tuple[int, int]:
-        """(epoch, position). Raises InvalidArgumentError for what is no key, StateMismatchError for one of other data
-        or settings."""
+    def position_of(self, key: str) -> tuple[int, int]:
+        """Return (epoch, position). Raises InvalidArgumentError for an invalid key, StateMismatchError for one of other
+        data or settings."""
         kind, _, rest = key.partition(":") if isinstance(key, str) else ("", "", "")
         numbers, _, order = rest.rpartition(":")
         epoch, _, position = numbers.partition(":")
         if kind != KIND or not all(part.isascii() and part.isdecimal() for part in (epoch, position)):
-            raise InvalidArgumentError(f"{key!r} is no key of a sample; keys are what keys= puts into a batch")
+            raise InvalidArgumentError(f"a sample's key must be one that keys= put into a batch, got {key!r}")
         if order != self.order:
             raise StateMismatchError(
-                f"the key {key!r} was made with data and settings {order}, and these are {self.order}: another "
-                "dataset, seed or order. Make the loader as it was made for the run"
+                f"the key {key!r} was made with data and settings {order}, and this loader has {self.order}: another "
+                "dataset, seed or order. Make the loader with the run's settings"
             )
         if int(position) >= self.length:
-            raise InvalidArgumentError(f"the key {key!r} names no position of an epoch of {self.length} samples")
+            raise InvalidArgumentError(f"the key {key!r} must name a position below {self.length}, the epoch's length")
         return int(epoch), int(position)

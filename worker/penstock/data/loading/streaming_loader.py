@@ -24,21 +24,24 @@ from penstock.worker.batch.building import collate
 __all__ = ["StreamingLoader"]
 
 BLOCK = 1 << 18
-"""Samples that are shuffled with each other, unless the user says otherwise."""
-LOOKED_AT = 1 << 14
-"""Positions, of all those ahead, by which the shards that are needed next are found."""
+"""Default number of samples that are shuffled with each other."""
+EXAMINED_POSITIONS = 1 << 14
+"""Positions, of all those ahead, that are examined to find the shards needed next."""
 
 
 class StreamingLoader(PositionLoader):
-    """Batches of a StreamingDataset, in an order that does not depend on who makes them.
+    """Batches of a StreamingDataset, in an order that does not depend on boxes and workers.
 
-    Inside an input_fn it makes this worker's share, and follows RestartableDataLoader: it resumes on any number of
+        def input_fn():
+            return StreamingLoader(StreamingDataset("s3://bucket/train"), batch_size=32, shuffle=True)
+
+    Inside an input_fn it makes this worker's share, and implements RestartableDataLoader: it resumes on any number of
     boxes and workers. In a plain torch DataLoader (`DataLoader(loader, batch_size=None, num_workers=4)`) the worker
-    processes share the batches, and the order is the same again; `set_epoch` and `state_after` are for that, since the
-    counting is done in the copies that the worker processes have. By itself it yields all batches of this rank (RANK
-    and WORLD_SIZE, if they are set).
+    processes share the batches, and the order is the same; use `set_epoch` and `state_after` there, because the
+    counting happens in the worker processes' copies. By itself it yields all batches of this rank (RANK and WORLD_SIZE,
+    if they are set).
 
-    An epoch is an epoch, or what is left of it behind a loaded state.
+    One iteration is one epoch, or the rest of it after a loaded state.
     """
 
     def __init__(
@@ -64,35 +67,36 @@ class StreamingLoader(PositionLoader):
         """
         Args:
             batch_size: rows of a box's batch; the global batch grows with the number of boxes.
-            global_batch_size: rows of all boxes' batches together; give one of the two. Boxes share them as evenly as
-                can be, and no box goes without.
+            global_batch_size: rows of all boxes' batches together; give one of the two. Boxes share the rows as evenly
+                as possible, and each gets at least one.
             seed: of the shuffle and of `reseed`; None takes the run's (0 outside a worker).
-            shuffle_block: samples that are shuffled with each other, about: whole shards whose sizes add up to it. The
-                shards of a block are needed at the same time. None shuffles all with all.
+            shuffle_block: approximate number of samples that are shuffled with each other: whole shards whose sizes add
+                up to it. The shards of a block are needed at the same time. None shuffles all with all.
             partitions: parts of the data that batches are drawn from in turn, row by row. A box reads only its own
-                parts' shards where the number of boxes divides it; so choose the largest number of boxes.
-            interleave: how streams are mixed: "shards" shuffles the shards of all together, "samples" keeps the share
-                of each stream at every prefix, "batches" makes each global batch from one stream.
+                parts' shards if the number of boxes divides it; so choose the largest number of boxes.
+            interleave: mixing of streams: "shards" shuffles the shards of all together, "samples" keeps the share of
+                each stream at every prefix, "batches" makes each global batch from one stream.
             epoch_size: samples of an epoch, or a text such as "100k", of which each stream has its proportion; None: as
                 many as there are.
-            tail: of a last batch that is not full: "emit" it, "pad" it with samples of the epoch's beginning, "drop"
-                it, or "carry" its samples into the next epoch's first batch. Only "pad" repeats a sample. With "emit"
-                a box may get a batch of no rows, where an epoch, or what is left of it, has fewer samples than boxes.
-            skip: ranges of sample numbers that are left out, counted over all epochs (epoch * samples of an epoch +
-                position). The rest comes in the same order as with them. On a resume more may be left out ahead.
+            tail: treatment of an incomplete last batch: "emit" it, "pad" it with samples of the epoch's beginning,
+                "drop" it, or "carry" its samples into the next epoch's first batch. Only "pad" repeats a sample. With
+                "emit" a box may get a batch of no rows, if the rest of an epoch has fewer samples than boxes.
+            skip: ranges of sample numbers to leave out, counted over all epochs (epoch * samples of an epoch +
+                position). The others come in the same order as without it. On a resume, ranges that lie ahead may be
+                added.
             predownload: samples ahead whose shards are fetched; None: two shuffle blocks.
             reseed: set the global generators of python, numpy and torch before each sample is read, from seed, epoch
-                and position, so that random augmentation depends on nothing else; and for the collate function, by the
-                batch's first row. Around a batch they stay as they were. None: for samples where the dataset is of a
-                class of yours with a `__getitem__`, and for batches where there is a collate_fn of yours; nothing else
-                draws.
+                and position, so that random augmentation depends on nothing else; and for the collate function, from
+                the batch's first row. Around a batch they keep their state. None: for samples only if the dataset's
+                class is yours and has a `__getitem__`, for batches only if collate_fn is yours; nothing else draws.
             keys: name of a field that each batch gets, with a restore key for each row: see `restore_sample`. A batch
-                that is no dict becomes {"batch": it, keys: ...}.
-            rank: (this one, how many) data-parallel ranks share each global batch; None: the worker's box among all
-                boxes, or outside of a worker RANK and WORLD_SIZE. Replicas, as with tensor parallelism, give the same.
+                that is not a dict becomes {"batch": it, keys: ...}.
+            rank: (this rank, number of data-parallel ranks) that share each global batch; None: the worker's box among
+                all boxes, or outside of a worker RANK and WORLD_SIZE. Replicas, as in tensor parallelism, pass the
+                same.
             collate_fn: list of samples -> batch.
 
-        Raises InvalidArgumentError or DatasetError for settings that cannot be meant.
+        Raises InvalidArgumentError or DatasetError for invalid arguments.
         """
         partitions, epoch_size = whole("partitions", partitions), sample_count("epoch_size", epoch_size)
         shuffle_block = sample_count("shuffle_block", shuffle_block)
@@ -100,8 +104,8 @@ class StreamingLoader(PositionLoader):
         seed, skip = whole("seed", seed), list(skip)
         if not isinstance(dataset, StreamingDataset):
             raise InvalidArgumentError(
-                f"dataset is a {type(dataset).__qualname__}; give a StreamingDataset, made of a folder or URL. For "
-                "other datasets of samples by number there is MapLoader"
+                f"dataset must be a StreamingDataset, made of a folder or URL, got {type(dataset).__qualname__}. For "
+                "other datasets of samples by number use MapLoader"
             )
         identity = WorkerIdentity.now(rank)
         batch = global_batch(batch_size, global_batch_size, identity.boxes)
@@ -139,41 +143,41 @@ class StreamingLoader(PositionLoader):
         }
         self.dataset, self._shards, self._reader = dataset, order, reader
         self._ahead = predownload or 2 * min(shuffle_block or len(order), len(order))
-        self._looked: tuple[EpochRemainder | None, int] = None, 0
-        """From where was last looked ahead."""
+        self._prefetched_from: tuple[EpochRemainder | None, int] = None, 0
+        """Position of the last prefetch list."""
         super().__init__(
             dataset.name, order, described, identity=identity, batch=batch, tail=tail, skip=skip, keys=keys
         )
 
-    def _read(self, plan: BatchPlan) -> list[Any]:
+    def _read_samples(self, plan: BatchPlan) -> list[Any]:
         return self._reader.samples(plan)
 
-    def _made(self, plan: BatchPlan) -> Any:
+    def _make_batch(self, plan: BatchPlan) -> Any:
         return self._reader.batch(plan)
 
-    def _planned(self, own_batches: WorkerBatches, plans: list[BatchPlan]) -> None:
-        """Have the shards fetched that this process needs for the next samples, then those that the box needs for the
-        positions behind, in the next epoch too."""
+    def _prefetch(self, own_batches: WorkerBatches, plans: list[BatchPlan]) -> None:
+        """Prefetch the shards that this process needs for the next samples, then those that the box needs for the
+        positions after them, also of the next epoch."""
         remainder, position = own_batches.remainder, int(plans[0].positions[0])
-        looked, at = self._looked
-        if looked is remainder and position - at < self._ahead // 4:
+        remainder_before, at = self._prefetched_from
+        if remainder_before is remainder and position - at < self._ahead // 4:
             return
-        self._looked = remainder, position
-        order, lead, length = self._shards, self._ahead, len(self._shards)
+        self._prefetched_from = remainder, position
+        order, ahead, length = self._shards, self._ahead, len(self._shards)
         needed = [np.searchsorted(order.starts, np.concatenate([plan.ids for plan in plans]), side="right") - 1]
-        needed.append(order.shards(remainder.epoch, self._near(remainder, position, lead)))
-        if position + lead > length:
+        needed.append(order.shards(remainder.epoch, self._near(remainder, position, ahead)))
+        if position + ahead > length:
             epoch, start = remainder.following()
             following = self._epochs.remainder(epoch, start, self._batch, remainder.boxes)
-            needed.append(order.shards(epoch, self._near(following, 0, position + lead - length)))
+            needed.append(order.shards(epoch, self._near(following, 0, position + ahead - length)))
         shards = np.concatenate(needed)
         _, first = np.unique(shards, return_index=True)
         self.dataset.fetch_ahead(shards[np.sort(first)])
 
     def _near(self, remainder: EpochRemainder, position: int, count: int) -> Ints:
-        """This box's positions behind one; of many, runs that each touch all partitions, evenly spread."""
+        """Return this box's next positions; if they are many, evenly spread runs that each touch all partitions."""
         run = max(self._shards.partitions, self._identity.boxes)
-        return remainder.near(self._identity.box, position, count, run=run, runs=max(1, LOOKED_AT // run))
+        return remainder.near(self._identity.box, position, count, run=run, runs=max(1, EXAMINED_POSITIONS // run))
 
 
 def _reader(
@@ -185,7 +189,8 @@ def _reader(
     *,
     own_collate: bool,
 ) -> MapReader:
-    """`length`: samples of an epoch. What is the user's may draw; what is ours does not, and is not slowed down."""
+    """Return a reader of an epoch of `length` samples. Only user code may draw random numbers; our own code does not,
+    and is not slowed down."""
     return MapReader(
         dataset,
         type(dataset).__qualname__,
@@ -199,20 +204,20 @@ def _reader(
 
 
 def _check_batches(batch: int, partitions: int, tail: Tail, length: int, skip: list[range]) -> None:
-    """Whether each global batch can be from one stream."""
+    """Raise InvalidArgumentError unless each global batch can come from one stream."""
     if batch % partitions:
         raise InvalidArgumentError(
-            f"interleave='batches' with global batches of {batch} rows and partitions={partitions}: a batch must "
-            "take as many rows from each partition"
+            f"interleave='batches' with global batches of {batch} rows and partitions={partitions}: the batch must be "
+            "a multiple of partitions"
         )
     if tail == "carry":
         raise InvalidArgumentError(
-            "interleave='batches' with tail='carry': what is carried would shift all batches, and each would have two "
-            "streams; use another tail"
+            "interleave='batches' excludes tail='carry': carried samples would shift all batches, and each would have "
+            "two streams; use another tail"
         )
     for number in (number for piece in ranges_of(skip) for number in piece):
         if number % length % batch:
             raise InvalidArgumentError(
-                f"interleave='batches' with skip up to or from sample {number}: batches of {batch} begin anew in each "
-                f"epoch of {length} samples, and only whole ones can be left out"
+                f"interleave='batches' with skip up to or from sample {number}: skip must leave out whole batches of "
+                f"{batch}, counted from the beginning of each epoch of {length} samples"
             )

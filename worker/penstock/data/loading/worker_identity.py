@@ -1,7 +1,7 @@
-"""Who of a job this process is: which box of how many, and which of the workers that make the box's batches.
+"""Identity of this process in a job: its box among how many, and its part of the workers that make the box's batches.
 
-Inside an input_fn the assignment says so. Outside of a worker it is the rank of torchrun's variables, or nobody else.
-In either place a torch DataLoader may have worker processes of its own, which share the batches further.
+Inside an input_fn it comes from the assignment. Outside of a worker it comes from torchrun's variables, or the process
+is alone. In both cases a torch DataLoader may have worker processes of its own, which share the batches further.
 """
 
 from __future__ import annotations
@@ -21,86 +21,87 @@ __all__ = ["WorkerIdentity", "global_batch"]
 
 @dataclass(frozen=True)
 class WorkerIdentity:
-    """The place of this process, or of the loader that it holds."""
+    """Identity of this process, or of the loader that it holds."""
 
     box: int
     boxes: int
     slot: int
     workers: int
-    """Of each box."""
+    """Workers of each box."""
     number: int
-    """global_worker_id."""
+    """Number of the worker among those of all boxes (global_worker_id)."""
     all_workers: int
     seed: int
-    """Of the run; 0 outside a worker."""
+    """Seed of the run; 0 outside a worker."""
     standalone: bool
-    """Outside of a worker."""
+    """True outside of a worker."""
 
     @staticmethod
     def now(rank: tuple[int, int] | None = None) -> WorkerIdentity:
-        """`rank`: (this one, how many) data-parallel ranks, instead of the worker's box or torchrun's variables.
+        """Return the identity of the calling process. `rank`: (this rank, number of data-parallel ranks), instead of
+        the worker's box or torchrun's variables.
 
-        Raises InvalidArgumentError for a rank that cannot be.
+        Raises InvalidArgumentError for an invalid rank.
         """
-        place = current_assignment()
-        standalone = place is NEUTRAL
+        assignment = current_assignment()
+        standalone = assignment is NEUTRAL
         if rank is None:
-            rank = _torchrun_rank() if standalone else (place.box, place.num_boxes)
+            rank = _torchrun_rank() if standalone else (assignment.box, assignment.num_boxes)
         box, boxes = _checked(rank)
         return WorkerIdentity(
             box,
             boxes,
-            place.slot,
-            place.num_workers_per_box,
-            place.global_worker_id,
-            place.num_boxes * place.num_workers_per_box,
-            place.seed,
+            assignment.slot,
+            assignment.num_workers_per_box,
+            assignment.global_worker_id,
+            assignment.num_boxes * assignment.num_workers_per_box,
+            assignment.seed,
             standalone,
         )
 
     def turn(self, first: int = 0) -> WorkerTurn:
-        """Whose batches this process makes: the slot's, shared with other worker processes of a torch DataLoader.
-        `first`: who makes the first one."""
+        """Return which batches this process makes: the slot's, shared with other worker processes of a torch
+        DataLoader. `first`: slot that makes the first one."""
         info = torch.utils.data.get_worker_info()
         number = (self.slot - first) % self.workers
-        if info is None or info.dataset is None:  # the latter is what a runner answers about itself
+        if info is None or info.dataset is None:  # a runner answers the latter about itself
             return WorkerTurn(number, self.workers)
-        # Whichever slot comes first: each begins with its first process.
+        # Whichever slot is first: each begins with its first process.
         return WorkerTurn(number + self.workers * info.id, self.workers * info.num_workers)
 
     def alone(self, turn: WorkerTurn) -> bool:
-        """Nobody else keeps count of epochs, or makes some of the batches."""
+        """Return True if no other process counts epochs or makes some of the batches."""
         return self.standalone and turn.of == 1
 
 
 def global_batch(batch_size: int | None, global_batch_size: int | None, boxes: int) -> int:
-    """Rows of all boxes' batches together. Raises InvalidArgumentError unless one of the two is given, and each box
-    gets a row."""
+    """Return the rows of all boxes' batches together. Raises InvalidArgumentError unless exactly one of the two is
+    given, and each box gets a row."""
     batch_size, global_batch_size = whole("batch_size", batch_size), whole("global_batch_size", global_batch_size)
     if (batch_size is None) == (global_batch_size is None):
-        raise InvalidArgumentError("give batch_size, the rows of a box's batch, or global_batch_size: one of the two")
+        raise InvalidArgumentError("give either batch_size, the rows of a box's batch, or global_batch_size")
     batch = batch_size * boxes if batch_size is not None else global_batch_size
     assert batch is not None
     if batch < boxes:
         given = f"batch_size={batch_size}" if batch_size is not None else f"global_batch_size={global_batch_size}"
-        raise InvalidArgumentError(f"{given}: each of {boxes} boxes needs at least one row")
+        raise InvalidArgumentError(f"{given}: each of {boxes} boxes needs at least one row; use larger batches")
     return batch
 
 
 def _torchrun_rank() -> tuple[int, int]:
-    """(rank, ranks) of a distributed job as torchrun's variables name them; (0, 1) elsewhere."""
+    """Return (rank, ranks) of a distributed job from torchrun's variables; (0, 1) elsewhere."""
     rank, ranks = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
     if not (rank.isdecimal() and ranks.isdecimal()):
-        raise InvalidArgumentError(f"RANK={rank} and WORLD_SIZE={ranks} are no numbers")
+        raise InvalidArgumentError(f"RANK and WORLD_SIZE must be whole numbers, got RANK={rank} and WORLD_SIZE={ranks}")
     return int(rank), int(ranks)
 
 
-def _checked(place: tuple[int, int]) -> tuple[int, int]:
+def _checked(pair: tuple[int, int]) -> tuple[int, int]:
     try:
-        rank, ranks = place
+        rank, ranks = pair
     except (TypeError, ValueError):
-        raise InvalidArgumentError(f"rank={place!r}: it is (this rank, how many there are)") from None
+        raise InvalidArgumentError(f"rank must be a pair (this rank, number of ranks), got {pair!r}") from None
     rank, ranks = whole("rank", rank), whole("ranks", ranks)
     if not 0 <= rank < ranks:
-        raise InvalidArgumentError(f"rank {rank} of {ranks} is no place in a distributed job")
+        raise InvalidArgumentError(f"rank must be at least 0 and below the {ranks} ranks, got {rank}")
     return rank, ranks

@@ -1,1 +1,1 @@
-"""In which order an epoch's samples come, who makes which batch, and where each worker stands."""
+"""Order of an epoch's samples, partition of its batches among workers, and each worker's position."""

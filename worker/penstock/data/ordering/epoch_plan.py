@@ -1,8 +1,8 @@
-"""An epoch through an epoch: which batches it has, which samples these are made of, and where the next epoch begins.
+"""Plan of an epoch: the batches it has, the samples these are made of, and where the next epoch begins.
 
-A place is (epoch, start): a position in the order of which nothing is left out. `start` is negative where samples of
-epochs before are still to come, as with tail="carry". So a place means the same whatever is left out (skips.py), in
-whatever batches, and for whatever boxes. Batches are dealt by rank among what is not left out.
+A position is (epoch, start) in the order without skips. `start` is negative where samples of earlier epochs are still
+to come, as with tail="carry". So a position means the same whatever is skipped (skips.py), for any batch size and
+number of boxes. Batches are partitioned by rank among the samples that are not skipped.
 """
 
 from __future__ import annotations
@@ -21,49 +21,49 @@ from penstock.data.ordering.skips import KeptPositions, Ranges
 __all__ = ["BatchPlan", "EpochPlan", "EpochRemainder", "SampleOrder", "WorkerBatches"]
 
 ORDERED_AT_ONCE = 2048
-"""Rows whose samples are found in one go: it takes 0.1 us a row then, and 2 us if batches of 64 are."""
+"""Rows whose samples are looked up in one call: that takes 0.1 us a row, against 2 us in batches of 64."""
 
 
 class SampleOrder(Protocol):
     """A function from epoch and position to sample."""
 
     def __len__(self) -> int:
-        """Samples of an epoch."""
+        """Return the samples of an epoch."""
 
     def ids(self, epoch: int, positions: npt.ArrayLike) -> Ints:
-        """The numbers of the samples at these positions, which lie in [0, len(self))."""
+        """Return the numbers of the samples at these positions, which lie in [0, len(self))."""
 
 
 class BatchPlan(NamedTuple):
-    """Of one box's batch."""
+    """Plan of one box's batch."""
 
     epoch: int
-    """The epoch's."""
+    """Number of the epoch."""
     positions: Ints
-    """Of its rows in that epoch; negative ones lie in epochs before."""
+    """Positions of its rows in that epoch; negative ones lie in earlier epochs."""
     ids: Ints
-    """Numbers of their samples."""
+    """Numbers of the rows' samples."""
     empty: bool = False
-    """The box has no row: what is named is a row of another one, to make an empty batch like it."""
+    """True if the box has no row: the plan names a row of another box, to make an empty batch like it."""
 
-    def place(self, row: int, length: int) -> tuple[int, int]:
-        """(epoch, position) of a row, where epochs have `length` samples."""
+    def position_of(self, row: int, length: int) -> tuple[int, int]:
+        """Return (epoch, position) of a row, where epochs have `length` samples."""
         epochs, position = divmod(int(self.positions[row]), length)
         return self.epoch + epochs, position
 
 
 class EpochRemainder:
-    """What remains of an epoch from a place on, for all boxes; see Dealing."""
+    """Rest of an epoch from a position on, for all boxes; see Partition."""
 
     def __init__(self, epochs: EpochPlan, epoch: int, start: int, batch: int, boxes: int) -> None:
         self.epochs, self.epoch, self.start, self.boxes = epochs, epoch, start, boxes
         self.kept = KeptPositions(epochs.skip, epoch * epochs.length)
         self._partition = Partition(self.kept.rank(epochs.length), self.kept.rank(start), batch, boxes, epochs.tail)
         self.batches = self._partition.batches
-        """That each box gets."""
+        """Batches that each box gets."""
 
     def position(self, batches: int) -> int:
-        """In the epoch, behind the last sample that is used up after so many batches."""
+        """Return the position in the epoch after the last sample of the first `batches` batches."""
         carries = self.epochs.tail == "carry"
         batches = min(batches, self.batches) if carries else batches
         if batches <= 0:
@@ -72,15 +72,15 @@ class EpochRemainder:
             return self.epochs.length
         return int(self.kept.positions(np.array([self._partition.position(batches) - 1]))[0]) + 1
 
-    def place(self, batches: int) -> tuple[int, int]:
-        """(epoch, start) of what is to come after so many batches; that of the next epoch at the end of this one."""
+    def position_after(self, batches: int) -> tuple[int, int]:
+        """Return (epoch, start) after `batches` batches; that of the next epoch at the end of this one."""
         return self.following() if batches >= self.batches else (self.epoch, self.position(batches))
 
     def following(self) -> tuple[int, int]:
-        """(epoch, start) of the next epoch that has a batch."""
+        """Return (epoch, start) of the next epoch that has a batch."""
         length, skip = self.epochs.length, self.epochs.skip
         number = self.epoch * length + self.position(self.batches)
-        """Of the first sample that is still to come, over all epochs."""
+        """Number of the next sample, over all epochs."""
         epoch = self.epoch + 1
         while True:
             start = number - epoch * length if self.epochs.tail == "carry" else 0
@@ -94,12 +94,12 @@ class EpochRemainder:
         return EpochRemainder(self.epochs, epoch, start, self._partition.batch, self.boxes)
 
     def positions(self, number: int, box: int) -> Ints:
-        """Of the box's rows of a batch."""
+        """Return the positions of a box's rows of a batch."""
         return self.kept.positions(self._partition.rows(number, box))
 
     def near(self, box: int, begin: int, count: int, *, run: int, runs: int) -> Ints:
-        """Some of the box's positions among the `count` samples from position `begin` on that lie in this epoch: of
-        `runs` runs, at most, of `run` samples."""
+        """Return some of the box's positions among the `count` samples of this epoch from position `begin` on: those in
+        at most `runs` runs of `run` samples."""
         partition = self._partition
         first = max(self.kept.rank(begin), self.kept.rank(0))
         end = min(partition.length, first + count)
@@ -111,7 +111,7 @@ class EpochRemainder:
 
 @dataclass(frozen=True)
 class EpochPlan:
-    """What all epochs have in common."""
+    """Settings common to all epochs."""
 
     length: int
     """Samples of an epoch."""
@@ -121,13 +121,12 @@ class EpochPlan:
     def remainder(self, epoch: int, start: int, batch: int, boxes: int) -> EpochRemainder:
         return EpochRemainder(self, epoch, start, batch, boxes)
 
-    def begin(self, epoch: int, batch: int, place: tuple[int, int]) -> int:
-        """Where the epoch of this epoch begins, if batches of this size went on to it from that place, or came from
-        it."""
+    def begin(self, epoch: int, batch: int, position: tuple[int, int]) -> int:
+        """Return where an epoch begins, if batches of this size lead from `position` to it, or the other way."""
         if self.tail != "carry":
             return 0
         kept = KeptPositions(self.skip, epoch * self.length)
-        number = place[0] * self.length + place[1]
+        number = position[0] * self.length + position[1]
         left = -kept.rank(number - epoch * self.length) % batch
         if left == 0:
             return 0
@@ -137,7 +136,7 @@ class EpochPlan:
 
 @dataclass(frozen=True)
 class WorkerBatches:
-    """One worker's way along a course."""
+    """The batches of an epoch that one worker makes."""
 
     remainder: EpochRemainder
     order: SampleOrder
@@ -145,11 +144,11 @@ class WorkerBatches:
     box: int
 
     def ended(self, done: int) -> bool:
-        """There is no batch of its behind so many of its own."""
+        """Return True if there is no batch after the first `done` of its own."""
         return self.turn.batch(done) >= self.remainder.batches
 
     def plans(self, done: int) -> list[BatchPlan]:
-        """Of its next batches behind so many of its own; none at the end."""
+        """Return the plans of its next batches after the first `done` of its own; none at the end."""
         remainder, first = self.remainder, self.turn.batch(done)
         if self.ended(done):
             return []
@@ -158,7 +157,7 @@ class WorkerBatches:
             if (len(rows) + 1) * len(rows[0]) > ORDERED_AT_ONCE:
                 break
             rows.append(remainder.positions(number, self.box))
-        empty = not len(rows[-1])  # only an epoch's last batch can be
+        empty = not len(rows[-1])  # possible in an epoch's last batch only
         if empty:
             rows[-1] = remainder.positions(remainder.batches - 1, 0)[:1]
         ids = np.split(self._ids(np.concatenate(rows)), np.cumsum([len(own) for own in rows[:-1]]))
@@ -166,18 +165,18 @@ class WorkerBatches:
         return [*plans[:-1], plans[-1]._replace(empty=empty)]
 
     def all_plans(self, done: int) -> Iterator[BatchPlan]:
-        """Of all batches that are left."""
+        """Yield the plans of all remaining batches."""
         while found := self.plans(done):
             yield from found
             done += len(found)
 
     def _ids(self, positions: Ints) -> Ints:
         epoch, length = self.remainder.epoch, self.remainder.epochs.length
-        if positions[0] >= 0:  # the first row is the first in the order, or behind the epoch's beginning
+        if positions[0] >= 0:  # the first row is the first in the order, or after the epoch's beginning
             return self.order.ids(epoch, positions)
         ids = np.empty_like(positions)
-        behind = positions // length
-        for number in np.unique(behind).tolist():
-            chosen = np.flatnonzero(behind == number)
+        epochs = positions // length
+        for number in np.unique(epochs).tolist():
+            chosen = np.flatnonzero(epochs == number)
             ids[chosen] = self.order.ids(epoch + number, positions[chosen] - number * length)
         return ids

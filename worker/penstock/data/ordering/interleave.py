@@ -1,17 +1,17 @@
-"""How several sequences take turns, each with its share at every prefix: a function from a turn to (sequence, place).
+"""Interleaving of several sequences, each with its share at every prefix: a function from position to (sequence, unit).
 
 The sequences are the leaves of a binary tree, built as D. A. Huffman did ("A Method for the Construction of Minimum-
-Redundancy Codes", 1952): the two smallest are joined again and again. Of the first x units of an inner node its left
-child has l/n of them, rounded, half up, where the node has n units in all and the child l. So it is a matter of one
-division on each level, in exact integers, and each sequence has got all of its units at the end.
+Redundancy Codes", 1952): the two smallest are joined repeatedly. Of the first x units of an inner node its left child
+has x l/n, rounded half up, where the node has n units in all and the child l. So it takes one division on each level,
+in exact integers, and each sequence has all of its units at the end.
 
-How near to its share is a sequence? Rounding costs 1/2 on each level, and what the parent is off by comes down by the
-child's share of the parent. So at depth d it is at most 1/2 (1 + w/p1 + w/p2 + ... ), with w for the sequence's units
-and p1, p2 ... for its ancestors' below the root. In Huffman's tree p1 >= w, p2 >= p1 + w, and so on: they grow at
-least like Fibonacci's numbers, of which the reciprocals 1 + 1/2 + 1/3 + 1/5 + ... sum up to 2.36. So **no prefix is off
-by as much as 1.68 units**, for any number of sequences; for two it is 1/2. (Giving j + 1/2 of n units each its moment,
-as is often done, is off by half of the number of sequences: of one of 50% and fifty of 1%, the first 25 are all of
-the first.)
+The deviation of a sequence from its share: rounding costs 1/2 on each level, and the parent's deviation is scaled by
+the child's share of the parent. So at depth d it is at most 1/2 (1 + w/p1 + w/p2 + ... ), with w for the sequence's
+units and p1, p2 ... for its ancestors' below the root. In Huffman's tree p1 >= w, p2 >= p1 + w, and so on: they grow at
+least like Fibonacci's numbers, whose reciprocals 1 + 1/2 + 1/3 + 1/5 + ... sum up to 2.36. So **every prefix deviates
+by less than 1.68 units**, for any number of sequences; for two by at most 1/2. (The common method, to place unit j of n
+at (j + 1/2)/n, deviates by half of the number of sequences: of one of 50% and fifty of 1%, the first 25 units are all
+of the first.)
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from penstock.data.ordering.permutation import Ints
 __all__ = ["FARTHEST_OFF", "Interleaving"]
 
 FARTHEST_OFF = 1.68
-"""Units that a sequence is ahead of its share, or behind, at most."""
+"""Largest deviation of a sequence from its share, in units."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,11 @@ class _Inner:
     units: int
 
     def left_of(self, units: Ints) -> Ints:
-        """How many of the first `units` units are the left child's: floor(x l / n + 1/2)."""
+        """Return the left child's part of the first `units` units: floor(x l / n + 1/2)."""
         n, part = self.units, self.left.units
         found: Ints = np.floor(units * (part / n) + 0.5).astype(np.int64)
-        # Floats of 53 bits are off by less than one for n < 2^48. The rest of the division is small, so that products
-        # that overflow do no harm to it, and it tells the one that is exact.
+        # Floats of 53 bits are off by less than one for n < 2^48. The remainder of the division is small, so products
+        # that overflow do not harm it, and it shows which of the candidates is exact.
         with np.errstate(over="ignore"):
             rest = 2 * part * units + n - found * (2 * n)
         exact: Ints = found - (rest < 0) + (rest >= 2 * n)
@@ -56,7 +56,7 @@ class _Inner:
 
 
 class Interleaving:
-    """`units`: of each sequence; fewer than 2^48 in all."""
+    """Interleaving of sequences with `units` units each; fewer than 2^48 in all."""
 
     def __init__(self, units: Sequence[int]) -> None:
         order = count()
@@ -69,22 +69,22 @@ class Interleaving:
             heapq.heappush(nodes, (less + more, next(order), _Inner(large, small, less + more)))
         self._root = nodes[0][2] if nodes else None
         self.units = self._root.units if self._root is not None else 0
-        """Of all sequences."""
+        """Units of all sequences."""
 
-    def of(self, turns: Ints) -> Iterator[tuple[int, Ints, Ints]]:
-        """(sequence, which of the turns are its, the how-manieth of its units each is)."""
-        if self._root is not None and len(turns):
-            yield from _of(self._root, np.arange(len(turns)), turns)
+    def split(self, positions: Ints) -> Iterator[tuple[int, Ints, Ints]]:
+        """Yield (sequence, indexes of its positions, index of the sequence's unit at each)."""
+        if self._root is not None and len(positions):
+            yield from _split(self._root, np.arange(len(positions)), positions)
 
 
-def _of(node: _Leaf | _Inner, which: Ints, turns: Ints) -> Iterator[tuple[int, Ints, Ints]]:
+def _split(node: _Leaf | _Inner, which: Ints, positions: Ints) -> Iterator[tuple[int, Ints, Ints]]:
     while isinstance(node, _Inner):
-        before, behind = node.left_of(turns), node.left_of(turns + 1)
-        goes_left = behind > before
+        before, after = node.left_of(positions), node.left_of(positions + 1)
+        goes_left = after > before
         lefts, rights = np.flatnonzero(goes_left), np.flatnonzero(~goes_left)
         if lefts.size:
-            yield from _of(node.left, which[lefts], before[lefts])
+            yield from _split(node.left, which[lefts], before[lefts])
         if not rights.size:
             return
-        node, which, turns = node.right, which[rights], (turns - before)[rights]
-    yield node.number, which, turns
+        node, which, positions = node.right, which[rights], (positions - before)[rights]
+    yield node.number, which, positions

@@ -1,8 +1,8 @@
-"""Which positions of an epoch make which batch, and whose row is whose; and what is left when the shape changes.
+"""Partition of an epoch: the positions that make each batch, each box's rows, and what is left on another topology.
 
-Global batch j of a dealing is the next B positions of the epoch's order. Box b of N takes its rows b, b + N, b + 2N
+Global batch j of a partition is the next B positions of the epoch's order. Box b of N takes its rows b, b + N, b + 2N
 ..., so the order of all rows is the same for any number of boxes. A box's batches are made by its workers in turn. All
-boxes have the same number of batches, for a loop on many boxes ends on all of them together.
+boxes have the same number of batches, because a loop on many boxes ends on all of them together.
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ __all__ = ["APART", "Partition", "Tail", "WorkerTurn"]
 
 Tail = Literal["emit", "pad", "drop", "carry"]
 APART: Literal["emit apart"] = "emit apart"
-"""As "emit", for rows that are batches already: none goes with the batch before."""
+"""Tail of rows that are batches already: "emit" that adds no row to the batch before."""
 
 
 @dataclass(frozen=True)
 class WorkerTurn:
-    """A worker's place among those that make a box's batches: it makes number, number + of, number + 2 of, ..."""
+    """Turn of a worker among those that make a box's batches: it makes number, number + of, number + 2 of, ..."""
 
     number: int
     of: int
 
     def done(self, batches: int) -> int:
-        """How many of the first `batches` batches are its."""
+        """Return how many of the first `batches` batches are its own."""
         return max(0, -(-(batches - self.number) // self.of))
 
     def batch(self, done: int) -> int:
-        """The number of its next batch after so many of its own."""
+        """Return the number of its next batch after `done` of its own."""
         return self.number + done * self.of
 
 
 @dataclass(frozen=True)
 class Partition:
-    """What remains of an epoch, from position `start` on, in global batches of `batch` samples for `boxes` boxes.
+    """Rest of an epoch, from position `start` on, in global batches of `batch` samples for `boxes` boxes.
 
     The last batch, of fewer samples, is emitted, padded with positions from the epoch's beginning, dropped, or carried:
-    then its samples are the first of the next epoch, whose `start` is negative. One that is emitted and has fewer rows
-    than there are boxes goes with the batch before it. Where there is none (the epoch has no more samples than that, or
-    no more are left behind a resume on more boxes), the last boxes have no row of it: nothing comes twice.
+    then its samples are the first of the next epoch, whose `start` is negative. An emitted batch with fewer rows than
+    boxes is added to the batch before. Where there is none (the epoch has too few samples, or too few are left after a
+    resume on more boxes), the last boxes have no row of it: nothing comes twice.
     """
 
     length: int
@@ -56,20 +56,20 @@ class Partition:
 
     @cached_property
     def batches(self) -> int:
-        """Batches that each box gets."""
+        """Batches of each box."""
         whole, rest = divmod(self.length - self.start, self.batch)
         if rest == 0 or self.tail in ("drop", "carry") or (self.tail == "emit" and rest < self.boxes and whole):
             return whole
         return whole + 1
 
     def position(self, batches: int) -> int:
-        """Samples of the epoch that are used up after so many batches."""
+        """Return the samples of the epoch that are used by the first `batches` batches."""
         if batches >= self.batches and self.tail != "carry":
             return self.length
         return self.start + min(batches, self.batches) * self.batch
 
     def rows(self, number: int, box: int) -> Ints:
-        """The positions of the box's rows of a batch. With tail="emit" there may be none in the last one, but those of
+        """Return the positions of the box's rows of a batch. With tail="emit" the last batch may have none, except for
         box 0."""
         begin = self.start + number * self.batch
         size = self.batch

@@ -1,12 +1,11 @@
-"""Keyed permutations that are computed where they are asked, and never laid out.
+"""Keyed permutations that are computed per element, never stored.
 
 A shuffled epoch of 10^9 samples is a function from position to sample. A Feistel network over b bits is a bijection
-whatever its round function; b is the least that holds n, and a result of n or more is put through again until it falls
+whatever its round function; b is the least that holds n, and a result of n or more is permuted again until it falls
 below n (cycle-walking: J. Black and P. Rogaway, "Ciphers with Arbitrary Finite Domains", 2002), less than twice on
 average. Each element has a key and an n of its own, so that a batch drawn from many shuffled blocks is one call.
 
-The order of a dataset is a promise: states are positions in it. So this arithmetic is the same for ever; a test holds
-it.
+The order of a dataset is a promise: states are positions in it. So this arithmetic never changes; a test holds it.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ Words = npt.NDArray[np.uint64]
 
 ROUNDS = 8
 LEAST_BITS = 6
-"""With halves of one or two bits there are too few permutations to choose from."""
+"""Least width of the network: halves of one or two bits have too few permutations to choose from."""
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
@@ -29,14 +28,15 @@ _30, _27, _31, _ONE = np.uint64(30), np.uint64(27), np.uint64(31), np.uint64(1)
 
 
 def _scrambled(words: Words) -> Words:
-    """The finalizer of splitmix64 (G. Steele, D. Lea and C. Flood, 2014)."""
+    """Return the finalizer of splitmix64 (G. Steele, D. Lea and C. Flood, 2014)."""
     words = (words ^ (words >> _30)) * _FIRST
     words = (words ^ (words >> _27)) * _SECOND
     return words ^ (words >> _31)
 
 
 def mix(key: int, *parts: npt.ArrayLike) -> Words:
-    """A key of 64 bits for each element of `parts`, which are integers and broadcast; other parts, other keys."""
+    """Return a key of 64 bits for each element of `parts`, which are integers and broadcast; other parts, other
+    keys."""
     with np.errstate(over="ignore"):
         words = _scrambled(np.asarray(key & (2**64 - 1), np.uint64) + _GOLDEN)
         for part in parts:
@@ -45,12 +45,12 @@ def mix(key: int, *parts: npt.ArrayLike) -> Words:
 
 
 def permuted(positions: npt.ArrayLike, count: npt.ArrayLike, keys: npt.ArrayLike) -> Ints:
-    """Where each position goes under the permutation of [0, count) that its key stands for.
+    """Return the image of each position under the permutation of [0, count) that its key selects.
 
     Args:
-        positions: integers in [0, count), of any topology.
+        positions: integers in [0, count), of any shape.
         count: sizes of the domains, at least 1 and below 2^62; broadcast.
-        keys: of 64 bits, see `mix`; broadcast.
+        keys: keys of 64 bits, see `mix`; broadcast.
     """
     at, size, key = np.broadcast_arrays(
         np.asarray(positions).astype(np.uint64), np.asarray(count).astype(np.uint64), np.asarray(keys).astype(np.uint64)
@@ -67,11 +67,11 @@ def permuted(positions: npt.ArrayLike, count: npt.ArrayLike, keys: npt.ArrayLike
 
 
 def _bits(size: Words) -> Words:
-    """Of the least power of two that holds [0, size)."""
+    """Return the bits of the least power of two that holds [0, size)."""
     _, exponent = np.frexp((size - _ONE).astype(np.float64))
     exponent = exponent.astype(np.uint64)
-    # A float of 53 bits may have been rounded up to the next power of two; one bit more than needed is still right, but
-    # the same on every machine only if it is decided in integers.
+    # A float of 53 bits may have been rounded up to the next power of two. One bit too many is still correct, but the
+    # same on every machine only if it is decided in integers.
     exponent = np.where((size - _ONE) >> np.maximum(exponent, _ONE) - _ONE == 0, exponent - _ONE, exponent)
     return np.maximum(exponent, np.uint64(LEAST_BITS))
 

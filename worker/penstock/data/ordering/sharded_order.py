@@ -1,21 +1,20 @@
-"""The one order of a dataset's samples: a function from (epoch, position) to sample, the same for any number of boxes
-and workers.
+"""The order of a dataset's samples: a function from (epoch, position) to sample, the same for any number of boxes and
+workers.
 
-    position -> stream, and place in its sequence -> partition -> shuffled block -> shard and sample
+    position -> stream, and position in its sequence -> partition -> shuffled block -> shard and sample
 
 - **Parts.** An epoch consists of whole shards, and pieces of shards where a stream's share is not all of it
-(shard_draws.py).
-  They come in a permuted sequence.
+  (shard_selection.py). They come in a permuted sequence.
 - **Partitions.** The sequence is cut into C equal partitions, and position p takes the next sample of partition p mod
-  C. Where rows are dealt to boxes in turn, and the number of boxes divides C, each box reads its own partitions and so
-  its own shards; the order knows nothing of that.
-- **Blocks.** Some neighbouring parts of a partition are a block, and samples are permuted within it. That is the
+  C. Rows go to boxes in turn, so if the number of boxes divides C, each box reads its own partitions and so its own
+  shards. The order itself does not depend on boxes.
+- **Blocks.** Some neighbouring parts of a partition are a block, and samples are permuted within it. That gives
   locality: only the shards of a few blocks are needed at a time (block_shuffle.py).
 - **Streams.** Either the parts of all streams are in one sequence ("shards"), or each stream has a sequence of its own
-  and they take turns: a unit of C samples at a time ("samples"), or of a whole batch ("batches"), so that each has
-  its share at every prefix (interleave.py); what is left of less than a unit comes at the end.
+  and they are interleaved: by units of C samples ("samples") or of a whole batch ("batches"), so that each has its
+  share at every prefix (interleave.py); the rest of less than a unit comes at the end.
 
-Nothing here grows with the number of samples. What is kept of an epoch is some numbers for each part.
+Nothing here grows with the number of samples. In memory are a few numbers for each part of an epoch.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ import numpy.typing as npt
 from penstock.data.ordering.block_shuffle import PartSequence
 from penstock.data.ordering.interleave import Interleaving
 from penstock.data.ordering.permutation import Ints
-from penstock.data.ordering.shard_draws import ShardParts, parts_of
+from penstock.data.ordering.shard_selection import ShardParts, parts_of
 from penstock.proto.errors import DatasetError
 from penstock.proto.state.generators import derive_seed
 
@@ -39,13 +38,13 @@ __all__ = ["Interleave", "ShardedOrder"]
 Interleave = Literal["shards", "samples", "batches"]
 
 KEPT_EPOCHS = 2
-"""The present one, and the next, whose shards are fetched already."""
+"""Epochs in memory: the present one, and the next, whose shards are prefetched already."""
 MOST = 1 << 48
-"""Samples of an epoch: positions in it are divided as floats of 53 bits."""
+"""Exclusive upper bound of an epoch's samples: positions in it are divided as floats of 53 bits."""
 
 
 class ShardedOrder:
-    """The order of all epochs. Samples have numbers: those of the first stream, shard by shard, then the next one's."""
+    """The order of all epochs. Samples are numbered shard by shard, those of the first stream first."""
 
     def __init__(
         self,
@@ -61,12 +60,12 @@ class ShardedOrder:
     ) -> None:
         """
         Args:
-            streams: of each stream, the samples of its shards.
-            shares: of each stream, how many of its samples are in an epoch: fewer than it has, or more.
-            block: samples that are shuffled with each other, about; None for all.
+            streams: samples of each shard, for each stream.
+            shares: samples of each stream in an epoch: fewer than it has, or more.
+            block: approximate number of samples that are shuffled with each other; None for all.
             batch: samples of a global batch, for interleave="batches".
 
-        Raises DatasetError for an epoch without samples, or of too many.
+        Raises DatasetError for an epoch without samples, or with too many.
         """
         self._streams = [np.asarray(sizes, np.int64) for sizes in streams]
         self._shares = [int(share) for share in shares]
@@ -74,7 +73,7 @@ class ShardedOrder:
         self._starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(self._sizes)])
         self._length = sum(self._shares)
         if not 0 < self._length < MOST:
-            raise DatasetError(f"an epoch of {self._length} samples: it must have at least one, and fewer than {MOST}")
+            raise DatasetError(f"an epoch must have at least 1 sample and fewer than {MOST}, got {self._length}")
         self._seed, self._shuffle, self._block = seed, shuffle, block
         self.partitions = partitions
         taken = [number for number, share in enumerate(self._shares) if share]
@@ -83,48 +82,49 @@ class ShardedOrder:
         lengths = np.array([sum(self._shares[number] for number in group) for group in self._groups], np.int64)
         self._units, self._rests = lengths // self._unit, lengths % self._unit
         self._rest_ends = np.cumsum(self._rests)
-        self._turns = Interleaving(self._units.tolist())
+        self._interleaving = Interleaving(self._units.tolist())
         self._epochs: OrderedDict[int, list[PartSequence]] = OrderedDict()
 
     def __len__(self) -> int:
-        """Samples of an epoch."""
+        """Return the samples of an epoch."""
         return self._length
 
     @property
     def starts(self) -> Ints:
-        """Number of the first sample of each shard, and of all samples: shape (shards + 1,)."""
+        """Numbers of the first sample of each shard, then of all samples: shape (shards + 1,)."""
         return self._starts
 
     def ids(self, epoch: int, positions: npt.ArrayLike) -> Ints:
-        """The numbers of the samples at these positions, which lie in [0, len(self))."""
+        """Return the numbers of the samples at these positions, which lie in [0, len(self))."""
         at = np.asarray(positions, np.int64)
         ids = np.empty_like(at)
-        for sequence, chosen, places in self._dealt(epoch, at):
-            ids[chosen] = sequence.ids(places)
+        for sequence, chosen, inner in self._split(epoch, at):
+            ids[chosen] = sequence.ids(inner)
         return ids
 
     def shards(self, epoch: int, positions: npt.ArrayLike) -> Ints:
-        """The numbers of all shards that the blocks of these positions need, those of the first positions first."""
+        """Return the numbers of all shards that the blocks of these positions need, those of the first positions
+        first."""
         at = np.asarray(positions, np.int64)
         blocks = [
             (int(chosen[index]), shards)
-            for sequence, chosen, places in self._dealt(epoch, at)
-            for index, shards in sequence.blocks(places)
+            for sequence, chosen, inner in self._split(epoch, at)
+            for index, shards in sequence.blocks(inner)
         ]
         blocks.sort(key=lambda block: block[0])
         needed = np.concatenate([np.zeros(0, np.int64), *(shards for _, shards in blocks)])
         _, first = np.unique(needed, return_index=True)
         return needed[np.sort(first)]
 
-    def _dealt(self, epoch: int, at: Ints) -> Iterator[tuple[PartSequence, Ints, Ints]]:
-        """(sequence, which of the positions are its, places in it)."""
+    def _split(self, epoch: int, at: Ints) -> Iterator[tuple[PartSequence, Ints, Ints]]:
+        """Yield (sequence, indexes of its positions, positions in it)."""
         sequences = self._epoch(epoch)
         if len(sequences) == 1:
             yield sequences[0], np.arange(len(at)), at
             return
-        whole = self._turns.units * self._unit
+        whole = self._interleaving.units * self._unit
         in_turn, late = np.flatnonzero(at < whole), np.flatnonzero(at >= whole)
-        for number, chosen, units in self._turns.of(at[in_turn] // self._unit):
+        for number, chosen, units in self._interleaving.split(at[in_turn] // self._unit):
             chosen = in_turn[chosen]
             yield sequences[number], chosen, units * self._unit + at[chosen] % self._unit
         group = np.searchsorted(self._rest_ends, at[late] - whole, side="right")

@@ -1,8 +1,8 @@
-"""Samples that are left out of an order, for a run that goes around data on which it went wrong.
+"""Skips: samples that are left out of an order, for a run that avoids data on which it went wrong.
 
-What is left out is named by number, counted from the run's beginning over all epochs: epoch * samples of an epoch +
-position. The order is the one without it, with these numbers taken away; so a place in it stays a number, and means the
-same whatever is left out behind it. Ranks count what is left.
+They are named by number, counted from the run's beginning over all epochs: epoch * samples of an epoch + position. The
+order without them is the whole order with these numbers removed; so a position in it stays a number, and means the same
+whatever is skipped after it. Ranks count the samples that are kept.
 """
 
 from __future__ import annotations
@@ -16,47 +16,49 @@ import numpy as np
 from penstock.data.ordering.permutation import Ints
 from penstock.proto.errors import InvalidArgumentError
 
-__all__ = ["KeptPositions", "Ranges", "added_behind", "ranges_of"]
+__all__ = ["KeptPositions", "Ranges", "added_before", "ranges_of"]
 
 Ranges = tuple[tuple[int, int], ...]
-"""(first, behind the last), in order, neither empty nor touching each other."""
+"""Pairs of (first, end), ascending, neither empty nor adjoining."""
 
 FARTHEST = 1 << 61
-"""From an epoch's beginning, of what is computed with in 64 bits."""
+"""Largest distance from an epoch's beginning, so that 64 bits are enough."""
 
 
 def ranges_of(skip: Iterable[range]) -> Ranges:
-    """The same numbers as `skip` names. Raises InvalidArgumentError for what is no range of sample numbers."""
+    """Return the numbers that `skip` names as ranges. Raises InvalidArgumentError for anything else in it."""
     found = []
     for piece in skip:
         if not isinstance(piece, range) or piece.step != 1 or not 0 <= piece.start <= piece.stop <= FARTHEST:
-            raise InvalidArgumentError(f"skip={piece!r}: each is a range of sample numbers, such as range(6400, 12800)")
+            raise InvalidArgumentError(
+                f"skip must hold ranges of sample numbers, such as range(6400, 12800), got {piece!r}"
+            )
         if piece:
             found.append((piece.start, piece.stop))
     joined: list[tuple[int, int]] = []
     for first, end in sorted(found):
         if joined and first <= joined[-1][1]:
-            before, behind = joined.pop()
-            first, end = before, max(end, behind)
+            before, after = joined.pop()
+            first, end = before, max(end, after)
         joined.append((first, end))
     return tuple(joined)
 
 
-def added_behind(saved: Ranges, now: Ranges, place: int) -> tuple[int, int] | None:
-    """The first numbers before `place` that are left out now and were not then."""
+def added_before(saved: Ranges, now: Ranges, position: int) -> tuple[int, int] | None:
+    """Return the first range of numbers before `position` that are skipped now and were not then."""
     ends = [end for _, end in saved]
     for first, end in now:
         index = bisect_right(ends, first)
         if index < len(saved) and saved[index][0] <= first:
-            first = ends[index]  # they do not touch each other: behind it something was not left out
-        if first < min(end, place):
-            return first, min(end, place)
+            first = ends[index]  # ranges do not adjoin: after its end something was not skipped
+        if first < min(end, position):
+            return first, min(end, position)
     return None
 
 
 class KeptPositions:
-    """Positions relative to an epoch's beginning, and their ranks among those that are not left out. Rank 0 is that of
-    the first one from there on; earlier ones are negative."""
+    """Positions relative to an epoch's beginning, and their ranks among those that are not skipped. Rank 0 is the first
+    one from there on; earlier ones are negative."""
 
     def __init__(self, ranges: Sequence[tuple[int, int]], begin: int) -> None:
         """`begin`: number of the epoch's first sample."""
@@ -65,17 +67,18 @@ class KeptPositions:
         self._ends = [end for _, end in near]
         before = sum(max(0, min(end, 0) - first) for first, end in near)
         self._out = list(accumulate((end - first for first, end in near), initial=-before))
-        """How many are left out before each range, and behind the last; counted from the epoch's beginning."""
+        """Skipped samples before each range, and after the last, counted from the epoch's beginning."""
         ranks = [first - out for first, out in zip(self._firsts, self._out, strict=False)]
         self._arrays = (np.array(ranks, np.int64), np.array(self._out, np.int64)) if near else None
 
     def rank(self, position: int) -> int:
-        """Of the first position from this one on that is not left out."""
+        """Return the rank of the first position from this one on that is not skipped."""
         index = bisect_right(self._ends, position)
         inside = max(0, position - self._firsts[index]) if index < len(self._ends) else 0
         return position - self._out[index] - inside
 
     def positions(self, ranks: Ints) -> Ints:
+        """Return the positions of these ranks."""
         if self._arrays is None:
             return ranks
         firsts, out = self._arrays

@@ -1,12 +1,12 @@
 """The order of a dataset that is read sample by sample: no shards, and an epoch of any number of samples.
 
-All epochs laid end to end run through the dataset again and again, each time in another permutation:
+All epochs laid end to end repeat the dataset, each repeat in another permutation:
 
-    epoch, position -> number in all -> cycle, and place in it -> permuted
+    epoch, position -> number over all epochs -> repeat, and index in it -> permuted
 
-So no sample comes again before all have come, however many samples an epoch has, and a place costs the same wherever it
-is. With blocks, neighbouring samples stay near each other: the blocks of a cycle are permuted, and then the samples
-within each. They are equally long; what is left over is one short block, at some place among them.
+So no sample comes again before all have come, however many samples an epoch has, and every position costs the same.
+With blocks, neighbouring samples stay near each other: the blocks of a repeat are permuted, and then the samples within
+each. Blocks are equally long; the rest is one short block, somewhere among them.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from penstock.proto.state.generators import derive_seed
 __all__ = ["UnshardedOrder"]
 
 MOST = 1 << 48
-"""Samples of a dataset, and of an epoch."""
+"""Exclusive upper bound of a dataset's samples, and of an epoch's."""
 _BLOCKS, _SHORT, _INSIDE = 0, 1, 2
-"""What a key is for."""
+"""Purposes of keys."""
 
 
 class UnshardedOrder:
@@ -33,39 +33,39 @@ class UnshardedOrder:
         """
         Args:
             count: samples of the dataset.
-            epoch_size: samples of an epoch: fewer than there are, or more.
+            epoch_size: samples of an epoch: fewer than the dataset has, or more.
             block: samples that are shuffled with each other; None for all.
 
-        Raises DatasetError for an epoch without samples, or of too many.
+        Raises DatasetError for an epoch without samples, or with too many.
         """
         if not 0 < count < MOST or not 0 < epoch_size < MOST:
             raise DatasetError(
-                f"an epoch of {epoch_size} samples out of {count}: there must be at least one, and fewer than {MOST}"
+                f"dataset and epoch must have at least 1 sample and fewer than {MOST}, got {count} and {epoch_size}"
             )
         self._count, self._length, self._shuffle = count, epoch_size, shuffle
         self._block = count if block is None else min(block, count)
         self._key = derive_seed(seed, "cycle")
 
     def __len__(self) -> int:
-        """Samples of an epoch."""
+        """Return the samples of an epoch."""
         return self._length
 
     def ids(self, epoch: int, positions: npt.ArrayLike) -> Ints:
-        """The numbers of the samples at these positions, which lie in [0, len(self))."""
-        cycle, first = divmod(epoch * self._length, self._count)  # Python's integers: an epoch may be any
+        """Return the numbers of the samples at these positions, which lie in [0, len(self))."""
+        repeat, first = divmod(epoch * self._length, self._count)  # Python's int: the epoch is unbounded
         at = np.asarray(positions, np.int64) + first
         if not self._shuffle:
             ids: Ints = at % self._count
             return ids
-        cycles = (at // self._count).astype(np.uint64) + np.uint64(cycle & (2**64 - 1))
-        return self._permuted(at % self._count, mix(self._key, cycles))
+        repeats = (at // self._count).astype(np.uint64) + np.uint64(repeat & (2**64 - 1))
+        return self._permuted(at % self._count, mix(self._key, repeats))
 
     def _permuted(self, at: Ints, keys: npt.NDArray[np.uint64]) -> Ints:
         block, count = self._block, self._count
         if block == count:
             return permuted(at, count, keys)
         blocks, rest = divmod(count, block)
-        # The short block comes after so many whole ones, and holds the dataset's last samples.
+        # The short block follows a keyed number of whole ones, and holds the dataset's last samples.
         short = _chosen(keys, blocks + 1) * block
         inside_short = (at >= short) & (at < short + rest)
         whole = np.where(at >= short + rest, at - rest, at)
@@ -83,6 +83,6 @@ def _mixed(keys: npt.NDArray[np.uint64], part: npt.ArrayLike) -> npt.NDArray[np.
 
 
 def _chosen(keys: npt.NDArray[np.uint64], count: int) -> Ints:
-    """A number in [0, count) for each key."""
+    """Return a number in [0, count) for each key."""
     found: Ints = (_mixed(keys, _SHORT) % np.uint64(count)).astype(np.int64)
     return found

@@ -1,1 +1,1 @@
-"""Folders of data that lie elsewhere: web servers, object stores, file systems."""
+"""Remote folders of data: web servers, object stores, filesystems."""

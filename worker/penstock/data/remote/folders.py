@@ -1,13 +1,12 @@
-"""A dataset's folder, wherever it lies: this machine, a web server, an object store, or whatever else fsspec reaches.
+"""A dataset's folder on this machine, a web server, an object store, or anything else that fsspec reaches.
 
-A failure that may pass is tried again until the deadline, later each time; one that will not pass is said at once.
-Every transfer has a deadline, and another for making no progress: a server that sends a byte now and then is as good as
-silent.
+A temporary failure is tried again until the deadline, with growing pauses; a permanent one is raised at once. Every
+transfer has a deadline, and another for making no progress: a server that sends a byte now and then counts as silent.
 
-fsspec's shared event loop does not survive a fork, and closes its connections when it likes. So a place has an event
-loop of its own, in a thread that the first transfer starts and `close` ends. A forked child starts its own; what it
-has inherited it never touches, for its sockets are the parent's. (Nor does it ever free that: the frame of the loop's
-thread, which no child has, refers to it.)
+fsspec's shared event loop does not survive a fork, and closes its connections at any time. So a remote has an event
+loop of its own, in a thread that the first transfer starts and `close` ends. A forked child starts its own; it never
+touches what it inherited, whose sockets are the parent's. (That is never freed either: the frame of the loop's thread,
+which the child does not have, refers to it.)
 """
 
 from __future__ import annotations
@@ -49,24 +48,24 @@ from penstock.runtime.files.plain_files import open_plain, read_plain
 __all__ = ["RemoteFolder", "joined"]
 
 LARGEST_READ = 1 << 30
-"""Bytes that `read` takes into memory: an index of some million shards."""
+"""Largest file that `read` takes into memory, in bytes: an index of some million shards."""
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 10.0
 LAST_PAUSE_S = 0.2
-"""A shorter time than this before the deadline nothing is tried again."""
+"""Seconds before the deadline from which nothing is tried again."""
 QUIET_TRIES = 5
-"""Failures in a row, some two seconds, of which nothing is said."""
+"""Failures in a row, some two seconds, before the first log line."""
 SLOWEST = 1 << 16
-"""Bytes that must come in each `stall_s`, or the transfer is broken off and gone on with."""
+"""Bytes that must arrive in each `stall_s`; otherwise the transfer is broken off and continued."""
 _SERVERS = ("endpoint_url", "endpoint", "host", "port", "account_name")
-"""Options of fsspec's filesystems that say which server a URL means."""
+"""Options of fsspec's filesystems that name the server of a URL."""
 _log = logging.getLogger(__name__)
 _EXTRAS = {"http": "http", "https": "http", "s3": "s3", "s3a": "s3"}
 
 
 def joined(url: str, name: str) -> str:
-    """The address of what has this name below a folder's. On the web a name may hold what means something in an
-    address, and a query stays at the end."""
+    """Return the address of a name below a folder's address. On the web the name is quoted, and a query stays at the
+    end."""
     if not url.startswith(("http://", "https://")):
         return f"{url.rstrip('/')}/{name}"
     parts = urlsplit(url)
@@ -74,18 +73,18 @@ def joined(url: str, name: str) -> str:
 
 
 class _Loop:
-    """An event loop in a thread of its own, and the filesystem that lives in it."""
+    """An event loop in a thread of its own, with the filesystem that uses it."""
 
     def __init__(self, url: str, options: Mapping[str, Any]) -> None:
         self.pid = os.getpid()
         self.loop = asyncio.new_event_loop()
         self._session: Any = None
-        self._lock = threading.RLock()  # as the place's
+        self._lock = threading.RLock()  # reentrant, as the remote's
         self._ending = False
-        self._thread = threading.Thread(target=self._run, name="penstock-place", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="penstock-remote", daemon=True)
         self._thread.start()
         self.opening = self.call(self._open(url, options))
-        """Of (filesystem, the folder's path in it)."""
+        """Future of (filesystem, the folder's path in it)."""
 
     def _run(self) -> None:
         self.loop.run_forever()
@@ -104,18 +103,18 @@ class _Loop:
 
     @property
     def ended(self) -> bool:
-        """Nothing begins in it any more; as at the interpreter's end."""
+        """True once no call can begin any more, as at the interpreter's end."""
         return self._ending
 
     def call(self, work: Coroutine[Any, Any, Any]) -> concurrent.futures.Future[Any]:
         with self._lock:
-            if self._ending:  # as the interpreter may be, while a thread tries again what was ended with it
+            if self._ending:  # as at the interpreter's end, while a thread tries again what was ended with it
                 work.close()
                 raise TransferBroken("was closed")
             return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     def close(self) -> None:
-        """The thread ends, and with it all that moves. In a forked child: nothing."""
+        """End the thread, and with it all transfers. Does nothing in a forked child."""
         if self.pid != os.getpid():
             return
         with self._lock:
@@ -137,7 +136,7 @@ class _Loop:
 
 
 class RemoteFolder:
-    """A folder anywhere. Safe for threads; opened by each process when it first needs it."""
+    """A folder on any filesystem. Safe for threads; each process opens it when it first needs it."""
 
     def __init__(
         self,
@@ -148,22 +147,24 @@ class RemoteFolder:
         stall_s: float = 30.0,
     ) -> None:
         """`storage_options` go to fsspec's filesystem. `tries`: failures in a row, without a new byte, that end a
-        transfer; None: the deadline alone does. `stall_s`: seconds that count as no progress."""
+        transfer; None: only the deadline does. `stall_s`: seconds without progress that break a transfer off."""
         if (tries is not None and tries < 1) or stall_s <= 0:
-            raise InvalidArgumentError(f"tries must be at least 1 and stall_s above 0, not {tries} and {stall_s}")
+            raise InvalidArgumentError(f"tries must be at least 1 and stall_s above 0, got {tries} and {stall_s}")
         self._url = os.fspath(url)
         self._options = dict(storage_options or {})
         self._tries = tries
         self._stall_s = stall_s
         self._protocol = self._url.split("://")[0].split("::")[0] if "://" in self._url else "file"
         self.local: Path | None = None
-        """The folder, if it is one of this machine's."""
-        import fsspec  # 0.1 s of a core, which runners without a place do not pay
+        """Path of the folder, if it is on this machine."""
+        import fsspec  # takes 0.1 s, which runners without a remote do not spend
 
         try:
             kind = fsspec.get_filesystem_class(self._protocol)
         except ValueError as error:
-            raise InvalidArgumentError(f"{self.url}: nothing is known of {self._protocol}://") from error
+            raise InvalidArgumentError(
+                f"{self.url} must have a scheme that fsspec knows, got {self._protocol}://"
+            ) from error
         except ImportError as error:
             extra = _EXTRAS.get(self._protocol)
             remedy = f"install penstock[{extra}]" if extra else str(error)
@@ -172,20 +173,20 @@ class RemoteFolder:
             self.local = Path(kind._strip_protocol(self._url)).absolute()
         self._is_http = self._protocol in ("http", "https")
         if self._is_http:
-            # A file is wanted as it lies there: a server that takes .gz for an encoding would have it inflated.
+            # Files are wanted as stored: for a server that treats .gz as an encoding, aiohttp would inflate them.
             self._options["client_kwargs"] = {"auto_decompress": False} | self._options.get("client_kwargs", {})
         self._asynchronous = kind.async_impl and "::" not in self._url
         self._reset()
-        _places.add(self)
+        _remotes.add(self)
 
     def _reset(self) -> None:
-        self._lock = threading.RLock()  # a dataset may be collected, and close its places, anywhere
+        self._lock = threading.RLock()  # reentrant: a dataset may be collected, and close its remotes, anywhere
         self._loop: _Loop | None = None
         self._plain = PlainFilesystems(self._url, self._options)
         self._reached = False
-        """Something came from there before."""
+        """True once anything was received from the remote."""
         self._root: str | None = None
-        """The folder's path in such a filesystem, once one was opened."""
+        """Path of the folder in such a filesystem, once one was opened."""
         self._closed = threading.Event()
         self._moving: set[concurrent.futures.Future[Any]] = set()
 
@@ -197,22 +198,22 @@ class RemoteFolder:
 
     @property
     def url(self) -> str:
-        """For messages: without credentials and query."""
+        """Address without credentials and query, for messages."""
         return scrubbed(self._url)
 
     @property
     def identity(self) -> str:
-        """What tells it from other places: buckets of two servers may have one URL."""
+        """Text that tells it from other remotes: buckets of two servers may have one URL."""
         options = {**self._options, **self._options.get("client_kwargs", {})}
         server = [scrubbed(str(options[name])) for name in _SERVERS if options.get(name)]
         return " ".join([self.url, *(["at", *server] if server else [])])
 
     def url_of(self, name: str) -> str:
-        """For messages: a file's address."""
+        """Return a file's address, for messages."""
         return str(self.local / name) if self.local else scrubbed(joined(self._url, name))
 
     def read(self, name: str, *, deadline_s: float) -> bytes:
-        """A small file. Raises ShardUnavailableError."""
+        """Return a small file's content. Raises ShardUnavailableError."""
         if self.local:
             try:
                 return read_plain(self.local / name)
@@ -223,28 +224,28 @@ class RemoteFolder:
         return buffer.getvalue()
 
     def download(self, name: str, to: Path, *, expected_size: int, deadline_s: float) -> None:
-        """A file of any size into a file of the caller's. Raises ShardUnavailableError, also if the disk is full, and
-        ShardCorruptError if its size is another."""
+        """Write a file of any size into a file of the caller's. Raises ShardUnavailableError, also if the disk is full,
+        and ShardCorruptError if the size differs."""
         with open(to, "wb", buffering=0, opener=open_plain) as file:
             self._fetch(name, file, expected_size, deadline_s)
             file.truncate(expected_size)
 
     def has(self, name: str, size: int, *, deadline_s: float) -> bool:
-        """Whether it can be fetched from here, as far as the place says so."""
+        """Return whether the remote has this file in this size, as far as it reports it."""
         if self.local:
             return (self.local / name).is_file() and (self.local / name).stat().st_size == size
         try:
             until = time.monotonic() + deadline_s
-            told = self._call(until, "info", self._path_of(name, until))
+            info = self._call(until, "info", self._path_of(name, until))
         except PenstockError:
             raise
         except Exception:
             return False
-        return bool(told.get("size") == size)
+        return bool(info.get("size") == size)
 
     def version(self, name: str, *, deadline_s: float) -> str | None:
-        """What the place tells of a file's age, as far as it changes whenever the file is written; None if it tells
-        nothing of the kind. Raises FileNotFoundError, or what else it meets."""
+        """Return what the remote reports of a file's age, as a text that changes whenever the file is written; None if
+        it reports nothing of the kind. Raises FileNotFoundError, or any other error of the remote."""
         until = time.monotonic() + deadline_s
         path = self._path_of(name, until)
         if self._is_http:
@@ -255,13 +256,13 @@ class RemoteFolder:
     # ---- writing
 
     def names(self, *, deadline_s: float) -> list[str]:
-        """What lies in the folder, without what is in folders below. Raises ShardUnavailableError."""
+        """Return the names in the folder itself. Raises ShardUnavailableError."""
         if self.local:
             return [path.name for path in self.local.iterdir()] if self.local.is_dir() else []
         return self._listed("ls", deadline_s, detail=False)
 
     def find(self, *, deadline_s: float) -> list[str]:
-        """All files in the folder and below it, by their names relative to it. Raises ShardUnavailableError."""
+        """Return all files in the folder and below it, relative to it. Raises ShardUnavailableError."""
         if self.local:
             files = (path for path in self.local.rglob("*") if path.is_file())
             return sorted(path.relative_to(self.local).as_posix() for path in files)
@@ -277,15 +278,15 @@ class RemoteFolder:
             names = [name.strip("/").removeprefix(root).strip("/") for name in found]
             return [name for name in names if name]
 
-        names: list[str] = self._again(work, "", deadline_s, "listed")
+        names: list[str] = self._retry(work, "", deadline_s, "listed")
         return names
 
     def upload(self, name: str, source: Path, *, deadline_s: float) -> None:
-        """A file of this machine, whole or not at all. Raises ShardUnavailableError."""
+        """Upload a local file, completely or not at all. Raises ShardUnavailableError."""
         if self.local:
             self.write(name, read_plain(source), deadline_s=deadline_s)
             return
-        self._again(
+        self._retry(
             lambda until: self._call(until, "put_file", str(source), self._path_of(name, until), stall_s=math.inf),
             name,
             deadline_s,
@@ -293,7 +294,7 @@ class RemoteFolder:
         )
 
     def write(self, name: str, data: bytes, *, deadline_s: float) -> None:
-        """A file of these bytes, whole or not at all. Raises ShardUnavailableError."""
+        """Write a file of these bytes, completely or not at all. Raises ShardUnavailableError."""
         if self.local:
             try:
                 (self.local / name).parent.mkdir(parents=True, exist_ok=True)
@@ -301,7 +302,7 @@ class RemoteFolder:
             except OSError as error:
                 raise ShardUnavailableError(f"{self.url_of(name)} could not be written: {error.strerror}") from error
             return
-        self._again(
+        self._retry(
             lambda until: self._call(until, "pipe_file", self._path_of(name, until), data, stall_s=math.inf),
             name,
             deadline_s,
@@ -309,7 +310,7 @@ class RemoteFolder:
         )
 
     def remove(self, name: str, *, deadline_s: float) -> None:
-        """Raises ShardUnavailableError, but not for a file that is not there."""
+        """Remove a file, if there is one. Raises ShardUnavailableError."""
         if self.local:
             (self.local / name).unlink(missing_ok=True)
             return
@@ -318,10 +319,10 @@ class RemoteFolder:
             with contextlib.suppress(FileNotFoundError):
                 self._call(until, "rm_file", self._path_of(name, until))
 
-        self._again(work, name, deadline_s, "removed")
+        self._retry(work, name, deadline_s, "removed")
 
-    def _again(self, work: Callable[[float], Any], name: str, deadline_s: float, done: str) -> Any:
-        """Try until it is done, or the deadline; each time from the beginning."""
+    def _retry(self, work: Callable[[float], Any], name: str, deadline_s: float, done: str) -> Any:
+        """Call `work` until it succeeds, or to the deadline."""
         until = time.monotonic() + deadline_s
         failures = 0
         while True:
@@ -343,7 +344,7 @@ class RemoteFolder:
             self._closed.wait(pause)
 
     def close(self) -> None:
-        """What moves ends with an error; within a second for places with connections of ours."""
+        """End all transfers with an error; within a second for remotes with connections of ours."""
         self._closed.set()
         with self._lock:
             moving, loop, self._loop = tuple(self._moving), self._loop, None
@@ -362,7 +363,7 @@ class RemoteFolder:
             target = DownloadTarget(file, progress.at, LARGEST_READ if expected is None else expected, source)
             try:
                 if self._closed.is_set():
-                    raise ShardUnavailableError(f"{source} is not fetched any more: its cache was closed")
+                    raise ShardUnavailableError(f"{source} is no longer fetched: its cache was closed")
                 self._try(name, target, progress, until, source)
                 if expected is not None and target.at != expected:
                     raise TransferBroken(f"ended after {target.at} of {expected} bytes")
@@ -382,7 +383,7 @@ class RemoteFolder:
             tries = "1 try" if failures == 1 else f"{failures} tries"
             mistyped = failure_kind.no_such_host and not self._reached and failures == QUIET_TRIES
             if failure_kind.final or mistyped or failures == self._tries:
-                # No cause is chained: its text may hold what is left out of ours.
+                # Without a cause: its text may hold the credentials that are left out of ours.
                 raise ShardUnavailableError(
                     f"{source} could not be fetched after {tries}: {failure_kind.reason}"
                 ) from None
@@ -415,10 +416,10 @@ class RemoteFolder:
         return joined(self._root, name)
 
     def _call(self, until: float, method: str, *args: Any, stall_s: float | None = None, **kwargs: Any) -> Any:
-        """A method of the filesystem, in its loop if it has one; there `_name` is the coroutine of `name`. `stall_s`:
-        of a call that says nothing of its progress, instead of the place's."""
+        """Call a method of the filesystem, in its event loop if it has one; there `_name` is the coroutine of `name`.
+        `stall_s`: limit for a call that reports no progress, instead of the remote's."""
         if not self._asynchronous:
-            # A call may be all of a file, or of an archive: only the deadline ends it.
+            # A call may transfer a whole file or archive: only the deadline ends it.
             future = self._plain.begin(lambda fs, root: getattr(fs, method)(*args, **kwargs))
             return self._wait(future, until, math.inf, None)
         loop, fs, _ = self._opened(until)
@@ -442,7 +443,7 @@ class RemoteFolder:
     def _wait(
         self, future: concurrent.futures.Future[Any], until: float, stall_s: float, target: DownloadTarget | None
     ) -> Any:
-        """Wait for it, but no longer than it makes progress. What is given up is cancelled."""
+        """Wait for a future as long as it makes progress. Cancel it when giving up."""
         try:
             with self._lock:
                 if self._closed.is_set():
@@ -458,15 +459,15 @@ class RemoteFolder:
                 if time.monotonic() >= until:
                     raise TransferBroken("time ran out")
                 if not target or target.at - before < SLOWEST:
-                    came = f"{target.at - before} bytes" if target else "nothing"
-                    raise TransferBroken(f"{came} came in {stall_s:g} s")
+                    received = f"{target.at - before} bytes" if target else "nothing"
+                    raise TransferBroken(f"{received} arrived in {stall_s:g} s")
         finally:
             future.cancel()
             with self._lock:
                 self._moving.discard(future)
 
     def _opened(self, until: float) -> tuple[_Loop, Any, str]:
-        """The event loop of this process, the filesystem that lives in it, and the folder's path there."""
+        """Return the event loop of this process, its filesystem, and the folder's path there."""
         with self._lock:
             if self._closed.is_set():
                 raise TransferBroken("was closed")
@@ -475,7 +476,7 @@ class RemoteFolder:
                 weakref.finalize(self, _Loop.close, self._loop)  # also at the interpreter's end
             loop = self._loop
             if loop.ended:
-                raise ShardUnavailableError(f"{self.url} is not read any more: it was closed")
+                raise ShardUnavailableError(f"{self.url} is no longer read: it was closed")
         concurrent.futures.wait((loop.opening,), min(self._stall_s, max(0.0, until - time.monotonic())))
         if not loop.opening.done() or loop.opening.cancelled():
             raise TransferBroken("was not opened in time, or closed")
@@ -487,12 +488,12 @@ class RemoteFolder:
         return loop, fs, root
 
 
-_places: weakref.WeakSet[RemoteFolder] = weakref.WeakSet()
+_remotes: weakref.WeakSet[RemoteFolder] = weakref.WeakSet()
 
 
 def _forked() -> None:
-    for place in list(_places):
-        place._reset()
+    for remote in list(_remotes):
+        remote._reset()
 
 
 os.register_at_fork(after_in_child=_forked)

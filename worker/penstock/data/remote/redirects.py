@@ -1,8 +1,9 @@
-"""Where a server of shards may send its readers on to.
+"""Limits on where a server of shards may redirect its readers.
 
-Hubs answer with the address of another host, which is followed. But a server, or who has got into it, could so have a
-worker ask what only this network can reach: the metadata service of a cloud, which hands out credentials, or the port
-of a database. So an answer of one host does not lead to an address that is nearer than its own.
+Hubs answer with the address of another host, and such redirects are followed. But a server, or an attacker who controls
+it, could so make a worker request what only this network reaches: a cloud's metadata service, which hands out
+credentials, or a database's port. So a redirect to another host may not lead to an address nearer than the server's
+own.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 def is_nearer(target: Address, source: Address) -> bool:
-    """Whether fewer can reach the target: this machine and its link are nearer than a private network, and that than
-    the Internet."""
+    """Return whether fewer hosts can reach the target: this machine and its link are nearer than a private network,
+    which is nearer than the Internet."""
     return _reach(target) < _reach(source)
 
 
@@ -34,32 +35,32 @@ def _reach(address: Address) -> int:
 
 
 def watch_redirects(fs: Any) -> None:
-    """Refuse them, in a filesystem of fsspec that has no session yet."""
-    import aiohttp  # here, for it comes with an extra
+    """Refuse redirects to nearer addresses, in a filesystem of fsspec that has no session yet."""
+    import aiohttp  # here, because it comes with an extra
 
     watch = aiohttp.TraceConfig()
-    watch.on_request_redirect.append(_look)
+    watch.on_request_redirect.append(_check_redirect)
     fs.client_kwargs = {**fs.client_kwargs, "trace_configs": [*fs.client_kwargs.get("trace_configs", ()), watch]}
 
 
-async def _look(session: Any, context: Any, asked: Any) -> None:
+async def _check_redirect(session: Any, context: Any, request: Any) -> None:
     import yarl
 
-    headers = asked.response.headers
-    target = asked.url.join(yarl.URL(headers.get("Location") or headers.get("URI") or ""))
-    if target.host is None or target.host == asked.url.host:
+    headers = request.response.headers
+    target = request.url.join(yarl.URL(headers.get("Location") or headers.get("URI") or ""))
+    if target.host is None or target.host == request.url.host:
         return
-    sources, targets = await _addresses(asked.url.host), await _addresses(target.host)
+    sources, targets = await _addresses(request.url.host), await _addresses(target.host)
     for address in targets:
         if sources and all(is_nearer(address, source) for source in sources):
             raise ShardUnavailableError(
-                f"{asked.url.host} leads to {target.host} ({address}), which is nearer to this machine than itself: if "
-                "that is meant, give the address there as the remote"
+                f"{request.url.host} redirects to {target.host} ({address}), which is nearer to this machine than the "
+                "server itself: if that is wanted, give the target's address as the remote"
             )
 
 
 async def _addresses(host: str | None) -> list[Address]:
-    """None of a name that only a proxy knows."""
+    """Return a host's addresses; none for a name that only a proxy can resolve."""
     with contextlib.suppress(OSError, ValueError):
         found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
         return [ipaddress.ip_address(str(address[0]).partition("%")[0]) for *_, address in found]

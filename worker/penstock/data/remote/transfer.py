@@ -1,9 +1,9 @@
-"""One try at getting a file's bytes through fsspec, and what a failure of it means.
+"""Single try at fetching a file's bytes through fsspec, and the classification of its failures.
 
-HTTP is read as one stream, each answer looked at before its body: a broken stream is gone on with at its byte, if the
-server says by its validator (ETag or Last-Modified) that the file is still the same one. Everything else that fsspec
-reaches (object stores, memory, SFTP) is read in pieces by `cat_file`, and what the place tells of the file is compared
-before and after: a file that changed under way is begun again, never mixed.
+HTTP is read as one stream, and each response is checked before its body: a broken stream continues at its byte if the
+server's validator (ETag or Last-Modified) shows that the file is unchanged. Everything else that fsspec reaches (object
+stores, memory, SFTP) is read in pieces by `cat_file`, and the file's `info` is compared before and after: a file that
+changed on the way is begun again, never mixed.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ __all__ = [
 ]
 
 PIECE = 4 << 20
-"""Bytes asked of an object store at a time: large beside a request's latency, small beside what a slow line brings
-before it counts as stalled."""
+"""Bytes requested from an object store at a time: large against a request's latency, small against what a slow line
+brings before it counts as stalled."""
 _PASSING = frozenset((408, 425, 429))
-"""The statuses below 500 that a later try may not meet."""
-_HOPELESS = (
+"""Statuses below 500 that are temporary."""
+_PERMANENT = (
     FileNotFoundError,
     PermissionError,
     IsADirectoryError,
     NotADirectoryError,
-    ValueError,  # an address that is none, a certificate that is not trusted
+    ValueError,  # an invalid address, an untrusted certificate
     TypeError,
     LookupError,
     ImportError,
@@ -58,28 +58,28 @@ _HOPELESS = (
     zipfile.BadZipFile,
 )
 _AGES = ("Last-Modified", "LastModified", "last_modified", "modified", "updated", "mtime", "created", "ETag", "etag")
-"""By which names places say when a file was written, the best first. An ETag is the last resort: it may be that of the
-content."""
+"""Names by which remotes report when a file was written, the best first. An ETag is the last resort: it may be a digest
+of the content."""
 _ADDRESS = re.compile(r"(\w+://)(?:[^/\s?#]*@)?([^\s?#'\"<>]*)(?:[?#][^\s'\"<>]*)?")
 
 
 class TransferBroken(Exception):
-    """The transfer ended before its end; it may be gone on with."""
+    """The transfer ended early; it may be continued."""
 
 
 class FileChanged(Exception):
-    """The file is not the one that the transfer began with."""
+    """The file is not the one with which the transfer began."""
 
 
 def scrubbed(text: str) -> str:
-    """Without credentials, query strings and fragments in addresses."""
+    """Return a text without credentials, query strings and fragments in its addresses."""
     return _ADDRESS.sub(r"\1\2", text)
 
 
 class DownloadTarget(io.RawIOBase):
-    """Where the bytes of one try land: a file, from a position on, and never more than `limit`.
+    """Target of one try's bytes: a file, from a position on, up to `limit`.
 
-    Written by the event loop's thread and abandoned by another's: after `abandon` nothing is written any more.
+    Written by the event loop's thread and abandoned by another: after `abandon` nothing is written any more.
     """
 
     def __init__(self, file: io.FileIO | io.BytesIO, at: int, limit: int, source: str) -> None:
@@ -97,9 +97,9 @@ class DownloadTarget(io.RawIOBase):
     def write(self, data: Any) -> int:
         with self._lock:
             if self._abandoned:
-                raise TransferBroken("was given up")
+                raise TransferBroken("was abandoned")
             if self.at + len(data) > self._limit:
-                raise ShardCorruptError(f"{self._source} has more than the {self._limit} bytes that it should have")
+                raise ShardCorruptError(f"{self._source} has more than the {self._limit} bytes of the index")
             view = memoryview(data)
             while view:
                 try:
@@ -112,7 +112,7 @@ class DownloadTarget(io.RawIOBase):
             return len(data)
 
     def rewind(self) -> None:
-        """The bytes come from the first on."""
+        """Write from the first byte again."""
         with self._lock:
             self.at = 0
 
@@ -122,41 +122,41 @@ class DownloadTarget(io.RawIOBase):
 
 
 def unwritable(error: OSError, file: io.FileIO | io.BytesIO, needed: int, source: str) -> ShardUnavailableError:
-    """The error for bytes that this machine's disk does not take."""
+    """Return the error for bytes that the local disk does not take."""
     name = str(getattr(file, "name", ""))
     text = f"{source} could not be written to {name}: {error.strerror}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         disk = os.statvfs(os.path.dirname(name))
-        text += f"; it needs {needed} bytes, {disk.f_bavail * disk.f_frsize} are free: make room, or set a cache limit"
+        text += f"; it needs {needed} bytes, {disk.f_bavail * disk.f_frsize} are free: free space, or set a cache limit"
     return ShardUnavailableError(text)
 
 
 @dataclass
 class DownloadProgress:
-    """What is known of a file that is being fetched, from one try to the next."""
+    """Progress of a file's download, kept from one try to the next."""
 
     expected: int | None
-    """Bytes, by the index."""
+    """Bytes according to the index."""
     at: int = 0
-    """Bytes that have landed."""
+    """Bytes written so far."""
     validator: str = ""
-    """HTTP: what the server calls this version of the file; "" if it has no name that may be relied on."""
-    told: Any = None
-    """Other places: what they told of the file."""
+    """HTTP: the server's name for this version of the file; "" if there is none that can be relied on."""
+    info: Any = None
+    """Other remotes: their `info` of the file."""
 
     def begin_again(self) -> None:
-        self.at, self.validator, self.told = 0, "", None
+        self.at, self.validator, self.info = 0, "", None
 
     def check_size(self, size: int, source: str) -> None:
         if self.expected is not None and size != self.expected:
             raise ShardCorruptError(
-                f"{source} has {size} bytes, its index says {self.expected}: has it changed since then?"
+                f"{source} has {size} bytes, but its index says {self.expected}: has it changed since then?"
             )
 
 
 async def over_http(fs: Any, url: str, target: DownloadTarget, progress: DownloadProgress, source: str) -> None:
-    """As one stream, from `progress.at` on if the file can be shown to be the same."""
-    import aiohttp  # here, for it comes with an extra
+    """Read a file as one stream, from `progress.at` on if it is provably the same."""
+    import aiohttp  # here, because it comes with an extra
 
     headers = {**fs.kwargs.get("headers", {}), "Accept-Encoding": "identity"}
     if not progress.validator:
@@ -164,9 +164,9 @@ async def over_http(fs: Any, url: str, target: DownloadTarget, progress: Downloa
     elif target.at:
         headers |= {"Range": f"bytes={target.at}-", "If-Range": progress.validator}
 
-    async def look(response: aiohttp.ClientResponse) -> None:
+    async def check(response: aiohttp.ClientResponse) -> None:
         if response.status == 416:
-            raise FileChanged("has become shorter while it was read")
+            raise FileChanged("became shorter while it was read")
         if response.status >= 400:
             response.raise_for_status()
         validator = _validator(response.headers)
@@ -180,12 +180,12 @@ async def over_http(fs: Any, url: str, target: DownloadTarget, progress: Downloa
         if response.content_length is not None:
             progress.check_size(target.at + response.content_length, source)
 
-    timeout = aiohttp.ClientTimeout(total=None)  # whoever waits for this looks at its progress
-    await fs._get_file(url, target, headers=headers, raise_for_status=look, timeout=timeout)
+    timeout = aiohttp.ClientTimeout(total=None)  # the waiting thread watches the progress
+    await fs._get_file(url, target, headers=headers, raise_for_status=check, timeout=timeout)
 
 
 async def http_headers(fs: Any, url: str) -> Any:
-    """What a server says of a file. Raises FileNotFoundError if there is none."""
+    """Return a server's headers for a file. Raises FileNotFoundError if there is none."""
     session = await fs.set_session()
     async with session.head(fs.encode_url(url), allow_redirects=True, **fs.kwargs) as response:
         if response.status in (404, 410):
@@ -194,13 +194,13 @@ async def http_headers(fs: Any, url: str) -> Any:
         return dict(response.headers)
 
 
-def age_of(told: Any) -> str | None:
-    """When a file was written, of what a place tells of it, as a text to be compared."""
-    return next((f"{name}: {told[name]}" for name in _AGES if told.get(name)), None)
+def age_of(info: Any) -> str | None:
+    """Return when a file was written, from a remote's info of it, as a text to be compared."""
+    return next((f"{name}: {info[name]}" for name in _AGES if info.get(name)), None)
 
 
 def _validator(headers: Any) -> str:
-    """Only what changes whenever a byte does: no weak ETag."""
+    """Return a validator that changes whenever a byte does; so no weak ETag."""
     tag = str(headers.get("ETag", ""))
     if tag:
         return "" if tag.startswith("W/") else tag
@@ -210,18 +210,18 @@ def _validator(headers: Any) -> str:
 def by_pieces(
     call: Callable[..., Any], path: str, target: DownloadTarget, progress: DownloadProgress, source: str
 ) -> None:
-    """By ranges; `call` is the filesystem's method of a name, with a deadline for each call."""
+    """Read a file by ranges. `call(method, ...)` calls the filesystem, with a deadline for each call."""
     size = progress.expected
     if size is not None and size <= PIECE and not target.at:
-        # One request, for one byte more than there should be.
+        # One request, for one byte more than expected.
         data = call("cat_file", path, start=0, end=size + 1)
         progress.check_size(len(data) if len(data) <= size else call("info", path)["size"], source)
         target.write(data)
         return
-    if progress.told is None:
+    if progress.info is None:
         target.rewind()
-        progress.told = call("info", path)
-    size = progress.told["size"]
+        progress.info = call("info", path)
+    size = progress.info["size"]
     if size is None:
         target.write(call("cat_file", path))
         return
@@ -230,25 +230,26 @@ def by_pieces(
         end = min(size, target.at + PIECE)
         data = call("cat_file", path, start=target.at, end=end)
         if len(data) != end - target.at:
-            raise TransferBroken(f"{len(data)} bytes came where {end - target.at} were asked for")
+            raise TransferBroken(f"{len(data)} bytes arrived where {end - target.at} were requested")
         target.write(data)
-    if call("info", path) != progress.told:
+    if call("info", path) != progress.info:
         raise FileChanged("was changed while it was read")
 
 
 @dataclass(frozen=True)
 class FailureKind:
-    """What a failure means."""
+    """Classification of a failure."""
 
     reason: str
     final: bool
     again_after_s: float = 0.0
-    """What the server asks for."""
+    """Seconds to wait, as the server asks."""
     no_such_host: bool = False
-    """Nobody has the name in its address; also said where a network is down."""
+    """True if the name in the address does not exist; also reported where a network is down."""
 
 
 def judge(error: Exception) -> FailureKind:
+    """Return what an error means: its reason, whether it is final, and when to try again."""
     status = getattr(error, "status", None)
     if isinstance(status, int) and status >= 400:  # aiohttp's, without being imported here
         reason = f"HTTP {status} {getattr(error, 'message', '')}".rstrip()
@@ -261,18 +262,18 @@ def judge(error: Exception) -> FailureKind:
     text = f"{type(error).__name__}: {scrubbed(str(error))}" if str(error) else type(error).__name__
     if isinstance(error, TransferBroken | FileChanged):
         text = str(error)
-    hopeless = isinstance(error, _HOPELESS) or type(error).__name__ == "NoCredentialsError"
-    return FailureKind(text, hopeless or isinstance(error, PenstockError), no_such_host=_no_such_host(error))
+    permanent = isinstance(error, _PERMANENT) or type(error).__name__ == "NoCredentialsError"
+    return FailureKind(text, permanent or isinstance(error, PenstockError), no_such_host=_no_such_host(error))
 
 
 def _no_such_host(error: BaseException) -> bool:
-    """A name that no server has; an answer that did not come is another error (EAI_AGAIN)."""
-    cause: Any = getattr(error, "os_error", error)  # aiohttp's errors have it inside
+    """Return whether no server has the name; a missing answer is another error (EAI_AGAIN)."""
+    cause: Any = getattr(error, "os_error", error)  # where aiohttp's errors have it
     return isinstance(cause, socket.gaierror) and cause.errno == socket.EAI_NONAME
 
 
 def _retry_after(headers: Any) -> float:
-    """Seconds, from a number or a date; 0 if it is neither."""
+    """Return seconds, from a number or a date; 0 for anything else."""
     text = str(headers.get("Retry-After", "")).strip()
     if text.isdecimal():
         return float(text)

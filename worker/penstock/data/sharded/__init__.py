@@ -1,1 +1,1 @@
-"""Sources that are read along, in logical shards; and the layers on top of them."""
+"""Sources in logical shards that are read sequentially, and the layers on top of them."""

@@ -1,22 +1,23 @@
-"""What a source in logical shards is: the contract between shards, layers, and the loader that deals them out.
+"""Contract of a source in logical shards, between shards, layers, and the loader that partitions them.
 
-A source has L logical shards, whatever the number of boxes and workers. A shard of an epoch is read along by a cursor,
-and each sample's place is (shard, index). Everything that has a buffer or a counter (packing, mixing, windows) lives
-inside one shard, and a cursor's token says where it stands; so a change of the number of workers moves whole shards
-and never cuts through a buffer. Layers are sources made from sources:
+A source has L logical shards, whatever the number of boxes and workers. A shard of an epoch is read sequentially by a
+cursor, and each sample's position is (shard, index). Everything that has a buffer or a counter (packing, mixing,
+windows) lives inside one shard, and a cursor's token holds its state; so a change of the number of workers moves whole
+shards and never cuts through a buffer. Layers are sources made from sources:
 
     LogicalShards -> Mapped -> Chunked -> Packed -> WindowShuffled -> ShardLoader
 
-What every source promises, and tests/datasets/sharded holds for each:
+Every source promises, and tests/datasets/sharded checks for each:
 
-- `open(shard, epoch, seed)` yields the same samples each time, in whatever process, with whatever else is open.
+- `open(shard, epoch, seed)` yields the same samples each time, in any process, whatever else is open.
 - `open(shard, epoch, seed, token)` with a token taken after n samples yields the samples from n on. A token is a value
-  of penstock.proto.state.codec, holds no reference to what moves on, and can be taken before the first sample, between
-  two, and behind the last; taking it changes nothing, and costs microseconds. At the same place it is the same, whoever
-  comes there and however, if the source is to be used with restore keys: they hold it, and batches hold them.
-- `skip(n)` leaves the cursor where n times `next` would have left it, without making samples where it can.
-- What was taken out of a source is never lost in a layer: a token with the samples that lie in a buffer says from
-  where to read them again.
+  of penstock.proto.state.codec, holds no reference to mutable objects, and can be taken before the first sample,
+  between two, and after the last; taking it changes nothing, and costs microseconds. For a source with restore keys the
+  token of a position must always be the same, however the position was reached: keys contain it, and batches contain
+  keys.
+- `skip(n)` leaves the cursor where n times `next` would have left it, without making samples where possible.
+- A layer never loses what it took from its source: a token with the samples in a buffer says from where to read them
+  again.
 """
 
 from __future__ import annotations
@@ -27,24 +28,24 @@ from typing import Any, Protocol, runtime_checkable
 __all__ = ["Cursor", "Place", "ShardedSource", "Token"]
 
 Token = Any
-"""None, or a tree of dicts, lists, numbers, text, bytes, tensors and arrays: a value of penstock.proto.state.codec.
-Small."""
+"""State of a cursor: None, or a tree of dicts, lists, numbers, text, bytes, tensors and arrays (a value of
+penstock.proto.state.codec). Small."""
 
 Place = Callable[[int], int]
-"""Index of a shard's sample -> its position among the samples of all shards, in the order in which they are dealt."""
+"""Function from a shard's sample index to the sample's position among those of all shards, in the order of batches."""
 
 
 class Cursor(Iterator[Any], Protocol):
-    """One shard of one epoch, read along. `next` raises StopIteration behind the last sample, again and again."""
+    """Sequential reader of one shard in one epoch. After the last sample `next` raises StopIteration, repeatedly."""
 
     def skip(self, count: int) -> int:
-        """Pass over `count` samples, or as many as there are left; returns how many that were."""
+        """Skip `count` samples, or all that are left; return how many were skipped."""
 
     def token(self) -> Token:
-        """From where `open` goes on with the next sample."""
+        """Return the token with which `open` continues at the next sample."""
 
     def close(self) -> None:
-        """Let go of files; may be called twice."""
+        """Close files; may be called twice."""
 
 
 @runtime_checkable
@@ -53,29 +54,29 @@ class ShardedSource(Protocol):
 
     @property
     def num_shards(self) -> int:
-        """L: at least 1, and the same for any number of boxes and workers."""
+        """Number of shards, L: at least 1, and the same for any number of boxes and workers."""
 
     @property
     def endless(self) -> bool:
-        """Cursors never end, and the epoch is always 0: each shard goes on in the next epoch by itself."""
+        """True if cursors never end. The epoch is then always 0: each shard begins its next epoch by itself."""
 
     def described(self) -> dict[str, Any]:
-        """All that decides which samples come in which order, as a value of JSON. It is saved with a state, and a state
-        that says otherwise is refused by the names and values of this. So it names kind, settings and each `source`."""
+        """Return all that decides which samples come in which order, as a JSON value: kind, settings and each `source`.
+        It is saved with a state. A state with a different one is refused, with the names and values that differ."""
 
     def lengths(self, epoch: int) -> Sequence[int] | None:
-        """Samples of each shard in this epoch, if that is known without reading them."""
+        """Return the samples of each shard in this epoch, or None if they are unknown before reading."""
 
     def open(self, shard: int, epoch: int, seed: int, token: Token | None = None, place: Place | None = None) -> Cursor:
-        """A cursor at the shard's beginning, or where the token says.
+        """Return a cursor at the shard's beginning, or at the token's position.
 
         Args:
-            seed: of all randomness. A layer derives what it uses by derive_seed(seed, NAME, ...), and gives the seed on
-                to its source; one that has several gives each another one.
-            place: where this cursor's samples come among those of all shards; None: index i of shard s is the sample
+            seed: seed of all randomness. A layer derives its own by derive_seed(seed, NAME, ...), and passes the seed
+                on to its source; a layer with several sources passes each a different one.
+            place: positions of this cursor's samples among those of all shards; None: index i of shard s is the sample
                 at i * num_shards + s. A layer that yields one sample for each of its source's passes it on, unless it
                 yields them in another order.
 
-        Raises DatasetError for data that cannot be read or are not as they were said to be, StateCorruptError for a
-        token that cannot be.
+        Raises DatasetError for data that cannot be read or differ from their description, StateCorruptError for an
+        invalid token.
         """

@@ -1,11 +1,11 @@
-"""The open shards of one epoch, read on demand; and the marks by which a state says how far each is.
+"""Open shards of one epoch, read on demand; and the cursor states that a saved state holds of each.
 
-A mark is an index and a token: the token before the sample of that index. Any mark will do that does not lie beyond the
-place which a state describes, for what lies between is skipped. Two things follow. Tokens are asked for only when a
-state is, and only of shards that were touched since; and where a reader has to look ahead, the mark is the one from
-before that.
+A cursor state is an index and a token: the token before the sample of that index. Any cursor state is usable that does
+not lie beyond the position which a state describes, because what lies between is skipped. Two things follow. Tokens are
+taken only for a state, and only of shards that were touched since; and where a reader has to look ahead, the cursor
+state is the one from before that.
 
-Samples stay here until the batch that they are for was yielded: if collating fails, or reading one of them, the same
+Samples stay here until the batch that they belong to was yielded: if collating fails, or reading one of them, the same
 batch can be made again.
 """
 
@@ -23,11 +23,11 @@ __all__ = ["CursorStates", "ShardReaders"]
 
 @dataclass
 class CursorStates:
-    """Of shards, in columns: a state of a thousand is put together in 20 us so, and one by one in 200."""
+    """Cursor states of shards, in columns: a state of a thousand is built in 20 us that way, and one by one in 200."""
 
     indices: dict[int, int] = field(default_factory=dict)
     tokens: dict[int, Token] = field(default_factory=dict)
-    """Of the same shards, in the same order."""
+    """Tokens of the same shards, in the same order."""
 
     def put(self, shard: int, index: int, token: Token) -> None:
         self.indices[shard] = index
@@ -47,60 +47,62 @@ class CursorStates:
 
 
 class ShardReaders:
+    """Readers of the shards of one epoch, opened on demand."""
+
     def __init__(
         self,
         source: ShardedSource,
         epoch: int,
         seed: int,
-        marks: CursorStates,
+        states: CursorStates,
         *,
         place: Callable[[int], Place] | None = None,
         key: Callable[[int, int, Token], str] | None = None,
     ) -> None:
         """
         Args:
-            place: of the samples of a shard.
-            key: (shard, index, token before the sample) -> what is handed out beside the sample.
+            place: returns the Place of a shard's samples.
+            key: (shard, index, token before the sample) -> restore key, returned beside the sample.
         """
         self._source, self._epoch, self._seed, self._place, self._key = source, epoch, seed, place, key
         self._cursors: dict[int, Cursor] = {}
         self._at: dict[int, int] = {}
         """Index of each cursor's next sample."""
-        self._marks = marks.copy()
+        self._states = states.copy()
         self._touched: set[int] = set()
-        """Since their marks were taken."""
+        """Shards that were touched since their cursor states were taken."""
         self._ahead: dict[int, tuple[int, Token]] = {}
-        """Marks of shards that have been read further than the batch which is made next."""
+        """Cursor states of shards that have been read further than the batch which is made next."""
         self._held: dict[tuple[int, int], tuple[Any, str | None]] = {}
         self._second: dict[int, tuple[Cursor, int]] = {}
-        """Cursors that read from the epoch's beginning again, to fill up a batch."""
+        """Second cursors, which read from the epoch's beginning again to pad a batch."""
 
     def get(self, shard: int, index: int, *, again: bool = False) -> tuple[Any, str | None]:
-        """The sample, and its key. `again`: it comes a second time in this epoch.
+        """Return the sample and its key. `again`: the sample is a repetition in this epoch.
 
-        Raises DatasetError if the shard is over before.
+        Raises DatasetError if the shard ends before it.
         """
         if not (self._find_again(shard, index) if again else self.find(shard, index)):
             raise DatasetError(
                 f"shard {shard} of {self._source.num_shards} ended before sample {index} of epoch {self._epoch}: "
-                + ("the source said that it is endless" if self._source.endless else "it has fewer than was said")
-                + ". Were the data changed?"
+                + ("the source is declared endless" if self._source.endless else "it is shorter than declared")
+                + ". Has the data changed?"
             )
         return self._held[shard, index]
 
     def find(self, shard: int, index: int) -> bool:
-        """Read the sample and hold it; False if the shard is over before."""
+        """Read the sample and hold it; return False if the shard ends before it."""
         if (shard, index) in self._held:
             return True
         reached = self.reach(shard, index)
         if reached > index:
             raise StateCorruptError(
-                f"a state in which shard {shard} stands before sample {reached}, where sample {index} is to come next"
+                f"the state is damaged: shard {shard} is before sample {reached}, but its next sample is {index}"
             )
         return reached == index and self._read(shard, index, self._cursors[shard])
 
     def reach(self, shard: int, index: int) -> int:
-        """Pass over what is before this index; returns the index reached, a smaller one if the shard is over."""
+        """Skip what is before this index; return the index reached, a smaller one if the shard ends before."""
         cursor = self._open(shard)
         at = self._at[shard]
         if at < index:
@@ -113,34 +115,34 @@ class ShardReaders:
         return at
 
     def look_ahead(self, shard: int) -> None:
-        """The shard is going to be read for later batches: keep the mark that it has now."""
+        """Keep the present cursor state of a shard that is going to be read for later batches."""
         if shard not in self._ahead:
             cursor = self._open(shard)
             self._ahead[shard] = self._at[shard], cursor.token()
 
     def begin(self) -> None:
-        """Batches are made again: what was ahead is no more."""
+        """Begin to make batches again, and forget what was kept from before looking ahead."""
         self._touched.update(self._ahead)
         self._ahead.clear()
 
     def done(self) -> None:
-        """The batch was yielded."""
+        """Release the samples of the batch, which was yielded."""
         for cursor, _ in self._second.values():
             cursor.close()
         self._second.clear()
         ahead = self._ahead
         self._held = {at: found for at, found in self._held.items() if at[0] in ahead and at[1] >= ahead[at[0]][0]}
 
-    def marks(self, *, up_to_date: bool) -> CursorStates:
-        """Of all shards, after the batch that was yielded last; or as they were known some time before that."""
+    def states(self, *, up_to_date: bool) -> CursorStates:
+        """Return the cursor states of all shards after the last yielded batch; or those known some time before."""
         if up_to_date:
             for shard in self._touched:
                 if shard in self._ahead:
-                    self._marks.put(shard, *self._ahead[shard])
+                    self._states.put(shard, *self._ahead[shard])
                 elif shard in self._cursors:
-                    self._marks.put(shard, self._at[shard], self._cursors[shard].token())
+                    self._states.put(shard, self._at[shard], self._cursors[shard].token())
             self._touched.clear()
-        return self._marks.copy()
+        return self._states.copy()
 
     def close(self) -> None:
         for cursor in [*self._cursors.values(), *(cursor for cursor, _ in self._second.values())]:
@@ -154,7 +156,7 @@ class ShardReaders:
     def _open(self, shard: int) -> Cursor:
         cursor = self._cursors.get(shard)
         if cursor is None:
-            index, token = self._marks.indices.get(shard, 0), self._marks.tokens.get(shard)
+            index, token = self._states.indices.get(shard, 0), self._states.tokens.get(shard)
             cursor = self._cursors[shard] = self._source.open(
                 shard, self._epoch, self._seed, token, self._placed(shard)
             )
@@ -179,7 +181,7 @@ class ShardReaders:
         return True
 
     def _drop(self, shard: int) -> None:
-        """A cursor that failed is not to be trusted: the shard is opened again from its mark."""
+        """Close a cursor that failed, which is not reliable: the shard is opened again from its cursor state."""
         self._cursors.pop(shard).close()
 
     def _find_again(self, shard: int, index: int) -> bool:

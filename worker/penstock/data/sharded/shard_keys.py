@@ -1,12 +1,13 @@
-"""Restore keys: text that says which sample it was, and from where to read it again.
+"""Restore keys: text that names a sample, and from where to read it again.
 
     epoch.shard.index.order.more
 
-`order` is a digest of what decides the order; `more` an encoded state (penstock.proto.state.codec) in base64, with the
-token before the sample unless that is large, and of an endless source the block, which says the sample's position.
+`order` is a digest of what decides the order; `more` is an encoded state (penstock.proto.state.codec) in base64, with
+the token before the sample unless that is large, and for an endless source the block, which gives the sample's
+position.
 
-A key is part of its batch, and a batch that is made again, say by another worker after the first one died, must be the
-same to the bit. So a key depends on nothing but the sample's place: not on when a stream's state was last taken.
+A key is part of its batch, and a batch that is made again, for example by another worker after the first one died, must
+be identical to the bit. So a key depends on nothing but the sample's position: not on when a stream's state was taken.
 """
 
 from __future__ import annotations
@@ -28,20 +29,23 @@ from penstock.proto.state.codec import decode_state, encode_state
 __all__ = ["SampleKey", "digest_of"]
 
 LARGEST = 4096
-"""Bytes of an encoded token; a larger one is left out, and the sample found by skipping from the shard's beginning."""
+"""Largest encoded token in bytes; a larger one is left out, and the sample is found by skipping from the shard's
+start."""
 
 
 @dataclass(frozen=True)
 class SampleKey:
+    """Content of a restore key."""
+
     epoch: int
     shard: int
     index: int
     order: str
     at: int
-    """Index that the token stands before: the sample's own, or 0."""
+    """Index of the sample after the token: the sample's own, or 0."""
     token: Token | None
     block: int | None
-    """Of an endless source's grid."""
+    """Block of an endless source's order."""
 
     @staticmethod
     def text(epoch: int, shard: int, index: int, order: str, token: Token, block: int | None) -> str:
@@ -53,10 +57,10 @@ class SampleKey:
 
     @staticmethod
     def of(text: str) -> SampleKey:
-        """Raises InvalidArgumentError for what is no key, StateCorruptError for one that is damaged."""
+        """Parse a key. Raises InvalidArgumentError for other text, StateCorruptError for a damaged key."""
         parts = text.split(".") if isinstance(text, str) else []
         if len(parts) != 5 or not all(part.isdecimal() and len(part) < 19 for part in parts[:3]):
-            raise InvalidArgumentError(f"{text!r:.200} is no restore key of a ShardLoader")
+            raise InvalidArgumentError(f"the key must be a restore key of a ShardLoader, got {text!r:.200}")
         epoch, shard, index = (int(part) for part in parts[:3])
         try:
             more: Any = decode_state(base64.b64decode(parts[4], altchars=b"-_", validate=True))
@@ -65,10 +69,10 @@ class SampleKey:
                 raise ValueError(f"block {block!r:.100}")
             return SampleKey(epoch, shard, index, parts[3], index if "token" in more else 0, more.get("token"), block)
         except (AttributeError, TypeError, ValueError, binascii.Error, StateCorruptError) as error:
-            raise StateCorruptError(f"a damaged restore key: {text!r:.200} ({error})") from error
+            raise StateCorruptError(f"the restore key is damaged: {text!r:.200} ({error})") from error
 
 
 def digest_of(order: Mapping[str, Any]) -> str:
-    """Of all that decides which sample a shard has at an index."""
+    """Return a digest of all that decides which sample a shard has at an index."""
     decisive = {name: value for name, value in order.items() if name != "tail"}
     return xxhash.xxh3_64_hexdigest(json.dumps(decisive, sort_keys=True).encode())

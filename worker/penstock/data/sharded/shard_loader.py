@@ -36,21 +36,25 @@ _log = logging.getLogger(__name__)
 
 
 class ShardLoader(torch.utils.data.IterableDataset[Any]):
-    """Batches of a source in logical shards, in an order that does not depend on who makes them.
+    """Batches of a source in logical shards, in an order that does not depend on boxes and workers.
 
-    Inside an input_fn it makes this worker's share, and follows RestartableDataLoader: it resumes on any number of
+        def input_fn():
+            shards = LogicalShards([LineFile(path) for path in sorted(glob("/data/*.jsonl"))], shards=240)
+            return ShardLoader(Repeated(shards), batch_size=32, partitions=8)
+
+    Inside an input_fn it makes this worker's share, and implements RestartableDataLoader: it resumes on any number of
     boxes and workers. In a plain torch DataLoader (`DataLoader(loader, batch_size=None, num_workers=4)`) the worker
-    processes share the batches, and the order is the same again; torchdata's StatefulDataLoader saves it there. By
-    itself it yields all batches of this rank (RANK and WORLD_SIZE, if they are set).
+    processes share the batches, and the order is the same; torchdata's StatefulDataLoader saves it there. By itself it
+    yields all batches of this rank (RANK and WORLD_SIZE, if they are set).
 
-    A finite source is read round robin over its shards, sample 0 of each, then sample 1, and so on; an epoch is an
-    epoch, or what is left of it behind a loaded state. Every worker goes along the whole stream and skips what is not
-    its own.
+    A finite source is read round robin over its shards: sample 0 of each, then sample 1, and so on. One iteration is
+    one epoch, or the rest of it after a loaded state. Every worker advances along the whole stream and skips the
+    others' rows.
 
-    An endless source has one epoch without an end, in which a worker reads only its own shards where the number of
-    boxes divides `partitions` and the global batch, and the number of workers divides the shards of a partition. Its
-    order is that of `block` and of no batch size, so it stays when batches are halved and accumulated. An epoch that
-    is begun after it, by leaving it or by set_epoch, is another order of the same source, from the beginning.
+    An endless source has one epoch without an end. A worker reads only its own shards if the number of boxes divides
+    `partitions` and the global batch, and the number of workers divides the shards of a partition. Its order depends on
+    `block` and not on the batch size, so it stays the same when batches are halved and accumulated. An epoch that is
+    begun after it, by abandoning the first or by set_epoch, is another order of the same source, from the beginning.
     """
 
     loads_own_state = True
@@ -74,27 +78,28 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         """
         Args:
             batch_size: rows of a box's batch; the global batch grows with the number of boxes.
-            global_batch_size: rows of all boxes' batches together; give one of the two. Boxes share them as evenly as
-                can be, and no box goes without.
-            seed: of all randomness in the source; None takes the run's (0 outside a worker).
-            partitions: of an endless source: parts of its shards, from which a batch's rows are taken in turn. The
+            global_batch_size: rows of all boxes' batches together; give one of the two. Boxes share the rows as evenly
+                as possible, and each gets at least one.
+            seed: seed of all randomness in the source; None takes the run's (0 outside a worker).
+            partitions: for an endless source: parts of its shards, from which a batch's rows are taken in turn. The
                 number of shards must be a multiple of it. Choose the largest number of boxes.
-            block: of an endless source: samples in a row that come from one column of its shards. The order depends on
-                it, and not on the batch size: give the rows of all boxes in an optimizer's step where that takes
-                several batches. None: as the loaded state says, or the global batch with which the run begins.
-            tail: of a finite source's last batch that is not full: "emit" it, "pad" it with samples of the epoch's
+            block: for an endless source: consecutive samples from one column of its shards. The order depends on it,
+                and not on the batch size: if an optimizer's step takes several batches, give the rows of all boxes in
+                a step. None: the loaded state's, or the global batch with which the run begins.
+            tail: treatment of a finite source's incomplete last batch: "emit" it, "pad" it with samples of the epoch's
                 beginning, or "drop" it.
             keys: name under which each batch carries the restore keys of its rows, a list of str: a further field of a
-                batch that is a dict; another batch comes as {"batch": the batch, keys: the list}.
-            rank: (this one, how many) data-parallel ranks share each global batch; None: the worker's box among all
-                boxes, or outside of a worker RANK and WORLD_SIZE. Replicas, as with tensor parallelism, give the same.
-            collate_fn: list of samples -> batch. One of yours may draw from the global generators of python, numpy and
-                torch: they are set before each batch, from the seed and the place of the batch's first row, and
-                afterwards they are as they were.
-            unbatched: the source's samples are batches already: a box gets one at each step, as it is. Give no batch
-                size. Where the last ones are fewer than the boxes, "emit" gives the others one without rows.
+                batch that is a dict; another batch becomes {"batch": the batch, keys: the list}.
+            rank: (this rank, number of data-parallel ranks) that share each global batch; None: the worker's box among
+                all boxes, or outside of a worker RANK and WORLD_SIZE. Replicas, as in tensor parallelism, pass the
+                same.
+            collate_fn: list of samples -> batch. Yours may draw from the global generators of python, numpy and torch:
+                they are set before each batch, from the seed and the position of the batch's first row, and restored
+                afterwards.
+            unbatched: True if the source's samples are batches already: a box gets one at each step, unchanged. Give no
+                batch size. If the last ones are fewer than the boxes, "emit" gives the others one without rows.
 
-        Raises InvalidArgumentError or DatasetError for settings that cannot be meant.
+        Raises InvalidArgumentError or DatasetError for invalid arguments.
         """
         super().__init__()
         self._identity = identity = WorkerIdentity.now(rank)
@@ -122,13 +127,13 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
             OrderProgress(0, 0, 0, self._topology()),
             endless_order=self._fixed_order.endless_order(block or self._batch),
         )
-        """Where the epoch began, or will."""
-        self._stands = True
-        """The next epoch begins where the loader stands; else in the next epoch."""
-        self._told_again = False
-        """The log says what an epoch behind an endless one is."""
+        """Position where the epoch began, or will begin."""
+        self._at_position = True
+        """True if the next iteration begins at this position; else at the next epoch."""
+        self._warned = False
+        """True once the log has explained the epoch after an endless one."""
         self._share: WorkerShare | None = None
-        """Of the epoch that goes on; an iterator of an earlier one yields nothing more."""
+        """Share of the epoch in progress; an iterator of an earlier one yields nothing more."""
         lengths = None if source.endless else source.lengths(0)
         if not is_keyed(self._order["source"]) or (lengths is None and not source.endless):
             self.advance_state = None  # type: ignore[method-assign, assignment]
@@ -136,38 +141,39 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
             self._plan.check_length(0, sum(map(int, lengths)), self._batch, identity.boxes)
 
     def __len__(self) -> int:
-        """Batches of a whole epoch that this process makes. Raises TypeError where that is not known."""
+        """Return the number of a whole epoch's batches that this process makes. Raises TypeError if it is unknown."""
         lengths = None if self.source.endless else self.source.lengths(self._begun.progress.epoch)
         if lengths is None:
-            why = "is endless" if self.source.endless else "does not know the lengths of its shards beforehand"
-            raise TypeError(f"a ShardLoader has no len() where its source {why}")
+            why = "is endless" if self.source.endless else "does not know the lengths of its shards before reading them"
+            raise TypeError(f"a ShardLoader has no len() if its source {why}")
         partition = Partition(sum(map(int, lengths)), 0, self._batch, self._identity.boxes, self._tail)
         return self._identity.turn().done(partition.batches)
 
     def __iter__(self) -> Iterator[Any]:
-        """The next epoch, or the rest of the one that a loaded state is in."""
-        if not self._stands:
-            if self.source.endless and not self._told_again:
-                self._told_again = True
+        """Return an iterator of the next epoch, or of the rest of the one that a loaded state is in."""
+        if not self._at_position:
+            if self.source.endless and not self._warned:
+                self._warned = True
                 _log.warning(
-                    "a ShardLoader's pass over an endless source was left, and another one begins: all of the source "
-                    "again, in another order. To go on with the next batch, keep the iterator, or load its state_dict()"
+                    "an epoch of a ShardLoader over an endless source was abandoned, and another one begins: all of "
+                    "the source again, in another order. To continue with the next batch, keep the iterator, or load "
+                    "its state_dict()"
                 )
-            self._go_to_epoch(self._begun.progress.epoch + 1)
-        self._stands = False
+            self._move_to_epoch(self._begun.progress.epoch + 1)
+        self._at_position = False
         return _Epoch(self)
 
     def set_epoch(self, epoch: int) -> None:
-        """The next epoch is this epoch, from its beginning; or from where a loaded state stands in it."""
+        """Make the next iteration this epoch, from its beginning; or from where a loaded state is in it."""
         number = whole("epoch", epoch)
         if number is None or number < 0:
-            raise InvalidArgumentError(f"epoch={epoch}: the first one is 0")
+            raise InvalidArgumentError(f"epoch must be at least 0, got {epoch}")
         epoch = number
-        if not self._stands or epoch != self._begun.progress.epoch:
-            self._go_to_epoch(epoch)
+        if not self._at_position or epoch != self._begun.progress.epoch:
+            self._move_to_epoch(epoch)
 
     def config(self) -> dict[str, Any]:
-        """What decides which sample is where in the order, as values of JSON: a state with another one is refused."""
+        """Return what decides the order, as JSON values: a state with a different one is refused."""
         endless_order = self._begun.endless_order
         return {
             "kind": "ShardLoader",
@@ -176,26 +182,26 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         }
 
     def can_restore_sample(self) -> bool:
-        """Any sample can be had again by its key; of functions that draw from the process's generators, not what they
-        drew."""
+        """Return True: any sample can be read again by its key. For functions that draw from the process's generators
+        the drawn values differ."""
         return True
 
     def restore_sample(self, key: str) -> Any:
-        """The sample that had this restore key, read again.
+        """Return the sample that had this restore key, read again.
 
         Raises:
-            StateMismatchError: the key is of other data, or another order of them.
-            InvalidArgumentError, StateCorruptError: it is no key, or damaged.
+            StateMismatchError: the key is of other data, or of another order.
+            InvalidArgumentError, StateCorruptError: it is not a key, or damaged.
             DatasetError: there is no such sample.
         """
         found = SampleKey.of(key)
         if found.order != self._plan.order:
             raise StateMismatchError(
                 f"the restore key is of a sample in the order {found.order}, and this loader's is {self._plan.order}: "
-                "the source, its settings, seed, shards or partitions are not those that it was made with"
+                "the key was made with another source or other settings, seed, shards or partitions"
             )
         if found.shard >= self.source.num_shards or (found.block is None) == self.source.endless:
-            raise InvalidArgumentError(f"restore key {key!r:.200} names no sample of this source")
+            raise InvalidArgumentError(f"restore key {key!r:.200} must name a sample of this source")
         endless_order = None if found.block is None else self._fixed_order.endless_order(found.block)
         place = None if endless_order is None else endless_order.place(found.shard)
         epoch, seed = self._plan.opening(found.epoch)
@@ -206,7 +212,7 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         except StopIteration:
             raise DatasetError(
                 f"shard {found.shard} of epoch {found.epoch} ends before sample {found.index}, which a restore key "
-                "names. Were the data changed?"
+                "names. Has the data changed?"
             ) from None
         finally:
             cursor.close()
@@ -214,24 +220,25 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
     # ---- states
 
     def state_dict(self) -> dict[str, Any]:
-        """This worker's place, after the batches that it has yielded so far."""
+        """Return this worker's position after the batches that it has yielded so far."""
         position = self._begun if self._share is None else self._share.position()
         return position.state(self._order)
 
     @staticmethod
     def advance_state(state_dict: dict[str, Any], batches: int) -> dict[str, Any]:
-        """A worker's state after so many more of its batches of the same epoch: the shards' marks stay where they are,
-        and what lies between is passed over after a resume. None of the user's code runs for it.
+        """Return a worker's state after `batches` more of its batches in the same epoch. The cursor states stay as they
+        are, and what lies between is skipped after a resume. No user code runs for it.
 
-        Only where the place is a number (the source is endless, or knows its lengths) and nothing draws from the
-        process's generators, which a step between two snapshots would have to have: else a loader's own is None."""
+        Only available if the position is a number (the source is endless, or knows its lengths) and nothing draws from
+        the process's generators, whose state a step between two snapshots would need: else the attribute is None."""
         return {**state_dict, "done": OrderProgress.parsed(state_dict).done + batches}
 
     def load_state_dict(self, state_dict: Any, strict: bool = True) -> None:
-        """Go to a place of this order: a state of this very topology, or one that fits any, as an only worker's does.
+        """Go to a position of this order. Takes a state of this very topology, or one that fits any; the state of an
+        only worker fits any, too.
 
         Raises:
-            StateMismatchError: it is a place in another order, or of one of several workers of another topology.
+            StateMismatchError: it is a position in another order, or of one of several workers of another topology.
             StateCorruptError, StateVersionError: it cannot be read.
         """
         check_order(state_dict, self._order, strict=strict)
@@ -241,28 +248,27 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
             position, topology = self._fixed_order.read(state_dict), self._topology()
             before = position.progress
             if before.done and before.topology != topology:
-                if (
-                    not before.topology.boxes == before.topology.workers == 1
-                ):  # other boxes know the ends of other shards
+                # The workers of other boxes know the ends of other shards.
+                if not before.topology.boxes == before.topology.workers == 1:
                     raise StateMismatchError(
-                        f"the state is one worker's of {before.topology}, and this is one of {topology}; a state of "
-                        "aggregate_state_dict fits any topology"
+                        f"the state is one worker's of {before.topology}, and this loader is one of {topology}; use a "
+                        "state of aggregate_state_dict, which fits any topology"
                     )
                 position = self._part(state_dict)
             elif before.topology != topology:
                 position = self._fixed_order.repartitioned(position, topology, first=0)
-        self._go(position)
+        self._move_to(position)
 
     def aggregate_state_dict(self, worker_states: list[Any]) -> dict[str, Any]:
-        """One state from those of all workers, in order of global_worker_id; it fits any topology."""
+        """Return one state from those of all workers, in order of global_worker_id; it fits any topology."""
         return self._fixed_order.aggregated(worker_states)
 
     def deaggregate_state_dict(self, aggregated: Any, strict: bool = True) -> dict[str, Any]:
-        """This worker's part."""
+        """Return this worker's part of what `aggregate_state_dict` returned."""
         check_order(aggregated, self._order, strict=strict)
         if "others" not in aggregated:
             raise StateMismatchError(
-                "this is the state of one worker; deaggregate_state_dict takes what aggregate_state_dict returned"
+                "deaggregate_state_dict needs a state that aggregate_state_dict returned, got the state of one worker"
             )
         return self._part(aggregated).state(self._order)
 
@@ -275,42 +281,44 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
             own = part.endless_order.own(
                 progress.start + turn.number * batch, batch, turn.of, identity.box, identity.boxes
             )
-            return replace(part, marks=part.marks.among(set(own.tolist())))
+            return replace(part, cursors=part.cursors.among(set(own.tolist())))
         if moved and not self._plan.has_rows(part):
             return ShardedPosition(OrderProgress(progress.epoch + 1, 0, 0, progress.topology))
         return part
 
     def __getstate__(self) -> dict[str, Any]:
-        """Its place goes along to another process, what it has open does not: the next epoch there is the next one."""
+        """Return the loader for another process: with its position, without open shards. The next epoch there is the
+        next one."""
         if self._share is None:
             return self.__dict__.copy()
         return {**self.__dict__, "_begun": self._share.position(), "_share": None}
 
-    # ---- passes
+    # ---- epochs
 
     def _topology(self) -> Topology:
         return Topology(self._identity.boxes, self._identity.turn().of, self._batch)
 
-    def _go(self, position: ShardedPosition) -> None:
-        """The next epoch begins there."""
+    def _move_to(self, position: ShardedPosition) -> None:
+        """Begin the next epoch at this position."""
         if self._share is not None:
             self._share.close()
             self._share = None
-        self._begun, self._stands = position, True
+        self._begun, self._at_position = position, True
 
-    def _go_to_epoch(self, epoch: int) -> None:
-        self._go(ShardedPosition(OrderProgress(epoch, 0, 0, self._topology()), endless_order=self._begun.endless_order))
+    def _move_to_epoch(self, epoch: int) -> None:
+        self._move_to(
+            ShardedPosition(OrderProgress(epoch, 0, 0, self._topology()), endless_order=self._begun.endless_order)
+        )
 
     def _begin(self) -> WorkerShare:
-        """Open the epoch that the loader stands before. Only here it is known among how many worker processes of a
-        torch
-        DataLoader: in those the loader is a copy of one that was made, and maybe loaded, outside of them."""
+        """Open the epoch at the loader's position. Only now the number of a torch DataLoader's worker processes is
+        known: in those the loader is a copy of one that was made, and maybe loaded, outside of them."""
         progress, topology = self._begun.progress, self._topology()
         if progress.topology != topology:
             if progress.done and progress.topology.workers > 1:
                 raise StateMismatchError(
-                    f"the loader stands at a place of {progress.topology}, and is read by {topology}: load the state "
-                    "in the processes that read (torchdata's StatefulDataLoader does)"
+                    f"the loader is at a position of {progress.topology}, and is read by {topology}: load the state in "
+                    "the processes that read (torchdata's StatefulDataLoader does)"
                 )
             self._begun = self._fixed_order.repartitioned(self._begun, topology, first=0)
         self._share = WorkerShare(self._plan, self._begun, self._identity.turn(self._begun.progress.first))
@@ -322,17 +330,17 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
             make = partial(self._collate, [sample for sample, _ in samples])
         else:
             make = partial(self._empty, self._share.template())
-        batch = make() if self._collate_key is None else self._keyed(make, self._collate_key, *self._share.place())
+        batch = make() if self._collate_key is None else self._keyed(make, self._collate_key, *self._share.first_row())
         if self._keys is None:
             return batch
         return with_keys(batch, self._keys, [key or "" for _, key in samples])
 
     @staticmethod
-    def _keyed(make: Callable[[], Any], key: int, *place: int) -> Any:
-        """What it makes with generators of this place, so that it depends on nothing that was drawn before."""
+    def _keyed(make: Callable[[], Any], key: int, *position: int) -> Any:
+        """Call `make` with generators set for this position, so that nothing drawn before has an influence."""
         before = capture_rng()
         try:
-            seed_generators(seeds_of(key, np.array([place[0]]), *place[1:])[0])
+            seed_generators(seeds_of(key, np.array([position[0]]), *position[1:])[0])
             return make()
         finally:
             restore_rng(before)
@@ -358,7 +366,7 @@ class _Epoch:
         return batch
 
     def skip_batch(self) -> None:
-        """Pass over the next batch without making it."""
+        """Skip the next batch without making it."""
         self._next(read=False)
         self._done()
 
@@ -369,13 +377,13 @@ class _Epoch:
             if samples is not None:
                 return samples
             if not loader._identity.alone(loader._identity.turn()):
-                break  # others keep count of epochs, and find out by the next iter() that this one is over
+                break  # others count epochs, and notice by the next iter() that this one has ended
             resumed = self._share.begun_at_end
-            loader._go_to_epoch(loader._begun.progress.epoch + 1)
+            loader._move_to_epoch(loader._begun.progress.epoch + 1)
             if not resumed:
                 break
-            # The state of an epoch's end is the next one's beginning, for somebody who holds nothing but the state.
-            loader._stands, self._share = False, loader._begin()
+            # The state of an epoch's end is the next one's beginning, for a caller who has nothing but the state.
+            loader._at_position, self._share = False, loader._begin()
         else:
             self._share = None
         raise StopIteration
@@ -386,11 +394,11 @@ class _Epoch:
 
 
 def _batch(batch_size: int | None, global_batch_size: int | None, boxes: int, unbatched: bool) -> int:
-    """Rows of all boxes' batches together."""
+    """Return the rows of all boxes' batches together."""
     if not unbatched:
         return global_batch(whole("batch_size", batch_size), whole("global_batch_size", global_batch_size), boxes)
     if batch_size is not None or global_batch_size is not None:
-        raise InvalidArgumentError("unbatched=True: the source's samples are the batches; give no batch size")
+        raise InvalidArgumentError("unbatched=True excludes a batch size: the source's samples are the batches")
     return boxes
 
 
@@ -400,13 +408,15 @@ def _only(samples: list[Any]) -> Any:
 
 
 def _described(source: ShardedSource) -> Any:
-    """Raises InvalidArgumentError if it is no value of JSON: it might be another text in each process, or other than
-    itself once it was saved."""
+    """Return the source's description. Raises InvalidArgumentError if it is not JSON: its text might differ between
+    processes, or change by being saved."""
     described = source.described()
     try:
         json.dumps(described, allow_nan=False)
     except (TypeError, ValueError) as error:
-        raise InvalidArgumentError(f"described() of {type(source).__name__} is no value of JSON: {error}") from None
+        raise InvalidArgumentError(
+            f"described() of {type(source).__name__} must return a JSON value: {error}"
+        ) from None
     return described
 
 
@@ -414,15 +424,15 @@ def _check(source: ShardedSource, partitions: int, block: int | None, tail: str)
     shards = checked(source, "ShardLoader").num_shards
     one_of("tail", tail, [name for name in get_args(Tail) if name != APART])
     if shards < 1:
-        raise InvalidArgumentError(f"a source of {shards} shards: it needs at least one")
+        raise InvalidArgumentError(f"a source must have at least 1 shard, got {shards}")
     if not source.endless and partitions != 1:
         raise InvalidArgumentError(
-            f"partitions={partitions} with a finite source: its shards are read round robin, all together. Wrap it in "
-            "Repeated to read it without an end, or leave partitions out"
+            f"partitions must be 1 for a finite source, got {partitions}: its shards are read round robin, all "
+            "together. Wrap it in Repeated to read it without an end, or leave partitions out"
         )
     if not source.endless and block is not None:
         raise InvalidArgumentError(
-            f"block={block} with a finite source: its order depends on no batch size anyway; leave block out"
+            f"block={block} with a finite source: its order does not depend on the batch size; leave block out"
         )
     if shards % partitions:
-        raise InvalidArgumentError(f"partitions={partitions} with {shards} shards: it must divide them")
+        raise InvalidArgumentError(f"partitions must divide the {shards} shards, got {partitions}")

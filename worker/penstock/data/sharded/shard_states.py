@@ -1,10 +1,10 @@
-"""Where a worker stands in a sharded source's order, as a state; and all workers' states as one, for any topology.
+"""States of a worker in a sharded source's order; aggregation and deaggregation of all workers' states.
 
-Beside the integers of ordering/progress.py a state has the marks of the shards that the worker has to do with
-(shard_cursors.py), and what was found out on the way: of a finite source with unknown lengths which shards are over, of
-an endless one how the batches grew (endless_order.py). The integers alone say which samples have been dealt out; marks
-only save the reading of them again. So states are put together without care for who had which shard: of each the
-furthest mark that does not lie beyond the place.
+Besides the integers of ordering/order_states.py a state has the cursor states of the worker's shards
+(shard_cursors.py), and what was found on the way: for a finite source with unknown lengths which shards have ended, for
+an endless one the block of its order (endless_order.py). The integers alone say which samples have been delivered;
+cursor states only save reading those again. So states are combined whichever worker had which shard: of each shard the
+furthest cursor state that does not lie beyond the position.
 """
 
 from __future__ import annotations
@@ -31,26 +31,27 @@ from penstock.proto.errors import (
 __all__ = ["FixedOrder", "ShardedPosition", "check_order", "differences"]
 
 MOST = 1 << 62
-"""Of any number in a state."""
+"""Exclusive upper bound of every number in a state."""
 KIND = ("a ShardLoader", "shards")
-"""What `check_format` knows its states by."""
+"""Arguments by which `check_format` recognizes its states."""
 
 
 @dataclass(frozen=True)
 class ShardedPosition:
-    """Of one worker, or of all of them together."""
+    """Position of one worker, or of all of them together."""
 
     progress: OrderProgress
-    """`start` is a position in a finite source's epoch, or in an endless one's stream."""
-    marks: CursorStates = field(default_factory=CursorStates)
+    """Progress whose `start` is a position in a finite source's epoch, or in an endless one's stream."""
+    cursors: CursorStates = field(default_factory=CursorStates)
     ended: Mapping[int, int] = field(default_factory=dict)
-    """Shard -> length, as far as it was found by reading."""
+    """Lengths that were found by reading, by shard."""
     endless_order: EndlessOrder | None = None
-    """Of an endless source."""
+    """Order of an endless source; None for a finite one."""
 
     def state(self, order: Mapping[str, Any]) -> dict[str, Any]:
-        """Marks lie in columns, for a thousand of them are encoded in 60 us then, and one by one in 740."""
-        indices, tokens = self.marks.columns
+        """Return the state. Cursor states are in columns: a thousand are encoded in 60 us that way, one by one in
+        740."""
+        indices, tokens = self.cursors.columns
         more: dict[str, Any] = {
             "shards": list(indices),
             "indices": list(indices.values()),
@@ -65,29 +66,32 @@ class ShardedPosition:
 
 @dataclass(frozen=True)
 class FixedOrder:
-    """What of the order does not move."""
+    """Parts of the order that no position changes."""
 
     source: ShardedSource
     partitions: int
     tail: Tail
     block: int | None
-    """Of an endless source's grid, if it was said; None: that of the state, or the batch with which the run begins."""
+    """Block of an endless source's order, if it was given; None: the state's, or the batch with which the run
+    begins."""
 
-    def rounds(self, epoch: int, ended: Mapping[int, int]) -> RoundRobin:
-        """With all lengths where the source says them, else with those that were found."""
+    def round_robin(self, epoch: int, ended: Mapping[int, int]) -> RoundRobin:
+        """Return the order of an epoch, with the source's lengths if it knows them, else with those that were found."""
         lengths = self.source.lengths(epoch)
         if lengths is not None and len(lengths) != self.source.num_shards:
-            raise DatasetError(f"the source has {self.source.num_shards} shards, and lengths of {len(lengths)}")
+            raise DatasetError(
+                f"the source's lengths must be as many as its {self.source.num_shards} shards, got {len(lengths)}"
+            )
         if lengths is not None and len(lengths) and min(lengths) < 0:
-            raise DatasetError(f"the source has a shard of {min(lengths)} samples in epoch {epoch}")
+            raise DatasetError(f"the source's lengths must be at least 0, got {min(lengths)} in epoch {epoch}")
         return RoundRobin(self.source.num_shards, ended if lengths is None else [int(length) for length in lengths])
 
     def endless_order(self, block: int) -> EndlessOrder | None:
-        """Of an endless source, in blocks of this size."""
+        """Return the order of an endless source, in blocks of this size; None for a finite one."""
         return EndlessOrder(self.source.num_shards, self.partitions, block) if self.source.endless else None
 
     def _endless_order_of(self, state: Mapping[str, Any]) -> EndlessOrder | None:
-        """Raises StateMismatchError for an order in other blocks."""
+        """Return the order of a state. Raises StateMismatchError for other blocks."""
         if not self.source.endless:
             return None
         block = state["block"]
@@ -95,60 +99,62 @@ class FixedOrder:
             raise ValueError(f"block {block!r:.100}")
         if self.block not in (None, block):
             raise StateMismatchError(
-                f"the state was saved with another order of samples: block was {block} and is {self.block}. Leave "
-                "block out to go on as it was"
+                f"the state was saved with another order of samples: block was {block} and is {self.block} now. Leave "
+                "block out to continue with the saved one"
             )
         return self.endless_order(block)
 
     def read(self, state: Any) -> ShardedPosition:
-        """What a state says. Raises StateMismatchError, StateVersionError or StateCorruptError for what is no such
-        state, a newer one, or damaged."""
+        """Return a state's position. Raises StateMismatchError for another kind of state, StateVersionError for another
+        version, StateCorruptError for a damaged one."""
         check_format(state, *KIND)
         try:
             progress = OrderProgress.parsed(state)
-            marks = CursorStates(
+            cursors = CursorStates(
                 *(dict(zip(state["shards"], state[name], strict=True)) for name in ("indices", "tokens"))
             )
             numbers = [progress.start, *state["indices"]]
             endless_order = self._endless_order_of(state)
             ended = {} if endless_order is not None else dict(zip(state["ended"], state["lengths"], strict=True))
-            numbers += [*ended.values(), *(self.source.num_shards - 1 - shard for shard in (*marks.indices, *ended))]
-            if any(type(number) is not int or not 0 <= number < MOST for number in (*numbers, *marks.indices, *ended)):
-                raise ValueError(f"{progress}, {ended}, marks at {state['indices']}"[:400])
-            length = None if endless_order is not None else self.rounds(progress.epoch, ended).length
+            numbers += [*ended.values(), *(self.source.num_shards - 1 - shard for shard in (*cursors.indices, *ended))]
+            numbers += [*cursors.indices, *ended]
+            if any(type(number) is not int or not 0 <= number < MOST for number in numbers):
+                raise ValueError(f"{progress}, {ended}, cursors at {state['indices']}"[:400])
+            length = None if endless_order is not None else self.round_robin(progress.epoch, ended).length
             if length is not None and progress.start > length:
                 raise ValueError(f"{progress} of {length} samples")
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-            raise StateCorruptError(f"a ShardLoader's state that cannot be: {error!r}") from error
-        return ShardedPosition(progress, marks, ended, endless_order)
+            raise StateCorruptError(f"the ShardLoader's state is damaged: {error!r}") from error
+        return ShardedPosition(progress, cursors, ended, endless_order)
 
     def aggregated(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """One state from those of all workers, in order of global_worker_id. Only the states know the shape."""
+        """Return one state from those of all workers, in order of global_worker_id. Only the states hold the
+        topology."""
         if not states:
-            raise InvalidArgumentError("aggregate_state_dict() of no states: it takes those of all workers")
-        places = [self.read(state) for state in states]
+            raise InvalidArgumentError("aggregate_state_dict() needs the states of all workers, got none")
+        positions = [self.read(state) for state in states]
         _check_same_order([{**state["order"], "topology": dict(state["topology"])} for state in states])
-        newest = max((place.progress for place in places), key=lambda progress: progress.epoch)
-        now = [place for place in places if place.progress.epoch == newest.epoch]
+        newest = max((each.progress for each in positions), key=lambda progress: progress.epoch)
+        now = [each for each in positions if each.progress.epoch == newest.epoch]
         workers = newest.topology.workers
-        # Who is still at the end of the epoch before has done nothing of this one.
-        dones = [place.progress.done if place in now else 0 for place in places]
+        # A worker that is still at the end of the previous epoch has done nothing of this one.
+        dones = [each.progress.done if each in now else 0 for each in positions]
         batches = min(newest.turn(number % workers).batch(done) for number, done in enumerate(dones))
-        ended = {shard: length for place in now for shard, length in place.ended.items()}
+        ended = {shard: length for each in now for shard, length in each.ended.items()}
         whole = ShardedPosition(replace(newest, done=batches), CursorStates(), ended, now[0].endless_order)
-        whole = replace(whole, marks=self._furthest(whole, now))
+        whole = replace(whole, cursors=self._furthest(whole, now))
         others = {
-            str(number): place.state({})
-            for number, place in enumerate(places)
-            if place.progress != whole.progress.of_worker(number % workers)
+            str(number): each.state({})
+            for number, each in enumerate(positions)
+            if each.progress != whole.progress.of_worker(number % workers)
         }
         return {**whole.state(states[0]["order"]), "workers": len(states), "others": others}
 
     def part(
         self, state: Mapping[str, Any], number: int, workers: int, topology: Topology
     ) -> tuple[ShardedPosition, bool]:
-        """Of worker `number` (global_worker_id) of `workers` in all, which have this topology. And whether the workers
-        are others, so that an epoch of which nothing is left is to be passed over."""
+        """Return the position of worker `number` (global_worker_id) of `workers` in all, which have this topology; and
+        whether the workers changed, in which case an epoch of which nothing is left is to be skipped."""
         whole = self.read(state)
         progress = whole.progress
         same = state.get("workers") == workers and progress.topology.workers == topology.workers
@@ -161,59 +167,62 @@ class FixedOrder:
         return self.repartitioned(whole, topology, first=first), not same
 
     def repartitioned(self, whole: ShardedPosition, topology: Topology, *, first: int) -> ShardedPosition:
-        """What is left, dealt out among workers of this topology; `first` of each box makes the first batch."""
+        """Return what is left, partitioned among workers of this topology; `first` of each box makes the first
+        batch."""
         epoch, start = whole.progress.epoch, self._position(whole)
         endless_order = whole.endless_order
-        if (epoch, start, self.block) == (0, 0, None):  # of a run that begins: its batch decides, and not who was asked
+        if (epoch, start, self.block) == (0, 0, None):  # a run that begins: the batch of the new topology decides
             endless_order = self.endless_order(topology.batch)
         return replace(whole, progress=OrderProgress(epoch, start, 0, topology, first), endless_order=endless_order)
 
-    def _partition(self, place: ShardedPosition) -> Partition | None:
-        """Of a finite source, once its lengths are known."""
-        progress = place.progress
-        if place.endless_order is not None:
+    def _partition(self, position: ShardedPosition) -> Partition | None:
+        """Return the partition of a finite source, once its lengths are known."""
+        progress = position.progress
+        if position.endless_order is not None:
             return None
-        length = self.rounds(progress.epoch, place.ended).length
+        length = self.round_robin(progress.epoch, position.ended).length
         if length is None:
             return None
         return Partition(length, progress.start, progress.topology.batch, progress.topology.boxes, self.tail)
 
-    def _position(self, place: ShardedPosition) -> int:
-        """Where the next dealing begins."""
-        if (partition := self._partition(place)) is not None:
-            return partition.position(place.progress.done)
-        return place.progress.start + place.progress.done * place.progress.topology.batch
+    def _position(self, position: ShardedPosition) -> int:
+        """Return where the next partition begins."""
+        progress = position.progress
+        if (partition := self._partition(position)) is not None:
+            return partition.position(progress.done)
+        return progress.start + progress.done * progress.topology.batch
 
-    def _furthest(self, whole: ShardedPosition, places: Sequence[ShardedPosition]) -> CursorStates:
+    def _furthest(self, whole: ShardedPosition, positions: Sequence[ShardedPosition]) -> CursorStates:
+        """Return the furthest cursor state of each shard that does not lie beyond the whole position."""
         position = self._position(whole)
         if whole.endless_order is not None:
             counts: Ints = whole.endless_order.counts(position)
         else:
-            counts = self.rounds(whole.progress.epoch, whole.ended).counts(position)
+            counts = self.round_robin(whole.progress.epoch, whole.ended).counts(position)
         found = CursorStates()
-        for place in places:
-            for shard, index in place.marks.indices.items():
+        for each in positions:
+            for shard, index in each.cursors.indices.items():
                 if found.indices.get(shard, -1) < index <= counts[shard]:
-                    found.put(shard, index, place.marks.tokens[shard])
+                    found.put(shard, index, each.cursors.tokens[shard])
         return found
 
 
 def _check_same_order(orders: Sequence[Mapping[str, Any]]) -> None:
-    """Raises StateMismatchError if the workers do not all deal out the same order: what they took for the same list
-    was another one in some process. Samples have been lost and repeated then."""
+    """Raise StateMismatchError unless all workers have the same order. If some process had another list of files,
+    samples were lost and repeated."""
     for number, order in enumerate(orders):
         if order != orders[0] and (found := differences(orders[0], order)):
             raise StateMismatchError(
                 f"worker {number} makes batches of another order than worker 0, so samples were lost and repeated: of "
-                f"worker 0 and then of worker {number}, {', '.join(found.values())}. Make the same source in each, say "
-                "from a sorted list of files"
+                f"worker 0 and of worker {number}, {', '.join(found.values())}. Make the same source on each worker, "
+                "for example from a sorted list of files"
             )
 
 
 def check_order(state: Any, order: Mapping[str, Any], *, strict: bool) -> None:
-    """Raises StateMismatchError if the state is a place in another order. Without `strict` it is a warning where shards
-    and rows are laid out alike, so that a place in the one is one in the other. And what `FixedOrder.read` raises for
-    what is no state at all."""
+    """Raise StateMismatchError if the state is a position in another order. Without `strict` only warn if shards and
+    rows are arranged alike, so that a position in one order is one in the other. Raise what `FixedOrder.read` raises
+    for anything else than a state."""
     check_format(state, *KIND)
     found = differences(state["order"], order)
     if not found:
@@ -221,22 +230,23 @@ def check_order(state: Any, order: Mapping[str, Any], *, strict: bool) -> None:
     message = f"the state was saved with another order of samples: {', '.join(found.values())}"
     fixed = [name for name in ("shards", "partitions", "endless") if name in found]
     if strict:
-        raise StateMismatchError(f"{message}. Use what it was saved with, or load it with strict=False to go on anyway")
+        raise StateMismatchError(f"{message}. Use the settings of the saved run, or load with strict=False to continue")
     if fixed:
-        raise StateMismatchError(f"{message}. With other {' and '.join(fixed)} a place means nothing, strict or not")
+        names = " and ".join(fixed)
+        raise StateMismatchError(f"{message}. With other {names} the position has no meaning, also with strict=False")
     warnings.warn(f"{message}; samples may be missing or repeated in this epoch", UserWarning, stacklevel=4)
 
 
 def differences(was: Any, now: Any, path: str = "") -> dict[str, str]:
-    """What differs between two values of JSON: dotted path -> "path was ... and is ..."."""
+    """Return the differences of two JSON values: dotted path -> "path was ... and is ... now"."""
     if isinstance(was, Mapping) and isinstance(now, Mapping):
         found: dict[str, str] = {}
         for name in {**was, **now}:
             there = f"{path}.{name}" if path else str(name)
             if name not in now:
-                found[there] = f"{there} was {was[name]!r:.200} and is not there"
+                found[there] = f"{there} was {was[name]!r:.200} and is absent now"
             elif name not in was:
-                found[there] = f"{there} was not there and is {now[name]!r:.200}"
+                found[there] = f"{there} was absent and is {now[name]!r:.200} now"
             else:
                 found.update(differences(was[name], now[name], there))
         return found
@@ -245,9 +255,9 @@ def differences(was: Any, now: Any, path: str = "") -> dict[str, str]:
         return {where: text for at, pair in pairs for where, text in differences(*pair, f"{path}[{at}]").items()}
     if _is_list(was) and _is_list(now):
         was, now = list(was), list(now)
-    return {} if was == now else {path: f"{path} was {was!r:.200} and is {now!r:.200}"}
+    return {} if was == now else {path: f"{path} was {was!r:.200} and is {now!r:.200} now"}
 
 
 def _is_list(value: Any) -> bool:
-    """A tuple comes back from JSON as a list."""
+    """Return True for a list or a tuple, which JSON turns into a list."""
     return isinstance(value, list | tuple)

@@ -1,4 +1,4 @@
-"""One worker's share of an epoch: its batches' samples in order, and where it stands after each."""
+"""Share of one worker in an epoch: its batches' samples in order, and its position after each."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ __all__ = ["SharePlan", "WorkerShare"]
 
 @dataclass(frozen=True)
 class SharePlan:
-    """What all epochs of a loader have in common."""
+    """Settings common to all epochs of a loader."""
 
     fixed_order: FixedOrder
     seed: int
     box: int
-    """Among those that share a global batch."""
+    """Number of the box among those that share a global batch."""
     order: str
     """Digest of the order, for keys."""
     keys: bool
-    """Samples come with keys."""
+    """True if samples come with keys."""
 
     def opening(self, epoch: int) -> tuple[int, int]:
-        """Epoch and seed with which the source is opened. An endless one has no epochs: its epochs differ by seed."""
+        """Return the epoch and seed to open the source with. An endless source's epochs differ by seed alone."""
         if not self.fixed_order.source.endless:
             return epoch, self.seed
         return 0, derive_seed(self.seed, "pass", epoch) if epoch else self.seed
@@ -51,13 +51,13 @@ class SharePlan:
                 )
 
         place = None if endless_order is None else endless_order.place
-        return ShardReaders(self.fixed_order.source, *self.opening(epoch), position.marks, place=place, key=key)
+        return ShardReaders(self.fixed_order.source, *self.opening(epoch), position.cursors, place=place, key=key)
 
     def stream(self, position: ShardedPosition, readers: ShardReaders) -> EpochStream:
-        """Of a finite source."""
+        """Return the stream of a finite source's epoch."""
         progress = position.progress
         return EpochStream(
-            self.fixed_order.rounds(progress.epoch, position.ended),
+            self.fixed_order.round_robin(progress.epoch, position.ended),
             readers,
             ended=position.ended,
             start=progress.start,
@@ -69,7 +69,7 @@ class SharePlan:
         )
 
     def has_rows(self, position: ShardedPosition) -> bool:
-        """Something is left of the epoch there."""
+        """Return True if a batch is left in the epoch."""
         readers = self.readers(position)
         try:
             return self.stream(position, readers).has_rows()
@@ -77,7 +77,7 @@ class SharePlan:
             readers.close()
 
     def check_length(self, epoch: int, length: int, batch: int, boxes: int) -> None:
-        """Raises DatasetError for an epoch without a batch."""
+        """Raise DatasetError for an epoch without a batch."""
         if Partition(length, 0, batch, boxes, self.fixed_order.tail).batches == 0 or length == 0:
             hint = (
                 "with tail='drop'; use a smaller batch, or another tail" if length else "; is the source's list empty?"
@@ -89,6 +89,8 @@ class SharePlan:
 
 
 class WorkerShare:
+    """Batches of one worker in one epoch."""
+
     def __init__(self, plan: SharePlan, begun: ShardedPosition, turn: WorkerTurn) -> None:
         self._plan, self._begun, self._turn = plan, begun, turn
         self._done = begun.progress.done
@@ -97,13 +99,13 @@ class WorkerShare:
         self._first: tuple[int, int] | None = None
         """Shard and index of the next batch's first row."""
         self._between = True
-        """Between two batches; not while one is made, or when making it failed."""
+        """True between two batches; False while one is made, or if making it failed."""
 
     def next(self, *, read: bool = True) -> list[tuple[Any, str | None]] | None:
-        """Samples and keys of the next batch, the same ones until `done` is called; None behind the last batch. An
-        epoch's last batch may be empty, see `template`.
+        """Return samples and keys of the next batch, the same ones until `done` is called; None after the last batch.
+        An epoch's last batch may be empty, see `template`.
 
-        `read`: otherwise it is passed over, and the list is empty.
+        `read`: False skips the batch; the list is then empty.
         """
         if self._between:
             self._readers.begin()
@@ -127,11 +129,11 @@ class WorkerShare:
         return [self._readers.get(shard, index, again=again) for shard, index, again in rows] if read else []
 
     def template(self) -> Any:
-        """A sample that another box has in the next batch, of which this one has no row."""
+        """Return a sample of another box from the next batch, in which this box has no row."""
         return self._readers.get(*self._first_of_all(), again=True)[0]
 
-    def place(self) -> tuple[int, int, int]:
-        """Epoch, shard and index of the next batch's first row: of the sample of `template`, where it has none."""
+    def first_row(self) -> tuple[int, int, int]:
+        """Return epoch, shard and index of the next batch's first row; those of `template`, if it has none."""
         shard, index = self._first or self._first_of_all()
         return self._begun.progress.epoch, int(shard), int(index)
 
@@ -140,22 +142,22 @@ class WorkerShare:
         return self._stream.first(self._turn.batch(self._done))
 
     def done(self) -> None:
-        """The batch was yielded, or passed over."""
+        """Advance past the batch, which was yielded or skipped."""
         self._done += 1
         self._readers.done()
         self._between = True
 
     def position(self) -> ShardedPosition:
-        """After the batches that are done."""
-        marks = self._readers.marks(up_to_date=self._between)
+        """Return the position after the batches that are done."""
+        cursors = self._readers.states(up_to_date=self._between)
         ended = self._stream.ended if self._stream is not None else {}
         begun = self._begun.progress
         progress = OrderProgress(begun.epoch, begun.start, self._done, begun.topology, begun.first)
-        return ShardedPosition(progress, marks, ended, self._begun.endless_order)
+        return ShardedPosition(progress, cursors, ended, self._begun.endless_order)
 
     @property
     def begun_at_end(self) -> bool:
-        """Once it is over: it had nothing to yield, for all of the epoch was done before."""
+        """True, at its end, if it had nothing to yield because all of the epoch was done before."""
         return self._done == self._begun.progress.done
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Writers of tables in text form: see writers.py, and text_shards.py for what they write."""
+"""Writers of tables as text: the base is in writers.py, the format in text_shards.py."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class _TextWriter(Writer):
         for name, encoding in columns.items():
             if encoding not in TEXT_ENCODINGS:
                 known = ", ".join(TEXT_ENCODINGS)
-                raise DatasetError(f"{out}: column {name!r}: unknown encoding {encoding!r}; there are {known}")
+                raise DatasetError(f"{out}: column {name!r}: the encoding must be one of {known}, got {encoding!r}")
         if not newline:
             raise DatasetError(f"{out}: newline must not be empty")
         self.newline = newline
@@ -35,8 +35,8 @@ class _TextWriter(Writer):
 
     def _checked(self, name: str, value: Any) -> Any:
         kind = TEXT_ENCODINGS[self.columns[name]]
-        if not isinstance(value, kind) or isinstance(value, bool):  # the text of a bool is no number
-            raise TypeError(f"{self.columns[name]} was expected, not {type(value).__name__}")
+        if not isinstance(value, kind) or isinstance(value, bool):  # the text of a bool is not a number
+            raise TypeError(f"the value must be {self.columns[name]}, got {type(value).__name__}")
         return value
 
     def _files(self, offsets: np.ndarray[Any, Any], body: bytes) -> list[bytes]:
@@ -46,7 +46,7 @@ class _TextWriter(Writer):
 
 
 class JSONWriter(_TextWriter):
-    """A line of JSON a sample: column -> "str", "int" or "float"."""
+    """Writer of one line of JSON per sample. `columns`: name -> "str", "int" or "float"."""
 
     format = "json"
 
@@ -71,8 +71,8 @@ class JSONWriter(_TextWriter):
 
 
 class XSVWriter(_TextWriter):
-    """A line of separated values a sample: column -> "str", "int" or "float". Nothing is quoted: a value that holds the
-    separator or the end of a line is refused."""
+    """Writer of one line of separated values per sample. `columns`: name -> "str", "int" or "float". Nothing is quoted:
+    a value that contains the separator or the newline is refused."""
 
     format = "xsv"
 
@@ -91,10 +91,10 @@ class XSVWriter(_TextWriter):
         ordered = {name: columns[name] for name in sorted(columns)}
         for name in ordered:
             if separator in name or newline in name:
-                raise DatasetError(f"{out}: column {name!r}: its name holds what ends a value")
+                raise DatasetError(f"{out}: column {name!r}: the name must not contain the separator or the newline")
         super().__init__(out, ordered, newline, **settings)
         self._header = (separator.join(ordered) + newline).encode()
-        self._most -= len(self._header)  # which the size limit does not count
+        self._most -= len(self._header)  # the size limit does not count it
 
     def _settings(self) -> dict[str, Any]:
         settings = {
@@ -107,7 +107,7 @@ class XSVWriter(_TextWriter):
     def _plain(self, text: str) -> str:
         for mark in (self.separator, self.newline):
             if mark in text:
-                raise ValueError(f"{text!r} holds {mark!r}, which ends a value here")
+                raise ValueError(f"the value must not contain {mark!r}, which ends a value, got {text!r}")
         return text
 
     def _encode_column(self, name: str, value: Any) -> bytes:
@@ -115,8 +115,10 @@ class XSVWriter(_TextWriter):
 
     def _joined(self, values: dict[str, bytes]) -> bytes:
         line = self.separator.encode().join(values.values())
-        if line.split(self.separator.encode()) != list(values.values()):  # the ends of two together look like one more
-            raise DatasetError(f"{self.name}: sample {self._written}: a value ends as the separator begins: {line!r}")
+        if line.split(self.separator.encode()) != list(values.values()):  # two adjoining ends form another separator
+            raise DatasetError(
+                f"{self.name}: sample {self._written}: a value must not end as the separator begins, got {line!r}"
+            )
         return line + self.newline.encode()
 
 

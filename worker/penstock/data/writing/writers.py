@@ -1,13 +1,13 @@
 """Writers of datasets that mosaicml-streaming 0.13.0 reads.
 
-Shards go to the disk as they fill up; the index comes last, whole, and only if all went well. A folder without an index
-is no dataset, so a write that was interrupted, by an error too, is never read as if it were complete.
+Shards go to the disk as they fill up; the index comes last, complete, and only if there was no error. A folder without
+an index is not a dataset, so an interrupted write is never read as if it were complete.
 
-For the same samples and settings the files are those of mosaicml-streaming's own writer, byte for byte, but for two
-things: gzip files hold no time, and where its writer puts an empty shard before a first sample that is larger than the
-limit, ours puts none.
+For the same samples and settings the files are those of mosaicml-streaming's own writer, byte for byte, with two
+exceptions: gzip files contain no time, and where its writer puts an empty shard before a first sample that is larger
+than the limit, ours puts none.
 
-To another place shards are sent as they fill up, and the index behind all of them (storage/uploads.py).
+To a remote, shards are sent as they fill up, and the index after all of them (writing/uploads.py).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from penstock.data.formats.encodings import encoding_of
 from penstock.data.formats.index import FORMATS, INDEX, MOST_BYTES, write_index
 from penstock.data.formats.shards import Shard, ShardFile, StoredFile
 from penstock.data.remote.folders import RemoteFolder
-from penstock.data.writing.uploads import Uploads, local_folder, writable_place
+from penstock.data.writing.uploads import Uploads, local_folder, writable_remote
 from penstock.proto.errors import DatasetError, InvalidArgumentError
 from penstock.runtime.files.atomic_files import write_whole
 from penstock.runtime.files.plain_files import open_plain
@@ -42,37 +42,37 @@ from penstock.runtime.files.plain_files import open_plain
 __all__ = ["MDSWriter", "Out", "Writer", "WriterSettings"]
 
 SIZE_LIMIT = 64 << 20
-"""Bytes of a raw shard."""
+"""Default size of a raw shard, in bytes."""
 _SHARD_FILE = re.compile(r"shard\.\d{5,}\..*")
 
 
 class WriterSettings(TypedDict, total=False):
-    """Keywords of every writer."""
+    """Keyword arguments of every writer."""
 
     compression: str | None
-    """Of the shards: "zstd", "gz:6" and so on."""
+    """Compression of the shards: "zstd", "gz:6" and so on."""
     hashes: Collection[str]
-    """Algorithms of penstock.data.cache.file_hashes; the index has the digests of raw and packed files."""
+    """Hash algorithms (penstock.data.cache.file_hashes); the index gets the digests of raw and packed files."""
     size_limit: int | str | None
-    """Bytes of a raw shard, also as "64mb"; None puts all into one."""
+    """Bytes of a raw shard, also as "64mb"; None puts all samples into one."""
     exist_ok: bool
-    """Replace a dataset that is already there."""
+    """True to replace a dataset that is already there."""
     keep_local: bool
-    """Of a dataset that is written to another place: keep it on this machine too."""
+    """True to keep the local files of a dataset that is written to a remote."""
     storage_options: Mapping[str, Any] | None
-    """Of that place, for fsspec: keys, endpoint."""
+    """Options of the remote for fsspec: keys, endpoint."""
     upload_threads: int
-    """Files that are sent there at a time."""
+    """Files uploaded at a time."""
     timeout_s: float
-    """Seconds until a file is there; failures that may pass are tried again till then."""
+    """Seconds for the upload of a file; temporary failures are tried again until then."""
 
 
 Out = str | os.PathLike[str] | tuple[str | os.PathLike[str], str]
-"""Where to write: a folder of this machine; a URL that fsspec knows; or both."""
+"""Target of a writer: a local folder; a URL that fsspec opens; or (local folder, URL)."""
 
 
 class Writer(ABC):
-    """A context manager: `write` samples, and leave it to have an index."""
+    """Context manager that writes samples, and the index when it is left without an error."""
 
     format: str
 
@@ -90,44 +90,44 @@ class Writer(ABC):
         upload_threads: int = 4,
         timeout_s: float = 600.0,
     ) -> None:
-        self.out, place = _destination(out, storage_options)
-        """Where the files are written; they may be sent on from there."""
-        self.name = str(self.out) if place is None else place.url
-        """For messages."""
+        self.out, remote = _destination(out, storage_options)
+        """Local folder of the files, from where they may be uploaded."""
+        self.name = str(self.out) if remote is None else remote.url
+        """Name for messages."""
         self.compression = compression or None
         self.hashes = sorted(set(hashes))
         self.size_limit = _size_limit(self.name, size_limit)
         self.columns = dict(columns)
         for name in self.columns:
             if not isinstance(name, str):
-                raise DatasetError(f"{self.name}: column {name!r} must have a string as its name")
+                raise DatasetError(f"{self.name}: a column's name must be a str, got {name!r}")
         if self.compression:
-            pack(b"", self.compression)  # known, and its package is there
+            pack(b"", self.compression)  # raises if it is unknown, or its package is missing
         for algorithm in self.hashes:
             digest_of(b"", algorithm)
         self._shards: list[Shard] = []
         self._samples: list[bytes] = []
         self._written = 0
         self._ended = False
-        # What a shard has besides its samples, and each sample besides its bytes, as the limit counts them.
+        # Bytes of a shard besides its samples, and of each sample besides its values, as the limit counts them.
         self._shard_bytes = self._sample_bytes = self._bytes = 0
         self._most = MOST_BYTES
-        self._keeps, self._temporary = keep_local, place is not None and not isinstance(out, tuple | list)
-        if keep_local and (place is None or self._temporary):
-            raise InvalidArgumentError("keep_local=True needs out=(folder of this machine, remote): where to keep it")
+        self._keeps, self._temporary = keep_local, remote is not None and not isinstance(out, tuple | list)
+        if keep_local and (remote is None or self._temporary):
+            raise InvalidArgumentError("keep_local=True needs out=(local folder to keep it in, remote)")
         threads = at_least_one("upload_threads", upload_threads)
         self._open_folder(exist_ok)
         self._uploads: Uploads | None = None
-        if place is not None:
-            self._uploads = Uploads(place, keep_local=keep_local, threads=threads, timeout_s=timeout_s)
+        if remote is not None:
+            self._uploads = Uploads(remote, keep_local=keep_local, threads=threads, timeout_s=timeout_s)
             try:
                 self._uploads.clear(_SHARD_FILE.fullmatch, exist_ok=exist_ok)
             except BaseException:
-                self._tidy()
+                self._clean_up()
                 raise
 
     def write(self, sample: Mapping[str, Any]) -> None:
-        """Add a sample. DatasetError names it and the column if it does not fit; it is then not written at all."""
+        """Add a sample. A sample that does not fit is not written: DatasetError names it and the column."""
         if self._ended:
             raise DatasetError(f"{self.name}: the writer has been closed")
         data = self._encode(sample)
@@ -138,15 +138,15 @@ class Writer(ABC):
             self._bytes = self._shard_bytes
         if self._bytes + size > self._most:
             raise DatasetError(
-                f"{self.name}: sample {self._written}: its shard would have more than {MOST_BYTES} bytes, which its "
-                "offsets cannot reach; give a size_limit, or cut the sample"
+                f"{self.name}: sample {self._written}: its shard would have more than {MOST_BYTES} bytes, more than "
+                "its offsets can address; give a size_limit, or split the sample"
             )
         self._samples.append(data)
         self._bytes += size
         self._written += 1
 
     def close(self) -> list[Shard]:
-        """Write what is left, and the index. Returns what the index lists; leaving the context does the same."""
+        """Write what is left, and the index; return the shards of the index. Leaving the context does the same."""
         if not self._ended:
             if self._samples:
                 self._flush()
@@ -156,17 +156,17 @@ class Writer(ABC):
                 self._uploads.finish(index)
             if self._uploads is None or self._keeps:
                 write_whole(self.out / INDEX, index)
-            self._tidy()
+            self._clean_up()
         return self._shards
 
-    def _tidy(self) -> None:
+    def _clean_up(self) -> None:
         if self._uploads is None:
             return
         self._uploads.close()
         if self._temporary:
             shutil.rmtree(self.out, ignore_errors=True)
         elif not self._keeps:
-            with contextlib.suppress(OSError):  # something else lies there
+            with contextlib.suppress(OSError):  # it holds other files
                 self.out.rmdir()
 
     def __enter__(self) -> Self:
@@ -180,23 +180,23 @@ class Writer(ABC):
                 self.close()
         finally:
             self._ended = True
-            self._tidy()
+            self._clean_up()
 
     @abstractmethod
     def _settings(self) -> dict[str, Any]:
-        """What the index says of each shard for its reader."""
+        """Return the fields of each shard in the index, for its reader."""
 
     @abstractmethod
     def _encode_column(self, name: str, value: Any) -> Any:
-        """A value as it is stored. Raises what it likes for a value that does not fit."""
+        """Return a value as it is stored. Raises any exception for a value that does not fit."""
 
     @abstractmethod
     def _joined(self, values: dict[str, Any]) -> bytes:
-        """A sample of encoded values."""
+        """Return a sample of encoded values."""
 
     @abstractmethod
     def _files(self, offsets: np.ndarray[Any, Any], body: bytes) -> list[bytes]:
-        """The raw files of a shard: of its samples one after the other, and where each begins among them."""
+        """Return the raw files of a shard. `body`: its samples one after the other; `offsets`: where each begins."""
 
     def _encode(self, sample: Mapping[str, Any]) -> bytes:
         values = {}
@@ -209,16 +209,17 @@ class Writer(ABC):
         except Exception as error:
             where = f"{self.name}: sample {self._written}, column {name!r}"
             if name not in sample:
-                there = ", ".join(map(repr, sample))
-                raise DatasetError(f"{where}: is missing; the sample has {there}") from None
+                found = ", ".join(map(repr, sample))
+                raise DatasetError(f"{where}: the sample must have this column, got {found}") from None
             raise DatasetError(f"{where}, {self.columns[name]!r}: {type(error).__name__}: {error}") from error
         if len(sample) != len(values):
             extra = ", ".join(repr(name) for name in sample if name not in values)
-            raise DatasetError(f"{self.name}: sample {self._written}: {extra} are no columns of this dataset")
+            known = ", ".join(map(repr, values))
+            raise DatasetError(f"{self.name}: sample {self._written} must have the columns {known}, got also {extra}")
         return self._joined(values)
 
     def _config(self) -> dict[str, Any]:
-        """What a shard says of itself; its readers do not read it."""
+        """Return a shard's description of itself, which readers ignore."""
         return {
             "version": 2,
             "format": self.format,
@@ -260,9 +261,9 @@ class Writer(ABC):
             return
         if not exist_ok:
             raise DatasetError(
-                f"{self.name} is not empty; exist_ok=True replaces the dataset in it and leaves other files alone"
+                f"{self.name} is not empty; exist_ok=True replaces the dataset in it and keeps other files"
             )
-        # The index first: what it lists goes next.
+        # The index first, then what it lists.
         (self.out / INDEX).unlink(missing_ok=True)
         for path in self.out.iterdir():
             if _SHARD_FILE.fullmatch(path.name) and path.is_file():
@@ -270,17 +271,17 @@ class Writer(ABC):
 
 
 def _destination(out: Any, storage_options: Mapping[str, Any] | None) -> tuple[Path, RemoteFolder | None]:
-    """(folder of this machine, place to which the files are sent from there)."""
+    """Return (local folder, remote to which the files are uploaded from there)."""
     if isinstance(out, tuple | list):
         if len(out) != 2:
-            raise InvalidArgumentError(f"out={out!r} must be (folder of this machine, remote), got {len(out)} values")
-        return local_folder("out", out[0]), writable_place(os.fspath(out[1]), storage_options)
+            raise InvalidArgumentError(f"out must be (local folder, remote), got {len(out)} values: {out!r}")
+        return local_folder("out", out[0]), writable_remote(os.fspath(out[1]), storage_options)
     if not isinstance(out, str) or "://" not in out:
         return local_folder("out", out), None
-    place = writable_place(out, storage_options)
-    if place.local is not None:
-        return place.local, None
-    return Path(tempfile.gettempdir(), f"penstock-write-{os.getpid()}-{os.urandom(4).hex()}"), place
+    remote = writable_remote(out, storage_options)
+    if remote.local is not None:
+        return remote.local, None
+    return Path(tempfile.gettempdir(), f"penstock-write-{os.getpid()}-{os.urandom(4).hex()}"), remote
 
 
 def _size_limit(out: str, value: int | str | None) -> int | None:
@@ -289,13 +290,17 @@ def _size_limit(out: str, value: int | str | None) -> int | None:
     except InvalidArgumentError as error:
         raise DatasetError(f"{out}: {error.message}") from None
     if limit is not None and limit > MOST_BYTES:
-        raise DatasetError(f"{out}: size_limit={value!r} must be at most {MOST_BYTES} bytes, or None")
+        raise DatasetError(f"{out}: size_limit must be at most {MOST_BYTES} bytes, or None, got {value!r}")
     return limit
 
 
 class MDSWriter(Writer):
-    """Samples of any columns: column -> encoding, see encodings.py. A value that is bytes already
-    is taken as the encoded one, whatever the encoding."""
+    """Writer of samples with any columns. `columns`: name -> encoding, see encodings.py. A value that is already bytes
+    is stored as it is, whatever the encoding.
+
+        with MDSWriter("s3://bucket/train", {"tokens": "ndarray:int32", "label": "int"}, compression="zstd") as writer:
+            writer.write({"tokens": np.arange(9, dtype=np.int32), "label": 1})
+    """
 
     format = "mds"
 
@@ -308,7 +313,7 @@ class MDSWriter(Writer):
         self._encodings = {}
         for name in sorted(columns, key=str):
             try:
-                # Writing a pickle runs nothing; reading it does, and its reader must say so.
+                # Writing a pickle runs no code; reading it does, and the reader must allow it.
                 self._encodings[name] = encoding_of(columns[name], allow_unsafe_types=True)
             except DatasetError as error:
                 raise DatasetError(f"{out}: column {name!r}: {error.message}") from None
@@ -330,7 +335,7 @@ class MDSWriter(Writer):
         encoding = self._encodings[name]
         data = value if isinstance(value, bytes) else encoding.encode(value)
         if encoding.size is not None and len(data) != encoding.size:
-            raise ValueError(f"{len(data)} bytes, where all values have {encoding.size}")
+            raise ValueError(f"the value must have {encoding.size} bytes, got {len(data)}")
         return data
 
     def _joined(self, values: dict[str, bytes]) -> bytes:

@@ -1,9 +1,9 @@
 """Documents of tokens, cut into pieces, and packed into lines of one length.
 
-A line is filled across documents, so a saved place lies in the middle of one. What is saved is where the open line
+A line is filled across documents, so a saved position lies in the middle of one. The state holds where the open line
 begins: the source's token before that document, and an offset. After a resume the document is read again and the line
-made anew; no token of text is kept in a state, and none is lost by a change of topology, for the open line belongs to
-its shard and not to the worker.
+made again. No text is kept in a state, and none is lost by a change of topology, because the open line belongs to its
+shard and not to the worker.
 """
 
 from __future__ import annotations
@@ -24,12 +24,15 @@ __all__ = ["Chunked", "Packed"]
 
 
 MOST = (1 << 63) - 1
-"""Of a token: lines and pieces are int64."""
+"""Largest token: lines and pieces are int64."""
 
 
 class Chunked(Layer):
-    """Documents in pieces of bounded length, int64 tensors: BOS before the first piece and EOS behind the last one of
-    each document. A document without tokens is left out."""
+    """Pieces of documents with bounded length, as int64 tensors of shape (tokens,): BOS before the first piece and EOS
+    after the last one of each document. A document without tokens is left out.
+
+        Packed(Chunked(documents, length=8192, eos=2), length=2048)
+    """
 
     def __init__(
         self,
@@ -44,15 +47,15 @@ class Chunked(Layer):
     ) -> None:
         """
         Args:
-            source: of documents: tensors or arrays of integers with one dimension, or lists of integers.
-            length: tokens of a piece at most, BOS and EOS among them; the last piece of a document has what is left.
+            source: documents: tensors or arrays of integers with one dimension, or lists of integers.
+            length: most tokens of a piece, including BOS and EOS; the last piece of a document has the rest.
             bos: token before each document; None: none.
-            eos: token behind each document; None: none.
-            longest: tokens that a document may have, without BOS and EOS; a longer one is a DatasetError.
-            strip_tokens: tokens that are taken off both ends of each document first, such as separators that are in
-                the data already.
-            min_length: tokens that a document must have, without BOS and EOS, behind `strip_tokens`; a shorter one is
-                left out.
+            eos: token after each document; None: none.
+            longest: most tokens of a document, without BOS and EOS; a longer one is a DatasetError.
+            strip_tokens: tokens to remove from both ends of each document first, such as separators that the data
+                already has.
+            min_length: least tokens of a document, without BOS and EOS, after `strip_tokens`; a shorter one is left
+                out.
         """
         super().__init__(source)
         self._length = at_least_one("length", length)
@@ -82,7 +85,8 @@ class Chunked(Layer):
 
 
 class Packed(Layer):
-    """Lines of exactly `length` tokens: int64 tensors, filled with the documents of a shard one after the other."""
+    """Lines of exactly `length` tokens, as int64 tensors of shape (length,), filled with a shard's documents in
+    order."""
 
     def __init__(
         self,
@@ -96,24 +100,24 @@ class Packed(Layer):
     ) -> None:
         """
         Args:
-            source: of documents, or pieces of them: as for `Chunked`, which also puts the separators between them.
-            length: tokens of each line, BOS and EOS among them.
-            pad: token that fills the last line of a shard's epoch; None: what is left there is dropped. Over a
-                Repeated source no line is the last one: it goes on with the next epoch.
-            bos: token that each line begins with; put there where the documents do not have it anyway.
-            eos: token that each line ends with, in the same way; before the `pad` of a line that is filled up.
-            split: False: a line ends before a document that would not fit, and is filled up with `pad`; only one that
-                is longer than a line is split.
+            source: documents, or pieces of them: as for `Chunked`, which also puts the separators between them.
+            length: tokens of each line, including BOS and EOS.
+            pad: token that fills the last line of a shard's epoch; None: the rest there is dropped. Over a Repeated
+                source no line is the last one: it continues with the next epoch.
+            bos: first token of each line; added unless the document has it there.
+            eos: last token of each line, likewise; before the `pad` of a line that is padded.
+            split: False ends a line before a document that does not fit, and fills it up with `pad`; only a document
+                longer than a line is split.
         """
         super().__init__(source)
         self._length, self._pad = at_least_one("length", length), _token("pad", pad)
         self._bos, self._eos = _token("bos", bos), _token("eos", eos)
         if self._length <= (bos is not None) + (eos is not None):
             raise InvalidArgumentError(
-                f"length={length}: a line must hold a token beside its BOS and EOS; make it longer"
+                f"length must leave a token beside a line's BOS and EOS, got {length}; make it longer"
             )
         if not split and pad is None:
-            raise InvalidArgumentError("split=False: a line that has room left must be filled up; give its pad token")
+            raise InvalidArgumentError("split=False needs the pad token that fills up lines; give pad")
         self._split = bool(split)
 
     def settings(self) -> dict[str, Any]:
@@ -129,7 +133,7 @@ class Packed(Layer):
 
 
 class _Documents:
-    """The documents of a shard as arrays, and from where to read the present one again."""
+    """Documents of a shard as arrays, and the tokens from which to read them again."""
 
     def __init__(
         self,
@@ -142,20 +146,21 @@ class _Documents:
         strip: frozenset[int] = frozenset(),
         least: int = 1,
     ) -> None:
-        """`strip`: tokens that are taken off both ends. `least`: tokens of a document that is not left out."""
+        """`strip`: tokens to remove from both ends. `least`: least tokens of a document that is not left out."""
         self._strip, self._least = strip, least
         self._name, self._inner, self._shard, self._epoch = type(layer).__name__, inner, shard, epoch
-        self._patience = SearchLimit(layer.source, self._name, shard)
+        self._limit = SearchLimit(layer.source, self._name, shard)
         self._next = index
         self._index, self._before, self.size = index, None, 0
-        """Of the present document; the source's token before it; its tokens."""
+        """Index of the present document; the source's token before it; its number of tokens."""
 
     @property
     def where(self) -> str:
+        """Name of the present document, for messages."""
         return f"{self._name}: document {self._index} of shard {self._shard} in epoch {self._epoch}"
 
     def read(self) -> Ints | None:
-        """The next document that has enough tokens; None if there is none left."""
+        """Return the next document that has enough tokens; None if there is none left."""
         while True:
             before = self._inner.token()
             try:
@@ -166,24 +171,24 @@ class _Documents:
             document = self._stripped(self._array(sample))
             self.size = len(document)
             if self.size >= self._least:
-                self._patience.found()
+                self._limit.found()
                 return document
-            self._patience.nothing()
+            self._limit.nothing()
 
     def present(self) -> tuple[int, Token]:
-        """Index of the present document, and the source's token before it."""
+        """Return the index of the present document, and the source's token before it."""
         return self._index, self._before
 
-    def behind(self) -> tuple[int, Token]:
-        """Index of the next document, and the source's token before it."""
+    def following(self) -> tuple[int, Token]:
+        """Return the index of the next document, and the source's token before it."""
         return self._next, self._inner.token()
 
     def expect(self, what: str, there: int, at: int) -> None:
-        """Raises DatasetError unless the present document, of so many `what`, has one of number `at`."""
+        """Raise DatasetError unless the present document, which has `there` of `what`, has number `at` of them."""
         if at >= there:
             raise DatasetError(
-                f"{self.where} has {there} {what}, but the state stands at {at} of them: these are other data than "
-                "those it was saved with"
+                f"{self.where} has {there} {what}, but the state is at {at} of them: the data differ from those it "
+                "was saved with"
             )
 
     def close(self) -> None:
@@ -200,7 +205,7 @@ class _Documents:
         return document[begin:end]
 
     def _array(self, sample: Any) -> Ints:
-        kind = f"a {type(sample).__name__}"
+        kind = type(sample).__name__
         if isinstance(sample, torch.Tensor):
             sample = sample.numpy(force=True)
         if isinstance(sample, (np.ndarray, list, tuple)):
@@ -208,16 +213,16 @@ class _Documents:
                 array = np.asarray(sample)
             except ValueError:  # lists of lists of different lengths
                 array = np.asarray(sample, object)
-            if array.shape == (0,):  # of no list can be said what it would hold
+            if array.shape == (0,):  # an empty list has no dtype
                 return np.zeros(0, np.int64)
             if array.dtype == np.uint64 and array.size and array.max() > MOST:
-                raise DatasetError(f"{self.where} has a token {array.max()}, more than int64 holds")
+                raise DatasetError(f"{self.where}: tokens must fit int64, got {array.max()}")
             if array.ndim == 1 and array.dtype.kind in "iu":
                 return array.astype(np.int64, copy=False)
             kind = f"{array.dtype} of shape {array.shape}"
         raise DatasetError(
-            f"{self.where} is {kind}; it must be a tensor, an array or a list of integers with one dimension. Use "
-            "Mapped to make its tokens"
+            f"{self.where} must be a tensor, an array or a list of integers with one dimension, got {kind}. Use Mapped "
+            "to make its tokens"
         )
 
 
@@ -228,11 +233,11 @@ class _ChunkedCursor:
         self._documents, self._length, self._longest = documents, length, longest
         self._bos, self._eos = _separator(bos), _separator(eos)
         self._document: Ints | None = None
-        """The open one with its separators; None: to be read."""
+        """Open document with its separators; None: to be read."""
         self._pieces = 0
-        """Of the open document."""
+        """Pieces of the open document."""
         self._piece = piece
-        """The next one of the open document, or of that to be read."""
+        """Number of the next piece, in the open document or in the one to be read."""
 
     def __iter__(self) -> _ChunkedCursor:
         return self
@@ -242,47 +247,48 @@ class _ChunkedCursor:
         if document is None:
             raise StopIteration
         start = self._piece * self._length
-        self._past(1)
+        self._advance(1)
         return torch.from_numpy(document[start : start + self._length])
 
     def skip(self, count: int) -> int:
         left = count
         while left and self._open() is not None:
             passed = min(left, self._pieces - self._piece)
-            self._past(passed)
+            self._advance(passed)
             left -= passed
         return count - left
 
     def token(self) -> Token:
-        index, before = self._documents.behind() if self._document is None else self._documents.present()
+        index, before = self._documents.following() if self._document is None else self._documents.present()
         return {"index": index, "piece": self._piece, "source": before}
 
     def close(self) -> None:
         self._documents.close()
 
     def _open(self) -> Ints | None:
-        """The open document; None behind the last one."""
+        """Return the open document; None after the last one."""
         if self._document is None and (document := self._documents.read()) is not None:
             if self._longest is not None and len(document) > self._longest:
                 raise DatasetError(
-                    f"{self._documents.where} has {len(document)} tokens, more than longest={self._longest}: "
-                    "a document longer than allowed. Allow more, or leave such documents out by Filtered"
+                    f"{self._documents.where} must have at most longest={self._longest} tokens, got {len(document)}. "
+                    "Allow more, or leave such documents out by Filtered"
                 )
-            self._document = np.concatenate([self._bos, document, self._eos])  # ours: pieces may be written to
+            self._document = np.concatenate([self._bos, document, self._eos])  # a copy: pieces are writable
             self._pieces = -(-len(self._document) // self._length)
             self._documents.expect("pieces", self._pieces, self._piece)
         return self._document
 
-    def _past(self, count: int) -> None:
-        """Go on behind so many pieces of the open document."""
+    def _advance(self, count: int) -> None:
+        """Advance by so many pieces of the open document."""
         self._piece += count
         if self._piece == self._pieces:
             self._document, self._piece = None, 0
 
 
 class _PackedCursor:
-    """What is read of the open line is some documents, of which it may begin within the first. Only of that one, and of
-    the last, where the next line may begin, it must be known from where to read them again."""
+    """Cursor of packed lines. The open line's tokens come from some documents, the first of which may begin before it.
+    Only for that one, and for the last, where the next line may begin, it must be known from where to read them
+    again."""
 
     def __init__(
         self,
@@ -297,17 +303,17 @@ class _PackedCursor:
         self._documents, self._length, self._pad, self._split = documents, length, pad, split
         self._bos, self._eos = bos, eos
         self._parts: list[Ints] = []
-        """Tokens that were read from the open line's beginning on."""
+        """Tokens that were read, from the open line's beginning on."""
         self._have = 0
-        """Their number."""
+        """Number of tokens read."""
         self._take = 0
-        """Tokens of them that the open line has, once it is filled."""
+        """Number of tokens in the open line, once it is filled."""
         self._closing = False
-        """The filled line's EOS is put there."""
+        """True if the filled line gets an EOS."""
         self._offset = offset
-        """Of the open line's beginning in its document, which may be still to be read."""
+        """Offset of the open line's beginning in its document, which may still have to be read."""
         self._begin: tuple[int, Token] | None = None
-        """That document's index, and the source's token before it; None: it is still to be read."""
+        """Index of that document, and the source's token before it; None: it still has to be read."""
 
     def __iter__(self) -> _PackedCursor:
         return self
@@ -317,26 +323,26 @@ class _PackedCursor:
             raise StopIteration
         body = np.concatenate(self._parts)[: self._take] if len(self._parts) > 1 else self._parts[0][: self._take]
         line = body.copy() if self._take == self._length else self._with_separators(body)
-        self._past()
+        self._advance()
         return torch.from_numpy(line)
 
     def skip(self, count: int) -> int:
         for passed in range(count):
             if not self._fill():
                 return passed
-            self._past()
+            self._advance()
         return count
 
     def token(self) -> Token:
-        index, before = self._begin or self._documents.behind()
+        index, before = self._begin or self._documents.following()
         return {"index": index, "offset": self._offset, "source": before}
 
     def close(self) -> None:
         self._documents.close()
 
     def _fill(self) -> bool:
-        """Read a line's tokens. False if there are not enough any more."""
-        while self._have < self._room():
+        """Read a line's tokens. Return False if too few are left."""
+        while self._have < self._capacity():
             document = self._documents.read()
             if document is None:
                 break
@@ -348,27 +354,27 @@ class _PackedCursor:
             self._have += len(document)
         if not self._have:
             return False
-        room, before = self._room(), self._have - len(self._parts[-1])
-        taken = min(self._have, room)
+        capacity, before = self._capacity(), self._have - len(self._parts[-1])
+        taken = min(self._have, capacity)
         self._closing = self._needs_eos(self._parts[-1][taken - before - 1])
-        if before and not self._split and (self._have > room or (self._closing and taken == room)):
+        if before and not self._split and (self._have > capacity or (self._closing and taken == capacity)):
             taken, self._closing = before, self._needs_eos(self._parts[-2][-1])
-        self._take = taken - (self._closing and taken == room)
-        return self._take + self._closing == room or self._pad is not None
+        self._take = taken - (self._closing and taken == capacity)
+        return self._take + self._closing == capacity or self._pad is not None
 
     def _needs_eos(self, last: Any) -> bool:
-        """A line whose last token of documents is this one gets an EOS behind it."""
+        """Return True if a line whose last document token is this one gets an EOS after it."""
         return self._eos is not None and int(last) != self._eos
 
-    def _room(self) -> int:
-        """Tokens of documents that the open line has at most: without a BOS that is put before them."""
+    def _capacity(self) -> int:
+        """Return the most document tokens of the open line: one less if it gets a BOS."""
         if self._bos is None or (self._parts and int(self._parts[0][0]) == self._bos):
             return self._length
         return self._length - 1
 
     def _with_separators(self, body: Ints) -> Ints:
         line = np.full(self._length, 0 if self._pad is None else self._pad, np.int64)
-        begin = self._length - self._room()
+        begin = self._length - self._capacity()
         if begin and self._bos is not None:
             line[0] = self._bos
         end = begin + len(body)
@@ -377,8 +383,8 @@ class _PackedCursor:
             line[end] = self._eos
         return line
 
-    def _past(self) -> None:
-        """Go on behind the open line: what is left lies within the document that was read last."""
+    def _advance(self) -> None:
+        """Advance past the open line: the rest lies within the document that was read last."""
         left = self._have - self._take
         self._have, self._parts = left, [self._parts[-1][len(self._parts[-1]) - left :]] if left else []
         self._begin = self._documents.present() if left else None
@@ -388,7 +394,7 @@ class _PackedCursor:
 def _token(name: str, value: int | None) -> int | None:
     number = whole(name, value)
     if number is not None and not -MOST - 1 <= number <= MOST:
-        raise InvalidArgumentError(f"{name}={number}: a token is an int64")
+        raise InvalidArgumentError(f"{name} must be a token, which is an int64, got {number}")
     return number
 
 

@@ -1,8 +1,8 @@
-"""What layers have in common: the shards of the source below, and how tokens, keys and places are handed down.
+"""Common parts of layers: the shards of the source below, and how tokens, keys and places are passed down.
 
-A layer has no state of its own beside what lies in its cursors, so a source and its layers may be opened many times in
-one process. Where a layer uses randomness, its key is made of its own depth in the stack too: two layers of a kind, one
-on top of the other, would undo or repeat each other's choices if they drew the same.
+A layer has no state of its own except in its cursors, so a source and its layers may be opened many times in one
+process. If a layer uses randomness, its key also contains the layer's depth in the stack: two layers of a kind, one on
+top of the other, would otherwise undo or repeat each other's choices.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from penstock.proto.errors import DatasetError, InvalidArgumentError, StateCorru
 
 __all__ = ["Layer", "SearchLimit", "checked", "entered", "is_keyed", "placed", "title"]
 
-PATIENCE = 1_000_000
-"""Samples in a row that may give nothing, of a source that does not end. A predicate that is never true would read on
-for ever; one that is true for one sample of 10,000 gets here once in e^100 times."""
+SEARCHED_SAMPLES = 1_000_000
+"""Most samples in a row of an endless source that may yield nothing. A predicate that is never true would read on for
+ever; one that is true for one sample of 10,000 reaches this limit once in e^100 times."""
 
 
 _LAYERS = ("Chunked", "Filtered", "Grouped", "Mapped", "Packed", "Repeated", "WindowShuffled")
 MOST = 1 << 62
-"""Of any number in a token."""
+"""Exclusive upper bound of every number in a token."""
 
 
 class Layer:
-    """A source that works inside each shard of another one."""
+    """Base of a source that works inside each shard of another one."""
 
     def __init__(self, source: ShardedSource) -> None:
         self.source = checked(source, type(self).__name__)
         self.depth = _depth(source.described()) + 1
-        """Of the stack of sources that ends with this one."""
+        """Depth of the stack of sources that ends with this one."""
 
     @property
     def num_shards(self) -> int:
@@ -46,7 +46,7 @@ class Layer:
         return {"kind": type(self).__name__, **self.settings(), "source": self.source.described()}
 
     def settings(self) -> dict[str, Any]:
-        """What decides the layer's samples, as values of JSON."""
+        """Return what decides the layer's samples, as JSON values."""
         return {}
 
     def lengths(self, epoch: int) -> Sequence[int] | None:
@@ -54,56 +54,56 @@ class Layer:
 
 
 class SearchLimit:
-    """Ends the search for a sample in a shard that has none any more and does not end either."""
+    """Limit of the search for a sample in an endless shard that may have none any more."""
 
     def __init__(self, source: ShardedSource, what: str, shard: int) -> None:
-        self._left = self._most = PATIENCE if source.endless else None
+        self._left = self._most = SEARCHED_SAMPLES if source.endless else None
         self._what, self._shard = what, shard
 
     def found(self) -> None:
         self._left = self._most
 
     def nothing(self, samples: int = 1) -> None:
-        """So many more. Raises DatasetError if these are too many."""
+        """Count samples without a result. Raises DatasetError for too many in a row."""
         if self._left is None:
             return
         self._left -= samples
         if self._left < 0:
             raise DatasetError(
-                f"{self._what} left out {PATIENCE:,} samples of shard {self._shard} in a row, and its source never "
-                "ends. Put Repeated on top of it: that sees an epoch in which there is nothing"
+                f"{self._what} left out {SEARCHED_SAMPLES:,} samples of shard {self._shard} in a row, and its source "
+                "never ends. Put Repeated on top of it, which notices an epoch without samples"
             )
 
 
 def checked(source: ShardedSource, layer: str) -> ShardedSource:
-    """Raises InvalidArgumentError for what is no source in logical shards."""
+    """Return the source. Raises InvalidArgumentError for one without logical shards."""
     if not isinstance(source, ShardedSource):
         raise InvalidArgumentError(
-            f"{layer} reads sources in logical shards, and not a {type(source).__name__}: cut it into shards by "
+            f"{layer} needs a source in logical shards, got {type(source).__name__}: cut it into shards by "
             "LogicalShards or Savable first"
         )
     return source
 
 
 def entered(token: Token | None, layer: str, *names: str) -> tuple[list[int], Token | None]:
-    """These integers of a layer's token, and its source's token; of None: zeros, and None.
+    """Return these integers of a layer's token, and its source's token; zeros and None for no token.
 
-    Raises StateCorruptError if that is no such token.
+    Raises StateCorruptError for an invalid token.
     """
     if token is None:
         return [0] * len(names), None
     if not isinstance(token, Mapping):
-        raise StateCorruptError(f"a token of {layer} that cannot be: {token!r:.200}")
+        raise StateCorruptError(f"the token of {layer} is damaged: {token!r:.200}")
     found = [token.get(name) for name in names]
     numbers = [number for number in found if type(number) is int and 0 <= number < MOST]
     if len(numbers) < len(names):
-        raise StateCorruptError(f"a token of {layer} that cannot be: {dict(zip(names, found, strict=True))}")
+        raise StateCorruptError(f"the token of {layer} is damaged: {dict(zip(names, found, strict=True))}")
     return numbers, token.get("source")
 
 
 def is_keyed(described: Any) -> bool:
-    """Nothing in a stack of sources, by its `described()`, draws from the process's random generators: functions get
-    generators of their own, and so do pieces and streams. Not known of sources that are not ours."""
+    """Return True if nothing in a stack of sources, given by its `described()`, draws from the process's random
+    generators: functions, pieces and streams get generators of their own. False for sources that are not ours."""
     kind = described.get("kind") if isinstance(described, Mapping) else None
     if kind in ("LogicalShards", "Savable"):
         return described["capture_rng"] is True
@@ -115,13 +115,13 @@ def is_keyed(described: Any) -> bool:
 
 
 def placed(place: Place | None, shard: int, shards: int) -> Place:
-    """`place`, or where samples come if nobody says so: a row of all shards' samples, then the next one."""
+    """Return `place`, or the default: one sample of each shard, then the next one of each."""
     return place or (lambda index: index * shards + shard)
 
 
 def title(function: Callable[..., Any], name: str | None) -> str:
-    """How a state names a function: that what it does is still the same cannot be seen. Not by its module, for a main
-    script has another name in the process that runs it."""
+    """Return a function's name for states, which cannot tell whether it still does the same. Without its module,
+    because a main script has another one in the process that runs it."""
     if name is not None:
         return name
     while isinstance(function, partial):

@@ -1,12 +1,12 @@
-"""A function of each sample, and samples left out.
+"""Layers with a function of each sample, and layers that leave samples out.
 
-What can be left out decides what the rest of the stack may know. A `Mapped` gives one sample for each of its source's:
-its lengths are the source's, and passing over samples does not call the function. `Filtered`, and a `Mapped` that may
-skip failures, have to read every sample to know how many there are. So these are separate, and the cheap one is the
-default.
+A layer that may leave samples out changes what the rest of the stack can know. A `Mapped` yields one sample for each of
+its source's: its lengths are the source's, and skipping samples does not call the function. `Filtered`, and a `Mapped`
+that may skip failures, have to read every sample to know how many there are. So these are separate, and the cheap one
+is the default.
 
-Randomness is keyed by the place of the sample in its source: the same sample of the same epoch gets the same generator,
-whoever makes it, and whatever was made before.
+Randomness is keyed by the sample's position in its source: the same sample of the same epoch gets the same generator,
+whichever worker makes it, and whatever was made before.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from penstock.data.arguments import whole
 from penstock.data.ordering.permutation import mix
 from penstock.data.sharded.layers.layer import Layer, SearchLimit, entered, title
 from penstock.data.sharded.protocol import Cursor, Place, ShardedSource, Token
-from penstock.data.stop_iteration import not_an_end
+from penstock.data.stop_iteration import stop_iteration_error
 from penstock.proto.errors import InvalidArgumentError
 from penstock.proto.state.generators import derive_seed
 
@@ -29,20 +29,21 @@ __all__ = ["Filtered", "Mapped", "SkipSample"]
 
 _Function = Callable[..., Any]
 _Taken = Callable[[Any, int], tuple[bool, Any]]
-"""Sample and its index in the source -> whether it stays, and what it becomes."""
+"""Function from a sample and its index in the source to (whether it stays, its value)."""
 
 
 class SkipSample(Exception):
-    """Raised by the function of a `Mapped(..., skip_failures=n)`: leave this sample out, which is no failure."""
+    """Raised by the function of a `Mapped(..., skip_failures=n)` to leave this sample out, without counting a
+    failure."""
 
 
 class _PerSample(Layer):
-    """A layer that calls a function for each sample of its source."""
+    """Base of a layer that calls a function for each sample of its source."""
 
     def __init__(self, source: ShardedSource, function: _Function, random: bool, name: str | None) -> None:
         super().__init__(source)
         if not callable(function):
-            raise InvalidArgumentError(f"{type(self).__name__}: {function!r} is no function")
+            raise InvalidArgumentError(f"{type(self).__name__} needs a function, got {function!r}")
         self._function, self._random, self._name = function, bool(random), title(function, name)
 
     def settings(self) -> dict[str, Any]:
@@ -55,7 +56,12 @@ class _PerSample(Layer):
 
 
 class Mapped(_PerSample):
-    """What a function makes of each sample."""
+    """Samples of a source, each converted by a function.
+
+    For example:
+
+        Mapped(LogicalShards([LineFile(path) for path in paths], shards=240), tokenize)
+    """
 
     def __init__(
         self,
@@ -68,18 +74,18 @@ class Mapped(_PerSample):
     ) -> None:
         """
         Args:
-            fn: sample -> sample. What it raises goes on as it is, with a note that says which sample it was.
-            random: call it as fn(sample, generator), a numpy Generator that depends on the seed, the epoch, and the
-                sample's shard and index. A function that draws from elsewhere gives other samples after a resume.
-            name: of the function in a saved state; None: its qualified name. Change it when the function changes.
-            skip_failures: samples in a row that may fail. Such a sample is left out with a warning; and fn may raise
-                SkipSample to leave one out without. Then lengths are not known, and passing over samples calls fn.
-                Where a failure is an accident of the moment, the order after a resume is another one.
+            fn: sample -> sample. Its exceptions are raised unchanged, with a note that names the sample.
+            random: call it as fn(sample, generator), with a numpy Generator that depends on the seed, the epoch, and
+                the sample's shard and index. A function that draws elsewhere gives other samples after a resume.
+            name: name of the function in a saved state; None: its qualified name. Change it when the function changes.
+            skip_failures: most samples in a row that may fail. Such a sample is left out with a warning; fn may also
+                raise SkipSample to leave one out without. Then lengths are unknown, and skipping samples calls fn.
+                If failures are not reproducible, neither is the order after a resume.
         """
         super().__init__(source, fn, random, name)
         self._skip_failures = whole("skip_failures", skip_failures)
         if self._skip_failures < 0:
-            raise InvalidArgumentError(f"skip_failures={skip_failures}: it must not be negative")
+            raise InvalidArgumentError(f"skip_failures must be at least 0, got {skip_failures}")
 
     def settings(self) -> dict[str, Any]:
         return {**super().settings(), "skip_failures": self._skip_failures}
@@ -92,23 +98,23 @@ class Mapped(_PerSample):
         (index,), inner = entered(token, "Mapped", "index")
         if not self._skip_failures:
             return _EachCursor(self.source.open(shard, epoch, seed, inner, place), call, index)
-        patience = SearchLimit(self.source, f"Mapped {self._name}", shard)
+        limit = SearchLimit(self.source, f"Mapped {self._name}", shard)
         return _SomeCursor(
-            self.source.open(shard, epoch, seed, inner), _Tolerant(call, self._skip_failures), index, patience
+            self.source.open(shard, epoch, seed, inner), _Tolerant(call, self._skip_failures), index, limit
         )
 
 
 class Filtered(_PerSample):
-    """The samples for which a predicate is true."""
+    """Samples of a source for which a predicate is true."""
 
     def __init__(
         self, source: ShardedSource, predicate: _Function, *, random: bool = False, name: str | None = None
     ) -> None:
         """
         Args:
-            predicate: sample -> whether it stays.
+            predicate: sample -> bool, True for a sample that stays.
             random: call it as predicate(sample, generator), as in `Mapped`.
-            name: of the predicate in a saved state; None: its qualified name.
+            name: name of the predicate in a saved state; None: its qualified name.
         """
         super().__init__(source, predicate, random, name)
 
@@ -119,12 +125,12 @@ class Filtered(_PerSample):
         def taken(sample: Any, index: int) -> tuple[bool, Any]:
             return bool(call(sample, index)), sample
 
-        patience = SearchLimit(self.source, f"Filtered {self._name}", shard)
-        return _SomeCursor(self.source.open(shard, epoch, seed, inner), taken, index, patience)
+        limit = SearchLimit(self.source, f"Filtered {self._name}", shard)
+        return _SomeCursor(self.source.open(shard, epoch, seed, inner), taken, index, limit)
 
 
 class _Call:
-    """The user's function with its generator, and a note of the place on what it raises."""
+    """Call of the user's function with its generator; notes the sample's position on exceptions."""
 
     def __init__(self, function: _Function, key: int | None, where: str) -> None:
         self._function, self._key, self.where = function, key, where
@@ -133,17 +139,17 @@ class _Call:
         try:
             if self._key is None:
                 return self._function(sample)
-            # A generator for each sample, and not one that is seeded anew: the function may keep it.
+            # A new generator for each sample, not one that is seeded again: the function may keep it.
             return self._function(sample, np.random.Generator(np.random.PCG64(int(mix(self._key, index)))))
         except StopIteration as error:
-            raise not_an_end(f"{self.where} {index}") from error
+            raise stop_iteration_error(f"{self.where} {index}") from error
         except Exception as error:
             error.add_note(f"{self.where} {index}")
             raise
 
 
 class _Tolerant:
-    """A call that may fail some times in a row."""
+    """Call that may fail some times in a row."""
 
     def __init__(self, call: _Call, most: int) -> None:
         self._call, self._most, self._failed = call, most, 0
@@ -167,7 +173,7 @@ class _Tolerant:
 
 
 class _EachCursor:
-    """One sample for each of the source's."""
+    """Cursor of one sample for each of the source's."""
 
     def __init__(self, inner: Cursor, call: _Call, index: int) -> None:
         self._inner, self._call, self._index = inner, call, index
@@ -182,8 +188,8 @@ class _EachCursor:
             return self._call(sample, self._index - 1)
         except SkipSample as error:
             raise InvalidArgumentError(
-                f"{self._call.where} {self._index - 1}: SkipSample was raised, but this Mapped gives one sample for "
-                "each of its source's; say skip_failures=1 or more, or use Filtered"
+                f"{self._call.where} {self._index - 1}: SkipSample was raised, but this Mapped must yield one sample "
+                "for each of its source's; set skip_failures=1 or more, or use Filtered"
             ) from error
 
     def skip(self, count: int) -> int:
@@ -199,12 +205,12 @@ class _EachCursor:
 
 
 class _SomeCursor:
-    """Those of the source's samples that are taken."""
+    """Cursor of those source samples that stay."""
 
-    def __init__(self, inner: Cursor, taken: _Taken, index: int, patience: SearchLimit) -> None:
-        self._inner, self._taken, self._patience = inner, taken, patience
+    def __init__(self, inner: Cursor, taken: _Taken, index: int, limit: SearchLimit) -> None:
+        self._inner, self._taken, self._limit = inner, taken, limit
         self._index = index
-        """Of the source's next sample."""
+        """Index of the source's next sample."""
 
     def __iter__(self) -> _SomeCursor:
         return self
@@ -214,9 +220,9 @@ class _SomeCursor:
             self._index += 1
             taken, value = self._taken(sample, self._index - 1)
             if taken:
-                self._patience.found()
+                self._limit.found()
                 return value
-            self._patience.nothing()
+            self._limit.nothing()
         raise StopIteration
 
     def skip(self, count: int) -> int:

@@ -1,11 +1,12 @@
-"""Several sources as one, each with its share at every prefix.
+"""Mixture of several sources, each with its share at every prefix.
 
-Which source a sample comes from is a function of its place among the samples of all shards, so there is nothing to
-count and nothing that a change of shape could set back: see mixture_shares.py. What each source has given in a shard is
-in its own token. Shares of tokens depend on how long documents are, so they are counted, for each shard: see
+The source of a sample is a function of its position among the samples of all shards, so nothing is counted that a
+change of topology could reset: see mixture_shares.py. How many samples each source has given in a shard is in the
+source's own token. Shares of tokens depend on the documents' lengths, so they are counted, for each shard: see
 mixture_by_tokens.py.
 
-Two sources may be of the same data. Each gets a seed of its own, or both would give the same samples at the same pace.
+Two sources may be of the same data. Each gets a seed of its own; otherwise both would give the same samples in the same
+order.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from penstock.data.ordering.permutation import Ints
 from penstock.data.sharded.layers.layer import checked, entered, placed
 from penstock.data.sharded.layers.mixture_by_tokens import ByTokens, given_of
 from penstock.data.sharded.layers.mixture_members import MixtureMembers, members_of
-from penstock.data.sharded.layers.mixture_shares import MixtureTurns, Weight, parts_of, turns_of
+from penstock.data.sharded.layers.mixture_shares import MixtureSchedule, Weight, parts_of, schedule_of
 from penstock.data.sharded.layers.repeated import Repeated
 from penstock.data.sharded.protocol import Cursor, Place, ShardedSource, Token
 from penstock.proto.errors import DatasetError, InvalidArgumentError
@@ -32,18 +33,20 @@ Stop = Literal["never", "first", "last"]
 By = Literal["samples", "tokens"]
 
 AT_ONCE = 1 << 14
-"""Samples that are passed over in one go."""
+"""Samples that are skipped in one call."""
 FEW = 16
-"""Samples that are passed over one by one: 1 us each, where arrays take 40 us however few they are."""
+"""Samples that are skipped one by one: 1 us each, where a call with arrays takes 40 us for any number."""
 
 
 class Mixture:
     """Samples of several sources by weight.
 
-    At every prefix of the order in which a ShardLoader deals them, each source has given its share to within one
-    sample. (Below a layer that gives more or fewer samples than it takes, or reads ahead, and below another mixture,
-    that holds only about: so put Packed and WindowShuffled below a mixture, and not on top, and multiply weights out.
-    Below Packed use `by="tokens"`, or sources of long documents get more of the lines than their share.)
+        Mixture([code, text], [0.3, 0.7])
+
+    At every prefix of a ShardLoader's order, each source has given its share to within one sample. This holds only
+    approximately below a layer that yields more or fewer samples than it takes, or reads ahead, and below another
+    mixture: so put Packed and WindowShuffled below a mixture, not on top, and multiply weights out. Below Packed use
+    `by="tokens"`; otherwise sources of long documents get more of the lines than their share.
     """
 
     def __init__(
@@ -51,26 +54,26 @@ class Mixture:
     ) -> None:
         """
         Args:
-            sources: with the same number of shards.
-            weights: one for each source, not negative, in any unit; a source of weight 0 is never read. They are taken
-                as what their decimal text says (0.1 is a tenth) if that makes no more than 65,536 parts, and else
-                rounded to so many. A saved state names the parts.
-            stop: "never": finite sources are read again and again, each by itself. "first": a shard ends where the
-                turn comes to a source that has no more there. "last": such a source leaves that shard's turns to the
-                others, by their weights, until none has any.
-            by: what the weights are shares of. "tokens": the sources are of documents (tensors, arrays or lists of
-                integers with one dimension), whole ones come, and at every prefix of a shard each source has given its
-                share of the tokens to within one document of the longest. One document of each source is read ahead.
+            sources: sources with the same number of shards.
+            weights: one for each source, at least 0, in any unit; a source of weight 0 is never read. They are taken as
+                their decimal text (0.1 is a tenth) if that makes at most 65,536 parts, and otherwise rounded to that
+                many. A saved state names the parts.
+            stop: "never": finite sources are repeated, each by itself. "first": a shard ends at the turn of a source
+                that has no more samples there. "last": such a source leaves that shard's turns to the others, by their
+                weights, until all have ended.
+            by: unit of the weights. "tokens": the sources are of documents (tensors, arrays or lists of integers with
+                one dimension), which are yielded whole, and at every prefix of a shard each source has given its share
+                of the tokens to within one document of the longest. One document of each source is read ahead.
 
-        Raises InvalidArgumentError for settings that cannot be meant.
+        Raises InvalidArgumentError for invalid arguments.
         """
         one_of("stop", stop, get_args(Stop))
         one_of("by", by, get_args(By))
         if not isinstance(sources, Sized) or not isinstance(weights, Sized):
-            raise InvalidArgumentError("a mixture has a list of sources and a list of weights")
+            raise InvalidArgumentError("a mixture needs a list of sources and a list of weights")
         if len(sources) != len(weights) or not sources:
             raise InvalidArgumentError(
-                f"a mixture of {len(sources)} sources with {len(weights)} weights: give one each"
+                f"a mixture needs one weight for each source, got {len(sources)} sources and {len(weights)} weights"
             )
         shards = [checked(source, "Mixture").num_shards for source in sources]
         if len(set(shards)) > 1:
@@ -82,7 +85,7 @@ class Mixture:
         endless = [number for number, source in enumerate(sources) if source.endless]
         if endless and stop != "never":
             raise InvalidArgumentError(
-                f"stop={stop!r}, but sources[{endless[0]}] never ends: use stop='never', or mix what is repeated"
+                f"stop={stop!r}, but sources[{endless[0]}] never ends: use stop='never', or mix what is below Repeated"
             )
         self._parts, self._stop, self._by = parts_of(weights), stop, by
         self.sources = [Repeated(source) if stop == "never" and not source.endless else source for source in sources]
@@ -105,8 +108,8 @@ class Mixture:
         }
 
     def lengths(self, epoch: int) -> Sequence[int] | None:
-        """Those of all sources together if all are read to their end. Where a shard ends with the first depends on the
-        places of its samples."""
+        """Return the sum of all sources' lengths, if all are read to their end. With stop="first" the end of a shard
+        depends on the positions of its samples."""
         if self._stop != "last":
             return None
         total = np.zeros(self.num_shards, np.int64)
@@ -134,7 +137,7 @@ class Mixture:
 
 
 class _Places:
-    """Where a shard's samples come among those of all shards, one by one or many at a time."""
+    """Positions of a shard's samples among those of all shards, one by one or many at a time."""
 
     def __init__(self, place: Place | None, shard: int, shards: int) -> None:
         self._given, self._shard, self._shards = place, shard, shards
@@ -152,14 +155,14 @@ class _Cursor:
     ) -> None:
         self._members, self._parts, self._ended, self._stop = members, parts, ended, stop
         self._index, self._places = index, places
-        self._turns = self._live_schedule()
+        self._schedule = self._live_schedule()
 
     def __iter__(self) -> _Cursor:
         return self
 
     def __next__(self) -> Any:
-        while self._turns is not None:
-            number = self._turns.at(self._places.at(self._index))
+        while self._schedule is not None:
+            number = self._schedule.at(self._places.at(self._index))
             for sample in self._members.moving(number):
                 self._index += 1
                 return sample
@@ -168,8 +171,8 @@ class _Cursor:
 
     def skip(self, count: int) -> int:
         left = count
-        while left and self._turns is not None:
-            left -= self._skip_some(1 if left <= FEW else min(left, AT_ONCE), self._turns)
+        while left and self._schedule is not None:
+            left -= self._skip_some(1 if left <= FEW else min(left, AT_ONCE), self._schedule)
         return count - left
 
     def token(self) -> Token:
@@ -178,23 +181,24 @@ class _Cursor:
     def close(self) -> None:
         self._members.close()
 
-    def _skip_some(self, count: int, turns: MixtureTurns) -> int:
-        """Pass over so many samples, or up to where a source has no more at its turn; then it is noted."""
+    def _skip_some(self, count: int, schedule: MixtureSchedule) -> int:
+        """Skip so many samples, or up to the first source without a sample at its turn, which is then marked as
+        ended."""
         if count == 1:
-            number = turns.at(self._places.at(self._index))
+            number = schedule.at(self._places.at(self._index))
             passed = self._members.moving(number).skip(1)
             if not passed:
                 self._end(number)
             self._index += passed
             return passed
-        order = turns.many(self._places.many(self._index, count))
+        order = schedule.many(self._places.many(self._index, count))
         before = self._members.tokens() if self._stop != "never" else []
         passed, ending = self._skip_each(order), None
         if passed < count and self._stop == "never":
             self._end(int(order[passed]))
-        if passed < count:  # others went too far meanwhile, to places behind the one where the turns change
+        if passed < count:  # other sources went too far, to positions after the one where the schedule changes
             ending = int(order[passed])
-            self._members.back(before)
+            self._members.restore(before)
             self._skip_each(order[:passed])
         self._index += passed
         if ending is not None:
@@ -202,8 +206,7 @@ class _Cursor:
         return passed
 
     def _skip_each(self, order: Ints) -> int:
-        """Pass over each source's turns in this order. Returns how many turns come before the first that its source has
-        no sample for."""
+        """Skip each source's turns in this order. Return how many turns come before the first one without a sample."""
         whole = len(order)
         for number, turns in enumerate(np.bincount(order, minlength=len(self._parts)).tolist()):
             if turns and (passed := self._members.moving(number).skip(turns)) < turns:
@@ -212,12 +215,12 @@ class _Cursor:
 
     def _end(self, number: int) -> None:
         if self._stop == "never":
-            raise DatasetError(f"sources[{number}] of a mixture said that it never ends, and has ended")
+            raise DatasetError(f"sources[{number}] of a mixture is declared endless, but has ended")
         self._ended.add(number)
         self._members.drop(number)
-        self._turns = self._live_schedule()
+        self._schedule = self._live_schedule()
 
-    def _live_schedule(self) -> MixtureTurns | None:
-        """Of the sources that have not ended; None if the mixture has."""
+    def _live_schedule(self) -> MixtureSchedule | None:
+        """Return the schedule of the sources that have not ended; None if the mixture has."""
         live = tuple(0 if number in self._ended else part for number, part in enumerate(self._parts))
-        return turns_of(live) if any(live) and not (self._stop == "first" and self._ended) else None
+        return schedule_of(live) if any(live) and not (self._stop == "first" and self._ended) else None

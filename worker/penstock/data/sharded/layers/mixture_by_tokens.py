@@ -1,13 +1,14 @@
-"""The turns of a mixture whose weights are shares of tokens.
+"""Schedule of a mixture whose weights are shares of tokens.
 
-Documents come whole, so a share can be kept to within one of them, and is: a source whose tokens are no more than its
-share of those so far may be next, and of these the one whose next document would be due first in a mixture that gives
-all of them a token at a time. That is worst-case fair weighted fair queueing (J. Bennett and H. Zhang, "WF2Q", INFOCOM
-1996), whose bound is the longest document, both ways, for any number of sources; going by the largest arrears alone
-would let a source fall behind further with each one more. To know when a document is due, its length must be
-known: one of each source is read ahead. A saved place lies before it, so nothing that was read ahead is lost.
+Documents come whole, so a share can be kept to within one of them, and is. A source whose tokens do not exceed its
+share of those so far may be next. Of these the next is the one whose next document would finish first in a mixture that
+gives all of them a token at a time. This is worst-case fair weighted fair queueing (J. Bennett and H. Zhang, "WF2Q",
+INFOCOM 1996), whose bound is the longest document, both ways, for any number of sources; choosing by the largest
+arrears alone would let a source fall behind further with each additional source. To know when a document would finish,
+its length must be known: one of each source is read ahead. A saved position lies before it, so nothing that was read
+ahead is lost.
 
-All of it is integers, and counted in each shard by itself: a shard moves as a whole, with what its sources have given.
+All of it is integers, and counted in each shard by itself: a shard moves as a whole, with its sources' counts.
 """
 
 from __future__ import annotations
@@ -26,17 +27,17 @@ __all__ = ["ByTokens", "given_of"]
 
 
 def given_of(token: Token | None, count: int) -> list[int]:
-    """Tokens that each of so many sources has given. Raises StateCorruptError for a token that does not say it."""
+    """Return the tokens that each of `count` sources has given. Raises StateCorruptError for an invalid token."""
     if token is None:
         return [0] * count
     given = token.get("given")
     if isinstance(given, list) and len(given) == count and all(type(n) is int and 0 <= n < MOST for n in given):
         return list(given)
-    raise StateCorruptError(f"a token of a Mixture of {count} sources by tokens that cannot be: {token!r:.200}")
+    raise StateCorruptError(f"the token of a Mixture of {count} sources by tokens is damaged: {token!r:.200}")
 
 
 class ByTokens:
-    """The cursor of a mixture's shard."""
+    """Cursor of a mixture's shard."""
 
     def __init__(
         self,
@@ -51,7 +52,7 @@ class ByTokens:
         self._members, self._parts, self._ended, self._stop = members, parts, ended, stop
         self._index, self._given, self._where = index, given, where
         self._next: dict[int, tuple[int, Any, Token]] = {}
-        """Source -> tokens of its next document, the document, and the source's token before it."""
+        """Next document of each source: its number of tokens, the document, and the source's token before it."""
         self._over = False
 
     def __iter__(self) -> ByTokens:
@@ -89,7 +90,7 @@ class ByTokens:
         return document
 
     def _due(self) -> int | None:
-        """The source whose turn it is; None if the shard is over."""
+        """Return the source of the next document; None if the shard has ended."""
         while not self._over:
             live = [number for number, part in enumerate(self._parts) if part and number not in self._ended]
             missing = [number for number in live if number not in self._next and not self._read(number)]
@@ -102,30 +103,30 @@ class ByTokens:
         return None
 
     def _first_due(self, live: list[int]) -> int:
-        whole, dealt = sum(self._parts[number] for number in live), sum(self._given[number] for number in live)
+        whole, total = sum(self._parts[number] for number in live), sum(self._given[number] for number in live)
         best, due = -1, 0
         for number in live:
             given, part = self._given[number], self._parts[number]
-            if given * whole > part * dealt:
-                continue  # ahead of its share
+            if given * whole > part * total:
+                continue  # above its share
             until = given + (self._next[number][0] if number in self._next else 0)
             if best < 0 or until * self._parts[best] < due * part:
                 best, due = number, until
         return best
 
     def _read(self, number: int) -> bool:
-        """Read a source's next document. False if it has none."""
+        """Read a source's next document. Return False if it has none."""
         cursor = self._members.moving(number)
         before = cursor.token()
         for document in cursor:
             self._next[number] = (self._length(document, number), document, before)
             return True
         if self._stop == "never":
-            raise DatasetError(f"sources[{number}] of a mixture said that it never ends, and has ended")
+            raise DatasetError(f"sources[{number}] of a mixture is declared endless, but has ended")
         return False
 
     def _end(self, numbers: list[int]) -> None:
-        """Leave the turns of these to the others, whose shares are those of what comes from here on."""
+        """Leave the turns of these sources to the others, whose shares count from here on."""
         for number in numbers:
             self._ended.add(number)
             self._members.drop(number)
@@ -137,6 +138,7 @@ class ByTokens:
         if isinstance(document, (list, tuple)):
             return len(document)
         raise DatasetError(
-            f"sources[{number}] of a mixture by tokens, {self._where}: a {type(document).__name__}; it must be a "
-            "tensor, an array or a list of integers with one dimension. Use Mapped to make its tokens, or by='samples'"
+            f"sources[{number}] of a mixture by tokens, {self._where}: each sample must be a tensor, an array or a "
+            f"list of integers with one dimension, got {type(document).__name__}. Use Mapped to make its tokens, or "
+            "by='samples'"
         )

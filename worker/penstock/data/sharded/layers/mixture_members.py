@@ -1,4 +1,4 @@
-"""The sources of a mixture, each read along by a cursor of its own in one shard; and their part of its tokens."""
+"""Sources of a mixture, each read by a cursor of its own in one shard; and their part of the mixture's tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["MixtureMembers", "members_of"]
 
 
 def members_of(token: Token | None, count: int) -> tuple[list[Token | None], set[int]]:
-    """The tokens of so many sources, and which have ended. Raises StateCorruptError if there are not so many."""
+    """Return the tokens of `count` sources, and which have ended. Raises StateCorruptError for another number."""
     if token is None:
         return [None] * count, set()
     tokens, ended = token.get("sources"), token.get("ended")
@@ -19,11 +19,11 @@ def members_of(token: Token | None, count: int) -> tuple[list[Token | None], set
         numbers = {number for number in ended if type(number) is int and 0 <= number < count}
         if len(numbers) == len(ended):
             return tokens, numbers
-    raise StateCorruptError(f"a token of a Mixture of {count} sources that cannot be: {token!r:.200}")
+    raise StateCorruptError(f"the token of a Mixture of {count} sources is damaged: {token!r:.200}")
 
 
 class MixtureMembers:
-    """The sources' cursors: opened when they are needed, asked for a token when they have moved."""
+    """Cursors of the sources: opened on demand, asked for a token when they have moved."""
 
     def __init__(self, opened: Callable[[int, Token | None], Cursor], tokens: Sequence[Token | None]) -> None:
         self._opened, self._tokens = opened, list(tokens)
@@ -31,7 +31,7 @@ class MixtureMembers:
         self._moved: set[int] = set()
 
     def moving(self, number: int) -> Cursor:
-        """The cursor, to be moved."""
+        """Return a source's cursor, which the caller is going to move."""
         if number not in self._cursors:
             self._cursors[number] = self._opened(number, self._tokens[number])
         self._moved.add(number)
@@ -43,13 +43,13 @@ class MixtureMembers:
         self._moved.clear()
         return self._tokens.copy()
 
-    def back(self, tokens: Sequence[Token | None]) -> None:
-        """To where these were taken."""
+    def restore(self, tokens: Sequence[Token | None]) -> None:
+        """Go back to where these tokens were taken."""
         self.close()
         self._tokens = list(tokens)
 
     def drop(self, number: int) -> None:
-        """One that has ended: nobody will ask where it was."""
+        """Close the cursor of a source that has ended; its token is not needed any more."""
         cursor = self._cursors.pop(number, None)
         if cursor is not None:
             cursor.close()

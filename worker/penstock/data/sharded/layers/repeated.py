@@ -1,7 +1,7 @@
-"""A finite source, again and again: each shard goes on with its next epoch by itself.
+"""Repetition of a finite source: each shard begins its next epoch by itself.
 
-Shards do not wait for each other. The end of a shard's epoch is no end of anything else: a window, a line of packed
-tokens or a mixture on top of it goes on across it, and no worker has to be told.
+Shards do not wait for each other. The end of a shard's epoch is not the end of anything else: a window, a line of
+packed tokens or a mixture on top of it continues across it, and no worker has to be notified.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ class Repeated(Layer):
     def __init__(self, source: ShardedSource) -> None:
         """
         Args:
-            source: each of its shards must have a sample in every epoch. One that has none is a DatasetError when it
-                is read: with fewer shards each has more.
+            source: each of its shards must have a sample in every epoch. One without is a DatasetError when it is read:
+                use fewer shards, so that each has more.
 
-        Raises InvalidArgumentError for a source that never ends anyway.
+        Raises InvalidArgumentError for a source that is already endless.
         """
         super().__init__(source)
         if source.endless:
-            raise InvalidArgumentError("Repeated: this source never ends as it is")
+            raise InvalidArgumentError("Repeated needs a finite source; this one is already endless")
         few = _fewer(source.described())
         if few:
             raise InvalidArgumentError(
@@ -46,7 +46,7 @@ class Repeated(Layer):
 
 
 def _fewer(described: Any) -> str:
-    """What there is less of than shards, so that some shard is empty in each epoch; "" for nothing."""
+    """Return what is fewer than the shards, so that some shard is empty in each epoch; "" for nothing."""
     while isinstance(described, Mapping):
         if described.get("kind") == "LogicalShards":
             by_position = described["cut"] == "by position"

@@ -1,8 +1,8 @@
-"""Layers that hold some samples of a shard at a time: a shuffle, and batches of samples that are alike.
+"""Layers that hold some samples of a shard at a time: a shuffle, and lists of samples that are alike.
 
-A reservoir that draws from what it holds depends on all that was drawn before, so its content is its state; so do
-buckets that fill up. Here each window of samples is arranged by itself, and the state is where the window begins, and
-how much of it was given. A resume reads one window again.
+A reservoir that draws from its content depends on all earlier draws, so its content is its state; so do buckets that
+fill up. Here each window of samples is arranged by itself, and the state is where the window begins, and how much of it
+was yielded. A resume reads one window again.
 """
 
 from __future__ import annotations
@@ -16,24 +16,29 @@ from penstock.data.arguments import at_least_one
 from penstock.data.ordering.permutation import mix
 from penstock.data.sharded.layers.layer import Layer, SearchLimit, entered, title
 from penstock.data.sharded.protocol import Cursor, Place, ShardedSource, Token
-from penstock.data.stop_iteration import no_end
+from penstock.data.stop_iteration import forbid_stop_iteration
 from penstock.proto.errors import DatasetError
 from penstock.proto.state.generators import derive_seed
 
 __all__ = ["Grouped", "WindowShuffled"]
 
 _Arrange = Callable[[list[Any], int], list[Any]]
-"""A window's samples and its number -> what is given of it."""
+"""Function from a window's samples and its number to what is yielded for it."""
 
 
 class WindowShuffled(Layer):
-    """The samples of each shard, shuffled within windows."""
+    """Samples of each shard, shuffled within windows.
+
+    For example:
+
+        WindowShuffled(source, window=10_000)
+    """
 
     def __init__(self, source: ShardedSource, window: int) -> None:
         """
         Args:
-            window: samples of a shard that are shuffled with each other. Those of an epoch's end are fewer; over a
-                Repeated source windows go on across it. A worker holds one window for each shard that it reads.
+            window: samples of a shard that are shuffled with each other; fewer at an epoch's end. Over a Repeated
+                source windows continue across it. A worker holds one window for each shard that it reads.
         """
         super().__init__(source)
         self._window = at_least_one("window", window)
@@ -48,12 +53,12 @@ class WindowShuffled(Layer):
         (number, done), inner = entered(token, "WindowShuffled", "window", "done")
         key = derive_seed(seed, "windows", self.depth, epoch, shard)
         where = f"shard {shard}, epoch {epoch}"
-        # Not with the place: samples are dealt in another order than they are read, so a mixture below would keep its
-        # shares at places that are not theirs.
+        # Without the place: samples are yielded in another order than they are read, so a mixture below would keep its
+        # shares at the wrong positions.
         cursor = self.source.open(shard, epoch, seed, inner)
 
         def shuffled(samples: list[Any], number: int) -> list[Any]:
-            # All of it at once: sorting by random words is faster than a network that finds each by itself.
+            # All at once: sorting by random words is faster than a network that computes each position by itself.
             order = np.argsort(mix(key, number, np.arange(len(samples))), kind="stable")
             return [samples[at] for at in order.tolist()]
 
@@ -61,10 +66,10 @@ class WindowShuffled(Layer):
 
 
 class Grouped(Layer):
-    """Lists of samples that are alike: of one topology, language, or length, say. Each shard makes its own.
+    """Lists of samples that are alike, for example of one shape, language or length. Each shard makes its own.
 
-    Samples with the same key are put together, within windows; so what is held is bounded, and a rare key waits for its
-    window's end at most. For a ShardLoader with `unbatched=True`, behind a Mapped that collates.
+    Samples with the same key are put together within windows, so memory is bounded, and a rare key waits at most for
+    its window's end. For a ShardLoader with `unbatched=True`, below a Mapped that collates.
     """
 
     def __init__(
@@ -79,11 +84,11 @@ class Grouped(Layer):
     ) -> None:
         """
         Args:
-            key: sample -> what those of a list have in common.
-            size: samples of a list. They come when a key has so many, in that order.
+            key: function from a sample to what the samples of a list have in common.
+            size: samples of a list. Lists come in the order in which they are complete.
             window: samples of a shard among which lists are made.
-            drop_rest: leave out what makes no whole list in its window; otherwise it comes last, in shorter lists.
-            name: of the key, in states; None: its qualified name.
+            drop_rest: True leaves out incomplete lists of a window; otherwise they come last.
+            name: name of the key in states; None: its qualified name.
         """
         super().__init__(source)
         self._key, self._name, self._rest = key, title(key, name), not drop_rest
@@ -95,15 +100,15 @@ class Grouped(Layer):
     def open(self, shard: int, epoch: int, seed: int, token: Token | None = None, place: Place | None = None) -> Cursor:
         (number, done), inner = entered(token, "Grouped", "window", "done")
         cursor = self.source.open(shard, epoch, seed, inner)
-        patience = SearchLimit(self.source, f"Grouped {self._name}", shard)
+        limit = SearchLimit(self.source, f"Grouped {self._name}", shard)
         where = f"shard {shard}, epoch {epoch}"
-        return _Cursor(cursor, self._window, self._grouped, number, done, where, patience)
+        return _Cursor(cursor, self._window, self._grouped, number, done, where, limit)
 
     def _grouped(self, samples: list[Any], number: int) -> list[Any]:
         open_lists: dict[Hashable, list[Any]] = {}
         full = []
         for sample in samples:
-            with no_end(f"the key of Grouped {self._name}"):
+            with forbid_stop_iteration(f"the key of Grouped {self._name}"):
                 key = self._key(sample)
             group = open_lists.setdefault(key, [])
             group.append(sample)
@@ -121,19 +126,19 @@ class _Cursor:
         number: int,
         done: int,
         where: str,
-        patience: SearchLimit | None = None,
+        limit: SearchLimit | None = None,
     ) -> None:
-        """`patience`: where it may be that nothing is given of a window; else it gives as many as it has."""
+        """`limit`: given if a window may yield nothing; otherwise it yields as many samples as it has."""
         self._inner, self._window, self._arrange, self._where = inner, window, arrange, where
-        self._patience = patience
+        self._limit = limit
         self._number = number
-        """Of the open window."""
+        """Number of the open window."""
         self._done = done
-        """Of what it gives, so many were given."""
+        """Number of items that the open window has yielded."""
         self._held: list[Any] | None = None
-        """What it gives, in that order; None: it is still to be read."""
+        """Items of the open window in order; None: it still has to be read."""
         self._begin: Token | None = None
-        """The source's token before the window that is held."""
+        """Token of the source before the window that is held."""
 
     def __iter__(self) -> _Cursor:
         return self
@@ -142,14 +147,14 @@ class _Cursor:
         held = self._hold()
         if self._done >= len(held):
             raise StopIteration
-        sample, held[self._done] = held[self._done], None  # what was given is not kept alive by the window
-        self._past(1)
+        sample, held[self._done] = held[self._done], None  # the window must not keep alive what it yielded
+        self._advance(1)
         return sample
 
     def skip(self, count: int) -> int:
         left = count
         while left:
-            if self._patience is None and self._held is None and not self._done and left >= self._window:
+            if self._limit is None and self._held is None and not self._done and left >= self._window:
                 passed = self._inner.skip(self._window)
                 self._number += passed > 0
                 left -= passed
@@ -159,7 +164,7 @@ class _Cursor:
                 passed = min(left, len(self._hold()) - self._done)
                 if not passed:
                     break
-                self._past(passed)
+                self._advance(passed)
                 left -= passed
         return count - left
 
@@ -172,26 +177,26 @@ class _Cursor:
         self._inner.close()
 
     def _hold(self) -> list[Any]:
-        """What the open window gives; nothing behind the last one."""
+        """Return the items of the open window; none after the last one."""
         while self._held is None:
             self._begin = self._inner.token()
             read = [sample for _, sample in zip(range(self._window), self._inner, strict=False)]
             held = self._arrange(read, self._number)
             if self._done and self._done >= len(held):
                 raise DatasetError(
-                    f"{self._where}: window {self._number} has {len(held)} samples, but the state stands at "
-                    f"{self._done} of them: these are other data than those it was saved with"
+                    f"{self._where}: window {self._number} has {len(held)} samples, but the state is at {self._done} "
+                    "of them: the data differ from those it was saved with"
                 )
-            if held or len(read) < self._window or self._patience is None:
+            if held or len(read) < self._window or self._limit is None:
                 self._held = held
-            else:  # all of it is left out
+            else:  # everything in it was left out
                 self._number += 1
-                self._patience.nothing(len(read))
-        if self._patience is not None:
-            self._patience.found()
+                self._limit.nothing(len(read))
+        if self._limit is not None:
+            self._limit.found()
         return self._held
 
-    def _past(self, count: int) -> None:
+    def _advance(self, count: int) -> None:
         self._done += count
         if self._held is not None and self._done == len(self._held):
             self._number, self._done, self._held = self._number + 1, 0, None

@@ -1,11 +1,11 @@
-"""A shard of indexable pieces: a range of positions in the order of all their records.
+"""Shard of indexable pieces: a range of positions in the order of all their records.
 
-The order of an epoch is a function (ordering/order.py), and shard l of L has the positions from floor(l N / L) to
-floor((l + 1) N / L) of it: in whole numbers, so that each record is in one shard, whatever N and L are. A cursor is a
+The order of an epoch is a function (ordering/sharded_order.py), and shard l of L has its positions from floor(l N / L)
+to floor((l + 1) N / L): in whole numbers, so that each record is in one shard, whatever N and L are. A cursor is a
 number, and skips by adding to it.
 
-A record that user code reads has the process's random generators for itself, seeded by (seed, epoch, position): random
-augmentation is the same in whatever shard or worker it comes, and whatever was read before it.
+While user code reads a record, the process's random generators are the record's own, seeded by (seed, epoch, position):
+random augmentation does not depend on the shard or worker, nor on what was read before.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from penstock.data.sharded.sources.pieces import Pieces
 from penstock.data.sharded.sources.randomness import OwnGenerators
 from penstock.proto.errors import StateCorruptError
 
-__all__ = ["PieceParts", "RangeCursor", "cut"]
+__all__ = ["PieceParts", "RangeCursor", "shard_range"]
 
-FOUND_AT_ONCE = 1024
-"""Positions whose records are found in one go: it takes 0.1 us each then."""
-LOOKED_AT = 256
-"""Positions, of those ahead, by which the parts that are needed next are found."""
+POSITIONS_PER_CALL = 1024
+"""Positions whose records are looked up in one call, which takes 0.1 us each."""
+EXAMINED_POSITIONS = 256
+"""Positions, of those ahead, that are examined to find the parts needed next."""
 
 
-def cut(records: int, shards: int, shard: int) -> tuple[int, int]:
-    """Where a shard begins and ends among so many records."""
+def shard_range(records: int, shards: int, shard: int) -> tuple[int, int]:
+    """Return where a shard begins and ends among so many records."""
     return shard * records // shards, (shard + 1) * records // shards
 
 
 class PieceParts:
-    """The parts of all pieces in a row: one for each piece, and of a StreamingDataset one for each of its shards."""
+    """Parts of all pieces in a row: one for each piece, and for a StreamingDataset one for each of its shards."""
 
     def __init__(self, pieces: Pieces) -> None:
         self.pieces = pieces
@@ -51,27 +51,27 @@ class PieceParts:
         self._first_parts = np.cumsum(counts) - counts
         self._streaming = [n for n in range(len(pieces)) if pieces.streaming(n) is not None]
         self._wanted: dict[int, Ints] = {}
-        """Of each cursor that reads ahead, the parts that it needs next."""
+        """Parts that each prefetching cursor needs next."""
 
     def found(self, ids: Ints) -> list[tuple[int, int]]:
-        """(piece, offset in it) of records."""
+        """Return (piece, offset in it) of records."""
         piece = np.searchsorted(self._starts, ids, side="right") - 1
         return list(zip(piece.tolist(), (ids - self._starts[piece]).tolist(), strict=True))
 
     @property
     def fetches(self) -> bool:
-        """Some piece is fetched from elsewhere."""
+        """True if some piece is fetched from a remote."""
         return bool(self._streaming)
 
     def want(self, cursor: int, parts: Ints) -> None:
-        """Have these fetched in the background, the first ones first; an empty array ends what the cursor wanted."""
+        """Prefetch these parts in this order; an empty array ends the cursor's prefetch."""
         if parts.size:
             self._wanted[cursor] = parts
         else:
             self._wanted.pop(cursor, None)
         longest = max((len(own) for own in self._wanted.values()), default=0)
-        turns = [own[turn] for turn in range(longest) for own in self._wanted.values() if turn < len(own)]
-        wanted = np.fromiter(dict.fromkeys(turns), np.int64)
+        in_turn = [own[rank] for rank in range(longest) for own in self._wanted.values() if rank < len(own)]
+        wanted = np.fromiter(dict.fromkeys(in_turn), np.int64)
         owner = np.searchsorted(self._first_parts, wanted, side="right") - 1
         for number in self._streaming:
             dataset = self.pieces.streaming(number)
@@ -83,7 +83,7 @@ class PieceParts:
 
 
 class RangeCursor(Iterator[Any]):
-    """Positions [begin, end) of an epoch's order, read along."""
+    """Positions [begin, end) of an epoch's order, read sequentially."""
 
     def __init__(
         self,
@@ -96,18 +96,18 @@ class RangeCursor(Iterator[Any]):
         token: Token,
         key: int | None = None,
     ):
-        """`order`: None where there is no record at all. `ahead`: positions whose parts are fetched. `key`: of the
-        random generators that a record has for itself; None: it has none."""
+        """`order`: None if there are no records at all. `ahead`: positions whose parts are prefetched. `key`: key of
+        the random generators that are a record's own; None: none are."""
         if token is not None and (type(token) is not int or not 0 <= token <= end - begin):
-            raise StateCorruptError(f"a place in a shard of {end - begin} records that cannot be: {token!r:.200}")
+            raise StateCorruptError(f"the token of a shard of {end - begin} records is damaged: {token!r:.200}")
         self._parts, self._order, self._epoch, self._ahead = parts, order, epoch, ahead
         self._begin, self._end, self._at = begin, end, begin + (token or 0)
         self._found: list[tuple[int, int]] = []
         self._found_from = begin
         self._key, self._seeds = key, list[Seeds]()
         self._random: OwnGenerators | None = None
-        self._looked = -1
-        """Position from which was last looked ahead."""
+        self._prefetched_from = -1
+        """Position of the last prefetch; -1 for none."""
 
     def __next__(self) -> Any:
         if self._at >= self._end:
@@ -144,23 +144,24 @@ class RangeCursor(Iterator[Any]):
 
     def close(self) -> None:
         self._found, self._found_from, self._seeds = [], self._begin, []
-        if self._looked >= 0:
-            self._looked = -1
+        if self._prefetched_from >= 0:
+            self._prefetched_from = -1
             self._parts.want(id(self), np.zeros(0, np.int64))
         self._parts.pieces.left(id(self))
 
     def __del__(self) -> None:
-        if hasattr(self, "_looked"):  # its making went so far
+        if hasattr(self, "_prefetched_from"):  # __init__ got that far
             self.close()
 
     def _find(self) -> None:
         assert self._order is not None
         self._parts.pieces.read_by(id(self))
-        if self._parts.fetches and (self._looked < 0 or self._at - self._looked >= self._ahead // 4):
-            self._looked = self._at
+        last = self._prefetched_from
+        if self._parts.fetches and (last < 0 or self._at - last >= self._ahead // 4):
+            self._prefetched_from = self._at
             last = min(self._end, self._at + self._ahead)
-            at = np.unique(np.linspace(self._at, last - 1, min(LOOKED_AT, last - self._at)).astype(np.int64))
+            at = np.unique(np.linspace(self._at, last - 1, min(EXAMINED_POSITIONS, last - self._at)).astype(np.int64))
             self._parts.want(id(self), self._order.shards(self._epoch, at))
-        end = min(self._end, self._at + FOUND_AT_ONCE)
+        end = min(self._end, self._at + POSITIONS_PER_CALL)
         self._found = self._parts.found(self._order.ids(self._epoch, np.arange(self._at, end)))
         self._found_from, self._seeds = self._at, []

@@ -1,8 +1,8 @@
 """Any set of pieces as L logical shards, which move between workers as wholes.
 
-Where all pieces are indexable, records are cut by position (indexed_pieces.py): shards are equally long to one record,
-a place is a number, and to skip is to add. Where one is not, whole pieces are dealt (sequential_pieces.py) and read
-along (opaque.py). Which of the two it is, is found here, with what both are described by.
+If all pieces are indexable, records are cut by position (indexed_pieces.py): shards are equally long to one record, a
+position is a number, and skipping is addition. If any is not, whole pieces are given to shards (sequential_pieces.py)
+and read sequentially (opaque.py). This module decides between the two, and describes both.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from penstock.data.arguments import at_least_one
 from penstock.data.loading.streaming_loader import BLOCK
 from penstock.data.ordering.sharded_order import ShardedOrder
 from penstock.data.sharded.protocol import Cursor, Place, Token
-from penstock.data.sharded.sources.indexed_pieces import PieceParts, RangeCursor, cut
+from penstock.data.sharded.sources.indexed_pieces import PieceParts, RangeCursor, shard_range
 from penstock.data.sharded.sources.lines import LineFile, cut_files
 from penstock.data.sharded.sources.pieces import Pieces
 from penstock.data.sharded.sources.sequential_pieces import RunCursor, SequentialPieces
@@ -28,34 +28,36 @@ from penstock.proto.state.generators import derive_seed
 __all__ = ["LogicalShards"]
 
 MOST_OPEN = 128
-"""A process reads all shards of a finite source in turn, so there should be room for as many pieces; and it is an
-eighth of the descriptors that a process usually has."""
-WRITTEN_OUT = 16
-"""Entries up to which a list is in a description as it is; a longer one is a digest."""
+"""Default for max_open: a process reads all shards of a finite source in turn, so each should have an open piece; and
+it is an eighth of the usual limit of file descriptors."""
+LISTED = 16
+"""Longest list that is in a description as it is; a longer one is a digest."""
 KEPT_ORDERS = 2
 
 
 class LogicalShards:
-    """The records of some pieces in L logical shards.
+    """Records of some pieces in L logical shards.
 
-    A piece is indexable (`len(piece)`, `piece[i]`: a list, an array or memmap, a torch Dataset, a StreamingDataset; of
-    a pyarrow Table the rows), or it is iterable, again and again from its beginning, or a function without arguments
-    that opens such a thing. Functions are called when their piece is needed, and what they returned is closed (its
-    `close()`, if it has one) when it is not: an iterator or a generator is given as the function that makes it.
+        LogicalShards([LineFile(path) for path in sorted(paths)], shards=240)
 
-    Where all pieces are indexable, an epoch's records are in one order, as StreamingLoader's are (with `shuffle` pieces
-    are permuted, and then records within blocks of pieces), and shard l of L gets positions floor(l N / L) to
-    floor((l + 1) N / L) of it. Otherwise whole pieces are dealt to shards, by counts where all are given: records
-    within a piece come as it gives them (WindowShuffled shuffles those), a place is gone on with by the iterator's own
+    A piece is indexable (`len(piece)`, `piece[i]`: a list, an array or memmap, a torch Dataset, a StreamingDataset; for
+    a pyarrow Table its rows), or an iterable that can be iterated repeatedly, or a function without arguments that
+    opens one of these. A function is called when its piece is needed, and what it returned is closed (by its `close()`,
+    if it has one) afterwards. An iterator or a generator is given as the function that makes it.
+
+    If all pieces are indexable, an epoch's records are in one order, like StreamingLoader's (with `shuffle` pieces are
+    permuted, and then records within blocks of pieces), and shard l of L gets positions floor(l N / L) to
+    floor((l + 1) N / L) of it. Otherwise whole pieces are given to shards, by counts if all are given. Records within a
+    piece then come in its own order (WindowShuffled shuffles those). A position is restored by the iterator's own
     `state_dict` and `load_state_dict`, if what a function returned has them, or else by reading again from the piece's
-    beginning, which is checked. To skip is to read there, but for whole pieces whose count is given.
+    beginning, which is checked. Skipping reads the records, except whole pieces whose count is given.
 
-    What user code draws from `random`, `numpy.random` and `torch` depends on the seed, the epoch and the place alone: a
-    piece that is read along has these generators for itself, seeded by (seed, epoch, piece), and so has each record
-    that user code reads by number, seeded by (seed, epoch, position).
+    What user code draws from `random`, `numpy.random` and `torch` depends on the seed, the epoch and the position
+    alone: these generators belong to a piece that is read sequentially, seeded by (seed, epoch, piece), and to each
+    record that user code reads by number, seeded by (seed, epoch, position).
 
-    A LineFile is cut by ranges of bytes where there are fewer pieces than shards. Of other pieces that are read along
-    there may be fewer than shards, and fewer records of indexable ones; the rest is empty then.
+    A LineFile is cut by ranges of bytes if there are fewer pieces than shards. Other sequential pieces may be fewer
+    than shards, and records of indexable ones too; the remaining shards are then empty.
     """
 
     endless = False
@@ -74,30 +76,30 @@ class LogicalShards:
     ) -> None:
         """
         Args:
-            pieces: one at least.
-            shards: L, whatever the number of boxes and workers: choose the largest number of workers that may read at
-                a time, or more.
-            counts: records of each piece. With them functions need not be called to see how long their pieces are (the
-                first one is, to see what it opens), and the lengths of iterables are known. Each is compared with what
-                is there when its piece is read.
-            shuffle: by the source's seed, in another way in each epoch.
-            shuffle_block: records that are shuffled with each other, about, where pieces are indexable: whole pieces
-                (of a StreamingDataset its shards) whose lengths add up to it. None shuffles all with all.
-            max_open: pieces that are open at a time in a process, the least recently used going first. A process reads
-                all shards of a finite source in turn: with less than one for each, it opens and closes all the time.
-            names: of the pieces, say their files: for messages, and so that other data are seen to be others.
-            capture_rng: random generators belong to the piece, or the record, while user code reads it. False leaves
-                the process's alone, and saves 15 us a record; then the pieces must not draw from them. Lists, arrays,
-                tables and StreamingDatasets draw nothing, and do without in any case.
+            pieces: at least one.
+            shards: L, whatever the number of boxes and workers: choose the largest number of workers that may read
+                at a time, or more.
+            counts: records of each piece. With them functions need not be called to get the lengths of their pieces
+                (only the first one is, to see what it opens), and the lengths of iterables are known. Each count is
+                compared with the data when its piece is read.
+            shuffle: shuffle by the source's seed, differently in each epoch.
+            shuffle_block: approximate number of records that are shuffled with each other, if pieces are indexable:
+                whole pieces (for a StreamingDataset its shards) whose lengths add up to it. None shuffles all with all.
+            max_open: most pieces that a process has open; the least recently used is closed first. A process reads all
+                shards of a finite source in turn: with fewer than one per shard it opens and closes all the time.
+            names: names of the pieces, such as their files: for messages, and to detect other data.
+            capture_rng: True gives the random generators to the piece, or the record, while user code reads it. False
+                leaves the process's alone, and saves 15 us a record; then the pieces must not draw from them. Lists,
+                arrays, tables and StreamingDatasets draw nothing, and never need it.
 
         Raises:
-            InvalidArgumentError: what is no piece, and settings that cannot be meant.
-            DatasetError: a piece is not as long as counts says.
+            InvalidArgumentError: an invalid piece or argument.
+            DatasetError: a piece has another length than in counts.
         """
         self._shards = at_least_one("shards", shards)
         self._shuffle = bool(shuffle)
         self._block = None if shuffle_block is None else at_least_one("shuffle_block", shuffle_block)
-        pieces, names, abandoned = _cut(pieces, counts, names, self._shards)
+        pieces, names, file_cuts = _cut(pieces, counts, names, self._shards)
         self._pieces = Pieces(pieces, counts, names, at_least_one("max_open", max_open))
         self._parts = PieceParts(self._pieces) if self._pieces.by_position else None
         self._own_random = bool(capture_rng)
@@ -111,7 +113,7 @@ class LogicalShards:
             "records": None if self._pieces.counts is None else sum(self._pieces.counts),
             "counts": _listed(self._pieces.counts),
             "names": _listed(self._pieces.names),
-            "data": _listed([*self._pieces.fingerprints(), *abandoned]),
+            "data": _listed([*self._pieces.fingerprints(), *file_cuts]),
             "cut": "by position" if by_position else "in whole pieces",
             "capture_rng": self._own_random,
             "shuffle": self._shuffle,
@@ -128,16 +130,16 @@ class LogicalShards:
     def lengths(self, epoch: int) -> Sequence[int] | None:
         if self._parts is None:
             return self._runs.lengths(epoch)
-        bounds = [cut(self._parts.records, self._shards, shard) for shard in range(self._shards)]
+        bounds = [shard_range(self._parts.records, self._shards, shard) for shard in range(self._shards)]
         return [end - begin for begin, end in bounds]
 
     def open(self, shard: int, epoch: int, seed: int, token: Token | None = None, place: Place | None = None) -> Cursor:
         if not 0 <= shard < self._shards:
-            raise InvalidArgumentError(f"shard {shard} of {self._shards}")
+            raise InvalidArgumentError(f"shard must be at least 0 and below {self._shards}, got {shard}")
         if self._parts is None:
             run, seed_of = self._runs.run(shard, epoch, seed), self._runs.seeds(epoch, seed)
             return RunCursor(self._runs, run, seed_of, token)
-        begin, end = cut(self._parts.records, self._shards, shard)
+        begin, end = shard_range(self._parts.records, self._shards, shard)
         order = self._order(seed) if self._parts.records else None
         ahead = 2 * min(self._block or end - begin, max(1, end - begin))
         key = derive_seed(seed, "record") if self._own_random else None
@@ -160,13 +162,13 @@ class LogicalShards:
 def _cut(
     pieces: Sequence[Any], counts: Sequence[int] | None, names: Sequence[str] | None, shards: int
 ) -> tuple[Sequence[Any], Sequence[str] | None, list[str]]:
-    """Pieces and names with files that can be cut in ranges; and what was cut, for a description."""
+    """Return pieces and names with files cut into ranges; and the cuts, for a description."""
     if not isinstance(pieces, list | tuple) or not any(isinstance(piece, LineFile) for piece in pieces):
         return pieces, names, []
     if counts is not None:
         raise InvalidArgumentError(
-            "counts with a LineFile: how many lines a range of it has is not known beforehand; leave counts out, or "
-            "give functions that open the files"
+            "counts excludes a LineFile: the number of lines in a range of it is unknown before reading; leave counts "
+            "out, or give functions that open the files"
         )
     parts = cut_files(pieces, shards)
     if names is not None and not isinstance(names, str) and len(names) == len(pieces):
@@ -175,16 +177,16 @@ def _cut(
             for name, own in zip(names, parts, strict=True)
             for number in range(len(own))
         ]
-    abandoned = [
+    file_cuts = [
         f"{len(own)} of {piece.size} bytes"
         for piece, own in zip(pieces, parts, strict=True)
         if isinstance(piece, LineFile)
     ]
-    return [each for own in parts for each in own], names, abandoned
+    return [each for own in parts for each in own], names, file_cuts
 
 
 def _listed(values: Sequence[Any] | None) -> Any:
-    """The list, or if it is long how many and their digest: enough to see another one."""
-    if not values or len(values) <= WRITTEN_OUT:
+    """Return the list, or for a long one its length and digest: enough to detect another one."""
+    if not values or len(values) <= LISTED:
         return None if not values else list(values)
     return f"{len(values)}, digest {xxhash.xxh3_64_hexdigest(json.dumps(list(values)).encode())}"

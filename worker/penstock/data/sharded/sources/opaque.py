@@ -1,23 +1,23 @@
-"""Any iterable, read along and gone on with: by its own state, or by reading it again.
+"""Any iterable, read sequentially and resumed: by its own state, or by reading it again.
 
-What a user's function makes may be a dataset or loader with `state_dict` and `load_state_dict`, a graph of
-torchdata.nodes, or a generator that has no state at all. To all of them one rule applies:
+A user's function may make a dataset or loader with `state_dict` and `load_state_dict`, a graph of torchdata.nodes, or a
+generator without any state. One rule applies to all of them:
 
-    a token = the newest snapshot before the place, if there is one, and how many samples came since
+    a token = the newest snapshot before the position, if there is one, and the number of samples since
 
-To go on, the iterable is made anew, the snapshot loaded, and what came since is read again and thrown away. Without a
-snapshot that is everything. Three things make this sure:
+To resume, the iterable is made again, the snapshot loaded, and the samples since are read again and dropped. Without a
+snapshot these are all. Three things make this reliable:
 
-- **Strictly before the place.** So at least one sample is read again, and compared (sample_digest.py). An iterable that
-  counts behind its `yield`, or reads ahead, comes back one off; that is seen, and it is read again from its beginning,
-  which a warning says. Only if that gives other samples too is it an error. Two snapshots are kept, for the newest may
-  lie at the place itself.
-- **Encoded at once.** A state that was taken changes with its loader as it moves on (torchdata's do).
-- **Random generators in one order**: seed, make the iterable, load, what they were behind making it, `iter`, what they
-  were at the snapshot. With any other order a shuffled loader gives other batches.
+- **Strictly before the position.** So at least one sample is read again, and compared (sample_digest.py). An iterable
+  that counts after its `yield`, or reads ahead, comes back one off; that is detected, and it is read again from its
+  beginning, with a warning. Only if that gives other samples too is it an error. Two snapshots are kept, because the
+  newest may lie at the position itself.
+- **Encoded at once.** A state that was taken changes with its loader as it advances (torchdata's do).
+- **Random generators in one order**: seed, make the iterable, load, restore them as after making it, `iter`, restore
+  them as at the snapshot. With any other order a shuffled loader gives other batches.
 
 Snapshots are taken after so many samples or seconds, and never so often that they cost more than their share of the
-time (snapshot_cadence.py): a token is as exact with an old snapshot as with a new one. None is taken behind the end,
+time (snapshot_cadence.py): a token is as exact with an old snapshot as with a new one. None is taken after the end,
 where some loaders begin again.
 """
 
@@ -34,8 +34,8 @@ from typing import Any
 from penstock.data.sharded.protocol import Token
 from penstock.data.sharded.sources.randomness import OwnGenerators
 from penstock.data.sharded.sources.sample_digest import BEGINNING, SampleDigests
-from penstock.data.sharded.sources.undivided import Undivided
-from penstock.data.stop_iteration import no_end
+from penstock.data.sharded.sources.sole_worker import SoleWorker
+from penstock.data.stop_iteration import forbid_stop_iteration
 from penstock.proto.errors import (
     DatasetError,
     InvalidArgumentError,
@@ -47,33 +47,33 @@ from penstock.proto.state.codec import decode_state, encode_state
 from penstock.proto.state.generators import capture_rng, restore_rng, seed_rng
 from penstock.proto.state.snapshot_cadence import SnapshotCadence
 
-__all__ = ["SNAPSHOT_EVERY", "SNAPSHOT_S", "OpaqueStream", "StreamMark", "let_go", "without_snapshots"]
+__all__ = ["SNAPSHOT_EVERY", "SNAPSHOT_S", "OpaqueStream", "StreamMark", "close_quietly", "without_snapshots"]
 
 SNAPSHOT_EVERY = 1000
-"""Samples: to read them again takes about as long as it took to read them."""
+"""Default samples between snapshots: reading them again takes about as long as reading them did."""
 SNAPSHOT_S = 60.0
-"""Seconds: a resume reads again for about a minute at most, however slow the samples are."""
+"""Default seconds between snapshots: a resume reads again for about a minute at most, however slow the samples are."""
 MOST = 1 << 62
-"""Of any number in a token."""
+"""Exclusive upper bound of every number in a token."""
 
 
 @dataclass(frozen=True)
 class StreamMark:
-    """A place in a stream, and how to get there."""
+    """Position in a stream, and how to get there."""
 
     passed: int = 0
-    """Samples before it."""
+    """Samples before the position."""
     digest: int | None = BEGINNING
-    """Of those, in a chain; None if that is not known."""
+    """Chained digest of these samples; None if it is unknown."""
     snapshot: dict[str, Any] | None = None
-    """{"passed", "digest", "state": encoded, "rng": captured, or None where nothing was drawn since the seeding}"""
+    """Snapshot {"passed", "digest", "state": encoded, "rng": captured, or None if nothing was drawn since seeding}."""
 
     def token(self) -> Token:
         return {"passed": self.passed, "digest": self.digest, "snapshot": self.snapshot}
 
     @staticmethod
     def of(token: Token, name: str) -> StreamMark:
-        """Raises StateCorruptError for what `token` did not give."""
+        """Return the mark of a token. Raises StateCorruptError for anything that `token` did not return."""
         try:
             mark = StreamMark(token["passed"], token["digest"], token["snapshot"])
             numbers = [(mark.passed, mark.digest)]
@@ -81,20 +81,20 @@ class StreamMark:
                 own = mark.snapshot
                 numbers.append((own["passed"], own["digest"]))
                 if not isinstance(own["state"], bytes) or not isinstance(own["rng"], bytes | None):
-                    raise ValueError("its snapshot is not of bytes")
+                    raise ValueError("its snapshot must be of bytes")
                 if not 0 < own["passed"] < mark.passed:
-                    raise ValueError(f"a snapshot after {own['passed']} samples for a place after {mark.passed}")
+                    raise ValueError(f"its snapshot after {own['passed']} samples must lie before {mark.passed}")
             for passed, digest in numbers:
                 if type(passed) is not int or not 0 <= passed < MOST or not (digest is None or type(digest) is int):
                     raise ValueError(f"{passed!r} samples with the digest {digest!r}")
         except (KeyError, TypeError, ValueError) as error:
-            raise StateCorruptError(f"{name}: a place in it that cannot be: {error!r}") from error
+            raise StateCorruptError(f"{name}: its token is damaged: {error!r}") from error
         return mark
 
 
 def without_snapshots(token: Token) -> Token:
-    """The same place in any source, without what depends on when a state was taken. To go on from there a stream is
-    read from its beginning."""
+    """Return a token of the same position in any source, without what depends on when a state was taken. A stream is
+    read from its beginning to get there."""
     if isinstance(token, Mapping):
         if token.keys() >= StreamMark().token().keys():
             return {**token, "snapshot": None}
@@ -103,15 +103,15 @@ def without_snapshots(token: Token) -> Token:
 
 
 class _OtherSamplesError(Exception):
-    """A replay came to another place."""
+    """A replay yielded other samples."""
 
 
 class _EndsEarlyError(Exception):
-    """A replay came to an end before the place."""
+    """A replay ended before the position."""
 
 
 class OpaqueStream(Iterator[Any]):
-    """The samples of what `make` gives. Nothing is made before the first sample is asked for."""
+    """Samples of the iterable that `make` returns. Nothing is made before the first sample is requested."""
 
     def __init__(
         self,
@@ -127,24 +127,24 @@ class OpaqueStream(Iterator[Any]):
     ) -> None:
         """
         Args:
-            make: called for each new reading.
-            name: for messages.
-            seed: of the random generators that it has for itself; None leaves the process's alone.
-            mark: where to begin.
-            keeps_made: what `make` gives is someone else's: it is not closed, and its state not touched.
+            make: function called for each new reading.
+            name: name for messages.
+            seed: seed of the random generators that are the stream's own; None leaves the process's alone.
+            mark: position to begin at.
+            keeps_made: `make` returns the user's own object: it is not closed, and its state not touched.
         """
         self._make, self._name, self._digests, self._keeps_made = make, name, digests, keeps_made
         self._every, self._seconds = snapshot_every, snapshot_s
         self._seed = seed
-        self._inside: AbstractContextManager[None] = Undivided(nullcontext())
+        self._inside: AbstractContextManager[None] = SoleWorker(nullcontext())
         self._fresh = b""
-        """The generators as seeded."""
+        """State of the generators just after seeding."""
         mark = mark or StreamMark()
         self.passed = mark.passed
-        """Samples so far."""
+        """Number of samples so far."""
         self._chain = mark.digest
         self._snapshots = [mark.snapshot] if mark.snapshot is not None else []
-        """The newest two, the older one first."""
+        """Newest two snapshots, the older one first."""
         self._cadence = SnapshotCadence()
         self._next_at, self._next_s = 1, float("inf")
         self._made: Any = None
@@ -157,7 +157,7 @@ class OpaqueStream(Iterator[Any]):
 
     @property
     def reads_again(self) -> bool:
-        """To go on from here everything is read again."""
+        """True if resuming here reads everything again."""
         return self.passed > 0 and not self._snapshots
 
     def __next__(self) -> Any:
@@ -165,36 +165,36 @@ class OpaqueStream(Iterator[Any]):
             raise StopIteration
         if self._iterator is None:
             self._reopen()
-        # Before a sample and not behind it: what goes wrong with a state must not cost the sample.
+        # Before a sample, not after it: an error in taking a state must not lose the sample.
         if self.passed >= self._next_at or time.monotonic() >= self._next_s:
             self._consider_snapshot()
         return self._advance()
 
     def skip(self, count: int) -> int:
-        """Pass over so many samples, or as many as there are left; says how many that were. They are all made."""
+        """Skip `count` samples, or all that are left; return how many were skipped. All are made."""
         return sum(1 for _ in zip(range(count), self, strict=False))
 
     def token(self) -> Token:
         return self._mark().token()
 
     def park(self) -> None:
-        """Close it for a while: with a state of the place, so that from park to park little is read again."""
+        """Close it for a while, with a snapshot of the position, so that little is read again when it is reopened."""
         holder = None if self._iterator is None or self._ended else self._stateful()
         if holder is not None and self.passed > max((own["passed"] for own in self._snapshots), default=0):
             self._take(holder)
         self.close()
 
     def close(self) -> None:
-        """Let go of what was made. The place stays, and the next sample is asked of a new reading."""
+        """Close what was made. The position stays; the next sample comes from a new reading."""
         iterator, made = self._iterator, self._made
         self._iterator = self._made = None
         if iterator is None and made is None:
             return
         with self._inside:
             if iterator is not made:
-                let_go(iterator)
+                close_quietly(iterator)
             if not self._keeps_made:
-                let_go(made)
+                close_quietly(made)
 
     # ---- one sample
 
@@ -208,7 +208,7 @@ class OpaqueStream(Iterator[Any]):
             raise
         except BaseException as error:
             error.add_note(f"raised by {self._name} for its sample {self.passed}")
-            self.close()  # a generator that failed only ends from then on: the place is to be tried again, not passed
+            self.close()  # a generator that failed can only end: the position is to be tried again, not skipped
             raise
         self.passed += 1
         if self._chain is not None:
@@ -231,7 +231,7 @@ class OpaqueStream(Iterator[Any]):
             self._next_at, self._next_s = self.passed + self._every, time.monotonic() + self._seconds
 
     def _take(self, holder: Any) -> None:
-        with self._inside, no_end(f"state_dict() of {self._name}"):
+        with self._inside, forbid_stop_iteration(f"state_dict() of {self._name}"):
             rng = None if self._seed is None else capture_rng()
             state = holder.state_dict()
             if rng is not None:
@@ -240,7 +240,7 @@ class OpaqueStream(Iterator[Any]):
             encoded = encode_state(state)
         except UnsupportedStateError as error:
             raise UnsupportedStateError(
-                f"{self._name}: what its state_dict() returns cannot be kept: {error}"
+                f"{self._name}: the return value of its state_dict() cannot be saved: {error}"
             ) from None
         own = {
             "passed": self.passed,
@@ -251,7 +251,7 @@ class OpaqueStream(Iterator[Any]):
         self._snapshots = [*self._snapshots[-1:], own]
 
     def _stateful(self) -> Any:
-        """Who has a state: the iterable, or its iterator."""
+        """Return the object that has a state: the iterable, or its iterator."""
         for holder in (self._made, self._iterator):
             if holder is self._made and self._keeps_made:
                 continue
@@ -259,49 +259,49 @@ class OpaqueStream(Iterator[Any]):
                 return holder
         return None
 
-    # ---- beginning, and going on
+    # ---- start and resume
 
     def _reopen(self) -> None:
-        """Make it, and go to the place."""
+        """Make the iterable, and advance it to the position."""
         mark = self._mark()
         try:
             if mark.snapshot is None:
                 self._replay(mark, None)
-            elif not self._goes_on_from(mark, mark.snapshot):
+            elif not self._resumes_from(mark, mark.snapshot):
                 self._replay(mark, None)
                 self._snapshots = []
-                self._next_at, self._next_s = MOST, float("inf")  # its states are of no use
+                self._next_at, self._next_s = MOST, float("inf")  # its states are unusable
         except BaseException as error:
             self.close()
-            self._stand_at(mark)
+            self._reset_to(mark)
             if isinstance(error, _OtherSamplesError):
                 raise ReplayMismatchError(
-                    f"{self._name}: it was read again, and {error}: it is not what it was, or it draws from something "
-                    "that has no seed"
+                    f"{self._name}: it was read again, and {error}: it has changed, or it draws from something without "
+                    "a seed"
                 ) from None
             if isinstance(error, _EndsEarlyError):
                 raise DatasetError(
-                    f"{self._name}: it {error}, and {mark.passed} had been read of it when its place was saved"
+                    f"{self._name}: it {error}, but {mark.passed} had been read when its position was saved"
                 ) from None
             raise
 
-    def _goes_on_from(self, mark: StreamMark, snapshot: dict[str, Any]) -> bool:
+    def _resumes_from(self, mark: StreamMark, snapshot: dict[str, Any]) -> bool:
         try:
             self._replay(mark, snapshot)
         except (_OtherSamplesError, _EndsEarlyError) as why:
             self.close()
-            self._stand_at(mark)
+            self._reset_to(mark)
             warnings.warn(
-                f"{self._name}: the state that it gave after {snapshot['passed']} samples does not lead back there "
-                f"({why}); its {mark.passed} samples are read again from the beginning. Does it count behind its "
-                "yield, read ahead, or draw in worker processes?",
+                f"{self._name}: its state after {snapshot['passed']} samples does not restore that position ({why}); "
+                f"its {mark.passed} samples are read again from the beginning. Does it count after its yield, read "
+                "ahead, or draw in worker processes?",
                 UserWarning,
                 stacklevel=5,
             )
             return False
         return True
 
-    def _stand_at(self, mark: StreamMark) -> None:
+    def _reset_to(self, mark: StreamMark) -> None:
         self.passed, self._chain, self._ended = mark.passed, mark.digest, False
 
     def _replay(self, mark: StreamMark, snapshot: dict[str, Any] | None) -> None:
@@ -313,22 +313,22 @@ class OpaqueStream(Iterator[Any]):
             except StopIteration:
                 raise _EndsEarlyError(f"ends after {self.passed} samples") from None
         if mark.digest is not None and self._chain != mark.digest:
-            raise _OtherSamplesError(f"other samples came than the {mark.passed} that were delivered")
+            raise _OtherSamplesError(f"its samples differ from the {mark.passed} that were delivered")
 
     def _begin(self, snapshot: dict[str, Any] | None) -> None:
         if self._seed is not None:
-            self._inside = Undivided(OwnGenerators(self._seed))
-        with self._inside, no_end(f"{self._name} when it was made"):
+            self._inside = SoleWorker(OwnGenerators(self._seed))
+        with self._inside, forbid_stop_iteration(f"{self._name} when it was made"):
             if self._seed is not None:
                 self._fresh = capture_rng()
             made = self._make()
             if inspect.isgenerator(made) and inspect.getgeneratorstate(made) != inspect.GEN_CREATED:
                 raise DatasetError(
-                    f"{self._name} is a generator that was read or closed before: the function must make a new one "
-                    "each time that it is called, for each epoch and to go on from a saved place"
+                    f"{self._name} is a generator that was read or closed before: the function must make a new one at "
+                    "each call, for each epoch and to resume from a saved position"
                 )
             if not hasattr(type(made), "__iter__"):
-                raise InvalidArgumentError(f"{self._name} is a {type(made).__qualname__}, which is not iterable")
+                raise InvalidArgumentError(f"{self._name} must be iterable, got {type(made).__qualname__}")
             self._made = made
             if snapshot is None:
                 self._iterator = iter(made)
@@ -336,12 +336,12 @@ class OpaqueStream(Iterator[Any]):
                 self._restore(made, snapshot)
 
     def _restore(self, made: Any, snapshot: dict[str, Any]) -> None:
-        behind_making = None if self._seed is None else capture_rng()
+        after_making = None if self._seed is None else capture_rng()
         holder = self._stateful()
         if holder is not None:
             _load(holder, decode_state(snapshot["state"]))
-        if behind_making is not None:
-            restore_rng(behind_making)
+        if after_making is not None:
+            restore_rng(after_making)
         self._iterator = iter(made)
         if holder is None:
             holder = self._stateful()
@@ -357,7 +357,7 @@ class OpaqueStream(Iterator[Any]):
 
 
 def _is_node(holder: Any) -> bool:
-    """Of a graph of torchdata.nodes, which takes its state in reset()."""
+    """Return True for a graph of torchdata.nodes, which takes its state in reset()."""
     return hasattr(holder, "get_state") and hasattr(holder, "reset")
 
 
@@ -368,8 +368,8 @@ def _load(holder: Any, state: Any) -> None:
         holder.reset(state)
 
 
-def let_go(owner: Any) -> None:
-    """Close it, if that is something one does with it."""
+def close_quietly(owner: Any) -> None:
+    """Close an object, if it has a `close` method."""
     close = getattr(owner, "close", None)
     if callable(close):
         close()

@@ -1,8 +1,8 @@
-"""What a user's data consist of, in pieces: lists, tables, datasets, files, streams; opened when they are needed.
+"""Pieces of a user's data: lists, tables, datasets, files, streams; opened on demand.
 
-A piece is indexable (it has a length, and records by number), or iterable (read along from its beginning), or a
-function that opens one or the other. What was opened here is closed here: at most `max_open` at a time, the least
-recently used first, and all of them when nobody reads.
+A piece is indexable (it has a length, and records by number), or iterable (read sequentially from its beginning), or a
+function that opens one or the other. What was opened here is closed here: at most `max_open` are open at a time, the
+least recently used is closed first, and all are closed when the last reader ends.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import torch.utils.data
 
 from penstock.data.arguments import whole
 from penstock.data.ordering.permutation import Ints
-from penstock.data.sharded.sources.opaque import let_go
+from penstock.data.sharded.sources.opaque import close_quietly
 from penstock.data.sharded.sources.randomness import OwnGenerators
-from penstock.data.sharded.sources.undivided import Undivided
-from penstock.data.stop_iteration import no_end, not_an_end
+from penstock.data.sharded.sources.sole_worker import SoleWorker
+from penstock.data.stop_iteration import forbid_stop_iteration, stop_iteration_error
 from penstock.data.streaming_dataset import StreamingDataset
 from penstock.proto.errors import DatasetError, InvalidArgumentError
 from penstock.proto.state.generators import derive_seed
@@ -31,40 +31,40 @@ from penstock.proto.state.generators import derive_seed
 __all__ = ["OpenPieces", "Pieces"]
 
 
-_NO_LIST = (str, bytes, Mapping, Set, torch.utils.data.Dataset, torch.Tensor, np.ndarray)
-"""Taken for a list of pieces, each of their records would be one."""
+_NOT_PIECES = (str, bytes, Mapping, Set, torch.utils.data.Dataset, torch.Tensor, np.ndarray)
+"""Types that must not be taken for a list of pieces: each of their records would be a piece."""
 _PLAIN = (list, tuple, range, np.ndarray, np.memmap, torch.Tensor)
-"""Types whose records are read without user code, so that none draws random numbers; StreamingDataset and tables of
-pyarrow are such, too."""
+"""Types whose records are read without user code, so that none draws random numbers; StreamingDataset and pyarrow's
+tables are such, too."""
 
 
 class OpenPieces:
-    """What is open, the least recently used first."""
+    """Open pieces, the least recently used first."""
 
     def __init__(self, most: int) -> None:
         self.most = most
         self._closers: OrderedDict[object, Callable[[], None]] = OrderedDict()
 
     def used(self, key: object) -> bool:
-        """It was used just now; False if it is not open."""
+        """Mark a piece as used just now; return False if it is not open."""
         if key not in self._closers:
             return False
         self._closers.move_to_end(key)
         return True
 
     def add(self, key: object, close: Callable[[], None]) -> None:
-        """It is open from now on."""
-        self.make_room()
+        """Register a piece that was opened."""
+        self.close_surplus()
         self._closers[key] = close
 
-    def make_room(self) -> None:
-        """For one more, before it is opened."""
+    def close_surplus(self) -> None:
+        """Close pieces until one more may be opened."""
         while len(self._closers) >= self.most:
             _, close_oldest = self._closers.popitem(last=False)
             close_oldest()
 
     def forget(self, key: object) -> None:
-        """It was closed by someone else."""
+        """Remove a piece that was closed elsewhere."""
         self._closers.pop(key, None)
 
     def close(self) -> None:
@@ -73,39 +73,39 @@ class OpenPieces:
 
 
 class Pieces:
-    """Pieces by number, and their records."""
+    """Pieces by number, with their records."""
 
     def __init__(
         self, pieces: Sequence[Any], counts: Sequence[int] | None, names: Sequence[str] | None, max_open: int
     ) -> None:
-        """Looks at all pieces, and opens those whose length must be known and is not said; one at least, to see what
-        such functions open.
+        """Check all pieces, and open those whose length is needed and not given; at least one, to see what such
+        functions open.
 
-        Raises InvalidArgumentError for what is no piece, DatasetError for counts that are not so.
+        Raises InvalidArgumentError for an invalid piece, DatasetError for wrong counts.
         """
-        if not isinstance(pieces, Iterable) or isinstance(pieces, _NO_LIST):
+        if not isinstance(pieces, Iterable) or isinstance(pieces, _NOT_PIECES):
             raise InvalidArgumentError(
-                f"pieces is a {type(pieces).__qualname__}; give a list of pieces, even if there is only one: [piece]"
+                f"pieces must be a list of pieces, even for a single one: [piece], got {type(pieces).__qualname__}"
             )
         self._pieces = list(pieces)
         if not self._pieces:
-            raise InvalidArgumentError("pieces is empty: give one at least")
-        self.names = None if names is None else [str(name) for name in self._as_many("names", names)]
-        said = None if counts is None else [_count(number) for number in self._as_many("counts", counts)]
+            raise InvalidArgumentError("pieces must have at least one piece, got none")
+        self.names = None if names is None else [str(name) for name in self._one_each("names", names)]
+        given = None if counts is None else [_count(number) for number in self._one_each("counts", counts)]
         self._nothing_open(max_open)
         self._functions = {number for number in range(len(self)) if self._is_function(number)}
-        lengths = self._lengths(said)
+        lengths = self._lengths(given)
         self.by_position = lengths is not None
-        """All are indexable."""
-        self.counts = said if lengths is None else lengths
-        """Records of each, where they are known."""
+        """True if all are indexable."""
+        self.counts = given if lengths is None else lengths
+        """Records of each piece, if they are known."""
         self.opened.close()
         _all.add(self)
 
     def _nothing_open(self, max_open: int) -> None:
         self.opened = OpenPieces(max_open)
         self._tables: dict[int, Any] = {}
-        """Those that are open here, by the number of their piece."""
+        """Open indexable pieces, by number."""
         self._readers: set[int] = set()
 
     def __len__(self) -> int:
@@ -115,7 +115,7 @@ class Pieces:
         return f"piece {number}" + (f" ({self.names[number]})" if self.names is not None else "")
 
     def sizes(self, number: int) -> Ints:
-        """Records of the piece, in parts that lie together."""
+        """Return the records of the piece, by contiguous parts."""
         piece = self._pieces[number]
         if isinstance(piece, StreamingDataset):
             return np.concatenate(piece.sizes)
@@ -123,7 +123,7 @@ class Pieces:
         return np.array([self.counts[number]], np.int64)
 
     def streaming(self, number: int) -> StreamingDataset | None:
-        """The piece, if its parts are fetched ahead."""
+        """Return the piece, if its parts are prefetched."""
         piece = self._pieces[number]
         return piece if isinstance(piece, StreamingDataset) else None
 
@@ -131,11 +131,11 @@ class Pieces:
         return [piece.fingerprint for piece in self._pieces if isinstance(piece, StreamingDataset)]
 
     def read_by(self, cursor: int) -> None:
-        """This one reads."""
+        """Register a cursor that reads."""
         self._readers.add(cursor)
 
     def left(self, cursor: int) -> None:
-        """This one reads no more; with the last one all is closed."""
+        """Remove a cursor that reads no more; the last one closes all pieces."""
         if cursor in self._readers:
             self._readers.remove(cursor)
             if not self._readers:
@@ -144,7 +144,7 @@ class Pieces:
     # ---- indexable ones
 
     def record(self, number: int, offset: int) -> Any:
-        """Raises DatasetError if the piece is not as long as it was."""
+        """Return a record. Raises DatasetError if the piece is shorter than it was."""
         if number in self._functions:
             table = self._table(number)
         else:
@@ -152,31 +152,31 @@ class Pieces:
         try:
             return _row(table, offset)
         except StopIteration as error:
-            raise not_an_end(f"record {offset} of {self.name(number)}") from error
+            raise stop_iteration_error(f"record {offset} of {self.name(number)}") from error
         except IndexError as error:
             raise DatasetError(
-                f"{self.name(number)}: it has no record {offset}, and {self._known(number)} ({error})"
+                f"{self.name(number)}: it has no record {offset}, but {self._known(number)} ({error})"
             ) from error
 
     def may_draw(self, number: int) -> bool:
-        """User code reads its records, and may draw random numbers for them."""
+        """Return True if user code reads its records, and may draw random numbers for them."""
         piece = self._tables.get(number) if number in self._functions else self._pieces[number]
         plain = type(piece) in _PLAIN or type(piece) is StreamingDataset or hasattr(piece, "to_pylist")
         return not plain
 
     def _known(self, number: int) -> str:
-        return f"{self.counts[number]} were said to be there" if self.counts is not None else "was longer before"
+        return f"must have {self.counts[number]}" if self.counts is not None else "was longer before"
 
     def _table(self, number: int) -> Any:
         table = self._tables.get(number)
         if table is None:
-            self.opened.make_room()
+            self.opened.close_surplus()
             table = self._open_table(number)
             if not _is_indexable(table):
-                let_go(table)
+                close_quietly(table)
                 raise DatasetError(
-                    f"{self.name(number)} is a {type(table).__qualname__} without length or records by number, and "
-                    "other pieces have them. Give counts for none, and all pieces are looked at"
+                    f"{self.name(number)} must have a length and records by number as other pieces do, got "
+                    f"{type(table).__qualname__}. Leave counts out, and all pieces are examined"
                 )
             if self.counts is not None:
                 self._check_length(number, len(table), self.counts[number])
@@ -186,93 +186,93 @@ class Pieces:
         return table
 
     def _open(self, number: int) -> Any:
-        """What the piece's function opens."""
+        """Return what the piece's function opens."""
         try:
-            with Undivided(nullcontext()):
+            with SoleWorker(nullcontext()):
                 opened = self._pieces[number]()
         except StopIteration as error:
-            raise not_an_end(f"the function that opens {self.name(number)}") from error
+            raise stop_iteration_error(f"the function that opens {self.name(number)}") from error
         except Exception as error:
             error.add_note(f"raised by the function that opens {self.name(number)}")
             raise
-        _refuse_no_set(f"{self.name(number)} opens", opened)
+        _refuse_unordered(f"{self.name(number)} opens", opened)
         return opened
 
     def _open_table(self, number: int) -> Any:
-        """The same with random generators of the piece's own: it is opened again whenever it was closed for others."""
+        """Open the piece with random generators of its own, because it is opened again whenever it was closed."""
         with OwnGenerators(derive_seed(0, "opens", number)):
             return self._open(number)
 
     def _keep(self, number: int, table: Any) -> None:
-        self.opened.add(number, lambda: let_go(self._tables.pop(number)))
+        self.opened.add(number, lambda: close_quietly(self._tables.pop(number)))
         self._tables[number] = table
 
     # ---- iterable ones
 
     def stream(self, number: int) -> tuple[Callable[[], Any], bool]:
-        """(what gives the piece to iterate over, whether that is the user's own object)."""
+        """Return (function that returns the iterable piece, whether that is the user's own object)."""
         piece = self._pieces[number]
         return (partial(self._open, number), False) if number in self._functions else ((lambda: piece), True)
 
     def as_iterable(self, piece: Any) -> Any:
-        """An indexable one among iterable ones is read along like them."""
+        """Return a piece for sequential reading, also an indexable one among iterable ones."""
         return _Rows(piece) if _is_indexable(piece) else piece
 
-    # ---- looking at them
+    # ---- checks
 
     def _is_function(self, number: int) -> bool:
         piece = self._pieces[number]
-        _refuse_no_set(f"{self.name(number)} is", piece)
+        _refuse_unordered(f"{self.name(number)} is", piece)
         if _is_indexable(piece):
             return False
         if hasattr(type(piece), "__iter__"):
             if isinstance(piece, Iterator):
                 raise InvalidArgumentError(
                     f"{self.name(number)} is a {type(piece).__qualname__}, which can be read only once. Give the "
-                    "function that makes it: lambda: open_records(path), and not open_records(path)"
+                    "function that makes it: lambda: open_records(path), not open_records(path)"
                 )
             return False
         if not callable(piece):
             raise InvalidArgumentError(
-                f"{self.name(number)} is a {type(piece).__qualname__}: it has neither length and records by number, "
-                "nor __iter__, and is no function that opens something which has"
+                f"{self.name(number)} must have a length and records by number, or __iter__, or be a function that "
+                f"opens something which has, got {type(piece).__qualname__}"
             )
         return True
 
-    def _lengths(self, said: Sequence[int] | None) -> list[int] | None:
-        """Of all pieces, if all are indexable."""
-        lengths = list(said or [0] * len(self))
+    def _lengths(self, given: Sequence[int] | None) -> list[int] | None:
+        """Return the records of each piece, if all are indexable."""
+        lengths = list(given or [0] * len(self))
         own = [number for number in range(len(self)) if number not in self._functions]
         indexable = [number for number in own if _is_indexable(self._pieces[number])]
         for number in indexable:
             lengths[number] = len(self._pieces[number])
-            if said is not None:
-                self._check_length(number, lengths[number], said[number])
+            if given is not None:
+                self._check_length(number, lengths[number], given[number])
         if len(indexable) < len(own):
             return None
-        # Where counts are given the first one is opened to see what it is; the others are taken to be like it.
-        for number in sorted(self._functions)[: None if said is None else 1]:
-            self.opened.make_room()
+        # If counts are given, the first piece is opened to see its kind; the others are assumed to be like it.
+        for number in sorted(self._functions)[: None if given is None else 1]:
+            self.opened.close_surplus()
             table = self._open_table(number)
             if not _is_indexable(table):
-                let_go(table)
+                close_quietly(table)
                 return None
             lengths[number] = len(table)
-            if said is not None:
-                self._check_length(number, lengths[number], said[number])
+            if given is not None:
+                self._check_length(number, lengths[number], given[number])
             self._keep(number, table)
         return lengths
 
-    def _check_length(self, number: int, length: int, said: int) -> None:
-        if length != said:
-            raise DatasetError(f"{self.name(number)} has {length} records, and counts says {said}")
+    def _check_length(self, number: int, length: int, given: int) -> None:
+        if length != given:
+            raise DatasetError(f"{self.name(number)} must have the {given} records of counts, got {length}")
 
-    def _as_many(self, name: str, values: Sequence[Any]) -> Sequence[Any]:
+    def _one_each(self, name: str, values: Sequence[Any]) -> Sequence[Any]:
         if not isinstance(values, Iterable) or isinstance(values, str):
-            raise InvalidArgumentError(f"{name}={values!r:.200}: it is a list, with one entry for each piece")
+            raise InvalidArgumentError(f"{name} must be a list, with one entry for each piece, got {values!r:.200}")
         values = list(values)
         if len(values) != len(self):
-            raise InvalidArgumentError(f"{name} has {len(values)} entries for {len(self)} pieces")
+            raise InvalidArgumentError(f"{name} must have one entry for each of {len(self)} pieces, got {len(values)}")
         return values
 
     def __getstate__(self) -> dict[str, Any]:
@@ -287,8 +287,8 @@ _all: weakref.WeakSet[Pieces] = weakref.WeakSet()
 
 
 def _forked() -> None:
-    """A child opens its own: what its parent opened has one position for both, and each would read on where the other
-    was."""
+    """Reset in a forked child, which opens its own pieces: an inherited file has one position for both processes, and
+    each would continue where the other was."""
     for pieces in list(_all):
         pieces._nothing_open(pieces.opened.most)
 
@@ -297,7 +297,7 @@ os.register_at_fork(after_in_child=_forked)
 
 
 class _Rows:
-    """The records of an indexable piece in turn; its iterator's state is a number."""
+    """Records of an indexable piece in order; the iterator's state is a number."""
 
     def __init__(self, table: Any) -> None:
         self._table = table
@@ -306,7 +306,7 @@ class _Rows:
         return _RowIterator(self._table)
 
     def close(self) -> None:
-        let_go(self._table)
+        close_quietly(self._table)
 
 
 class _RowIterator(Iterator[Any]):
@@ -317,7 +317,7 @@ class _RowIterator(Iterator[Any]):
         if self._next >= len(self._table):
             raise StopIteration
         self._next += 1
-        with no_end(f"record {self._next - 1}"):
+        with forbid_stop_iteration(f"record {self._next - 1}"):
             return _row(self._table, self._next - 1)
 
     def state_dict(self) -> int:
@@ -327,22 +327,22 @@ class _RowIterator(Iterator[Any]):
         self._next = state
 
 
-def _refuse_no_set(what: str, piece: Any) -> None:
-    """Raises InvalidArgumentError for what can be iterated over, and is no set of records in an order."""
+def _refuse_unordered(what: str, piece: Any) -> None:
+    """Raise InvalidArgumentError for an iterable that is not a sequence of records in an order."""
     kind = type(piece).__qualname__
     if isinstance(piece, str | bytes | Mapping):
         raise InvalidArgumentError(
-            f"{what} a {kind}, which is no set of records. Give what was read from it, or a function that opens it"
+            f"{what} a {kind}, not a sequence of records. Give what was read from it, or a function that opens it"
         )
     if isinstance(piece, Set) and not isinstance(piece, KeysView | ItemsView):
         raise InvalidArgumentError(
-            f"{what} a {kind}, whose order is another one in each process, so that workers would read other records. "
-            "Give it sorted, as a list"
+            f"{what} a {kind}, whose order differs between processes, so that workers would read other records. Give "
+            "it sorted, as a list"
         )
     if hasattr(piece, "iloc"):
         raise InvalidArgumentError(
-            f"{what} a {kind}, whose items are columns. Give pyarrow.Table.from_pandas(...) of it, or its records as a "
-            "list"
+            f"{what} a {kind}, whose items are columns. Give pyarrow.Table.from_pandas(...) of it, or a list of its "
+            "records"
         )
 
 
@@ -353,7 +353,7 @@ def _is_indexable(piece: Any) -> bool:
 
 
 def _row(table: Any, offset: int) -> Any:
-    """A record; of a table of columns (pyarrow's) a row as a dict."""
+    """Return a record; for a table of columns (pyarrow's) a row as a dict."""
     if hasattr(table, "to_pylist") and hasattr(table, "column_names"):
         if offset >= len(table):
             raise IndexError(f"row {offset} of {len(table)}")
@@ -364,7 +364,7 @@ def _row(table: Any, offset: int) -> Any:
 def _count(value: int) -> int:
     number = whole("counts", value)
     if number is None:
-        raise InvalidArgumentError("counts has None: give the number of each piece's records, or no counts at all")
+        raise InvalidArgumentError("counts must have the number of each piece's records, got None; or leave counts out")
     if number < 0:
-        raise InvalidArgumentError(f"counts has {number}: each is at least 0")
+        raise InvalidArgumentError(f"counts must be at least 0, got {number}")
     return number

@@ -1,19 +1,20 @@
-"""Global random generators of its own for a stream that draws from them.
+"""Global random generators that belong to one stream.
 
-A generator function calls `random.random()`, a dataset numpy's or torch's. What it gets must depend on its seed and its
-place, and not on who else draws: another stream that is read in turn with it, the caller, or one worker more. So
-python's, numpy's and torch's generators belong to the stream while it runs, and are the caller's again when it is left.
+A generator function calls `random.random()`, a dataset numpy's or torch's. The values must depend on the stream's seed
+and position, and not on other callers: another stream that is read in turn with it, the caller, or an additional
+worker. So python's, numpy's and torch's generators belong to the stream while it runs, and to the caller again
+afterwards.
 
-That happens twice for each sample, and all three states in full are 80 us each way. Two things make it about 15:
+That happens twice for each sample, and all three states in full take 80 us each way. Two things reduce it to about 15:
 
 - numpy's bit generator is not copied but exchanged: each side has its own object. With it goes the second gaussian that
-  numpy's `normal` keeps for its next call, which only get_state() tells, at 40 us. A state in which nothing was drawn
-  cannot have got one, and whether something was drawn shows in the generator's words (0.3 us).
-- In the same way python's getstate(), 15 us, is called only if something was drawn. No call tells; but the object's
-  memory does (CPython). Where that does not work, getstate() is called each time.
+  numpy's `normal` keeps for its next call, which only get_state() shows, at 40 us. A state in which nothing was drawn
+  cannot have got one, and a draw shows in the generator's words (0.3 us).
+- Likewise python's getstate(), 15 us, is called only if something was drawn. No function reports that, but the object's
+  memory shows it (CPython). Where that does not work, getstate() is called each time.
 
-Generators in other threads or processes are not reached: a loader's own worker processes are seeded as torch does it,
-from torch's generator. What threads draw goes to whoever runs.
+Generators in other threads or processes are not included: a loader's own worker processes are seeded as torch does it,
+from torch's generator. Threads draw from the generators of whichever stream runs.
 """
 
 from __future__ import annotations
@@ -32,19 +33,19 @@ from penstock.proto.state.generators import seed_rng, torch_rng_state
 __all__ = ["OwnGenerators"]
 
 _PYTHON: random.Random = random.random.__self__  # type: ignore[attr-defined]
-"""The instance whose methods are the functions of the module."""
+"""Instance whose methods are the module's functions."""
 _HEAD, _SIZE = object.__basicsize__, _random.Random.__basicsize__
 _WORDS = 625 * 4
-"""Bytes of the state of MT19937: 624 words, and the place among them."""
+"""Bytes of the state of MT19937: 624 words, and the index among them."""
 
 
 def _memory(generator: random.Random) -> bytes:
-    """What the generator's C part holds, and nothing else of the object: it changes with each draw."""
+    """Return the memory of the generator's C part, and nothing else of the object: it changes with each draw."""
     return ctypes.string_at(id(generator) + _HEAD, _SIZE - _HEAD)
 
 
-def _memory_tells() -> bool:
-    """In this interpreter, that a draw shows there and nothing else does."""
+def _memory_shows_draws() -> bool:
+    """Return True if, in this interpreter, that memory changes with draws and with nothing else."""
     if _SIZE - _HEAD < _WORDS:
         return False
     trial = random.Random(1)
@@ -55,11 +56,11 @@ def _memory_tells() -> bool:
     return before != after and _memory(trial) == before
 
 
-_TELLS = _memory_tells()
+_SHOWS_DRAWS = _memory_shows_draws()
 
 
 class _Side:
-    """The generators as one side left them."""
+    """States of the generators as one side left them."""
 
     def __init__(self) -> None:
         self._python: Any = None
@@ -71,9 +72,9 @@ class _Side:
         self._torch: torch.Tensor | None = None
 
     def leave(self) -> None:
-        """Keep what they are now."""
-        memory, gauss = _memory(_PYTHON) if _TELLS else b"", _PYTHON.gauss_next  # type: ignore[attr-defined]
-        if self._python is None or not _TELLS or memory != self._memory or gauss != self._gauss:
+        """Save the present states."""
+        memory, gauss = _memory(_PYTHON) if _SHOWS_DRAWS else b"", _PYTHON.gauss_next  # type: ignore[attr-defined]
+        if self._python is None or not _SHOWS_DRAWS or memory != self._memory or gauss != self._gauss:
             self._python, self._memory, self._gauss = random.getstate(), memory, gauss
         numpy = mtrand.get_bit_generator()
         words = ctypes.string_at(numpy.ctypes.state_address, _WORDS) if type(numpy) is np.random.MT19937 else None
@@ -84,8 +85,8 @@ class _Side:
             self._numpy, self._words = numpy, words
         self._torch = torch_rng_state()
 
-    def come(self) -> None:
-        """Make them so again."""
+    def enter(self) -> None:
+        """Restore the saved states."""
         random.setstate(self._python)
         mtrand.set_bit_generator(self._numpy)
         if self._numpy_gauss is not None and self._words is not None:
@@ -96,7 +97,7 @@ class _Side:
 
 
 class OwnGenerators:
-    """`with` it, the process's generators are one stream's; seeded at first, and then as the stream left them."""
+    """Context in which the process's generators are one stream's: seeded at first, then as the stream left them."""
 
     def __init__(self, seed: int) -> None:
         self._caller, self._own = _Side(), _Side()
@@ -106,12 +107,12 @@ class OwnGenerators:
             seed_rng(seed)
             self._own.leave()
         finally:
-            self._caller.come()
+            self._caller.enter()
 
     def __enter__(self) -> None:
         self._caller.leave()
-        self._own.come()
+        self._own.enter()
 
     def __exit__(self, *_: object) -> None:
         self._own.leave()
-        self._caller.come()
+        self._caller.enter()

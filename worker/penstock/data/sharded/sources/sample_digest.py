@@ -1,14 +1,14 @@
-"""The rolling digest of the samples that an opaque stream has passed, by which a replay is checked.
+"""Chained digest of the samples of an opaque stream, by which a replay is checked.
 
-A stream that cannot say where it is can only be read again up to there, and it may then be another one: a file was
-written anew, a shuffle took its seed from the clock. So each sample's digest goes into a chain, a token has the chain's
-present value, and a replay must come to the same one.
+A stream without a position of its own can only be read again up to there, and it may have changed: a file was written
+again, a shuffle took its seed from the clock. So each sample's digest goes into a chain, a token has the chain's
+present value, and a replay must reach the same one.
 
-A sample's digest is the checksum of its encoding as a state. That covers every byte, and a document of 1,000 Python
+A sample's digest is the checksum of its encoding as a state. That covers every byte. A document of 1,000 Python
 integers takes 22 us, where the digest of batches (penstock.proto.batch.digest) has a leaf for each integer and takes
-480; of small samples and tensors both take 2 to 6 us. What no state may hold but a batch may, such as a named tuple or
-a dataclass, has the batch's digest. A sample of anything else (an image object) counts by its number alone: that it was
-there is checked, and not what it was.
+480; for small samples and tensors both take 2 to 6 us. What a state cannot contain but a batch can, such as a named
+tuple or a dataclass, has the batch's digest. A sample of anything else (an image object) counts by its number alone: it
+is checked that it was there, but not its content.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from penstock.proto.state.codec import encode_state
 __all__ = ["BEGINNING", "SampleDigests"]
 
 BEGINNING = 0
-"""The chain of no samples."""
+"""Chain value of no samples."""
 
 _WORD = struct.Struct("<Q")
 _UNKNOWN = bytes(8)
 
 
 class SampleDigests:
-    """Goes on with chains; one for each thread."""
+    """Continuation of chains; one instance for each thread."""
 
     def __init__(self) -> None:
         self._replay_digest: ReplayDigest | None = None
 
     def __reduce__(self) -> tuple[type[SampleDigests], tuple[()]]:
-        return SampleDigests, ()  # what it holds is scratch memory
+        return SampleDigests, ()  # all that it holds is scratch memory
 
     def after(self, chain: int, sample: Any) -> int:
-        """The chain with one sample more; 64 bits, unsigned."""
+        """Return the chain with one sample more; 64 bits, unsigned."""
         return xxh3_64_intdigest(self._digest(sample), chain)
 
     def _digest(self, sample: Any) -> bytes:

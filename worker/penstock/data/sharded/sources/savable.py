@@ -1,9 +1,8 @@
 """Any stateful iterable of a user's as a source in logical shards: one shard is one stream.
 
-How a stream is saved and gone on with is opaque.py, whose random generators it draws from randomness.py; this is what
-a user says about it, and what becomes of it as a source. An opaque stream cannot be split, so there are as many shards
-as the user says, and no more workers than shards have something to do. Nor can it be passed over cheaply: who skips its
-samples reads them.
+opaque.py saves and resumes a stream, randomness.py provides its random generators; this module has the user's settings,
+and makes a source of it. An opaque stream cannot be split, so there are as many shards as the user gives, and
+additional workers have nothing to do. Nor can it be skipped cheaply: skipping its samples reads them.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any
 
 from penstock.data.arguments import at_least_one
 from penstock.data.sharded.protocol import Place, Token
-from penstock.data.sharded.sources.collection import GarbageCollection
+from penstock.data.sharded.sources.gc_schedule import GarbageCollection
 from penstock.data.sharded.sources.opaque import SNAPSHOT_EVERY, SNAPSHOT_S, OpaqueStream, StreamMark
 from penstock.data.sharded.sources.sample_digest import BEGINNING, SampleDigests
 from penstock.proto.errors import DatasetError, InvalidArgumentError, StateCorruptError, StateMismatchError
@@ -26,19 +25,21 @@ __all__ = ["Savable"]
 class Savable:
     """Streams that `make` makes, each a logical shard, saved at any sample.
 
+        Repeated(Savable(lambda shard: open_records(f"part-{shard}"), shards=16))
+
     `make(shard)` returns an iterable: a dataset or loader with `state_dict` and `load_state_dict` (torchdata's
     StatefulDataLoader), the root node of a torchdata.nodes graph, a generator. It is called for each epoch, and again
-    to go on from a saved place, and must give the same samples each time, in a new object. With a state of its own a
-    stream goes on from that, and reads again what came after it; without one it is read again from its beginning.
+    to resume from a saved position, and must give the same samples each time, in a new object. A stream with a state
+    of its own resumes from that, and reads again what came after it; one without is read again from its beginning.
     Either way the samples that are read again are compared with those that were delivered.
 
     While a stream runs, the generators of `random`, `numpy.random` and `torch` are its own, seeded by the source's
     seed, the shard and the epoch. So a function that draws from them needs no seed of its own, and two streams that are
     read in turn, or the same one twice in a Mixture, do not disturb or repeat each other.
 
-    What cannot be had of an opaque stream: to split it over more workers, and to go to a place without reading, beyond
-    what its own state does. In a finite epoch each worker reads all streams, and skips what is not its own; made
-    endless (Repeated), each reads its own. A stream's own threads draw from whatever generators are in place.
+    An opaque stream cannot be split over more workers, and cannot go to a position without reading, beyond what its own
+    state does. In a finite epoch each worker reads all streams, and skips the others' rows; made endless (Repeated),
+    each reads its own. A stream's own threads draw from whatever generators are active.
     """
 
     endless = False
@@ -57,30 +58,30 @@ class Savable:
     ) -> None:
         """
         Args:
-            make: shard number -> iterable.
-            shards: how many streams there are.
-            snapshot_every, snapshot_s: samples and seconds after which a stream's state is kept again, so that no more
-                is read again on a resume. Less often where that would take more than 1% of the time.
-            capture_rng: random generators belong to the stream. False leaves the process's alone, and saves 15 us a
-                sample; then the streams must not draw from them.
-            batch_rows: the streams' samples are batches of so many rows. A cursor goes on from a place that was saved
-                with a multiple of it: the stream is read again up to the same row, and nothing compared. (A ShardLoader
-                refuses another number, for its places count samples. Where samples are rows, and the ShardLoader makes
-                the batches, any batch size may follow any other.)
-            collect_every: collect garbage only after so many samples of this process, and never what was there at the
+            make: function from shard number to iterable.
+            shards: number of streams.
+            snapshot_every, snapshot_s: samples and seconds after which a stream's state is taken again, which limits
+                what a resume reads again. Less often where that would take more than 1% of the time.
+            capture_rng: True gives the random generators to the stream. False leaves the process's alone, and saves
+                15 us a sample; then the streams must not draw from them.
+            batch_rows: rows of the streams' samples, if these are batches. A cursor resumes from a position that was
+                saved with a multiple of it: the stream is read again up to the same row, and nothing is compared. (A
+                ShardLoader refuses another number, because its positions count samples. If samples are rows, and the
+                ShardLoader makes the batches, the batch size may change freely.)
+            collect_every: collect garbage only after so many samples of this process, and never the objects of the
                 start. None leaves the collector alone.
-            config: what else decides the samples (a buffer's size, a file's name), as a value of JSON. It is saved, and
-                another one is refused.
+            config: other settings that decide the samples (a buffer's size, a file's name), as a JSON value. It is
+                saved, and a different one is refused.
 
-        Raises InvalidArgumentError for settings that cannot be meant.
+        Raises InvalidArgumentError for invalid arguments.
         """
         if not callable(make):
-            raise InvalidArgumentError(f"make is a {type(make).__name__}; it is a function: shard number -> iterable")
+            raise InvalidArgumentError(f"make must be a function: shard number -> iterable, got {type(make).__name__}")
         self._make = make
         self._shards = at_least_one("shards", shards)
         self._every = at_least_one("snapshot_every", snapshot_every)
         if not isinstance(snapshot_s, int | float) or not snapshot_s > 0:
-            raise InvalidArgumentError(f"snapshot_s={snapshot_s!r}: it is a number of seconds, more than 0")
+            raise InvalidArgumentError(f"snapshot_s must be a number of seconds above 0, got {snapshot_s!r}")
         self._seconds, self._own_random = float(snapshot_s), bool(capture_rng)
         self._rows = None if batch_rows is None else at_least_one("batch_rows", batch_rows)
         self._collect = None if collect_every is None else at_least_one("collect_every", collect_every)
@@ -107,7 +108,7 @@ class Savable:
         self, shard: int, epoch: int, seed: int, token: Token | None = None, place: Place | None = None
     ) -> _Cursor:
         if not 0 <= shard < self._shards:
-            raise InvalidArgumentError(f"shard {shard} of {self._shards}")
+            raise InvalidArgumentError(f"shard must be at least 0 and below {self._shards}, got {shard}")
         name = f"stream {shard} of {self._shards}"
         stream = OpaqueStream(
             lambda: self._make(shard),
@@ -121,26 +122,28 @@ class Savable:
         return _Cursor(stream, name, self._rows, None if self._collect is None else GarbageCollection(self._collect))
 
     def _mark(self, token: Token, name: str) -> StreamMark:
-        """Where the token says, counted in batches of our size."""
+        """Return the token's position, counted in batches of our size."""
         mark = StreamMark.of(token, name)
         rows = token.get("rows")
         if rows == self._rows:
             return mark
         if type(rows) is not int or rows < 1 or self._rows is None:
             if not (rows is None or (type(rows) is int and rows > 0)):
-                raise StateCorruptError(f"{name}: a place in it that cannot be: batches of {rows!r} rows")
-            raise StateMismatchError(f"{name}: batch_rows was {rows} and is {self._rows}; give the same, or a divisor")
+                raise StateCorruptError(f"{name}: its token is damaged: batches of {rows!r} rows")
+            raise StateMismatchError(
+                f"{name}: batch_rows was {rows} and is {self._rows} now; give {rows}, or a divisor"
+            )
         if rows % self._rows:
             raise StateMismatchError(
-                f"{name}: batch_rows was {rows} and is {self._rows}, which does not divide it: a place between the old "
-                "batches may lie within a new one. Give a divisor"
+                f"{name}: batch_rows was {rows} and is {self._rows} now, which does not divide it: a position between "
+                "the old batches may lie within a new one. Give a divisor"
             )
         passed = mark.passed * (rows // self._rows)
         return StreamMark(passed, None if passed else BEGINNING)
 
 
 class _Cursor:
-    """One stream, read along."""
+    """Cursor of one stream."""
 
     def __init__(self, stream: OpaqueStream, name: str, rows: int | None, collecting: GarbageCollection | None) -> None:
         self._stream, self._name, self._rows, self._collecting = stream, name, rows, collecting
@@ -155,8 +158,8 @@ class _Cursor:
             self.close()
             if self._stream.passed == 0:
                 raise DatasetError(
-                    f"{self._name}: it yields nothing. make(shard) must return a new iterable each time, and each "
-                    "stream must have a sample"
+                    f"{self._name}: each stream must have a sample, got none. make(shard) must return a new iterable "
+                    "at each call"
                 ) from None
             raise
         if self._collecting is not None:
@@ -179,8 +182,8 @@ class _Cursor:
 
 
 def _json(name: str, value: Any) -> Any:
-    """As it comes back from JSON."""
+    """Return a value as it comes back from JSON."""
     try:
         return json.loads(json.dumps(value, allow_nan=False))
     except (TypeError, ValueError) as error:
-        raise InvalidArgumentError(f"{name} is no value of JSON: {error}") from None
+        raise InvalidArgumentError(f"{name} must be a JSON value: {error}") from None

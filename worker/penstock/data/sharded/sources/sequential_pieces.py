@@ -1,15 +1,15 @@
-"""A shard of whole pieces, some of which can only be read along: one after the other.
+"""Shard of whole pieces, some of which can only be read sequentially: one after the other.
 
-Which pieces make a shard depends on the epoch, if they are shuffled, and on nothing that has to be read: where all
-counts are known, each piece in turn goes to the shard with the fewest records so far, and else they are dealt one by
-one. The seed and the epoch say in which order a shard reads its own. (The seed has no part in who gets what, for the
-lengths of shards are asked for without it.)
+The pieces of a shard depend on the epoch, if they are shuffled, and on nothing that has to be read: if all counts are
+known, each piece in turn goes to the shard with the fewest records so far, otherwise they go to shards in turn. The
+seed and the epoch decide the order within a shard. (The seed has no influence on which shard gets which piece, because
+the lengths of shards are requested without it.)
 
 While a piece is read, the random generators of the process are its own, seeded by (seed, epoch, piece): it draws the
-same in whatever shard or worker it comes, and whoever else draws.
+same in whatever shard or worker it is read, and whatever other code draws.
 
-What a cursor keeps is the piece, how many of its records came, and how that piece is gone on with (opaque.py). A piece
-that is closed for others' sake, see Opened, keeps its place in the same way.
+A cursor holds the piece, how many of its records came, and how to resume that piece (opaque.py). A piece that is closed
+to open others, see OpenPieces, holds its position in the same way.
 """
 
 from __future__ import annotations
@@ -31,21 +31,23 @@ from penstock.data.sharded.sources.sample_digest import SampleDigests
 from penstock.proto.errors import DatasetError, StateCorruptError
 from penstock.proto.state.generators import derive_seed
 
-__all__ = ["RunCursor", "SequentialPieces", "dealt"]
+__all__ = ["RunCursor", "SequentialPieces", "assign_pieces"]
 
 
 KEPT_EPOCHS = 16
-"""Of which it is remembered who has which piece: 1 MB each for 100,000 pieces."""
+"""Epochs whose assignment of pieces is in memory: 1 MB each for 100,000 pieces."""
 
 
-def dealt(pieces: int, counts: Sequence[int] | None, shards: int, *, epoch: int, shuffle: bool) -> list[list[int]]:
-    """Of each shard, the numbers of its pieces. By counts, shards differ by the largest piece at most."""
-    turn = _permuted(range(pieces), derive_seed(0, "pieces", epoch)) if shuffle else range(pieces)
+def assign_pieces(
+    pieces: int, counts: Sequence[int] | None, shards: int, *, epoch: int, shuffle: bool
+) -> list[list[int]]:
+    """Return the numbers of each shard's pieces. By counts, shards differ by the largest piece at most."""
+    order = _permuted(range(pieces), derive_seed(0, "pieces", epoch)) if shuffle else range(pieces)
     if counts is None:
-        return [list(turn[shard::shards]) for shard in range(shards)]
+        return [list(order[shard::shards]) for shard in range(shards)]
     answer: list[list[int]] = [[] for _ in range(shards)]
     fewest = [(0, shard) for shard in range(shards)]
-    for number in turn:
+    for number in order:
         records, shard = fewest[0]
         heapq.heapreplace(fewest, (records + counts[number], shard))
         answer[shard].append(number)
@@ -55,30 +57,31 @@ def dealt(pieces: int, counts: Sequence[int] | None, shards: int, *, epoch: int,
 def _permuted(numbers: Sequence[int], key: int) -> list[int]:
     if len(numbers) < 2:
         return list(numbers)
-    turn = permuted(np.arange(len(numbers)), len(numbers), np.uint64(key))
-    return [numbers[place] for place in turn.tolist()]
+    order = permuted(np.arange(len(numbers)), len(numbers), np.uint64(key))
+    return [numbers[index] for index in order.tolist()]
 
 
 class SequentialPieces:
-    """Whole pieces, dealt to shards."""
+    """Whole pieces, assigned to shards."""
 
     def __init__(self, pieces: Pieces, shards: int, *, shuffle: bool, capture_rng: bool = True) -> None:
         self.pieces, self._shards, self._shuffle = pieces, shards, shuffle
         self._capture_rng = capture_rng
         self.digests = SampleDigests()
-        self._dealt: OrderedDict[int, list[Ints]] = OrderedDict()
-        """Epoch -> whose pieces. Of an endless source shards are in epochs of their own, and to deal 100,000 pieces
-        takes 0.2 s."""
+        self._assigned: OrderedDict[int, list[Ints]] = OrderedDict()
+        """Pieces of each shard by epoch. Shards of an endless source are in different epochs, and to assign 100,000
+        pieces takes 0.2 s."""
         self._warned = False
 
     def close_for_others(self, stream: OpaqueStream, name: str) -> None:
+        """Close a stream because others are opened; warn if it will be read again from its beginning."""
         stream.park()
         if stream.reads_again and not self._warned:
             self._warned = True
             warnings.warn(
-                f"{name} is read again from its beginning, again and again: more pieces are read in turn than the "
-                f"{self.pieces.opened.most} that max_open lets be open. Raise it to the number of shards that a "
-                "process reads, or give what it opens a state_dict",
+                f"{name} is read again from its beginning repeatedly: more pieces are read in turn than max_open="
+                f"{self.pieces.opened.most} allows to be open. Raise it to the number of shards that a process reads, "
+                "or give what it opens a state_dict",
                 UserWarning,
                 stacklevel=6,
             )
@@ -88,31 +91,32 @@ class SequentialPieces:
         return None if counts is None else [sum(counts[n] for n in own.tolist()) for own in self._of(epoch)]
 
     def run(self, shard: int, epoch: int, seed: int) -> list[int]:
-        """The pieces of a shard in their order. Not those of which it is known that they are empty: a place before one
-        of them and the place behind it would be two tokens."""
+        """Return the pieces of a shard in order, without those that are known to be empty: the positions before and
+        after an empty one would have two tokens."""
         own: list[int] = self._of(epoch)[shard].tolist()
         run = _permuted(own, derive_seed(seed, "pieces", epoch, shard)) if self._shuffle else own
         return run if self.pieces.counts is None else [n for n in run if self.pieces.counts[n]]
 
     def seeds(self, epoch: int, seed: int) -> Callable[[int], int | None]:
-        """Number of a piece -> seed of the generators that it has for itself in this epoch; None: it has none."""
+        """Return the function from a piece's number to the seed of its own generators in this epoch; None for none."""
         if not self._capture_rng:
             return lambda piece: None
         return lambda piece: derive_seed(seed, "piece", epoch, piece)
 
     def _of(self, epoch: int) -> list[Ints]:
-        found = self._dealt.get(epoch)
+        found = self._assigned.get(epoch)
         if found is None:
-            turns = dealt(len(self.pieces), self.pieces.counts, self._shards, epoch=epoch, shuffle=self._shuffle)
-            found = self._dealt[epoch] = [np.array(own, np.int64) for own in turns]
-            while len(self._dealt) > KEPT_EPOCHS:
-                self._dealt.popitem(last=False)
-        self._dealt.move_to_end(epoch)
+            counts, shuffle = self.pieces.counts, self._shuffle
+            assigned = assign_pieces(len(self.pieces), counts, self._shards, epoch=epoch, shuffle=shuffle)
+            found = self._assigned[epoch] = [np.array(own, np.int64) for own in assigned]
+            while len(self._assigned) > KEPT_EPOCHS:
+                self._assigned.popitem(last=False)
+        self._assigned.move_to_end(epoch)
         return found
 
 
 class RunCursor(Iterator[Any]):
-    """Pieces one after the other, each read along."""
+    """Pieces one after the other, each read sequentially."""
 
     def __init__(
         self, runs: SequentialPieces, run: list[int], seed_of: Callable[[int], int | None], token: Token
@@ -134,7 +138,7 @@ class RunCursor(Iterator[Any]):
                 except StopIteration:
                     self._check_end(self._stream)
                 else:
-                    if self._is_full(self._stream):  # at once: behind a shard's last record nobody asks again
+                    if self._is_full(self._stream):  # at once: after a shard's last record there is no further call
                         self._expect_end(self._stream)
                     return record
             self._move_on()
@@ -170,7 +174,7 @@ class RunCursor(Iterator[Any]):
         self._pieces.left(id(self))
 
     def __del__(self) -> None:
-        if hasattr(self, "_stream"):  # its making went so far
+        if hasattr(self, "_stream"):  # __init__ got that far
             self.close()
 
     # ---- the piece that is read
@@ -192,7 +196,7 @@ class RunCursor(Iterator[Any]):
         )
 
     def _touch(self, stream: OpaqueStream) -> None:
-        """It is read now, and others may have to be closed for that."""
+        """Open it for reading, which may close others."""
         opened = self._pieces.opened
         if not opened.used(id(self)):
             self._pieces.read_by(id(self))
@@ -223,15 +227,15 @@ class RunCursor(Iterator[Any]):
         return count is not None and stream.passed >= count
 
     def _expect_end(self, stream: OpaqueStream) -> None:
-        """All came that counts says; there must not be more."""
+        """Check that a piece that has yielded all of its count has no more."""
         count = self._count()
         if stream.passed != count or (stream.is_open and stream.skip(1)):
-            raise DatasetError(f"{self._name}: it goes on after {count} records, and counts says that these are all")
+            raise DatasetError(f"{self._name} must have the {count} records of counts, but has more")
 
     def _check_end(self, stream: OpaqueStream) -> None:
         count = self._count()
         if count is not None and stream.passed != count:
-            raise DatasetError(f"{self._name}: it ends after {stream.passed} records, and counts says {count}")
+            raise DatasetError(f"{self._name} must have the {count} records of counts, got {stream.passed}")
 
     # ---- tokens
 
@@ -242,10 +246,10 @@ class RunCursor(Iterator[Any]):
         try:
             turn, piece, stream = token["turn"], token["piece"], token["stream"]
         except (KeyError, TypeError) as error:
-            raise StateCorruptError(f"a place in a shard of pieces that cannot be: {token!r:.200}") from error
+            raise StateCorruptError(f"the token of a shard of pieces is damaged: {token!r:.200}") from error
         if type(turn) is not int or not 0 <= turn <= len(self._run) or piece != self._piece(turn):
             raise StateCorruptError(
-                f"a place in a shard of {len(self._run)} pieces that cannot be: piece {piece!r} at turn {turn!r}"
+                f"the token of a shard of {len(self._run)} pieces is damaged: piece {piece!r} at turn {turn!r}"
             )
         self._turn = turn
         if turn == len(self._run):

@@ -28,7 +28,7 @@ def as_it_was() -> Iterator[None]:
     assert gc.get_freeze_count() == 0
 
 
-def test_garbage_is_collected_after_so_many_samples() -> None:
+def test_garbage_is_collected_every_n_samples() -> None:
     made: list[weakref.ref[Node]] = []
 
     def nodes(shard: int) -> Iterator[int]:
@@ -46,7 +46,7 @@ def test_garbage_is_collected_after_so_many_samples() -> None:
     assert gc.isenabled()
 
 
-def test_what_was_garbage_at_the_start_is_not_kept_for_ever() -> None:
+def test_garbage_of_the_start_is_collected() -> None:
     gc.disable()
     garbage = weakref.ref(Node())
     gc.enable()

@@ -61,7 +61,7 @@ def test_a_loader_of_a_graph(place: int, eager: None) -> None:
     assert got == whole
 
 
-def test_a_loader_of_a_graph_that_begins_again_at_its_end(eager: None) -> None:
+def test_graph_loader_that_restarts_at_its_end(eager: None) -> None:
     """Its state behind the last sample would lead to the next epoch."""
     source = Savable(lambda shard: Loader(IterableWrapper(range(5))), shards=1, snapshot_every=1)
     cursor = source.open(0, 0, SEED)
@@ -73,21 +73,21 @@ def test_a_loader_of_a_graph_that_begins_again_at_its_end(eager: None) -> None:
     again.close()
 
 
-def test_a_loader_of_a_graph_that_reads_ahead_and_draws_is_read_again(eager: None) -> None:
+def test_graph_loader_that_draws_is_read_again(eager: None) -> None:
     """Loading its state draws a sample at once, before the generators are as they were: that is seen, and said."""
     with pytest.warns(UserWarning, match="read again from the beginning"):
         got, whole = split(lambda shard: Loader(Mapper(IterableWrapper(range(9)), lambda n: (n, random.random()))), 4)
     assert got == whole
 
 
-def test_a_loader_with_worker_processes_without_a_state() -> None:
+def test_loader_with_stateless_worker_processes() -> None:
     """The workers are seeded from the generators at `iter`, and those are as they were."""
     numbers = Numbers(24)
     got, whole = split(lambda shard: torch.utils.data.DataLoader(numbers, batch_size=4, shuffle=True, num_workers=1), 3)
     assert got == whole
 
 
-def test_what_worker_processes_draw_is_in_no_state(eager: None) -> None:
+def test_draws_of_worker_processes_are_unsaved(eager: None) -> None:
     # Python 3.12 and newer also warn of the fork.
     also = r"'set_vital' is deprecated|use of fork\(\)"
     with pytest.warns((UserWarning, DeprecationWarning), match=f"draw in worker processes|{also}") as caught:

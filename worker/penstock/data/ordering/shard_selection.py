@@ -1,7 +1,7 @@
-"""Which of a stream's shards an epoch takes, and how often, when its share is not just all of them.
+"""Selection of the shards that an epoch takes of a stream, and how often, when its share is not just all of them.
 
-A stream of L samples whose share is q L + r gives every shard q times, and r samples more. Those go on from epoch to
-epoch: laid end to end, they run through all of the stream before any sample comes again, in a new order each time. So
+A stream of L samples whose share is q L + r gives every shard q times, and r samples more. These r continue from epoch
+to epoch: laid end to end, they run through all of the stream before any sample repeats, in a new order each time. So
 with a share of a tenth every sample was seen once after ten epochs.
 """
 
@@ -18,16 +18,16 @@ __all__ = ["ShardParts", "parts_of"]
 
 @dataclass(frozen=True)
 class ShardParts:
-    """Pieces of shards, each an array with one entry for each piece."""
+    """Pieces of shards; each field is an array with one entry per piece."""
 
     shard: Ints
-    """Its number."""
+    """Number of the shard."""
     count: Ints
-    """Samples."""
+    """Samples in the piece."""
     first: Ints
-    """Where a piece begins in the shard's own order; 0 for a whole one."""
+    """Beginning of the piece in the shard's own order; 0 for a whole shard."""
     key: Words
-    """Of the shard's own order, which matters for pieces only."""
+    """Key of the shard's own order, used for pieces only."""
 
     def __len__(self) -> int:
         return len(self.shard)
@@ -43,35 +43,35 @@ class ShardParts:
 
 
 def parts_of(sizes: Ints, share: int, first_shard: int, *, epoch: int, key: int, shuffle: bool) -> ShardParts:
-    """What an epoch takes of a stream.
+    """Return the parts that an epoch takes of a stream.
 
     Args:
         sizes: samples of its shards.
         share: samples that the epoch takes of it.
         first_shard: number of its first shard.
-        key: of the stream.
+        key: key of the stream.
     """
     count, total = len(sizes), int(sizes.sum())
     times, rest = divmod(share, total) if total else (0, 0)
     whole = np.tile(np.arange(first_shard, first_shard + count), times)
     parts = [ShardParts(whole, np.tile(sizes, times), np.zeros(len(whole), np.int64), np.zeros(len(whole), np.uint64))]
-    cycle, at = divmod(epoch * rest, total) if total else (0, 0)
+    repeat, at = divmod(epoch * rest, total) if total else (0, 0)
     while rest:
         taken = min(rest, total - at)
-        parts.append(_piece(sizes, at, at + taken, first_shard, key=int(mix(key, cycle)), shuffle=shuffle))
-        rest, cycle, at = rest - taken, cycle + 1, 0
+        parts.append(_piece(sizes, at, at + taken, first_shard, key=int(mix(key, repeat)), shuffle=shuffle))
+        rest, repeat, at = rest - taken, repeat + 1, 0
     return ShardParts.joined(parts)
 
 
 def _piece(sizes: Ints, start: int, stop: int, first_shard: int, *, key: int, shuffle: bool) -> ShardParts:
-    """Samples [start, stop) of one run through the stream."""
-    turn = np.arange(len(sizes))
+    """Return samples [start, stop) of one repeat of the stream."""
+    order = np.arange(len(sizes))
     if shuffle:
-        turn = permuted(turn, len(sizes), np.uint64(key))
-    ends = np.cumsum(sizes[turn])
-    begins = ends - sizes[turn]
+        order = permuted(order, len(sizes), np.uint64(key))
+    ends = np.cumsum(sizes[order])
+    begins = ends - sizes[order]
     inside = np.flatnonzero((ends > start) & (begins < stop))
-    shard, begin, end = turn[inside], begins[inside], ends[inside]
+    shard, begin, end = order[inside], begins[inside], ends[inside]
     first = np.maximum(begin, start) - begin
     keys = mix(key, shard + 1)
     return ShardParts(shard + first_shard, np.minimum(end, stop) - begin - first, first, keys)

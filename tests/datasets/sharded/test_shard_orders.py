@@ -21,7 +21,7 @@ def in_turns(lengths: list[int]) -> list[tuple[int, int]]:
 
 
 @given(LENGTHS)
-def test_rounds_are_a_round_robin_in_which_shards_that_are_over_leave(lengths: list[int]) -> None:
+def test_round_robin_without_ended_shards(lengths: list[int]) -> None:
     order, rounds = in_turns(lengths), RoundRobin(len(lengths), lengths)
     assert rounds.length == sum(lengths)
     assert list(zip(*rounds.at(np.arange(len(order))), strict=True)) == order
@@ -31,7 +31,7 @@ def test_rounds_are_a_round_robin_in_which_shards_that_are_over_leave(lengths: l
 
 
 @given(LENGTHS, st.data())
-def test_rounds_are_right_as_far_as_ends_are_known(lengths: list[int], data: st.DataObject) -> None:
+def test_round_robin_is_right_up_to_known_ends(lengths: list[int], data: st.DataObject) -> None:
     """An end that is not known makes nothing wrong before the position where it shows."""
     order = in_turns(lengths)
     known = data.draw(st.sets(st.integers(0, len(lengths) - 1)))
@@ -45,7 +45,7 @@ def test_rounds_are_right_as_far_as_ends_are_known(lengths: list[int], data: st.
     assert list(zip(*rounds.at(np.arange(len(order))), strict=True)) == order
 
 
-def test_a_position_far_away_costs_no_more_than_the_first() -> None:
+def test_far_positions_cost_no_more_than_near() -> None:
     rounds = RoundRobin(3, [10**15, 10**9, 2 * 10**15])
     assert rounds.length == 3 * 10**15 + 10**9
     assert rounds.at(np.asarray([3 * 10**9, 3 * 10**9 + 1, rounds.length - 1])) == (
@@ -90,7 +90,7 @@ def test_a_grid_deals_column_by_column(endless_order: EndlessOrder) -> None:
 
 @settings(max_examples=60)
 @given(GRIDS, st.integers(0, 40), st.integers(0, 9), st.integers(1, 4), st.integers(1, 5))
-def test_a_worker_s_own_shards_are_those_that_its_rows_lie_in(
+def test_own_shards_are_those_of_the_workers_rows(
     endless_order: EndlessOrder, start: int, more: int, boxes: int, workers: int
 ) -> None:
     batch = boxes + more
@@ -119,10 +119,10 @@ def test_a_worker_s_own_shards_are_those_that_its_rows_lie_in(
         (2, 2, 6, 12, 6),
     ],
 )
-def test_a_shard_is_read_by_one_worker_alone_where_boxes_and_workers_divide(
+def test_dividing_workers_share_no_shard(
     boxes: int, workers: int, batch: int, partitions: int, start: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.data.sharded.endless_order.AT_ONCE", 5)
+    monkeypatch.setattr("penstock.data.sharded.endless_order.POSITIONS_PER_CALL", 5)
     endless_order = EndlessOrder(36, partitions, 12)
     readers: dict[int, set[tuple[int, int]]] = defaultdict(set)
     for box in range(boxes):

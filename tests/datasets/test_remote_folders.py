@@ -85,7 +85,7 @@ def test_what_will_not_pass_is_said_at_once(server: ShardServer, tmp_path: Path,
     assert server.requests[NAME] == 1
 
 
-def test_tries_are_counted_and_the_last_reason_named(place: RemoteFolder, server: ShardServer, tmp_path: Path) -> None:
+def test_error_has_tries_and_last_reason(place: RemoteFolder, server: ShardServer, tmp_path: Path) -> None:
     server.faults[NAME] = [Fault(500, stays=True)]
     with pytest.raises(ShardUnavailableError, match="after 3 tries: HTTP 500"):
         fetch(place, tmp_path)
@@ -160,7 +160,7 @@ def test_without_ranges_it_begins_again(place: RemoteFolder, server: ShardServer
     assert fetch(place, tmp_path) == DATA
 
 
-def test_without_a_name_for_the_version_it_begins_again(tmp_path: Path, server: ShardServer) -> None:
+def test_without_validator_it_begins_again(tmp_path: Path, server: ShardServer) -> None:
     server.validators = False
     server.faults[NAME] = [Fault(cut_after=50_000)]
     place = RemoteFolder(server.url)
@@ -169,7 +169,7 @@ def test_without_a_name_for_the_version_it_begins_again(tmp_path: Path, server: 
     place.close()
 
 
-def test_a_file_that_changes_under_way_is_never_mixed(place: RemoteFolder, server: ShardServer, tmp_path: Path) -> None:
+def test_file_changed_during_read_is_never_mixed(place: RemoteFolder, server: ShardServer, tmp_path: Path) -> None:
     other = raw_bytes(2, SIZE)
     server.faults[NAME] = [Fault(cut_after=50_000, then=lambda: (server.folder / NAME).write_bytes(other))]
     assert fetch(place, tmp_path) == other
@@ -178,7 +178,7 @@ def test_a_file_that_changes_under_way_is_never_mixed(place: RemoteFolder, serve
 
 @pytest.mark.parametrize("size", [SIZE - 1, SIZE + 1, 10])
 def test_another_size_is_said_with_both(place: RemoteFolder, server: ShardServer, tmp_path: Path, size: int) -> None:
-    with pytest.raises(ShardCorruptError, match=f"mds has {SIZE} bytes, its index says {size}"):
+    with pytest.raises(ShardCorruptError, match=f"mds has {SIZE} bytes, but its index says {size}"):
         fetch(place, tmp_path, size=size)
     assert server.requests[NAME] == 1
 
@@ -229,7 +229,7 @@ def test_closing_ends_what_moves(place: RemoteFolder, server: ShardServer, tmp_p
         fetch(place, tmp_path)
 
 
-def test_nothing_begins_in_a_place_that_has_ended_with_the_interpreter(server: ShardServer) -> None:
+def test_no_call_after_the_interpreter_ended(server: ShardServer) -> None:
     """Though a thread that fetches tries again what was broken off. Python would tell of what never began."""
     (server.folder / "one").write_bytes(b"0123456789")
     place = RemoteFolder(server.url, tries=1)
@@ -263,7 +263,7 @@ def test_places_without_an_event_loop(tmp_path: Path, monkeypatch: pytest.Monkey
     place = RemoteFolder("memory://here", tries=2)
     assert fetch(place, tmp_path) == DATA
     assert place.read(NAME, deadline_s=30) == DATA
-    with pytest.raises(ShardCorruptError, match=f"has {SIZE} bytes, its index says 5"):
+    with pytest.raises(ShardCorruptError, match=f"has {SIZE} bytes, but its index says 5"):
         fetch(place, tmp_path, size=5)
     with pytest.raises(ShardUnavailableError, match=r"memory://here/none .*after 1 try: there is no such file"):
         place.read("none", deadline_s=30)
@@ -346,7 +346,7 @@ def test_settings_that_the_library_refuses(server: ShardServer) -> None:
 
 
 def test_places_that_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(InvalidArgumentError, match="nothing is known of nowhere://"):
+    with pytest.raises(InvalidArgumentError, match="must have a scheme that fsspec knows, got nowhere://"):
         RemoteFolder("nowhere://me:secret@host/data?token=secret")
 
     def absent(name: str) -> None:

@@ -50,7 +50,7 @@ def test_a_stream_is_whole_in_each_worker(name: str, monkeypatch: pytest.MonkeyP
     assert [number for batch in dealt for number in batch] == ALL
 
 
-def test_in_the_worker_processes_of_a_torch_dataloader() -> None:
+def test_in_worker_processes_of_a_torch_loader() -> None:
     loader = ShardLoader(SOURCES["a dataset of torch's"](), batch_size=2, collate_fn=torch.tensor)
     batches = DataLoader(loader, batch_size=None, num_workers=2)
     assert torch.cat(list(batches)).tolist() == ALL

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from penstock.data.ordering.epoch_plan import EpochPlan
 from penstock.data.ordering.partition import Tail
-from penstock.data.ordering.skips import added_behind, ranges_of
+from penstock.data.ordering.skips import added_before, ranges_of
 from penstock.proto.errors import InvalidArgumentError
 
 
@@ -18,7 +18,7 @@ def epochs_of(length: int, tail: Tail = "emit", *skip: range) -> EpochPlan:
 
 
 @given(st.integers(1, 60), st.integers(0, 50), st.integers(1, 5), st.integers(0, 80), st.integers(0, 30), st.data())
-def test_what_lies_ahead_of_a_box_is_what_it_will_get(
+def test_positions_ahead_are_those_a_box_will_get(
     length: int, start: int, boxes: int, out: int, many: int, data: st.DataObject
 ) -> None:
     start = min(start, length)
@@ -36,7 +36,7 @@ def test_what_lies_ahead_of_a_box_is_what_it_will_get(
 
 
 @pytest.mark.parametrize("tail", ["emit", "pad", "drop", "carry"])
-def test_epochs_of_which_nothing_is_left_are_passed_over_at_once(tail: Tail) -> None:
+def test_fully_skipped_epochs_are_passed_at_once(tail: Tail) -> None:
     epochs = epochs_of(10, tail, range(7, 10**15 + 3))
     epoch, start = epochs.remainder(0, 0, 4, 2).following()
     remainder = epochs.remainder(epoch, start, 4, 2)
@@ -46,7 +46,7 @@ def test_epochs_of_which_nothing_is_left_are_passed_over_at_once(tail: Tail) -> 
     assert remainder.positions(0, 0).tolist() == ([carried, carried + 2] if tail == "carry" else [3, 5])
 
 
-def test_a_pass_that_carries_begins_where_it_would_have() -> None:
+def test_carried_epoch_begins_at_its_own_start() -> None:
     epochs = epochs_of(23, "carry")
     begins = [0, -3, -1, -4, -2, 0]
     assert [epochs.begin(epoch, 5, (0, 0)) for epoch in range(6)] == begins
@@ -74,7 +74,7 @@ def test_what_is_added_behind_a_place_is_found(
         return ranges_of([range(first, first + many) for first, many in pieces])
 
     added = sorted(number for number in numbers(now) - numbers(saved) if number < place)
-    found = added_behind(ranges(saved), ranges(now), place)
+    found = added_before(ranges(saved), ranges(now), place)
     assert (found is None) == (not added)
     if found is not None:
         assert found[0] == added[0]
@@ -84,5 +84,5 @@ def test_what_is_added_behind_a_place_is_found(
 
 def test_ranges_are_joined_and_checked() -> None:
     assert ranges_of([range(5, 7), range(3), range(3, 4), range(9, 9), range(6, 8)]) == ((0, 4), (5, 8))
-    with pytest.raises(InvalidArgumentError, match="each is a range of sample numbers"):
+    with pytest.raises(InvalidArgumentError, match="must hold ranges of sample numbers"):
         ranges_of([range(1 << 62)])

@@ -39,7 +39,7 @@ def hold(server: ShardServer, tmp_path: Path) -> Hold:
 
 @as_root
 @pytest.mark.parametrize("path", ["cache", "cache/.penstock", "cache/.penstock/shards"])
-def test_another_users_folder_is_refused_unless_a_group_shares_it(hold: Hold, tmp_path: Path, path: str) -> None:
+def test_other_users_folder_needs_a_group(hold: Hold, tmp_path: Path, path: str) -> None:
     folder = tmp_path / path
     folder.mkdir(parents=True)
     os.chown(folder, STRANGER, STRANGER)
@@ -54,7 +54,7 @@ def test_another_users_folder_is_refused_unless_a_group_shares_it(hold: Hold, tm
 
 
 @as_root
-def test_what_a_group_shares_its_members_can_write(hold: Hold, tmp_path: Path) -> None:
+def test_group_members_can_write_shared_files(hold: Hold, tmp_path: Path) -> None:
     hold(STRANGER)
     folders = [tmp_path / "cache", *(path for path in (tmp_path / "cache" / ".penstock").rglob("*") if path.is_dir())]
     assert {(path.stat().st_gid, stat.S_IMODE(path.stat().st_mode)) for path in folders} == {(STRANGER, 0o2775)}
@@ -81,7 +81,7 @@ def test_books_that_are_a_link_are_refused(hold: Hold, tmp_path: Path, name: str
     assert not any((tmp_path / "victim").iterdir())
 
 
-@pytest.mark.parametrize("name", ["place", "shards/shard.00000.mds", "fetching/shard.00000.mds"])
+@pytest.mark.parametrize("name", ["remote", "shards/shard.00000.mds", "fetching/shard.00000.mds"])
 def test_a_lock_that_is_a_link_cuts_nothing(hold: Hold, tmp_path: Path, name: str) -> None:
     victim = tmp_path / "thesis"
     victim.write_text("years of work")
@@ -93,7 +93,7 @@ def test_a_lock_that_is_a_link_cuts_nothing(hold: Hold, tmp_path: Path, name: st
     assert victim.read_text() == "years of work"
 
 
-def test_a_fifo_in_a_files_place_is_not_waited_for(tmp_path: Path) -> None:
+def test_fifo_instead_of_a_file_is_not_awaited(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     os.mkfifo(tmp_path / "data" / "index.json")
     with pytest.raises(ShardUnavailableError, match=r"index\.json: it is no file"):
@@ -101,5 +101,5 @@ def test_a_fifo_in_a_files_place_is_not_waited_for(tmp_path: Path) -> None:
 
 
 def test_a_group_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgumentError, match="cache_group='no-such' must be a group of this machine"):
+    with pytest.raises(InvalidArgumentError, match="cache_group must be a group of this machine, got 'no-such'"):
         StreamingDataset(tmp_path, tmp_path / "cache", cache_group="no-such")

@@ -1,10 +1,10 @@
-"""When garbage is collected in a process that makes samples, where the user asks for a say in it.
+"""Garbage collection of a process that makes samples, if the user controls it.
 
-Python collects after so many new objects, and a full collection looks at all that there are: a tokenizer's vocabulary
-and a shuffle buffer of a million samples, in the middle of a batch. Samples seldom have cycles. So with
-`Savable(collect_every=n)` what was there at the start is frozen (no collection looks at it again), and the collector
-runs after every n samples of the process. It belongs to the process: the first stream that asks changes it, and when
-the last one is closed it is as it was before.
+Python collects after so many new objects, and a full collection visits all objects: a tokenizer's vocabulary and a
+shuffle buffer of a million samples, in the middle of a batch. Samples seldom have cycles. So with
+`Savable(collect_every=n)` the objects of the start are frozen (no collection visits them again), and the collector runs
+after every n samples of the process. It belongs to the process: the first stream changes it, and closing the last one
+restores it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["GarbageCollection"]
 
 
 class _Process:
-    """What is changed in this process, and for how many."""
+    """Changes to this process' collector, and the number of streams that hold them."""
 
     def __init__(self) -> None:
         self.holders = 0
@@ -44,21 +44,21 @@ _process = _Process()
 
 
 class GarbageCollection:
-    """One stream's wish to have garbage collected every n samples."""
+    """Collection every n samples, for one stream."""
 
     def __init__(self, every: int) -> None:
         self._every, self._open = every, True
         _process.hold()
 
     def passed(self) -> None:
-        """One sample more."""
+        """Count a sample, and collect if it is time."""
         _process.samples += 1
         if _process.samples >= self._every:
             _process.samples = 0
             gc.collect()
 
     def close(self) -> None:
-        """May be called twice."""
+        """Release the collector; may be called twice."""
         if self._open:
             self._open = False
             _process.release()

@@ -78,7 +78,7 @@ def test_of_gzip_files_the_content_is_the_same(name: str, tmp_path: Path) -> Non
         assert ours[path][10:] == theirs[path][10:]
 
 
-def test_a_large_first_sample_makes_no_empty_shard(
+def test_large_first_sample_makes_no_empty_shard(
     tmp_path: Path, expected: dict[str, list[Any]], read_all: Callable[[Path], list[Any]]
 ) -> None:
     ours = read_index((write("large", tmp_path / "ours") / INDEX).read_bytes(), "ours")
