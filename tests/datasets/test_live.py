@@ -1,6 +1,6 @@
 """Side by side with mosaicml-streaming itself: each reads what the other wrote. `make peers` runs it.
 
-The python of an environment that has it is in STREAMING_PYTHON; without one the fixtures (test_mosaicml_files.py) must do.
+The python of an environment that has it is in STREAMING_PYTHON; without one test_mosaicml_files.py must do.
 """
 
 from __future__ import annotations

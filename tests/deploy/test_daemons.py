@@ -44,7 +44,7 @@ def test_coordinator_makes_a_token_that_only_it_can_read_and_never_shows_it(shel
 
 
 def test_coordinator_refuses_a_token_file_of_its_own_that_others_can_read(shell: Any, tmp_path: Path) -> None:
-    (tmp_path / "state").mkdir()
+    (tmp_path / "state").mkdir(mode=0o700)
     (tmp_path / "state" / "token").write_text("secret-secret-secret")
     (tmp_path / "state" / "token").chmod(0o644)
     done = shell.call("coordinator", *LOCAL, "--state-dir", "state", PENSTOCK_TOKEN=None)

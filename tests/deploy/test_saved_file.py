@@ -92,7 +92,7 @@ def of_positions(boxes: int, **options: Any) -> dict[str, Any]:
             loader = MapLoader(range(100), **options)
             states.append(loader.state_dict())
     positions = [Position.start(1) for _ in range(boxes)]
-    parts = [WorkerPart(box, 0, 0, 0, 0, None) for box in range(boxes)]
+    parts = [WorkerPart(box, 0, 0, 0, 0, {}) for box in range(boxes)]
     aggregated = loader.aggregate_state_dict(states)
     return SavedState(0, "m:f", 4, boxes, 1, 7, positions, parts=parts, aggregated=aggregated).to_dict()
 

@@ -36,7 +36,7 @@ class Point(NamedTuple):
 
 def _total(number: int) -> Callable[[Any, tuple[Any, ...]], bool]:
     """At the slot's batch of this number."""
-    return lambda self, args: bool(self.place.total == number)
+    return lambda self, args: bool(self.position.total == number)
 
 
 def _recorded(number: int) -> Callable[[Any, tuple[Any, ...]], bool]:
@@ -55,7 +55,7 @@ POINTS = {
     "next": Point(RestorableLoader, "next", _total(3), after=True),
     # The first two batches of a runner are followed by snapshots, whatever they cost; which these are depends on how
     # far the loop was when the runner before died.
-    "state_dict": Point(RestorableLoader, "state", lambda self, args: bool(self.place.total >= 4), after=True),
+    "state_dict": Point(RestorableLoader, "state", lambda self, args: bool(self.position.total >= 4), after=True),
     "after the snapshot": Point(ProgressPage, "record", _recorded(CHECKPOINT)),
     "before the send": Point(Producer, "publish", lambda self, args: bool(args[1] == 8)),
     "after the send": Point(Producer, "publish", lambda self, args: bool(args[1] == 9), after=True),

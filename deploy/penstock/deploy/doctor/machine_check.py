@@ -103,9 +103,11 @@ def check_machine(asked: MachineQuestion) -> Iterator[Finding]:
 
 
 def _groups(*, off: bool) -> Finding:
-    from penstock.worker.processes.control_groups import here, why_not
+    from penstock.worker.tools.loader_children import control_groups
 
-    return machine_findings.check_groups("they are turned off (no_groups)" if off else why_not(*here()))
+    return machine_findings.check_groups(
+        "they are turned off (no_groups)" if off else control_groups.why_not(*control_groups.here())
+    )
 
 
 def _runner_user(wanted: str) -> Finding:

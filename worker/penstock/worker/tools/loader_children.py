@@ -3,6 +3,7 @@
 Needs no torch: the command line imports it.
 """
 
+from penstock.worker.processes import control_groups
 from penstock.worker.processes.child_processes import START_DEADLINE_S, child_environment
 from penstock.worker.processes.control_channel import ControlChannel, ControlMessage, plain_detail
 from penstock.worker.processes.runner_user import find_user
@@ -15,6 +16,7 @@ __all__ = [
     "ControlChannel",
     "ControlMessage",
     "child_environment",
+    "control_groups",
     "find_user",
     "interpreter",
     "load_input_fn",
