@@ -91,6 +91,7 @@ class SharedAppliance:
         self._listener: socket.socket | None = None
         self._joined: socket.socket | None = None
         self._others: list[socket.socket] = []
+        self._answering: threading.Thread | None = None
 
     def publish(self, place: DaemonAddresses) -> None:
         """Tell the other ranks, whenever they ask."""
@@ -110,7 +111,10 @@ class SharedAppliance:
             ) from error
         self._listener = listener
         message = json.dumps(asdict(place)).encode()
-        threading.Thread(target=self._answer, args=(listener, message), name="penstock-meeting", daemon=True).start()
+        self._answering = threading.Thread(
+            target=self._answer, args=(listener, message), name="penstock-meeting", daemon=True
+        )
+        self._answering.start()
 
     def _answer(self, listener: socket.socket, message: bytes) -> None:
         while True:
@@ -159,12 +163,13 @@ class SharedAppliance:
             return
         if self._joined is not None:
             self._joined.close()
-        if self._listener is None:
+        if self._listener is None or self._answering is None:
             return
         # shutdown, for a close alone would not end the accept in the other thread.
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         deadline = time.monotonic() + LEAVE_S
+        self._answering.join(LEAVE_S)  # a rank that was accepted just before is waited for too
         for sock in self._others:
             select.select([sock], [], [], max(0.0, deadline - time.monotonic()))
             sock.close()
