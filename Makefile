@@ -21,6 +21,9 @@ BENCH_ARGS ?=
 SEED ?=
 RUNS ?= 5
 SEEDS ?= 2000
+# Of `make storm`: jobs that open at once (50 if neither is given), or boxes of one job that save at once.
+JOBS ?=
+BOXES ?=
 # Of `make soak`, for each lane.
 BATCHES ?= 200000
 # The fuzzer is made for few versions of Python, so it has an environment of its own.
@@ -43,7 +46,7 @@ $(BIN)/python -m grpc_tools.protoc \
 	$(PROTOS:proto/%=%)
 endef
 
-.PHONY: help setup lock proto proto-check proto-baseline lint format format-check types docs collect pytest test simulate chaos fuzz demo
+.PHONY: help setup lock proto proto-check proto-baseline manifests lint format format-check types docs collect pytest test simulate chaos fuzz demo
 .PHONY: soak demo-streaming signals slurm loaders node helm bench bench-peers storm peers pythons clean
 
 help: ## list the targets
@@ -81,6 +84,9 @@ proto-check: $(STAMP) ## the committed protobuf code is what its .proto files ge
 
 proto-baseline: $(STAMP) ## take what was added to the .proto files into the promise that tests hold them to
 	PYTHONPATH=tests/support $(BIN)/python -m wire_contract
+
+manifests: $(STAMP) ## write the Kubernetes files that are made from deploy/penstock/deploy/engines/kubernetes_manifests.py
+	$(BIN)/python deploy/kubernetes/write_manifests.py
 
 lint: $(STAMP) ## ruff's rules
 	$(BIN)/ruff check .
@@ -160,8 +166,8 @@ bench: $(STAMP) ## measure the whole path beside its peers, 10 minutes; BENCH_AR
 
 bench-peers: $(PEER_NAMES:%=$(PEERS)/%/.setup-done) ## make the peers' environments, 5 GB below PEERS
 
-storm: $(STAMP) ## many jobs opened at the same moment on two daemons: all of them must run; JOBS=50
-	$(BIN)/python -m benchmarks.storm --jobs $(or $(JOBS),50)
+storm: $(STAMP) ## many jobs opened at the same moment on two daemons: all of them must run; JOBS=50, or BOXES=200 of one job that save at once
+	$(BIN)/python -m benchmarks.storm $(if $(BOXES),--save --boxes $(BOXES),--jobs $(or $(JOBS),50))
 
 peers: $(PEERS)/streaming/.setup-done $(STAMP) ## mosaicml-streaming alone, 2 GB below PEERS; it reads our datasets, and we its own
 	STREAMING_PYTHON=$(abspath $(PEERS))/streaming/bin/python $(BIN)/pytest tests/datasets/test_live.py

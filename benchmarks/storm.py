@@ -1,11 +1,18 @@
-"""Many jobs that are opened at the same moment: do all of them run, how long does it take, and what does it cost?
+"""Many jobs that are opened, or many boxes that save, at the same moment: do all of them get what they ask for?
 
     python -m benchmarks.storm [--jobs 50] [--timeout-s 120]
+    python -m benchmarks.storm --save [--boxes 200] [--rounds 3] [--timeout-s 600]
 
-A coordinator and two daemons on this machine, with room for all. Each job has a seed of its own, so each needs an
-interpreter of its own, and takes 20 batches. Prints one JSON object: how many jobs ran, seconds to their first batches
-(median, longest), the most processes and memory (PSS of all, MiB) at a time, the highest load, and what was lost. Ends
-with 1 if a job failed, or a slot or a worker was lost.
+A coordinator and two daemons on this machine, with room for all. Each prints one JSON object, with the most processes
+and memory (PSS of all, MiB) at a time, the highest load, and what was lost.
+
+Jobs: each has a seed of its own, so each needs an interpreter of its own, and takes 20 batches. Prints how many ran,
+and seconds to their first batches (median, longest). Ends with 1 if a job failed, or a slot or a worker was lost.
+
+Saves: one job of so many boxes with one worker each. After every few steps all boxes call `state_dict()` at once, at a
+step that was not announced, and after the last round once more at one that was. Prints seconds from the call to the
+state by round (median, longest), and whether batches and states are those that they must be. Ends with 1 if they are
+not, a box failed, a worker missed its lease, or a slot moved.
 """
 
 from __future__ import annotations
@@ -19,19 +26,30 @@ import sys
 import tempfile
 import threading
 import time
+import warnings
+from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from benchmarks.processes import tree
-from benchmarks.recovery import Fleet, slow_batches
+from benchmarks.recovery import Fleet, Slow, slow_batches
 
 from penstock.client import Appliance, DataExecutor, DataLoader
 from penstock.proto.rpc.calls import CoordinatorClient
+from penstock.proto.state.assignment import current_assignment
 
-__all__ = ["main"]
+__all__ = ["boxes_batches", "main"]
 
 STEPS = 20
+"""Batches of each job."""
+BETWEEN = 7
+"""Steps from one save of all boxes to the next."""
+LOST = ("worker lost", "slot lost", "slot moved")
+"""Kinds of events that must not be among the coordinator's newest."""
+APART = 10**6
+"""Difference between the numbers of one box and those of the next."""
 
 
 def _job(fleet: Fleet, number: int, timeout_s: float, together: threading.Barrier) -> float:
@@ -51,6 +69,74 @@ def _job(fleet: Fleet, number: int, timeout_s: float, together: threading.Barrie
     return first
 
 
+class Numbered(Slow):
+    """Numbers that tell the box and the step."""
+
+    def __iter__(self) -> Iterator[int]:
+        first = APART * current_assignment().box
+        return (first + number for number in super().__iter__())
+
+
+def boxes_batches() -> Numbered:
+    """The input_fn of boxes that save."""
+    return Numbered()
+
+
+class Savers:
+    """Boxes of one job that save at the same moments."""
+
+    def __init__(self, fleet: Fleet, boxes: int, rounds: int, timeout_s: float) -> None:
+        self._fleet, self._boxes, self._timeout_s = fleet, boxes, timeout_s
+        self.steps = [BETWEEN * (number + 1) for number in range(rounds + 1)]
+        """At which they save; the last one is announced."""
+        self._together = threading.Barrier(boxes)
+        self._lock = threading.Lock()
+        self.seconds: dict[int, list[float]] = {step: [] for step in self.steps}
+        self.states: dict[int, set[str]] = {step: set() for step in self.steps}
+        self.firsts: list[float] = []
+        """Seconds until each box's first batch."""
+        self.wrong: list[str] = []
+        """Batches that are others than they should be."""
+
+    def run(self, box: int) -> None:
+        """One box, from its start to its end."""
+        try:
+            with Appliance(
+                self._fleet.address,
+                job="saves",
+                token=self._fleet.token,
+                num_workers_per_box=1,
+                num_boxes=self._boxes,
+                box=box,
+                timeout_s=self._timeout_s,
+            ) as appliance:
+                self._train(box, appliance)
+        except BaseException:
+            self._together.abort()  # the others would wait for this one
+            raise
+
+    def _train(self, box: int, appliance: Appliance) -> None:
+        loader = DataLoader(boxes_batches)
+        executor = DataExecutor(loader, self.steps[-1], self.steps[-1:], appliance=appliance)
+        began = time.monotonic()
+        for step, batch in enumerate(executor, 1):
+            if step == 1:
+                self.firsts.append(time.monotonic() - began)
+            if batch != APART * box + step:
+                self.wrong.append(f"box {box}, step {step}: {batch}")
+            if step in self.seconds:
+                self._together.wait(self._timeout_s)
+                began = time.monotonic()
+                state = loader.state_dict()
+                took = time.monotonic() - began
+                text = repr(state)
+                with self._lock:
+                    self.seconds[step].append(took)
+                    self.states[step].add(text)
+        self._together.wait(self._timeout_s)
+        loader.close()
+
+
 def _pss(pid: int) -> int:
     with contextlib.suppress(OSError, ValueError):
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
@@ -67,28 +153,61 @@ def _watch(peaks: dict[str, float], over: threading.Event) -> None:
             peaks[name] = max(peaks.get(name, 0.0), round(value, 1))
 
 
-def run(jobs: int, timeout_s: float) -> dict[str, Any]:
-    """Everything that was found."""
-    with tempfile.TemporaryDirectory() as folder, contextlib.closing(Fleet(folder, slots=jobs)) as fleet:
+@contextlib.contextmanager
+def _fleet(slots: int, found: dict[str, Any]) -> Iterator[Fleet]:
+    """Two daemons with so many slots each; at its end, what it cost and what was lost of it is in `found`."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.closing(Fleet(folder, slots=slots)) as fleet:
         peaks: dict[str, float] = {}
-        over, together = threading.Event(), threading.Barrier(jobs)
+        over = threading.Event()
         watching = threading.Thread(target=_watch, args=(peaks, over))
         watching.start()
-        with ThreadPoolExecutor(jobs) as pool:
-            futures = [pool.submit(_job, fleet, number, timeout_s, together) for number in range(jobs)]
-            failures = [str(error)[:500] for future in futures if (error := future.exception()) is not None]
-            firsts = sorted(future.result() for future in futures if future.exception() is None)
-        over.set()
-        watching.join()
+        try:
+            yield fleet
+        finally:
+            over.set()
+            watching.join()
         with CoordinatorClient(fleet.address, fleet.token) as client:
-            lost = [event.text for event in client.status().events if event.kind in ("slot lost", "worker lost")]
-    middle, longest = (round(statistics.median(firsts), 1), round(firsts[-1], 1)) if firsts else (0.0, 0.0)
-    return {
-        "jobs": jobs,
-        "ran": len(firsts),
-        "first_batch_s": {"median": middle, "longest": longest},
-        "most": peaks,
-        "lost": lost,
+            events = client.status().events
+        found["most"] = peaks
+        lost = Counter(event.kind for event in events)
+        found["lost"] = {kind: lost[kind] for kind in LOST if lost[kind]}
+
+
+def _spread(seconds: list[float]) -> dict[str, float]:
+    if not seconds:
+        return {"median": 0.0, "longest": 0.0}
+    return {"median": round(statistics.median(seconds), 1), "longest": round(max(seconds), 1)}
+
+
+def run(jobs: int, timeout_s: float) -> dict[str, Any]:
+    """Everything that was found of jobs that are opened at once."""
+    found: dict[str, Any] = {"jobs": jobs}
+    with _fleet(jobs, found) as fleet, ThreadPoolExecutor(jobs) as pool:
+        together = threading.Barrier(jobs)
+        futures = [pool.submit(_job, fleet, number, timeout_s, together) for number in range(jobs)]
+        failures = [str(error)[:500] for future in futures if (error := future.exception()) is not None]
+        firsts = [future.result() for future in futures if future.exception() is None]
+    return found | {"ran": len(firsts), "first_batch_s": _spread(firsts), "failures": failures[:3]}
+
+
+def save(boxes: int, rounds: int, timeout_s: float) -> dict[str, Any]:
+    """Everything that was found of boxes that save at once."""
+    found: dict[str, Any] = {"boxes": boxes}
+    with _fleet(boxes, found) as fleet:
+        savers = Savers(fleet, boxes, rounds, timeout_s)
+        with ThreadPoolExecutor(boxes) as pool:
+            futures = [pool.submit(savers.run, box) for box in range(boxes)]
+            errors = [error for future in futures if (error := future.exception()) is not None]
+    failures = [repr(error)[:500] for error in errors if not isinstance(error, threading.BrokenBarrierError)]
+    *unannounced, announced = savers.steps
+    return found | {
+        "first_batch_s": _spread(savers.firsts),
+        "state_s": {
+            "unannounced": [_spread(savers.seconds[step]) for step in unannounced],
+            "announced": _spread(savers.seconds[announced]),
+        },
+        "batches_equal": not savers.wrong,
+        "states_equal": all(len(states) == 1 for states in savers.states.values()),
         "failures": failures[:3],
     }
 
@@ -97,12 +216,24 @@ def main() -> int:
     """Measure, print, judge."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--jobs", type=int, default=50)
-    parser.add_argument("--timeout-s", type=float, default=120.0)
+    parser.add_argument("--save", action="store_true", help="boxes of one job that save at once, instead of jobs")
+    parser.add_argument("--boxes", type=int, default=200, help="with --save")
+    parser.add_argument("--rounds", type=int, default=3, help="with --save: saves at steps that were not announced")
+    parser.add_argument("--timeout-s", type=float, help="120, or 600 with --save")
     options = parser.parse_args()
-    found = run(options.jobs, options.timeout_s)
+    warnings.simplefilter("ignore", UserWarning)  # of recoveries: they are counted
+    if options.save:
+        found = save(options.boxes, options.rounds, options.timeout_s or 600.0)
+        good = found["batches_equal"] and found["states_equal"] and not found["failures"]
+    else:
+        found = run(options.jobs, options.timeout_s or 120.0)
+        good = found["ran"] == options.jobs
     print(json.dumps(found, indent=1))
-    return 0 if found["ran"] == options.jobs and not found["lost"] else 1
+    return 0 if good and not found["lost"] else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    # By its own name, for workers import the input from there.
+    from benchmarks import storm
+
+    sys.exit(storm.main())

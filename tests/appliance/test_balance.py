@@ -31,7 +31,11 @@ def ready(worker: FakeWorker, capabilities: records_pb2.LoaderCapabilities = SAV
 
 def planned(world: FakeCluster, room: int = 10) -> list[tuple[int, str]]:
     """(slot, to worker)."""
-    return [(move.slot.key.slot, move.worker.name) for move in balance.plan(world.registry.cluster, world.now, room)]
+    return [(move.slot.key.slot, move.worker.name) for move in moves(world, room)]
+
+
+def moves(world: FakeCluster, room: int = 10) -> list[balance.SlotMove]:
+    return [move for move in balance.look(world.registry.cluster, world.now, room) if move is not None]
 
 
 def hold_up(slot: Slot, share: float, world: FakeCluster, *, others_ahead: bool = True) -> None:
@@ -74,10 +78,10 @@ def test_slots_go_from_the_fullest_to_the_emptiest_until_that_makes_little_diffe
     crowded(world)
     cluster = world.registry.cluster
     went = 0
-    while moves := balance.plan(cluster, world.now, 10):
-        assert [(move.slot.worker, move.worker.name) for move in moves] == [("full", "empty")]
-        cluster.appoint(moves[0].slot, moves[0].worker, moves[0].why, world.now)
-        cluster.take_over(moves[0].slot, moves[0].why, world.now - LIMITS.balance_after_s)
+    while found := moves(world):
+        assert [(move.slot.worker, move.worker.name) for move in found] == [("full", "empty")]
+        cluster.appoint(found[0].slot, found[0].worker, found[0].why, world.now)
+        cluster.take_over(found[0].slot, found[0].why, world.now - LIMITS.balance_after_s)
         went += 1
     assert went == 2
 

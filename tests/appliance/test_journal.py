@@ -16,7 +16,7 @@ import pytest
 
 from penstock.appliance.model.entities import SlotKey
 from penstock.appliance.storage.database import SCHEMA
-from penstock.appliance.storage.journal import Journal, StateDir, filesystem
+from penstock.appliance.storage.journal import Journal, StateDir
 from penstock.appliance.storage.snapshot_index import DropAttempt, DropBlob, DropSnapshot, DurableSnapshot
 from penstock.appliance.storage.snapshot_store import Store
 from penstock.appliance.testing import FakeBox, FakeCluster, FakeWorker
@@ -332,21 +332,8 @@ def test_a_journal_that_is_gone_is_not_taken_for_a_new_one(state: StateDir, how:
         Journal(state)
 
 
-@pytest.mark.parametrize(
-    ("path", "kind"), [("/home/me/state", "ext4"), ("/mnt/share/state", "nfs4"), ("/mnt/a b/state", "fuse.sshfs")]
-)
-def test_the_filesystem_is_that_of_the_nearest_mount(path: str, kind: str) -> None:
-    mounts = (
-        "22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw\n"
-        "40 22 0:50 / /mnt rw - tmpfs none rw\n"
-        "41 22 0:51 / /mnt/share rw master:2 - nfs4 server:/export rw\n"
-        "42 22 0:52 / /mnt/a\\040b rw - fuse.sshfs me@there:/ rw\n"
-    )
-    assert filesystem(Path(path), mounts) == kind
-
-
 def test_a_network_filesystem_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.appliance.storage.journal.filesystem", lambda path, mounts: "nfs4")
+    monkeypatch.setattr("penstock.runtime.files.filesystems.filesystem", lambda path, mounts: "nfs4")
     with pytest.raises(
         JournalError, match=r"is on a network filesystem \(nfs4\), .* choose a directory on a local disk"
     ):

@@ -207,6 +207,28 @@ def test_what_a_coordinator_is_late_does_not_count_against_leases() -> None:
     assert "w" not in world.registry.cluster.workers
 
 
+def test_unheard_calls_keep_leases_open() -> None:
+    world = FakeCluster()
+    world.worker("w")
+    for tick in range(30):  # in time, 9 s long; but a call of its own has been waiting from the beginning
+        world.now += 0.3
+        world.registry.tick(unheard_s=0.3 * (tick + 1))
+    assert "w" in world.registry.cluster.workers
+    for _ in range(40):
+        world.now += 0.3
+        world.registry.tick(unheard_s=0.3)
+    assert "w" not in world.registry.cluster.workers
+
+
+def test_a_normal_delay_of_calls_adds_nothing() -> None:
+    world = FakeCluster()
+    world.worker("w")
+    for _ in range(11):
+        world.now += 0.3
+        world.registry.tick(unheard_s=0.5)
+    assert "w" not in world.registry.cluster.workers
+
+
 # ---- replies
 
 

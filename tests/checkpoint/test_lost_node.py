@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from penstock.client.checkpoint import AsyncCheckpointer
 from penstock.client.checkpoint.restoring import restore
 from penstock.client.checkpoint.saving import writer
+from penstock.client.checkpoint.saving.index_description import described
 from penstock.client.checkpoint.saving.writer import SaveJob, WriteFailed
 from penstock.proto.errors import DeadlineError
 from penstock.proto.state.checkpoint_files import (
@@ -28,6 +30,8 @@ from penstock.proto.state.checkpoint_files import (
     sign_name,
     sign_of_life,
 )
+
+INDEX = described(Metadata({}, {}, storage_meta=StorageMeta(), version="1.0.0"), [])
 
 
 def save_of(folder: Path, rank: int, orphaned: bool, step: int = 2) -> SaveJob:
@@ -46,9 +50,9 @@ def save_of(folder: Path, rank: int, orphaned: bool, step: int = 2) -> SaveJob:
         "keep_last": None,
         "keep_every": None,
         "threads": 1,
-        "commit": {"plan": {"0": [], "1": []}, "metadata": [0, 0]},
+        "commit": {"plan": {"0": [], "1": []}, "index": [0, len(INDEX)]},
     }
-    return SaveJob(request, memoryview(b""), lambda reply: None, lambda: orphaned)
+    return SaveJob(request, memoryview(INDEX), lambda reply: None, lambda: orphaned)
 
 
 def saved(folder: Path) -> None:

@@ -20,9 +20,10 @@ import torch
 from devices import FakeBackend
 
 from penstock.client.api.appliance_settings import resolve
+from penstock.client.states.run_opening import Opening
 from penstock.client.states.saved_state import BoxStart
 from penstock.client.stream.device import DeviceBackend
-from penstock.client.stream.device_reader import DeviceReader
+from penstock.client.stream.device_reader import DeviceReader, reader_for
 from penstock.client.stream.open_run import BoxProgress
 from penstock.client.stream.ordered_reader import OrderedReader
 from penstock.proto.batch.digest import DigestCover, batch_digest
@@ -291,22 +292,14 @@ class FakeAppliance:
         self.runs: list[LoadedRun] = []
         self.closed = False
 
-    def open_run(
-        self,
-        owner: Any,
-        reference: Any,
-        arguments: bytes,
-        start: BoxStart,
-        seed: int | None,
-        key: str,
-        cover: DigestCover,
-    ) -> Any:
-        self.opened.append(
-            {"name": reference.name, "start": start, "seed": seed, "key": key, "arguments": decode_state(arguments)}
-        )
-        run = LoadedRun(self, start, seed, cover)
+    def open_stream(self, owner: Any, opening: Opening) -> Any:
+        start, name = opening.start, opening.reference.name
+        of = {"name": name, "start": start, "seed": opening.seed, "key": opening.key}
+        self.opened.append({**of, "arguments": decode_state(opening.arguments)})
+        run = LoadedRun(self, start, opening.seed, opening.cover)
         self.runs.append(run)
-        return run
+        position, settings = Position.from_proto(start.position), self.settings
+        return run, reader_for(settings.device, run, position, name, settings.timeout_s)  # type: ignore[arg-type]
 
     def close(self) -> None:
         self.closed = True

@@ -142,7 +142,7 @@ def test_that_the_rest_of_a_pass_is_not_delivered_is_said_once(
         tuples(islice(DataExecutor(loader, appliance=two), 1))
     told = [record.getMessage() for record in caplog.records if "persistent=True" in record.getMessage()]
     assert len(told) == 1
-    assert "left at step 1, within its epoch, and the next loop begins the next epoch" in told[0]
+    assert "abandoned its epoch at step 1, and the next loop begins the next epoch" in told[0]
 
 
 def test_steps_left_by_break_go_on_with_the_next_batch(two: Any, loader: DataLoader) -> None:

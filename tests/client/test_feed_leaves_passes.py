@@ -19,7 +19,7 @@ def test_a_pass_that_is_left_gives_its_slots_back_and_the_next_begins(rigs: Any)
     rig.numbers(0, 0, 1, 2)
     rig.numbers(1, 10, 11, 12)
     assert rig.take(3) == [0, 10, 1]
-    rig.reader.cut()
+    rig.reader.abandon_epoch()
     assert rig.run.progress.abandoned == ((0, 3),)
     assert rig.run.reports == 1
     assert [runner.leave_epoch() for runner in rig.runners] == [0, 0]
@@ -48,7 +48,7 @@ def test_a_pass_left_while_a_lane_was_broken_is_told_with_the_next_hello(rigs: A
     rig.numbers(1, 10, 11)
     assert rig.take(3) == [0, 10, 1]
     rig.runners[1].break_lane()
-    rig.reader.cut()
+    rig.reader.abandon_epoch()
     assert rig.runners[0].leave_epoch() == 0
     rig.numbers(0, 100)
     assert rig.take(1) == [100]
@@ -67,7 +67,7 @@ def test_a_lane_that_closes_may_not_have_heard_that_a_pass_was_left(rigs: Any) -
     runner = rig.runners[0]
     rig.numbers(0, 0)
     assert rig.take(1) == [0]
-    rig.reader.cut()
+    rig.reader.abandon_epoch()
     runner.producer.forward_end(a_frame(kind=CLOSE))
     runner.break_lane()
     with pytest.raises(DeadlineError):
@@ -85,14 +85,14 @@ def test_a_pass_left_before_a_slot_was_ready_is_told_with_the_first_hello(rigs: 
     rig.numbers(0, 0)
     rig.numbers(1, 10)
     assert rig.take(1) == [0]
-    rig.reader.cut()
+    rig.reader.abandon_epoch()
     assert rig.runners[0].leave_epoch() == 0
     rig.numbers(0, 100)
     assert rig.take(1) == [100]
     rig.run.show(late)
     with pytest.raises(DeadlineError):
         rig.reader.next()
-    assert late.hellos[0].abandoned == 1
+    assert late.hellos[0].abandons == 1
     assert late.leave_epoch() == 0
     rig.numbers(1, 110)
     assert rig.take(1) == [110]
@@ -103,14 +103,14 @@ def test_passes_left_on_both_sides_of_a_break_are_told_apart(rigs: Any) -> None:
     runner = rig.runners[0]
     rig.numbers(0, 0, 1)
     assert rig.take(1) == [0]
-    rig.reader.cut()
+    rig.reader.abandon_epoch()
     assert runner.leave_epoch() == 0
     runner.break_lane()
     with pytest.raises(DeadlineError):
         rig.reader.next()
     rig.numbers(0, 100, 101)
     assert rig.take(1) == [100]
-    rig.reader.cut()
+    rig.reader.abandon_epoch()
     with pytest.raises(DeadlineError):
         rig.reader.next()  # 101 lies in the socket, of an epoch that was left
     assert runner.leave_epoch() == 1
@@ -120,6 +120,6 @@ def test_passes_left_on_both_sides_of_a_break_are_told_apart(rigs: Any) -> None:
 
 def test_nothing_is_cut_where_nothing_was_taken(rigs: Any) -> None:
     rig = rigs()
-    rig.reader.cut()
+    rig.reader.abandon_epoch()
     assert rig.reader.position.epoch == 0
     assert rig.run.progress.abandoned == ()

@@ -275,7 +275,7 @@ def test_a_pass_is_left_when_the_staged_batch_is_copied_and_the_batch_is_forgott
             tell(epoch)
 
         lane.consumer.abandon = told
-    rig.reader.cut()
+    rig.reader.abandon_epoch()
     assert abandoned == [True, True], "from here on the producer may fill the slot"
     assert rig.run.progress.abandoned == ((0, 1),)
     assert [runner.leave_epoch() for runner in rig.runners] == [0, 0]
@@ -295,7 +295,7 @@ def test_a_pass_is_not_left_while_the_device_hangs(rigs: Any, device: FakeBacken
     rig.numbers(0, 0, 1)
     rig.reader.next()
     with pytest.raises(DeadlineError, match="for device cpu to finish the copy of a batch"):
-        rig.reader.cut()
+        rig.reader.abandon_epoch()
     assert rig.runners[0].producer.abandons == 0
     device.finish()
     assert int(rig.reader.next()) == 1
@@ -307,7 +307,7 @@ def test_a_frame_that_was_seen_of_a_pass_that_is_left_is_forgotten(rig: Any, dev
     rig.reader.next()
     consumer = rig.reader._lanes[0].consumer
     assert consumer.look() is not None
-    rig.reader.cut()
+    rig.reader.abandon_epoch()
     assert rig.runners[0].leave_epoch() == 0
     rig.numbers(0, 100)
     batch = rig.reader.next()
@@ -332,7 +332,7 @@ def test_a_batch_that_could_not_be_staged_is_forgotten_with_its_pass(
     monkeypatch.setattr(device, "copy", once)
     rig.reader.next()
     monkeypatch.setattr(device, "copy", copy)
-    rig.reader.cut()
+    rig.reader.abandon_epoch()
     assert rig.runners[0].leave_epoch() == 0
     rig.numbers(0, 100)
     batch = rig.reader.next()
@@ -346,7 +346,7 @@ def test_a_lane_whose_first_batch_after_a_cut_was_staged_has_heard_of_it(rigs: A
     rig.numbers(1, 10)
     rig.reader.next()
     device.finish()
-    rig.reader.cut()
+    rig.reader.abandon_epoch()
     assert [runner.leave_epoch() for runner in rig.runners] == [0, 0]
     rig.numbers(0, 100, 101)
     rig.numbers(1, 110)
@@ -366,7 +366,7 @@ def test_an_error_that_was_seen_of_a_pass_that_is_left_is_met_in_the_next(rig: A
     rig.numbers(0, 0)
     rig.runners[0].fail("InputFnError", "ValueError: no such sample")
     rig.reader.next()
-    rig.reader.cut()
+    rig.reader.abandon_epoch()
     with pytest.raises(InputFnError, match="no such sample"):
         rig.reader.next()
 

@@ -188,7 +188,7 @@ def test_a_list_is_taken_only_where_a_list_is_meant(written: Path) -> None:
 
 def test_paths_of_every_section_are_relative_to_the_file(written: Path) -> None:
     written.write_text(
-        '[up]\ndir = "fleet"\nallow = ["a", "b"]\n[worker]\nslots = 1\nallow = "a"\npulse_file = "~/p"\n'
+        '[up]\ndir = "fleet"\nallow = ["a", "b"]\n[worker]\nslots = 1\nallow = "a"\nliveness_file = "~/p"\n'
     )
     assert resolve(UpSettings).dir == str(written.parent / "fleet")
     assert resolve(UpSettings).allow == "a,b"

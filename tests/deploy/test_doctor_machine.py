@@ -19,6 +19,7 @@ from pki import Pki
 from penstock.deploy.doctor import machine_findings, machine_probes
 from penstock.deploy.doctor.findings import Finding
 from penstock.deploy.doctor.machine_check import MachineQuestion, check_machine
+from penstock.runtime.files import filesystems
 
 NOW = datetime.datetime(2026, 11, 1, tzinfo=datetime.UTC)
 GIB = 1 << 30
@@ -41,6 +42,8 @@ GIB = 1 << 30
             "without pidfd_open",
         ),
         (machine_findings.check_cage(""), "ok", "only what they have started"),
+        (machine_findings.check_groups(""), "ok", "the kernel holds --runner-processes"),
+        (machine_findings.check_groups("it is not its own"), "ok", "a look each second, --runner-processes only with"),
         (machine_findings.check_cage("the kernel has no Landlock"), "warning", "can signal and trace other processes"),
         (machine_findings.check_runner_user("", "", as_root=True), "warning", "would run as root"),
         (machine_findings.check_runner_user("", "", as_root=False), "ok", "which is not root"),
@@ -184,10 +187,8 @@ def _command(*arguments: str) -> list[str]:
 
 
 def test_a_network_filesystem_by_the_journals_own_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from penstock.appliance.storage import journal
-
-    here = journal.filesystem(tmp_path, Path("/proc/self/mountinfo").read_text())
-    monkeypatch.setattr(journal, "NETWORK", {here})
+    here = filesystems.filesystem(tmp_path, Path("/proc/self/mountinfo").read_text())
+    monkeypatch.setattr(filesystems, "NETWORK", {here})
     found = {each.check: each for each in check_machine(MachineQuestion({"state_dir": tmp_path / "state"}))}
     assert found["state directory"].level == "problem"
     assert f"network filesystem ({here})" in found["state directory"].found

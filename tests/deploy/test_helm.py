@@ -1,4 +1,4 @@
-"""deploy/kubernetes/helm, rendered and linted by Helm's own code: it makes what the kustomizations make.
+"""deploy/kubernetes/helm, rendered and linted by Helm's own code: it makes what its source says with those settings.
 
 `make helm` installs what is needed for that, and runs this: Helm as a library is large, and not for every environment.
 """
@@ -10,7 +10,9 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
-from manifests import KUBERNETES, rendered
+from manifests import KUBERNETES
+
+from penstock.deploy.engines.kubernetes_manifests import FleetSettings, manifests
 
 helm = pytest.importorskip("helm_python", reason="helm-python-sdk is not installed: make helm")
 CHART = KUBERNETES / "helm"
@@ -22,23 +24,17 @@ def made(**values: Any) -> dict[tuple[str, str], dict[str, Any]]:
     with helm.Chart.load(CHART) as chart:
         chart.validate_schema({**ALLOW, **values})
         files = chart.render({**ALLOW, **values}, name="penstock")
-    documents = [document for text in files.values() for document in yaml.safe_load_all(text) if document]
-    return by_name(documents)
+    return by_name([document for text in files.values() for document in yaml.safe_load_all(text) if document])
 
 
 def by_name(documents: Any) -> dict[tuple[str, str], dict[str, Any]]:
-    """Without what differs on purpose: kustomize hashes ConfigMaps into their names, Helm into an annotation."""
-    hashed = {doc["metadata"]["name"]: doc["metadata"]["name"].rpartition("-")[0] for doc in documents if "data" in doc}
-    text = yaml.safe_dump(list(documents))
-    for name, plain in hashed.items():
-        if len(name.rpartition("-")[2]) == 10:
-            text = text.replace(name, plain)
-    found = {(doc["kind"], doc["metadata"]["name"]): doc for doc in yaml.safe_load(text)}
+    """With a settings' checksum that says only that there is one."""
+    found = {(document["kind"], document["metadata"]["name"]): document for document in documents}
     for document in found.values():
         template = document.get("spec", {}).get("template", {})
-        template.get("metadata", {}).pop("annotations", None)
-        for name in [name for name, value in document.get("data", {}).items() if not value]:
-            del document["data"][name]  # an empty variable counts as none
+        if annotations := template.get("metadata", {}).get("annotations"):
+            assert annotations["checksum/settings"]
+            annotations["checksum/settings"] = "any"
     return found
 
 
@@ -48,34 +44,45 @@ def test_helm_finds_no_fault() -> None:
     assert [message for message in report["messages"] if message["severity"] > 1] == []
 
 
+SECRETS = {"coordinatorTls": "t", "workerTls": "u", "coordinatorTokens": "c", "workerTokens": "w"}
+RESOURCES = {"requests": {"cpu": "3", "memory": "1Gi"}, "limits": {"memory": "1Gi"}}
+
+
+@pytest.mark.parametrize("tls", [True, False])
 @pytest.mark.parametrize(
-    ("overlay", "values"),
-    [("base", {}), ("overlays/insecure", {"tls": False})],
+    ("values", "settings"),
+    [
+        (
+            {},
+            {"coordinator_image": "penstock-coordinator:0.1.0", "worker_image": "penstock-worker:0.1.0"},
+        ),
+        (
+            {
+                "coordinator": {"storage": "5Gi", "storageClass": "local", "image": "a:1", "resources": RESOURCES},
+                "worker": {"replicas": 9, "runnerMemory": "3GiB", "image": "b:1", "resources": RESOURCES},
+                "secrets": SECRETS,
+            },
+            {
+                "storage": "5Gi",
+                "storage_class": "local",
+                "coordinator_image": "a:1",
+                "worker_image": "b:1",
+                "workers": 9,
+                "runner_memory": "3GiB",
+                "coordinator_resources": RESOURCES,
+                "worker_resources": RESOURCES,
+                "token_secrets": {"coordinator": "c", "worker": "w"},
+                "tls_secrets": {"coordinator": "t", "worker": "u"},
+            },
+        ),
+    ],
 )
-def test_the_chart_makes_what_the_kustomization_makes(overlay: str, values: dict[str, Any]) -> None:
-    chart, kustomized = made(**values), by_name(rendered(overlay))
-    assert chart["ConfigMap", "penstock-worker"]["data"].pop("PENSTOCK_WORKER_ALLOW") == ALLOW["allow"]
-    assert chart == kustomized
-
-
-def test_every_value_has_an_effect_and_the_outcome_is_valid() -> None:
-    documents = made(
-        coordinator={"storage": "5Gi", "storageClass": "local", "image": "a:1"},
-        worker={"replicas": 9, "runnerMemory": "3GiB", "image": "b:1"},
-        secrets={"coordinatorTls": "t", "workerTls": "u", "coordinatorTokens": "c", "workerTokens": "w"},
-    )
+def test_every_value_is_a_setting(tls: bool, values: dict[str, Any], settings: dict[str, Any]) -> None:
+    documents = made(tls=tls, **values)
     for document in documents.values():
         kubernetes_validate.validate(document, "1.30", strict=True)
-    coordinator = documents["StatefulSet", "penstock-coordinator"]["spec"]
-    worker = documents["Deployment", "penstock-worker"]["spec"]
-    claim = coordinator["volumeClaimTemplates"][0]["spec"]
-    assert (claim["storageClassName"], claim["resources"]["requests"]["storage"]) == ("local", "5Gi")
-    pods = (coordinator["template"]["spec"], worker["template"]["spec"])
-    assert [pod["containers"][0]["image"] for pod in pods] == ["a:1", "b:1"]
-    secrets = [volume["secret"]["secretName"] for pod in pods for volume in pod["volumes"] if "secret" in volume]
-    assert secrets == ["c", "t", "w", "u"]
-    assert worker["replicas"] == 9
-    assert documents["ConfigMap", "penstock-worker"]["data"]["PENSTOCK_WORKER_RUNNER_MEMORY"] == "3GiB"
+    fleet = FleetSettings(allow=ALLOW["allow"], checksum="any", tls=tls, **settings)
+    assert documents == by_name(manifests(fleet))
 
 
 @pytest.mark.parametrize("values", [{"allow": ""}, {"alow": "x"}, {"worker": {"replicas": "two"}}])

@@ -1,23 +1,29 @@
-"""Slurm's scripts with programs of their names in the place of the real ones: what they do when the coordinator ends.
+"""Slurm's scripts with programs of their names in the place of the real ones: what they do when a daemon ends.
 `make slurm` runs the templates on a real Slurm."""
 
 from __future__ import annotations
 
 import hashlib
 import os
+import re
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from penstock.deploy.engines import slurm
 from penstock.deploy.engines.engine import FleetPlan
 from penstock.deploy.engines.slurm import render
 
 SERVICE = Path(__file__).parents[2] / "deploy" / "slurm" / "service.sbatch"
 PENSTOCK = """#!/bin/bash
-# The coordinator's ends are in $FAKE/ends, one code a start; without one it goes on. A worker goes on.
+# The coordinator's ends are in $FAKE/ends, one code a start; without one it goes on. A worker's in
+# $FAKE/worker_ends.
 trap 'exit 0' TERM
-if [ "$1" = coordinator ]; then
+if [ "$1" = worker ]; then
+    echo "$*" >> "$FAKE/workers"
+    read -r code < "$FAKE/worker_ends" && sed -i 1d "$FAKE/worker_ends" && exit "$code"
+elif [ "$1" = coordinator ]; then
     echo "$*" >> "$FAKE/starts"
     echo "$PENSTOCK_COORDINATOR_STATE_DIR" >> "$FAKE/state"
     while [ "$1" != --ready-file ]; do [ "$1" != --listen ] || listen=$2; shift; done
@@ -44,6 +50,7 @@ def programs(folder: Path, *ends: int) -> dict[str, str]:
         path.write_text(text)
         path.chmod(0o755)
     (folder / "ends").write_text("".join(f"{code}\n" for code in ends))
+    (folder / "worker_ends").touch()
     search = f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"
     names = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "SLURM_NTASKS": "1", "SLURM_JOB_NAME": "penstock"}
     return {**os.environ, "PATH": search, "FAKE": str(folder), "PENSTOCK_FOLDER": str(folder / "penstock"), **names}
@@ -70,11 +77,12 @@ def test_a_coordinator_that_is_gone_for_good_ends_the_job_with_its_code(tmp_path
     done = run(script, environment)
     assert done.returncode == code, done.stderr
     assert f"the coordinator is gone (status {code})" in done.stderr
-    (start,) = (tmp_path / "starts").read_text().splitlines()  # another try would not help
+    assert len((tmp_path / "starts").read_text().splitlines()) == 1, "another try would not help"
     token = tmp_path / ("penstock/token" if kind == "service" else "token")
     secret = hashlib.sha256(token.read_bytes()).hexdigest()[:24]
-    where = (tmp_path / "state").read_text() if kind == "service" else start
-    assert f"/var/tmp/penstock-{secret}/" in where, "a name that no other user of the node can take first"
+    name = "penstock-7" if kind == "service" else "f"
+    where = (tmp_path / "state").read_text().strip()
+    assert where == f"/var/tmp/penstock-{secret}/{name}", "a name that no other user of the node can take first"
 
 
 def test_a_service_keeps_its_coordinator_at_its_address(tmp_path: Path) -> None:
@@ -85,6 +93,32 @@ def test_a_service_keeps_its_coordinator_at_its_address(tmp_path: Path) -> None:
     first, again = (tmp_path / "starts").read_text().splitlines()
     assert ":0 --ready-file" in first
     assert ":4711 --ready-file" in again
+
+
+@pytest.mark.parametrize("kind", ["service", "fleet"])
+def test_a_dead_worker_is_started_again(tmp_path: Path, kind: str) -> None:
+    """Under its name, until it ends as told; and when the last has ended the job has, too."""
+    environment = programs(tmp_path)
+    (tmp_path / "worker_ends").write_text("137\n0\n")
+    done = run(SERVICE if kind == "service" else fleet_script(tmp_path), environment)
+    assert done.returncode == 0, done.stderr
+    assert "work: ended with status 137; starting it again in 1 s" in done.stderr
+    first, again = (tmp_path / "workers").read_text().splitlines()
+    assert first == again
+    assert f"--name {'penstock-7' if kind == 'service' else 'f'}-1 --listen " in first
+
+
+def test_the_engine_fills_in_the_template(tmp_path: Path) -> None:
+    _, beginning, body = SERVICE.read_text().partition("set -euo pipefail\n")
+    assert fleet_script(tmp_path).read_text().endswith(beginning + body)
+    assert (Path(slurm.__file__).parent / "service.sbatch").read_text() == SERVICE.read_text()
+
+
+def test_the_plan_wins_over_the_environment(tmp_path: Path) -> None:
+    named = re.findall(r"^export (PENSTOCK_\w+)=", fleet_script(tmp_path).read_text(), re.MULTILINE)
+    documented = set(re.findall(r"^#   (PENSTOCK_[A-Z_]+[A-Z])", SERVICE.read_text(), re.MULTILINE))
+    assert documented - {"PENSTOCK_TLS"} <= set(named)
+    assert {f"PENSTOCK_TLS_{name}" for name in ("CA", "CERT", "KEY", "NAME")} <= set(named)
 
 
 def test_a_service_whose_coordinator_ended_as_if_told_has_not_done_its_work(tmp_path: Path) -> None:

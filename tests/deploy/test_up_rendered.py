@@ -14,6 +14,7 @@ from typing import Any
 
 import kubernetes_validate
 import pytest
+from manifests import pods, settings_of
 
 KUBERNETES = ("up", "--engine", "kubernetes", "--allow", "streams", "--image", "registry/mine:1", "--dir", "fleet")
 SLURM = ("up", "--engine", "slurm", "--allow", "streams", "--insecure", "--dir", "fleet", "--listen", "127.0.0.1:0")
@@ -74,7 +75,9 @@ def test_the_manifests_are_valid_and_careful(shell: Any, safety: tuple[str, ...]
     for item in items:
         kubernetes_validate.validate(item, "1.30", strict=True)
     by_kind = {item["kind"]: item for item in items}
-    assert set(by_kind) == {"Service", "StatefulSet", "Deployment", "NetworkPolicy"}
+    kinds = {"ConfigMap", "Service", "StatefulSet", "Deployment", "PodDisruptionBudget", "NetworkPolicy"}
+    assert set(by_kind) == kinds
+    assert {item["metadata"]["namespace"] for item in items} == {"default"}
     assert by_kind["Deployment"]["spec"]["replicas"] == 3
     for kind in ("StatefulSet", "Deployment"):
         template = by_kind[kind]["spec"]["template"]
@@ -88,18 +91,18 @@ def test_the_manifests_are_valid_and_careful(shell: Any, safety: tuple[str, ...]
         assert mounted == volumes | claims
         own = {volume["secret"]["secretName"] for volume in template["spec"]["volumes"] if "secret" in volume}
         certificates = {f"certificates-{container['name']}"} if safety != ("--insecure",) else set()
-        assert own == {"penstock-token", *certificates}
+        assert own == {f"penstock-tokens-{container['name']}", *certificates}
+        assert container["command"] == ["penstock"], "the image's entry point may be another"
 
 
 def test_the_variables_of_the_pods_are_settings_of_the_daemons(shell: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from penstock.deploy.console.daemon_settings import CoordinatorSettings, PeerSettings, WorkerSettings, resolve
 
-    items = json.loads(shell.call(*KUBERNETES, "--insecure", "--render").stdout)["items"]
-    for item in items:
-        for container in item["spec"].get("template", {}).get("spec", {}).get("containers", ()):
-            for one in container["env"]:
-                value = one.get("value", "10.0.0.7").replace("$(POD_IP)", "10.0.0.7")
-                monkeypatch.setenv(one["name"], value)
+    items = tuple(json.loads(shell.call(*KUBERNETES, "--insecure", "--render").stdout)["items"])
+    for pod in pods(items):
+        downward = {"status.podIP": "10.0.0.7", "metadata.name": "penstock-worker-x"}
+        for name, value in settings_of(pod, items, downward).items():
+            monkeypatch.setenv(name, value)
     assert resolve(CoordinatorSettings).listen == "0.0.0.0:7070"
     assert resolve(PeerSettings).coordinator == "penstock-coordinator:7070"
     worker = resolve(WorkerSettings)
@@ -111,22 +114,32 @@ def test_workers_are_given_their_own_tokens(recorded: Recorded) -> None:
     tokens = "worker:w-0123456789\nclient:c-0123456789\nadmin:a-0123456789"
     done = recorded.shell.call(*KUBERNETES, "--insecure", PENSTOCK_TOKEN=tokens)
     assert done.returncode == 0, done.stderr
-    secret, applied = (json.loads(call[-1]) for call in recorded.calls() if call[3] == "apply")
-    assert secret["stringData"]["coordinator"].split() == tokens.split()
-    assert secret["stringData"]["worker"].split() == ["worker:w-0123456789"]
-    for item in applied["items"]:
-        for volume in item["spec"].get("template", {}).get("spec", {}).get("volumes", ()):
-            if volume["name"] == "tokens":
-                role = item["spec"]["template"]["spec"]["containers"][0]["name"]
-                assert volume["secret"]["items"] == [{"key": role, "path": "token"}]
+    coordinator, worker, _ = (json.loads(call[-1]) for call in recorded.calls() if call[3] == "apply")
+    assert (coordinator["metadata"]["name"], worker["metadata"]["name"]) == (
+        "penstock-tokens-coordinator",
+        "penstock-tokens-worker",
+    )
+    assert coordinator["stringData"]["tokens"].split() == tokens.split()
+    assert worker["stringData"]["tokens"].split() == ["worker:w-0123456789"]
 
 
 def test_workers_get_no_token_of_another_role(recorded: Recorded) -> None:
     recorded.answer(kubectl_get=("Error from server (NotFound): secrets not found", 1))
     done = recorded.shell.call(*KUBERNETES, "--insecure", PENSTOCK_TOKEN="bare-0123456789\nadmin:a-0123456789")
     assert done.returncode == 0, done.stderr
-    secret = next(json.loads(call[-1]) for call in recorded.calls() if call[3] == "apply")
-    assert secret["stringData"]["worker"].split() == ["bare-0123456789"]
+    _, worker, _ = (json.loads(call[-1]) for call in recorded.calls() if call[3] == "apply")
+    assert worker["stringData"]["tokens"].split() == ["bare-0123456789"]
+
+
+def test_a_changed_setting_replaces_the_pods(shell: Any) -> None:
+    def checksums(*more: str) -> set[str]:
+        items = json.loads(shell.call(*KUBERNETES, "--insecure", "--render", *more).stdout)["items"]
+        templates = [item["spec"]["template"] for item in items if "template" in item.get("spec", {})]
+        return {template["metadata"]["annotations"]["checksum/settings"] for template in templates}
+
+    assert len(checksums()) == 1
+    assert checksums() == checksums("--workers", "5")
+    assert checksums() != checksums("--runner-memory", "3GiB")
 
 
 def test_tokens_without_one_for_workers_are_refused(recorded: Recorded) -> None:
@@ -145,19 +158,33 @@ def test_up_and_down_say_to_kubectl_what_they_should(recorded: Recorded) -> None
     assert json.loads(done.stdout)["coordinator"] == "lm-coordinator.train:7070"
     calls = recorded.calls()
     assert all(call[:3] == ["kubectl", "--namespace", "train"] for call in calls)
-    assert [call[3] for call in calls] == ["get", "apply", "apply", "rollout", "rollout"]
-    secret = json.loads(calls[1][-1])
-    kubernetes_validate.validate(secret, "1.30", strict=True)
+    assert [call[3] for call in calls] == ["get", "get", "apply", "apply", "apply", "rollout", "rollout"]
     token = (recorded.shell.folder / "fleet" / "token").read_text()
-    assert secret["stringData"] == {"coordinator": token, "worker": token}, "a bare one, good for all roles"
+    for secret in (json.loads(calls[2][-1]), json.loads(calls[3][-1])):
+        kubernetes_validate.validate(secret, "1.30", strict=True)
+        assert secret["stringData"] == {"tokens": token}, "a bare one, good for all roles"
     assert token.strip() not in str([call[:-1] for call in calls])  # by standard input alone
-    assert token.strip() not in calls[2][-1]
+    assert token.strip() not in calls[4][-1]
+    selector = "app.kubernetes.io/name=penstock,app.kubernetes.io/instance=lm"
+    for item in json.loads(calls[4][-1])["items"]:
+        assert {f"{name}={value}" for name, value in item["metadata"]["labels"].items()} >= set(selector.split(","))
     recorded.answer(kubectl_delete=("deployment.apps/lm-worker\n", 0))
     done = recorded.shell.call("down", "--dir", "fleet")
     assert (done.returncode, done.stdout.splitlines()[0]) == (0, "ended: deployment.apps/lm-worker")
     deletes = recorded.calls()
-    assert [call[4] for call in deletes] == ["deployment", "statefulset,service,networkpolicy"]
-    assert all("app.kubernetes.io/name=penstock,app.kubernetes.io/instance=lm" in call for call in deletes)
+    assert deletes[0][4] == "deployment"
+    kinds = {item["kind"].lower() for item in json.loads(calls[4][-1])["items"]}
+    assert set(deletes[1][4].split(",")) == kinds - {"deployment"}
+    assert all(selector in call for call in deletes)
+
+
+def test_down_names_an_engine_it_does_not_know(recorded: Recorded) -> None:
+    assert recorded.shell.call(*KUBERNETES, "--insecure").returncode == 0
+    record = recorded.shell.folder / "fleet" / "fleet.json"
+    record.write_text(record.read_text().replace('"engine": "kubernetes"', '"engine": "later"'))
+    done = recorded.shell.call("down", "--dir", "fleet")
+    assert done.returncode == 2
+    assert "the engine must be one of ray, slurm, kubernetes, got later" in done.error
 
 
 @pytest.mark.parametrize(
@@ -235,7 +262,7 @@ def test_the_job_script_runs_daemons_and_ends_them(shell: Any, tmp_path: Path, u
         path.write_text(text)
         path.chmod(mode)
     path = os.pathsep.join([str(programs), str(Path(sys.executable).parent), os.environ["PATH"]])
-    environment = shell.env({"PATH": path, "SLURM_NTASKS": "2", "PENSTOCK_TOKEN": None})
+    environment = shell.env({"PATH": path, "SLURM_NTASKS": "2", "SLURM_JOB_ID": "7", "PENSTOCK_TOKEN": None})
     with (tmp_path / "log").open("wb") as log:
         job = subprocess.Popen(
             ["bash", str(script)], env=environment, cwd=shell.folder, stderr=log, start_new_session=True
@@ -277,5 +304,5 @@ def _session(leader: int) -> dict[int, list[str]]:
 
 
 def _process(session: int, worker: str) -> int:
-    (pid,) = [pid for pid, command in _session(session).items() if worker in command and "--slots" in command]
+    (pid,) = [pid for pid, command in _session(session).items() if worker in command and "--name" in command]
     return pid

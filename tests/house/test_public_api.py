@@ -29,6 +29,7 @@ NAMES = {
         "infer_batch_size",
     },
     "penstock.client.checkpoint": {"AsyncCheckpointer", "AsyncFileSystemWriter", "Progress"},
+    "penstock.client.testing": {"FakeAppliance", "Fault", "InputError", "LostWorker", "SlowBatch"},
     "penstock.worker": {"collate", "current_assignment", "empty", "get_streaming_batch_size"},
     "penstock.data": {
         "CSVWriter",

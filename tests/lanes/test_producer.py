@@ -283,6 +283,16 @@ def test_who_releases_what_was_not_delivered_is_dropped(producer: Producer, capl
     sock.close()
 
 
+def test_who_delivers_what_was_not_sent_is_dropped(producer: Producer, caplog: pytest.LogCaptureFixture) -> None:
+    sock = attach(producer)
+    publish(producer, 1)
+    say(sock, producer, delivered=2)
+    assert "it delivered batch 2, and batch 1 was the last" in caplog.text
+    assert not producer.attached
+    assert producer.delivered == 0
+    sock.close()
+
+
 @settings(max_examples=80, deadline=None)
 @given(st.lists(st.binary(min_size=1, max_size=60) | st.builds(
     lambda **ack: Ack(**ack).encode() or b"\x08\x00",

@@ -98,6 +98,7 @@ def test_the_wheel_has_the_packages_and_nothing_else(installed: Installed) -> No
         path.relative_to(REPO / root).as_posix() for root in ROOTS for path in (REPO / root / "penstock").rglob("*.py")
     }
     assert {name for name in inside if name.endswith(".py")} == of_the_tree
+    assert "penstock/deploy/engines/service.sbatch" in inside, "a link in the tree, a file here"
 
 
 WHERE = """

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import math
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from bearer import metadata
 
+from penstock.appliance.core import balance, views
+from penstock.appliance.core.box_history import past
 from penstock.appliance.edge.server import IN_MEMORY, serve
 from penstock.appliance.model.limits import MIB, Limits
+from penstock.appliance.storage.journal import StateDir
 from penstock.appliance.storage.snapshot_index import SnapshotIndex
 from penstock.appliance.storage.snapshot_writer import MemoryBudget
 from penstock.appliance.testing import FakeCluster
@@ -93,7 +100,8 @@ def test_a_fleet_that_is_lost_goes_in_slices() -> None:
 
 
 def test_boxes_that_are_lost_go_in_slices() -> None:
-    world = FakeCluster(replace(Limits(), slots_at_once=4))
+    """A box of two slots counts for six, since its own rows take their time too."""
+    world = FakeCluster(replace(Limits(), slots_at_once=12))
     for number in range(6):
         world.open(number, num_boxes=6, num_workers_per_box=2)
     live = [6]
@@ -117,6 +125,103 @@ def test_the_next_attempt_has_the_places_of_the_one_before() -> None:
     assert [slot.worker for slot in slots] == ["w"] * 8
     assert {slot.key.attempt for slot in slots} == {2}
     assert world.registry.cluster.workers["w"].slots == {slot.key for slot in slots}
+
+
+def test_an_attempt_ends_in_slices() -> None:
+    """Its workers lose three slots with each call, and have nothing of the next attempt before they have lost all."""
+    world = FakeCluster(replace(Limits(), slots_at_once=3))
+    worker = world.worker("w", 8)
+    for number in range(8):
+        world.open(number, num_boxes=8, num_workers_per_box=1, attempt_key="1")
+    held = world.registry.cluster.workers["w"].slots
+    while world.registry.cluster.waiting:
+        world.registry.tick()
+    told = worker.beat()
+    world.open(0, num_boxes=8, num_workers_per_box=1, attempt_key="2", client_id="again")
+    attempts = [Counter(key.attempt for key in held)]
+    while attempts[-1] != {2: 1}:
+        reply = worker.beat(*(worker.tell(assignment, pb.READY) for assignment in told.assignments))
+        assert {taken.attempt for taken in reply.taken} == {1}
+        assert len(reply.taken) == 8
+        attempts.append(Counter(key.attempt for key in held))
+    assert attempts == [{1: 5}, {1: 2}, {2: 1}]
+    assert world.registry.cluster.placed == 1
+
+
+def test_an_end_in_slices_outlives_a_restart(tmp_path: Path) -> None:
+    """The journal has all of it with the call that ended the attempt: who owned what, and each box's history."""
+    with contextlib.closing(StateDir(tmp_path)) as directory:
+        world = FakeCluster(replace(Limits(), slots_at_once=3), directory)
+        worker = world.worker("w", 8)
+        boxes = [world.open(number, num_boxes=8, num_workers_per_box=1, attempt_key="1") for number in range(8)]
+        while world.registry.cluster.waiting:
+            world.registry.tick()
+        worker.ready()
+        for box in boxes:
+            box.deliver(5)
+        world.open(0, num_boxes=8, num_workers_per_box=1, attempt_key="2", client_id="again")
+        assert len(world.registry.cluster.workers["w"].slots) == 5
+        world.restart(worker)
+        assert {key.attempt for key in world.registry.cluster.workers["w"].slots} == {2}
+        assert world.registry.cluster.placed == 1
+        for box in boxes:
+            (history,) = past(tmp_path / "journal.db", "job/0", box.request.box)
+            assert history.known[-1].step == 5
+        world.journal.close()
+
+
+def test_hand_overs_end_with_their_attempt() -> None:
+    """Nothing is taken over for an attempt that is over, although its slots are still to be taken from workers."""
+    world = FakeCluster(replace(Limits(), slots_at_once=1))
+    leaving = world.worker("a", 3)
+    for number in range(3):
+        world.open(number, num_boxes=3, num_workers_per_box=1, attempt_key="1")
+    while world.registry.cluster.waiting:
+        world.registry.tick()
+    leaving.ready()
+    coming = world.worker("b", 3)
+    world.registry.drain_worker(pb.DrainWorkerRequest(worker="a"))
+    coming.ready()
+    assert len(world.registry.cluster.appointed) == 3
+    world.open(0, num_boxes=3, num_workers_per_box=1, attempt_key="2", client_id="again")
+    assert len(world.registry.cluster.appointed) == 2
+    world.now += world.limits.migration_s + 0.1
+    world.registry.tick()
+    world.run_for(3, [leaving, coming])
+    assert not world.registry.cluster.appointed
+    assert [slot.worker for slot in world.slots()] == ["b"]
+
+
+def test_a_look_at_the_balance_goes_in_slices() -> None:
+    """Eight boxes of two slots that wait for one of them: three slots each are looked at, with the box."""
+    world = FakeCluster(replace(Limits(), slots_at_once=2))
+    world.worker("w", 16)
+    for number in range(8):
+        world.open(number, num_boxes=8, num_workers_per_box=2)
+    cluster = world.registry.cluster
+    for attempt in cluster.open_attempts():
+        for box in attempt.boxes.values():
+            box.waits.span_s, box.waits._seconds, box.waits._late = 10.0, [9.0, 1.0], [0.0, 0.0]
+    assert list(balance.look(cluster, world.now, 1)) == [None, None]
+    assert list(balance.look(cluster, world.now, 0)) == []
+
+
+def test_a_worker_is_told_its_slots_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it has lost between two steps is not in the reply, and the next one says so."""
+    monkeypatch.setattr(views, "ASSIGNMENTS", 2)
+    world = FakeCluster()
+    world.worker("w", 8)
+    for number in range(2):
+        world.open(job=f"job{number}", num_workers_per_box=4)
+    request, reply = pb.HeartbeatRequest(worker="w", session="w-1"), pb.HeartbeatReply()
+    steps = world.registry.worker_view_steps(request, reply)
+    next(steps)
+    assert [assignment.slot for assignment in reply.assignments] == [0]
+    world.open(job="job1", num_workers_per_box=4, client_id="again")
+    assert len(list(steps)) == 3
+    assert [(one.run, one.slot) for one in reply.assignments] == [("job0/0", slot) for slot in range(4)]
+    request.seen_version = reply.version
+    assert [one.attempt for one in world.registry.heartbeat(request).assignments] == [1, 1, 1, 1, 2, 2, 2, 2]
 
 
 # ---------------------------------------------------------------------------------------------------- held answers
@@ -236,3 +341,38 @@ def test_slots_of_one_token_are_counted() -> None:
     world.open(job="a", num_workers_per_box=3)
     with pytest.raises(OverloadedError, match="3 of the 4 that one token"):
         world.open(job="b", num_workers_per_box=2)
+
+
+@pytest.mark.parametrize("field", ["session", "host_id", "local_address", "allow"])
+def test_a_registration_has_so_many_bytes(field: str) -> None:
+    """It is kept, and stands in every status: eight of 4 MiB would be more than a reply may hold."""
+    request = pb.RegisterWorkerRequest(worker="w", session="s", slots=1)
+    if field == "allow":
+        request.allow.append("x" * 20_000)
+    else:
+        setattr(request, field, "x" * 20_000)
+    with pytest.raises(InvalidArgumentError, match="a registration must have at most 16384 bytes, got 200"):
+        FakeCluster().registry.register_worker(request)
+
+
+def test_a_report_tells_little_of_a_loader() -> None:
+    world = FakeCluster()
+    world.open()
+    worker = world.worker("w", 2)
+    report = worker.tell(worker.beat().assignments[0], pb.READY)
+    report.capabilities.not_used = "x" * 20_000
+    with pytest.raises(InvalidArgumentError, match="traits of a slot must have at most 16384 bytes"):
+        worker.beat(report)
+
+
+@pytest.mark.parametrize("lease_s", [math.nan, math.inf, -1.0])
+def test_a_lease_is_a_number_of_seconds(lease_s: float) -> None:
+    world = FakeCluster()
+    box = world.open()
+    world.worker("w", 1)
+    with pytest.raises(InvalidArgumentError, match="lease_s="):
+        world.registry.heartbeat(pb.HeartbeatRequest(worker="w", session="s", lease_s=lease_s))
+    watch = box.progress()
+    watch.lease_s = lease_s
+    with pytest.raises(InvalidArgumentError, match="lease_s="):
+        world.registry.watch_run(watch)

@@ -403,6 +403,98 @@ async def true_coordinator(address: str) -> AsyncIterator[None]:
     await served.stop(0)
 
 
+class Flood(grpc.GenericRpcHandler):
+    """Knows no token: answers each call with parts of 16 MiB until its caller goes, or with a status and no words."""
+
+    PART = 16 << 20
+
+    def __init__(self, code: grpc.StatusCode | None = None) -> None:
+        self.sent = 0
+        self._code = code
+
+    def service(self, details: Any) -> Any:
+        shown = dict(details.invocation_metadata)
+
+        async def answer(_: Any, context: Any) -> Any:
+            if " " not in shown["authorization"]:
+                await context.abort(grpc.StatusCode.UNAUTHENTICATED, "", ((CHALLENGE_KEY, "0" * 32),))
+            if self._code is not None:
+                await context.abort(self._code, "")
+            while self.sent < 256 << 20:
+                self.sent += self.PART
+                if details.method.endswith("GetBlob"):
+                    yield pb.BlobPart(data=bytes(self.PART)).SerializeToString()
+                elif details.method.endswith("FetchState"):
+                    record = pb.WorkerRecord(state_bytes=1 << 50) if self.sent == self.PART else None
+                    yield pb.StatePart(record=record, data=bytes(self.PART)).SerializeToString()
+                else:
+                    header = pb.SnapshotHeader(size=1 << 50) if self.sent == self.PART else None
+                    yield pb.SnapshotPart(header=header, data=bytes(self.PART)).SerializeToString()
+
+        return grpc.stream_stream_rpc_method_handler(answer)
+
+
+@contextlib.asynccontextmanager
+async def in_its_place(address: str, handler: grpc.GenericRpcHandler) -> AsyncIterator[None]:
+    server = grpc.aio.server(handlers=(handler,), options=[("grpc.max_send_message_length", -1)])
+    server.add_insecure_port(address)
+    await server.start()
+    yield
+    await server.stop(0)
+
+
+def test_an_impostor_cannot_fill_memory(socket_address: str) -> None:
+    """Of what comes in parts none is taken before a proof."""
+
+    async def run() -> None:
+        state = pb.FetchStateRequest(run="job/0", deadline_s=1)
+        async with AsyncCoordinatorClient(socket_address, SECRET) as client:
+            blocking = CoordinatorClient(socket_address, SECRET)
+            calls: list[Callable[[], Awaitable[Any]]] = [
+                lambda: client.get_blob("x"),
+                lambda: client.get_snapshots(pb.GetSnapshotsRequest()),
+                lambda: asyncio.to_thread(blocking.get_blob, "x"),
+                lambda: asyncio.to_thread(blocking.fetch_state, state),
+            ]
+            for call in calls:
+                flood = Flood()
+                async with in_its_place(socket_address, flood):
+                    with pytest.raises(AuthenticationError, match="does not prove that it knows the token"):
+                        await reached(call)
+                assert flood.sent <= 4 * Flood.PART, "what gRPC holds of one part, and no more"
+            blocking.close()
+
+    asyncio.run(run())
+
+
+CODES = ("UNIMPLEMENTED", "RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "INTERNAL", "UNKNOWN", "FAILED_PRECONDITION")
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_an_impostor_cannot_end_who_knew_better(socket_address: str, code: str) -> None:
+    """A bare status ends a caller as little as an error without a proof does."""
+
+    async def run() -> None:
+        async with AsyncCoordinatorClient(socket_address, SECRET) as client:
+            blocking = CoordinatorClient(socket_address, SECRET)
+            async with true_coordinator(socket_address):
+                await client.status()
+                await asyncio.to_thread(blocking.status)
+            async with in_its_place(socket_address, Flood(grpc.StatusCode[code])):
+                calls: list[Callable[[], Awaitable[Any]]] = [
+                    client.status,
+                    lambda: client.get_blob("x"),
+                    lambda: asyncio.to_thread(blocking.status),
+                    lambda: asyncio.to_thread(blocking.get_blob, "x"),
+                ]
+                for call in calls:
+                    with pytest.raises(CoordinatorUnavailableError, match="does not prove that it knows the token"):
+                        await reached(call)
+            blocking.close()
+
+    asyncio.run(run())
+
+
 def test_nothing_of_a_request_is_read_before_the_token(address: str) -> None:
     """A stream is answered although its caller never says anything."""
 

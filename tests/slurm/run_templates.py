@@ -81,7 +81,7 @@ def site(slurm: Slurm, tmp_path: Path) -> Site:
 def test_a_service_workers_that_come_and_go_and_a_training_job_that_fails_once(site: Site) -> None:
     slurm = site.slurm
     service = site.submit("service.sbatch")
-    of_service = {f"penstock-{service}-{node}" for node in (0, 1)}
+    of_service = {f"penstock-{service}-{number}" for number in (1, 2)}
     wait_for("the service's workers are there", lambda: site.workers().keys() == of_service, 60)
     assert (site.folder / "penstock" / "token").stat().st_mode & 0o777 == 0o600
     array = site.submit("workers.sbatch", options=("--array=1-2",))

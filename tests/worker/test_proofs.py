@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 
 from penstock.proto.batch.replay_digest import ReplayDigest
-from penstock.proto.errors import ReplayMismatchError
 from penstock.proto.state.assignment import assigned, current_assignment
 from penstock.proto.state.codec import decode_state, encode_state
 from penstock.proto.v1 import records_pb2
 from penstock.worker.loader.crossing_kinds import FRESH, KEPT, REPLAY
+from penstock.worker.loader.restart_plan import Leg
 from penstock.worker.loader.restart_points import END, RestartPoint
 from penstock.worker.loader.restorable_loader import RestorableLoader
 from penstock.worker.loader.start import start
+from penstock.worker.loader.travel import replay
 from penstock.worker.runner.replayer import _advanced, _prove
 
 
@@ -47,10 +48,8 @@ class Run:
         self.generators: dict[int, int] = {}
         start(self.source, resume, lambda point, _: self.kept.append(point), self._seek)
 
-    def _seek(self, total: int, epoch: int, digest: int) -> None:
-        reached = self.source.seek(total, epoch, self._seen)
-        if not reached or (digest and self.source.digest != digest):
-            raise ReplayMismatchError("it does not get there")
+    def _seek(self, leg: Leg) -> None:
+        replay(self.source, leg, self._seen)
 
     def _seen(self, batch: Any) -> None:
         self.source.digest, samples = self.replay_digest.take(batch)

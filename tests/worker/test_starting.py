@@ -8,9 +8,9 @@ import torch
 from penstock.proto.errors import ReplayMismatchError
 from penstock.proto.state.codec import encode_state
 from penstock.proto.v1 import records_pb2
-from penstock.worker.loader.epoch_crossing import catch_up, leave
 from penstock.worker.loader.restart_points import END
 from penstock.worker.loader.restorable_loader import RestorableLoader
+from penstock.worker.loader.travel import catch_up, leave
 
 
 def source_of(empty: int) -> RestorableLoader:

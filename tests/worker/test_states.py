@@ -20,12 +20,12 @@ from penstock.worker.daemon.proofs import LoaderFindings
 from penstock.worker.daemon.slot import Slot, SlotHost
 from penstock.worker.daemon.slot_states import POLL_S, SlotStates
 from penstock.worker.daemon.snapshots import SlotSnapshots, StoredSnapshot
-from penstock.worker.loader.epoch_crossing import catch_up, leave, travel
+from penstock.worker.loader.restart_plan import Target
 from penstock.worker.loader.restart_points import END, RestartPoint
 from penstock.worker.loader.restorable_loader import RestorableLoader
-from penstock.worker.processes.control_channel import ControlChannel
+from penstock.worker.loader.travel import catch_up, leave, travel
 from penstock.worker.processes.progress_page import ProgressPage
-from penstock.worker.runner.replayer import _state
+from penstock.worker.runner.replayer import state_at
 
 DEADLINE_S = 10.0
 
@@ -87,13 +87,6 @@ def test_where_a_pass_began_is_told_by_who_has_begun_it(progress_page: ProgressP
 # ------------------------------------------------------------------------------ loaders that begin their passes lazily
 
 
-class Heard:
-    """The channel of a helper process; keeps what it said."""
-
-    def send(self, kind: str, payload: bytes = b"", **fields: Any) -> None:
-        self.said = SimpleNamespace(kind=kind, payload=payload, fields=fields)
-
-
 @pytest.fixture
 def lazy() -> Iterator[tuple[RestorableLoader, list[RestartPoint]]]:
     """A loader in its third epoch of 8 batches, after two of them; and how each epoch was opened."""
@@ -112,10 +105,9 @@ def lazy() -> Iterator[tuple[RestorableLoader, list[RestartPoint]]]:
 
 
 def saying(source: RestorableLoader, point: RestartPoint, **fields: Any) -> SimpleNamespace:
-    heard = Heard()
     fields = {"step": 0, "digests": {}, "left": {}, "abandoned_from": 0} | fields
-    _state(source, point, fields, ReplayDigest(), cast(ControlChannel, heard))
-    return heard.said
+    told, payload = state_at(source, point, fields, ReplayDigest())
+    return SimpleNamespace(payload=payload, fields=told)
 
 
 def helper(source: RestorableLoader, point: RestartPoint, total: int, *, epoch: int = 2, delivered: int = 4) -> Any:
@@ -190,9 +182,8 @@ def test_the_way_that_the_loop_went_is_gone_where_it_is_known(loader: str, place
         assert not said.fields["ended"]
         again, saved = built(), RestartPoint.decode(said.payload)
         again.restore(saved)
-        travel(
-            again, dict(saved.history.abandoned), total, epoch, lambda to, at: again.seek(to, at, lambda batch: None)
-        )
+        target = Target(epoch, total, dict(saved.history.abandoned))
+        travel(again, target, lambda leg: again.seek(leg.total, leg.epoch, lambda batch: None))
         catch_up(again, epoch)
         assert goes_on(again) == truth
         told = source.marked(first, way_on=True)
@@ -352,11 +343,11 @@ class TakenOver:
         return answer, RestartPoint.decode(data)
 
     async def _child(self, points: list[bytes], task: str, deadline_s: float, **fields: Any) -> Any:
-        source, heard = RestorableLoader(self.assignment), Heard()
+        source = RestorableLoader(self.assignment)
         source.build()
         source.capabilities.state_methods = self.capabilities.state_methods
-        _state(source, RestartPoint.decode(points[0]), fields, ReplayDigest(), cast(ControlChannel, heard))
-        return heard.said
+        told, payload = state_at(source, RestartPoint.decode(points[0]), fields, ReplayDigest())
+        return SimpleNamespace(payload=payload, fields=told)
 
 
 @pytest.mark.parametrize("methods", [0, 2])

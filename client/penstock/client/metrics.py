@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from penstock.client.stream import open_streams
-from penstock.client.stream.ordered_reader import OrderedReader
+from penstock.client.stream.stream_interfaces import Reader
 from penstock.proto.errors import InvalidArgumentError, PortTakenError, UnsafeBindError
 from penstock.proto.rpc.addresses import check_address, is_local
 from penstock.proto.rpc.tls import Tls
@@ -65,11 +65,11 @@ def _readings() -> MetricReadings:
     return found
 
 
-def _open_feeds() -> Iterator[OrderedReader]:
+def _open_feeds() -> Iterator[Reader]:
     return (reader for reader in open_streams.feeds.all() if not reader.run.closed)
 
 
-def _count_reader(found: MetricReadings, reader: OrderedReader) -> None:
+def _count_reader(found: MetricReadings, reader: Reader) -> None:
     run, stats, step = reader.run, reader.stats, reader.position.step
     of = {"run": run.name, "box": run.box}
     found.add("penstock_client_step", step, **of)

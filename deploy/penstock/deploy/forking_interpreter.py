@@ -24,9 +24,13 @@ from penstock.runtime.process import forks
 from penstock.runtime.process.end import describe_exit, kill_group, reap
 from penstock.runtime.process.spawn import fork, spawn
 from penstock.runtime.process.watch import Process, die_with_parent, readable, wait_for_any
-from penstock.worker.processes.child_processes import START_DEADLINE_S, child_environment
-from penstock.worker.processes.control_channel import ControlChannel, ControlMessage
-from penstock.worker.processes.user_path import interpreter
+from penstock.worker.tools.loader_children import (
+    START_DEADLINE_S,
+    ControlChannel,
+    ControlMessage,
+    child_environment,
+    interpreter,
+)
 
 __all__ = ["ForkedChild", "ForkingInterpreter", "Task", "serve", "take_task", "wait_for_news"]
 

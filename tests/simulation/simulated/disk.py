@@ -135,11 +135,11 @@ class SimulatedJournal(Journal):
         self._add(("meta", name), "note", (name, value))
 
     def put(self, table: str, row: Mapping[str, Any]) -> None:
-        keys, values = TABLES[table]
-        key = tuple(row[name] for name in keys)
-        # SQLite knows no booleans.
-        stored = {name: int(row[name]) if isinstance(row[name], bool) else row[name] for name in (*keys, *values)}
+        key, stored = _as_stored(table, row)
         self._add((table, *key), "put", (table, key, stored))
+
+    def put_all(self, table: str, rows: Callable[[], Iterable[Mapping[str, Any]]], **which: str | int) -> None:
+        self._add(("all", table, *which.items()), "all", (table, rows))
 
     def drop(self, table: str, **where: str | int) -> None:
         self._add(("drop", table, *where.items()), "drop", (table, where))
@@ -163,6 +163,10 @@ class SimulatedJournal(Journal):
             elif what == "put":
                 table, key, stored = values
                 self._disk.tables[table][key] = {name: at() if callable(at) else at for name, at in stored.items()}
+            elif what == "all":
+                table, rows_of = values
+                for key, stored in [_as_stored(table, row) for row in rows_of()]:
+                    self._disk.tables[table][key] = {name: at() if callable(at) else at for name, at in stored.items()}
             else:
                 table, where = values
                 kept = self._disk.tables[table]
@@ -171,6 +175,13 @@ class SimulatedJournal(Journal):
 
     def close(self) -> None:
         self.writer.cut_off()
+
+
+def _as_stored(table: str, row: Mapping[str, Any]) -> tuple[tuple[Any, ...], _Row]:
+    """Key and row; SQLite knows no booleans."""
+    keys, values = TABLES[table]
+    stored = {name: int(row[name]) if isinstance(row[name], bool) else row[name] for name in (*keys, *values)}
+    return tuple(row[name] for name in keys), stored
 
 
 class SimulatedStore(Store):

@@ -43,6 +43,7 @@ LIMITS = Limits(
     left_alone_s=3.0,
     balance_after_s=2.0,
     balance_every_s=0.5,
+    slots_at_once=2,
 )
 """Shorter than in life where life has minutes, so that a history sees their ends too."""
 

@@ -15,6 +15,9 @@ worker that stragglers of the same run have left: it is the emptiest for that, a
 Neither for a loader that would replay its whole epoch, or whose randomness is in no snapshot: the replay would hold the
 loop up for longer than it gains.
 
+A look is made in slices, for at thousands of slots it takes tens of milliseconds. Between two slices everything may
+change, so a slice believes nothing that the one before has seen but which boxes and workers there are to look at.
+
 Pure: cluster state is looked at, never changed.
 """
 
@@ -22,10 +25,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 from penstock.appliance.core.cluster_state import ClusterState
 from penstock.appliance.core.views import facts
-from penstock.appliance.model.entities import Attempt, Box, BoxPresence, Slot, Worker
+from penstock.appliance.model.entities import Attempt, Box, BoxPresence, Slot, SlotKey, Worker
 from penstock.appliance.policies.bottleneck import Bottleneck, find
 from penstock.proto.state.allowed_modules import module_of
 from penstock.proto.v1 import coordinator_pb2 as pb
@@ -36,6 +40,8 @@ STRAGGLES = 0.10
 """Share of its time that a loop waits for a slot before something is done about it."""
 NUDGES = 3
 """Times that a slot is moved for it is waited for: what is slow everywhere is slow by itself."""
+SLICES = 4
+"""Times `slots_at_once` that are looked at in one go: a look at a slot costs a quarter of what is done to one."""
 WORTH = 0.25
 """Of a worker's capacity: a smaller difference in load is no reason to move."""
 
@@ -49,17 +55,36 @@ class SlotMove:
     """For the loop waits for it: its own data may be the reason, and then no place helps."""
 
 
-def plan(cluster: ClusterState, now: float, room: int) -> list[SlotMove]:
-    """At most `room` moves, each slot and each worker in one of them at most."""
-    moves: list[SlotMove] = []
+def look(cluster: ClusterState, now: float, room: int) -> Iterator[SlotMove | None]:
+    """Yield at most `room` moves, each to be made before the next is asked for, each slot and each worker in one of
+    them at most; and None where a slice ends, so that others have their turn."""
+    slots: set[SlotKey] = set()
     taken: set[str] = set()
-    for move in (*_stragglers(cluster, now), *_levelled(cluster, now)):
-        if len(moves) >= room:
-            break
-        if move.worker.name not in taken and move.slot not in [other.slot for other in moves]:
-            moves.append(move)
+    for move in chain(_stragglers(cluster, now), _levelled(cluster, now)) if room > 0 else ():
+        if move is None:
+            yield None
+        elif move.worker.name not in taken and move.slot.key not in slots:
+            slots.add(move.slot.key)
             taken |= {move.worker.name, move.slot.worker}
-    return moves
+            yield move
+            if len(slots) >= room:
+                return
+
+
+class _Slice:
+    """Counts what is looked at."""
+
+    def __init__(self, cluster: ClusterState) -> None:
+        self._most = SLICES * cluster.limits.slots_at_once
+        self._looked = 0
+
+    def ends(self, looked: int) -> bool:
+        """So many slots more were looked at, or boxes or workers without their slots."""
+        self._looked += looked
+        if self._looked < self._most:
+            return False
+        self._looked = 0
+        return True
 
 
 def _settled(cluster: ClusterState, slot: Slot, now: float, times: int = 1) -> bool:
@@ -86,30 +111,42 @@ def _is_cheap(slot: Slot) -> bool:
     )
 
 
-def _stragglers(cluster: ClusterState, now: float) -> Iterator[SlotMove]:
+def _stragglers(cluster: ClusterState, now: float) -> Iterator[SlotMove | None]:
+    part = _Slice(cluster)
     for attempt in cluster.open_attempts():
-        boxes = [box for box in attempt.boxes.values() if box.place is BoxPresence.LIVE and not box.epoch_ended]
-        found = [finding for box in boxes if (finding := _held_up(cluster, box)) is not None]
+        found: list[Bottleneck] = []
+        for box in list(attempt.boxes.values()):
+            waits = box.waits.share >= STRAGGLES
+            if waits and box.place is BoxPresence.LIVE and not box.epoch_ended:
+                found += _held_up(cluster, box)
+            if part.ends(1 + waits * len(box.slots)):
+                yield None
         slow = {finding.worker for finding in found}
         for finding in sorted(found, key=lambda finding: -finding.wait_share * finding.blame):
             assert finding.box is not None
             assert finding.slot is not None
             slot = attempt.boxes[finding.box].slots[finding.slot]
-            if len(slot.was_slow_at) >= NUDGES or not _settled(cluster, slot, now, 1 << len(slot.was_slow_at)):
+            if (
+                not cluster.is_open(slot)
+                or len(slot.was_slow_at) >= NUDGES
+                or not _settled(cluster, slot, now, 1 << len(slot.was_slow_at))
+            ):
                 continue
             worker = _elsewhere(cluster, slot, slow | slot.was_slow_at | slot.unfit_at(cluster.workers))
             if worker is not None:
                 share = f"{finding.wait_share * finding.blame:.0%}"
                 why = f"box {finding.box} waited {share} of its time for it on worker {slot.worker}"
                 yield SlotMove(slot, worker, why, nudge=True)
+            if part.ends(len(cluster.workers)):  # a place elsewhere
+                yield None
 
 
-def _held_up(cluster: ClusterState, box: Box) -> Bottleneck | None:
-    """By one slot, enough to do something about it."""
+def _held_up(cluster: ClusterState, box: Box) -> list[Bottleneck]:
+    """By one slot, enough to do something about it; empty if it is not."""
     finding = find([facts(cluster, box)])
     if finding is None or finding.kind not in ("straggler", "network") or finding.slot is None:
-        return None
-    return finding if finding.wait_share * finding.blame >= STRAGGLES else None
+        return []
+    return [finding] if finding.wait_share * finding.blame >= STRAGGLES else []
 
 
 def _elsewhere(cluster: ClusterState, slot: Slot, slow: set[str]) -> Worker | None:
@@ -131,14 +168,23 @@ def _far(cluster: ClusterState, box: Box) -> set[str]:
     return box.unreachable_since(cluster.events.now - cluster.limits.unreachable_s)
 
 
-def _levelled(cluster: ClusterState, now: float) -> Iterator[SlotMove]:
+def _levelled(cluster: ClusterState, now: float) -> Iterator[SlotMove | None]:
     there = [worker for worker in cluster.workers.values() if worker.registered and not worker.draining]
     fullest = sorted(there, key=lambda worker: (-worker.load, worker.name))
     emptiest = [worker for worker in reversed(fullest) if worker.free > 0]
-    slow = {(attempt.run, name) for attempt in cluster.open_attempts() for name in _slow_for(attempt)}
+    part = _Slice(cluster)
+    slow: set[tuple[str, str]] | None = None
     for full, empty in zip(fullest, emptiest, strict=False):
         if full.load - (len(empty.slots) + 1) / empty.capacity < WORTH:
             return
+        if slow is None:
+            slow = set()
+            for attempt in cluster.open_attempts():
+                slow |= {(attempt.run, name) for name in _slow_for(attempt)}
+                if part.ends(attempt.num_boxes * attempt.num_workers):
+                    yield None
+        if cluster.workers.get(full.name) is not full or cluster.workers.get(empty.name) is not empty or not empty.free:
+            continue
         slots = [cluster.slot(key) for key in full.slots]
         fitting = [
             slot
@@ -149,6 +195,8 @@ def _levelled(cluster: ClusterState, now: float) -> Iterator[SlotMove]:
         if slot is not None:
             why = f"worker {full.name} has {len(full.slots)} slots and worker {empty.name} {len(empty.slots)}"
             yield SlotMove(slot, empty, why)
+        if part.ends(len(slots)):
+            yield None
 
 
 def _slow_for(attempt: Attempt) -> set[str]:

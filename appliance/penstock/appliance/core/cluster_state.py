@@ -75,8 +75,12 @@ class ClusterState:
         """Slots of live boxes that no worker has, in the order in which they began to wait."""
         self._to_place: deque[SlotKey] = deque()
         """Of `waiting`, those that `place_waiting` has not looked at yet in its present round."""
+        self._is_cut = False
+        """The last call of `place_waiting` ended before it had looked at all that it could."""
         self._stuck: set[str] = set()
         """Each input_fn that no worker with room may run, as found in this round."""
+        self._ended: deque[tuple[Attempt, list[Box]]] = deque()
+        """Attempts that are over, with the boxes whose slots their workers still have, the next one last."""
         self.touched: set[tuple[str, int, int]] = set()
         """(run, attempt, box) whose slots or progress changed: their part of state queries is to be planned again."""
         self.tickets_expire = 0
@@ -157,6 +161,15 @@ class ClusterState:
     def open_attempts(self) -> list[Attempt]:
         return [run.current for run in self.runs.values() if run.current is not None]
 
+    @property
+    def is_between_slices(self) -> bool:
+        """The next call goes on with what the last one has begun: to release slots, or to place them."""
+        return bool(self._ended) or self._is_cut
+
+    def is_open(self, slot: Slot) -> bool:
+        """Its attempt is not over."""
+        return self.slot(slot.key) is slot
+
     def box_of(self, slot: Slot) -> tuple[Attempt, Box]:
         attempt = self.runs[slot.key.run].current
         assert attempt is not None
@@ -173,10 +186,7 @@ class ClusterState:
         self.journal.put("attempts", row | {"state": attempt.state.value, "why": attempt.why})
 
     def save_box(self, attempt: Attempt, box: Box) -> None:
-        row = {"run": attempt.run, "attempt": attempt.number, "box": box.number, "client_id": box.client}
-        still = attempt.state is AttemptState.OPEN
-        opening = box.opening.SerializeToString() if still else None
-        self.journal.put("boxes", row | {"place": box.place.value, "opening": opening})
+        self.journal.put("boxes", _box_row(attempt, box))
 
     def save_slot(self, slot: Slot) -> None:
         row: dict[str, object] = dict(slot.key._asdict())
@@ -196,9 +206,7 @@ class ClusterState:
 
     def save_track(self, attempt: Attempt, box: Box) -> None:
         """Where its loop was, and all else that a batch of an attempt that is over can be made again from."""
-        row = {"run": attempt.run, "attempt": attempt.number, "box": box.number}
-        over = attempt.state is not AttemptState.OPEN
-        self.journal.put("tracks", row | {"over": over, "history": box_history.track_of(attempt, box).thinned().kept})
+        self.journal.put("tracks", _track_row(attempt, box))
 
     def track(self, run_name: str, box_number: int) -> box_history.BoxRecord | None:
         """In the open attempt, if it has that box."""
@@ -219,9 +227,10 @@ class ClusterState:
         """Raises OverloadedError if another box would be more than the coordinator has room for. `superseded`: an
         attempt that ends first."""
         count, held, all_held = request.num_workers_per_box, self.slots_held[credential], self.slots_held.total()
-        for box in superseded.boxes.values() if superseded is not None else ():
-            all_held -= len(box.slots)
-            held -= len(box.slots) * (box.credential == credential)
+        if superseded is not None:
+            boxes = Counter(box.credential for box in superseded.boxes.values())
+            all_held -= boxes.total() * superseded.num_workers
+            held -= boxes[credential] * superseded.num_workers
         for what, there, limit in (
             ("one token", held, self.limits.slots_max),
             ("all tokens", all_held, self.limits.slots_open_max),
@@ -249,7 +258,7 @@ class ClusterState:
         )
         self.slots_held[credential] += attempt.num_workers
         box.history.append(start)
-        attempt.boxes[box.number] = box
+        attempt.add_box(box)
         for number in range(attempt.num_workers):
             slot = Slot(SlotKey(attempt.run, attempt.number, box.number, number), run.generation + 1)
             box.slots.append(slot)
@@ -264,30 +273,28 @@ class ClusterState:
         return box
 
     def end(self, attempt: Attempt, state: AttemptState, why: str) -> None:
-        """The attempt is over: nobody owns anything of it any more, and its calls are refused with `why`."""
+        """The attempt is over: its calls are refused with `why`, and after a restart nobody owns anything of it. What
+        the workers have of it now, they have until `release_ended`; none of it changes any more."""
         run = self.runs[attempt.run]
         attempt.state, attempt.why = state, why
         self.events.add(f"attempt {state.value}", why, run=attempt.run, attempt=attempt.number)
         run.current = None
-        left: set[str] = set()
-        for box in attempt.boxes.values():
-            self.slots_held[box.credential] -= len(box.slots)
-            for slot in box.slots:
-                self.dismiss(slot)
-                if slot.worker:
-                    left.add(self._take(slot))
-                self.waiting.pop(slot.key, None)
-                run.generation = max(run.generation, slot.generation, slot.reserved)
-            self.save_box(attempt, box)
-            self.save_track(attempt, box)
-            self.bump_box(attempt, box)
-        for name in sorted(left):
-            if name in self.workers:
-                self.bump_worker(self.workers[name])
-        clients = {box.number: box.client for box in attempt.boxes.values()}
+        boxes = attempt.boxes.values()
+        for credential, count in Counter(box.credential for box in boxes).items():
+            self.slots_held[credential] -= count * attempt.num_workers
+        if boxes:
+            self._ended.append((attempt, list(reversed(boxes))))
+        self.touched.add((attempt.run, attempt.number, min(attempt.boxes, default=0)))  # one stands for all of them
+        for box in boxes:
+            given = [slot.generation for slot in box.slots] + [slot.reserved for slot in box.slots]
+            run.generation = max(run.generation, *given)
+        clients = {box.number: box.client for box in boxes}
         run.past[attempt.number] = ClosedAttempt(attempt.number, attempt.key, state, why, clients)
+        which: dict[str, str | int] = {"run": attempt.run, "attempt": attempt.number}
+        self.journal.put_all("boxes", lambda: (_box_row(attempt, box) for box in boxes), **which)
+        self.journal.put_all("tracks", lambda: (_track_row(attempt, box) for box in boxes), **which)
         for table in ("slots", "skips", "abandoned", "reserved"):
-            self.journal.drop(table, run=attempt.run, attempt=attempt.number)
+            self.journal.drop(table, **which)
         self.save_attempt(attempt)
         self.save_run(run)
         while len(run.past) > self.limits.past_attempts:
@@ -297,6 +304,29 @@ class ClusterState:
             self.journal.drop("boxes", run=run.name, attempt=oldest)
             self.journal.drop("tracks", run=run.name, attempt=oldest)
         self.snapshot_index.drop_attempt(attempt.run, attempt.number)
+
+    def release_ended(self) -> bool:
+        """Take the slots of attempts that are over from their workers, about `slots_at_once` in one call, and wake
+        their boxes. True if all are taken: until then nothing is placed, for who comes next has the same places."""
+        left: set[str] = set()
+        taken = 0
+        while self._ended and taken < self.limits.slots_at_once:
+            attempt, boxes = self._ended[0]
+            box = boxes.pop()
+            if not boxes:
+                self._ended.popleft()
+            taken += len(box.slots)
+            for slot in box.slots:
+                self.dismiss(slot)
+                if slot.worker:
+                    left.add(self._take(slot))
+                self.waiting.pop(slot.key, None)
+            box.version = self.next_version()
+            self.changed(("box", attempt.run, attempt.number, box.number))
+        for name in sorted(left):
+            if name in self.workers:
+                self.bump_worker(self.workers[name])
+        return not self._ended
 
     def vacate(self, attempt: Attempt, box: Box, place: BoxPresence, note: str) -> None:
         """The box's client is gone or has closed: its workers are free at once."""
@@ -433,6 +463,7 @@ class ClusterState:
     def place_waiting(self) -> None:
         """Give waiting slots to workers that have room, in the order in which they began to wait. One call looks at
         `slots_at_once` of them, the next one at those behind: to place 16,384 in one go would keep others waiting."""
+        self._is_cut = True
         begun = False  # a round, by this call
         for _ in range(self.limits.slots_at_once):
             if self.room.is_full:
@@ -442,6 +473,7 @@ class ClusterState:
                 self._to_place.extend(self.waiting)
                 self._stuck.clear()
             if not self._to_place:
+                self._is_cut = False
                 return
             slot = self.waiting.get(self._to_place.popleft())
             if slot is None:  # it has ended meanwhile
@@ -543,3 +575,16 @@ class ClusterState:
         worker = self.workers.get(target.worker)
         if worker is not None:
             self.bump_worker(worker)
+
+
+def _box_row(attempt: Attempt, box: Box) -> dict[str, object]:
+    still = attempt.state is AttemptState.OPEN
+    opening = box.opening.SerializeToString() if still else None
+    row: dict[str, object] = {"run": attempt.run, "attempt": attempt.number, "box": box.number}
+    return row | {"client_id": box.client, "place": box.place.value, "opening": opening}
+
+
+def _track_row(attempt: Attempt, box: Box) -> dict[str, object]:
+    over = attempt.state is not AttemptState.OPEN
+    row: dict[str, object] = {"run": attempt.run, "attempt": attempt.number, "box": box.number}
+    return row | {"over": over, "history": box_history.track_of(attempt, box).thinned().kept}

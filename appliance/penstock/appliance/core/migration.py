@@ -14,6 +14,8 @@ comes out of a slot does not depend on where it runs, so none of them changes th
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from penstock.appliance.core import balance
 from penstock.appliance.core.cluster_state import ClusterState
 from penstock.appliance.model.entities import Slot, Worker
@@ -27,6 +29,8 @@ class Migrations:
     def __init__(self, cluster: ClusterState) -> None:
         self._cluster = cluster
         self._balanced_at = 0.0
+        self._look: Iterator[balance.SlotMove | None] | None = None
+        """At the balance, a slice with each tick; None between two looks."""
 
     # ---- what workers say
 
@@ -57,6 +61,8 @@ class Migrations:
         for slot in list(cluster.appointed.values()):
             target = slot.target
             assert target is not None
+            if not cluster.is_open(slot):
+                continue  # it is about to be released
             if target.ready_at and now - target.ready_at > limits.migration_s:
                 cluster.take_over(slot, target.why, now)
             elif not target.ready_at and now - target.since > limits.target_ready_s:
@@ -65,13 +71,18 @@ class Migrations:
         for worker in cluster.workers.values():
             if worker.draining:
                 self.drain(worker, now)
-        if limits.balance_after_s and now - self._balanced_at >= min(limits.balance_every_s, limits.balance_after_s):
+        due = now - self._balanced_at >= min(limits.balance_every_s, limits.balance_after_s)
+        if limits.balance_after_s and due and self._look is None:
             self._balanced_at = now
             room = max(1, cluster.placed // balance.ONE_IN) - len(cluster.appointed)
-            for move in balance.plan(cluster, now, room):
-                if move.nudge:
-                    move.slot.was_slow_at |= {move.slot.worker}
-                cluster.appoint(move.slot, move.worker, move.why, now)
+            self._look = balance.look(cluster, now, room)
+        for move in self._look or ():
+            if move is None:
+                return
+            if move.nudge:
+                move.slot.was_slow_at |= {move.slot.worker}
+            cluster.appoint(move.slot, move.worker, move.why, now)
+        self._look = None
 
     def drain(self, worker: Worker, now: float) -> None:
         """Appoints successors for what the worker has, as far as others have places."""

@@ -108,7 +108,7 @@ def _box(cluster: ClusterState, attempt: Attempt, row: Mapping[str, Any], now: f
     box.history.append(start)
     if box.place is BoxPresence.CLOSED:
         box.lingers_until = now + cluster.limits.linger_s
-    attempt.boxes[box.number] = box
+    attempt.add_box(box)
     cluster.slots_held[box.credential] += attempt.num_workers
 
 

@@ -37,7 +37,7 @@ from penstock.appliance.model.entities import (
 )
 from penstock.appliance.model.limits import Limits
 from penstock.appliance.model.recent_events import RecentEvents
-from penstock.appliance.model.request_checks import check_counts, check_measures, check_rates
+from penstock.appliance.model.request_checks import check_counts, check_measures, check_reports
 from penstock.appliance.policies import quarantine
 from penstock.appliance.policies.lease_policy import PromisedLease, patience_s, updated_strain
 from penstock.appliance.policies.placement import nobody_may
@@ -60,6 +60,8 @@ from penstock.proto.v1 import records_pb2
 
 _DOING, _STACK = 300, 12_000
 """Characters of what a worker says about a hang or a crash: they go into every view of the box."""
+BOX_WEIGHS = 4
+"""Slots that a box counts for where it is lost or released: its rows and its event are as much work."""
 _NO_REASON = records_pb2.ErrorDetail(name="PenstockError", message="the worker gave no reason")
 
 
@@ -111,7 +113,8 @@ class Registry:
     def _settle(self) -> None:
         """After every change: place what waits, plan what is asked, commit."""
         cluster = self.cluster
-        cluster.place_waiting()
+        if cluster.release_ended():
+            cluster.place_waiting()
         self.state_queries.settle()
         cluster.journal.commit()
 
@@ -216,7 +219,8 @@ class Registry:
         now = self._clock()
         by_slot_s = request.waited_by_slot_s
         self.cluster.journal.confirm(request.commit_mark, f"box {request.box} of run {request.run}")
-        check_measures(hold_s=request.hold_s, waited_s=request.waited_s, waited_by_slot_s=sum(by_slot_s))
+        check_measures(hold_s=request.hold_s, lease_s=request.lease_s)
+        check_measures(waited_s=request.waited_s, waited_by_slot_s=sum(by_slot_s))
         attempt, box = self._place_of(request.run, request.attempt, request.box, request.client_id)
         for abandoned_epoch in request.abandoned:
             check_counts(epoch=abandoned_epoch.epoch, step=abandoned_epoch.step)
@@ -275,6 +279,11 @@ class Registry:
             raise InvalidArgumentError(
                 f"slots must be at most {self.limits.worker_slots_max} for one worker, got {request.slots}: start "
                 "several workers"
+            )
+        if (size := request.ByteSize()) > self.limits.registration_max:
+            raise InvalidArgumentError(
+                f"a registration must have at most {self.limits.registration_max} bytes, got {size}: give the worker "
+                "fewer or shorter prefixes to allow"
             )
         cluster.journal.confirm(request.commit_mark, f"worker {request.worker}")
         if (request.worker, request.session) in self._old_sessions:
@@ -339,8 +348,8 @@ class Registry:
 
     def report_worker(self, request: pb.HeartbeatRequest) -> None:
         now = self._clock()
-        check_measures(hold_s=request.hold_s)
-        check_rates(request.slots)
+        check_measures(hold_s=request.hold_s, lease_s=request.lease_s)
+        check_reports(request.slots, self.limits.traits_max)
         worker = self._registered(request.worker, request.session)
         if worker is not None:
             worker.seen_at = now
@@ -361,19 +370,27 @@ class Registry:
             worker.lease_until = min(worker.lease_until, self._clock() + self.limits.hung_up_s * longer)
 
     def worker_view(self, request: pb.HeartbeatRequest) -> pb.HeartbeatReply:
+        reply = pb.HeartbeatReply()
+        for _ in self.worker_view_steps(request, reply):
+            pass
+        return reply
+
+    def worker_view_steps(self, request: pb.HeartbeatRequest, reply: pb.HeartbeatReply) -> Iterator[None]:
+        """Fill the reply in steps. Between them the cluster state may change: the version in the reply is that of the
+        first, so the next heartbeat is told of it."""
         worker = self._registered(request.worker, request.session)
         if worker is None:
             self.cluster.journal.commit()
-            return pb.HeartbeatReply(register_again=True)
+            reply.register_again = True
+            return
         lease_policy = self.cluster.worker_lease_policy()
         self._to_workers.keep(lease_policy.lease_s, worker.seen_at)
         worker.lease_until = max(worker.lease_until, worker.seen_at + lease_policy.lease_s)
         self.cluster.journal.commit()
         wants = self.state_queries.wants(worker.name, self._clock())
         stuck = self._hand_overs.stuck(worker, self._clock()) if worker.draining else 0
-        reply = views.heartbeat_reply(self.cluster, worker, request, lease_policy, self._wall(), wants, stuck)
+        yield from views.fill_heartbeat(reply, self.cluster, worker, request, lease_policy, self._wall(), wants, stuck)
         reply.commit_mark = self.cluster.journal.mark()
-        return reply
 
     def worker_hold(self, request: pb.HeartbeatRequest) -> float:
         """Seconds that a heartbeat with nothing to tell is held."""
@@ -537,11 +554,14 @@ class Registry:
 
     # ----------------------------------------------------------------------------------------------- time, operators
 
-    def tick(self) -> None:
-        """Looks at the leases. Call it several times a lease."""
+    def tick(self, unheard_s: float = 0.0) -> None:
+        """Looks at the leases. Call it several times a lease.
+
+        unheard_s: what came within the last so many seconds may still wait to be heard; a tick or two are normal.
+        """
         now, cluster, limits = self._clock(), self.cluster, self.limits
         gap, self._ticked = now - self._ticked, now
-        cluster.strain = updated_strain(cluster.strain, gap, limits.tick_s)
+        cluster.strain = updated_strain(cluster.strain, max(gap, unheard_s), limits.tick_s)
         late = gap if gap > limits.stall_s else gap - 2 * limits.tick_s
         if late > 0:
             gap = late
@@ -551,27 +571,30 @@ class Registry:
                 attempt.last_live += gap
                 for box in attempt.boxes.values():
                     box.lease_until += gap
-        cluster.drop_silent(now, patience_s(cluster.strain, cluster.worker_lease_policy().lease_s))
+        strain = cluster.strain
+        cluster.drop_silent(now, patience_s(strain, cluster.worker_lease_policy().lease_s, unheard_s))
         cluster.count_fleet(now)
-        overdue = now - patience_s(cluster.strain, cluster.box_lease_policy().lease_s)
+        overdue = now - patience_s(strain, cluster.box_lease_policy().lease_s, unheard_s)
         vacated = 0  # slots; of more than `slots_at_once` the rest is left to the next tick
         named: set[str] = set()
         cluster.live_boxes = 0
         for attempt in cluster.open_attempts():
+            named |= attempt.blobs
+            live = 0
             for box in attempt.boxes.values():
-                named |= {box.opening.resume.blob, box.opening.loader.arguments_blob}
+                live += box.place is BoxPresence.LIVE
                 if vacated >= limits.slots_at_once:
                     continue
                 if box.place is BoxPresence.LIVE and box.lease_until <= overdue:
-                    vacated += len(box.slots)
+                    live -= 1
+                    vacated += BOX_WEIGHS + len(box.slots)
                     silent = now - box.reported_at
                     note = f"the training job of box {box.number} was not heard of for {silent:.1f} s"
                     cluster.vacate(attempt, box, BoxPresence.GONE, note)
                 elif 0.0 < box.lingers_until <= now:
                     box.lingers_until = 0.0
-                    vacated += len(box.slots)
+                    vacated += BOX_WEIGHS + len(box.slots)
                     cluster.vacate(attempt, box, BoxPresence.CLOSED, f"box {box.number} was closed")
-            live = sum(box.place is BoxPresence.LIVE for box in attempt.boxes.values())
             cluster.live_boxes += live
             if live:
                 attempt.last_live = now

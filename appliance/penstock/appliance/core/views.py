@@ -17,6 +17,8 @@ from penstock.proto.v1 import records_pb2
 
 STEP = 64
 """Workers in a step of a status reply."""
+ASSIGNMENTS = 256
+"""Slots in a step of a heartbeat's reply: 30 us each where boxes have 256 slots, whose positions go with them."""
 
 
 def slot_view(cluster: ClusterState, slot: Slot) -> pb.SlotView:
@@ -84,7 +86,8 @@ def assignment(
     )
 
 
-def heartbeat_reply(
+def fill_heartbeat(
+    reply: pb.HeartbeatReply,
     cluster: ClusterState,
     worker: Worker,
     request: pb.HeartbeatRequest,
@@ -92,35 +95,39 @@ def heartbeat_reply(
     wall_s: float,
     wants: Iterable[tuple[SlotStateRequest, float]],
     stuck: int,
-) -> pb.HeartbeatReply:
-    """`wants`: the worker's open state requests, with the seconds that their most patient asker still has. `stuck`: of
-    a worker that drains, the slots for which there is no other place."""
+) -> Iterator[None]:
+    """Fill the reply, in steps of ASSIGNMENTS.
+
+    Args:
+        wants: the worker's open state requests, with the seconds that their most patient asker still has.
+        stuck: of a worker that drains, the slots for which there is no other place.
+    """
     part = cluster.snapshot_share()
-    reply = pb.HeartbeatReply(
-        version=worker.version,
-        wall_s=wall_s,
-        heartbeat_s=lease_policy.heartbeat_s,
-        lease_s=lease_policy.lease_s,
-        snapshot_every_s=part.every_s,
-        snapshot_bytes_per_s=part.bytes_per_s,
-        draining=worker.draining,
-        stuck=stuck,
+    reply.version, reply.wall_s, reply.heartbeat_s, reply.lease_s = (
+        worker.version,
+        wall_s,
+        lease_policy.heartbeat_s,
+        lease_policy.lease_s,
     )
+    reply.snapshot_every_s, reply.snapshot_bytes_per_s = part.every_s, part.bytes_per_s
+    reply.draining, reply.stuck = worker.draining, stuck
     if worker.version == request.seen_version:
         reply.unchanged = True
-        return reply
+        return
+    reply.state_requests.extend(want.request(left_s) for want, left_s in wants)
+    reply.taken.extend(_taken(cluster, worker, request.slots))
     starts: dict[tuple[str, int], records_pb2.BoxPosition] = {}
-    for key in sorted(worker.slots):
+    for number, key in enumerate(sorted(worker.slots)):
+        if number % ASSIGNMENTS == ASSIGNMENTS - 1:
+            yield
         slot = cluster.slot(key)
-        assert slot is not None
+        if slot is None or key not in worker.slots:
+            continue  # its attempt is over, or it went elsewhere since the first step
         attempt, box = cluster.box_of(slot)
         of_box = key.run, key.box
         if of_box not in starts:
             starts[of_box] = box.start.to_proto()
         reply.assignments.append(assignment(cluster, attempt, box, slot, worker, starts[of_box]))
-    reply.state_requests.extend(want.request(left_s) for want, left_s in wants)
-    reply.taken.extend(_taken(cluster, worker, request.slots))
-    return reply
 
 
 def _taken(cluster: ClusterState, worker: Worker, reports: Iterable[pb.SlotReport]) -> Iterator[pb.TakenSlot]:
@@ -130,7 +137,7 @@ def _taken(cluster: ClusterState, worker: Worker, reports: Iterable[pb.SlotRepor
         if key in worker.slots:
             slot = cluster.slot(key)
             target = slot.target if slot is not None else None
-            if slot is None or report.generation == slot.generation:
+            if slot is not None and report.generation == slot.generation:
                 continue
             if target is not None and target.generation == report.generation:
                 continue

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import time
@@ -28,6 +29,7 @@ from penstock.appliance.core.state_machine import Registry
 from penstock.appliance.edge import coordinator_metrics
 from penstock.appliance.edge.event_log import tell
 from penstock.appliance.edge.garbage_collection import paced
+from penstock.appliance.edge.hearing import Hearing
 from penstock.appliance.edge.pages import DashboardPages, open_web
 from penstock.appliance.edge.service import Service, TopicSignals
 from penstock.appliance.model.limits import MEMORY_BUDGET, STOP_GRACE_S, Limits
@@ -38,9 +40,12 @@ from penstock.proto.errors import JournalError
 from penstock.proto.rpc.channel import RunningServer, Tls, host_id, server_aio
 from penstock.proto.rpc.connection_limits import raise_file_limit
 from penstock.proto.v1.coordinator_pb2_grpc import add_CoordinatorServicer_to_server
+from penstock.runtime.files.private_folders import PrivateFolder
 from penstock.runtime.process.watch import Process
 from penstock.runtime.telemetry.counters import CallCounters
 from penstock.runtime.web.prometheus import in_loop
+
+log = logging.getLogger("penstock.appliance")
 
 IN_MEMORY = ":memory:"
 """State directory of a coordinator whose cluster state ends with it."""
@@ -117,7 +122,8 @@ async def serve(
             host=host_id(),
         )
         registry.cluster.events.listen(tell)
-        service = Service(registry, store, signals, limits)
+        hearing = _hearing(limits, closing)
+        service = Service(registry, store, signals, limits, hearing.unheard_s if hearing else lambda: 0.0)
         closing.callback(service.close)
         calls = CallCounters()
         served: RunningServer | None = None
@@ -142,7 +148,10 @@ async def serve(
             tls=tls,
             insecure=insecure,
             calls=calls,
+            inner=hearing.address if hearing else None,
         )
+        if hearing:
+            closing.callback(loop.create_task(hearing.run()).cancel)
         if pages is not None:
             pages.address = served.address
         ticker = loop.create_task(service.run_ticker())
@@ -158,6 +167,16 @@ async def serve(
                 await ticker
             with contextlib.suppress(JournalError):  # a full disk: it is for `penstock replay` alone
                 await service.note_tracks()
+
+
+def _hearing(limits: Limits, closing: contextlib.ExitStack) -> Hearing | None:
+    try:
+        folder = PrivateFolder()
+    except OSError as error:
+        log.warning("leases do not wait for calls that are not heard yet: no temporary folder for a socket: %s", error)
+        return None
+    closing.callback(folder.close)
+    return Hearing(f"unix:{folder.path}/own", limits.tick_s)
 
 
 def _stop_by_signal(

@@ -125,9 +125,18 @@ class Service(CoordinatorServicer):
         registry: told of every call.
         store: where the bytes are; used from the writer's thread only.
         signals: its `changed` is the registry's.
+        unheard_s: for how many seconds calls may have been waiting to be heard.
     """
 
-    def __init__(self, registry: Registry, store: Store, signals: TopicSignals, limits: Limits) -> None:
+    def __init__(
+        self,
+        registry: Registry,
+        store: Store,
+        signals: TopicSignals,
+        limits: Limits,
+        unheard_s: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        self._unheard_s = unheard_s
         self._registry = registry
         self._snapshot_index = registry.cluster.snapshot_index
         self._store = store
@@ -162,7 +171,7 @@ class Service(CoordinatorServicer):
                 raise journal.lost
             try:
                 async with self._journal.synced():
-                    self._registry.tick()
+                    self._registry.tick(self._unheard_s())
                 await self._keep_closed()
                 self._drops += self._snapshot_index.take_drops()
                 if self._drops and not self._disk.is_dropping:
@@ -367,7 +376,10 @@ class Service(CoordinatorServicer):
                 registry.report_worker(request)
                 hold_s, seen = registry.worker_hold(request), request.seen_version
                 await self._hold(("worker", request.worker), hold_s, seen, lambda: registry.worker_version(request))
-                return registry.worker_view(request)
+                reply = pb.HeartbeatReply()
+                for _ in registry.worker_view_steps(request, reply):
+                    await asyncio.sleep(0)  # thousands of slots are told in steps
+                return reply
         except asyncio.CancelledError:
             # Not while another one is held: that it lost a connection is often seen after it is back by a new one.
             if self._beating[who] == 1 and not self._closing:

@@ -293,6 +293,12 @@ class Attempt:
     _left: list[int] = field(default_factory=list)
     """The same steps in order."""
     last_live: float = 0.0
+    blobs: set[str] = field(default_factory=set)
+    """Names of those that its openings speak of."""
+
+    def add_box(self, box: Box) -> None:
+        self.boxes[box.number] = box
+        self.blobs |= {box.opening.resume.blob, box.opening.loader.arguments_blob}
 
     @property
     def topology(self) -> str:

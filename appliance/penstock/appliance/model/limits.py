@@ -141,6 +141,10 @@ class Limits:
 
     past_attempts: int = 16
     """Attempts of a run that are remembered by number, key and clients, so that a late call of one is refused."""
+    registration_max: int = 16 * KIB
+    """Bytes of a worker's registration, which is kept in memory and goes into every status."""
+    traits_max: int = 16 * KIB
+    """Bytes of what a worker tells of a slot's loader, which is kept in memory and in the journal."""
     past_sessions: int = 64
     """Sessions of workers that were replaced; a late call of one is refused."""
     runs_max: int = 100_000
@@ -151,7 +155,7 @@ class Limits:
     """How fast workers may register and runs be opened."""
     slots_max: int = 16_384
     """Boxes times workers of a run, and of all runs that one token has open: a mistyped number should be an error, and
-    an attempt that ends or is superseded ends in one go, some 50 ms for so many."""
+    what is done once for a whole attempt, when it ends or is superseded, takes up to 1 us for each."""
     slots_open_max: int = 65_536
     """Of all runs that are open. Each takes some 5 KB."""
     box_slots_max: int = 256

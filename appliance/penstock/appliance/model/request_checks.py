@@ -26,9 +26,11 @@ def check_measures(**values: float) -> None:
             raise InvalidArgumentError(f"{name}={value}: it lies between 0 and {LONGEST_S:g}")
 
 
-def check_rates(reports: Iterable[pb.SlotReport]) -> None:
-    """Raises InvalidArgumentError for what no worker can have measured of a runner."""
+def check_reports(reports: Iterable[pb.SlotReport], traits_max: int) -> None:
+    """Raises InvalidArgumentError for what no worker can have measured of a runner, or tells of a loader."""
     for report in reports:
+        if report.HasField("capabilities") and (size := report.capabilities.ByteSize()) > traits_max:
+            raise InvalidArgumentError(f"traits of a slot must have at most {traits_max} bytes, got {size}")
         check_measures(
             batches_per_s=report.batches_per_s,
             batch_s=report.batch_s,

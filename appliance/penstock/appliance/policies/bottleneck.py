@@ -164,7 +164,8 @@ def _straggler(box: BoxFacts, top: SlotFacts, waits: str) -> Bottleneck | None:
     alone = all(slot.mean_queued >= AHEAD and _slower([top], [slot]) for slot in rest)  # no worker is slow for one slot
     groups = [[top], whole] if alone else [whole, [top]]
     for group in groups:
-        others = [slot for slot in box.slots if slot not in group]
+        numbers = {slot.slot for slot in group}
+        others = [slot for slot in box.slots if slot.slot not in numbers]
         blame = _share(sum(slot.wait_share for slot in group), box)
         ahead = 2 * sum(slot.mean_queued >= AHEAD for slot in others) >= len(others)
         if blame < BLAME or not others or not ahead or not _slower(group, others):

@@ -72,7 +72,8 @@ MOST_STRAIN = 8.0
 
 
 def updated_strain(strain: float, gap_s: float, tick_s: float) -> float:
-    """How much fewer calls are asked for, after a tick that came `gap_s` after the last one.
+    """How much fewer calls are asked for, after a tick that came `gap_s` after the last one, or that knows of nothing
+    that came later than `gap_s` ago.
 
     Up fast, by half with each tick that came late by more than its period, and down slowly, by half in 35 ticks (10 s).
     """
@@ -81,13 +82,13 @@ def updated_strain(strain: float, gap_s: float, tick_s: float) -> float:
     return max(1.0, strain * 0.98)
 
 
-def patience_s(strain: float, lease_s: float) -> float:
-    """Seconds that a silent peer has beyond its lease, up to another lease.
+def patience_s(strain: float, lease_s: float, unheard_s: float = 0.0) -> float:
+    """Seconds that a silent peer has beyond its lease: up to another lease, or what has not been heard yet.
 
     A coordinator that is late cannot tell silence from its own deafness: what it has not got to yet may be the very
-    call that it waits for, and others of its machine may be as late as it is.
+    call that it waits for, and others of its machine may be as late as it is. It is late where strain is above 1.
     """
-    return lease_s * min(1.0, strain - 1.0)
+    return max(lease_s * min(1.0, strain - 1.0), unheard_s if strain > 1.0 else 0.0)
 
 
 class PromisedLease:

@@ -19,15 +19,17 @@ import secrets
 import sqlite3
 import stat
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from penstock.appliance.storage.database import CommitMarks, CommitNumber, behind, damaged, open_database, transaction
 from penstock.proto.errors import JournalError
+from penstock.runtime.files import filesystems
 
-Rows = dict[tuple[Any, ...], tuple[str, tuple[Any, ...]]]
-"""What is to be written: statement and values, under a key that a later one for the same row replaces."""
+Rows = dict[tuple[Any, ...], tuple[str, Any]]
+"""What is to be written: statement and values, under a key that a later one for the same row replaces. Of `put_all` a
+function that makes the values of many rows."""
 
 TABLES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     # table: key columns, other columns. A seed is text: SQLite's integers have a sign, ours have 64 bits without one.
@@ -56,27 +58,17 @@ TABLES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     # For `penstock replay` alone: see box_history.py. An attempt that is over has no other rows but these of its boxes.
     "tracks": (("run", "attempt", "box"), ("over", "history")),
 }
-
-NETWORK = {"afs", "beegfs", "ceph", "cifs", "gfs2", "glusterfs", "gpfs", "lustre", "ncpfs", "nfs", "nfs4", "smb3"}
-NETWORK |= {"smbfs", "fuse.ceph", "fuse.glusterfs", "fuse.juicefs", "fuse.s3fs", "fuse.sshfs", "fuse.gcsfuse"}
-"""Filesystems, by their names in /proc/self/mountinfo, on which SQLite's write-ahead log is not safe."""
-
-
-def filesystem(path: Path, mounts: str) -> str:
-    """The type of the filesystem that holds `path`, by the text of /proc/self/mountinfo."""
-    best, kind = "", ""
-    where = str(path.resolve())
-    for line in mounts.splitlines():
-        fields, _, after = line.partition(" - ")
-        point = fields.split(" ")[4].encode().decode("unicode_escape")  # spaces stand as \040
-        inside = where == point or where.startswith(point.rstrip("/") + "/")
-        if inside and len(point) >= len(best):
-            best, kind = point, after.split(" ")[0]
-    return kind
+_COLUMNS = {table: (*keys, *values) for table, (keys, values) in TABLES.items()}
+_INSERT = {
+    table: f"INSERT OR REPLACE INTO {table} ({', '.join(columns)}, sum) VALUES ({', '.join('?' * (len(columns) + 1))})"
+    for table, columns in _COLUMNS.items()
+}
 
 
-def _refuse_strangers(path: Path) -> None:
-    """Raises JournalError for a directory that another user could have put cluster state into, or can read."""
+def make_private(path: Path) -> None:
+    """Make a state directory if it is not there. Raise JournalError for one that another user could have put cluster
+    state or a token into, or can read; OSError where none can be made."""
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = path.stat()
     mode = stat.S_IMODE(found.st_mode)
     if found.st_uid != os.geteuid():
@@ -97,10 +89,9 @@ class StateDir:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         try:
-            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _refuse_strangers(self.path)
-            kind = filesystem(self.path, Path("/proc/self/mountinfo").read_text())
-            if kind in NETWORK:
+            make_private(self.path)
+            kind = filesystems.filesystem(self.path, Path("/proc/self/mountinfo").read_text())
+            if kind in filesystems.NETWORK:
                 raise JournalError(
                     f"the state directory {self.path} is on a network filesystem ({kind}), where SQLite's journal is "
                     "not safe: choose a directory on a local disk"
@@ -208,21 +199,24 @@ class Journal:
 
     def put(self, table: str, row: Mapping[str, Any]) -> None:
         """Writes a row whole, with the next commit. A value that can be called is called where it is written."""
-        keys, values = TABLES[table]
-        columns = (*keys, *values)
-        marks = ", ".join("?" * (len(columns) + 1))
-        self._add(
-            (table, *(row[key] for key in keys)),
-            f"INSERT OR REPLACE INTO {table} ({', '.join(columns)}, sum) VALUES ({marks})",
-            (*(row[column] for column in columns), _SUM),
-        )
+        key = (table, *(row[key] for key in TABLES[table][0]))
+        self._add(key, _INSERT[table], (*(row[column] for column in _COLUMNS[table]), _SUM))
+
+    def put_all(self, table: str, rows: Callable[[], Iterable[Mapping[str, Any]]], **which: str | int) -> None:
+        """Write many rows whole, all those with the values `which`, with the next commit. `rows` is called where they
+        are written, maybe in another thread and maybe again: what it makes them of must not change any more."""
+
+        def values() -> Iterator[tuple[Any, ...]]:
+            return ((*(row[column] for column in _COLUMNS[table]), _SUM) for row in rows())
+
+        self._add(("all", table, *which.items()), _INSERT[table], values)
 
     def drop(self, table: str, **where: str | int) -> None:
         """Removes the rows with these values, with the next commit."""
         condition = " AND ".join(f"{column}=?" for column in where)
         self._add(("drop", table, *where.items()), f"DELETE FROM {table} WHERE {condition}", tuple(where.values()))
 
-    def _add(self, key: tuple[Any, ...], sql: str, values: tuple[Any, ...]) -> None:
+    def _add(self, key: tuple[Any, ...], sql: str, values: Any) -> None:
         self.pending.pop(key, None)  # a row that is written twice is written once, in its last place
         self.pending[key] = (sql, values)
 
@@ -255,7 +249,10 @@ class Journal:
         try:
             with transaction(self._db, self._commits):
                 for sql, values in rows.values():
-                    self._db.execute(sql, _made(values))
+                    if callable(values):
+                        self._db.executemany(sql, map(_made, values()))
+                    else:
+                        self._db.execute(sql, _made(values))
         except sqlite3.Error as error:
             raise JournalError(
                 f"{self.name} cannot be written ({error}); {len(rows)} rows of {_bytes_of(rows)} bytes wait: see that "
@@ -317,5 +314,6 @@ def checked(table: str, row: sqlite3.Row, name: str) -> dict[str, Any]:
 
 def _bytes_of(rows: Rows) -> int:
     """Of the values alone; SQLite writes whole pages."""
-    made = (value for _, values in rows.values() for value in values if value is not _SUM)
+    put = (values for _, values in rows.values() if not callable(values))
+    made = (value for values in put for value in values if value is not _SUM)
     return sum(len(value) if isinstance(value, str | bytes) else 8 for value in made)

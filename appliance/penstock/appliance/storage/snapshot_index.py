@@ -10,7 +10,7 @@ Pure: it says what to drop, the service drops it from disk, after what replaces 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -70,7 +70,8 @@ class _Blob:
 class SnapshotIndex:
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self._snapshots: dict[SlotKey, list[DurableSnapshot]] = {}
+        self._snapshots: dict[tuple[str, int], dict[SlotKey, list[DurableSnapshot]]] = {}
+        """(run, attempt) -> those of its slots: an attempt goes without a look at the others."""
         self._blobs: dict[str, _Blob] = {}
         self._drops: list[Drop] = []
         self.used = 0
@@ -109,21 +110,25 @@ class SnapshotIndex:
 
     def snapshots(self, key: SlotKey) -> list[DurableSnapshot]:
         """Oldest first."""
-        return list(self._snapshots.get(key, ()))
+        return list(self._of(key))
+
+    def _of(self, key: SlotKey) -> Sequence[DurableSnapshot]:
+        of_attempt = self._snapshots.get((key.run, key.attempt))
+        return of_attempt.get(key, ()) if of_attempt is not None else ()
 
     def find(self, key: SlotKey, total: int, epoch: int) -> DurableSnapshot:
         """Return the snapshot at that position; one of 0 bytes if it is not listed: of a past attempt, say."""
-        there = (kept for kept in self._snapshots.get(key, ()) if (kept.total, kept.epoch) == (total, epoch))
+        there = (kept for kept in self._of(key) if (kept.total, kept.epoch) == (total, epoch))
         return next(there, DurableSnapshot(total, epoch, 0))
 
     def attempts(self) -> set[tuple[str, int]]:
-        return {(key.run, key.attempt) for key in self._snapshots}
+        return set(self._snapshots)
 
     def why_refused(self, key: SlotKey, size: int) -> str:
         """ "" if a snapshot of this size may be written now, else the reason."""
         if size > self._limits.value_max:
             return f"a snapshot of {size} bytes is above the {self._limits.value_max} that can be kept"
-        share = self._limits.cadence_share if self._snapshots.get(key) else 1.0
+        share = self._limits.cadence_share if self._of(key) else 1.0
         limit = int(self._limits.budget * share)
         if self.used + self.coming + size > limit:
             used = f"{self.used} of {limit} bytes of the snapshot budget are in use"
@@ -133,13 +138,14 @@ class SnapshotIndex:
     def add(self, key: SlotKey, kept: DurableSnapshot) -> None:
         """It is on disk. One for the same position replaces it there as here."""
         others = []
-        for old in self._snapshots.get(key, ()):
+        for old in self._of(key):
             if (old.total, old.epoch) == (kept.total, kept.epoch):
                 self.used -= old.size
             else:
                 others.append(old)
         # By pass first: of an epoch that the loop left, snapshots beyond that batch may be there, which serve nobody.
-        self._snapshots[key] = sorted([*others, kept], key=lambda one: (one.epoch, one.total))
+        of_attempt = self._snapshots.setdefault((key.run, key.attempt), {})
+        of_attempt[key] = sorted([*others, kept], key=lambda one: (one.epoch, one.total))
         self.used += kept.size
 
     def trim(self, key: SlotKey, edge: int) -> None:
@@ -149,7 +155,7 @@ class SnapshotIndex:
         The newest is that of the latest pass: one of an earlier epoch with more batches lies beyond where that was
         left.
         """
-        kept = self._snapshots.get(key)
+        kept = self._of(key)
         if not kept:
             return
         below = [index for index, snapshot in enumerate(kept) if snapshot.total < edge]
@@ -158,15 +164,15 @@ class SnapshotIndex:
         for old in kept[:first]:
             self.used -= old.size
             self._drops.append(DropSnapshot(key, old.total, old.epoch))
-        self._snapshots[key] = kept[first:]
+        self._snapshots[key.run, key.attempt][key] = list(kept[first:])
 
     def discard(self, key: SlotKey, kept: DurableSnapshot) -> None:
         """It was written, and is not wanted any more."""
         self._drops.append(DropSnapshot(key, kept.total, kept.epoch))
 
     def drop_attempt(self, run: str, attempt: int) -> None:
-        for key in [key for key in self._snapshots if (key.run, key.attempt) == (run, attempt)]:
-            self.used -= sum(snapshot.size for snapshot in self._snapshots.pop(key))
+        for kept in self._snapshots.pop((run, attempt), {}).values():
+            self.used -= sum(snapshot.size for snapshot in kept)
         self._drops.append(DropAttempt(run, attempt))
 
     # ---------------------------------------------------------------------------------------------------- blobs

@@ -18,7 +18,7 @@ import time
 import weakref
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 
@@ -27,16 +27,20 @@ from penstock.client.api.rendezvous import DaemonAddresses, SharedAppliance
 from penstock.client.api.scopes import ApplianceScope
 from penstock.client.embedded import Embedded
 from penstock.client.states.code_reference import CodeReference, forbid_in_runner, search_path
+from penstock.client.states.run_opening import Opening
 from penstock.client.states.saved_state import BoxStart
 from penstock.client.stream import open_streams
+from penstock.client.stream.device_reader import reader_for
 from penstock.client.stream.open_run import OpenRun
 from penstock.client.stream.receiver_process import Receiver
+from penstock.client.stream.stream_interfaces import Reader, StreamRun
 from penstock.proto.batch.digest import DigestCover
 from penstock.proto.errors import CoordinatorUnavailableError, InvalidArgumentError, OverloadedError, PenstockError
 from penstock.proto.rpc import tracing
 from penstock.proto.rpc.calls import CoordinatorClient
 from penstock.proto.rpc.channel import VERSION, Tls, host_id, is_local, load_tls, read_token
 from penstock.proto.rpc.credentials.tokens import admin_tokens
+from penstock.proto.state.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 from penstock.runtime.process.forks import OwnerProcess
@@ -145,31 +149,37 @@ class Appliance:
     ) -> None:
         forbid_in_runner("creating an Appliance")
         given = {name: value for name, value in locals().items() if name != "self"}
-        self._setup(resolve(**given))
+        self._describe(resolve(**given))
+        self._connect()
 
-    def _setup(self, settings: ApplianceSettings) -> None:
+    metrics_url = ""
+    """Where this process's metrics are, "" without `http`."""
+
+    def _describe(self, settings: ApplianceSettings) -> None:
         self.settings = settings
-        self._torchrun = Torchrun()
         self._owner = OwnerProcess()
         self._closed = False
         self._lock = threading.Lock()
-        self._runs: list[OpenRun] = []
+        self._runs: list[StreamRun] = []
         self._ordinals: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._opened = 0
+        self.embedded = not settings.address
+        self.force_tcp = settings.lane == "tcp"
+
+    def _connect(self) -> None:
+        settings = self.settings
+        self._torchrun = Torchrun()
         self._place: DaemonAddresses | None = None
         self._daemons: Embedded | None = None
         self._meeting: SharedAppliance | None = None
         self._tls = _tls_of(settings)
         self.metrics_url = _exported(settings, self._torchrun, self._tls)
-        """Where this process's metrics are, "" without `http`."""
         if settings.otel:
             tracing.start("penstock-client")
         self._receiver = Receiver(settings.max_batch_bytes, self._tls)
         open_streams.receivers.add(self._receiver)
         self.host = host_id()
-        self.force_tcp = settings.lane == "tcp"
         self.compression: str | None = settings.compression
-        self.embedded = not settings.address
         if settings.address:
             token = read_token("client", settings.token.get_secret_value())
             self._place = DaemonAddresses(settings.address, token, self._job(fresh=settings.num_boxes == 1))
@@ -239,25 +249,26 @@ class Appliance:
             self._daemons.wait_until_up(deadline)
         return self._place
 
-    def open_run(
-        self,
-        owner: Any,
-        reference: CodeReference,
-        arguments: bytes,
-        start: BoxStart,
-        seed: int | None,
-        key: str,
-        cover: DigestCover,
-    ) -> OpenRun:
-        """Open a run of a loader and take this box's place in it.
+    def open_stream(self, owner: Any, opening: Opening) -> tuple[StreamRun, Reader]:
+        """Open a run of a loader, take this box's place in it, and read it.
 
         Args:
             owner: the loader; the first opening of each gives it its number within the job.
-            start: from where.
-            seed: the run's, None = the one it had, or a fresh one.
-            key: tells the openings of one loader in one launch apart.
-            cover: what the digests of batches cover.
         """
+        settings, run = self.settings, self._open_run(owner, opening)
+        position = Position.from_proto(opening.start.position)
+        return run, reader_for(settings.device, run, position, opening.reference.name, settings.timeout_s)
+
+    def _ordinal(self, owner: Any) -> int:
+        """The number of a loader within the job."""
+        ordinal = self._ordinals.get(owner)
+        if ordinal is None:
+            ordinal = self._ordinals[owner] = self._opened
+            self._opened += 1
+        return ordinal
+
+    def _open_run(self, owner: Any, opening: Opening) -> OpenRun:
+        reference, start = opening.reference, opening.start
         settings = self.settings
         deadline = time.monotonic() + settings.timeout_s
         place = self._reach(deadline)
@@ -272,25 +283,21 @@ class Appliance:
                 f"which workers of the coordinator at {place.address} cannot import: put it into a module that is "
                 "importable on the workers"
             )
-        ordinal = self._ordinals.get(owner)
-        if ordinal is None:
-            ordinal = self._ordinals[owner] = self._opened
-            self._opened += 1
         request = pb.OpenRunRequest(
             version=VERSION,
             job=place.job,
-            ordinal=ordinal,
-            attempt_key=attempt_key(settings, self._torchrun) + key,
+            ordinal=self._ordinal(owner),
+            attempt_key=attempt_key(settings, self._torchrun) + opening.key,
             client_id=secrets.token_hex(16),
             box=settings.box,
             num_boxes=settings.num_boxes,
             num_workers_per_box=settings.num_workers_per_box,
             host_id=self.host,
-            loader=self._spec(reference, arguments, cover),
+            loader=self._spec(reference, opening.arguments, opening.cover),
             start=start.position,
         )
-        if seed is not None:
-            request.has_seed, request.seed = True, seed
+        if opening.seed is not None:
+            request.has_seed, request.seed = True, opening.seed
         run = OpenRun(self, request, self._forget)
         try:
             self._patiently(deadline, run, lambda: self._open(run, request, start))
@@ -343,7 +350,7 @@ class Appliance:
 
     # ---- the end
 
-    def _forget(self, run: OpenRun) -> None:
+    def _forget(self, run: StreamRun) -> None:
         with self._lock:
             if run in self._runs:
                 self._runs.remove(run)
@@ -360,6 +367,9 @@ class Appliance:
         _open.discard(self)
         for run in runs:
             run.close()
+        self._disconnect()
+
+    def _disconnect(self) -> None:
         self._receiver.stop()
         stop = self._daemons.close if self._daemons is not None else _nothing
         if self._meeting is not None:
@@ -367,7 +377,7 @@ class Appliance:
         else:
             stop()
 
-    def __enter__(self) -> Appliance:
+    def __enter__(self) -> Self:
         _entered.enter(self)
         return self
 

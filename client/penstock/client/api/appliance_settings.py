@@ -12,6 +12,7 @@ import os
 from typing import Any
 
 from pydantic import ValidationError, field_validator
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
 
 from penstock.client.stream.device import check_device
 from penstock.proto.errors import BoxOutOfRangeError, InvalidArgumentError
@@ -19,7 +20,7 @@ from penstock.proto.lane.compression import require
 from penstock.runtime.config.job_settings import JobSettings, check_file
 from penstock.runtime.config.settings import field_of, reason_of, source_of
 
-__all__ = ["ApplianceSettings", "Torchrun", "attempt_key", "resolve"]
+__all__ = ["ApplianceSettings", "Torchrun", "attempt_key", "resolve", "resolve_given"]
 
 
 class ApplianceSettings(JobSettings):
@@ -38,6 +39,30 @@ def resolve(**given: Any) -> ApplianceSettings:
         InvalidArgumentError: a value that cannot be meant; names it and where it came from.
         BoxOutOfRangeError: the box does not lie in [0, num_boxes).
     """
+    return _resolved(ApplianceSettings, given)
+
+
+class _GivenOnly(ApplianceSettings):
+    """Looks at neither variables nor the settings file."""
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return (init_settings,)
+
+
+def resolve_given(**given: Any) -> ApplianceSettings:
+    """The same from the arguments alone, and defaults."""
+    return _resolved(_GivenOnly, given)
+
+
+def _resolved(kind: type[ApplianceSettings], given: dict[str, Any]) -> ApplianceSettings:
     explicit = {name: value for name, value in given.items() if value is not None}
     for name in ("tls_ca", "tls_cert", "tls_key"):
         if name in explicit:
@@ -47,9 +72,10 @@ def resolve(**given: Any) -> ApplianceSettings:
         explicit["device"] = str(device)  # torch.device too
     if explicit.get("num_boxes") == 1 and not os.environ.get("PENSTOCK_BOX"):
         explicit.setdefault("box", 0)  # a loader of this rank's own under torchrun: RANK is not meant
-    check_file()
+    if kind is ApplianceSettings:
+        check_file()
     try:
-        settings = ApplianceSettings(**explicit)
+        settings = kind(**explicit)
     except ValidationError as error:
         raise InvalidArgumentError(_explain(error, explicit)) from error
     if settings.compression is not None:

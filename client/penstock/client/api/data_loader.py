@@ -18,6 +18,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 from penstock.client.api.appliance import Appliance, current_appliance, current_settings
@@ -26,11 +27,10 @@ from penstock.client.api.session import Session
 from penstock.client.states.batch_sizes import batch_size_of
 from penstock.client.states.code_reference import ship
 from penstock.client.states.local_loader import LocalLoader, check_strict
+from penstock.client.states.run_opening import Opening
 from penstock.client.states.saved_state import KEY, BoxStart, SavedState, blank, is_to_be_filled, read
 from penstock.client.states.state_records import checkpoints_of, saved_of
-from penstock.client.stream.device_reader import reader_for
-from penstock.client.stream.open_run import OpenRun
-from penstock.client.stream.ordered_reader import OrderedReader
+from penstock.client.stream.stream_interfaces import Reader, StreamRun
 from penstock.proto.batch.digest import DigestCover
 from penstock.proto.errors import (
     DeadlineError,
@@ -269,16 +269,15 @@ class DataLoader:
                 f"and Appliance(seed={seed}) asks for another: take the state once the loop has begun, or on the "
                 "appliance that it will run on"
             )
+        start = self._start_of(settings, settings.box)
         if saved is None:
             seed = self._drawn if seed is None else seed
-            start = BoxStart(Position.start(settings.num_workers_per_box).to_proto(), b"", False)
         elif settings.synthetic:
             raise NotRestartableError(
                 f"a state of {self.name} was loaded, and Appliance(synthetic=True) repeats the first batch of each "
                 "worker, which has no position: load no state, or leave synthetic= and PENSTOCK_SYNTHETIC out"
             )
         else:
-            start = saved.start(settings.box, settings.num_boxes, settings.num_workers_per_box, strict=self._strict)
             if saved.methods == 0 and saved.positions and not settings.replay:
                 raise NotRestartableError(
                     f"the loaded state of {self.name} was saved with replay=True, and is restored by replaying too: "
@@ -302,13 +301,14 @@ class DataLoader:
                     f"{settings.digest!r}) asks for another: leave digest out, or start from no state"
                 )
             cover = saved.cover if saved.positions else cover
-        start.position.by_rows = cover == DigestCover.ROWS
+        start_of = partial(_on, cover, partial(self._start_of, settings))
+        start = start_of(settings.box)
         # Another key for every opening in one launch, or a loader that starts over would join what it has just left.
         key = f"#{self._openings}" if self._openings else ""
-        run = appliance.open_run(self, self._reference, self._arguments, start, seed, key, cover)
+        opening = Opening(self._reference, self._arguments, self._local.maker, start, start_of, seed, key, cover)
+        run, reader = appliance.open_stream(self, opening)
         self._openings += 1
-        position = Position.from_proto(start.position)
-        reader = reader_for(settings.device, run, position, self.name, settings.timeout_s)
+        position = reader.position
         self._session = session = Session(
             appliance,
             run,
@@ -327,6 +327,12 @@ class DataLoader:
             )
         weakref.finalize(self, _abandon, run, reader).atexit = False
         return session
+
+    def _start_of(self, settings: ApplianceSettings, box: int) -> BoxStart:
+        saved = self._loaded
+        if saved is None:
+            return BoxStart(Position.start(settings.num_workers_per_box).to_proto(), b"", False)
+        return saved.start(box, settings.num_boxes, settings.num_workers_per_box, strict=self._strict)
 
     # ---- the iterator protocol and len
 
@@ -570,15 +576,22 @@ class DataLoader:
             session.run.close(forget=False)
 
 
+def _on(cover: DigestCover, start_of: Callable[[int], BoxStart], box: int) -> BoxStart:
+    """From where a box starts, with digests that cover this."""
+    start = start_of(box)
+    start.position.by_rows = cover == DigestCover.ROWS
+    return start
+
+
 def _known(view: pb.SlotView) -> bool:
     return view.phase in (pb.READY, pb.FAILED)
 
 
-def _all_known(run: OpenRun) -> bool:
+def _all_known(run: StreamRun) -> bool:
     return all(_known(view) for view in run.views)
 
 
-def _abandon(run: OpenRun, reader: OrderedReader) -> None:
+def _abandon(run: StreamRun, reader: Reader) -> None:
     """The loader is gone. May run in the garbage collector: the run's own thread does what takes time or locks."""
     run.abandoned = True
     reader.close()

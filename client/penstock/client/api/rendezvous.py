@@ -4,7 +4,8 @@ Local rank 0 starts the daemons and answers on an abstract Unix socket; the othe
 told where the daemons are. The socket's name is made of what all ranks of a launch share and other launches do not (the
 torchrun agent's pid, the master port, the restart count) and of how many appliances the process has shared before. An
 abstract name has no file permissions, so both ends ask the kernel who the other is; and it leaves nothing behind when a
-rank is killed, which a file with the token would.
+rank is killed, which a file with the token would. Another user can take the name first. Rank 0 then takes one that
+begins with it and ends in a random number, and the others try all such names that the kernel lists.
 
 Ranks leave at slightly different times, and the daemons end with rank 0. So every rank keeps its connection until it
 leaves, and rank 0 waits for the last of them before it stops the daemons.
@@ -13,14 +14,17 @@ leaves, and rank 0 waits for the last of them before it stops the daemons.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
+import secrets
 import select
 import socket
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 from penstock.client.api.appliance_settings import Torchrun
 from penstock.proto.errors import DeadlineError, PenstockError
@@ -32,6 +36,8 @@ POLL_S = 0.02
 LEAVE_S = 60.0
 """Seconds that rank 0 waits for the others before it stops the daemons under them."""
 MAX_PLACE = 4096
+SOCKETS = "/proc/net/unix"
+"""Where the kernel lists the Unix sockets of this network namespace, abstract names with an @."""
 
 _shared_so_far = 0
 _pause = threading.Event()  # never set: a wait on it is a sleep
@@ -44,6 +50,31 @@ class DaemonAddresses:
     address: str
     token: str = field(repr=False)
     job: str
+
+
+def _connected(name: str) -> socket.socket | None:
+    """A connection to who has this name, if that is a process of this user. Never waits: another user's may be full."""
+    try:
+        return connect_local(name, 0.0)
+    except (OSError, PenstockError):
+        return None
+
+
+def _is_ours(name: str) -> bool:
+    """Whether a process of this user has the name."""
+    sock = _connected(name)
+    if sock is not None:
+        sock.close()
+    return sock is not None
+
+
+def _names(name: str) -> list[str]:
+    """The name, and those that the kernel lists which begin with it."""
+    try:
+        listed = Path(SOCKETS).read_bytes().decode(errors="replace").split()
+    except OSError:
+        listed = []
+    return [name, *(word[1:] for word in listed if word.startswith(f"@{name}-"))]
 
 
 class SharedAppliance:
@@ -65,7 +96,12 @@ class SharedAppliance:
         """Tell the other ranks, whenever they ask."""
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            listener.bind("\0" + self._name)
+            try:
+                listener.bind("\0" + self._name)
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE or _is_ours(self._name):
+                    raise
+                listener.bind(f"\0{self._name}-{secrets.token_hex(8)}")
             listener.listen(128)
         except OSError as error:
             listener.close()
@@ -97,14 +133,18 @@ class SharedAppliance:
         deadline: time.monotonic(). Raises DeadlineError.
         """
         while True:
-            try:
-                sock = connect_local(self._name, max(0.1, deadline - time.monotonic()))
-                data = sock.recv(MAX_PLACE)
-            except OSError:
-                data = b""
-            if data:
-                self._joined = sock
-                return DaemonAddresses(**json.loads(data))
+            for name in _names(self._name):
+                if (sock := _connected(name)) is None:
+                    continue
+                try:
+                    sock.settimeout(max(0.1, deadline - time.monotonic()))
+                    data = sock.recv(MAX_PLACE)
+                except OSError:
+                    data = b""
+                if data:
+                    self._joined = sock
+                    return DaemonAddresses(**json.loads(data))
+                sock.close()
             if time.monotonic() > deadline:
                 raise DeadlineError(
                     f"Appliance(): waited {timeout_s:g} s for local rank 0 of this torchrun launch to start the "

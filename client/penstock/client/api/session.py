@@ -7,8 +7,8 @@ import warnings
 from dataclasses import dataclass, field, replace
 
 from penstock.client.api.appliance import Appliance
-from penstock.client.stream.open_run import OpenRun
-from penstock.client.stream.ordered_reader import OrderedReader, StreamStats
+from penstock.client.stream.ordered_reader import StreamStats
+from penstock.client.stream.stream_interfaces import Reader, StreamRun
 from penstock.proto.errors import EmptyInputError
 
 __all__ = ["Session"]
@@ -21,8 +21,8 @@ class Session:
     """One opening of a loader."""
 
     appliance: Appliance
-    run: OpenRun
-    reader: OrderedReader
+    run: StreamRun
+    reader: Reader
     name: str
     first_step: int
     """The step before its first batch."""
@@ -32,7 +32,7 @@ class Session:
     """The epoch under way was begun at its beginning, and not somewhere by a restored state."""
     told_ended: set[tuple[int, int]] = field(default_factory=set)
     """Ends of other boxes that the loop was warned of."""
-    told_cut: bool = False
+    warned_of_abandoned: bool = False
     cut_due: bool = False
     """The epoch was left by `break`; the next executor cuts it."""
 
@@ -59,8 +59,8 @@ class Session:
     def abandon_epoch(self) -> None:
         """Leave the epoch where its loop was left; says once that the next loop does not go on there, for other
         systems' iterators do."""
-        if not self.told_cut:
-            self.told_cut = True
+        if not self.warned_of_abandoned:
+            self.warned_of_abandoned = True
             _log.warning(
                 "%s: the loop abandoned its epoch at step %d, and the next loop begins the next epoch: the rest of "
                 "this one is not delivered, and an endless source begins again. To go on with the next batch in each "

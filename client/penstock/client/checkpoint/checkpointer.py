@@ -230,10 +230,10 @@ class AsyncCheckpointer:
         }
         failure: Exception | None = None
         try:
-            request["files"], metadata = self._stage(agreed, buffer)
+            request["files"], index = self._stage(agreed, buffer)
             if ranks.rank == 0:
                 plan = {str(rank): files for rank, files in enumerate(agreed.plan.files(agreed.lengths))}
-                request["commit"] = {"plan": plan, "metadata": metadata}
+                request["commit"] = {"plan": plan, "index": index}
         except Exception as error:  # the others have gone on: their writers learn it from ours
             failure, request["error"] = error, f"{type(error).__name__}: {error}"
         if failure is None or ranks.size > 1:
@@ -250,7 +250,7 @@ class AsyncCheckpointer:
         return buffer.stage(
             layout,
             {one.key: agreed.objects[one.key] for file in layout.files for one in file.others},
-            agreed.plan.pickled(agreed.lengths) if self._ranks.rank == 0 else b"",
+            agreed.plan.index(agreed.lengths) if self._ranks.rank == 0 else b"",
             agreed.collected.tensor,
         )
 

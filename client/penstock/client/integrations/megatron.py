@@ -38,7 +38,7 @@ from penstock.client.checkpoint.saving.shared_image import SharedImage
 from penstock.client.checkpoint.saving.tensor_staging import StagingBuffer
 from penstock.client.checkpoint.saving.writer import write_file
 from penstock.client.checkpoint.storage import AsyncFileSystemWriter
-from penstock.client.checkpoint.values.torch_frames import frame_of, is_plain, saved_bytes
+from penstock.client.checkpoint.values.torch_frames import is_plain, saved_bytes
 from penstock.client.checkpoint.values.torch_private import StorageInfo, StoragePrefix, wrap_exception
 from penstock.proto.errors import CheckpointError, InvalidArgumentError
 from penstock.proto.state.checkpoint_files import METADATA
@@ -116,12 +116,12 @@ class FileSystemWriterAsync(AsyncFileSystemWriter):
         self.write_buckets, self._places = StagedFiles(None, [], 0, str(self.path), self.sync_files), []
         if not plan.items:
             return
-        values: dict[MetadataIndex, torch.Tensor] = {}
+        values: dict[Key, torch.Tensor] = {}
         objects: dict[Key, bytes] = {}
         items = [_resolved(item, planner, values, objects) for item in plan.items]
         layout = lay_out(items, plan.storage_data.prefix, self.thread_count, self.separation_hint)
         self._buffer = _buffers.take()
-        files, (verdict, _) = self._buffer.stage(layout, objects, b"\0" * VERDICT, values.__getitem__)
+        files, (verdict, _) = self._buffer.stage(layout, objects, b"\0" * VERDICT, lambda one: values[one.key])
         sizes = [(name, start, size) for name, start, size, _ in files]
         self._places = _places(layout, {key: len(data) for key, data in objects.items()})
         self.write_buckets = StagedFiles(self._buffer.image, sizes, verdict, str(self.path), self.sync_files)
@@ -263,16 +263,16 @@ _buffers = _Buffers()
 
 
 def _resolved(
-    item: WriteItem, planner: SavePlanner, values: dict[MetadataIndex, torch.Tensor], objects: dict[Key, bytes]
+    item: WriteItem, planner: SavePlanner, values: dict[Key, torch.Tensor], objects: dict[Key, bytes]
 ) -> LocalItem:
     """An item, its value among `values` if it is a plain tensor, else as bytes among `objects`."""
     data = planner.resolve_data(item)
     framed = isinstance(data, torch.Tensor) and is_plain(data) and _fits(item, data)
-    local = LocalItem(item, framed)
+    local = LocalItem.of(item, framed)
     if item.type is WriteItemType.BYTE_IO:
         objects[local.key] = cast(Any, data).getvalue()
     elif framed:
-        values[item.index] = cast(torch.Tensor, data)
+        values[local.key] = cast(torch.Tensor, data)
     else:
         tensor = cast(torch.Tensor, data).detach().cpu()
         if tensor.layout is torch.strided and tensor.untyped_storage().nbytes() != tensor.nbytes:
@@ -287,15 +287,11 @@ def _fits(item: WriteItem, data: torch.Tensor) -> bool:
 
 
 def _places(layout: RankLayout, lengths: dict[Key, int]) -> list[tuple[MetadataIndex, StorageInfo]]:
-    found = []
-    for file in layout.files:
-        found += [
-            (one.item.index, StorageInfo(file.name, offset, frame_of(*one.chunk).length)) for one, offset in file.framed
-        ]
-        found += [
-            (one.item.index, StorageInfo(file.name, offset, length)) for one, offset, length in file.places(lengths)[0]
-        ]
-    return found
+    return [
+        (MetadataIndex(*key, hint), StorageInfo(file.name, offset, length))
+        for file in layout.files
+        for key, hint, offset, length in file.stored(lengths)
+    ]
 
 
 def _rank() -> int:

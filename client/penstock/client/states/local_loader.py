@@ -7,10 +7,12 @@ where they were, for an input_fn may seed or draw.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch.utils import data as torch_data
@@ -41,6 +43,11 @@ class LocalLoader:
     @property
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return self._args, self._kwargs
+
+    @property
+    def maker(self) -> Callable[[], Any]:
+        """What calls input_fn with a copy of its arguments; it keeps nothing else."""
+        return partial(_call, self._fn, self._args, self._kwargs)
 
     def instance(self, purpose: str) -> Any:
         """The loader. Raises InputFnError where it cannot be built, TypeError if `strict` is on one of two methods."""
@@ -140,6 +147,11 @@ class LocalLoader:
                 f"{self._name} returned None; it must return a torch DataLoader or an iterable of batches"
             )
         return instance
+
+
+def _call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    args, kwargs = copy.deepcopy((args, kwargs))
+    return fn(*args, **kwargs)
 
 
 def check_strict(input_fn: Callable[..., Any]) -> None:

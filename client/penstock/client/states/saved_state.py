@@ -61,6 +61,16 @@ class WorkerPart:
     next_epoch: bool = False
     """That batch is the next epoch's first."""
 
+    def __post_init__(self) -> None:
+        """Raise ValueError for what no run has counted: a part may come from a file that somebody else made."""
+        counts = (self.box, self.slot, self.worker_step, self.samples, self.digest, self.next_digest)
+        if any(type(count) is not int or not 0 <= count <= MASK for count in counts):
+            raise ValueError(f"counts of a worker {counts!r:.200}")
+        if type(self.next_epoch) is not bool or not isinstance(self.restart, dict):
+            raise ValueError(
+                f"next_epoch {self.next_epoch!r:.80} and a restart that is a {type(self.restart).__name__}"
+            )
+
 
 @dataclass(frozen=True)
 class BoxStart:
@@ -269,8 +279,9 @@ def read(value: object) -> SavedState:
         raise StateCorruptError(f"the saved state's record cannot be: {error.message}") from error
     except Exception as error:  # a checksum holds, so these bytes were made by something else
         raise StateCorruptError(f"the saved state's record cannot be: {type(error).__name__}: {error}") from error
-    if saved.step != ours.get("step"):
-        raise StateCorruptError(f"the saved state says step {ours.get('step')}, its record step {saved.step}")
+    said = ours.get("step")
+    if type(said) is not int or said != saved.step:
+        raise StateCorruptError(f"the saved state says step {said!r:.80}, its record step {saved.step}")
     if saved.methods == 4 and "aggregated" in record and not _belongs(ours):
         saved.aggregated = record["aggregated"]
     elif saved.methods == 4:

@@ -21,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
+from penstock.client.stream.stream_interfaces import StreamRun
 from penstock.proto.batch.digest import cover_of
 from penstock.proto.errors import (
     CoordinatorUnavailableError,
@@ -272,7 +273,7 @@ class OpenRun:
         self.error = error
         self._notify()
 
-    def wait_for(self, ready: Callable[[OpenRun], bool], timeout_s: float) -> bool:
+    def wait_for(self, ready: Callable[[StreamRun], bool], timeout_s: float) -> bool:
         """Wait until the slots' views are as wanted. False if the time ran out. Raises the run's error."""
         until = time.monotonic() + timeout_s
         poll = select.poll()

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 if TYPE_CHECKING:
-    from penstock.client.stream.ordered_reader import OrderedReader
     from penstock.client.stream.receiver_process import Receiver
+    from penstock.client.stream.stream_interfaces import Reader
 
 __all__ = ["SaveCounters", "feeds", "receivers", "saves"]
 
@@ -83,6 +83,6 @@ class SaveCounters:
             self.failed += 1
 
 
-feeds: _Watched[OrderedReader] = _Watched()
+feeds: _Watched[Reader] = _Watched()
 receivers: _Watched[Receiver] = _Watched()
 saves = SaveCounters()

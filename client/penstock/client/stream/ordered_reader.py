@@ -26,6 +26,7 @@ from penstock.client.stream import open_streams
 from penstock.client.stream.checkpoint_schedule import CheckpointSchedule
 from penstock.client.stream.lane_reader import CORRUPT_TRIES, SlotLane
 from penstock.client.stream.open_run import OpenRun
+from penstock.client.stream.stream_interfaces import placed, recovered, warn_of_whole_input
 from penstock.proto.batch.structure import Structure
 from penstock.proto.errors import (
     BatchCorruptError,
@@ -345,9 +346,8 @@ class OrderedReader:
 
     def _placed(self, error: PenstockError, slot: int) -> PenstockError:
         """The same error with its place."""
-        worker = self._run.views[slot].worker or "no worker"
-        message = f"{error.message} [worker {worker}, box {self._run.box}, slot {slot}, step {self.position.step + 1}]"
-        return type(error)(message, remote_traceback=error.remote_traceback)
+        run = self._run
+        return placed(error, run.views[slot].worker, run.box, slot, self.position.step + 1)
 
     def _deadline(self, lane: SlotLane, view: pb.SlotView, waited: float) -> DeadlineError:
         run, slot = self._run, lane.slot
@@ -408,9 +408,7 @@ class OrderedReader:
                 self._restarts[slot] = view.restarts
                 stack = f"\nIts stack when it died:\n{view.stack}\n" if view.stack and not view.doing else ""
                 why = f"{view.note or f'moved to worker {view.worker}'}{stack}"
-                notes.append(
-                    f"slot {slot} of box {run.box} was recovered: {why}; the stream goes on as if nothing had happened"
-                )
+                notes.append(recovered(run.box, slot, why))
             if view.doing and view.doing != self._slow[slot]:
                 notes.append(f"slow worker: slot {slot} of box {run.box} on worker {view.worker} is {view.doing}")
             self._slow[slot] = view.doing
@@ -419,15 +417,8 @@ class OrderedReader:
             self._start_places[slot] = view.start_queue_position
             if lane.consumer is None and view.phase == pb.READY:
                 self._connect(lane, view, now)
-        if not self._told_unsharded and run.num_workers > 1 and all(_never_looked(view) for view in run.views):
-            self._told_unsharded = True
-            warnings.warn(
-                f"{self._label}: no worker asked for its assignment, so every worker streams the whole input, and each "
-                "sample comes once from every worker. Shard it in input_fn or its dataset: a = penstock.worker."
-                "current_assignment() and a.global_worker_id of a.total_num_workers, or torch's get_worker_info()",
-                UserWarning,
-                stacklevel=2,
-            )
+        if not self._told_unsharded:
+            self._told_unsharded = warn_of_whole_input(self._label, run.views, run.num_workers)
         self._tell_not_used(run.views)
         self.stats.skipped = sum(view.skipped for view in run.views)
         for note in notes:
@@ -565,8 +556,3 @@ class OrderedReader:
         self._run.progress.unreachable = list
         for lane in self._lanes:
             lane.close()
-
-
-def _never_looked(view: pb.SlotView) -> bool:
-    """Its input asked nowhere which worker it is; a worker says so once the first batch is out."""
-    return view.HasField("capabilities") and not view.capabilities.looked_at_assignment

@@ -41,6 +41,7 @@ def coordinator_tokens(file: Path | None, state_dir: Path | None) -> str:
             "--token-file"
         )
     path = state_dir / FILE
+    _refuse_planted(path)
     made = make_token(path)
     _log.info(
         "token: %s in %s; give workers and training jobs PENSTOCK_TOKEN_FILE=%s",
@@ -49,6 +50,24 @@ def coordinator_tokens(file: Path | None, state_dir: Path | None) -> str:
         path.absolute(),
     )
     return read_tokens(path)
+
+
+def _refuse_planted(path: Path) -> None:
+    """Raise JournalError for a state directory that others could have put a token of theirs into, or did."""
+    from penstock.appliance.storage.journal import make_private
+
+    try:
+        make_private(path.parent)
+        owner = path.lstat().st_uid
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise JournalError(f"the state directory {path.parent} cannot be used: {error}") from error
+    if owner != os.geteuid():
+        raise JournalError(
+            f"{path} must belong to the user that the coordinator runs as ({os.geteuid()}), got {owner}, who knows the "
+            "token: remove it, and a new one is made"
+        )
 
 
 def make_token(path: Path) -> bool:

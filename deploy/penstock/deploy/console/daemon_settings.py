@@ -245,11 +245,15 @@ class WorkerSettings(Section):
         ge=0,
         le=1 << 22,
         description="Processes and threads that the runner user may have on this machine, those of all runners "
-        "together; with runner_user only (default: any).",
+        "together; only with runner_user, or in control groups (default: any).",
     )
     no_cage: bool = Field(
         False,
         description="Let runners gain privileges (sudo, fusermount), and signal and trace other processes of the user.",
+    )
+    no_groups: bool = Field(
+        False,
+        description="Make no control group for each runner, where this worker has a group of its own.",
     )
     insecure: bool = Field(False, description="Listen beyond this machine without TLS.")
 

@@ -14,7 +14,7 @@ from penstock.proto.errors import DeadlineError, InvalidArgumentError, PenstockE
 from penstock.runtime.process.end import exit_words, kill_group
 from penstock.runtime.process.line_reader import LinePipe
 from penstock.runtime.process.spawn import spawn
-from penstock.worker.processes.user_path import interpreter
+from penstock.worker.tools.loader_children import interpreter, load_input_fn
 
 __all__ = ["ImportedLoader", "main", "try_import"]
 
@@ -60,7 +60,6 @@ def try_import(input_fn: str, deadline_s: float) -> ImportedLoader:
 def main() -> None:
     """In the child: arguments are the name, and the number of the pipe to answer on."""
     from penstock.proto.v1 import records_pb2
-    from penstock.worker.processes.user_code import load_input_fn
 
     input_fn, pipe = sys.argv[1], int(sys.argv[2])
     os.set_inheritable(pipe, False)

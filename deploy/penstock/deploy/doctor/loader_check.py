@@ -22,7 +22,6 @@ from typing import Any
 from penstock.deploy.console.exit_codes import CANNOT_SAVE, DIFFERS
 from penstock.deploy.doctor.trial_process import TrialProcesses
 from penstock.proto.errors import DeadlineError, InvalidArgumentError, PenstockError
-from penstock.worker.loader.crossing_kinds import REPLAY as REWOUND
 
 __all__ = [
     "REPLAY",
@@ -239,7 +238,7 @@ def _ask(
         check.exact, check.what, check.traceback = False, error.message, error.remote_traceback
         return None
     done = answer.done.fields
-    check.from_beginning = done.get("crossing") == REWOUND
+    check.from_beginning = done.get("from_beginning", False)
     if not done["same"]:
         check.exact, check.differs, check.what = False, done["differs"], done["what"]
     return next((message.payload for message in answer if message.kind == "point"), None)

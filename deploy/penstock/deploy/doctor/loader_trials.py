@@ -29,10 +29,8 @@ from penstock.proto.errors import EmptyInputError, UnsupportedLeafError, Unsuppo
 from penstock.proto.state import assignment as place_of
 from penstock.proto.state.codec import decode_state, encode_state
 from penstock.proto.v1 import records_pb2
-from penstock.worker.loader.restart_points import END, Launch, RestartPoint
-from penstock.worker.loader.restorable_loader import RestorableLoader
-from penstock.worker.processes.control_channel import ControlChannel, plain_detail
-from penstock.worker.processes.user_code import load_input_fn
+from penstock.worker.tools.loader_children import ControlChannel, load_input_fn, plain_detail
+from penstock.worker.tools.user_loaders import END, REPLAY, Launch, RestartPoint, RestorableLoader
 
 __all__ = ["main"]
 
@@ -252,7 +250,7 @@ def _compare(source: RestorableLoader, channel: ControlChannel, fields: Mapping[
                 continue
         channel.send("done", same=False, differs=total, what=what)
         return
-    channel.send("done", same=True, crossing=source.history.crossing)
+    channel.send("done", same=True, from_beginning=source.history.crossing == REPLAY)
 
 
 def _aggregate(_: RestorableLoader, channel: ControlChannel, fields: Mapping[str, Any], parts: Sequence[bytes]) -> None:

@@ -45,7 +45,9 @@ from penstock.proto.state.allowed_modules import module_of, under
 from penstock.runtime.config.job_settings import JobSettings
 from penstock.runtime.config.settings import ResolvedSetting, Section, find
 from penstock.runtime.config.settings_file import VARIABLE, read_settings_file
+from penstock.runtime.files import filesystems
 from penstock.runtime.process import sandbox
+from penstock.worker.tools.loader_children import find_user
 
 __all__ = ["MachineQuestion", "check_import", "check_machine"]
 
@@ -74,6 +76,7 @@ def check_machine(asked: MachineQuestion) -> Iterator[Finding]:
     yield from machine_findings.check_packages(requires, machine_probes.installed(requires))
     yield machine_findings.check_kernel(platform.release(), machine_probes.kernel_gaps())
     yield machine_findings.check_cage(sandbox.why_not_whole())
+    yield _groups(off=bool(_value(WorkerSettings, "no_groups", asked)))
     yield _runner_user(_value(WorkerSettings, "runner_user", asked) or "")
     yield from _settings()
     slots = _value(WorkerSettings, "slots", asked) or os.cpu_count() or 1
@@ -99,9 +102,13 @@ def check_machine(asked: MachineQuestion) -> Iterator[Finding]:
         yield check_import(asked.input_fn, allow.split(",") if allow else None, asked.deadline_s)
 
 
-def _runner_user(wanted: str) -> Finding:
-    from penstock.worker.processes.runner_user import find_user
+def _groups(*, off: bool) -> Finding:
+    from penstock.worker.processes.control_groups import here, why_not
 
+    return machine_findings.check_groups("they are turned off (no_groups)" if off else why_not(*here()))
+
+
+def _runner_user(wanted: str) -> Finding:
     why_not = ""
     try:
         if wanted:
@@ -143,12 +150,10 @@ def _value(section: type[Section], field: str, asked: MachineQuestion) -> Any:
 
 
 def _disk(path: Path) -> Finding:
-    from penstock.appliance.storage.journal import NETWORK, filesystem
-
     there = machine_probes.nearest(path)
-    kind = filesystem(there, Path("/proc/self/mountinfo").read_text())
+    kind = filesystems.filesystem(there, Path("/proc/self/mountinfo").read_text())
     return machine_findings.check_disk(
-        str(path), kind, kind in NETWORK, shutil.disk_usage(there).free, machine_probes.fsync_s(there)
+        str(path), kind, kind in filesystems.NETWORK, shutil.disk_usage(there).free, machine_probes.fsync_s(there)
     )
 
 

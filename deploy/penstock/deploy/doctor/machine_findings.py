@@ -18,6 +18,7 @@ __all__ = [
     "check_clock",
     "check_disk",
     "check_files",
+    "check_groups",
     "check_kernel",
     "check_locked_memory",
     "check_memory",
@@ -138,6 +139,20 @@ def check_cage(lacking: str) -> Finding:
             "Give workers a user of their own, or a newer kernel.",
         )
     return ok("cage", "runners gain no privileges, and signal and trace only what they have started")
+
+
+def check_groups(why_not: str) -> Finding:
+    """`why_not`: why a worker that is started as this command was can have no control groups."""
+    memory = "--runner-memory holds by a look each second"
+    if why_not:
+        return ok(
+            "control groups",
+            f"none: {memory}, --runner-processes only with --runner-user, by user; for {why_not}",
+        )
+    return ok(
+        "control groups",
+        f"one for each runner: the kernel holds --runner-processes, and a hard limit above --runner-memory; {memory}",
+    )
 
 
 def check_runner_user(wanted: str, why_not: str, *, as_root: bool) -> Finding:

@@ -8,7 +8,7 @@ from typing import Any
 
 from penstock.deploy.forking_interpreter import ForkingInterpreter, Task
 from penstock.proto.errors import DeadlineError, LaneLostError, WorkerLostError, error_named
-from penstock.worker.processes.control_channel import ControlMessage
+from penstock.worker.tools.loader_children import ControlMessage
 
 __all__ = ["TrialAnswer", "TrialProcesses"]
 

@@ -12,9 +12,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Protocol
 
-from penstock.deploy.console.exit_codes import USAGE, CommandError
-
-__all__ = ["Engine", "Fleet", "FleetPlan", "engine", "exports", "worker_name"]
+__all__ = ["Engine", "Fleet", "FleetPlan", "exports", "worker_name"]
 
 
 @dataclass(frozen=True)
@@ -130,22 +128,3 @@ class Engine(Protocol):
 
     def down(self, fleet: Fleet, timeout_s: float) -> list[str]:
         """End it. Returns a line for each thing that was ended."""
-
-
-def engine(name: str) -> Engine:
-    """The engine of this name; its library is imported here and not before."""
-    match name:
-        case "ray":
-            from penstock.deploy.engines.ray import RayEngine
-
-            return RayEngine()
-        case "slurm":
-            from penstock.deploy.engines.slurm import SlurmEngine
-
-            return SlurmEngine()
-        case "kubernetes":
-            from penstock.deploy.engines.kubernetes import KubernetesEngine
-
-            return KubernetesEngine()
-        case _:
-            raise CommandError(f"there is no engine {name!r}: local, ray, slurm, kubernetes", USAGE)

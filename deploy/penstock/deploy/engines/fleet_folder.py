@@ -52,21 +52,23 @@ class FleetFolder:
         with it what runs here."""
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            found = self.path.stat()
-            if found.st_uid != os.geteuid():
-                raise CommandError(
-                    f"the folder {self.path} belongs to another user: give --dir with one of yours", USAGE
-                )
-            if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-                mode = stat.S_IMODE(found.st_mode)
-                raise CommandError(
-                    f"the folder {self.path} can be changed by others (mode {mode:04o}): chmod 700 {self.path}", USAGE
-                )
+            self._refuse_others()
             self.logs.mkdir(mode=0o700, exist_ok=True)
         except OSError as error:
             raise CommandError(
                 f"no folder can be made for the fleet at {self.path}: {error.strerror}", USAGE
             ) from error
+
+    def _refuse_others(self) -> None:
+        """Raise CommandError if others could have written what is in it: which processes to signal, what to start."""
+        found = self.path.stat()
+        if found.st_uid != os.geteuid():
+            raise CommandError(f"the folder {self.path} belongs to another user: give --dir with one of yours", USAGE)
+        if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            mode = stat.S_IMODE(found.st_mode)
+            raise CommandError(
+                f"the folder {self.path} can be changed by others (mode {mode:04o}): chmod 700 {self.path}", USAGE
+            )
 
     # ---- the lock
 
@@ -91,8 +93,9 @@ class FleetFolder:
             raise CommandError(f"{self.path / 'lock'} cannot be written: {error.strerror}", USAGE) from error
 
     def holder(self) -> Identity | None:
-        """What `hold` said last; that process may have ended since."""
+        """What `hold` said last; that process may have ended since. CommandError: others could have said it."""
         try:
+            self._refuse_others()
             return Identity(**json.loads((self.path / "lock").read_text()))
         except (OSError, ValueError, TypeError):  # none yet, or just being written
             return None
@@ -130,6 +133,7 @@ class FleetFolder:
 
     def _read(self, path: Path, made: Callable[[Any], _T]) -> _T | None:
         try:
+            self._refuse_others()
             return made(json.loads(path.read_text()))
         except FileNotFoundError:
             return None

@@ -1,8 +1,7 @@
 """Slurm: one batch job, with the coordinator on its first node and workers as the tasks of one step.
 
-The job's script is made here: settings as shell variables, and fleet.sbatch, which lies beside this module and so comes
-with the package. It keeps the daemons running; Slurm ends them with the job. Files for jobs of one's own are in the
-repository's deploy/slurm.
+Its script is deploy/slurm/service.sbatch, which comes with the package, with the plan's options of sbatch and variables
+written into it. It keeps the daemons running; Slurm ends them with the job.
 """
 
 from __future__ import annotations
@@ -22,40 +21,47 @@ from penstock.proto.errors import DeadlineError, PenstockError, UnsafeBindError
 
 __all__ = ["SlurmEngine", "render"]
 
+BEGINNING = "set -euo pipefail\n"
+"""The first line of the template behind its #SBATCH lines."""
 POLL_S = 1.0
 """Between two questions to Slurm's controller, which has others to answer."""
 
 
 def render(plan: FleetPlan, folder: Path) -> str:
-    """The job's script."""
-    files = [(name, plan.tls.get(f"tls_{name}", "")) for name in ("ca", "cert", "key", "name")]
-    given = {
-        "penstock": "penstock",
-        "name": plan.name,
-        "folder": str(folder / "slurm"),
-        "state_dir": str(plan.options["state_dir"]),
-        "token_file": plan.token_file,
-        "port": plan.listen.rpartition(":")[2],
-        "slots": str(plan.slots),
-        "allow": plan.allow,
+    """Return the job's script. It sets every variable of the plan, to nothing where the plan has none: what sbatch's
+    environment holds does not count."""
+    _, beginning, body = resources.files(__package__).joinpath("service.sbatch").read_text().partition(BEGINNING)
+    options = {
+        "job-name": f"penstock-{plan.name}",
+        "ntasks": str(plan.workers),
+        "cpus-per-task": str(plan.slots),
+        "output": f"{folder / 'logs'}/slurm-%j.log",
+        "open-mode": "append",
+        "signal": "B:USR1@120",
     }
-    lists = {
-        "memory": ["--runner-memory", plan.runner_memory] if plan.runner_memory else [],
-        "tls": [part for name, file in files if file for part in (f"--tls-{name}", file)],
-        "insecure": ["--insecure"] if plan.insecure else [],
+    insecure = "true" if plan.insecure else ""
+    variables = {
+        "PENSTOCK_FLEET": plan.name,
+        "PENSTOCK_FOLDER": str(folder / "slurm"),
+        "PENSTOCK_PORT": plan.listen.rpartition(":")[2],
+        "PENSTOCK_STATE_DIR": str(plan.options["state_dir"]),
+        "PENSTOCK_TOKEN": "",  # it would come before the file
+        "PENSTOCK_TOKEN_FILE": plan.token_file,
+        "PENSTOCK_COORDINATOR_INSECURE": insecure,
+        "PENSTOCK_WORKER_INSECURE": insecure,
+        "PENSTOCK_WORKER_SLOTS": str(plan.slots),
+        "PENSTOCK_WORKER_ALLOW": plan.allow,
+        "PENSTOCK_WORKER_RUNNER_MEMORY": plan.runner_memory,
+        **{f"PENSTOCK_TLS_{name}": plan.tls.get(f"tls_{name.lower()}", "") for name in ("CA", "CERT", "KEY", "NAME")},
     }
     lines = [
         "#!/bin/bash",
-        f"#SBATCH --job-name=penstock-{plan.name}",
-        f"#SBATCH --ntasks={plan.workers}",
-        f"#SBATCH --cpus-per-task={plan.slots}",
-        f"#SBATCH --output={folder / 'logs'}/slurm-%j.log",
-        "#SBATCH --open-mode=append",
-        *(f"{name}={shlex.quote(value)}" for name, value in given.items()),
-        *(f"{name}=({shlex.join(values)})" for name, values in lists.items()),
+        *(f"#SBATCH --{name}={value}" for name, value in options.items()),
+        "#SBATCH --requeue",
+        *(f"export {name}={shlex.quote(value)}" for name, value in variables.items()),
         "",
     ]
-    return "\n".join(lines) + resources.files(__package__).joinpath("fleet.sbatch").read_text()
+    return "\n".join(lines) + beginning + body
 
 
 class SlurmEngine:

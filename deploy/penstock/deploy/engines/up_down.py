@@ -6,7 +6,7 @@ import contextlib
 import json
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,25 @@ from penstock.deploy.console.daemon_settings import TlsSettings, resolve
 from penstock.deploy.console.exit_codes import INTERRUPTED, USAGE, CommandError
 from penstock.deploy.console.fleet_settings import UpSettings
 from penstock.deploy.console.signals import raised
-from penstock.deploy.engines.engine import Fleet, FleetPlan, engine, exports
+from penstock.deploy.engines import kubernetes, slurm
+from penstock.deploy.engines.engine import Engine, Fleet, FleetPlan, exports
 from penstock.deploy.engines.fleet_folder import FleetFolder, default_folder
 from penstock.deploy.engines.fleet_plan import plan_of
+from penstock.deploy.engines.local import LocalEngine
+from penstock.deploy.engines.ray import RayEngine
+from penstock.deploy.engines.supervisor import supervise
 from penstock.proto.rpc.addresses import refuse_unsafe
 
 __all__ = ["run_down", "run_up"]
+
+ENGINES: Mapping[str, Engine] = {
+    "ray": RayEngine(),
+    "slurm": slurm.SlurmEngine(),
+    "kubernetes": kubernetes.KubernetesEngine(),
+}
+"""Those that hand a fleet to a cluster's own scheduler."""
+RENDERERS: Mapping[str, Callable[[FleetPlan, Path], str]] = {"slurm": slurm.render, "kubernetes": kubernetes.render}
+"""Engine -> what it would submit, as text."""
 
 
 def run_up(
@@ -36,28 +49,26 @@ def run_up(
     settings = resolve(UpSettings, **flags)
     tls = resolve(TlsSettings, **tls_flags)
     folder = _folder(settings)
-    if render and settings.engine not in ("slurm", "kubernetes"):
+    if render and settings.engine not in RENDERERS:
         raise CommandError(f"--render: the engine {settings.engine} has no files to show", USAGE)
     if not render:
         folder.make()
     plan = plan_of(settings, tls, token_file, folder, make_token=not render)
     if render:
-        print(_rendered(plan, folder.path), end="")
+        print(RENDERERS[plan.engine](plan, folder.path), end="")
         return
     logging.basicConfig(
         level=logging.DEBUG if debug else logging.INFO, format="penstock up: %(message)s", stream=sys.stderr
     )
     if settings.engine != "local":
         _refuse_another(folder, plan)
-        fleet = engine(settings.engine).up(plan, folder.path)
+        fleet = ENGINES[settings.engine].up(plan, folder.path)
         folder.save(fleet)
         _say(fleet, as_json)
         return
     loaded = tls.load()
     refuse_unsafe(plan.listen, encrypted=loaded is not None and bool(loaded.cert), insecure=plan.insecure)
     if detach:
-        from penstock.deploy.engines.local import LocalEngine
-
         with _told_to_end(folder) as check:
             fleet = LocalEngine().up(plan, folder.path)
             try:
@@ -67,8 +78,6 @@ def run_up(
                 raise
         _say(fleet, as_json)
         return
-    from penstock.deploy.engines.supervisor import supervise
-
     supervise(plan, folder, lambda fleet: _say(fleet, as_json))
 
 
@@ -88,16 +97,6 @@ def _told_to_end(folder: FleetFolder) -> contextlib.AbstractContextManager[Calla
             f"the fleet in {folder.path} was told to end ({number.name}) while it was starting", INTERRUPTED
         )
     )
-
-
-def _rendered(plan: FleetPlan, folder: Path) -> str:
-    if plan.engine == "slurm":
-        from penstock.deploy.engines.slurm import render as slurm
-
-        return slurm(plan, folder)
-    from penstock.deploy.engines.kubernetes import render as kubernetes
-
-    return kubernetes(plan)
 
 
 def _refuse_another(folder: FleetFolder, plan: FleetPlan) -> None:
@@ -122,11 +121,11 @@ def run_down(flags: dict[str, Any], timeout_s: float, as_json: bool) -> None:
         )
     fleet = where.fleet()
     if fleet is None or fleet.engine == "local":
-        from penstock.deploy.engines.local import LocalEngine
-
         ended = LocalEngine().down(where.path, timeout_s)
     else:
-        ended = engine(fleet.engine).down(fleet, timeout_s)
+        if fleet.engine not in ENGINES:  # a newer release's
+            raise CommandError(f"the engine must be one of {', '.join(ENGINES)}, got {fleet.engine}", USAGE)
+        ended = ENGINES[fleet.engine].down(fleet, timeout_s)
         where.forget()
     if as_json:
         about = {"engine": fleet.engine, "name": fleet.name} if fleet is not None else {"engine": None, "name": None}

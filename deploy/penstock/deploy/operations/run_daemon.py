@@ -159,6 +159,7 @@ def run_worker(
                 runner_user=settings.runner_user,
                 runner_processes=settings.runner_processes,
                 no_cage=settings.no_cage,
+                no_groups=settings.no_groups,
                 drain_s=settings.drain,
                 liveness_file=settings.liveness_file,
                 tls=tls,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 from penstock.deploy.forking_interpreter import ForkedChild, ForkingInterpreter, Task, wait_for_news
 from penstock.proto.errors import DeadlineError, LaneLostError, WorkerLostError, error_named
-from penstock.worker.processes.control_channel import ControlMessage
+from penstock.worker.tools.loader_children import ControlMessage
 
 __all__ = ["ReplayForker", "ReplayProcesses", "Task", "digests_of"]
 

@@ -29,11 +29,17 @@ from penstock.proto.batch.replay_digest import ReplayDigest
 from penstock.proto.errors import LaneLostError, ReplayMismatchError
 from penstock.proto.state.codec import decode_state
 from penstock.proto.v1 import records_pb2
-from penstock.worker.loader.epoch_crossing import catch_up, leave
-from penstock.worker.loader.restart_points import RestartPoint
-from penstock.worker.loader.restorable_loader import RestorableLoader
-from penstock.worker.loader.start import start
-from penstock.worker.processes.control_channel import ControlChannel, plain_detail
+from penstock.worker.tools.loader_children import ControlChannel, plain_detail
+from penstock.worker.tools.user_loaders import (
+    Leg,
+    RestartPoint,
+    RestorableLoader,
+    Target,
+    catch_up,
+    leave,
+    start,
+    travel,
+)
 
 __all__ = ["main"]
 
@@ -87,16 +93,16 @@ class _SlotReplay:
         else:
             resume = cast(dict[str, Any], decode_state(parts[0])) if parts else None
             start(source, resume, self._keep, self._seek)
-        self._seek(total, epoch, 0)
+        self._seek(Leg(epoch, total))
         catch_up(source, epoch if fields["live"] else epoch + 1)
         self._done(capabilities=source.capabilities.state_methods)
 
     def _keep(self, point: RestartPoint, _: bool) -> None:
         self._point = point
 
-    def _seek(self, total: int, epoch: int, digest: int) -> None:
-        """To a place that is known to have been reached. `digest`: of its last batch, if known."""
-        source = self._source
+    def _seek(self, leg: Leg) -> None:
+        """To a place that is known to have been reached."""
+        source, total, epoch, digest = self._source, leg.total, leg.epoch, leg.digest
         replayed = source.position.total < total
         if not source.seek(total, epoch, self._seen):
             raise ReplayMismatchError(
@@ -129,10 +135,7 @@ class _SlotReplay:
         if source.position.epoch > epoch:
             assert self._point is not None
             source.restore(self._point)
-            for earlier in sorted(left for left in self._left if left >= self._point.position.epoch):
-                self._seek(self._left[earlier], earlier, 0)
-                leave(source, earlier, self._left[earlier])
-            self._seek(total, epoch, 0)
+            travel(source, Target(epoch, total, self._left), self._seek)
             self._digests.clear()
         leave(source, epoch, total)
         self._left[epoch] = total

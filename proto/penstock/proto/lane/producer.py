@@ -52,7 +52,7 @@ from penstock.proto.lane.ring import BOX_BYTES, Ring, RingBudget, entries_for, g
 from penstock.proto.v1 import lane_pb2, records_pb2
 from penstock.runtime.process.forks import silence
 
-__all__ = ["FreeEntry", "Producer"]
+__all__ = ["FreeEntry", "Producer", "check_size"]
 
 _log = logging.getLogger(__name__)
 
@@ -70,6 +70,14 @@ MOST_ABANDONS = (1 << 32) - 1
 """What Frame.cut can hold."""
 _RESERVED = 1 << 64
 """Stands for the total of a slot that is being filled: above any total, so nothing takes it for delivered."""
+
+
+def check_size(nbytes: int, most: int) -> None:
+    """Raise BatchTooLargeError for a batch of more than max_batch_bytes."""
+    if nbytes > most:
+        raise BatchTooLargeError(
+            f"a batch of {nbytes} bytes is above max_batch_bytes={most}; make smaller batches, or raise max_batch_bytes"
+        )
 
 
 @dataclass(slots=True)
@@ -133,6 +141,8 @@ class Producer:
         """Abandons seen; frames carry it, so that the consumer can tell an epoch it left from the one that follows."""
         self.on_ack: Callable[[Ack], None] | None = None
         """Called with each ack once it has been applied, for who passes them on."""
+        self._sent_total = 0
+        """Largest total of what was sent."""
         self._sock: socket.socket | None = None
         self._met = False
         self._rings: dict[int, Ring] = {}
@@ -243,6 +253,10 @@ class Producer:
                 if size > MAX_FRAME:
                     raise ProtocolError(f"an ack of {size} bytes")
                 ack = read_ack(self._view, 0, size)
+                if ack.delivered > max(self.delivered, self._sent_total):
+                    raise ProtocolError(
+                        f"it delivered batch {ack.delivered}, and batch {self._sent_total} was the last"
+                    )
                 self._apply(ack)
             except ProtocolError as error:
                 # Not this end's failure: the batches are kept for a consumer that can be understood.
@@ -279,11 +293,7 @@ class Producer:
             nbytes += 8 * dims
         ring = self._rings.get(self._current)
         if ring is None or nbytes > ring.entry_bytes:
-            if nbytes > self.max_batch_bytes:
-                raise BatchTooLargeError(
-                    f"a batch of {nbytes} bytes is above max_batch_bytes={self.max_batch_bytes}; "
-                    "make smaller batches, or raise max_batch_bytes"
-                )
+            check_size(nbytes, self.max_batch_bytes)
             ring = self._start_ring(nbytes, 0 if ring is None else ring.entry_bytes)
         return self.reserve_current()
 
@@ -387,6 +397,7 @@ class Producer:
         if structure not in self._announced:
             self._announce_structure(structure)
         self._lent[slab.ring_id][slab.entry] = total
+        self._sent_total = max(self._sent_total, total)
         self._kept.append(_Kept(total, epoch, message, slab, structure))
         self._send(message, more)
 

@@ -86,6 +86,11 @@ class AuthInterceptor(grpc.GenericRpcHandler):
             return AuthenticationError(f"{said}: both ends need the same PENSTOCK_TOKEN or PENSTOCK_TOKEN_FILE")
         if method == REFLECTION:  # what the .proto files say is for all who may call anything
             return None
+        if method not in METHODS or _OURS + method not in self._handlers:
+            return VersionSkewError(
+                f"the coordinator (Penstock {VERSION}) does not know the call {_short(method)}, which Penstock "
+                f"{_short(sent.get(VERSION_KEY, 'of unknown version'))} makes: install one release on both ends"
+            )
         protocol = sent.get(PROTOCOL_KEY)
         if protocol != str(PROTOCOL) and method not in READ_ONLY:
             theirs = f"protocol {_short(protocol)}" if protocol is not None else "no protocol number"
@@ -137,10 +142,10 @@ class AuthInterceptor(grpc.GenericRpcHandler):
             )
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any] | None:
-        """The handler of a call; None if it is of another release, whose caller is answered UNIMPLEMENTED."""
+        """The handler of a call; None for one of another service, whose caller is answered UNIMPLEMENTED."""
         method = handler_call_details.method
         called = method.removeprefix(_OURS)
-        if called in METHODS or method == REFLECTION:
+        if method.startswith(_OURS) or method == REFLECTION:
             sent = dict(handler_call_details.invocation_metadata)
             caller = self._caller(sent)
             if isinstance(caller, Challenged):  # part of how a caller proves itself: no call yet, and not counted
@@ -148,7 +153,8 @@ class AuthInterceptor(grpc.GenericRpcHandler):
                 return _refusing(AuthenticationError("the token must be proven: answer the challenge"), asked)
             refusal = self._refusal(called, sent, caller)
             if refusal is not None:
-                self._calls.add(called, status_of(refusal), 0.0)
+                if called in METHODS:  # other names are the caller's, and as many as it likes
+                    self._calls.add(called, status_of(refusal), 0.0)
                 return _refusing(refusal, _proof(caller))
         elif method != _HEALTH:
             return None
@@ -247,6 +253,8 @@ def _translated(
             with _counted(calls, name) as call:
                 try:
                     heard(context)
+                    # Its reader takes no part without a proof, and the end is far: see authenticated_calls.py.
+                    await context.send_initial_metadata(context.trailing_metadata())
                     said = request if handler.request_streaming else read(request)
                     tracing.note(said)
                     async with aclosing(behave_stream(said, context)) as parts:

@@ -1,7 +1,8 @@
 """What the two clients of penstock.proto.rpc.calls have in common: a call that only one who knows the token can answer.
 
 See penstock.proto.rpc.credentials.token_proof for the rule. Here it meets gRPC: the metadata that a call shows, and the
-trailing metadata in which a challenge or a proof comes back.
+trailing metadata in which a challenge or a proof comes back. Parts of a stream are taken only behind a proof in the
+initial metadata: who does not know the token could otherwise fill the caller's memory with parts until the deadline.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from penstock.proto.rpc.wire_errors import ERROR_KEY
 
 __all__ = ["Answer", "AuthenticatedCall", "Call", "Metadata", "Streams"]
 
+SHOWN = 200
+"""Characters of a stranger's words in an error."""
 DIAGNOSE_S = 2.0
 """Seconds for a second look at a coordinator that listens and cannot be talked to: is it TLS?"""
 
@@ -38,6 +41,8 @@ Trailing = Iterable[tuple[str, str | bytes]] | None
 Answer = tuple[Any, Trailing]
 """A reply, and what came behind it."""
 _RELEASE = ((PROTOCOL_KEY, str(PROTOCOL)), (VERSION_KEY, VERSION))
+_OWN_CODES = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
+"""Statuses that gRPC itself gives a call that no coordinator answered. None of them ends a caller."""
 
 
 class AuthenticatedCall:
@@ -80,13 +85,13 @@ class AuthenticatedCall:
         self._token, self.prover = token, TokenProver(token)
         return True
 
-    def stranger(self) -> PenstockError:
+    def stranger(self, words: str = "") -> PenstockError:
         """For an answer of a process that does not know the token. The coordinator, where one was known before, may
-        still come back: until then it is away."""
+        still come back: until then it is away. `words`: of an error."""
         kind = CoordinatorUnavailableError if self._reached else AuthenticationError
         return kind(
             f"the process that answers at {self.address} does not prove that it knows the token: it is not the "
-            "coordinator, which may be down while another has taken its port"
+            f"coordinator, which may be down while another has taken its port{words}"
         )
 
     def _tls_trouble(self, error: CoordinatorUnavailableError) -> TlsError | None:
@@ -117,8 +122,8 @@ class Call:
             return False
         trailing = error.trailing_metadata() or ()
         if error.code() is not grpc.StatusCode.UNAUTHENTICATED:
-            if any(key == ERROR_KEY for key, _ in trailing):  # not gRPC's own words, such as "cannot be reached"
-                self.believe(trailing)
+            if error.code() not in _OWN_CODES or any(key == ERROR_KEY for key, _ in trailing):
+                self.believe(trailing, _words(error))
             return False
         if not self._tries:
             return False
@@ -129,10 +134,16 @@ class Call:
         self._show()
         return True
 
-    def believe(self, trailing: Trailing) -> None:
-        """Raises an error for an answer, or an error, of one who does not know the token."""
-        if not self._shown.proven_by(_found(trailing, PROOF_KEY)):
-            raise self._client.stranger()
+    def believe(self, metadata: Trailing, words: str = "") -> None:
+        """Raises an error for an answer, or an error with these words, of one who does not know the token."""
+        if not self._shown.proven_by(_found(metadata, PROOF_KEY)):
+            raise self._client.stranger(words)
+
+
+def _words(error: grpc.Call | grpc.aio.AioRpcError) -> str:
+    """What an error without a proof says, safe to print: gRPC's own words may be of use, as of a reply that is too
+    large."""
+    return f" (it says {error.code().name}: {ascii((error.details() or '')[:SHOWN])[1:-1]})"
 
 
 def _found(trailing: Trailing, name: str) -> Any:
@@ -149,6 +160,14 @@ class Streams(grpc.UnaryStreamClientInterceptor):
         self._of_thread.call = continuation(client_call_details, request)
         return self._of_thread.call
 
+    def initial(self) -> Trailing:
+        """Return what stands before the first part of this thread's last stream."""
+        return self._of_thread.call.initial_metadata()  # type: ignore[no-any-return]
+
     def trailing(self) -> Trailing:
         """What stood at the end of this thread's last stream."""
         return self._of_thread.call.trailing_metadata()  # type: ignore[no-any-return]
+
+    def cancel(self) -> None:
+        """End this thread's last stream, if it has not ended."""
+        self._of_thread.call.cancel()

@@ -21,16 +21,19 @@ from types import TracebackType
 from typing import Any, Generic, TypeVar, cast
 
 import grpc
+from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
 
 from penstock.proto.errors import (
     CoordinatorUnavailableError,
     ForkedProcessError,
+    InvalidArgumentError,
+    PenstockError,
     ProtocolError,
     StateCorruptError,
 )
-from penstock.proto.rpc.authenticated_calls import Answer, AuthenticatedCall, Call, Metadata, Streams
-from penstock.proto.rpc.channel import CHUNK, Tls, connect, connect_aio
+from penstock.proto.rpc.authenticated_calls import Answer, AuthenticatedCall, Call, Streams
+from penstock.proto.rpc.channel import CHUNK, REQUEST_MAX, Tls, connect, connect_aio
 from penstock.proto.rpc.wire_errors import answer_of
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
@@ -105,6 +108,17 @@ def answer_parts(answer: pb.StateAnswer, data: bytes) -> Iterator[pb.AnswerPart]
     yield pb.AnswerPart(answer=sized, data=first)
     for piece in more:
         yield pb.AnswerPart(data=piece)
+
+
+def _sendable(address: str, method: str, request: Any) -> Any:
+    """Return the request. Raise InvalidArgumentError for one that no coordinator takes: gRPC's own refusal of it could
+    not be told from that of a stranger."""
+    if isinstance(request, Message) and (size := request.ByteSize()) > REQUEST_MAX:
+        raise InvalidArgumentError(
+            f"{method} to the coordinator at {address} is too large: a request must have at most {REQUEST_MAX} bytes, "
+            f"got {size}"
+        )
+    return request
 
 
 async def _async(parts: Iterable[_Part]) -> AsyncIterator[_Part]:
@@ -223,13 +237,13 @@ class CoordinatorClient(AuthenticatedCall):
                 raise trouble from error
             raise
 
-    def _made(self, method: str, deadline_s: float, once: Callable[[Metadata], Answer]) -> Any:
-        """What `once`, a call with this metadata, gets, from one who knows the token."""
+    def _made(self, method: str, deadline_s: float, once: Callable[[Call], Answer]) -> Any:
+        """What `once`, which makes this call, gets, from one who knows the token."""
         with self._guarded(method, deadline_s):
             call = Call(self)
             while True:
                 try:
-                    reply, trailing = once(call.metadata)
+                    reply, trailing = once(call)
                 except grpc.RpcError as error:
                     if not call.again(error):
                         raise
@@ -240,19 +254,26 @@ class CoordinatorClient(AuthenticatedCall):
     def _ask(self, method: str, deadline_s: float, request: Callable[[], Any], _: type[_Reply]) -> _Reply:
         """The reply to a request, or to a stream of parts, which is made anew for each try."""
 
-        def once(metadata: Metadata) -> Answer:
+        def once(call: Call) -> Answer:
             make = getattr(self._stub, method).with_call
-            reply, call = make(request(), timeout=deadline_s, metadata=metadata)
-            return reply, call.trailing_metadata()
+            reply, made = make(_sendable(self.address, method, request()), timeout=deadline_s, metadata=call.metadata)
+            return reply, made.trailing_metadata()
 
         return cast(_Reply, self._made(method, deadline_s, once))
 
     def _read(self, method: str, deadline_s: float, request: Any, take: Callable[[Any], None]) -> None:
-        """Give `take` the parts of the reply as they come. They are the coordinator's only if this returns."""
+        """Give `take` the parts of the reply as they come from one who knows the token."""
 
-        def once(metadata: Metadata) -> Answer:
-            for part in getattr(self._stub, method)(request, timeout=deadline_s, metadata=metadata):
-                take(part)
+        def once(call: Call) -> Answer:
+            parts = getattr(self._stub, method)(request, timeout=deadline_s, metadata=call.metadata)
+            try:
+                for number, part in enumerate(parts):
+                    if not number:
+                        call.believe(self._streams.initial())
+                    take(part)
+            except PenstockError:
+                self._streams.cancel()
+                raise
             return None, self._streams.trailing()
 
         self._made(method, deadline_s, once)
@@ -382,14 +403,14 @@ class AsyncCoordinatorClient(AuthenticatedCall):
     ) -> None:
         await self.close()
 
-    async def _wait(self, method: str, deadline_s: float, once: Callable[[Metadata], Awaitable[Answer]]) -> Any:
-        """What `once`, a call with this metadata, gets, from one who knows the token."""
+    async def _wait(self, method: str, deadline_s: float, once: Callable[[Call], Awaitable[Answer]]) -> Any:
+        """What `once`, which makes this call, gets, from one who knows the token."""
         try:
             with self._guarded(method, deadline_s):
                 call = Call(self)
                 while True:
                     try:
-                        reply, trailing = await once(call.metadata)
+                        reply, trailing = await once(call)
                     except grpc.RpcError as error:
                         if not call.again(error):
                             raise
@@ -406,22 +427,31 @@ class AsyncCoordinatorClient(AuthenticatedCall):
     async def _ask(self, method: str, deadline_s: float, request: Callable[[], Any], _: type[_Reply]) -> _Reply:
         """The reply to a request, or to a stream of parts, which is made anew for each try."""
 
-        async def once(metadata: Metadata) -> Answer:
-            call = getattr(self._stub, method)(request(), timeout=deadline_s, metadata=metadata)
-            if not isinstance(call, grpc.aio.StreamUnaryCall):
-                return await call, await call.trailing_metadata()
-            return await answer_of(call), await call.initial_metadata()
+        async def once(call: Call) -> Answer:
+            sent = _sendable(self.address, method, request())
+            made = getattr(self._stub, method)(sent, timeout=deadline_s, metadata=call.metadata)
+            if not isinstance(made, grpc.aio.StreamUnaryCall):
+                return await made, await made.trailing_metadata()
+            return await answer_of(made), await made.initial_metadata()
 
         return cast(_Reply, await self._wait(method, deadline_s, once))
 
     async def _read(self, method: str, deadline_s: float, request: Any, take: Callable[[Any], None]) -> None:
-        """Give `take` the parts of the reply as they come. They are the coordinator's only if this returns."""
+        """Give `take` the parts of the reply as they come from one who knows the token."""
 
-        async def once(metadata: Metadata) -> Answer:
-            call = getattr(self._stub, method)(request, timeout=deadline_s, metadata=metadata)
-            async for part in call:
-                take(part)
-            return None, await call.trailing_metadata()
+        async def once(call: Call) -> Answer:
+            made = getattr(self._stub, method)(request, timeout=deadline_s, metadata=call.metadata)
+            believed = False
+            try:
+                async for part in made:
+                    if not believed:
+                        call.believe(await made.initial_metadata())
+                        believed = True
+                    take(part)
+            except PenstockError:
+                made.cancel()
+                raise
+            return None, await made.trailing_metadata()
 
         await self._wait(method, deadline_s, once)
 

@@ -203,6 +203,7 @@ async def server_aio(
     tls: Tls | None = None,
     insecure: bool = False,
     calls: CallCounters | None = None,
+    inner: str | None = None,
 ) -> RunningServer:
     """Starts a server on the running event loop.
 
@@ -213,6 +214,7 @@ async def server_aio(
         tls: what to show; with a CA in it callers must show a certificate too.
         insecure: allows an address that other machines can reach without TLS.
         calls: where the calls that it answers are counted.
+        inner: "unix:/path" to listen on too, in a folder of this process alone.
 
     Raises InvalidArgumentError for an address that cannot be listened on, UnsafeBindError for one that may not be,
     PortTakenError for one in use.
@@ -239,6 +241,9 @@ async def server_aio(
             tls.for_server().check_own("coordinator")
             files = Renewing(tls, "coordinator")
             port = server.add_secure_port(listen, _server_credentials(files))
+        if inner is not None:
+            refuse_strangers(inner)
+            server.add_insecure_port(inner)
     except RuntimeError as error:
         raise _why_not_bound(listen) from error
     await server.start()

@@ -34,12 +34,13 @@ from penstock.proto.errors import (
 from penstock.proto.rpc.version import VERSION
 from penstock.proto.v1 import records_pb2
 
-__all__ = ["METADATA_MAX", "ErrorInterceptor", "abort", "answer_of", "detail_of", "error_of", "translating"]
+__all__ = ["METADATA_MAX", "ErrorInterceptor", "abort", "answer_of", "cut", "detail_of", "error_of", "translating"]
 
 _Reply = TypeVar("_Reply")
 
 METADATA_MAX = 64 * 1024
 """Errors travel in trailing metadata, whose default cap of 8 KiB is less than a traceback. Both ends set it."""
+NAME_KEEP = 256
 MESSAGE_KEEP = 8 * 1024
 TRACEBACK_KEEP = 24 * 1024
 """Characters kept of an error's message and remote traceback; with base64 on top they stay below METADATA_MAX."""
@@ -74,6 +75,15 @@ def detail_of(error: BaseException) -> records_pb2.ErrorDetail:
         name=name,
         message=_middle_out(message, MESSAGE_KEEP),
         remote_traceback=_middle_out(remote, TRACEBACK_KEEP),
+    )
+
+
+def cut(detail: records_pb2.ErrorDetail, most: int = TRACEBACK_KEEP) -> records_pb2.ErrorDetail:
+    """An error that somebody else made a message of, cut to the size of ours, or to `most` bytes of each text."""
+    return records_pb2.ErrorDetail(
+        name=detail.name[:NAME_KEEP],
+        message=_middle_out(detail.message, min(most, MESSAGE_KEEP)),
+        remote_traceback=_middle_out(detail.remote_traceback, most),
     )
 
 

@@ -21,8 +21,10 @@ from penstock.proto.errors import InvalidArgumentError
 __all__ = [
     "NEUTRAL",
     "Assignment",
+    "Seat",
     "assigned",
     "current_assignment",
+    "exchange",
     "get_streaming_batch_size",
     "looked_at",
     "mark_looked_at",
@@ -121,6 +123,19 @@ def assigned(assignment: Assignment) -> Iterator[None]:
         yield
     finally:
         _current, _looked = before
+
+
+Seat = tuple[Assignment, mmap.mmap]
+"""A place, and the mark of whether it was looked at."""
+
+
+def exchange(seat: Seat | None) -> Seat:
+    """Put another's place here, None for one that is yet to be set; returns the one that was here. For a process in
+    which several workers take turns."""
+    global _current, _looked
+    before = _current, _looked
+    _current, _looked = seat if seat is not None else (NEUTRAL, mmap.mmap(-1, 1))
+    return before
 
 
 def step_aside() -> Assignment:

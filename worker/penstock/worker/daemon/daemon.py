@@ -36,8 +36,9 @@ from penstock.proto.v1 import coordinator_pb2, lane_pb2, records_pb2
 from penstock.runtime.process.liveness_file import LivenessWriter
 from penstock.runtime.process.watch import Process, become_subreaper
 from penstock.worker.daemon.durable_snapshots import SnapshotQuota
-from penstock.worker.daemon.heartbeats import Heartbeats
+from penstock.worker.daemon.heartbeats import Heartbeats, fitted
 from penstock.worker.daemon.listeners import LaneListeners, slot_of
+from penstock.worker.daemon.memory_watch import HARD_LIMIT
 from penstock.worker.daemon.proofs import LoaderFindings
 from penstock.worker.daemon.slot import DaemonCounters, Slot, SlotKey, key_of
 from penstock.worker.helpers.blobs import Blobs
@@ -45,6 +46,7 @@ from penstock.worker.helpers.helper_pool import HelperPool
 from penstock.worker.loader.crossing_kinds import more_careful
 from penstock.worker.processes.child_output import unblocked_logging
 from penstock.worker.processes.child_processes import START_DEADLINE_S, ForkServer, end_orphans
+from penstock.worker.processes.control_groups import SPARE_BYTES, ControlGroups, here
 from penstock.worker.processes.fork_servers import ForkServers
 from penstock.worker.processes.runner_user import RunnerUser, find_user, sees_shared_memory
 from penstock.worker.processes.temporary_folders import TemporaryFolders
@@ -93,9 +95,12 @@ class DaemonSettings:
     runner_user: str = ""
     """Name or number of the user that user code runs as; "": the daemon's own. See runner_user.py."""
     runner_processes: int = 0
-    """Processes and threads that this user may have, all runners' together; 0 = any. Only with runner_user."""
+    """Processes and threads that this user may have, all runners' together; 0 = any. Only with runner_user or in
+    control groups."""
     no_cage: bool = False
     """Runners may do to other processes what their user may; else see sandbox.py."""
+    no_groups: bool = False
+    """Runners get no control groups; else see control_groups.py."""
     tls: Tls | None = None
     """For the coordinator, and for lanes from other hosts."""
     insecure: bool = False
@@ -128,9 +133,15 @@ class Daemon:
         self.runner_memory = settings.runner_memory
         self.starts = TurnQueue(settings.starts or cores())
         user = _runner_user(settings)
+        self._groups = _control_groups(settings)
         self._tempdirs = TemporaryFolders(user)
         self._fork_servers = ForkServers(
-            self._tempdirs, self.starts, settings.start_timeout_s, caged=not settings.no_cage, user=user
+            self._tempdirs,
+            self.starts,
+            settings.start_timeout_s,
+            caged=not settings.no_cage,
+            user=user,
+            groups=self._groups,
         )
         self._heart = Heartbeats(
             self._connect,
@@ -254,6 +265,8 @@ class Daemon:
         self.blobs.close()
         await end_orphans()
         self._tempdirs.close()
+        if self._groups is not None:
+            self._groups.close(here()[1])
         await self.coordinator.close()
 
     async def _register(self, first: bool = False) -> None:
@@ -357,7 +370,9 @@ class Daemon:
             hold_s=hold_s,
             lease_s=self._lease_s,
             leaving=self._leaving,
-            slots=[] if bare else [slot.report() for slot in self._slots.values()] + [*self._unstarted.values()],
+            slots=[]
+            if bare
+            else fitted([slot.report() for slot in self._slots.values()] + [*self._unstarted.values()]),
         )
 
     # ---- assignments
@@ -541,12 +556,26 @@ def _runner_user(settings: DaemonSettings) -> RunnerUser | None:
                 "runner_memory needs CAP_SYS_PTRACE beside runner_user (docker run --cap-add SYS_PTRACE)"
             )
         return find_user(settings.runner_user, settings.runner_processes)
-    if settings.runner_processes:
+    return None
+
+
+def _control_groups(settings: DaemonSettings) -> ControlGroups | None:
+    """Those of its children, where it can have any."""
+    if settings.embedded or settings.no_groups:
+        groups, why_not = None, "they are turned off"
+    else:
+        most = settings.runner_memory and HARD_LIMIT * settings.runner_memory + SPARE_BYTES
+        own, ours = here()
+        groups, why_not = ControlGroups.take(own, ours, memory=most, processes=settings.runner_processes)
+    if groups is not None:
+        _log.info("each runner has a control group of its own")
+    elif settings.runner_processes and not settings.runner_user:
         raise InvalidArgumentError(
             f"runner_processes must come with runner_user, got {settings.runner_processes} alone: the kernel counts by "
-            "user, and would count this worker and all else of its user; set runner_user, too"
+            "user, and would count this worker and all else of its user; set runner_user, too. It would count runners "
+            f"alone in control groups, and there are none here: {why_not}"
         )
-    return None
+    return groups
 
 
 async def serve(settings: DaemonSettings, ready: Callable[[str], None] | None = None) -> None:

@@ -17,9 +17,15 @@ from collections.abc import Callable
 from typing import Protocol
 
 from penstock.proto.errors import PenstockError
+from penstock.proto.rpc.wire_errors import cut
 from penstock.proto.v1 import coordinator_pb2
 
-__all__ = ["Heartbeats"]
+__all__ = ["Heartbeats", "fitted"]
+
+REPORTS_MAX = 3 << 20
+"""Bytes of all reports of a heartbeat: the coordinator takes 4 MiB."""
+BARE = 300
+"""Bytes of a report without texts, but for the name of its run."""
 
 LATE = 0.5
 """Share of a lease without an answer after which the thread speaks up."""
@@ -29,6 +35,27 @@ HANGS_S = 60.0
 """Seconds without a turn of the event loop after which it hangs, and is not only busy."""
 SOON_S = 0.5
 """Seconds between two looks while no lease is known."""
+
+
+def fitted(reports: list[coordinator_pb2.SlotReport]) -> list[coordinator_pb2.SlotReport]:
+    """The reports, in one heartbeat's bytes: if they are more, texts of those above their share are cut."""
+    if sum(report.ByteSize() for report in reports) <= REPORTS_MAX:
+        return reports
+    share = REPORTS_MAX // len(reports)
+    return [_cut(report, share) if report.ByteSize() > share else report for report in reports]
+
+
+def _cut(report: coordinator_pb2.SlotReport, share: int) -> coordinator_pb2.SlotReport:
+    most = max(0, share - BARE - len(report.run.encode())) // 8
+    short = coordinator_pb2.SlotReport()
+    short.CopyFrom(report)
+    short.doing, short.stack = report.doing[: most // 4], report.stack[: most // 4]  # characters have up to 4 bytes
+    if report.HasField("error"):
+        short.error.CopyFrom(cut(report.error, most))
+    if short.ByteSize() > share:
+        for name in ("not_restartable", "not_used", "advances_state"):
+            short.capabilities.ClearField(name)
+    return short
 
 
 class _Client(Protocol):

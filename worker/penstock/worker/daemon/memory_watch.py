@@ -9,12 +9,13 @@ import time
 from typing import TYPE_CHECKING
 
 from penstock.proto.v1 import coordinator_pb2
+from penstock.worker.processes.control_groups import OutOfMemory
 from penstock.worker.resources.memory_use import held_by
 
 if TYPE_CHECKING:
     from penstock.worker.daemon.slot import Slot
 
-__all__ = ["MemoryWatch"]
+__all__ = ["HARD_LIMIT", "MemoryWatch", "killed_for_memory"]
 
 MEMORY_S = 1.0
 """Between two looks at a runner's memory, where it is limited."""
@@ -81,6 +82,21 @@ class MemoryWatch:
                 break
             await asyncio.sleep(GAIN_S)
         await slot.durable.prepare_migration()
+
+
+def killed_for_memory(slot: Slot, whose: OutOfMemory, *, young: bool) -> None:
+    """The kernel has killed the slot's runner, or something of it. By the limit of its control group, what comes of it
+    is the same as if the watch had done it. `young`: it was before its second batch."""
+    at = f"the runner of {slot.name} was killed by the kernel at batch {slot.progress_page.total}, for"
+    if whose is OutOfMemory.OWN:
+        slot.recycle = slot.outgrown = young
+        limit = _mib(slot.host.runner_memory)
+        slot.lose(
+            f"{at} it held far more memory than its control group may, above the limit of {limit} (penstock "
+            "worker --runner-memory)"
+        )
+    else:
+        slot.lose(f"{at} its machine, container or systemd unit had no memory left")
 
 
 def _looked_at(pid: int, limit: int) -> tuple[int, float]:

@@ -21,17 +21,19 @@ from typing import Any, Protocol
 from penstock.proto.errors import (
     JournalError,
     PenstockError,
+    ProtocolError,
     SupersededError,
     WorkerLostError,
 )
 from penstock.proto.rpc.calls import AsyncCoordinatorClient
 from penstock.proto.rpc.channel import detail_of
+from penstock.proto.rpc.wire_errors import cut
 from penstock.proto.state.position import EPOCHS_AHEAD
 from penstock.proto.state.restartable import by_own_methods
 from penstock.proto.v1 import coordinator_pb2, lane_pb2, records_pb2
 from penstock.runtime.telemetry.logs import SubjectLogger
 from penstock.worker.daemon.durable_snapshots import NOT_OURS, DurableSnapshots, SnapshotQuota
-from penstock.worker.daemon.memory_watch import MemoryWatch
+from penstock.worker.daemon.memory_watch import MemoryWatch, killed_for_memory
 from penstock.worker.daemon.proofs import LoaderFindings, RestartPointProver
 from penstock.worker.daemon.slot_states import SlotStates
 from penstock.worker.daemon.snapshots import SlotSnapshots, StoredSnapshot
@@ -39,6 +41,7 @@ from penstock.worker.daemon.stall_watch import LOOKS, Stall, hang_s
 from penstock.worker.helpers.replayers import DEADLINE_S, ReplayHost, run_task, send_assignment
 from penstock.worker.processes.child_processes import Child, about_slot
 from penstock.worker.processes.control_channel import ControlMessage, counts
+from penstock.worker.processes.control_groups import OutOfMemory
 from penstock.worker.processes.exit_causes import descriptors_closed, how_it_ended
 from penstock.worker.processes.progress_page import ProgressPage
 from penstock.worker.processes.stack_dump import state_of
@@ -52,6 +55,8 @@ _log = logging.getLogger("penstock.worker")
 
 STOP_GRACE_S = 0.5
 """For a runner that is asked to end, before its process group is killed."""
+MOST_TRAITS = 8 << 10
+"""Bytes that a runner may say of its loader: each heartbeat tells it."""
 MOST_TOLD = 1000
 """Characters of what the training job is told of its loader's states."""
 LOOK_S = 0.02
@@ -173,6 +178,10 @@ class Slot:
                 closed = descriptors_closed(status, self.name)
                 if closed is not None:
                     self.fail(detail_of(closed), lost=False)
+                elif self._child.out_of_memory is not OutOfMemory.NO:
+                    self.progress_page.refresh()
+                    young = self.begun.is_set() and self.progress_page.total <= self._first_total + 1
+                    killed_for_memory(self, self._child.out_of_memory, young=young)
                 else:
                     self.lose(how_it_ended(status, self.name, self.progress_page), self._child.last_stack)
         except asyncio.CancelledError:
@@ -379,10 +388,12 @@ class Slot:
                     point.generators = generators
             return
         if message.kind == "ready":
+            if len(message.payload) > MOST_TRAITS:
+                raise ProtocolError(f"traits of {len(message.payload)} bytes, above the limit of {MOST_TRAITS}")
             self.capabilities.ParseFromString(message.payload)
             self.spawn(self._become_ready())
         elif message.kind == "unsaved":
-            self.unsaved = records_pb2.ErrorDetail(**fields["error"])
+            self.unsaved = cut(records_pb2.ErrorDetail(**fields["error"]))
             self.log.warning("%s: its state cannot be saved: %.4000s", self.name, self.unsaved.message)
         elif message.kind == "begun":
             self.begun.set()
@@ -395,7 +406,7 @@ class Slot:
         elif message.kind == "broken":
             self.log.warning("%s: %.4000s", self.name, fields["error"]["message"])
         elif message.kind == "failed":
-            self.fail(records_pb2.ErrorDetail(**fields["error"]), lost=False)
+            self.fail(cut(records_pb2.ErrorDetail(**fields["error"])), lost=False)
         self.host.slot_changed()
 
     async def _send_resume(self) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from penstock.proto.state import position
+from penstock.worker.loader.restart_plan import Target, usable
 
 __all__ = ["SlotSnapshots", "StoredSnapshot"]
 
@@ -53,6 +54,15 @@ class StoredSnapshot:
     """It was looked at how the loader gets over the end of the epoch from here."""
     wanted: bool = False
     """Taken because a checkpoint at this step was announced."""
+
+    @property
+    def began(self) -> int:
+        """Batches in all when its epoch was opened."""
+        return self.total - self.delivered
+
+    @property
+    def is_epoch_start(self) -> bool:
+        return self.epoch_start
 
     @property
     def position(self) -> tuple[int, int, int, bool, int]:
@@ -109,20 +119,10 @@ class SlotSnapshots:
     ) -> StoredSnapshot | None:
         """The base to replay from: the latest usable one at or before a place, in the latest pass.
 
-        `left`: epoch -> total where the loop left that epoch. What was taken ahead of such a place is not on the way,
-        and what was taken just there only the last resort, as in `_recover` in runner.py.
+        `left`: epoch -> total where the loop left that epoch. See `usable` in restart_plan.py, which a runner asks too.
         """
-        usable = [
-            kept
-            for kept in self._kept
-            if kept.epoch <= epoch
-            and kept.total <= total
-            and self._usable(kept)
-            and kept.total - kept.delivered <= left.get(kept.epoch - 1, kept.total)
-            and all(kept.total <= there for number, there in left.items() if number >= kept.epoch)
-        ]
-        usable = [kept for kept in usable if kept.epoch_start or kept.total != left.get(kept.epoch)] or usable
-        return max(usable, key=lambda kept: (kept.epoch, kept.total, kept.epoch_start), default=None)
+        found = usable((kept for kept in self._kept if self._usable(kept)), Target(epoch, total, left))
+        return max(found, key=lambda kept: (kept.epoch, kept.total, kept.epoch_start), default=None)
 
     def _keep_only(self, kept: list[StoredSnapshot]) -> None:
         self._kept = kept

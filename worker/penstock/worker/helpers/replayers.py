@@ -123,9 +123,7 @@ async def _by_child(
     for last in (False, True):
         fork_server = await host.fork_server(assignment)
         answer: asyncio.Future[ControlMessage] = asyncio.get_running_loop().create_future()
-        child = await fork_server.fork(
-            "task", f"{name} {task}", progress_page, _first(answer), about_slot(assignment)
-        )
+        child = await fork_server.fork("task", f"{name} {task}", progress_page, _first(answer), about_slot(assignment))
         try:
             await _ask(host, child, assignment, points, task, fields)
             either: set[asyncio.Future[Any]] = {answer, child.exited}

@@ -1,9 +1,22 @@
-"""How a loader that was restored within an epoch gets into the next one: see epoch_crossing.py. Needs no torch, for the
-daemon compares what its helpers have found."""
+"""How a loader that was restored within an epoch gets into the next one, as decisions over values: see
+epoch_crossing.py, which carries them out. Needs no torch, for the daemon compares what its helpers have found."""
 
 from __future__ import annotations
 
-__all__ = ["FRESH", "KEPT", "REPLAY", "WAYS", "more_careful"]
+from dataclasses import dataclass
+
+__all__ = [
+    "FRESH",
+    "KEPT",
+    "REPLAY",
+    "WAYS",
+    "First",
+    "are_one",
+    "first_choice",
+    "more_careful",
+    "the_right_one",
+    "to_try",
+]
 
 KEPT, FRESH, REPLAY = "kept", "fresh", "replay"
 WAYS = ("", KEPT, FRESH, REPLAY)
@@ -13,3 +26,57 @@ WAYS = ("", KEPT, FRESH, REPLAY)
 def more_careful(one: str, other: str) -> str:
     """Return the one of two ways that is still right if the other was found wrong."""
     return max(one, other, key=WAYS.index)
+
+
+def to_try(known: str) -> tuple[str, ...]:
+    """Return the ways that a proof tries, beginning with the one that is known: no less careful one, and not REPLAY,
+    which remains where all others fail."""
+    return WAYS[WAYS.index(known or KEPT) : WAYS.index(REPLAY)]
+
+
+def first_choice(known: str, *, methods: int, whole: bool, untouched: bool, strays: bool) -> str:
+    """Return the way that is right by what is known, "" if it is to be found out.
+
+    Args:
+        known: `Past.rewinds`.
+        methods: how many of the four state methods the loader has.
+        whole: its stream can be made again from the beginning.
+        untouched: it has yielded nothing since it was restored, and may not know that it is within an epoch.
+        strays: it drew other random numbers where it was restored than the loader that streamed.
+    """
+    if methods == 4 and not whole:
+        return KEPT  # its stream began on another topology: there is no other word than its own
+    if strays:
+        return REPLAY
+    return "" if known == KEPT and untouched else known
+
+
+@dataclass(frozen=True)
+class First:
+    """What an epoch begins with."""
+
+    digest: int | None
+    """Of its first batch, None if it has none."""
+    behind: bytes
+    """The loader's state after it, and the generators; b"" if it cannot be had."""
+    failure: str = ""
+    """What the loader raised instead."""
+
+    def alike(self, other: First) -> bool:
+        """The batch is the same one."""
+        return (self.digest, self.failure) == (other.digest, other.failure)
+
+
+def are_one(kept: First, fresh: First, *, awaited: int | None, whole: bool) -> bool:
+    """Return whether KEPT and FRESH lead to the same, so that FRESH will do.
+
+    The batch alone does not tell, except where nothing could tell more: the stream cannot be made again. `awaited`: the
+    digest of the batch that came when a state was saved there; ways that agree on another one are wrong.
+    """
+    same = fresh == kept or (fresh.alike(kept) and not whole)
+    return same and (awaited is None or awaited == fresh.digest)
+
+
+def the_right_one(right: First, kept: First, fresh: First) -> str:
+    """Return the way that led to what a loader from the beginning came to."""
+    return KEPT if right == kept else FRESH if right == fresh else REPLAY

@@ -22,55 +22,58 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from penstock.proto.batch.digest import cover_of
 from penstock.proto.batch.replay_digest import ReplayDigest
 from penstock.proto.errors import InputFnError, PenstockError, ReplayMismatchError
 from penstock.proto.state.codec import encode_state
-from penstock.worker.loader.crossing_kinds import FRESH, KEPT, REPLAY
+from penstock.worker.loader.crossing_kinds import FRESH, KEPT, REPLAY, First, are_one, first_choice, the_right_one
+from penstock.worker.loader.restart_plan import Leg, Target
 from penstock.worker.loader.restart_points import END, RestartPoint, StreamHistory, StreamPosition
+from penstock.worker.loader.travel import catch_up, travel
 
 if TYPE_CHECKING:
     from penstock.worker.loader.restorable_loader import RestorableLoader
 
-__all__ = ["catch_up", "cross", "leave", "travel"]
+__all__ = ["cross"]
 
 _log = logging.getLogger("penstock.worker")
 
 
 def cross(source: RestorableLoader, step: int) -> RestartPoint:
     """Open the next epoch of a restored source in the way that is right; returns its epoch start."""
-    end, untouched = source.rng(), source.is_untouched
-    no_other_word = (
-        source.capabilities.state_methods == 4 and not source.history.complete
-    )  # its stream began on another topology
-    if no_other_word or (source.history.crossing == KEPT and not (untouched or source.strays)):
+    end, untouched, history = source.rng(), source.is_untouched, source.history
+    choice = first_choice(
+        history.crossing,
+        methods=source.capabilities.state_methods,
+        whole=history.complete,
+        untouched=untouched,
+        strays=source.strays,
+    )
+    if choice == KEPT:
         return source.open(step=step)
     if source.by_own_methods:
         return _cross_as_resumed(source, step)
-    if source.history.crossing == FRESH and not source.strays:
+    if choice == FRESH:
         source.renew(end)
         return source.open(step=step)
     take = ReplayDigest(cover=cover_of(source.assignment.loader.options)).take
-    if source.history.crossing == REPLAY or source.strays:
+    if choice == REPLAY:
         _from_the_beginning(source, take)
         return source.open(step=step)
     kept = _tried(source, step, take)
     source.renew(end)
     fresh = _tried(source, step, take)
-    same = fresh == kept or (fresh.alike(kept) and not source.history.complete)  # where nothing could tell more
-    awaited = source.awaited.get(source.position.total, fresh.digest)
-    if same and awaited == fresh.digest:
+    if are_one(kept, fresh, awaited=source.awaited.get(source.position.total), whole=history.complete):
         source.learn_rewinds(FRESH)
         source.renew(end)
         return source.open(step=step)
     _from_the_beginning(source, take)
     opened = source.open(step=step)
-    right = _First.of(source, take)
+    right = _first_of(source, take)
     if not untouched:
-        source.learn_rewinds(KEPT if right == kept else FRESH if right == fresh else REPLAY)
+        source.learn_rewinds(the_right_one(right, kept, fresh))
         opened = source.marked(opened)
         _log.warning(
             "%s: restored within pass %d, it does not begin the next one as a loader made anew. Which "
@@ -91,11 +94,11 @@ def _cross_as_resumed(source: RestorableLoader, step: int) -> RestartPoint:
     take = ReplayDigest(cover=cover_of(source.assignment.loader.options)).take
     start, untouched, goal, history = source.start, source.is_untouched, source.position.copy(), source.history
     awaited = source.awaited.get(goal.total)
-    came: _First | None = None
+    came: First | None = None
     if history.crossing != REPLAY:
         try:
             opened = source.open(step=step)
-            came = _First.of(source, take)
+            came = _first_of(source, take)
         except InputFnError as error:
             _log.info("%s: restored, it does not get over the end of its epoch: %s", source.name, error.message)
         else:
@@ -104,7 +107,7 @@ def _cross_as_resumed(source: RestorableLoader, step: int) -> RestartPoint:
         source.abort()
     _from_the_beginning(source, take)
     opened = source.open(step=step)
-    right = _First.of(source, take)
+    right = _first_of(source, take)
     if came is not None and came.digest == right.digest and start is not None:
         if not untouched:
             source.learn_rewinds(KEPT)
@@ -120,6 +123,15 @@ def _cross_as_resumed(source: RestorableLoader, step: int) -> RestartPoint:
             goal.epoch - 1,
         )
     return opened
+
+
+def _to(source: RestorableLoader, goal: StreamPosition, history: StreamHistory, seen: Callable[[Any], None]) -> None:
+    """Go to a place, and say nothing where an epoch ends before."""
+
+    def go(leg: Leg) -> None:
+        source.seek(leg.total, leg.epoch, seen)
+
+    travel(source, Target(goal.epoch, goal.total, dict(history.abandoned)), go)
 
 
 def _as_resumed(
@@ -138,46 +150,28 @@ def _as_resumed(
 
     source.restore(start)
     source.restored = False
-    travel(
-        source, dict(history.abandoned), goal.total, goal.epoch, lambda total, epoch: source.seek(total, epoch, seen)
-    )
+    _to(source, goal, history, seen)
     catch_up(source, goal.epoch)
     source.restored = True
 
 
-@dataclass(frozen=True)
-class _First:
-    """What an epoch begins with."""
-
-    digest: int | None
-    """Of its first batch, None if it has none."""
-    behind: bytes
-    """The loader's state after it, and the generators; b"" if it cannot be had."""
-    failure: str = ""
-    """What the loader raised instead."""
-
-    def alike(self, other: _First) -> bool:
-        """The batch is the same one."""
-        return (self.digest, self.failure) == (other.digest, other.failure)
-
-    @classmethod
-    def of(cls, source: RestorableLoader, take: Callable[[Any], tuple[int, int]]) -> _First:
-        batch = source.peek()
-        digest = None if batch is END else take(batch)[0]
-        try:
-            return cls(digest, encode_state(source.state(source.position.total)[0]) + source.rng())
-        except PenstockError:
-            return cls(digest, b"")
+def _first_of(source: RestorableLoader, take: Callable[[Any], tuple[int, int]]) -> First:
+    batch = source.peek()
+    digest = None if batch is END else take(batch)[0]
+    try:
+        return First(digest, encode_state(source.state(source.position.total)[0]) + source.rng())
+    except PenstockError:
+        return First(digest, b"")
 
 
-def _tried(source: RestorableLoader, step: int, take: Callable[[Any], tuple[int, int]]) -> _First:
+def _tried(source: RestorableLoader, step: int, take: Callable[[Any], tuple[int, int]]) -> First:
     """What the epoch begins with if it is opened as the source is now. A loader that raises where it was restored may
     be one that cannot begin again, and another way is right; if it always raises, the last way says so."""
     try:
         source.open(step=step)
-        return _First.of(source, take)
+        return _first_of(source, take)
     except InputFnError as error:
-        return _First(None, b"", error.message)
+        return First(None, b"", error.message)
     finally:
         source.abort()
 
@@ -200,9 +194,7 @@ def _from_the_beginning(source: RestorableLoader, take: Callable[[Any], tuple[in
         source.position.samples += samples
 
     source.begin()
-    travel(
-        source, dict(history.abandoned), goal.total, goal.epoch, lambda total, epoch: source.seek(total, epoch, seen)
-    )
+    _to(source, goal, history, seen)
     catch_up(source, goal.epoch)
     if (source.position.epoch, source.position.total) != (goal.epoch, goal.total) or (
         digest and source.digest != digest
@@ -212,33 +204,3 @@ def _from_the_beginning(source: RestorableLoader, take: Callable[[Any], tuple[in
             "loader does not reproduce its batches (see penstock doctor)"
         )
     source.history = history.of(source.history.launch)
-
-
-def travel(
-    source: RestorableLoader, left: dict[int, int], total: int, epoch: int, seek: Callable[[int, int], object]
-) -> None:
-    """Go to batch `total` in epoch `epoch`, the way that the loop went: out of the epochs that it left, where it
-    did."""
-    for known in sorted(known for known in left if source.position.epoch <= known < epoch):
-        seek(left[known], known)
-        leave(source, known, left[known])
-    seek(total, epoch)
-
-
-def catch_up(source: RestorableLoader, epoch: int) -> None:
-    """Go to where epoch `epoch` is opened, if the source is not that far, over the end of the epoch that it is in and
-    of those in between, of which it had no batch. Raises ReplayMismatchError if one comes."""
-    while source.position.epoch < epoch:
-        if not source.is_open:
-            source.open_epoch()
-        source.reach_end()
-
-
-def leave(source: RestorableLoader, epoch: int, total: int) -> None:
-    """Leave epoch `epoch` after batch `total`, where the source stands, as the loop left it."""
-    catch_up(source, epoch)
-    if not source.is_open:
-        source.open_epoch()
-    if not source.saves_state:
-        source.reseed("left", epoch, total)
-    source.abandon_epoch(total)

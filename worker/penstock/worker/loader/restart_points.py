@@ -11,8 +11,10 @@ There are three kinds. Only the first needs no proof (see proofs.py):
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, cast
 
+from penstock.proto.batch.digest import MASK
 from penstock.proto.errors import InputFnError, ReplayMismatchError, StateCorruptError
 from penstock.proto.state.codec import decode_state, encode_state
 from penstock.worker.loader.crossing_kinds import WAYS, more_careful
@@ -148,6 +150,19 @@ class RestartPoint:
     """The restart point from which this place is come to by replay, if this is none itself."""
 
     @property
+    def epoch(self) -> int:
+        return self.position.epoch
+
+    @property
+    def total(self) -> int:
+        return self.position.total
+
+    @property
+    def began(self) -> int:
+        """Batches in all when its epoch was opened."""
+        return self.position.began
+
+    @property
     def is_epoch_start(self) -> bool:
         """Taken where an epoch begins, and not after a batch."""
         return self.rng_before is not None
@@ -203,7 +218,7 @@ class RestartPoint:
         """
         try:
             return cls._of(value)
-        except (KeyError, TypeError, ValueError) as error:
+        except (LookupError, ArithmeticError, TypeError, ValueError, AttributeError, RuntimeError) as error:
             raise StateCorruptError(f"a saved state that cannot be: {type(error).__name__}: {error}") from error
 
     @classmethod
@@ -217,5 +232,8 @@ class RestartPoint:
             at, state, rng, digest = epoch_start["at"], epoch_start["state"], epoch_start["rng"], epoch_start["digest"]
         else:
             at, state, rng, digest = restart["at"], value["user"], restart["rng"], restart["digest"]
-        position = StreamPosition(*at)
-        return cls(position, state, rng, before, digest, skips=skips, history=history)
+        if not isinstance(rng, bytes) or not isinstance(before, bytes | None):
+            raise TypeError(f"random generators of the types {type(rng).__name__} and {type(before).__name__}")
+        if any(type(count) is not int or not 0 <= count <= MASK for count in (*at, digest, *chain(*skips))):
+            raise ValueError(f"counts {at!r:.80}, {digest!r:.80}, {skips!r:.80}")
+        return cls(StreamPosition(*at), state, rng, before, digest, skips=skips, history=history)

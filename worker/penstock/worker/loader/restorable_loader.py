@@ -26,6 +26,7 @@ from typing import Any
 
 import xxhash
 
+from penstock.proto.batch.classes import MAX_NAME
 from penstock.proto.errors import (
     InputFnError,
     NotRestartableError,
@@ -66,9 +67,10 @@ class RestorableLoader:
         assignment: records_pb2.WorkerAssignment,
         doing: Callable[[str], None] = lambda activity: None,
         left_out: Callable[[int, int], None] = lambda epoch, count: None,
+        load: Callable[[records_pb2.LoaderSpec], Callable[..., Any]] = load_input_fn,
     ) -> None:
         """`doing`: told what user code is called for. `left_out`: told the epoch of the next batch, and how many were
-        left out before it."""
+        left out before it. `load`: finds the callable of the spec."""
         self.assignment = assignment
         self.position = StreamPosition(0, 0, 0, 0)
         self.capabilities = records_pb2.LoaderCapabilities(length=-1)
@@ -93,6 +95,7 @@ class RestorableLoader:
         self._restored_at = 0
         self._doing = doing
         self._left_out = left_out
+        self._load_fn = load
         self._skips = {(skip.epoch, skip.total): skip.count for skip in assignment.skips}
         self._loader: Any = None
         self._iterator: Iterator[Any] | None = None
@@ -152,6 +155,10 @@ class RestorableLoader:
         """Where the launch began, of a loader that is restored by its own methods only."""
         return self._start
 
+    def another(self, assignment: records_pb2.WorkerAssignment) -> RestorableLoader:
+        """A loader of the same code, for this assignment."""
+        return RestorableLoader(assignment, load=self._load_fn)
+
     def learn_resume(self, resume: dict[str, Any] | None) -> None:
         """What the launch resumed from, and which batch came next if that was at an epoch's end."""
         self.resume, a = resume, self.assignment
@@ -174,7 +181,7 @@ class RestorableLoader:
         self._introduce(a.start.step + 1)
         self._doing("input_fn")  # its module is the user's too
         with self._user("its module"):
-            self._fn = load_input_fn(a.loader)
+            self._fn = self._load_fn(a.loader)
         self._call()
         loader, capabilities = self._loader, self.capabilities
         with self._user("its loader's methods"):
@@ -183,8 +190,9 @@ class RestorableLoader:
             capabilities.is_iterator = hasattr(type(loader), "__next__")
             capabilities.loads_own_state = getattr(loader, "loads_own_state", False) is True
             capabilities.exact_states = getattr(loader, "exact_states", False) is True
-            if callable(getattr(loader, "advance_state", None)):
-                capabilities.advances_state = f"{type(loader).__module__}:{type(loader).__qualname__}"
+            name = f"{type(loader).__module__}:{type(loader).__qualname__}"
+            if callable(getattr(loader, "advance_state", None)) and len(name) <= MAX_NAME:
+                capabilities.advances_state = name
             capabilities.own_workers = int(getattr(loader, "num_workers", 0) or 0)
             if capabilities.own_workers and getattr(loader, "persistent_workers", False):
                 capabilities.not_restartable = (
@@ -336,7 +344,7 @@ class RestorableLoader:
             self.leave_epoch()
             return END
         except BaseException as error:  # sys.exit() too is the user's code, and must not look like our death
-            raise self._failed(f"batch {self.position.total + 1}", error) from error
+            raise self.failed(f"batch {self.position.total + 1}", error) from error
         self.position.delivered += 1
         self.position.total += 1
         return batch
@@ -609,9 +617,10 @@ class RestorableLoader:
         except PenstockError:
             raise
         except BaseException as error:
-            raise self._failed(what, error) from error
+            raise self.failed(what, error) from error
 
-    def _failed(self, what: str, error: BaseException) -> PenstockError:
+    def failed(self, what: str, error: BaseException) -> PenstockError:
+        """What is said of an error of user code."""
         if isinstance(error, PenstockError):
             return error
         return InputFnError(f"{self.name}: {what} raised {describe(error)}", remote_traceback=format_remote(error))

@@ -6,33 +6,34 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any, cast
 
 from penstock.proto.batch.digest import cover_of
 from penstock.proto.batch.replay_digest import ReplayDigest
-from penstock.proto.errors import ReplayMismatchError, StateMismatchError
+from penstock.proto.errors import PenstockError, ReplayMismatchError, StateMismatchError
 from penstock.proto.v1 import records_pb2
 from penstock.worker.loader.crossing_kinds import REPLAY
-from penstock.worker.loader.epoch_crossing import catch_up, travel
+from penstock.worker.loader.restart_plan import Leg, Target, first_fit
 from penstock.worker.loader.restart_points import END, UNFIT, RestartPoint, StreamHistory, StreamPosition
 from penstock.worker.loader.restorable_loader import RestorableLoader
+from penstock.worker.loader.resume_plan import ResumeKind, ResumeWay, resume_ways, rotations
+from penstock.worker.loader.travel import catch_up, travel
 
 __all__ = ["start"]
 
 _log = logging.getLogger("penstock.worker")
 
 Keep = Callable[[RestartPoint, bool], None]
-Seek = Callable[[int, int, int], None]
+Go = Callable[[Leg], object]
 
 
-def start(source: RestorableLoader, resume: dict[str, Any] | None, keep: Keep, seek: Seek) -> None:
+def start(source: RestorableLoader, resume: dict[str, Any] | None, keep: Keep, go: Go) -> None:
     """Start a built source as its assignment says.
 
     Args:
         resume: decoded blob of the assignment's resume, None to start from nothing.
         keep: gets each restart point, and whether the stream comes from there and needs no proof of it.
-        seek: replays to a place, (total, epoch, digest of that batch or 0).
+        go: replays a leg of the way; see travel.py.
     """
     a = source.assignment
     point, slots = a.start, a.start.slots
@@ -54,18 +55,18 @@ def start(source: RestorableLoader, resume: dict[str, Any] | None, keep: Keep, s
         return
     # Over the end of the epoch, if it had ended when the state was saved: for this slot, or for all.
     epoch = point.epoch if a.slot in point.live else point.epoch + 1
-    _Resume(source, part, own.total, point.epoch, epoch, keep, seek).run()
+    _Resume(source, part, own.total, point.epoch, epoch, keep, go).run()
 
 
-def _leads_on(a: records_pb2.WorkerAssignment, slot: int, worker: int, resume: dict[str, Any]) -> bool:
+def _leads_on(beside: RestorableLoader, slot: int, worker: int, resume: dict[str, Any]) -> bool:
     """Whether a loader made as this worker of the box goes on with the batch that came next in this slot."""
-    part = resume["slots"].get(slot)
+    a, part = beside.assignment, resume["slots"].get(slot)
     if part is None or not part["next_digest"]:
         return True
     assignment = records_pb2.WorkerAssignment()
     assignment.CopyFrom(a)
     assignment.slot = slot
-    source, step = RestorableLoader(assignment), a.start.step
+    source, step = beside.another(assignment), a.start.step
     try:
         source.build()
         source.make_as(worker)
@@ -86,9 +87,9 @@ class _Resume:
     """On the shape that the state was saved on: in the first way that leads to the batches that were delivered."""
 
     def __init__(
-        self, source: RestorableLoader, part: dict[str, Any], total: int, epoch: int, then: int, keep: Keep, seek: Seek
+        self, source: RestorableLoader, part: dict[str, Any], total: int, epoch: int, then: int, keep: Keep, go: Go
     ) -> None:
-        self._source, self._part, self._seek = source, part, seek
+        self._source, self._part, self._replay = source, part, go
         self._keep_for_good = keep
         self._kept: list[tuple[RestartPoint, bool]] = []
         """Of the way that is tried: what comes of a wrong one must not be restarted from."""
@@ -102,33 +103,36 @@ class _Resume:
             self._history = StreamHistory(launch)
 
     def run(self) -> None:
-        ways = self._ways()
-        for number, way in enumerate(ways, 1):
-            self._kept.clear()
-            try:
-                way()
-                self._arrive()
-                break
-            except UNFIT as mismatch:
-                if number == len(ways):
-                    raise
-                if ways[number] == self._from_the_beginning:
-                    _log.warning("%s; its stream is made again from the beginning instead", mismatch.message)
+        first_fit(self._ways(), self._take, UNFIT, self._tell)
         for point, start in self._kept:
             self._keep_for_good(point, start)
 
-    def _ways(self) -> list[Callable[[], None]]:
-        """What may lead there, in the order in which it is tried."""
-        source, ways = self._source, list[Callable[[], None]]()
-        if source.by_own_methods and self._history.complete and self._cannot_go_on:
-            return [self._from_the_beginning]
-        if source.by_own_methods:
-            ways += [partial(self._in_turn, *rotation) for rotation in self._rotations()]
+    def _take(self, way: ResumeWay) -> None:
+        self._kept.clear()
+        if way.kind is ResumeKind.BEGINNING:
+            self._from_the_beginning()
+        elif way.kind is ResumeKind.RESTART_POINT:
+            self._from_restart_point()
+        elif way.first is not None:
+            self._in_turn(way.first, way.doubted)
         else:
-            ways.append(self._by_own_methods if source.capabilities.state_methods == 4 else self._from_restart_point)
-        if self._history.complete and (source.capabilities.state_methods == 4 or self._point.position.total > 0):
-            ways.append(self._from_the_beginning)
-        return ways
+            self._by_own_methods()
+        self._arrive()
+
+    def _tell(self, error: Exception, instead: ResumeWay) -> None:
+        if instead.kind is ResumeKind.BEGINNING:
+            _log.warning("%s; its stream is made again from the beginning instead", cast(PenstockError, error).message)
+
+    def _ways(self) -> list[ResumeWay]:
+        """What may lead there, in the order in which it is tried."""
+        source, own = self._source, self._source.by_own_methods
+        return resume_ways(
+            methods=source.capabilities.state_methods,
+            turns=self._rotations() if own else None,
+            whole=self._history.complete,
+            replays=own and self._history.complete and self._cannot_go_on,
+            total=self._point.position.total,
+        )
 
     @property
     def _cannot_go_on(self) -> bool:
@@ -138,22 +142,16 @@ class _Resume:
         assert resume is not None
         return any(RestartPoint.of(part).history.crossing == REPLAY for part in resume["slots"].values())
 
-    def _rotations(self) -> list[tuple[int, bool]]:
-        """Which slot of the box may be the loader's worker 0, so that all go on with their own batches; and whether
-        that is in doubt.
-
-        Most go on as they were. A loader that counts the samples of all workers begins a launch with worker 0, and its
-        next batch is that of the slot whose turn it is. The batches tell the two apart: none is left if they cannot.
-        """
+    def _rotations(self) -> list[ResumeWay]:
+        """Which slot of the box may be the loader's worker 0."""
         a, resume = self._source.assignment, self._source.resume
         slots, point = len(a.start.slots), a.start
         turn = point.live[point.cursor] if point.HasField("first") else 0
-        if not (turn and self._as_saved) or resume is None:
-            return [(0, False)]
-        own, other = (resume["slots"].get((a.slot + ahead) % slots, {}).get("next_digest", 0) for ahead in (0, turn))
-        if own in (0, other) and self._history.complete:
-            return []
-        return [(0, True), (turn, True)]
+        if resume is None or not self._as_saved:
+            turn = 0
+        parts = resume["slots"] if resume is not None else {}
+        own, other = (parts.get((a.slot + ahead) % slots, {}).get("next_digest", 0) for ahead in (0, turn))
+        return rotations(turn, own, other, whole=self._history.complete)
 
     def _in_turn(self, first: int, doubted: bool) -> None:
         """Resume the loader by its own methods where slot `first` is its worker 0, if that is right for others of the
@@ -164,7 +162,7 @@ class _Resume:
         others = sorted({0, 1, slots - 1} - {a.slot}) if doubted else []
         for slot in others:
             source.drop()
-            if not _leads_on(a, slot, (slot - first) % slots, cast(dict[str, Any], resume)):
+            if not _leads_on(source, slot, (slot - first) % slots, cast(dict[str, Any], resume)):
                 raise ReplayMismatchError(
                     f"{source.name}: resumed from its state after batch {self._total}, slot {slot} of the box would go "
                     "on with another batch than the one that came when the state was saved"
@@ -236,13 +234,7 @@ class _Resume:
     def _go(self) -> None:
         """The way that the loop went, up to where it was saved."""
         source, digest = self._source, self._part["digest"]
-        travel(
-            source,
-            dict(self._history.abandoned),
-            self._total,
-            self._epoch,
-            lambda total, epoch: self._seek(total, epoch, 0),
-        )
+        travel(source, Target(self._epoch, self._total, dict(self._history.abandoned)), self._replay)
         if digest and source.digest and source.digest != digest:
             raise ReplayMismatchError(
                 f"{source.name}: brought to where it was saved, batch {self._total} of the slot is not the one that "

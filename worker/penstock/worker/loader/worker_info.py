@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import torch.utils.data
 from torch.utils.data._utils import worker as torch_worker
@@ -22,50 +22,67 @@ from penstock.proto.state import assignment as place_of
 from penstock.proto.state.generators import derive_seed
 from penstock.proto.v1 import records_pb2
 
-__all__ = ["as_main_process", "offer_worker_info"]
+__all__ = ["Answers", "as_main_process", "exchange", "offer_worker_info"]
 
 T = TypeVar("T")
 
 _TORCH_COLLATE = "torch.utils.data._utils.collate"
 
 
-class _Answers:
-    """What get_worker_info() does in this process."""
+class Answers:
+    """What get_worker_info() answers to one worker's code."""
 
-    offered = 0
-    """The process that answers so."""
-    seed = 0
-    infos: ClassVar[dict[int, torch_worker.WorkerInfo]] = {}
-    given = 0
-    """Answers so far that named a worker."""
-    hidden = False
-    refused = False
-    """A state method raised where a worker was named, and did not where none was."""
+    def __init__(self) -> None:
+        self.seed = 0
+        self.infos: dict[int, torch_worker.WorkerInfo] = {}
+        self.given = 0
+        """Answers so far that named a worker."""
+        self.hidden = False
+        self.refused = False
+        """A state method raised where a worker was named, and did not where none was."""
+
+
+_current: Answers | None = None
+"""Of the worker whose code runs here; None: torch's own answer stands."""
+_offered = 0
+"""The process that answers so."""
+
+
+def exchange(answers: Answers | None) -> Answers | None:
+    """Answer to another worker's code from now on; returns the answers to the one before. For a process in which
+    several workers take turns."""
+    global _current
+    before, _current = _current, answers
+    return before
 
 
 def offer_worker_info(a: records_pb2.WorkerAssignment) -> None:
     """Answer get_worker_info() in this process with the place that the loader takes itself for."""
-    _Answers.seed = derive_seed(a.seed, "torch", a.box, a.slot)
-    _Answers.infos.clear()
+    global _current, _offered
+    if _current is None:
+        _current = Answers()
+    _current.seed = derive_seed(a.seed, "torch", a.box, a.slot)
+    _current.infos.clear()
     own, theirs = os.getpid(), torch_worker.get_worker_info
-    if _Answers.offered == own:
+    if _offered == own:
         return
-    _Answers.offered = own
+    _offered = own
 
     def get_worker_info() -> torch_worker.WorkerInfo | None:
-        if os.getpid() != own or _Answers.hidden or place_of.stands_aside():
+        answers = _current
+        if answers is None or os.getpid() != own or answers.hidden or place_of.stands_aside():
             return theirs()
         if sys._getframe(1).f_globals.get("__name__") == _TORCH_COLLATE:
             return None
-        _Answers.given += 1
+        answers.given += 1
         position = place_of.current_assignment()
         number = position.global_worker_id
-        if number not in _Answers.infos:
+        if number not in answers.infos:
             dataset: Any = None  # made after this, by the user
-            _Answers.infos[number] = torch_worker.WorkerInfo(
-                id=number, num_workers=position.total_num_workers, seed=_Answers.seed, dataset=dataset
+            answers.infos[number] = torch_worker.WorkerInfo(
+                id=number, num_workers=position.total_num_workers, seed=answers.seed, dataset=dataset
             )
-        return _Answers.infos[number]
+        return answers.infos[number]
 
     torch_worker.get_worker_info = get_worker_info
     torch.utils.data.get_worker_info = get_worker_info
@@ -74,17 +91,18 @@ def offer_worker_info(a: records_pb2.WorkerAssignment) -> None:
 def as_main_process(method: Callable[[], T]) -> T:
     """Call a state method of the loader. One that asks get_worker_info() and raises is called again as torch calls it,
     in a main process that has no worker info; and so from then on, if that helps."""
-    if not _Answers.refused:
-        before = _Answers.given
+    answers = _current if _current is not None else Answers()
+    if not answers.refused:
+        before = answers.given
         try:
             return method()
         except Exception:
-            if _Answers.given == before:
+            if answers.given == before:
                 raise
-    _Answers.hidden = True
+    answers.hidden = True
     try:
         result = method()
     finally:
-        _Answers.hidden = False
-    _Answers.refused = True
+        answers.hidden = False
+    answers.refused = True
     return result

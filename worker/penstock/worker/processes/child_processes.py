@@ -26,7 +26,8 @@ from penstock.runtime.process.watch import Process
 from penstock.runtime.telemetry.logs import SubjectLogger
 from penstock.worker.processes.child_output import PAUSE_S, READ_BYTES, OutputLines
 from penstock.worker.processes.control_channel import ControlChannel, ControlMessage
-from penstock.worker.processes.orphans import Orphans
+from penstock.worker.processes.control_groups import ControlGroups, OutOfMemory, out_of_memory
+from penstock.worker.processes.orphans import GRACE_S, Orphans
 from penstock.worker.processes.progress_page import ProgressPage
 from penstock.worker.processes.runner_user import RunnerUser
 from penstock.worker.processes.stack_dump import StackFile
@@ -57,6 +58,8 @@ ORPHANS_S = 4.0
 """For what a dead fork server had to end; at a daemon's end, too."""
 KILL_S = 5.0
 """Seconds for the kernel to end a process that was killed; one that hangs in a driver or a file system does not."""
+GROUP_S = GRACE_S + 1.0
+"""For what a dead child left in its control group to clean up and end, before all of it is killed."""
 END_S = 5.0
 """For a fork server to end what is below it, and itself."""
 
@@ -101,8 +104,13 @@ class Child:
         on_message: Callable[[ControlMessage], None],
         on_gone: Callable[[], None],
         about: Mapping[str, str | int] | None = None,
+        group: str = "",
     ) -> None:
         self.name = name
+        self.group = group
+        """Its control group; "" = it has none. See control_groups.py."""
+        self.out_of_memory = OutOfMemory.NO
+        """Whether the kernel has killed it, or something of it, for want of memory; known once it has exited."""
         self._logger = SubjectLogger(_log, **(about or {}))
         self._user_logger = SubjectLogger(_user_log, **(about or {}))
         self.pid = 0
@@ -228,6 +236,7 @@ class Child:
             self._process = None
         if not self.forked.done():
             self.forked.set_result(None)
+        self.out_of_memory = out_of_memory(self.group)
         self.last_stack = self.stacks.read()
         self.stacks.close()
         self.exited.set_result(status)
@@ -284,8 +293,9 @@ async def end_orphans(least_s: float = 0.0) -> None:
 class ForkServer:
     """One fork server process and the children it forked."""
 
-    def __init__(self, tempdirs: TemporaryFolders) -> None:
+    def __init__(self, tempdirs: TemporaryFolders, groups: ControlGroups | None = None) -> None:
         self._tempdirs = tempdirs
+        self._groups = groups
         self._children: dict[int, Child] = {}
         self._next = 0
         loop = asyncio.get_running_loop()
@@ -380,7 +390,10 @@ class ForkServer:
         read, write = os.pipe()
         self._next += 1
         number, tempdir = self._next, self._tempdirs.make()
-        child = Child(ControlChannel(ours), read, name, on_message, lambda: self._let_go(number, tempdir), about)
+        group = self._groups.make() if self._groups is not None else ""
+        child = Child(
+            ControlChannel(ours), read, name, on_message, lambda: self._let_go(number, tempdir, group), about, group
+        )
         self._children[number] = child
         try:
             self._channel.send(
@@ -389,6 +402,7 @@ class ForkServer:
                 id=number,
                 role=role,
                 tempdir=tempdir,
+                group=group,
             )
         except OSError as error:
             child.gone(None)
@@ -419,9 +433,11 @@ class ForkServer:
         """Whether its process is there."""
         return self._process is not None and not self._exited.done()
 
-    def _let_go(self, number: int, tempdir: str) -> None:
+    def _let_go(self, number: int, tempdir: str, group: str) -> None:
         self._children.pop(number, None)
         self._tempdirs.remove(tempdir)
+        if self._groups is not None and not self._groups.remove(group):
+            asyncio.get_running_loop().call_later(GROUP_S, self._groups.kill, group)
         if self.dead and not self._children:
             self.close()
 

@@ -7,6 +7,7 @@ from collections.abc import Collection
 
 from penstock.proto.v1 import records_pb2
 from penstock.worker.processes.child_processes import ForkServer
+from penstock.worker.processes.control_groups import ControlGroups
 from penstock.worker.processes.runner_user import RunnerUser
 from penstock.worker.processes.temporary_folders import TemporaryFolders
 from penstock.worker.resources.turn_queue import TurnQueue
@@ -28,6 +29,7 @@ class ForkServers:
         deadline_s: seconds that one may take to start; see Fork server.start.
         caged: whether runners are; see sandbox.py.
         user: whose runners are, if not the daemon's own; see runner_user.py.
+        groups: for their children; None: there are none. See control_groups.py.
     """
 
     def __init__(
@@ -38,12 +40,14 @@ class ForkServers:
         *,
         caged: bool,
         user: RunnerUser | None = None,
+        groups: ControlGroups | None = None,
     ) -> None:
         self._tempdirs = tempdirs
         self._starts = starts
         self._deadline_s = deadline_s
         self._caged = caged
         self._user = user
+        self._groups = groups
         self._fork_servers: dict[int, asyncio.Task[ForkServer]] = {}
         self._retiring: dict[int, asyncio.TimerHandle] = {}
         self._given_up: set[asyncio.Task[ForkServer]] = set()
@@ -57,7 +61,7 @@ class ForkServers:
         return await asyncio.shield(starting)
 
     async def _started(self, assignment: records_pb2.WorkerAssignment) -> ForkServer:
-        fork_server = ForkServer(self._tempdirs)
+        fork_server = ForkServer(self._tempdirs, self._groups)
         try:
             main_script = bool(assignment.loader.main_path)
             await fork_server.start(

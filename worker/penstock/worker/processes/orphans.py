@@ -21,7 +21,7 @@ from pathlib import Path
 from penstock.runtime.process.end import kill_child, reap_orphan
 from penstock.runtime.process.watch import stat_of
 
-__all__ = ["Orphans", "forget_shared_memory", "own_children"]
+__all__ = ["GRACE_S", "Orphans", "forget_shared_memory", "own_children"]
 
 GRACE_S = 3.5
 """For orphans that clean up by themselves; torch's manager waits for 2 s after its last user."""

@@ -33,6 +33,7 @@ from penstock.runtime.process import sandbox
 from penstock.runtime.process.end import has_ended, kill_child, reap
 from penstock.runtime.process.spawn import fork
 from penstock.runtime.process.watch import Process, become_subreaper, die_with_parent
+from penstock.worker.processes import control_groups
 from penstock.worker.processes.control_channel import (
     DESCRIPTORS_CLOSED,
     ControlChannel,
@@ -161,6 +162,8 @@ def _child(parent: int, message: ControlMessage, parents_channel: ControlChannel
     os.dup2(output, 2)
     os.close(output)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    if message.fields["group"]:
+        control_groups.enter(message.fields["group"])
     _give_up_rights(message.fields["tempdir"])
     die_with_parent(parent)  # again, for a change of user undoes it
     from penstock.worker.processes.progress_page import ProgressPage

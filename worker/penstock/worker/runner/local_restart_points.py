@@ -1,14 +1,15 @@
-"""What a runner itself remembers of its restart points, to go back to where the loop left an epoch."""
+"""What a runner itself remembers of its restart points, and its plan to go back to where the loop left an epoch."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from penstock.proto.state.position import EPOCHS_AHEAD
+from penstock.worker.loader.restart_plan import Target
 
-__all__ = ["EncodedPoint", "LocalRestartPoints", "UsablePoints"]
+__all__ = ["EncodedPoint", "LocalRestartPoints", "Return"]
 
 KEPT_POINTS = 16
 """Origins, and snapshots, that are remembered."""
@@ -29,30 +30,34 @@ class EncodedPoint:
 
 
 @dataclass(frozen=True)
-class UsablePoints:
-    """Bases from which a place can be come to, each kind oldest first."""
+class Return:
+    """How to go back to a place of an epoch that the runner ran ahead of."""
 
-    inside: list[EncodedPoint]
-    """Snapshots before it in its epoch."""
-    epoch_starts: list[EncodedPoint]
-    """Origins of its epoch."""
-    earlier: list[EncodedPoint]
-    """Of epochs before."""
-    there: list[EncodedPoint]
-    """Snapshots of just this place."""
+    inside: EncodedPoint | None
+    """The newest snapshot before it in its epoch, with batches between that are compared."""
+    epoch_start: EncodedPoint | None
+    """The newest start of its epoch."""
+    earlier: EncodedPoint | None
+    """The newest of the epochs before."""
+    first: EncodedPoint | None
+    """The same, where its epoch's start is in doubt: of the run's first epoch only for a place in the second."""
+    there: EncodedPoint | None
+    """The newest snapshot of just this place."""
+    probe: Target | None = None
+    """To go to from `epoch_start` first: nothing was taken of the epoch, so no other batch would show that a loader
+    that is restored there is elsewhere. `epoch_start` is in doubt if it does not lead there."""
 
-    def in_order(self, epoch: int, *, origins_doubted: bool) -> list[EncodedPoint]:
-        """The best first.
+    def ways(self, *, origin_doubted: bool) -> list[EncodedPoint]:
+        """Return the ways, the best first; empty if there is none.
 
         Best is a snapshot before the place: a loader that was just loaded and has yielded nothing may not know yet
         that it is in the middle of an epoch, and would go on with it when the next one is opened. Then the epoch's
         origin, which does not do for a loader that begins an epoch in its first next(); then from before the epoch, and
         last from just there.
         """
-        first = [*self.inside[-1:], *self.epoch_starts[-1:]]
-        if not self.inside and origins_doubted:
-            first = [point for point in self.earlier if point.epoch or epoch == 1][-1:] + first
-        return [*first, *self.earlier[-1:], *self.there[-1:]]
+        doubted = origin_doubted and self.inside is None
+        order = [self.first if doubted else None, self.inside, self.epoch_start, self.earlier, self.there]
+        return [way for way in order if way is not None]
 
 
 class LocalRestartPoints:
@@ -79,16 +84,30 @@ class LocalRestartPoints:
             while points and points[-1].epoch > epoch:
                 points.pop()
 
-    def ways_to(self, epoch: int, total: int, left: Mapping[int, int], *, exact: bool) -> UsablePoints:
-        """Ways to the place after batch `total` in an epoch. `left`: epoch -> batches when the loop left it. `exact`:
-        the loader's snapshots need no proof."""
-        snapshots = self._snapshots
+    def plan_return(self, target: Target, *, exact: bool, following: int = 0) -> Return:
+        """Plan the way back to a place.
+
+        Args:
+            exact: the loader's snapshots need no proof.
+            following: digest of the batch that came next there, of the same epoch; 0 if it is not known, or the loader
+                is not to be tried.
+        """
+        epoch, total, left, snapshots = target.epoch, target.total, target.left, self._snapshots
         near = total - (1 if exact else CHECKED_BATCHES)
+        epoch_start = _newest(point for point in self._origins if point.epoch == epoch and point.total <= total)
         earlier = [point for point in self._origins if point.epoch == 0 < epoch]
         earlier += [point for point in snapshots if point.epoch < epoch and point.total < left.get(point.epoch, total)]
-        return UsablePoints(
-            [point for point in snapshots if point.epoch == epoch and point.total <= near],
-            [point for point in self._origins if point.epoch == epoch and point.total <= total],
-            earlier,
-            [point for point in snapshots if point.epoch == epoch and point.total == total],
+        inside = _newest(point for point in snapshots if point.epoch == epoch and point.total <= near)
+        probes = inside is None and epoch_start is not None and epoch_start.total == total and following
+        return Return(
+            inside,
+            epoch_start,
+            _newest(earlier),
+            _newest(point for point in earlier if point.epoch or epoch == 1),
+            _newest(point for point in snapshots if point.epoch == epoch and point.total == total),
+            replace(target, total=total + 1, digest=following) if probes else None,
         )
+
+
+def _newest(points: Iterable[EncodedPoint]) -> EncodedPoint | None:
+    return next(reversed([*points]), None)

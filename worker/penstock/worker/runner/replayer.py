@@ -24,15 +24,16 @@ from penstock.proto.errors import InputFnError, LaneLostError, ReplayMismatchErr
 from penstock.proto.state.codec import decode_state, encode_state
 from penstock.proto.v1 import records_pb2
 from penstock.runtime.process import forks
-from penstock.worker.loader.crossing_kinds import FRESH, KEPT, REPLAY, WAYS
-from penstock.worker.loader.epoch_crossing import leave
+from penstock.worker.loader.crossing_kinds import FRESH, REPLAY, to_try
+from penstock.worker.loader.restart_plan import Target, route
 from penstock.worker.loader.restart_points import END, UNFIT, RestartPoint, StreamPosition
 from penstock.worker.loader.restorable_loader import RestorableLoader
+from penstock.worker.loader.travel import leave
 from penstock.worker.processes.control_channel import ControlChannel, ControlMessage, assignment_of, plain_detail
 from penstock.worker.processes.progress_page import ENTRIES
 from penstock.worker.processes.user_code import MAIN, load_class
 
-__all__ = ["run_task"]
+__all__ = ["run_task", "state_at"]
 
 _log = logging.getLogger("penstock.worker")
 
@@ -85,7 +86,8 @@ def run_task(channel: ControlChannel) -> None:
                 return
             if len(values) > 1:
                 source.learn_resume(cast(dict[str, Any], decode_state(values[1])))
-            _state(source, RestartPoint.decode(values[0]), message.fields, replay_digest, answer)
+            told, data = state_at(source, RestartPoint.decode(values[0]), message.fields, replay_digest)
+            answer.send("done", data, **told)
         except LaneLostError:
             raise
         except Exception as error:
@@ -125,7 +127,7 @@ def _prove(
         source.abandon_epoch(source.position.total)
     crossing = ""
     if beyond and source.restored:
-        crossing = _way_over(source, beyond, replay_digest, fields["crossing"] or KEPT, opened)
+        crossing = _way_over(source, beyond, replay_digest, fields["crossing"], opened)
     return {"same": True, "crossing": crossing}
 
 
@@ -139,7 +141,7 @@ def _way_over(
     """How the source, at the end of its epoch, gets to these batches of later ones: in the way that is known, if it
     leads there still, else in a more careful one."""
     end, position = source.rng(), source.position.copy()
-    for way in WAYS[WAYS.index(known) : WAYS.index(REPLAY)]:
+    for way in to_try(known):
         source.position = position.copy()
         try:
             if way == FRESH:
@@ -223,24 +225,23 @@ def _all_over(source: RestorableLoader, epoch: int) -> bool:
     return True
 
 
-def _state(
-    source: RestorableLoader, point: RestartPoint, fields: dict[str, Any], replay_digest: ReplayDigest, channel: _Answer
-) -> None:
+def state_at(
+    source: RestorableLoader, point: RestartPoint, fields: dict[str, Any], replay_digest: ReplayDigest
+) -> tuple[dict[str, Any], bytes]:
     """Replay from the base to `total` in epoch `epoch`, and save there, as of the box's `step`; from the beginning if
-    the base does not lead there."""
+    the base does not lead there. Returns what is told of the place, and the state."""
     try:
         source.restore(point)
-        told, data = _replayed(source, point, point.position.epoch, fields, replay_digest)
+        return _replayed(source, point, point.position.epoch, fields, replay_digest)
     except UNFIT as mismatch:
         if point.is_beginning or not point.history.complete:
             raise
         _log.warning("%s; its stream is made again from the beginning instead", mismatch.message)
         history = source.history = point.history
         source.begin()
-        told, data = _replayed(
+        return _replayed(
             source, replace(source.open_epoch(), history=history), point.position.epoch, fields, replay_digest
         )
-    channel.send("done", data, **told)
 
 
 def _replayed(
@@ -263,12 +264,14 @@ def _replayed(
             )
 
     epoch, total = fields["epoch"], fields["total"]
-    way = dict(point.history.abandoned) | {int(known): at for known, at in fields["left"].items()}
-    left = {known: at for known, at in way.items() if point.position.epoch <= known < epoch}
-    for known in sorted(left):
-        if not (source.seek(left[known], known, seen) and _all_over(source, known)):
+    target = Target(epoch, total, {int(known): at for known, at in fields["left"].items()}).behind(
+        point.history.abandoned
+    )
+    *left, _ = route(point.position.epoch, target)
+    for leg in left:
+        if not (source.seek(leg.total, leg.epoch, seen) and _all_over(source, leg.epoch)):
             return {"elsewhere": True}, b""
-        leave(source, known, left[known])
+        leave(source, leg.epoch, leg.total)
     opened = source.open_epoch(step=fields["step"]) if left else None
     if not source.seek(total, epoch, seen):
         return {"ended": True, "epoch": epoch, "total": source.position.total}, b""

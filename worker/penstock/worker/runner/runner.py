@@ -40,10 +40,11 @@ from penstock.runtime.process import forks
 from penstock.worker.batch.building import lend
 from penstock.worker.batch.entry_lease import EntryLease
 from penstock.worker.batch.stacking import Builder
-from penstock.worker.loader.epoch_crossing import catch_up, travel
+from penstock.worker.loader.restart_plan import BEGINNING, Leg, Target, first_fit, plan_recovery
 from penstock.worker.loader.restart_points import END, UNFIT, RestartPoint
 from penstock.worker.loader.restorable_loader import RestorableLoader
 from penstock.worker.loader.start import start
+from penstock.worker.loader.travel import begin, catch_up, recover, replay, restore, travel
 from penstock.worker.processes.control_channel import (
     ControlChannel,
     ControlMessage,
@@ -53,7 +54,7 @@ from penstock.worker.processes.control_channel import (
     plain_detail,
 )
 from penstock.worker.processes.progress_page import ProgressPage
-from penstock.worker.runner.local_restart_points import EncodedPoint, LocalRestartPoints
+from penstock.worker.runner.local_restart_points import EncodedPoint, LocalRestartPoints, Return
 
 __all__ = ["run_slot"]
 
@@ -189,52 +190,15 @@ class _Runner:
         self._doing("waiting")
         while self._hello is None:
             self._serve(None)
-        hello, points = self._hello, points + self._points
-        delivered, epoch = hello.next_total - 1, hello.epoch
-        left = self._left = {abandoned_epoch.epoch: abandoned_epoch.total for abandoned_epoch in hello.abandoned}
-        usable = [point for point in points if point.position.epoch <= epoch and point.position.total <= delivered]
-        # What was taken of an epoch beyond the place where the loop left it is not on the way.
-        usable = [
-            point for point in usable if point.position.total <= left.get(point.position.epoch, point.position.total)
-        ]
-        # And an epoch that was opened ahead of the loop began behind that place.
-        usable = [
-            point
-            for point in usable
-            if point.position.began <= left.get(point.position.epoch - 1, point.position.began)
-        ]
-        # Nor is a snapshot of just that place, if there is another: a loader that was loaded and has yielded nothing
-        # may not know that it is in the middle of an epoch, and would go on with it when the next one is opened.
-        usable = [
-            point for point in usable if point.is_epoch_start or point.position.total != left.get(point.position.epoch)
-        ] or usable
-        # Strictly before the last delivered batch if there is one, so that at least that one is compared.
-        before = [point for point in usable if point.position.total < delivered] or usable
-        if not before:
-            raise ReplayMismatchError(f"{self.source.name}: no snapshot lies before batch {delivered + 1} of the slot")
-        # Each was proven, but over a few batches; what is kept besides lies further back.
-        ways = sorted(before, key=lambda point: (point.position.epoch, point.position.total), reverse=True)
-        point = self._first_fit(ways, delivered, epoch, hello.last_digest)
+        hello, source = self._hello, self.source
+        self._left = {abandoned_epoch.epoch: abandoned_epoch.total for abandoned_epoch in hello.abandoned}
+        target = Target(hello.epoch, hello.next_total - 1, self._left, hello.last_digest)
+        plan = plan_recovery(points + self._points, target, counted=self._counts)
+        if plan is None:
+            raise ReplayMismatchError(f"{source.name}: no snapshot lies before batch {hello.next_total} of the slot")
+        point = recover(source, plan, target, self._seek)
         self._keep(point, epoch_start=point.rng_before is not None, start=True)
-        catch_up(self.source, epoch)
-
-    def _first_fit(self, ways: list[RestartPoint], total: int, epoch: int, digest: int) -> RestartPoint:
-        """Go to the place from the first of these that leads there, else from the beginning; returns that one."""
-        history, failure = ways[0].history, None
-        for point in ways if not (self._counts and history.complete) else ways[:0]:
-            try:
-                self._replay(point, total, epoch, digest)
-                return point
-            except UNFIT as mismatch:
-                _log.warning("%s; it is replayed from an older place instead", mismatch.message)
-                failure = mismatch
-        if failure is not None and (not history.complete or ways[-1].is_beginning):
-            raise failure
-        self.source.history = history
-        self.source.begin()
-        beginning = self.source.open_epoch()
-        self._travel(dict(history.abandoned) | self._left, total, epoch, digest)
-        return beginning
+        catch_up(source, hello.epoch)
 
     def _await_resume(self) -> dict[str, Any]:
         """What the launch resumed from, which the daemon has fetched only for those that need it again."""
@@ -248,19 +212,7 @@ class _Runner:
         source = self.source
         self._keep(source.open_epoch(step=self._step_of(source.position.total)))
 
-    def _replay(self, point: RestartPoint, total: int, epoch: int, digest: int) -> None:
-        """Go to the place after batch `total`, the way that the loop went."""
-        self.source.restore(point)
-        self._travel(dict(point.history.abandoned) | self._left, total, epoch, digest)
-
-    def _travel(self, left: dict[int, int], total: int, epoch: int, digest: int) -> None:
-
-        def seek(to: int, within: int) -> None:
-            self._seek(to, within, digest if (to, within) == (total, epoch) else 0)
-
-        travel(self.source, left, total, epoch, seek)
-
-    def _seek(self, total: int, epoch: int, digest: int) -> None:
+    def _seek(self, leg: Leg) -> None:
         source, replay_digest = self.source, ReplayDigest(self._flattener, cover=self._cover)
 
         def seen(batch: Any) -> None:
@@ -277,17 +229,7 @@ class _Runner:
             self._progress_page.replayed()
             self._poll_now()
 
-        before = source.position.total
-        if not source.seek(total, epoch, seen, self._open_epoch):
-            raise ReplayMismatchError(
-                f"{source.name}: pass {epoch} ended after batch {source.position.total} of the slot, but batch {total} "
-                "had been delivered: its data are not what they were"
-            )
-        if before < total and digest and source.digest != digest:
-            raise ReplayMismatchError(
-                f"{source.name}: replayed from its last snapshot, batch {total} of the slot differs from the one that "
-                "was delivered; the loader does not reproduce its batches"
-            )
+        replay(source, leg, seen, self._open_epoch)
 
     def _say_ready(self) -> None:
         self._channel.send("ready", self.source.capabilities.SerializeToString())
@@ -546,38 +488,42 @@ class _Runner:
 
     def _return_to(self, epoch: int, total: int) -> None:
         """Restore the loader to the place after batch `total` in an epoch that we ran ahead of."""
-        source = self.source
-        known = self._own.ways_to(epoch, total, self._left, exact=source.capabilities.exact_states)
-        delivered = self._progress_page.entry(total)
-        digest = delivered.digest if delivered is not None else 0
-        failure = StateMismatchError(f"{source.name}: no base of epoch {epoch} is kept from which it could be left")
-        history = source.history
-        doubted = not known.inside and not self._begins_at(known.epoch_starts[-1:], total, epoch)
-        for point in known.in_order(epoch, origins_doubted=doubted):
-            try:
-                self._replay(RestartPoint.decode(point.data), total, epoch, digest)
-                return
-            except UNFIT as mismatch:
-                failure = StateMismatchError(mismatch.message)
-        if not history.complete:
-            raise failure
-        source.history = history
-        source.begin()
-        self._travel(dict(history.abandoned) | self._left, total, epoch, digest)
+        source, history, page = self.source, self.source.history, self._progress_page
+        delivered, ahead = page.entry(total), page.entry(total + 1)
+        # One with worker processes of its own is not tried: each try would start them anew.
+        known = ahead is not None and ahead.epoch == epoch and not source.capabilities.own_workers
+        target = Target(epoch, total, self._left, delivered.digest if delivered is not None else 0)
+        following = ahead.digest if ahead is not None and known else 0
+        plan = self._own.plan_return(target, exact=source.capabilities.exact_states, following=following)
 
-    def _begins_at(self, epoch_starts: list[EncodedPoint], total: int, epoch: int) -> bool:
-        """False if the loader, restored from the origin of an epoch of which nothing was taken, does not go on with the
-        batch that came next there: no other batch would show that it is elsewhere."""
-        ahead = self._progress_page.entry(total + 1)
-        if not epoch_starts or epoch_starts[-1].total != total or ahead is None or ahead.epoch != epoch:
-            return True
-        if self.source.capabilities.own_workers:  # which each try would start anew
-            return True
+        def take(point: EncodedPoint | None) -> None:
+            if point is not None:
+                restore(source, RestartPoint.decode(point.data), target, self._seek)
+                return
+            begin(source, history)
+            travel(source, target.behind(history.abandoned), self._seek)
+
+        ways: list[EncodedPoint | None] = [*plan.ways(origin_doubted=self._is_doubted(plan))]
+        if history.complete:
+            ways.append(BEGINNING)
+        if not ways:
+            raise StateMismatchError(f"{source.name}: no base of epoch {epoch} is kept from which it could be left")
         try:
-            self._replay(RestartPoint.decode(epoch_starts[-1].data), total + 1, epoch, ahead.digest)
-        except UNFIT:
+            first_fit(ways, take, UNFIT, lambda mismatch, instead: None)
+        except UNFIT as mismatch:
+            if history.complete:
+                raise
+            raise StateMismatchError(mismatch.message) from mismatch
+
+    def _is_doubted(self, plan: Return) -> bool:
+        """The loader, restored where the epoch began, does not go on with the batch that came next there."""
+        if plan.probe is None or plan.epoch_start is None:
             return False
-        return True
+        try:
+            restore(self.source, RestartPoint.decode(plan.epoch_start.data), plan.probe, self._seek)
+        except UNFIT:
+            return True
+        return False
 
     def _leave_unsaved(self, epoch: int, total: int) -> None:
         """The same for a loader without states, which cannot be taken back; what it read ahead (of a queue, say) it has

@@ -97,7 +97,7 @@ class Agreement:
                 "flying": flying,
                 "loaders": collected.loaders,
                 "planned": self._plan is not None,
-                "lengths": [len(objects[one.key]) for one in self._items if not one.framed],
+                "lengths": [len(objects[one.key]) for one in self._items if one.frame is None],
                 "replicas": summary(known),
             }
 
@@ -114,7 +114,7 @@ class Agreement:
         elif self._checked and len({answer["replicas"] for answer in answers}) > 1:
             self._compare(known)
         lengths = [
-            dict(zip((one.key for one in items if not one.framed), answer["lengths"], strict=True))
+            dict(zip((one.key for one in items if one.frame is None), answer["lengths"], strict=True))
             for items, answer in zip(self._everybody, answers, strict=True)
         ]
         assert self._plan is not None

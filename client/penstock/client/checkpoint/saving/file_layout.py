@@ -12,14 +12,14 @@ import heapq
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 __all__ = ["Bucket", "Item", "assign"]
 
 SUFFIX = ".distcp"
 
 
-@dataclass(frozen=True)
-class Item:
+class Item(NamedTuple):
     """Something to be saved."""
 
     name: str

@@ -5,15 +5,19 @@ of them, a scatter. For an unchanged model the outcome is the same, so here it i
 compared (`Collected.signature`). What differs from save to save are the lengths of objects: each rank tells its own.
 
 A layout is complete before anything is written: the length of a tensor's archive follows from its dtype and shape
-(torch_frames.py). So torch's `.metadata` can be made at once too, and nobody has to report back for it.
+(torch_frames.py). So torch's `.metadata` can be described at once too (index_description.py), and nobody has to report
+back for it.
+
+A state has thousands of entries, and the first save plans each of them while the training waits. So an entry is one
+tuple, what is said of tensors of one dtype and shape is one object, and torch's own, slower, kinds of items are made
+where torch's planner is asked.
 """
 
 from __future__ import annotations
 
-import pickle
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -29,8 +33,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from penstock.client.checkpoint.saving.file_layout import Item, assign
-from penstock.client.checkpoint.values.torch_frames import ALIGNMENT, frame_of
-from penstock.client.checkpoint.values.torch_private import StorageInfo
+from penstock.client.checkpoint.saving.index_description import Stored, described
+from penstock.client.checkpoint.values.torch_frames import ALIGNMENT, TorchFrame, frame_of
 from penstock.proto.errors import CheckpointError
 
 __all__ = [
@@ -42,7 +46,6 @@ __all__ = [
     "agree",
     "decode_items",
     "encode_items",
-    "key_of",
     "lay_out",
 ]
 
@@ -51,83 +54,90 @@ DCP_VERSION = "1.0.0"
 
 Key = tuple[str, tuple[int, ...] | None]
 """What is saved: its name and, for a part of a tensor, where that begins."""
-Chunk = tuple[torch.dtype, tuple[int, ...]]
-"""dtype and shape of the part of a tensor that is saved."""
 
 
-def key_of(index: MetadataIndex) -> Key:
-    return index.fqn, None if index.offset is None else tuple(index.offset)
-
-
-@dataclass(frozen=True)
-class LocalItem:
+class LocalItem(NamedTuple):
     """Something that one rank could save."""
 
-    item: WriteItem
-    framed: bool
-    """A plain tensor, whose archive is its frame and its values; else torch.save's bytes, as long as they are."""
+    key: Key
+    hint: int | None
+    """Where torch's reader looks first for the part among the tensor's parts."""
+    data: TensorWriteData | None
+    """None for an object."""
+    frame: TorchFrame | None
+    """Of a plain tensor, whose archive is its frame and its values; else torch.save's bytes, as long as they are."""
+    kind: WriteItemType
 
-    key: Key = field(init=False)
-    _chunk: Chunk | None = field(init=False)
-
-    def __post_init__(self) -> None:
-        data = self.item.tensor_data
-        object.__setattr__(self, "key", key_of(self.item.index))
-        object.__setattr__(self, "_chunk", data and (data.properties.dtype, tuple(data.chunk.sizes)))
+    @classmethod
+    def of(cls, item: WriteItem, framed: bool) -> LocalItem:
+        """One of torch's. framed: it is a plain tensor."""
+        index, data = item.index, item.tensor_data
+        frame = frame_of(data.properties.dtype, tuple(data.chunk.sizes)) if framed and data is not None else None
+        return cls((index.fqn, index.offset), index.index, data, frame, item.type)
 
     @property
-    def chunk(self) -> Chunk:
-        """Of a tensor."""
-        assert self._chunk is not None
-        return self._chunk
+    def name(self) -> str:
+        return self.key[0]
+
+    @property
+    def torch_index(self) -> MetadataIndex:
+        """Torch's name for it."""
+        return MetadataIndex(*self.key, self.hint)
+
+    @property
+    def item(self) -> WriteItem:
+        """For torch's planner."""
+        return WriteItem(self.torch_index, self.kind, tensor_data=self.data)
 
 
 class TensorItems:
-    """Makes write items of whole plain tensors, as torch's planner does.
+    """Makes items of whole plain tensors, as torch's planner does.
 
-    What is said of tensors of one dtype and shape is one object: so it is made once, pickled once, and loaded once.
+    What is said of tensors of one dtype and shape is one object: so it is made once, described once, and loaded once.
     """
 
     def __init__(self) -> None:
-        self._known: dict[Any, TensorWriteData] = {}
+        self._known: dict[Any, tuple[torch.Size, TensorWriteData, TorchFrame]] = {}
 
     def of(self, name: str, tensor: torch.Tensor) -> LocalItem:
         shape = tensor.shape
         kind = tensor.dtype, shape, tensor.requires_grad, tensor.is_pinned()
-        data = self._known.get(kind)
-        if data is None:
-            chunk = ChunkStorageMetadata(torch.Size([0] * len(shape)), shape)
-            data = self._known[kind] = TensorWriteData(chunk, TensorProperties.create_from_tensor(tensor), shape)
-        index = MetadataIndex(name, data.chunk.offsets, 0)
-        return LocalItem(WriteItem(index, WriteItemType.TENSOR, tensor_data=data), True)
+        known = self._known.get(kind)
+        if known is None:
+            begin = torch.Size([0] * len(shape))
+            properties = TensorProperties.create_from_tensor(tensor)
+            data = TensorWriteData(ChunkStorageMetadata(begin, shape), properties, shape)
+            known = self._known[kind] = begin, data, frame_of(tensor.dtype, tuple(shape))
+        begin, data, frame = known
+        return LocalItem((name, begin), 0, data, frame, WriteItemType.TENSOR)
 
 
 def encode_items(items: Sequence[LocalItem], paths: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
     """As JSON, for the other ranks. paths: name -> the keys that lead to it."""
     rows: list[Any] = []
     for one in items:
-        data, offset = one.item.tensor_data, one.item.index.offset
+        data, (name, offset) = one.data, one.key
         tensor = None
         if data is not None:
             dtype = str(data.properties.dtype).removeprefix("torch.")
             chunk = [list(data.chunk.offsets), list(data.chunk.sizes)]
             tensor = [dtype, data.properties.requires_grad, list(data.size), *chunk]
-        rows.append([one.item.index.fqn, offset and list(offset), one.item.type.name, one.framed, tensor])
+        rows.append([name, offset, one.hint, one.kind.name, one.frame is not None, tensor])
     return {"items": rows, "paths": [[name, list(path)] for name, path in paths.items()]}
 
 
 def decode_items(value: dict[str, Any]) -> tuple[list[LocalItem], dict[str, tuple[Any, ...]]]:
     items = []
     known: dict[str, TensorWriteData] = {}
-    for fqn, offset, kind, framed, tensor in value["items"]:
+    for fqn, offset, hint, kind, framed, tensor in value["items"]:
         data = None
         if tensor is not None and (data := known.get(str(tensor))) is None:
             dtype, requires_grad, size, offsets, sizes = tensor
             properties = TensorProperties(dtype=getattr(torch, dtype), requires_grad=requires_grad)
             chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
             data = known[str(tensor)] = TensorWriteData(chunk, properties, torch.Size(size))
-        index = MetadataIndex(fqn, None if offset is None else torch.Size(offset))
-        items.append(LocalItem(WriteItem(index, WriteItemType[kind], tensor_data=data), framed))
+        index = MetadataIndex(fqn, offset, hint)
+        items.append(LocalItem.of(WriteItem(index, WriteItemType[kind], tensor_data=data), framed))
     return items, {name: tuple(path) for name, path in value["paths"]}
 
 
@@ -142,14 +152,22 @@ class FileLayout:
     others: tuple[LocalItem, ...]
     """Whose lengths differ from save to save."""
 
-    def places(self, lengths: dict[Key, int]) -> tuple[list[tuple[LocalItem, int, int]], int]:
-        """Offset and length of each of the others, and the length of the file."""
+    def places(self, lengths: dict[Key, int]) -> tuple[list[int], int]:
+        """Offset of each of the others, and the length of the file."""
         places, offset = [], self.framed_bytes
         for one in self.others:
             offset = _aligned(offset)
-            places.append((one, offset, lengths[one.key]))
+            places.append(offset)
             offset += lengths[one.key]
         return places, offset
+
+    def stored(self, lengths: dict[Key, int]) -> Iterator[Stored]:
+        """What torch's index says of each of its archives."""
+        for one, offset in self.framed:
+            assert one.frame is not None
+            yield one.key, one.hint, offset, one.frame.length
+        for one, offset in zip(self.others, self.places(lengths)[0], strict=True):
+            yield one.key, one.hint, offset, lengths[one.key]
 
 
 @dataclass(frozen=True)
@@ -169,6 +187,7 @@ class GlobalPlan:
     shared: dict[Key, list[int]]
     """What several ranks have and one saves -> those ranks."""
     _made: tuple[Any, bytes] | None = field(default=None)
+    """Lengths, and the description for them."""
 
     def files(self, lengths: Sequence[dict[Key, int]]) -> list[list[tuple[str, int]]]:
         """(name, bytes) of the files of each rank. lengths: by rank, of what is not framed."""
@@ -177,20 +196,15 @@ class GlobalPlan:
             for rank, layout in enumerate(self.layouts)
         ]
 
-    def pickled(self, lengths: Sequence[dict[Key, int]]) -> bytes:
-        """`.metadata`, as torch's reader wants it. Made anew only if a length has changed."""
-        asked = [dict(one) for one in lengths]
-        if self._made is None or self._made[0] != asked:
-            places: dict[MetadataIndex, StorageInfo] = {}
-            for rank, layout in enumerate(self.layouts):
-                for file in layout.files:
-                    for one, offset in file.framed:
-                        length = frame_of(*one.chunk).length
-                        places[one.item.index] = StorageInfo(file.name, offset, length)
-                    for one, offset, length in file.places(lengths[rank])[0]:
-                        places[one.item.index] = StorageInfo(file.name, offset, length)
-            self.metadata.storage_data = places
-            self._made = asked, pickle.dumps(self.metadata)
+    def index(self, lengths: Sequence[dict[Key, int]]) -> bytes:
+        """A description of `.metadata`, for the writer to make it of. Made anew only if a length has changed."""
+        if self._made is None or self._made[0] != lengths:
+            files = [
+                (file.name, file.stored(lengths[rank]))
+                for rank, layout in enumerate(self.layouts)
+                for file in layout.files
+            ]
+            self._made = list(lengths), described(self.metadata, files)
         return self._made[1]
 
 
@@ -222,13 +236,14 @@ def _plan_alone(items: list[LocalItem], paths: dict[str, tuple[Any, ...]]) -> Me
     torch's planner would come to the same, and take four times as long.
     """
     stored: dict[str, BytesStorageMetadata | TensorStorageMetadata] = {}
-    objects = BytesStorageMetadata()
-    for one in items:
-        data = one.item.tensor_data
-        if one.item.type is WriteItemType.BYTE_IO:
-            stored[one.item.index.fqn] = objects
-        elif one.item.type is WriteItemType.TENSOR and data is not None and data.chunk.sizes == data.size:
-            stored[one.item.index.fqn] = TensorStorageMetadata(data.properties, data.size, [data.chunk])
+    objects, tensors = BytesStorageMetadata(), dict[int, TensorStorageMetadata]()
+    for (name, _), _, data, _, kind in items:
+        if data is None:
+            stored[name] = objects
+        elif known := tensors.get(id(data)):
+            stored[name] = known
+        elif kind is WriteItemType.TENSOR and data.chunk.sizes == data.size:
+            stored[name] = tensors[id(data)] = TensorStorageMetadata(data.properties, data.size, [data.chunk])
         else:
             return None
     return Metadata(stored, planner_data=dict(paths)) if len(stored) == len(items) else None
@@ -245,8 +260,9 @@ def _plan_together(
         raise CheckpointError(f"the ranks' states do not make one checkpoint: {error}") from error
     saved = []
     for plan, (items, _) in zip(deduplicated, everybody, strict=True):
-        framed = {one.key: one.framed for one in items}
-        saved.append([LocalItem(item, framed[key_of(item.index)]) for item in plan.items])
+        own = {one.key: one for one in items}
+        indexes = [item.index for item in plan.items]
+        saved.append([own[index.fqn, index.offset]._replace(hint=index.index) for index in indexes])
     return saved, metadata
 
 
@@ -255,12 +271,12 @@ def _compare(everybody: Sequence[tuple[list[LocalItem], Any]]) -> dict[Key, list
     kinds: dict[str, tuple[int, str]] = {}
     for rank, (items, _) in enumerate(everybody):
         for one in items:
-            data = one.item.tensor_data
+            data = one.data
             kind = f"a {data.properties.dtype} tensor of {list(data.size)}" if data is not None else "an object"
-            first, other = kinds.setdefault(one.item.index.fqn, (rank, kind))
+            first, other = kinds.setdefault(one.name, (rank, kind))
             if kind != other:
                 raise CheckpointError(
-                    f"{one.item.index.fqn!r} is {other} on rank {first} and {kind} on rank {rank}: a checkpoint has "
+                    f"{one.name!r} is {other} on rank {first} and {kind} on rank {rank}: a checkpoint has "
                     "one value under a name. Give what differs by rank a name with the rank in it"
                 )
             holders.setdefault(one.key, []).append(rank)
@@ -269,16 +285,18 @@ def _compare(everybody: Sequence[tuple[list[LocalItem], Any]]) -> dict[Key, list
 
 def lay_out(items: Sequence[LocalItem], prefix: str, buckets: int, hint: str | None) -> RankLayout:
     """Where in which files the items of one rank lie; arguments as for `assign`."""
-    sizes = [Item(one.item.index.fqn, frame_of(*one.chunk).length if one.framed else None) for one in items]
+    sizes = [Item(key[0], None if frame is None else frame.length) for key, _, _, frame, _ in items]
     files = []
     for bucket in assign(sizes, prefix, buckets, hint):
-        framed, offset = [], 0
-        for one in (items[place] for place in bucket.items if items[place].framed):
+        framed, others, offset = [], [], 0
+        for one in (items[place] for place in bucket.items):
+            if one.frame is None:
+                others.append(one)
+                continue
             offset = _aligned(offset)
             framed.append((one, offset))
-            offset += frame_of(*one.chunk).length
-        others = tuple(items[place] for place in bucket.items if not items[place].framed)
-        files.append(FileLayout(bucket.name, tuple(framed), offset, others))
+            offset += one.frame.length
+        files.append(FileLayout(bucket.name, tuple(framed), offset, tuple(others)))
     return RankLayout(tuple(files))
 
 

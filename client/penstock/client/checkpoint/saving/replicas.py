@@ -38,10 +38,10 @@ def digests(
     for one in items:
         if one.key not in shared:
             continue
-        if not one.framed:
+        if one.frame is None:
             found[one.key] = OBJECT, _object_digest(collected, one, objects)
             continue
-        tensor = find_state_dict_object(collected.values, one.item.index).detach()
+        tensor = find_state_dict_object(collected.values, one.torch_index).detach()
         tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         if tensor.numel():
             groups[tensor.device, tensor.dtype].append((one.key, _sample(tensor)))
@@ -58,7 +58,7 @@ def digests(
 
 def _object_digest(collected: CollectedState, one: LocalItem, objects: dict[Key, bytes]) -> str:
     """By value: one text that is held twice is written otherwise than two that are equal."""
-    name = one.item.index.fqn
+    name = one.name
     value = collected.values.get(name)
     if isinstance(value, torch.Tensor) or type(value) in PLAIN:
         return xxhash.xxh3_64_hexdigest(objects[one.key])

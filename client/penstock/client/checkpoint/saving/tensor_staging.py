@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from penstock.client.checkpoint.saving.planning import Key, RankLayout
+from penstock.client.checkpoint.saving.planning import Key, LocalItem, RankLayout
 from penstock.client.checkpoint.saving.shared_image import PAGE, SharedImage, pages
-from penstock.client.checkpoint.values.torch_frames import frame_of
 from penstock.client.checkpoint.values.torch_private import copy_all
 from penstock.client.stream.cuda import PageLocks, take_error
 
@@ -44,14 +43,14 @@ class StagingBuffer:
         layout: RankLayout,
         objects: dict[Key, bytes],
         metadata: bytes,
-        tensor_of: Callable[[Any], torch.Tensor],
+        tensor_of: Callable[[LocalItem], torch.Tensor],
     ) -> Staged:
         """Lay out what this rank saves as it will lie in its files. When this returns nothing refers to live values.
 
         Args:
             objects: what is not framed.
-            metadata: torch's `.metadata`; b"" on ranks that do not write it.
-            tensor_of: MetadataIndex -> the tensor to be saved there.
+            metadata: what the writer makes torch's `.metadata` of; b"" on ranks that do not write it.
+            tensor_of: what is the tensor of an item.
         """
         lengths = {key: len(data) for key, data in objects.items()}
         placed = [file.places(lengths) for file in layout.files]
@@ -62,14 +61,13 @@ class StagingBuffer:
                 self._lay_out(layout, sizes)
             image = self.image
             assert image is not None
-            sources = [tensor_of(one.item.index).detach() for file in layout.files for one, _ in file.framed]
-            self._copy(image, sources)
-            for places, start in zip(others, self._starts, strict=False):
-                for one, offset, _ in places:
+            self._copy(image, [tensor_of(one) for file in layout.files for one, _ in file.framed])
+            for file, places, start in zip(layout.files, others, self._starts, strict=False):
+                for one, offset in zip(file.others, places, strict=True):
                     image.put(start + offset, objects[one.key])
             image.put(self._starts[-1], metadata)
             files = [
-                (file.name, start, size, [offset for _, offset in file.framed] + [at for _, at, _ in places])
+                (file.name, start, size, [offset for _, offset in file.framed] + places)
                 for file, start, size, places in zip(layout.files, self._starts, sizes, others, strict=False)
             ]
             return files, (self._starts[-1], len(metadata))
@@ -87,7 +85,7 @@ class StagingBuffer:
 
     def _lay_out(self, layout: RankLayout, sizes: Sequence[int]) -> None:
         self._layout = None  # until all of it is there
-        framed = [*(file.framed_bytes for file in layout.files), 0]
+        framed = [*(file.framed_bytes for file in layout.files), sizes[-1]]  # the metadata has numbers to grow by
         self._rooms = [
             pages(size + max(SLACK, size - fixed)) if size else 0 for size, fixed in zip(sizes, framed, strict=True)
         ]
@@ -100,11 +98,13 @@ class StagingBuffer:
         self._targets = []
         for file, start in zip(layout.files, self._starts, strict=False):
             for one, offset in file.framed:
-                frame, begin = frame_of(*one.chunk), start + offset
+                assert one.frame is not None
+                assert one.data is not None
+                frame, data, begin = one.frame, one.data, start + offset
                 values = begin + len(frame.before)
                 image.put(begin, frame.before)
                 image.put(values + frame.nbytes, frame.behind)
-                self._targets.append(image.view(values, *one.chunk))
+                self._targets.append(image.view(values, data.properties.dtype, data.chunk.sizes))
         self._layout = layout
 
     def close(self) -> None:

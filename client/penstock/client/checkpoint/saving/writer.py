@@ -1,8 +1,9 @@
 """The writer: shared memory -> files on the disk -> a checkpoint that is there.
 
 A small process of its own beside each rank, without torch, gRPC or CUDA: what it writes lies in shared memory as it
-will lie in the files (shared_image.py), so all that is left to do is to write, to hash and to commit. It starts in 0.1
-s, holds 12 to 14 MiB, has no interpreter lock in common with the training loop, and lives as long as its checkpointer
+will lie in the files (shared_image.py), so all that is left to do is to write, to hash and to commit. Only torch's
+index it makes itself, of what the training process says of it (proto/state/checkpoint_index.py). It starts in 0.1 s,
+holds 12 to 14 MiB, has no interpreter lock in common with the training loop, and lives as long as its checkpointer
 does. It runs by its file's path (writer_process.py starts it), because `python -m` would import penstock.client, and
 with that torch.
 
@@ -71,6 +72,7 @@ from penstock.proto.state.checkpoint_files import (
     surplus,
     temporary_name,
 )
+from penstock.proto.state.checkpoint_index import DescribedIndex
 from penstock.runtime.files.atomic_files import sync_folder, write_whole
 from penstock.runtime.files.part_checksums import PartHasher
 from penstock.runtime.process.watch import wait_for_parent_end
@@ -224,10 +226,10 @@ class SaveJob:
                 causes[rank] = f"wrote {wrote}, where the plan has {plan[str(rank)]}"
         if causes:
             raise WriteFailed(causes)
-        start, size = self.request["commit"]["metadata"]
-        metadata = self.image[start : start + size]
+        start, size = self.request["commit"]["index"]
+        metadata = DescribedIndex.decode(bytes(self.image[start : start + size])).pickle()
         files = [CheckpointFile.from_row(*file) for rank in range(self.ranks) for file in reports[rank]["files"]]
-        files.append(CheckpointFile(METADATA, size, xxhash.xxh3_128_hexdigest(metadata)))
+        files.append(CheckpointFile(METADATA, len(metadata), xxhash.xxh3_128_hexdigest(metadata)))
         before = checkpoints(self.folder, sizes=self.request["keep_last"] is not None)
         sequence = 1 + max((one.manifest.sequence for one in before if one.manifest), default=0)
         manifest = Manifest(self.request["step"], self.save, sequence, self.ranks, tuple(files))

@@ -92,7 +92,11 @@ def load_object(data: bytes, name: str, where: str, *, unsafe: bool) -> Any:
     begin = _pickle_at(data)
     if begin is not None:
         try:
-            return _Plain(io.BytesIO(bounded(data[begin:]))).load()  # a pickle says where it ends
+            pickled = bounded(data[begin:])
+        except pickle.UnpicklingError as error:
+            raise CheckpointError(f"{name!r} of {where} cannot be loaded: {error}") from error
+        try:
+            return _Plain(io.BytesIO(pickled)).load()  # a pickle says where it ends
         except Exception:  # not a plain value; whatever it is is torch's to tell
             pass
     try:
@@ -119,11 +123,22 @@ def load_tensor(data: bytes, name: str, dtype: torch.dtype, sizes: tuple[int, ..
 
 def _stored(data: bytes) -> io.BytesIO:
     """A file of what torch.save wrote, which is no longer when it is read. Raises ValueError for an archive whose
-    contents are: torch.save compresses nothing."""
+    contents are, for torch.save compresses nothing, and for what is no archive; pickle.UnpicklingError for one whose
+    pickle asks for more than it is."""
     file = io.BytesIO(data)
-    if data[:2] == b"PK":
-        with zipfile.ZipFile(file) as archive:
-            if sum(one.file_size for one in archive.infolist()) > len(data):
-                raise ValueError("an archive holds more than its own length")
-        file.seek(0)
+    if data[:2] != b"PK":
+        raise ValueError("it is no archive, which torch.save has written since torch 1.6")
+    with zipfile.ZipFile(file) as archive:
+        if sum(one.file_size for one in archive.infolist()) > len(data):
+            raise ValueError("an archive holds more than its own length")
+        for one in archive.infolist():
+            if one.compress_type != zipfile.ZIP_STORED:
+                raise ValueError("an archive holds compressed parts")
+            if one.filename.endswith("data.pkl"):  # not by `read`, which looks at a CRC32 that ours have not
+                header = data[one.header_offset : one.header_offset + HEADER]
+                begin = (
+                    one.header_offset + HEADER + sum(int.from_bytes(header[at : at + 2], "little") for at in (26, 28))
+                )
+                bounded(data[begin : begin + one.file_size])
+    file.seek(0)
     return file

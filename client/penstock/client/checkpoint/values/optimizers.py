@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from penstock.client.checkpoint.values.plain_values import LEAVES
 from penstock.proto.errors import CheckpointError, InvalidArgumentError
 
 __all__ = [
@@ -147,10 +148,11 @@ def _numbered(value: Any, path: Path) -> Iterator[Path]:
                 yield path
                 return
         for key, inner in value.items():
-            yield from _numbered(inner, (*path, key))
+            if type(inner) not in LEAVES:
+                yield from _numbered(inner, (*path, key))
     elif isinstance(value, list | tuple):
         for number, inner in enumerate(value):
-            if isinstance(inner, Mapping | list | tuple):
+            if type(inner) not in LEAVES:
                 yield from _numbered(inner, (*path, number))
 
 

@@ -14,6 +14,8 @@ import pickle
 import pickletools
 import re
 
+from penstock.client.checkpoint.values.pickle_hashing import check_hashing
+
 __all__ = ["bounded"]
 
 _LENGTHS = {pickletools.TAKEN_FROM_ARGUMENT4: 4, pickletools.TAKEN_FROM_ARGUMENT4U: 4}
@@ -45,9 +47,10 @@ _FIXED = _fixed()
 
 
 def bounded(data: bytes) -> bytes:
-    """`data`, which begins with a pickle that takes no more memory than its length accounts for.
+    """`data`, which begins with a pickle that takes no more memory, and no longer to hash its keys, than its length
+    accounts for.
 
-    Raises pickle.UnpicklingError for one that names more than that, or does not end.
+    Raises pickle.UnpicklingError for one that asks for more than that, or does not end.
     """
     place = 0
     while True:
@@ -56,6 +59,7 @@ def bounded(data: bytes) -> bytes:
         code = data[found.end() : found.end() + 1]
         place = found.end() + 1
         if code == _STOP:
+            check_hashing(data, place)
             return data
         if code in _COUNTED:
             number = int.from_bytes(data[place : place + _COUNTED[code]], "little")

@@ -22,9 +22,12 @@ import numpy as np
 import torch
 import xxhash
 
-__all__ = ["FACTORIES", "PLAIN", "EncodedValue", "decode", "encode", "value_digest"]
+__all__ = ["FACTORIES", "LEAVES", "PLAIN", "EncodedValue", "decode", "encode", "value_digest"]
 
 PLAIN = frozenset((type(None), bool, int, float, str, bytes))
+LEAVES = PLAIN | {torch.Tensor, torch.nn.Parameter}
+"""Types of values that nothing is in. They are looked for first: a question like `isinstance(value, Mapping)` takes a
+microsecond, and a state has thousands of values."""
 FACTORIES: dict[str, Any] = {kind.__name__: kind for kind in (bool, dict, float, int, list, set, str, tuple)}
 """Of defaultdicts."""
 DEPTH = 60

@@ -47,7 +47,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
         and tensor.layout is torch.strided
         and not tensor.is_quantized
-        and tensor.device.type != "meta"
+        and not tensor.is_meta
     )
 
 

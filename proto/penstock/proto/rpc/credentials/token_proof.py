@@ -7,7 +7,8 @@ token by callers who show it. So Penstock's own callers prove theirs, over TLS o
    random number that the coordinator drew when it started.
 2. It makes the call again with SCHEME, the challenge, a random number of its own, and an HMAC of both under the token.
    The same line goes with all further calls, until another start of the coordinator refuses it with a new challenge.
-3. The coordinator puts an HMAC of its own beside each answer. A caller does not believe an answer without it.
+3. The coordinator puts an HMAC of its own beside each answer, and before the first part of one that comes in parts. A
+   caller does not believe an answer or an error without it.
 
 The line is worthless at any other start of the coordinator, and to one who does not know the token there is nothing to
 answer with. The coordinator keeps nothing of a caller: what it has to know stands in the line. The caller proves first,
@@ -37,7 +38,8 @@ SCHEME = "Penstock-Proof"
 CHALLENGE_KEY = "penstock-challenge"
 """Trailing metadata of a call that is refused until its caller answers the challenge."""
 PROOF_KEY = "penstock-proof"
-"""Trailing metadata of every answer to a caller that proved its token; of one to a stream, initial metadata too."""
+"""Trailing metadata of every answer to a caller that proved its token; of one to a stream, or in one, initial metadata
+too."""
 TRIES = 6
 """Times that a call is made: the coordinator may be started again between two of them, or a token be replaced."""
 CALLERS_KEPT = 16_384

@@ -1,0 +1,471 @@
+"""A run whose slots are in this process and thread: the same batches and states as from workers, and no process, socket
+or thread beside.
+
+    InProcessRun     the slots of all boxes (penstock.worker.runner.in_process_slot), each made when it is first needed
+    InProcessReader  this box's batches, in the order of its position; each is made when it is asked for
+
+A state covers all boxes, and what a slot yields is a function of its place. So the slots of other boxes are made here
+too, when a state is asked for, and brought to where those boxes stand if their loops do what this one does: take the
+same steps, and leave an epoch after the same one. With one box nothing is taken for granted.
+
+This module and embedded.py alone know that penstock.worker exists: this one for its loaders, which are not copied here.
+`penstock.client.testing` is made of it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Literal, NoReturn, Protocol
+
+import torch
+
+from penstock.client.states.run_opening import Opening
+from penstock.client.states.saved_state import BoxStart
+from penstock.client.stream import open_streams
+from penstock.client.stream.checkpoint_schedule import CheckpointSchedule
+from penstock.client.stream.device import DeviceBackend
+from penstock.client.stream.device_reader import backend_of
+from penstock.client.stream.open_run import BoxProgress
+from penstock.client.stream.ordered_reader import EPOCH_ENDED, StreamStats
+from penstock.client.stream.stream_interfaces import StreamRun, placed, recovered, warn_of_whole_input
+from penstock.proto.batch.flatten import Assembler, wrap_buffer
+from penstock.proto.batch.structure import Structure
+from penstock.proto.errors import DeadlineError, PenstockError, StateUnavailableError
+from penstock.proto.rpc.calls import FetchedState
+from penstock.proto.rpc.channel import detail_of, error_of
+from penstock.proto.state.codec import decode_state, encode_state
+from penstock.proto.state.position import Position
+from penstock.proto.state.restartable import by_own_methods
+from penstock.proto.v1 import coordinator_pb2 as pb
+from penstock.proto.v1 import records_pb2
+from penstock.runtime.process.forks import OwnerProcess
+from penstock.worker.runner.in_process_slot import InProcessSlot, MadeBatch
+
+__all__ = ["Fault", "InProcessReader", "InProcessRun"]
+
+HERE: Final = "this process"
+"""The name of the worker."""
+STRUCTURES_KEPT: Final = 64
+
+
+class Fault(Protocol):
+    """Something that happens to a run before a step."""
+
+    @property
+    def step(self) -> int:
+        """Absolute, from 1; it happens before the batch of this step is handed out, once."""
+
+    def strike(self, reader: InProcessReader) -> None:
+        """Do it. What it raises, the training loop gets."""
+
+
+class _Box:
+    """One box: where it stands, and its slots."""
+
+    def __init__(self, number: int, start: BoxStart, slots: list[InProcessSlot], kept: int) -> None:
+        self.number = number
+        self.slots = slots
+        self.position = Position.from_proto(start.position)
+        self._at: OrderedDict[int, Position] = OrderedDict()
+        self._kept = kept
+
+    def deliver(self, made: MadeBatch) -> None:
+        """The batch of the slot whose turn it is was handed out."""
+        self.position.deliver(made.digest)
+        self._at[self.position.step] = self.position.copy()
+        if len(self._at) > self._kept:
+            self._at.popitem(last=False)
+
+    def make(self, slot: int) -> MadeBatch | None:
+        """The next batch of a slot; None at the end of the epoch."""
+        position = self.position
+        return self.slots[slot].next(position.step + 1, position.epoch, position.total[slot])
+
+    def exhaust(self, slot: int) -> bool:
+        """The slot whose turn it is has ended. True if that ended the epoch."""
+        if by_own_methods(self.slots[slot].capabilities):
+            self.position.carry()
+        return self.position.exhaust()
+
+    def abandon_epoch(self) -> None:
+        """The loop leaves the epoch here."""
+        for slot, total in zip(self.slots, self.position.total, strict=True):
+            slot.leave(self.position.epoch, total)
+        self.position.abandon_epoch()
+
+    def go(self, step: int, last_epoch: int, abandoned: dict[int, int]) -> None:
+        """Take the steps up to this one, as a loop that leaves epochs there (epoch -> step) and opens none behind
+        `last_epoch`."""
+        position = self.position
+        while position.step < step and position.epoch <= last_epoch:
+            if abandoned.get(position.epoch) == position.step and any(position.delivered):
+                self.abandon_epoch()
+                continue
+            slot = position.turn
+            made = self.make(slot)
+            if made is not None:
+                self.deliver(made)
+            else:
+                self.exhaust(slot)
+
+    def at(self, step: int) -> Position:
+        """Where it stood right after a step; where it stands, if it took no further one."""
+        known = self._at.get(step)
+        if known is not None:
+            return known
+        if step >= self.position.step:  # its epoch was shorter than this box's
+            return next(reversed(self._at.values()), self.position)
+        raise StateUnavailableError(f"box {self.number}: step {step} is behind the retention window")
+
+
+class InProcessRun:
+    """An open run; see penstock.client.stream.stream_interfaces.StreamRun.
+
+    Args:
+        name: "job/ordinal".
+        box, num_boxes, num_workers_per_box: which box this is, of how many, with how many slots each.
+        options: of the loader.
+        opening: which code, with which seed, from where.
+        seed: of the run.
+        on_closed: called when it is closed.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        box: int,
+        num_boxes: int,
+        num_workers_per_box: int,
+        options: records_pb2.Options,
+        opening: Opening,
+        seed: int,
+        on_closed: Callable[[StreamRun], None],
+    ) -> None:
+        self.name, self.box, self.seed, self.attempt = name, box, seed, 1
+        self.num_boxes, self.num_slots, self.cover = num_boxes, num_workers_per_box, opening.cover
+        self.error: PenstockError | None = None
+        self.views = [pb.SlotView(slot=slot) for slot in range(self.num_slots)]
+        self.progress = BoxProgress()
+        self.ended_boxes: dict[int, int] = {}
+        self.abandoned = False
+        self.away_since: float | None = None
+        self.lock = threading.RLock()
+        """User code of all slots runs in turn, for they share what a process has once."""
+        self.last_epoch = 0
+        """The last that this box's loop opens."""
+        self.abandoned_epochs: dict[int, int] = {}
+        """Epoch -> the step after which this box's loop left it."""
+        self._opening, self._options, self._on_closed = opening, options, on_closed
+        self._boxes: dict[int, _Box] = {}
+        self._closed = False
+        self._owner = OwnerProcess()
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    @property
+    def num_workers(self) -> int:
+        """Of all boxes."""
+        return self.num_boxes * self.num_slots
+
+    def check(self) -> None:
+        """Raise ForkedProcessError in a child."""
+        self._owner.check(f"run {self.name}, box {self.box}")
+
+    def box_of(self, number: int) -> _Box:
+        """A box, made when it is first asked for."""
+        if number not in self._boxes:
+            start = self._opening.start_of(number)
+            slots = [self._slot(number, slot, start) for slot in range(self.num_slots)]
+            self._boxes[number] = _Box(number, start, slots, self._options.retention_steps + 1)
+        return self._boxes[number]
+
+    def _slot(self, box: int, slot: int, start: BoxStart) -> InProcessSlot:
+        assignment = records_pb2.WorkerAssignment(
+            run=self.name,
+            attempt=self.attempt,
+            box=box,
+            slot=slot,
+            generation=1,
+            num_boxes=self.num_boxes,
+            num_workers_per_box=self.num_slots,
+            seed=self.seed,
+            loader=records_pb2.LoaderSpec(input_fn=self._opening.reference.name, options=self._options),
+            start=start.position,
+        )
+        if start.blob:
+            assignment.resume.blob, assignment.resume.same_topology = HERE, start.same_topology
+        return InProcessSlot(assignment, self._opening.make, start.blob, noted=self._options.retention_steps + 2)
+
+    def prepare(self) -> None:
+        """Make the loaders of this box. One that fails says so when its turn comes."""
+        for view, slot in zip(self.views, self.box_of(self.box).slots, strict=True):
+            if view.phase in (pb.READY, pb.FAILED):
+                continue
+            view.worker, view.generation = HERE, 1
+            try:
+                slot.prepare()
+                view.phase = pb.READY
+                view.capabilities.CopyFrom(slot.capabilities)
+            except PenstockError as error:
+                view.phase = pb.FAILED
+                view.error.CopyFrom(detail_of(error))
+
+    # ---- what a loader asks
+
+    def wait_for(self, ready: Callable[[StreamRun], bool], timeout_s: float) -> bool:
+        if self.error is not None:
+            raise self.error
+        with self.lock:
+            self.prepare()
+        return ready(self)
+
+    def report(self) -> None:
+        """There is nobody to tell."""
+
+    def fail(self, error: PenstockError) -> None:
+        self.error = error
+
+    def fetch_state(self, step: int, deadline_s: float) -> FetchedState:
+        self.check()
+        found = FetchedState()
+        with self.lock:
+            for number in range(self.num_boxes):
+                box = self.box_of(number)
+                if number != self.box:
+                    box.go(step, self.last_epoch, self.abandoned_epochs)
+                self._add(found, box, step)
+        return found
+
+    def _add(self, found: FetchedState, box: _Box, step: int) -> None:
+        position = box.at(step)
+        found.positions[box.number] = position.to_proto()
+        for number, slot in enumerate(box.slots):
+            total = position.total[number]
+            try:
+                state = slot.state(position.epoch, position.delivered[number], total, step)
+            except PenstockError as error:
+                message = f"state of run {self.name} at step {step}: box {box.number} slot {number}: {error.message}"
+                raise type(error)(message, remote_traceback=error.remote_traceback) from error
+            record = pb.WorkerRecord(
+                local_worker_id=number,
+                num_workers_per_box=self.num_slots,
+                num_boxes=self.num_boxes,
+                box=box.number,
+                step=step,
+                worker_step=total,
+                samples_streamed=state.samples,
+                state_bytes=len(state.data),
+                epoch=position.epoch,
+                capabilities=slot.capabilities,
+                digest=state.digest,
+                next_digest=state.next_digest,
+                next_epoch=state.next_epoch,
+            )
+            found.records.append((record, state.data))
+
+    def aggregate(self, states: bytes, deadline_s: float) -> bytes:
+        self.check()
+        with self.lock:
+            return encode_state(self.box_of(self.box).slots[0].aggregate(decode_state(states)))  # type: ignore[arg-type]
+
+    def close(self, *, forget: bool = True) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        for box in self._boxes.values():
+            for slot in box.slots:
+                slot.drop()
+        self._on_closed(self)
+
+
+class InProcessReader:
+    """The batches of one box; see penstock.client.stream.stream_interfaces.Reader.
+
+    Args:
+        run: whose batches.
+        label: of the loader, for messages.
+        device: where tensors of batches arrive, "" or "cpu": in memory of the batch's own.
+        timeout_s: deadline that an injected delay meets.
+        faults: what happens to the run, and when.
+    """
+
+    def __init__(
+        self, run: InProcessRun, label: str, device: str, timeout_s: float, faults: Sequence[Fault] = ()
+    ) -> None:
+        self._run, self._label, self._timeout_s = run, label, timeout_s
+        self._box = run.box_of(run.box)
+        self.position = self._box.position
+        self.stats = StreamStats()
+        self.first_step = self.position.step
+        self.wait_s = 0.0
+        self.layout: tuple[Structure, list[int]] | None = None
+        self.thread = threading.get_ident()
+        self._backend: DeviceBackend | None = backend_of(device) if device not in ("", "cpu") else None
+        self._faults = sorted(faults, key=lambda fault: fault.step)
+        self._assemblers: OrderedDict[int, Assembler] = OrderedDict()
+        self._told_whole_input = False
+        run.progress.position = self._report
+        run.progress.waited_by_slot = [0.0] * run.num_slots
+        open_streams.feeds.add(self)
+
+    @property
+    def run(self) -> InProcessRun:
+        return self._run
+
+    @property
+    def label(self) -> str:
+        """Of the loader, for messages."""
+        return self._label
+
+    # ---- the stream
+
+    def next(self) -> Any:
+        """The next batch, or EPOCH_ENDED; makes it.
+
+        Raises:
+            PenstockError: the input failed, after every batch that came before it.
+        """
+        run, box = self._run, self._box
+        run.check()
+        if run.error is not None:
+            raise run.error
+        if run.closed:
+            raise PenstockError(f"{self._label}: its run was closed while it was being read")
+        began = time.monotonic()
+        with run.lock:
+            run.prepare()
+            try:
+                made = self._make(box)
+            finally:
+                self._waited(box.position.turn, time.monotonic() - began)
+        if made is None:
+            return EPOCH_ENDED
+        batch = self._assembled(made)
+        box.deliver(made)
+        self.layout = made.structure, made.shapes
+        if not self._told_whole_input:
+            self._told_whole_input = warn_of_whole_input(self._label, run.views, run.num_workers)
+        return batch
+
+    def _make(self, box: _Box) -> MadeBatch | None:
+        """The batch whose turn it is, over the ends of slots; None at the end of the epoch."""
+        while True:
+            slot = box.position.turn
+            view = self._run.views[slot]
+            if view.phase == pb.FAILED:
+                self.raise_failed(view)
+            self._strike(box.position.step + 1)
+            try:
+                made = box.make(slot)
+            except PenstockError as error:
+                raise self.failed(error) from error.__cause__
+            if made is not None:
+                view.capabilities.looked_at_assignment |= box.slots[slot].capabilities.looked_at_assignment
+                return made
+            if box.exhaust(slot):
+                return None
+
+    def _assembled(self, made: MadeBatch) -> Any:
+        assembler = self._assemblers.get(made.structure.key)
+        if assembler is None:
+            assembler = self._assemblers[made.structure.key] = Assembler(made.structure)
+            if len(self._assemblers) > STRUCTURES_KEPT:
+                self._assemblers.popitem(last=False)
+        ring = wrap_buffer(made.memory)
+        move = None if self._backend is None else self._moved
+        return assembler.assemble(made.shapes, ring, made.offset, made.nbytes, move=move)
+
+    def _moved(self, leaves: list[Any]) -> list[Any]:
+        assert self._backend is not None
+        device = self._backend.device
+        return [leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+
+    def _waited(self, slot: int, seconds: float) -> None:
+        self.wait_s = seconds
+        stats = self.stats
+        stats.waited_s += seconds
+        stats.waited_by_worker[HERE] = stats.waited_by_worker.get(HERE, 0.0) + seconds
+        self._run.progress.waited_by_slot[slot] += seconds
+
+    # ---- errors and faults
+
+    def failed(self, error: PenstockError) -> PenstockError:
+        """End the run with this error of the slot whose turn it is; returns it with its place."""
+        position, run = self.position, self._run
+        run.error = placed(error, HERE, run.box, position.turn, position.step + 1)
+        return run.error
+
+    def raise_failed(self, view: pb.SlotView) -> NoReturn:
+        raise self.failed(error_of(view.error))
+
+    def _strike(self, step: int) -> None:
+        while self._faults and self._faults[0].step <= step:
+            fault = self._faults.pop(0)
+            if fault.step == step:
+                fault.strike(self)
+
+    @property
+    def due(self) -> InProcessSlot:
+        """The slot whose turn it is."""
+        return self._box.slots[self.position.turn]
+
+    def delay(self, seconds: float) -> None:
+        """The batch comes late; DeadlineError after the timeout, upon which the loop may ask once more."""
+        time.sleep(min(seconds, self._timeout_s))
+        if seconds >= self._timeout_s:
+            position, run = self.position, self._run
+            raise DeadlineError(
+                f"{self._label}: box {run.box} waited {self._timeout_s:.0f} s for step {position.step + 1} from slot "
+                f"{position.turn} on worker {HERE}: its next batch has not come (timeout_s={self._timeout_s:g})"
+            )
+
+    def replace_worker(self, why: str) -> None:
+        """The worker whose turn it is dies, and another one goes on where it was."""
+        run, slot = self._run, self.position.turn
+        self.due.lose()
+        run.views[slot].restarts += 1
+        self.stats.recoveries += 1
+        warnings.warn(f"{self._label}: {recovered(run.box, slot, why)}", UserWarning, stacklevel=2)
+
+    # ---- between batches
+
+    def flush(self) -> bool:
+        return True
+
+    def open_epochs(self, limit: int) -> None:
+        self._run.last_epoch = max(self._run.last_epoch, limit)
+
+    def announce(self, schedule: CheckpointSchedule, last: int | None) -> int | None:
+        """Nothing is prepared ahead."""
+        return None
+
+    def abandon_epoch(self) -> None:
+        position, run = self.position, self._run
+        if not any(position.delivered):
+            return  # nothing of the epoch was taken
+        run.abandoned_epochs[position.epoch] = position.step
+        with run.lock:
+            self._box.abandon_epoch()
+
+    @property
+    def copies(self) -> int:
+        return 0
+
+    @property
+    def held(self) -> int:
+        return 0
+
+    def open_lanes(self) -> list[Literal["local", "tcp"]]:
+        return []
+
+    def _report(self) -> records_pb2.BoxPosition | None:
+        return self.position.to_proto()
+
+    def close(self) -> None:
+        """Nothing is held: batches have memory of their own."""

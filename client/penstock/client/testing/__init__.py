@@ -1,0 +1,22 @@
+"""Testing a training loop without daemons: an appliance in this process and thread.
+
+    from penstock.client.testing import FakeAppliance
+
+    def test_training_survives_a_restart():
+        with FakeAppliance(num_workers_per_box=2, seed=7) as appliance:
+            loader = DataLoader(input_fn)
+            for batch in DataExecutor(loader, num_steps=10, appliance=appliance):
+                ...
+            state = loader.state_dict()
+
+There is no socket, thread or process beside, and nothing to wait for: a batch is made when the loop asks for it. All
+the rest is the real thing: DataLoader, DataExecutor, checkpoint_closure, Lookahead, states. The batches are those that
+workers would send, from the same positions and with the same seeds, and a state that is saved here resumes on a real
+Appliance, and the other way round. See docs/testing.md for what differs.
+"""
+
+from penstock.client.in_process import Fault
+from penstock.client.testing.fake_appliance import FakeAppliance
+from penstock.client.testing.injected_faults import InputError, LostWorker, SlowBatch
+
+__all__ = ["FakeAppliance", "Fault", "InputError", "LostWorker", "SlowBatch"]

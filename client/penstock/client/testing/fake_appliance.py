@@ -1,0 +1,126 @@
+"""An appliance in this process and thread: see penstock.client.testing."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+
+from penstock.client.api.appliance import Appliance
+from penstock.client.api.appliance_settings import resolve_given
+from penstock.client.in_process import Fault, InProcessReader, InProcessRun
+from penstock.client.states.code_reference import forbid_in_runner
+from penstock.client.states.run_opening import Opening
+from penstock.client.stream.stream_interfaces import Reader, StreamRun
+from penstock.proto.errors import InvalidArgumentError, PenstockError
+from penstock.proto.v1 import records_pb2
+
+__all__ = ["FakeAppliance"]
+
+
+class FakeAppliance(Appliance):
+    """An Appliance whose workers are in this process and thread.
+
+    It is given to executors, or opened in a `with`, as an Appliance is. One box of `num_boxes` is this process; the
+    others are taken to do what it does, when a state is saved: take the same steps, and leave an epoch after the same
+    one. The other boxes' batches are those of a FakeAppliance with another `box`.
+
+    No variable and no settings file is looked at.
+
+    Args:
+        num_workers_per_box: worker slots of each box (1).
+        box, num_boxes: which one this is (0 of 1).
+        job: the job's name (a fresh one).
+        seed: of the run, 0 to 2**64 - 1 (that of a loaded state, or a fresh one).
+        device: where the tensors of a batch arrive (None: the CPU). Batches have memory of their own.
+        max_batch_bytes: a larger batch is an error (1 GiB).
+        digest: what the stream digest covers (as the loaded state has it, else "sample").
+        strict_structure: refuse a batch whose tree or dtypes differ from the first one's (False).
+        replay: save loaders that have no state methods too (False).
+        retention_steps: how many delivered steps back a state can be had (256).
+        timeout_s: seconds, the deadline that a SlowBatch meets (120).
+        faults: what happens to each run that is opened, and before which step.
+
+    Raises InvalidArgumentError, BoxOutOfRangeError as Appliance does.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_workers_per_box: int = 1,
+        box: int = 0,
+        num_boxes: int = 1,
+        job: str | None = None,
+        seed: int | None = None,
+        device: str | torch.device | None = None,
+        max_batch_bytes: int = 1 << 30,
+        digest: Literal["sample", "full", "rows"] | None = None,
+        strict_structure: bool = False,
+        replay: bool = False,
+        retention_steps: int = 256,
+        timeout_s: float = 120.0,
+        faults: Sequence[Fault] = (),
+    ) -> None:
+        forbid_in_runner("creating a FakeAppliance")
+        for fault in faults:
+            if fault.step < 1:
+                raise InvalidArgumentError(f"step of {fault} must be >= 1, got {fault.step}: steps count from 1")
+        settings = resolve_given(
+            num_workers_per_box=num_workers_per_box,
+            box=box,
+            num_boxes=num_boxes,
+            job=job or f"test-{secrets.token_hex(4)}",
+            seed=seed,
+            device=device,
+            max_batch_bytes=max_batch_bytes,
+            digest=digest,
+            strict_structure=strict_structure,
+            replay=replay,
+            retention_steps=retention_steps,
+            timeout_s=timeout_s,
+        )
+        self._describe(settings)
+        self._faults = tuple(faults)
+        self._seeds: dict[int, int] = {}
+        """Ordinal -> the seed of its run, which a loader that is opened once more has again."""
+
+    @property
+    def job(self) -> str:
+        """The name of the job that runs are opened under."""
+        return self.settings.job
+
+    def open_stream(self, owner: Any, opening: Opening) -> tuple[StreamRun, Reader]:
+        """See Appliance.open_stream."""
+        self._owner.check(f"{self!r}")
+        if self.closed:
+            raise PenstockError("this FakeAppliance is closed")
+        settings, ordinal = self.settings, self._ordinal(owner)
+        seed = opening.seed if opening.seed is not None else self._seeds.get(ordinal)
+        self._seeds[ordinal] = seed = secrets.randbits(63) if seed is None else seed
+        run = InProcessRun(
+            f"{settings.job}/{ordinal}",
+            settings.box,
+            settings.num_boxes,
+            settings.num_workers_per_box,
+            self._options(opening),
+            opening,
+            seed,
+            self._forget,
+        )
+        reader = InProcessReader(run, opening.reference.name, settings.device, settings.timeout_s, self._faults)
+        with self._lock:
+            self._runs.append(run)
+        return run, reader
+
+    def _options(self, opening: Opening) -> records_pb2.Options:
+        return self._spec(opening.reference, b"", opening.cover).options
+
+    def _disconnect(self) -> None:
+        """Nothing was started."""
+
+    def __repr__(self) -> str:
+        settings = self.settings
+        shape = f"box {settings.box} of {settings.num_boxes}, {settings.num_workers_per_box} workers each"
+        return f"<FakeAppliance {shape}>"

@@ -1,0 +1,391 @@
+"""Kubernetes manifests as plain dicts: pure functions of `FleetSettings`.
+
+They are the one source of what `penstock up` applies, of the kustomizations below deploy/kubernetes, and of the Helm
+chart's templates. `make manifests` writes the latter two (deploy/kubernetes/write_manifests.py), and a test holds that
+they are what stands here. `REASONS` says why fields are as they are; it becomes the comments of those files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = [
+    "CLIENT_LABEL",
+    "GRPC_PORT",
+    "LANES_PORT",
+    "REASONS",
+    "FleetSettings",
+    "Manifest",
+    "budget",
+    "config_maps",
+    "confined",
+    "daemon_pod",
+    "deployment",
+    "labels",
+    "manifests",
+    "pod",
+    "policies",
+    "service",
+    "stateful_set",
+]
+
+Manifest = dict[str, Any]
+"""A document, or a part of one."""
+
+GRPC_PORT, LANES_PORT = 7070, 7071
+TOKENS, TLS, STATE = "/etc/penstock/tokens", "/etc/penstock/tls", "/var/lib/penstock"
+USER = 10001
+CLIENT_LABEL = {"penstock-client": "true"}
+"""Label of pods that train: they may reach the daemons."""
+GRACE_S = {"coordinator": 30, "worker": 60}
+"""Seconds from SIGTERM to SIGKILL; REASONS has what they need."""
+PROCESSES = ("coordinator", "worker", "client")
+
+
+@dataclass(frozen=True)
+class FleetSettings:
+    """One coordinator and some workers. The defaults are those of deploy/kubernetes/base and of the chart's values."""
+
+    name: str = "penstock"
+    """Beginning of the names of all objects, and what tells fleets of one namespace apart: as a label it is in all
+    selectors."""
+    coordinator_image: str = "penstock-coordinator"
+    worker_image: str = "penstock-worker"
+    entry_point: bool = True
+    """The images start `penstock` by themselves; else the manifests say so."""
+    coordinator: str = ""
+    """Address of the coordinator, HOST:PORT; "" = that of its Service."""
+    workers: int = 2
+    coordinator_resources: Mapping[str, Any] = field(
+        default_factory=lambda: {"requests": {"cpu": "1", "memory": "1Gi"}, "limits": {"memory": "2Gi"}}
+    )
+    worker_resources: Mapping[str, Any] = field(
+        default_factory=lambda: {"requests": {"cpu": "4", "memory": "8Gi"}, "limits": {"memory": "8Gi"}}
+    )
+    """A worker has a slot for each CPU that it requests."""
+    storage: str = "20Gi"
+    """Size of the coordinator's volume."""
+    storage_class: str = ""
+    """"" = the cluster's default."""
+    allow: str = ""
+    """Module prefixes whose input_fn may run, separated by commas."""
+    runner_memory: str = ""
+    tls: bool = True
+    token_secrets: Mapping[str, str] = field(
+        default_factory=lambda: {process: f"penstock-tokens-{process}" for process in PROCESSES}
+    )
+    """Role -> the Secret with its tokens, under the key `tokens`."""
+    tls_secrets: Mapping[str, str] = field(
+        default_factory=lambda: {process: f"penstock-tls-{process}" for process in PROCESSES}
+    )
+    """Role -> the Secret with ca.crt, tls.crt and tls.key, for the name ROLE.penstock."""
+    checksum: str = ""
+    """Of the ConfigMaps, as an annotation of the pods, so that changed settings replace them; "" = no annotation."""
+    limit_egress: bool = True
+    """Forbid workers to call anything but the coordinator, name servers and HTTPS, and coordinators to call at all."""
+
+
+def manifests(fleet: FleetSettings) -> list[Manifest]:
+    """Return all of a fleet, but the Secrets and the volume that it needs."""
+    return [
+        *config_maps(fleet),
+        service(fleet),
+        stateful_set(fleet),
+        deployment(fleet),
+        budget(fleet),
+        *policies(fleet),
+    ]
+
+
+def labels(fleet: FleetSettings, component: str = "") -> dict[str, str]:
+    """Return the labels that select the objects of a fleet, or the pods of one component."""
+    names = {"name": "penstock", "instance": fleet.name, "component": component}
+    return {f"app.kubernetes.io/{name}": value for name, value in names.items() if value}
+
+
+def _metadata(fleet: FleetSettings, component: str) -> Manifest:
+    return {"name": f"{fleet.name}-{component}", "labels": labels(fleet, component)}
+
+
+def config_maps(fleet: FleetSettings) -> list[Manifest]:
+    """Return the settings of both daemons, and those of workers alone, as variables."""
+    shared: dict[str, str] = {}
+    if fleet.tls:
+        files = {"CA": "ca.crt", "CERT": "tls.crt", "KEY": "tls.key"}
+        shared |= {f"PENSTOCK_TLS_{name}": f"{TLS}/{file}" for name, file in files.items()}
+        shared["PENSTOCK_TLS_NAME"] = "*.penstock"
+    else:
+        shared |= {"PENSTOCK_COORDINATOR_INSECURE": "true", "PENSTOCK_WORKER_INSECURE": "true"}
+    shared["PENSTOCK_TOKEN_FILE"] = f"{TOKENS}/tokens"
+    workers = {"PENSTOCK_WORKER_ALLOW": fleet.allow, "PENSTOCK_WORKER_RUNNER_MEMORY": fleet.runner_memory}
+    both = {"name": fleet.name, "labels": labels(fleet)}
+    return [
+        {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data}
+        for metadata, data in ((both, shared), (_metadata(fleet, "worker"), workers))
+    ]
+
+
+def service(fleet: FleetSettings) -> Manifest:
+    """Return what gives the coordinator its name."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": _metadata(fleet, "coordinator"),
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": labels(fleet, "coordinator"),
+            "ports": [{"name": "grpc", "port": GRPC_PORT, "targetPort": "grpc"}],
+        },
+    }
+
+
+def stateful_set(fleet: FleetSettings) -> Manifest:
+    """Return the coordinator, with its volume."""
+    claim: Manifest = {
+        "accessModes": ["ReadWriteOncePod"],
+        "resources": {"requests": {"storage": fleet.storage}},
+    }
+    if fleet.storage_class:
+        claim["storageClassName"] = fleet.storage_class
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "StatefulSet",
+        "metadata": _metadata(fleet, "coordinator"),
+        "spec": {
+            "replicas": 1,
+            "serviceName": f"{fleet.name}-coordinator",
+            "selector": {"matchLabels": labels(fleet, "coordinator")},
+            "template": _template(fleet, "coordinator", daemon_pod(fleet, "coordinator")),
+            "volumeClaimTemplates": [{"metadata": {"name": "state"}, "spec": claim}],
+            "persistentVolumeClaimRetentionPolicy": {"whenDeleted": "Retain", "whenScaled": "Retain"},
+        },
+    }
+
+
+def deployment(fleet: FleetSettings) -> Manifest:
+    """Return the workers."""
+    selector = {"matchLabels": labels(fleet, "worker")}
+    spread = {
+        "maxSkew": 1,
+        "topologyKey": "kubernetes.io/hostname",
+        "whenUnsatisfiable": "ScheduleAnyway",
+        "labelSelector": selector,
+    }
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": _metadata(fleet, "worker"),
+        "spec": {
+            "replicas": fleet.workers,
+            "selector": selector,
+            "strategy": {"rollingUpdate": {"maxSurge": "25%", "maxUnavailable": 0}},
+            "template": _template(
+                fleet, "worker", {"topologySpreadConstraints": [spread], **daemon_pod(fleet, "worker")}
+            ),
+        },
+    }
+
+
+def budget(fleet: FleetSettings) -> Manifest:
+    """Return how many workers may go at a time where a node is emptied."""
+    return {
+        "apiVersion": "policy/v1",
+        "kind": "PodDisruptionBudget",
+        "metadata": _metadata(fleet, "worker"),
+        "spec": {
+            "maxUnavailable": "25%",
+            "unhealthyPodEvictionPolicy": "AlwaysAllow",
+            "selector": {"matchLabels": labels(fleet, "worker")},
+        },
+    }
+
+
+def policies(fleet: FleetSettings) -> list[Manifest]:
+    """Return who may talk to whom."""
+    worker = labels(fleet, "worker")
+    names = [{"port": 53, "protocol": protocol} for protocol in ("UDP", "TCP")]
+    calls = [
+        {"to": [_pods(labels(fleet, "coordinator"))], "ports": [{"port": GRPC_PORT}]},
+        {"ports": names},
+        {"ports": [{"port": 443}]},
+    ]
+    return [
+        _policy(fleet, "coordinator", GRPC_PORT, [worker, CLIENT_LABEL], []),
+        _policy(fleet, "worker", LANES_PORT, [CLIENT_LABEL], calls),
+    ]
+
+
+def _policy(
+    fleet: FleetSettings, component: str, port: int, callers: list[dict[str, str]], calls: list[Manifest]
+) -> Manifest:
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": _metadata(fleet, component),
+        "spec": {
+            **_pods(labels(fleet, component)),
+            "policyTypes": ["Ingress", *(["Egress"] if fleet.limit_egress else [])],
+            "ingress": [{"from": [_pods(caller) for caller in callers], "ports": [{"port": port}]}],
+            **({"egress": calls} if fleet.limit_egress else {}),
+        },
+    }
+
+
+def _pods(selected: dict[str, str]) -> Manifest:
+    return {"podSelector": {"matchLabels": selected}}
+
+
+def _template(fleet: FleetSettings, component: str, spec: Manifest) -> Manifest:
+    annotations = {"annotations": {"checksum/settings": fleet.checksum}} if fleet.checksum else {}
+    return {"metadata": {"labels": labels(fleet, component), **annotations}, "spec": spec}
+
+
+def daemon_pod(fleet: FleetSettings, role: str) -> Manifest:
+    """Return the spec of a daemon's pods, "coordinator" or "worker", without the coordinator's volume `state`."""
+    maps = [fleet.name] if role == "coordinator" else [fleet.name, f"{fleet.name}-worker"]
+    container = {
+        "name": role,
+        "image": fleet.coordinator_image if role == "coordinator" else fleet.worker_image,
+        **({} if fleet.entry_point else {"command": ["penstock"]}),
+        "args": [role],
+        "envFrom": [{"configMapRef": {"name": name}} for name in maps],
+        "env": _coordinator_variables() if role == "coordinator" else _worker_variables(fleet),
+        "ports": [
+            {"name": "grpc", "containerPort": GRPC_PORT}
+            if role == "coordinator"
+            else {"name": "lanes", "containerPort": LANES_PORT}
+        ],
+        **_probes(role),
+        "resources": fleet.coordinator_resources if role == "coordinator" else fleet.worker_resources,
+    }
+    state = [{"name": "state", "mountPath": STATE}] if role == "coordinator" else []
+    return pod(fleet, role, confined(fleet, container, state), GRACE_S[role])
+
+
+def _coordinator_variables() -> list[Manifest]:
+    return [
+        {"name": "PENSTOCK_COORDINATOR_LISTEN", "value": f"0.0.0.0:{GRPC_PORT}"},
+        {"name": "PENSTOCK_COORDINATOR_STATE_DIR", "value": f"{STATE}/state"},
+    ]
+
+
+def _worker_variables(fleet: FleetSettings) -> list[Manifest]:
+    cpus = {"containerName": "worker", "resource": "requests.cpu", "divisor": "1"}
+    return [
+        {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},  # before what refers to it
+        {"name": "PENSTOCK_COORDINATOR", "value": fleet.coordinator or f"{fleet.name}-coordinator:{GRPC_PORT}"},
+        {"name": "PENSTOCK_WORKER_LISTEN", "value": f"$(POD_IP):{LANES_PORT}"},
+        {"name": "PENSTOCK_WORKER_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
+        {"name": "PENSTOCK_WORKER_SLOTS", "valueFrom": {"resourceFieldRef": cpus}},
+        {"name": "PENSTOCK_WORKER_LIVENESS_FILE", "value": "/tmp/liveness"},
+        {"name": "HOME", "value": "/tmp"},
+    ]
+
+
+def _probes(role: str) -> Manifest:
+    """Return three probes by a command, for gRPC's own probes speak no TLS."""
+
+    def probe(what: str, period_s: int, timeout_s: int, failures: int) -> Manifest:
+        command = ["python", "-m", "penstock.deploy.probe", role, what]
+        times = {"periodSeconds": period_s, "timeoutSeconds": timeout_s, "failureThreshold": failures}
+        return {"exec": {"command": command}, **times}
+
+    return {
+        "startupProbe": probe("live", 2, 20, 150),
+        "livenessProbe": probe("live", 30, 20, 10),
+        "readinessProbe": probe("ready", 10, 5, 3),
+    }
+
+
+def confined(fleet: FleetSettings, container: Manifest, mounts: list[Manifest]) -> Manifest:
+    """Return the container without rights, with `mounts` and those of the volumes of `pod`."""
+    read_only = {"tokens": TOKENS, **({"tls": TLS} if fleet.tls else {})}
+    return {
+        **container,
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        },
+        "volumeMounts": [
+            *mounts,
+            *({"name": name, "mountPath": path, "readOnly": True} for name, path in read_only.items()),
+            {"name": "tmp", "mountPath": "/tmp"},
+        ],
+    }
+
+
+def pod(fleet: FleetSettings, role: str, container: Manifest, grace_s: int) -> Manifest:
+    """Return the spec of a pod without rights that has the certificate and the tokens of one role: also "client"."""
+    secrets = {"tokens": fleet.token_secrets[role], **({"tls": fleet.tls_secrets[role]} if fleet.tls else {})}
+    return {
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,  # its variables would look like settings of ours
+        "terminationGracePeriodSeconds": grace_s,
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": USER,
+            "runAsGroup": USER,
+            "fsGroup": USER,
+            "fsGroupChangePolicy": "OnRootMismatch",
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "containers": [container],
+        "volumes": [
+            *(
+                {"name": name, "secret": {"defaultMode": 0o400, "secretName": secret}}
+                for name, secret in secrets.items()
+            ),
+            {"name": "tmp", "emptyDir": {}},
+        ],
+    }
+
+
+REASONS: Mapping[str, Mapping[str, str]] = {
+    "Service": {
+        "clusterIP:": "Headless: callers reach the pod itself, and a connection to one that is gone ends at once.",
+        "publishNotReadyAddresses:": "Also before the pod is ready: a worker that comes first waits by itself.",
+    },
+    "StatefulSet": {
+        "replicas:": "One, always: the journal has one writer. A StatefulSet never starts a second before the first is "
+        "known to be gone.",
+        "fsGroupChangePolicy:": "Only an empty volume is handed over: later starts leave the modes of the state "
+        "directory as they are.",
+        "terminationGracePeriodSeconds:": "It needs 2 s.",
+        "startupProbe:": "A long journal takes a while to be read.",
+        "livenessProbe:": "One that hangs is found in five minutes; one on a busy machine is left alone.",
+        "defaultMode:": "0400; with fsGroup 0440, root's, for the group.",
+        "volumeClaimTemplates:": "A block device or a local disk. SQLite's write-ahead log is not safe on NFS and the "
+        "like: the coordinator refuses.",
+        "checksum/settings:": "A changed setting replaces the pods.",
+    },
+    "Deployment": {
+        "maxUnavailable:": "Slots move to new workers before the old ones go.",
+        "terminationGracePeriodSeconds:": "On SIGTERM a worker hands its slots over for 10 s at most "
+        "(PENSTOCK_WORKER_DRAIN), and then ends user code, which gets 10 s a runner at most.",
+        "name: PENSTOCK_WORKER_LISTEN": "Where training jobs reach its lanes.",
+        "name: PENSTOCK_WORKER_SLOTS": "A runner for each CPU that is requested below.",
+        "startupProbe:": "It waits for the coordinator as long as it takes, and is live meanwhile.",
+        "livenessProbe:": "One that hangs is found in five minutes; one on a busy machine is left alone.",
+        "resources:": "Rings count to the memory too: they are memfds, not files below /dev/shm.",
+        "emptyDir:": "Also what your loader keeps in temporary files.",
+        "checksum/settings:": "A changed setting replaces the pods.",
+    },
+    "PodDisruptionBudget": {
+        "maxUnavailable:": "A node that is emptied takes one worker in four at a time. The coordinator has no budget: "
+        "with one replica it could only forbid that its node is ever emptied.",
+        "unhealthyPodEvictionPolicy:": "Without their coordinator no worker is ready; that shall not keep a node from "
+        "being emptied.",
+    },
+    "NetworkPolicy": {
+        "policyTypes:": 'Pods that train have the label `penstock-client: "true"`. Everything else is refused at both '
+        "daemons, if the cluster's network enforces policies.",
+        "egress: []": "It calls nobody.",
+        "port: 53": "Names.",
+        "port: 443": "The data, over HTTPS; add what your storage needs.",
+    },
+}
+"""Kind -> the beginning of a field, as YAML writes it -> why it is so."""

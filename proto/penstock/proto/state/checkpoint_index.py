@@ -1,0 +1,144 @@
+"""torch's index of a checkpoint, `.metadata`, written without torch.
+
+The index is a pickle of `torch.distributed.checkpoint.metadata.Metadata`. Pickling one of 3,000 entries takes 14 ms,
+which the training would wait for. So the training process describes the index in plain values (`DescribedIndex`), and
+the checkpoint writer, which has no torch and keeps nobody waiting, makes the pickle of them.
+
+What only torch knows comes as a pickle of torch's own classes and values, the *parts*, and what is written behind it
+takes them out of the unpickler's memo. So no class is named in here.
+
+Opcodes are those of protocol 4, without frames, as Python's pickletools describes them: only such as the reader passes
+over in one piece (client/checkpoint/values/pickles.py).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["ATTRIBUTES", "DescribedIndex"]
+
+ATTRIBUTES = (
+    *("state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"),
+    *("properties", "size", "chunks"),
+    *("fqn", "index", "offset"),
+    *("relative_path", "length"),
+)
+"""Of the objects that are made here."""
+
+_PROTO, _STOP, _POP, _MARK, _MEMOIZE, _NONE = b"\x80\x04", b".", b"0", b"(", b"\x94", b"N"
+_DICT, _ITEMS, _LIST, _APPENDS = b"}(", b"u", b"](", b"e"
+_NEW, _BUILD = b")\x81}(", b"ub"
+"""An object of the class on the stack, and what begins its attributes; and what puts these into it."""
+_TUPLES = {0: b")", 1: b"\x85", 2: b"\x86", 3: b"\x87"}
+
+
+@dataclass(frozen=True)
+class DescribedIndex:
+    """An index of torch's as plain values. A part is named by its number."""
+
+    parts: str
+    """A pickle of protocol 3, byte by byte as latin-1. The first parts are the classes of torch's index, of its
+    tensors, entries and places, and then ATTRIBUTES, in this order."""
+    memo: int
+    """Places that the parts' pickle takes in the memo."""
+    places: list[int]
+    """Place of each part."""
+    storage_meta: int
+    """A part."""
+    version: str
+    kinds: list[Any]
+    """What is saved under a name: a part, or [properties, size, [chunks]] of a tensor, which are parts."""
+    names: dict[str, int]
+    """Name -> which of the kinds."""
+    paths: dict[str, Any]
+    """Name -> the keys that lead to it, texts and whole numbers."""
+    files: list[Any]
+    """[file's name, entries], of each of which there are [name, offset in its tensor (a part, or None), index hint (or
+    None), offset in the file, bytes]."""
+
+    def encode(self) -> bytes:
+        return json.dumps(vars(self)).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> DescribedIndex:
+        return cls(**json.loads(data))
+
+    def pickle(self) -> bytes:
+        """The index as torch's reader wants it."""
+        return b"".join(_Pickle(self).pieces())
+
+
+class _Pickle:
+    def __init__(self, index: DescribedIndex) -> None:
+        self._index = index
+        self._memo = index.memo
+        self._texts: dict[str, bytes] = {}
+        """Those that are in the memo -> what takes them out."""
+        self._parts = [_get(place) for place in index.places]
+        self._root, self._tensor, self._entry, self._place, *attributes = self._parts[: 4 + len(ATTRIBUTES)]
+        self._at = dict(zip(ATTRIBUTES, attributes, strict=True))
+
+    def pieces(self) -> Iterable[bytes]:
+        index, at = self._index, self._at
+        parts = index.parts.encode("latin-1")
+        yield _PROTO + parts.removeprefix(b"\x80\x03").removesuffix(_STOP) + _POP
+        yield self._root + _NEW + at["state_dict_metadata"] + _DICT
+        kinds = [self._kind(kind) for kind in index.kinds]
+        for name, kind in index.names.items():
+            yield self._text(name) + kinds[kind]
+        yield _ITEMS + at["planner_data"] + _DICT
+        for name, path in index.paths.items():
+            yield self._text(name) + self._path(path)
+        yield _ITEMS + at["storage_data"] + _DICT
+        for file, entries in index.files:
+            yield from self._entries(file, entries)
+        yield _ITEMS + at["storage_meta"] + self._parts[index.storage_meta]
+        yield at["version"] + self._text(index.version) + _BUILD + _STOP
+
+    def _kind(self, kind: Any) -> bytes:
+        parts, at = self._parts, self._at
+        if isinstance(kind, int):
+            return parts[kind]
+        properties, size, chunks = kind
+        values: bytes = at["properties"] + parts[properties] + at["size"] + parts[size]
+        listed = at["chunks"] + _LIST + b"".join(parts[chunk] for chunk in chunks) + _APPENDS
+        return self._tensor + _NEW + values + listed + _BUILD
+
+    def _entries(self, file: str, entries: list[Any]) -> Iterable[bytes]:
+        parts, at = self._parts, self._at
+        index, place = self._entry + _NEW + at["fqn"], self._place + _NEW + at["relative_path"]
+        for name, offset, hint, begin, length in entries:
+            yield index + self._text(name) + at["index"] + (_NONE if hint is None else _number(hint))
+            yield (b"" if offset is None else at["offset"] + parts[offset]) + _BUILD
+            yield place + self._text(file) + at["offset"] + _number(begin) + at["length"] + _number(length) + _BUILD
+
+    def _path(self, path: list[Any]) -> bytes:
+        keys = b"".join(self._text(key) if isinstance(key, str) else _number(key) for key in path)
+        return keys + _TUPLES[len(path)] if len(path) in _TUPLES else _MARK + keys + b"t"
+
+    def _text(self, text: str) -> bytes:
+        known = self._texts.get(text)
+        if known is not None:
+            return known
+        self._texts[text] = _get(self._memo)
+        self._memo += 1
+        data = text.encode("utf-8", "surrogatepass")
+        if len(data) < 256:
+            return b"\x8c%c%b\x94" % (len(data), data)
+        return b"X" + len(data).to_bytes(4, "little") + data + _MEMOIZE
+
+
+def _get(place: int) -> bytes:
+    return b"h%c" % place if place < 256 else b"j" + place.to_bytes(4, "little")
+
+
+def _number(value: int) -> bytes:
+    if 0 <= value < 256:
+        return b"K%c" % value
+    if -(1 << 31) <= value < 1 << 31:
+        return b"J" + value.to_bytes(4, "little", signed=True)
+    data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+    return b"\x8a%c%b" % (len(data), data)

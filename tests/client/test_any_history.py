@@ -1,0 +1,77 @@
+"""A stream is what it would have been without them, wherever workers are lost, loops break and jobs are restarted: the
+real loader code, carried through random lives in this process."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import dealt
+import four_methods
+import pytest
+import streams
+import third_party
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.client import DataExecutor, DataLoader
+from penstock.client.testing import FakeAppliance, LostWorker
+
+LOADERS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "two methods": (streams.counter, {"batches": 5}),
+    "four methods and noise": (streams.shared_noisy, {"batches": 11}),
+    "four methods, dealt in turn": (four_methods.SummedLoader, {"rows": 28}),
+    "of unequal lengths": (streams.uneven, {"lengths": [2, 5]}),
+    "shuffled by torch's generator": (third_party.shuffled, {"noisy": True}),
+    "shards of ours": (dealt.listed, {"lengths": [5, 2, 7], "batch_size": 2}),
+}
+MOST = 10
+"""Batches of a part of a life."""
+
+parts = st.lists(st.tuples(st.sampled_from(["steps", "epoch"]), st.integers(1, MOST), st.booleans()), max_size=4)
+"""What a loop takes: so many steps, or an epoch that it leaves after so many; and whether the job is restarted then."""
+
+
+def plain(batch: Any) -> Any:
+    if isinstance(batch, dict):
+        return {key: plain(value) for key, value in batch.items()}
+    return batch.tolist() if isinstance(batch, torch.Tensor) else batch
+
+
+def lived(name: str, life: list[tuple[str, int, bool]], *, restarts: bool, lost: frozenset[int]) -> tuple[Any, Any]:
+    """The batches of a life, and the digest at its end."""
+    input_fn, kwargs = LOADERS[name]
+    faults = [LostWorker(step) for step in sorted(lost)]
+    appliance, loader = FakeAppliance(num_workers_per_box=2, seed=7, faults=faults), DataLoader(input_fn, **kwargs)
+    got: list[Any] = []
+    for kind, count, restarted in [*life, ("steps", 2, False)]:
+        left = count
+        for batch in DataExecutor(loader, count if kind == "steps" else None, appliance=appliance):
+            got.append(plain(batch))
+            left -= 1
+            if kind == "epoch" and not left:
+                break
+        if restarts and restarted and kind == "steps":  # an epoch that was left early is closed by the next loop
+            state = loader.state_dict()
+            appliance.close()
+            appliance = FakeAppliance(num_workers_per_box=2, seed=7, faults=faults)
+            loader = DataLoader(input_fn, **kwargs)
+            loader.load_state_dict(state)
+    executor = DataExecutor(loader, 1, appliance=appliance)
+    got += map(plain, executor)
+    appliance.close()
+    return got, executor.digest
+
+
+@pytest.mark.parametrize("name", LOADERS)
+@settings(max_examples=25)
+@given(life=parts, lost=st.frozensets(st.integers(1, 4 * MOST), max_size=4))
+def test_a_stream_is_what_it_would_have_been(
+    name: str, life: list[tuple[str, int, bool]], lost: frozenset[int]
+) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        undisturbed = lived(name, life, restarts=False, lost=frozenset())
+        assert lived(name, life, restarts=True, lost=lost) == undisturbed

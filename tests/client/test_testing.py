@@ -1,0 +1,370 @@
+"""The appliance that is shipped for tests: what it does besides the contract, and the faults that it injects."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import dealt
+import pytest
+import streams
+import torch
+import torch.utils.data
+
+from penstock.client import DataExecutor, DataLoader
+from penstock.client.in_process import InProcessReader
+from penstock.client.testing import FakeAppliance, InputError, LostWorker, SlowBatch
+from penstock.proto.errors import (
+    BatchTooLargeError,
+    BoxOutOfRangeError,
+    DeadlineError,
+    ForkedProcessError,
+    InputFnError,
+    InvalidArgumentError,
+    PenstockError,
+    StateUnavailableError,
+    WorkerLostError,
+)
+from penstock.proto.state.assignment import NEUTRAL, assigned, current_assignment
+
+INPUTS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "two methods": (streams.counter, {}),
+    "four methods and noise": (streams.shared_noisy, {}),
+    "shards of ours": (dealt.listed, {"lengths": [9, 4, 11, 6, 8], "batch_size": 3}),
+}
+
+
+def numbers(batch: Any) -> Any:
+    return {key: value.tolist() if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
+
+
+def loader_of(name: str) -> DataLoader:
+    input_fn, kwargs = INPUTS[name]
+    return DataLoader(input_fn, **kwargs)
+
+
+def take(appliance: FakeAppliance, steps: int, name: str = "two methods", **options: Any) -> tuple[list[Any], Any]:
+    executor = DataExecutor(loader_of(name), num_steps=steps, appliance=appliance, **options)
+    return [numbers(batch) for batch in executor], executor.digest
+
+
+def fake(**settings: Any) -> FakeAppliance:
+    return FakeAppliance(**{"num_workers_per_box": 2, "seed": 7, **settings})
+
+
+# ---- faults
+
+
+@pytest.mark.parametrize("step", [1, 2, 6])
+def test_a_slow_batch_is_waited_for(step: int) -> None:
+    with fake(faults=[SlowBatch(step, seconds=0.2)]) as appliance:
+        executor = DataExecutor(DataLoader(streams.counter), num_steps=7, appliance=appliance)
+        waits = [executor.wait_seconds for _ in executor]
+    assert waits[step - 1] >= 0.2
+    assert executor.stats.waited_s >= 0.2
+    assert sum(executor.stats.waited_by_worker.values()) == pytest.approx(executor.stats.waited_s)
+
+
+def test_a_batch_may_come_after_the_deadline() -> None:
+    whole, digest = take(fake(), 6)
+    with fake(faults=[SlowBatch(4, seconds=60)], timeout_s=0.1) as appliance:
+        loader = DataLoader(streams.counter)
+        got: list[Any] = []
+        with pytest.raises(DeadlineError, match=r"box 0 waited 0 s for step 4 from slot 1"):
+            got.extend(numbers(batch) for batch in DataExecutor(loader, num_steps=6, appliance=appliance))
+        executor = DataExecutor(loader, num_steps=3, appliance=appliance)
+        got.extend(numbers(batch) for batch in executor)
+    assert (got, executor.digest) == (whole, digest)
+
+
+def test_an_input_error_ends_the_run() -> None:
+    whole, digest = take(fake(), 6)
+    with fake(faults=[InputError(5, OSError("no such shard"))]) as appliance:
+        loader = DataLoader(streams.counter)
+        states = (loader.state_dict() for _ in DataExecutor(loader, num_steps=6, appliance=appliance))
+        kept: deque[dict[str, Any]] = deque(maxlen=1)
+        with pytest.raises(InputFnError, match=r"batch 3 raised .*no such shard.*slot 0, step 5\]") as raised:
+            kept.extend(states)
+        assert isinstance(raised.value.__cause__, OSError)
+        with pytest.raises(InputFnError):
+            next(iter(DataExecutor(loader, appliance=appliance)))
+    loader.load_state_dict(kept.pop())
+    assert loader.step == 4
+    executor = DataExecutor(loader, num_steps=2, appliance=fake())
+    assert ([numbers(batch) for batch in executor], executor.digest) == (whole[4:], digest)
+
+
+@pytest.mark.parametrize("name", INPUTS)
+@pytest.mark.parametrize("steps", [(1,), (2,), (5,), (3, 4, 9)])
+def test_a_lost_worker_is_replaced(steps: tuple[int, ...], name: str) -> None:
+    whole = take(fake(), 11, name)
+    with fake(faults=[*map(LostWorker, steps)]) as appliance:
+        loader = loader_of(name)
+        executor = DataExecutor(loader, num_steps=11, appliance=appliance)
+        with pytest.warns(UserWarning, match="slot . of box 0 was recovered: its worker was lost") as told:
+            got = [numbers(batch) for batch in executor]
+        state = loader.state_dict()
+    assert (got, executor.digest) == whole
+    assert executor.stats.recoveries == len(told) == len(steps)
+    again = loader_of(name)
+    again.load_state_dict(state)
+    rest = DataExecutor(again, num_steps=3, appliance=fake())
+    assert [numbers(batch) for batch in rest] == take(fake(), 14, name)[0][11:]
+
+
+def test_a_worker_is_lost_behind_a_break() -> None:
+    """Its replacement finds the way out of the epoch that the loop left."""
+
+    def left_early(appliance: FakeAppliance) -> list[Any]:
+        loader = DataLoader(streams.shared_noisy)
+        got = []
+        for batch in DataExecutor(loader, appliance=appliance):
+            got.append(numbers(batch))
+            if loader.step == 3:
+                break
+        return got + [numbers(batch) for batch in DataExecutor(loader, num_steps=6, appliance=appliance)]
+
+    with pytest.warns(UserWarning, match="was recovered"):
+        assert left_early(fake(faults=[LostWorker(4), LostWorker(7)])) == left_early(fake())
+
+
+def test_a_worker_is_lost_for_good() -> None:
+    with fake(faults=[LostWorker(3, for_good=True)]) as appliance:
+        loader = DataLoader(streams.counter)
+        with pytest.raises(WorkerLostError, match=r"its worker was lost .*slot 0, step 3\]"):
+            list(DataExecutor(loader, num_steps=4, appliance=appliance))
+        assert loader.step == 2
+
+
+def test_a_fault_needs_a_step() -> None:
+    with pytest.raises(InvalidArgumentError, match="must be >= 1, got 0"):
+        FakeAppliance(faults=[LostWorker(0)])
+
+
+# ---- in this process and thread
+
+
+def test_nothing_is_started() -> None:
+    before = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
+    with fake() as appliance:
+        loader = DataLoader(streams.shared_noisy)
+        for _ in DataExecutor(loader, num_steps=4, appliance=appliance):
+            loader.state_dict()
+            assert (set(threading.enumerate()), len(os.listdir("/proc/self/fd"))) == before
+            assert not multiprocessing.active_children()
+
+
+def test_user_code_runs_in_the_loops_thread() -> None:
+    seen = []
+
+    def here() -> Iterator[torch.Tensor]:
+        for number in range(3):
+            seen.append((os.getpid(), threading.get_ident(), current_assignment().global_worker_id))
+            yield torch.tensor(number)
+
+    with fake(num_workers_per_box=2):
+        batches = [int(batch) for batch in DataLoader(here)]
+    assert batches == [0, 0, 1, 1, 2, 2]
+    assert seen == [(os.getpid(), threading.get_ident(), slot) for _ in range(3) for slot in (0, 1)]
+
+
+def test_the_loop_is_no_worker() -> None:
+    own = replace(NEUTRAL, seed=3)
+    with fake() as appliance, assigned(own):
+        for _ in DataExecutor(DataLoader(streams.counter), num_steps=3, appliance=appliance):
+            assert current_assignment() == own
+            assert torch.utils.data.get_worker_info() is None
+
+
+def test_a_batch_that_was_not_handed_out_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C after it was made."""
+    whole, digest = take(fake(), 6)
+    pressed: list[Any] = []
+    real = InProcessReader._assembled
+
+    def assembled(reader: InProcessReader, made: Any) -> Any:
+        pressed.append(made)
+        if len(pressed) == 4:
+            raise KeyboardInterrupt
+        return real(reader, made)
+
+    monkeypatch.setattr(InProcessReader, "_assembled", assembled)
+    with fake() as appliance:
+        loader = DataLoader(streams.counter)
+        got: list[Any] = []
+        with pytest.raises(KeyboardInterrupt):
+            got.extend(numbers(batch) for batch in DataExecutor(loader, num_steps=6, appliance=appliance))
+        executor = DataExecutor(loader, num_steps=3, appliance=appliance)
+        got.extend(numbers(batch) for batch in executor)
+    assert (got, executor.digest) == (whole, digest)
+
+
+def test_a_resumed_loop_may_break_at_once() -> None:
+    """A resume has looked at each slot's next batch; the epoch is left before it all the same."""
+    loader = DataLoader(streams.shared_noisy)
+    got = []
+    with fake() as appliance:
+        for batch in DataExecutor(loader, appliance=appliance):
+            got.append(numbers(batch))
+            if loader.step == 6:
+                state = loader.state_dict()
+            if loader.step == 7:
+                break
+        got += [numbers(batch) for batch in DataExecutor(loader, num_steps=6, appliance=appliance)]
+    again = DataLoader(streams.shared_noisy)
+    again.load_state_dict(state)
+    with fake() as appliance:
+        for batch in DataExecutor(again, appliance=appliance):
+            assert numbers(batch) == got[6]
+            break
+        rest = [numbers(batch) for batch in DataExecutor(again, num_steps=6, appliance=appliance)]
+    assert rest == got[7:]
+
+
+class InterruptedOnce(torch.utils.data.Dataset[torch.Tensor]):
+    """Ctrl-C comes while it reads a row."""
+
+    pressed: list[int] = []  # noqa: RUF012
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, number: int) -> torch.Tensor:
+        if number == 5 and not self.pressed:
+            self.pressed.append(number)
+            raise KeyboardInterrupt
+        return torch.tensor([number]) + torch.rand(1)
+
+
+def rows() -> Any:
+    return torch.utils.data.DataLoader(InterruptedOnce(), shuffle=True)
+
+
+def test_ctrl_c_is_the_loops() -> None:
+    """And not an error of the input: what comes after it is what would have come."""
+    InterruptedOnce.pressed[:] = [0]
+    with fake(num_workers_per_box=1, replay=True) as appliance:
+        whole = [batch.tolist() for batch in DataExecutor(DataLoader(rows), num_steps=12, appliance=appliance)]
+    InterruptedOnce.pressed.clear()
+    with fake(num_workers_per_box=1, replay=True) as appliance:
+        got: list[Any] = []
+        loader = DataLoader(rows)
+        with pytest.raises(KeyboardInterrupt):
+            got.extend(batch.tolist() for batch in DataExecutor(loader, num_steps=12, appliance=appliance))
+        state, done = loader.state_dict(), loader.step
+        left = 12 - done
+        rest = [batch.tolist() for batch in DataExecutor(loader, num_steps=left, appliance=appliance)]
+        loader.load_state_dict(state)
+        again = [batch.tolist() for batch in DataExecutor(loader, num_steps=left, appliance=appliance)]
+    assert got + rest == got + again == whole
+
+
+def test_a_forked_child_has_no_part_in_it() -> None:
+    with fake() as appliance:
+        loader = DataLoader(streams.counter)
+        batches = iter(DataExecutor(loader, appliance=appliance))
+        next(batches)
+        read, write = os.pipe()
+        pid = os.fork()
+        if not pid:
+            try:
+                next(batches)
+            except ForkedProcessError:
+                os.write(write, b"refused")
+            finally:
+                os._exit(0)
+        os.waitpid(pid, 0)
+        assert os.read(read, 100) == b"refused"
+        os.close(read)
+        os.close(write)
+        assert numbers(next(batches))["number"] == 1001
+
+
+# ---- the appliance
+
+
+def test_the_surroundings_are_not_looked_at(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "penstock.toml"
+    file.write_text("[client]\nseed = 5\n[cluster]\ncoordinator = 'elsewhere:1'\n")
+    monkeypatch.setenv("PENSTOCK_CONFIG", str(file))
+    for name, value in {"PENSTOCK_COORDINATOR": "elsewhere:1", "PENSTOCK_SEED": "9", "RANK": "3"}.items():
+        monkeypatch.setenv(name, value)
+    settings = FakeAppliance().settings
+    assert (settings.address, settings.seed, settings.box, settings.num_boxes) == ("", None, 0, 1)
+
+
+def test_arguments_are_checked_as_always() -> None:
+    with pytest.raises(BoxOutOfRangeError):
+        FakeAppliance(box=2, num_boxes=2)
+    with pytest.raises(InvalidArgumentError, match="num_workers_per_box"):
+        FakeAppliance(num_workers_per_box=0)
+    with fake(max_batch_bytes=8) as appliance, pytest.raises(BatchTooLargeError):
+        take(appliance, 1)
+
+
+def test_a_closed_one_opens_nothing() -> None:
+    with fake() as appliance:
+        assert take(appliance, 1)
+    with pytest.raises(PenstockError, match="closed"):
+        take(appliance, 1)
+
+
+def test_a_fresh_seed_is_kept_for_the_loader() -> None:
+    with fake(seed=None) as appliance:
+        loader = DataLoader(streams.shared_noisy)
+        state = loader.state_dict()
+        first = [numbers(batch) for batch in DataExecutor(loader, num_steps=3, appliance=appliance)]
+        loader.load_state_dict(state)
+        assert [numbers(batch) for batch in DataExecutor(loader, num_steps=3, appliance=appliance)] == first
+        assert take(appliance, 3, "four methods and noise")[0] != first
+
+
+def test_states_are_kept_as_long_as_asked() -> None:
+    with fake(retention_steps=3) as appliance:
+        loader = DataLoader(streams.shared_noisy)
+        list(DataExecutor(loader, num_steps=8, appliance=appliance))
+        assert loader.state_at(5)["__penstock__"]["step"] == 5
+        with pytest.raises(StateUnavailableError, match=r"step 4 .*retention window"):
+            loader.state_at(4)
+
+
+def test_a_shorter_box_is_saved_at_its_end() -> None:
+    """Box 1's epoch is over when box 0 saves: it stays there, as in a real run."""
+    with fake(num_workers_per_box=1, num_boxes=2) as appliance:
+        loader = DataLoader(streams.uneven, [6, 3])
+        assert len([*DataExecutor(loader, appliance=appliance)]) == 6
+        state = loader.state_dict()
+    for box, first in ((0, 1), (1, 1001)):
+        with fake(num_workers_per_box=1, num_boxes=2, box=box) as appliance:
+            again = DataLoader(streams.uneven, [6, 3])
+            again.load_state_dict(state)
+            assert numbers(next(iter(DataExecutor(again, appliance=appliance))))["number"] == first
+
+
+def test_input_that_nobody_shards_is_told() -> None:
+    with fake(), pytest.warns(UserWarning, match="no worker asked for its assignment"):
+        next(iter(DataLoader(list, [torch.tensor(1)])))
+
+
+def test_saving_takes_no_time_for_exact_states() -> None:
+    """A loader of ours is saved where it stands; nothing is replayed for it."""
+    made = []
+
+    def counted(lengths: list[int]) -> Any:
+        made.append(1)
+        return dealt.listed(lengths, batch_size=1)
+
+    with fake(num_workers_per_box=1) as appliance:
+        loader = DataLoader(counted, [40, 40])
+        began = time.monotonic()
+        for _ in DataExecutor(loader, num_steps=60, appliance=appliance):
+            loader.state_dict()
+    assert len(made) <= 3, "one for the slot, one or two for aggregate_state_dict in this process"
+    assert time.monotonic() - began < 30

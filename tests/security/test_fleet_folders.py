@@ -1,0 +1,77 @@
+"""Folders of a fleet and of a coordinator: they say which processes are signalled, what is started, and the token, so
+others must not be able to write to them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from penstock.deploy.console.command_token import coordinator_tokens
+from penstock.deploy.console.exit_codes import CommandError
+from penstock.deploy.engines.engine import Fleet
+from penstock.deploy.engines.fleet_folder import FleetFolder
+from penstock.proto.errors import JournalError
+from penstock.runtime.process.identity import Identity
+
+OTHER = 12_345
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> FleetFolder:
+    """Of a fleet that is up, by this process."""
+    made = FleetFolder(tmp_path / "fleet")
+    made.make()
+    lock = made.lock()
+    assert lock is not None
+    made.hold(lock, Identity.of(os.getpid()))
+    os.close(lock)
+    me = {"pid": os.getpid(), "started": 0, "boot": ""}
+    about = {"supervisor": me, "ready": True, "adjusted": 0, "daemons": []}
+    made.save(Fleet("local", "penstock", str(made.path), "127.0.0.1:1", str(made.token), {}, about))
+    assert made.fleet() is not None
+    assert made.holder() is not None
+    return made
+
+
+def test_a_folder_others_can_write_is_not_read(folder: FleetFolder) -> None:
+    folder.path.chmod(0o777)
+    for read in (folder.fleet, folder.plan, folder.holder):
+        with pytest.raises(CommandError, match="can be changed by others"):
+            read()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can make another user's folder")
+def test_another_users_folder_is_not_read(folder: FleetFolder) -> None:
+    os.chown(folder.path, OTHER, OTHER)
+    for read in (folder.fleet, folder.plan, folder.holder):
+        with pytest.raises(CommandError, match="belongs to another user"):
+            read()
+
+
+def test_no_token_is_put_where_others_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who would then close the folder, as the error says, would go on with a token that others may have planted."""
+    for name in ("PENSTOCK_TOKEN", "PENSTOCK_TOKEN_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PENSTOCK_CONFIG", os.devnull)
+    tmp_path.chmod(0o777)
+    with pytest.raises(JournalError, match="must be closed to other users"):
+        coordinator_tokens(None, tmp_path)
+    assert not [*tmp_path.iterdir()]
+    tmp_path.chmod(0o700)
+    assert coordinator_tokens(None, tmp_path) == coordinator_tokens(None, tmp_path)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can make another user's file")
+def test_a_planted_token_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PENSTOCK_TOKEN", "PENSTOCK_TOKEN_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PENSTOCK_CONFIG", os.devnull)
+    tmp_path.chmod(0o700)
+    planted = tmp_path / "token"
+    planted.write_text("known-to-others\n")
+    planted.chmod(0o600)
+    os.chown(planted, OTHER, OTHER)
+    with pytest.raises(JournalError, match="who knows the token"):
+        coordinator_tokens(None, tmp_path)

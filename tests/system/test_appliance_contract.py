@@ -1,0 +1,335 @@
+"""What every appliance keeps to, be it daemons and worker processes or this process alone: the same tests on both, and
+states that go from one to the other."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from typing import Any
+
+import dealt
+import four_methods
+import mapped
+import numpy as np
+import pytest
+import streams
+import third_party
+import torch
+from neighbours import beside
+
+from penstock.client import Appliance, DataExecutor, DataLoader, Lookahead, checkpoint_closure
+from penstock.client.testing import FakeAppliance
+from penstock.proto.errors import (
+    InputFnError,
+    NotRestartableError,
+    StateMismatchError,
+    StateUnavailableError,
+    UnsupportedLeafError,
+)
+
+Make = Callable[..., Appliance]
+KINDS = ("real", "fake")
+
+
+@pytest.fixture
+def makes(appliance: Appliance) -> Iterator[dict[str, Make]]:
+    """Kind -> what makes an appliance of it; two workers and seed 7, if nothing else is said."""
+    opened: list[Appliance] = []
+
+    def made(kind: Make) -> Make:
+        def make(**settings: Any) -> Appliance:
+            opened.append(kind(**{"num_workers_per_box": 2, "seed": 7, **settings}))
+            return opened[-1]
+
+        return make
+
+    yield {"real": made(lambda **settings: beside(appliance, **settings)), "fake": made(FakeAppliance)}
+    for each in opened:
+        each.close()
+
+
+@pytest.fixture(params=KINDS)
+def make(request: pytest.FixtureRequest, makes: dict[str, Make]) -> Make:
+    return makes[request.param]
+
+
+def plain(batch: Any) -> Any:
+    """A batch as values that compare."""
+    if isinstance(batch, dict):
+        return {key: plain(value) for key, value in batch.items()}
+    if isinstance(batch, list | tuple):
+        return [plain(value) for value in batch]
+    return batch.tolist() if isinstance(batch, torch.Tensor | np.ndarray) else batch
+
+
+LOADERS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "two methods": (streams.counter, {"batches": 9}),
+    "four methods, all of one range": (streams.shared, {"batches": 23}),
+    "four methods and noise": (streams.shared_noisy, {"batches": 23}),
+    "four methods, dealt in turn": (four_methods.summed, {}),
+    "four methods, a shard for each": (four_methods.shard_per_worker, {"rows": 40}),
+    "shuffled by torch's generator": (third_party.shuffled, {"noisy": True}),
+    "torch's own processes": (third_party.shuffled, {"workers": 2, "noisy": True}),
+    "a sampler of its own": (third_party.random_sampler, {"own": True}),
+    "a map of ours": (mapped.mapped, {"batch_size": 7}),
+    "shards of ours": (dealt.listed, {"lengths": [9, 4, 11, 6, 8], "batch_size": 3}),
+    "everything that travels": (streams.mixed, {"batches": 8}),
+    "of unequal lengths": (streams.uneven, {"lengths": [5, 8]}),
+}
+RESHAPED = ("a map of ours", "shards of ours", "four methods, all of one range")
+
+
+def loader_of(name: str) -> DataLoader:
+    input_fn, kwargs = LOADERS[name]
+    return DataLoader(input_fn, **kwargs)
+
+
+def take(loader: DataLoader, steps: int, appliance: Appliance, **options: Any) -> tuple[list[Any], int | None]:
+    """Batches, and the stream digest after them."""
+    executor = DataExecutor(loader, num_steps=steps, appliance=appliance, **options)
+    return [plain(batch) for batch in executor], executor.digest
+
+
+# ---- the same stream, and states that fit both
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_batches_and_digests_are_the_same(makes: dict[str, Make], name: str) -> None:
+    """Over the ends of epochs."""
+    real, fake = (take(loader_of(name), 25, makes[kind]()) for kind in KINDS)
+    assert fake == real
+
+
+@pytest.mark.parametrize("name", LOADERS)
+@pytest.mark.parametrize(("saver", "resumer"), [("real", "fake"), ("fake", "real"), ("fake", "fake")])
+def test_a_state_resumes_on_the_other(makes: dict[str, Make], saver: str, resumer: str, name: str) -> None:
+    whole, digest = take(loader_of(name), 25, makes["fake"]())
+    loader, states = loader_of(name), {}
+    for _ in DataExecutor(loader, num_steps=20, appliance=makes[saver]()):
+        if loader.step in (1, 7, 10, 18, 19):  # 18 and 19 are ends of epochs
+            states[loader.step] = loader.state_dict()
+    for step, state in states.items() if saver == resumer else list(states.items())[1::2]:
+        again = loader_of(name)
+        again.load_state_dict(state)
+        assert again.step == step
+        assert take(again, 25 - step, makes[resumer]()) == (whole[step:], digest), step
+
+
+@pytest.mark.parametrize("name", RESHAPED)
+@pytest.mark.parametrize(("saver", "resumer"), [("real", "fake"), ("fake", "real"), ("fake", "fake")])
+def test_a_state_resumes_on_other_workers(makes: dict[str, Make], saver: str, resumer: str, name: str) -> None:
+    loader = loader_of(name)
+    first, _ = take(loader, 3, makes[saver]())
+    again = loader_of(name)
+    again.load_state_dict(loader.state_dict())
+    rest = [plain(batch) for batch in DataExecutor(again, appliance=makes[resumer](num_workers_per_box=3))]
+    whole = [plain(batch) for batch in DataExecutor(loader_of(name), appliance=makes["fake"](num_workers_per_box=1))]
+    assert sorted(map(repr, first + rest)) == sorted(map(repr, whole))
+
+
+def test_visible_states_are_equal(makes: dict[str, Make]) -> None:
+    """Of loaders whose states are aggregated: what the user's own code made of them."""
+    for name in ("four methods, all of one range", "a map of ours", "shards of ours"):
+        states = []
+        for kind in KINDS:
+            loader = loader_of(name)
+            take(loader, 5, makes[kind]())
+            states.append({key: value for key, value in loader.state_dict().items() if key != "__penstock__"})
+        assert states[0] == states[1]
+
+
+def test_workers_records_are_equal(makes: dict[str, Make]) -> None:
+    found = []
+    for kind in KINDS:
+        loader = loader_of("four methods, a shard for each")
+        take(loader, 7, makes[kind]())
+        found.append(loader.checkpoints())
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    "name", ["of unequal lengths", "four methods and noise", "a map of ours", "shuffled by torch's generator"]
+)
+def test_a_loop_that_breaks_begins_the_next_epoch(makes: dict[str, Make], name: str) -> None:
+    """And what comes then is the same on both, also from a state behind it."""
+    streams_of = {}
+    for kind in KINDS:
+        loader, appliance = loader_of(name), makes[kind]()
+        got = []
+        for length in (3, 2):
+            for count, batch in enumerate(DataExecutor(loader, appliance=appliance), 1):
+                got.append(plain(batch))
+                if count == length:
+                    break
+        more, digest = take(loader, 2, appliance)
+        state = loader.state_dict()
+        rest, last = take(loader, 5, appliance)
+        again = loader_of(name)
+        again.load_state_dict(state)
+        assert take(again, 5, makes["fake"]()) == (rest, last)
+        streams_of[kind] = [*got, *more, digest]
+    assert streams_of["fake"] == streams_of["real"]
+
+
+def test_two_boxes_save_one_state(makes: dict[str, Make]) -> None:
+    """In the fake each box makes the other's slots itself; the real ones run in lockstep."""
+    name = "shards of ours"
+    found = {}
+    for kind in KINDS:
+        job = f"two-{random.getrandbits(40)}"
+        here = {"attempt": "1"} if kind == "real" else {}
+        boxes = [makes[kind](box=box, num_boxes=2, job=job, **here) for box in (0, 1)]
+        loaders = [loader_of(name) for _ in boxes]
+        executors = [DataExecutor(loader, 4, appliance=box) for loader, box in zip(loaders, boxes, strict=True)]
+        batches = [[*map(plain, pair)] for pair in zip(*executors, strict=True)]
+        states = [loader.state_dict() for loader in loaders]
+        visible = [{key: value for key, value in state.items() if key != "__penstock__"} for state in states]
+        assert visible[0] == visible[1]
+        found[kind] = batches, visible[0], [executor.digest for executor in executors], states[0]
+    assert found["fake"][:3] == found["real"][:3]
+    rest = {}
+    for kind in KINDS:
+        again = loader_of(name)
+        again.load_state_dict(found[kind][3])
+        one_box = DataExecutor(again, appliance=makes["fake"](num_workers_per_box=1))
+        rest[kind] = [plain(batch) for batch in one_box]
+    assert rest["fake"] == rest["real"] != [], "one box goes on where the two were"
+
+
+# ---- one contract
+
+
+def test_the_last_step_counts(make: Make) -> None:
+    loader = loader_of("two methods")
+    executor = DataExecutor(loader, num_steps=5, checkpoint_steps=2, appliance=make())
+    assert len(executor) == 5
+    marks = [(executor.step, executor.on_checkpoint_step, executor.on_final_iteration) for _ in executor]
+    assert marks == [(1, False, False), (2, True, False), (3, False, False), (4, True, False), (5, True, True)]
+    assert loader.is_restartable
+    assert len(loader) == 18
+    assert loader.batch_size == 4
+    assert executor.stats.steps == 5
+
+
+def test_a_closure_acts_on_checkpoint_steps(make: Make) -> None:
+    loader, saved = loader_of("four methods, all of one range"), {}
+
+    @checkpoint_closure
+    def save() -> None:
+        saved[loader.step] = loader.state_dict()
+
+    for _ in DataExecutor(loader, num_steps=7, checkpoint_steps=3, appliance=make()):
+        save()
+    assert sorted(saved) == [3, 6, 7]
+
+
+@pytest.mark.parametrize("name", ["two methods", "four methods and noise", "shards of ours"])
+def test_earlier_steps_can_be_saved(make: Make, name: str) -> None:
+    """As Lookahead does, for loops that get their batches from something that reads ahead."""
+    with make() as appliance:
+        loader = loader_of(name)
+        batches, digest = take(loader, 9, appliance)
+        state = loader.state_at(4)
+        with pytest.raises(StateUnavailableError):
+            loader.state_at(10)
+        again = loader_of(name)
+        again.load_state_dict(state)
+        assert take(again, 5, appliance) == (batches[4:], digest)
+
+
+def test_lookahead_saves_what_the_loop_got(make: Make) -> None:
+    with make():
+        loader = loader_of("shards of ours")
+        ahead = Lookahead(loader)
+        batches = iter(ahead)
+        got = [plain(next(batches)) for _ in range(3)]
+        ahead.took()
+        ahead.took()
+        again = loader_of("shards of ours")
+        again.load_state_dict(ahead.state_dict())
+        assert again.step == 2
+        assert plain(next(iter(again))) == got[2]
+        batches.close()  # type: ignore[attr-defined]
+
+
+def test_a_failing_input_is_named_with_its_step(make: Make) -> None:
+    """After all batches that came before it; the run is over then."""
+    with make(num_workers_per_box=1):
+        loader = DataLoader(mapped.mapped, broken=40, shuffle=False, batch_size=10)
+        got: list[Any] = []
+        with pytest.raises(InputFnError, match=r"(?s)batch 5.*no such pixel.*slot 0, step 5\]"):
+            got.extend(loader)
+        assert len(got) == 4
+        with pytest.raises(InputFnError):
+            next(iter(loader))
+
+
+def test_what_cannot_travel_is_named(make: Make) -> None:
+    with make(num_workers_per_box=1), pytest.raises(UnsupportedLeafError):
+        next(iter(DataLoader(list, [{1, 2}])))
+
+
+def test_a_loader_without_methods_is_not_saved(make: Make) -> None:
+    with make(num_workers_per_box=1) as appliance:
+        loader = DataLoader(list, [torch.arange(3)] * 4)
+        take(loader, 2, appliance)
+        assert not loader.is_restartable
+        with pytest.raises(NotRestartableError):
+            loader.state_dict()
+
+
+def test_by_replay_it_is(make: Make) -> None:
+    with make(num_workers_per_box=1, replay=True) as appliance:
+        loader, again = (DataLoader(list, [torch.full((2,), n) for n in range(6)]) for _ in range(2))
+        whole, _ = take(loader, 4, appliance)
+        again.load_state_dict(loader.state_dict())
+        assert take(again, 2, appliance)[0] == [[4, 4], [5, 5]]
+        assert whole[-1] == [3, 3]
+
+
+def test_another_topology_is_refused_by_name(make: Make) -> None:
+    loader, again = loader_of("two methods"), loader_of("two methods")
+    take(loader, 4, make())
+    again.load_state_dict(loader.state_dict())
+    with pytest.raises(StateMismatchError, match="2 workers"):
+        take(again, 1, make(num_workers_per_box=3))
+
+
+def test_the_loops_generators_stay_its_own(make: Make) -> None:
+    """The loop draws what it would draw without the loader, and does not disturb it."""
+
+    def draws() -> list[float]:
+        return [random.random(), float(np.random.random()), float(torch.rand(()))]
+
+    def seed() -> None:
+        random.seed(5)
+        np.random.seed(5)
+        torch.manual_seed(5)
+
+    seed()
+    alone = [draws() for _ in range(6)]
+    seed()
+    loader, noisy = loader_of("four methods and noise"), []
+    got = []
+    for batch in DataExecutor(loader, num_steps=6, appliance=make()):
+        noisy.append(plain(batch))
+        got.append(draws())
+        if loader.step == 4:
+            loader.state_dict()
+    assert got == alone
+    assert noisy == take(loader_of("four methods and noise"), 6, make())[0]
+
+
+def test_a_loader_may_be_dropped_in_its_loop(make: Make) -> None:
+    appliance = make()
+    with closing(iter(DataExecutor(loader_of("two methods"), appliance=appliance))) as batches:  # type: ignore[type-var]
+        next(batches)
+    assert take(loader_of("two methods"), 2, appliance)[0]
+
+
+def test_each_batch_is_the_loops_to_keep(make: Make) -> None:
+    batches = list(DataExecutor(loader_of("two methods"), num_steps=12, appliance=make()))
+    assert [int(batch["x"][0]) for batch in batches] == [batch["number"] for batch in batches]
+    batches[0]["x"].fill_(-1)
+    assert batches[1]["x"][0] != -1

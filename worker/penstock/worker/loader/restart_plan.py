@@ -1,0 +1,170 @@
+"""Which restart points lead to a place of a slot's stream, in which order they are tried, and the way from each.
+
+Pure functions of values: no loader, no socket, no torch. A plan says "restore this restart point, replay along these
+legs, compare the last batch with this digest; on a mismatch take the next one". Who carries it out is elsewhere: a
+runner (runner.py), a helper process (replayer.py), a resume (start.py). The daemon asks the same of what it keeps
+(snapshots.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final, Generic, Protocol, TypeVar
+
+__all__ = ["BEGINNING", "Leg", "Recovery", "RestartPoint", "Target", "first_fit", "plan_recovery", "route", "usable"]
+
+BEGINNING: Final = None
+"""Stands for the beginning in a list of ways: input_fn anew, and all batches since counted and replayed."""
+
+
+class RestartPoint(Protocol):
+    """What planning looks at of a restart point."""
+
+    @property
+    def epoch(self) -> int: ...
+    @property
+    def total(self) -> int:
+        """Batches of the slot in all when it was taken."""
+
+    @property
+    def began(self) -> int:
+        """Batches in all when its epoch was opened."""
+
+    @property
+    def is_epoch_start(self) -> bool:
+        """It was taken where an epoch begins, and not after a batch."""
+
+
+class _History(Protocol):
+    @property
+    def abandoned(self) -> tuple[tuple[int, int], ...]: ...
+    @property
+    def complete(self) -> bool: ...
+
+
+class _WithHistory(RestartPoint, Protocol):
+    """A restart point that knows the way to it."""
+
+    @property
+    def history(self) -> _History: ...
+    @property
+    def is_beginning(self) -> bool: ...
+
+
+Point = TypeVar("Point", bound=RestartPoint)
+PointWithHistory = TypeVar("PointWithHistory", bound=_WithHistory)
+W = TypeVar("W")
+
+
+@dataclass(frozen=True)
+class Leg:
+    """A piece of the way: replay until `total` batches in all, in this epoch."""
+
+    epoch: int
+    total: int
+    leaves: bool = False
+    """The loop left the epoch there: leave it too."""
+    digest: int = 0
+    """Of batch `total`, to compare it with; 0: nothing to compare."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A place of a slot's stream: after batch `total`, in this epoch."""
+
+    epoch: int
+    total: int
+    left: Mapping[int, int] = field(default_factory=dict)
+    """Epoch -> the slot's batches in all where the loop left it by `break`."""
+    digest: int = 0
+    """Of batch `total`; 0 if it is not known."""
+
+    def behind(self, left: Iterable[tuple[int, int]]) -> Target:
+        """The same place, from a restart point that knows of these abandoned epochs besides."""
+        return replace(self, left=dict(left) | dict(self.left))
+
+
+def route(from_epoch: int, target: Target) -> list[Leg]:
+    """Return the way to a place from somewhere in an epoch: out of each epoch that the loop left, where it left it."""
+    left = target.left
+    legs = [Leg(epoch, left[epoch], leaves=True) for epoch in sorted(left) if from_epoch <= epoch < target.epoch]
+    return [*legs, Leg(target.epoch, target.total, digest=target.digest)]
+
+
+def _is_on_the_way(point: RestartPoint, target: Target) -> bool:
+    if point.epoch > target.epoch or point.total > target.total:
+        return False
+    # What was taken of an epoch beyond the place where the loop left it is not on the way.
+    if any(point.total > there for epoch, there in target.left.items() if epoch >= point.epoch):
+        return False
+    # And an epoch that was opened ahead of the loop began behind that place.
+    return point.began <= target.left.get(point.epoch - 1, point.began)
+
+
+def usable(points: Iterable[Point], target: Target) -> list[Point]:
+    """Return the restart points from which a place can be come to, in the order in which they are given.
+
+    A snapshot of just the place where the loop left an epoch is the last resort: a loader that was loaded and has
+    yielded nothing may not know that it is in the middle of an epoch, and would go on with it when the next is opened.
+    """
+    found = [point for point in points if _is_on_the_way(point, target)]
+    return [point for point in found if point.is_epoch_start or point.total != target.left.get(point.epoch)] or found
+
+
+@dataclass(frozen=True)
+class Recovery(Generic[PointWithHistory]):
+    """How a runner that takes a slot over comes to a place."""
+
+    nearest: PointWithHistory
+    """It knows most of the way there."""
+    ways: list[PointWithHistory | None]
+    """The best first; at least one."""
+
+
+def plan_recovery(
+    points: Iterable[PointWithHistory], target: Target, *, counted: bool
+) -> Recovery[PointWithHistory] | None:
+    """Return the ways of a runner that takes a slot over; None if there is none.
+
+    The nearest is the best; strictly before the last delivered batch if there is one, so that at least that one is
+    compared. Each was proven, but over a few batches: what is kept besides lies further back. The beginning comes last
+    if the stream can be made again from there, and alone where restart points are `counted` from it: the loader's own
+    states mislead.
+    """
+    found = usable(points, target)
+    before = [point for point in found if point.total < target.total] or found
+    if not before:
+        return None
+    order = sorted(before, key=lambda point: (point.epoch, point.total), reverse=True)
+    nearest = order[0]
+    ways: list[PointWithHistory | None] = [] if nearest.history.complete and counted else [*order]
+    if nearest.history.complete and not (ways and order[-1].is_beginning):
+        ways.append(BEGINNING)
+    return Recovery(nearest, ways)
+
+
+def first_fit(
+    ways: Sequence[W],
+    take: Callable[[W], object],
+    unfit: tuple[type[Exception], ...],
+    told: Callable[[Exception, W], None],
+) -> W:
+    """Take the first way that leads to its place; returns it.
+
+    Args:
+        ways: at least one.
+        take: goes the way; raises one of `unfit` where it does not lead there.
+        told: gets that error, and the way that is taken instead.
+
+    Raises the error of the last way, and at once any that is not one of `unfit`.
+    """
+    for number, way in enumerate(ways, 1):
+        try:
+            take(way)
+            return way
+        except unfit as error:
+            if number == len(ways):
+                raise
+            told(error, ways[number])
+    raise ValueError("ways must hold at least one, got none")

@@ -1,0 +1,98 @@
+"""Going along a stream with a loader: the thin half of restart_plan.py, which says where to."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
+
+from penstock.proto.errors import PenstockError, ReplayMismatchError
+from penstock.worker.loader.restart_plan import Leg, Recovery, Target, first_fit, route
+from penstock.worker.loader.restart_points import UNFIT, RestartPoint, StreamHistory
+
+if TYPE_CHECKING:
+    from penstock.worker.loader.restorable_loader import RestorableLoader
+
+__all__ = ["begin", "catch_up", "leave", "recover", "replay", "restore", "travel"]
+
+_log = logging.getLogger("penstock.worker")
+Go = Callable[[Leg], object]
+
+
+def recover(source: RestorableLoader, plan: Recovery[RestartPoint], target: Target, go: Go) -> RestartPoint:
+    """Go to a place in the first of the ways that leads there; returns where it began."""
+    beginning = plan.nearest
+
+    def take(point: RestartPoint | None) -> None:
+        nonlocal beginning
+        if point is not None:
+            restore(source, point, target, go)
+            return
+        history = plan.nearest.history
+        begin(source, history)
+        beginning = source.open_epoch()
+        travel(source, target.behind(history.abandoned), go)
+
+    def tell(mismatch: Exception, instead: RestartPoint | None) -> None:
+        _log.warning("%s; it is replayed from an older place instead", cast(PenstockError, mismatch).message)
+
+    return first_fit(plan.ways, take, UNFIT, tell) or beginning
+
+
+def restore(source: RestorableLoader, point: RestartPoint, target: Target, go: Go) -> None:
+    """Go to a place from a restart point, the way that the loop went."""
+    source.restore(point)
+    travel(source, target.behind(point.history.abandoned), go)
+
+
+def begin(source: RestorableLoader, history: StreamHistory) -> None:
+    """Be at the beginning. `history`: what is known of the way from there."""
+    source.history = history
+    source.begin()
+
+
+def travel(source: RestorableLoader, target: Target, go: Go) -> None:
+    """Go to a place the way that the loop went: out of the epochs that it left, where it did. `go` replays a leg."""
+    for leg in route(source.position.epoch, target):
+        go(leg)
+        if leg.leaves:
+            leave(source, leg.epoch, leg.total)
+
+
+def replay(
+    source: RestorableLoader, leg: Leg, seen: Callable[[Any], None], open_epoch: Callable[[], object] | None = None
+) -> None:
+    """Replay a leg. `seen` gets each batch and sets the source's digest; `open_epoch` opens the epochs on the way.
+
+    Raises ReplayMismatchError if the epoch ends before, or the last batch is another one.
+    """
+    before = source.position.total
+    if not source.seek(leg.total, leg.epoch, seen, open_epoch):
+        raise ReplayMismatchError(
+            f"{source.name}: pass {leg.epoch} ended after batch {source.position.total} of the slot, but batch "
+            f"{leg.total} had been delivered: its data are not what they were"
+        )
+    if before < leg.total and leg.digest and source.digest != leg.digest:
+        raise ReplayMismatchError(
+            f"{source.name}: replayed from its last snapshot, batch {leg.total} of the slot differs from the one that "
+            "was delivered; the loader does not reproduce its batches"
+        )
+
+
+def catch_up(source: RestorableLoader, epoch: int) -> None:
+    """Go to where epoch `epoch` is opened, if the source is not that far, over the end of the epoch that it is in and
+    of those in between, of which it had no batch. Raises ReplayMismatchError if one comes."""
+    while source.position.epoch < epoch:
+        if not source.is_open:
+            source.open_epoch()
+        source.reach_end()
+
+
+def leave(source: RestorableLoader, epoch: int, total: int) -> None:
+    """Leave epoch `epoch` after batch `total`, where the source stands, as the loop left it."""
+    catch_up(source, epoch)
+    if not source.is_open:
+        source.open_epoch()
+    if not source.saves_state:
+        source.reseed("left", epoch, total)
+    source.abandon_epoch(total)

@@ -1,0 +1,227 @@
+"""A control group (cgroup v2) for each child that runs user code, where the daemon has a group to itself.
+
+    <the daemon's own group>     delegated to it: systemd's Delegate=yes, a container with a writable /sys/fs/cgroup
+      penstock-daemon            the daemon and its fork servers: a group that has groups can have no processes itself
+      penstock-runners           pids.max: processes and threads of all runners together
+        1, 2, ...                of one child: memory.max, and the kernel kills all of it or none (memory.oom.group)
+
+The kernel holds these limits at every moment. The watch over memory (memory_watch.py) looks once a second, and recycles
+a runner in good order. A group counts more than the watch does: rings, and what loader processes share in memory. So
+its limit is what the watch kills at and a gibibyte more: it is for what grows faster than a look.
+
+A group is for the child's end, too: what is still in it a moment later is killed at once, however fast it forks.
+
+Only user code that runs as another user (runner_user.py) cannot leave its group. Nothing is done where the group has
+processes that are not the daemon's: to move them is not ours to decide.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Sequence
+from enum import Enum
+from pathlib import Path
+
+from penstock.worker.resources.memory_use import family
+
+__all__ = ["SPARE_BYTES", "ControlGroups", "OutOfMemory", "enter", "here", "out_of_memory", "own_group", "why_not"]
+
+_log = logging.getLogger("penstock.worker")
+
+DAEMON, RUNNERS = "penstock-daemon", "penstock-runners"
+CONTROLLERS = ("memory", "pids")
+SPARE_BYTES = 1 << 30
+"""What a group may hold beyond what the watch kills at: the rings of a box aim for 512 MiB, and an outgrown one may
+be there beside a new one."""
+_REMEDY = (
+    "give the worker a group of its own: in a unit Delegate=yes, from a shell systemd-run --scope -p Delegate=yes "
+    "(with --user where it is not root's), in a container a writable /sys/fs/cgroup"
+)
+
+
+class OutOfMemory(Enum):
+    """Whose memory ran out when the kernel killed something in a group."""
+
+    NO = "it has killed nothing"
+    OWN = "that of the group"
+    ABOVE = "that of a group above it, or of the machine"
+
+
+def own_group(cgroups: str, mounts: str) -> Path | None:
+    """Return the folder of a process's group. None if it is in no cgroup v2 hierarchy, or in none that is mounted here.
+
+    Args:
+        cgroups: text of its /proc/PID/cgroup.
+        mounts: text of its /proc/PID/mountinfo.
+    """
+    name = next((line[3:] for line in cgroups.splitlines() if line.startswith("0::/")), "")
+    if not name or ".." in name.split("/"):  # it is above all that this namespace shows
+        return None
+    for line in mounts.splitlines():
+        before, _, after = line.partition(" - ")
+        root, point = (field.encode().decode("unicode_escape") for field in before.split(" ")[3:5])
+        inside = name == root or name.startswith(root.rstrip("/") + "/")
+        if after.split(" ")[0] == "cgroup2" and inside:
+            return Path(point, name[len(root.rstrip("/")) :].lstrip("/"))
+    return None
+
+
+def why_not(own: Path | None, ours: Sequence[int], controllers: Sequence[str] = CONTROLLERS) -> str:
+    """Why there can be no groups below this one, with a remedy; "" if there can be.
+
+    Args:
+        own: see own_group.
+        ours: the processes that may be moved: the daemon and what it has started.
+        controllers: that are needed.
+    """
+    if own is None:
+        return "there is no cgroup v2 hierarchy here that shows this process's own group"
+    if not all(os.access(own / name, os.W_OK) for name in ("", "cgroup.procs", "cgroup.subtree_control")):
+        return f"{own} is not this process's to write to: {_REMEDY}"
+    try:
+        lacking = [name for name in controllers if name not in (own / "cgroup.controllers").read_text().split()]
+        there = [int(pid) for pid in (own / "cgroup.procs").read_text().split()]
+    except OSError as error:
+        return f"{own} cannot be read: {error.strerror}"
+    if lacking:
+        return (
+            f"{own} has no controller {', '.join(lacking)}: the groups above it do not hand it on, or it is of cgroup "
+            "v1 here"
+        )
+    others = sum(pid not in ours for pid in there)  # 0 is one of another namespace
+    if others:
+        return f"{own} has {others} processes that are not the worker's: {_REMEDY}"
+    return ""
+
+
+def enter(group: str) -> None:
+    """Put this process into a group of `make`, with all that it will start. OSError: it stays where it is."""
+    Path(group, "cgroup.procs").write_text("0")
+
+
+def out_of_memory(group: str) -> OutOfMemory:
+    """Whether the kernel has killed anything in it for want of memory."""
+    try:
+        events = dict(line.split() for line in Path(group, "memory.events").read_text().splitlines())
+    except (OSError, ValueError):
+        return OutOfMemory.NO
+    if events.get("oom_kill", "0") == "0":
+        return OutOfMemory.NO
+    return OutOfMemory.ABOVE if events.get("oom", "0") == "0" else OutOfMemory.OWN
+
+
+class ControlGroups:
+    """The groups of one daemon's children. Made by `take`."""
+
+    def __init__(self, own: Path, memory: int, processes: int, controllers: Sequence[str]) -> None:
+        self.memory = memory
+        self._own, self._processes, self._controllers = own, processes, controllers
+        self._count = 0
+        self._busy: set[str] = set()
+        """Groups of children that are dead, and which something is still in."""
+
+    @classmethod
+    def take(
+        cls,
+        own: Path | None,
+        ours: Sequence[int],
+        *,
+        memory: int = 0,
+        processes: int = 0,
+        controllers: Sequence[str] = CONTROLLERS,
+    ) -> tuple[ControlGroups | None, str]:
+        """Move the daemon into a group of its own below `own`, and make room for those of its children beside it.
+        Returns the groups; or None, with all as it was, and why.
+
+        Args:
+            own, ours, controllers: see why_not.
+            memory: bytes that each child may hold; 0 = any.
+            processes: that all children may have together, threads included; 0 = any.
+        """
+        refused = why_not(own, ours, controllers)
+        if own is None or refused:
+            return None, refused
+        groups = cls(own, memory, processes, controllers)
+        try:
+            groups._divide(ours)
+        except OSError as error:
+            groups.close(ours)
+            return None, f"{own} cannot be divided: {error.strerror} ({error.filename or 'cgroup.procs'})"
+        return groups, ""
+
+    def _divide(self, ours: Sequence[int]) -> None:
+        for name in (DAEMON, RUNNERS):
+            (self._own / name).mkdir(exist_ok=True)  # one that was killed leaves them
+        for pid in ours:
+            with contextlib.suppress(ProcessLookupError):
+                (self._own / DAEMON / "cgroup.procs").write_text(str(pid))
+        for group in (self._own, self._own / RUNNERS):
+            (group / "cgroup.subtree_control").write_text(" ".join(f"+{name}" for name in self._controllers))
+        if "pids" in self._controllers:
+            (self._own / RUNNERS / "pids.max").write_text(str(self._processes or "max"))
+
+    def make(self) -> str:
+        """A group for a child that is about to be forked. "" if there can be none."""
+        self._forget_empty()
+        self._count += 1
+        group = self._own / RUNNERS / str(self._count)
+        try:
+            group.mkdir(exist_ok=True)
+            if "memory" in self._controllers:
+                (group / "memory.oom.group").write_text("1")
+                (group / "memory.max").write_text(str(self.memory or "max"))
+        except OSError as error:
+            _log.warning("a child of this worker has no control group: %s", error)
+            self.remove(str(group))
+            return ""
+        return str(group)
+
+    def remove(self, group: str) -> bool:
+        """Its child is dead. False if something is still in it: then `kill` it a little later, for some of what a child
+        leaves behind cleans up as it ends (orphans.py)."""
+        if group:
+            self._busy.add(group)
+            self._forget_empty()
+        return group not in self._busy
+
+    def kill(self, group: str) -> None:
+        """Kill all that is in it, if there is any; it goes with the next child."""
+        if group in self._busy:
+            with contextlib.suppress(OSError):  # before Linux 5.14 there is no such file, and orphans.py has to do
+                Path(group, "cgroup.kill").write_text("1")
+            self._forget_empty()
+
+    def _forget_empty(self) -> None:
+        for group in list(self._busy):
+            with contextlib.suppress(OSError):
+                os.rmdir(group)
+            if not os.path.isdir(group):
+                self._busy.discard(group)
+
+    def close(self, ours: Sequence[int]) -> None:
+        """All children are dead: leave the group as it was found, as far as nothing is left in it."""
+        with contextlib.suppress(OSError):
+            (self._own / RUNNERS / "cgroup.kill").write_text("1")
+        with contextlib.suppress(OSError):
+            for group in (self._own / RUNNERS).iterdir():
+                if group.is_dir():
+                    self._busy.add(str(group))
+        self._forget_empty()
+        without = " ".join(f"-{name}" for name in self._controllers)
+        with contextlib.suppress(OSError):
+            os.rmdir(self._own / RUNNERS)
+        with contextlib.suppress(OSError):
+            (self._own / "cgroup.subtree_control").write_text(without)
+        for pid in ours:
+            with contextlib.suppress(OSError):
+                (self._own / "cgroup.procs").write_text(str(pid))
+        with contextlib.suppress(OSError):
+            os.rmdir(self._own / DAEMON)
+
+
+def here() -> tuple[Path | None, list[int]]:
+    """This process's own group, and the processes of it that are this one and what it has started."""
+    texts = (Path("/proc/self", name).read_text() for name in ("cgroup", "mountinfo"))
+    return own_group(*texts), family(os.getpid())

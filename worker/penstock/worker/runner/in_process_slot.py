@@ -1,0 +1,323 @@
+"""One slot of a run in the process and thread of whoever asks for its batches: what a runner is, without a process.
+
+The loader, its start, its return to an earlier place and its recovery are those of a runner (worker/loader); a state is
+made as a helper process makes it (replayer.py). Nothing runs ahead of the loop: a batch is made when it is asked for,
+so the loader stands where the loop stands, and there is neither ring nor socket, neither snapshot nor proof.
+
+A state names the place where the slot's launch began, which needs no proof, and how many batches lie between; loaders
+whose states are exact are saved just where they stand. Where a loader's own state at the step is aggregated, a second
+loader is brought there by replay.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from penstock.proto.batch.digest import DigestCover, batch_digest, cover_of, rows_digest, rows_in
+from penstock.proto.batch.flatten import ALIGN, Flattener, Structure
+from penstock.proto.batch.replay_digest import ReplayDigest
+from penstock.proto.errors import (
+    InputFnError,
+    PenstockError,
+    ReplayMismatchError,
+    StateUnavailableError,
+    UnsupportedStateError,
+)
+from penstock.proto.lane.producer import check_size
+from penstock.proto.state import assignment as place_of
+from penstock.proto.state.codec import decode_state
+from penstock.proto.v1 import records_pb2
+from penstock.worker.loader.restart_plan import Leg, Target, plan_recovery
+from penstock.worker.loader.restart_points import END, RestartPoint, StreamPosition
+from penstock.worker.loader.restorable_loader import RestorableLoader
+from penstock.worker.loader.shared_process import ProcessGlobals
+from penstock.worker.loader.start import start
+from penstock.worker.loader.travel import catch_up, leave, recover, replay
+from penstock.worker.runner.replayer import state_at
+
+__all__ = ["InProcessSlot", "MadeBatch", "SlotState"]
+
+
+@dataclass(frozen=True)
+class MadeBatch:
+    """A batch as a runner writes it into its ring, in memory of its own."""
+
+    structure: Structure
+    shapes: list[int]
+    memory: np.ndarray[Any, np.dtype[np.uint8]]
+    offset: int
+    """Bytes from the start of `memory`, where the batch begins."""
+    nbytes: int
+    digest: int
+    samples: int
+
+
+@dataclass(frozen=True)
+class SlotState:
+    """A slot's part of a state."""
+
+    data: bytes
+    """Envelope, as a daemon answers it."""
+    samples: int
+    digest: int
+    next_digest: int = 0
+    next_epoch: bool = False
+
+
+@dataclass(frozen=True)
+class _Noted:
+    """What is known of a batch."""
+
+    epoch: int
+    digest: int
+    samples: int
+    """In all, with this batch."""
+
+
+class InProcessSlot:
+    """A slot, from its assignment to its end.
+
+    Args:
+        assignment: as a daemon gets it; its loader has a name and options, and no arguments.
+        make: calls input_fn with its arguments.
+        resume: the blob that the attempt resumes from, b"" to start from nothing.
+        noted: batches back of which digests are kept.
+    """
+
+    def __init__(
+        self, assignment: records_pb2.WorkerAssignment, make: Callable[[], Any], resume: bytes, *, noted: int
+    ) -> None:
+        self._assignment, self._make, self._resume = assignment, make, resume
+        options = assignment.loader.options
+        self._cover, self._most = cover_of(options), options.max_batch_bytes
+        self._flattener = Flattener(strict=options.strict_structure)
+        self._take = ReplayDigest(self._flattener, cover=self._cover).take
+        self._globals = ProcessGlobals()
+        self._start_data: bytes | None = None
+        """Where the stream comes from, encoded."""
+        self._unsaved: Exception | None = None
+        self._left: dict[int, int] = {}
+        self._log: OrderedDict[int, _Noted] = OrderedDict()
+        self._noted = noted
+        self._source: RestorableLoader | None = None
+        self._lost = False
+        """The loader is to be made anew."""
+        self.capabilities = records_pb2.LoaderCapabilities(length=-1)
+
+    # ---- the stream
+
+    def prepare(self) -> None:
+        """Make the loader and bring it to where the slot starts. Raises what a runner would fail with."""
+        if self._source is not None:
+            return
+        with self._globals.in_place():
+            source = self._built()
+            resume = decode_state(self._resume) if self._resume else None
+            start(source, resume, partial(self._keep, source), partial(self._go, source))  # type: ignore[arg-type]
+            self._source, self.capabilities = source, source.capabilities
+            self.capabilities.looked_at_assignment = place_of.looked_at()
+
+    def next(self, step: int, epoch: int, total: int) -> MadeBatch | None:
+        """The batch after `total`, which will be the box's `step`; None at the end of the epoch.
+
+        Ctrl-C in the user's code is raised as it is, and not as an error of theirs: it was meant for the process. What
+        the loader was doing is lost then, as with a runner, and so is a batch that was made and not delivered: the next
+        call makes the loader anew.
+        """
+        source = self._ready()
+        if source.position.total != total:
+            source = self._anew(epoch, total)
+        try:
+            with self._globals.in_place():
+                if not source.is_open:
+                    source.open_epoch(step=step)
+                batch = source.next()
+                made = None if batch is END else self._made(batch)
+                self.capabilities.looked_at_assignment |= place_of.looked_at()
+        except InputFnError as error:
+            if isinstance(error.__cause__, KeyboardInterrupt):
+                self.lose()
+                raise error.__cause__ from None
+            raise
+        if made is not None:
+            source.digest = made.digest
+            source.position.samples += made.samples
+            self._note(source)
+        return made
+
+    def leave(self, epoch: int, total: int) -> None:
+        """The loop leaves the epoch after batch `total`, of which the slot may have met the end."""
+        source = self._ready()
+        position = source.position
+        with self._globals.in_place():
+            if not source.saves_state:  # it cannot be taken back
+                position.epoch, position.total = epoch, total
+            elif source.is_ahead or (position.epoch, position.total) != (epoch, total):
+                noted = self._log.get(total)
+                self._recover(source, Target(epoch, total, self._left, noted.digest if noted is not None else 0))
+            leave(source, epoch, total)
+        self._left[epoch] = total
+
+    def lose(self) -> None:
+        """Take the loader for lost, as if its worker had died: the next call makes it anew, and brings it back."""
+        self._lost = True
+
+    def failure(self, error: BaseException) -> PenstockError:
+        """What a runner says where making the next batch raises this."""
+        source = self._ready()
+        return source.failed(f"batch {source.position.total + 1}", error)
+
+    def drop(self) -> None:
+        """Let the loader go, and its worker processes with it."""
+        source, self._source = self._source, None
+        if source is not None:
+            source.drop()
+
+    def aggregate(self, states: list[Any]) -> Any:
+        """One state of all workers' states."""
+        source = self._ready()
+        with self._globals.in_place():
+            return source.aggregate(states)
+
+    def _built(self) -> RestorableLoader:
+        source = RestorableLoader(self._assignment, load=lambda spec: self._make)
+        source.build()
+        return source
+
+    def _ready(self) -> RestorableLoader:
+        if self._source is None:
+            self.prepare()
+        assert self._source is not None
+        position = self._source.position
+        return self._anew(position.epoch, position.total) if self._lost else self._source
+
+    def _anew(self, epoch: int, total: int) -> RestorableLoader:
+        """Another loader, where this one stood, as a runner that takes the slot over."""
+        if self._source is not None:
+            self._source.drop()
+        self._globals, noted = ProcessGlobals(), self._log.get(total)
+        with self._globals.in_place():
+            source = self._built()
+            if self._resume and source.by_own_methods:
+                source.learn_resume(decode_state(self._resume))  # type: ignore[arg-type]
+            self._recover(source, Target(epoch, total, self._left, noted.digest if noted is not None else 0))
+        self._source, self.capabilities, self._lost = source, source.capabilities, False
+        return source
+
+    def _recover(self, source: RestorableLoader, target: Target) -> None:
+        """Bring a loader back to where the slot stood."""
+        plan = (
+            None
+            if self._start_data is None
+            else plan_recovery([RestartPoint.decode(self._start_data)], target, counted=False)
+        )
+        if plan is None:
+            raise ReplayMismatchError(f"{source.name}: no snapshot lies before batch {target.total + 1} of the slot")
+        recover(source, plan, target, partial(self._go, source))
+        catch_up(source, target.epoch)
+
+    def _keep(self, source: RestorableLoader, point: RestartPoint, begins: bool) -> None:
+        """As a runner does, but only where the stream comes from is a restart point here."""
+        if not begins:
+            return
+        self._unsaved = source.unsaved
+        if self._unsaved is None:
+            try:
+                self._start_data = source.marked(point, way_on=True).encode()
+            except UnsupportedStateError as error:
+                self._unsaved = error
+
+    def _go(self, source: RestorableLoader, leg: Leg) -> None:
+        def seen(batch: Any) -> None:
+            source.digest, samples = self._take(batch)
+            source.position.samples += samples
+            self._note(source)
+
+        replay(source, leg, seen)
+
+    def _made(self, batch: Any) -> MadeBatch:
+        flat = self._flattener.flatten(batch)
+        structure, shapes, nbytes = flat.structure, flat.shapes, flat.nbytes
+        check_size(nbytes, self._most)
+        memory = np.empty(nbytes + ALIGN, np.uint8)
+        offset = -memory.ctypes.data % ALIGN
+        flat.write_to(memory.ctypes.data + offset)
+        if self._cover == DigestCover.ROWS:
+            digest = rows_digest(structure, shapes, memory, offset, nbytes)
+        else:
+            digest = batch_digest(structure.key, memory, offset, nbytes, shapes, self._cover == DigestCover.FULL)
+        return MadeBatch(structure, shapes, memory, offset, nbytes, digest, rows_in(structure, shapes))
+
+    def _note(self, source: RestorableLoader) -> None:
+        position, log = source.position, self._log
+        log[position.total] = _Noted(position.epoch, source.digest, position.samples)
+        if len(log) > self._noted:
+            log.popitem(last=False)
+
+    # ---- states
+
+    def state(self, epoch: int, delivered: int, total: int, step: int) -> SlotState:
+        """The slot's part of the state at a place that it has reached, which is the box's `step`."""
+        source = self._ready()
+        if self._unsaved is not None and self.capabilities.state_methods:
+            raise self._unsaved
+        if self._start_data is None:
+            raise StateUnavailableError(f"{source.name}: there is no place from which batch {total} could be reached")
+        position, exact = source.position, self.capabilities.exact_states
+        is_here = (position.epoch, position.total) == (epoch, total) and source.is_open and not source.is_ahead
+        if exact and is_here and not source.is_untouched:
+            with self._globals.in_place():
+                return self._answer(source.snapshot(step).encode(), epoch, total)
+        if self.capabilities.state_methods == 4:
+            return self._replayed(epoch, delivered, total, step)
+        noted, began = self._log.get(total), RestartPoint.decode(self._start_data)
+        if began.epoch == epoch:
+            return self._answer(self._start_data, epoch, total)
+        there = StreamPosition(epoch, delivered, total, noted.samples if noted is not None else began.position.samples)
+        digest = noted.digest if noted is not None else began.digest
+        return self._answer(
+            source.marked(RestartPoint(there, None, b"", digest=digest, behind=began)).encode(), epoch, total
+        )
+
+    def _answer(self, data: bytes, epoch: int, total: int) -> SlotState:
+        at, following = self._log.get(total), self._log.get(total + 1)
+        if at is None:  # nothing was made since the launch began
+            position = RestartPoint.taken(data)
+            at = _Noted(epoch, position.digest, position.position.samples)
+        if following is None:
+            return SlotState(data, at.samples, at.digest)
+        return SlotState(data, at.samples, at.digest, following.digest, following.epoch > epoch)
+
+    def _replayed(self, epoch: int, delivered: int, total: int, step: int) -> SlotState:
+        """By a second loader, as a helper process does it."""
+        assert self._start_data is not None
+        point = RestartPoint.decode(self._start_data)
+        fields = {
+            "epoch": epoch,
+            "delivered": delivered,
+            "total": total,
+            "step": step,
+            "digests": {str(count): noted.digest for count, noted in self._log.items() if count <= total},
+            "left": {str(number): at for number, at in self._left.items() if number < epoch},
+            "abandoned_from": 0,
+            "following": not self.capabilities.exact_states,
+        }
+        with ProcessGlobals().in_place():
+            source = self._built()
+            try:
+                if self._resume:
+                    source.learn_resume(decode_state(self._resume))  # type: ignore[arg-type]
+                told, data = state_at(source, point, fields, ReplayDigest(cover=self._cover))
+            finally:
+                source.drop()
+        if told.get("elsewhere") or told["ended"]:
+            raise StateUnavailableError(f"{source.name}: step {step} cannot be reached again by replay")
+        return SlotState(
+            data, told["samples"], told["digest"], told["following"], told["over"] and told["following"] > 0
+        )

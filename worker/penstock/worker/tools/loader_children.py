@@ -1,0 +1,22 @@
+"""Child processes in which tools run users' loaders, as workers have them: how they are started, and spoken to.
+
+Needs no torch: the command line imports it.
+"""
+
+from penstock.worker.processes.child_processes import START_DEADLINE_S, child_environment
+from penstock.worker.processes.control_channel import ControlChannel, ControlMessage, plain_detail
+from penstock.worker.processes.runner_user import find_user
+from penstock.worker.processes.user_code import MAIN, load_input_fn
+from penstock.worker.processes.user_path import interpreter
+
+__all__ = [
+    "MAIN",
+    "START_DEADLINE_S",
+    "ControlChannel",
+    "ControlMessage",
+    "child_environment",
+    "find_user",
+    "interpreter",
+    "load_input_fn",
+    "plain_detail",
+]
