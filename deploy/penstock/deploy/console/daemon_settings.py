@@ -162,25 +162,25 @@ class CoordinatorSettings(Section):
         3.0,
         ge=0.5,
         le=3600,
-        description="Seconds of silence after which a worker is taken for dead and its slots are handed on.",
+        description="Seconds of silence after which a worker is taken for dead and its slots move to others.",
     )
     client_lease: Seconds = Field(
         10.0,
         ge=0.5,
         le=3600,
-        description="Seconds of silence after which a training process is taken for dead and its workers are freed.",
+        description="Seconds of silence after which a training process is taken for dead and its slots are freed.",
     )
     budget: Annotated[str, AfterValidator(_store_size), Unit("SIZE")] = Field(
         "",
-        description="Room for snapshots, states to resume from and large arguments, as 8GiB (default: 4GiB, and 512MiB "
-        "in memory).",
+        description="Budget for snapshots, states to resume from and large arguments, as 8GiB (default: 4GiB, and "
+        "512MiB in memory).",
     )
     balance_after: Seconds = Field(
         30.0,
         ge=0,
         le=86400,
-        description="Seconds that a slot stays where it is before it may be moved away from a worker that is slow or "
-        "full; 0: slots move only when they must.",
+        description="Seconds that a slot stays on a worker before it may migrate from one that is slow or full; 0: "
+        "slots move only when they must.",
     )
 
 
@@ -201,22 +201,21 @@ class WorkerSettings(Section):
     )
     runner_memory: MemorySize = Field(
         "",
-        description="Memory that a runner may hold, as 4GiB or 500MiB: above it the runner is recycled at a snapshot, "
-        "above twice as much killed (default: any).",
+        description="Memory that a runner may hold, as 4GiB or 500MiB: above it the runner is replaced at a snapshot, "
+        "above twice as much killed (default: no limit).",
     )
     starts: Count = Field(
         0,
         ge=0,
         le=4096,
-        description="Runners that start at a time, the others wait in a queue (default, 0: as many as there are CPU "
-        "cores).",
+        description="Runners that may start at a time; the others wait in a queue (default, 0: one for each CPU core).",
     )
     start_timeout: Seconds = Field(
         600.0,
         ge=1,
         le=86400,
-        description="Seconds that the interpreter of a run's runners may take to start, a tenth of them without asking "
-        "for a CPU core; then it is killed, and another one starts.",
+        description="Seconds that the interpreter of a run's runners may take to start, a tenth of them without using "
+        "processor time; then it is killed, and another one starts.",
     )
     liveness_file: FilePath = Field(
         "",
@@ -233,7 +232,7 @@ class WorkerSettings(Section):
         10.0,
         ge=0,
         le=3600,
-        description="Seconds that this worker goes on when it is told to end, while others get ready for its slots.",
+        description="Seconds that this worker keeps running after a signal to end, while its slots migrate.",
     )
     runner_user: Annotated[str, Unit("USER")] = Field(
         "",
@@ -244,8 +243,8 @@ class WorkerSettings(Section):
         0,
         ge=0,
         le=1 << 22,
-        description="Processes and threads that the runner user may have on this machine, those of all runners "
-        "together; only with runner_user, or in control groups (default: any).",
+        description="Processes and threads of the runner user on this machine, of all runners together; only with "
+        "runner_user, or in control groups (default: no limit).",
     )
     no_cage: bool = Field(
         False,

@@ -60,14 +60,14 @@ class ExitCode:
 
 
 CODES = (
-    ExitCode(0, "done; daemons: ended as they were told to"),
+    ExitCode(0, "done; daemons: ended by a signal"),
     ExitCode(BUG, "unexpected: a bug in Penstock, its traceback is shown"),
     ExitCode(
         USAGE,
-        "usage: a flag, variable or argument that cannot be meant",
+        "usage: an invalid flag, variable or argument",
         ("InvalidArgumentError", "BoxOutOfRangeError"),
     ),
-    ExitCode(3, "a certificate that cannot be used or is not trusted, or TLS at one end only", ("TlsError",)),
+    ExitCode(3, "a certificate cannot be used or is not trusted, or only one end uses TLS", ("TlsError",)),
     ExitCode(
         UNSAID,
         "another error of Penstock, or standard output cannot be written",
@@ -75,7 +75,7 @@ CODES = (
     ),
     ExitCode(
         11,
-        "the coordinator cannot be reached, or is asked for too much",
+        "the coordinator cannot be reached, or is overloaded",
         ("CoordinatorUnavailableError", "OverloadedError"),
     ),
     ExitCode(
@@ -87,18 +87,18 @@ CODES = (
     ExitCode(14, "the coordinator's state on disk cannot be read or written", ("JournalError",)),
     ExitCode(15, "the two ends are of different releases", ("VersionSkewError",)),
     ExitCode(16, "refused to listen beyond this machine without TLS (see --insecure)", ("UnsafeBindError",)),
-    ExitCode(17, "a wait ran out", ("DeadlineError", "NoWorkersError")),
+    ExitCode(17, "a deadline passed", ("DeadlineError", "NoWorkersError")),
     ExitCode(
         18,
-        "no such run or worker, or it is not what was asked for",
+        "no such run or worker, or it does not match the request",
         ("UnknownRunError", "UnknownWorkerError", "SupersededError", "BoxTakenError", "TopologyError"),
     ),
     ExitCode(
         19,
-        "a worker or lane was lost, or damages what it brings",
+        "a worker or lane was lost, or delivers damaged data",
         ("WorkerLostError", "LaneLostError", "LaneClosedError", "BatchCorruptError"),
     ),
-    ExitCode(20, "no state can be had for this step", ("StateUnavailableError",)),
+    ExitCode(20, "no state is available for this step", ("StateUnavailableError",)),
     ExitCode(21, "the loader cannot be saved", ("NotRestartableError", "UnsupportedStateError")),
     ExitCode(
         22,
@@ -107,7 +107,7 @@ CODES = (
     ),
     ExitCode(
         23,
-        "a checkpoint that is not there, or cannot be written or read",
+        "a checkpoint does not exist, or cannot be written or read",
         ("CheckpointError", "CheckpointNotFoundError"),
     ),
     ExitCode(24, "a checkpoint is damaged", ("CheckpointCorruptError",)),
@@ -118,19 +118,19 @@ CODES = (
     ),
     ExitCode(
         26,
-        "a batch that cannot be sent, or no batch at all",
+        "a batch cannot be sent, or there is none",
         ("UnsupportedLeafError", "StructureChangedError", "BatchTooLargeError", "EmptyInputError"),
     ),
     ExitCode(27, "a runner holds more memory than its worker allows", ("MemoryLimitError",)),
     ExitCode(
         28,
-        "a dataset that cannot be fetched or read",
+        "a dataset cannot be fetched or read",
         ("DatasetError", "ShardCorruptError", "ShardUnavailableError"),
     ),
     ExitCode(DIFFERS, "a restored loader yields other batches", ("ReplayMismatchError",)),
-    ExitCode(CANNOT_SAVE, "doctor: streams well, but cannot be saved as it is"),
+    ExitCode(CANNOT_SAVE, "doctor: the loader streams, but cannot be saved as it is"),
     ExitCode(UNFIT, "doctor: this machine or this cluster has a problem, which is named"),
-    ExitCode(INTERRUPTED, "interrupted (Ctrl-C); `penstock up`: told to end while it started"),
+    ExitCode(INTERRUPTED, "interrupted (Ctrl-C); `penstock up`: ended by a signal while it started"),
 )
 
 _CODE_OF = {name: code.number for code in CODES for name in code.errors}

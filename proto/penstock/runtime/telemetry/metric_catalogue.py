@@ -54,7 +54,7 @@ def _client(name: str, kind: Kind, unit: str, labels: tuple[str, ...], help: str
 CATALOGUE: tuple[Metric, ...] = (
     Metric(_EVERY, "penstock_build_info", "gauge", "", ("process", "version"), "1, with the process and its release."),
     # ---- coordinator: runs and boxes
-    _coordinator("penstock_runs", "gauge", "", ("phase",), "Runs that are known, by phase: open or closed."),
+    _coordinator("penstock_runs", "gauge", "", ("phase",), "Runs, by phase: open or closed."),
     _coordinator(
         "penstock_run_attempt", "gauge", "", ("run",), "The attempt that is open: higher each time the job is started."
     ),
@@ -64,7 +64,7 @@ CATALOGUE: tuple[Metric, ...] = (
         "gauge",
         "",
         ("run",),
-        "Slots a box that would do, at most as many as the cores carry; 0: not known.",
+        "Recommended slots of a box, at most as many as the cores carry; 0: not known.",
     ),
     _coordinator(
         "penstock_run_slots", "gauge", "", ("run", "phase"), "Slots of the open attempt's live boxes, by phase."
@@ -81,11 +81,11 @@ CATALOGUE: tuple[Metric, ...] = (
         "counter",
         "batches",
         ("run",),
-        "Batches that the open attempt left out, for they killed their runners.",
+        "Batches that the open attempt left out because they killed their runners.",
     ),
     _coordinator("penstock_box_live", "gauge", "", _BOX, "1 if the box's training process renews its lease, else 0."),
     _coordinator("penstock_box_step", "gauge", "", _BOX, "Last step that the box reported."),
-    _coordinator("penstock_box_epoch", "gauge", "", _BOX, "Pass that it is in."),
+    _coordinator("penstock_box_epoch", "gauge", "", _BOX, "Epoch that it is in."),
     _coordinator(
         "penstock_box_steps_total", "counter", "", _BOX, "Steps since the attempt was opened: rate() of it is steps/s."
     ),
@@ -118,7 +118,7 @@ CATALOGUE: tuple[Metric, ...] = (
         "Daemons like those that are there that the open runs need, by measured demand and supply; 0: not known.",
     ),
     _coordinator("penstock_slots_capacity", "gauge", "", (), "Runners that the live workers may run together."),
-    _coordinator("penstock_slots_used", "gauge", "", (), "Of them, those that are given to runs."),
+    _coordinator("penstock_slots_used", "gauge", "", (), "Those of them that are assigned to runs."),
     # ---- coordinator: its own health
     _coordinator("penstock_coordinator_uptime_seconds", "gauge", "seconds", (), "Time since it was started."),
     _coordinator(
@@ -132,7 +132,11 @@ CATALOGUE: tuple[Metric, ...] = (
         "penstock_coordinator_snapshot_bytes", "gauge", "bytes", (), "Durable snapshots and blobs that it holds."
     ),
     _coordinator(
-        "penstock_coordinator_snapshot_limit_bytes", "gauge", "bytes", (), "What it may hold of them: the budget."
+        "penstock_coordinator_snapshot_limit_bytes",
+        "gauge",
+        "bytes",
+        (),
+        "Largest number of bytes that it may hold of them: the budget.",
     ),
     _coordinator(
         "penstock_coordinator_commit_seconds",
@@ -180,9 +184,9 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     _worker("penstock_worker_sent_bytes_total", "counter", "bytes", ("lane",), "Bytes that it sent to other hosts."),
     _worker("penstock_worker_lanes", "gauge", "", ("lane",), "Lanes that it serves over TCP now."),
-    _worker("penstock_worker_snapshots_total", "counter", "", (), "Snapshots that its runners handed over."),
+    _worker("penstock_worker_snapshots_total", "counter", "", (), "Snapshots that its runners sent to it."),
     _worker("penstock_worker_snapshots_sent_total", "counter", "", (), "Of them, those made durable."),
-    _worker("penstock_worker_snapshots_refused_total", "counter", "", (), "Those that there was no room for."),
+    _worker("penstock_worker_snapshots_refused_total", "counter", "", (), "Snapshots refused for lack of budget."),
     _worker("penstock_worker_snapshot_sent_bytes_total", "counter", "bytes", (), "Bytes of those made durable."),
     _worker("penstock_worker_recoveries_total", "counter", "", (), "Slots that it took over from another runner."),
     _worker("penstock_worker_losses_total", "counter", "", (), "Runners that it lost: killed, crashed, recycled."),
@@ -200,7 +204,7 @@ CATALOGUE: tuple[Metric, ...] = (
         "counter",
         "batches",
         _SLOT,
-        "Batches made again in silence, to get to where the slot goes on.",
+        "Batches made again and not delivered, to reach the slot's position.",
     ),
     _worker("penstock_slot_queue_batches", "gauge", "batches", _SLOT, "Batches made and not yet handed to the loop."),
     _worker(
@@ -250,7 +254,7 @@ CATALOGUE: tuple[Metric, ...] = (
         "penstock_client_skipped_batches_total", "counter", "batches", _BOX, "Batches that were left out as poisonous."
     ),
     _client(
-        "penstock_client_corrupt_total", "counter", "", _BOX, "Times that damaged data came and were fetched again."
+        "penstock_client_corrupt_total", "counter", "", _BOX, "Times that damaged data arrived and were fetched again."
     ),
     _client("penstock_client_lanes", "gauge", "", ("run", "box", "lane"), "Lanes that are open, local or tcp."),
     _client("penstock_client_held_batches", "gauge", "batches", _BOX, "Batches of which the loop still holds views."),
@@ -272,12 +276,22 @@ CATALOGUE: tuple[Metric, ...] = (
     _client("penstock_checkpoint_saves_total", "counter", "", ("status",), "Saves that ended: ok or error."),
     _client("penstock_checkpoint_in_flight", "gauge", "", (), "Checkpoints that are being written."),
     _client(
-        "penstock_checkpoint_stall_seconds_total", "counter", "seconds", (), "Time that save() kept the training loop."
+        "penstock_checkpoint_stall_seconds_total",
+        "counter",
+        "seconds",
+        (),
+        "Time that save() stopped the training loop.",
     ),
-    _client("penstock_checkpoint_last_stall_seconds", "gauge", "seconds", (), "That of the last save."),
-    _client("penstock_checkpoint_last_write_seconds", "gauge", "seconds", (), "Time from there to the commit."),
+    _client("penstock_checkpoint_last_stall_seconds", "gauge", "seconds", (), "Time that the last save() stopped it."),
+    _client(
+        "penstock_checkpoint_last_write_seconds",
+        "gauge",
+        "seconds",
+        (),
+        "Time from the end of the last save() to its commit.",
+    ),
     _client("penstock_checkpoint_written_bytes_total", "counter", "bytes", (), "Bytes that this rank wrote."),
-    _client("penstock_checkpoint_last_step", "gauge", "", (), "Step of the last that is whole; -1: none."),
+    _client("penstock_checkpoint_last_step", "gauge", "", (), "Step of the last complete checkpoint; -1: none."),
 )
 
 BY_NAME = {metric.name: metric for metric in CATALOGUE}

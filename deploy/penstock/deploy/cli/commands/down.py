@@ -16,7 +16,8 @@ def down(
     name: Annotated[str | None, option(UpSettings, "name")] = None,
     dir: Annotated[str | None, option(UpSettings, "dir")] = None,
     timeout: Annotated[
-        float, typer.Option("--timeout", metavar="SECONDS", min=1, help="For an orderly end; then it is killed.")
+        float,
+        typer.Option("--timeout", metavar="SECONDS", min=1, help="Seconds for an orderly end; then it is killed."),
     ] = 60.0,
     as_json: AsJson = False,
     debug: Debug = False,
