@@ -367,7 +367,7 @@ def test_an_index_that_would_run_something_is_refused(tmp_path: Path, how: str) 
     marker = tmp_path / "ran"
     evil = b"\x80\x02" + EVIL[how].replace(b"{marker}", str(marker).encode()) + b"."
     (found.path / METADATA).write_bytes(evil.ljust(found.manifest.files[-1].nbytes, b"\0"))
-    with pytest.raises(CheckpointCorruptError, match=r"it asks for .*, which is not part of an index"):
+    with pytest.raises(CheckpointCorruptError, match=r"it asks for (.*, which is not part of an index|an attribute that is not)"):
         restored(tmp_path / "saved")
     assert not marker.exists()
 
