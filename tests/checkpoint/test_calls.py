@@ -269,7 +269,10 @@ def test_signals_are_noted_and_the_second_one_acts(tmp_path: Path) -> None:
         assert len(seen) == 2
         with pytest.raises(InvalidArgumentError, match="on_signal=999"):
             AsyncCheckpointer(tmp_path, on_signal=999)
-        with ThreadPoolExecutor(1) as pool, pytest.raises(InvalidArgumentError, match="make it on the main thread"):
+        with (
+            ThreadPoolExecutor(1) as pool,
+            pytest.raises(InvalidArgumentError, match="must be made on the main thread"),
+        ):
             pool.submit(AsyncCheckpointer, tmp_path, on_signal=[signal.SIGUSR1]).result()
 
 

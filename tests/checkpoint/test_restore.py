@@ -294,7 +294,7 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
         fails(
             {"optimizer": torch.optim.Adam(network().parameters())}, r"states of the parameters '0.bias', .* by their"
         )
-        fails([1], r"restore into a list", InvalidArgumentError)
+        fails([1], r"state must be a dict, got list", InvalidArgumentError)
         good = network(3)
         checkpointer.restore({"model": good})
         assert equal(good.state_dict(), module.state_dict())
@@ -367,7 +367,9 @@ def test_an_index_that_would_run_something_is_refused(tmp_path: Path, how: str) 
     marker = tmp_path / "ran"
     evil = b"\x80\x02" + EVIL[how].replace(b"{marker}", str(marker).encode()) + b"."
     (found.path / METADATA).write_bytes(evil.ljust(found.manifest.files[-1].nbytes, b"\0"))
-    with pytest.raises(CheckpointCorruptError, match=r"it asks for (.*, which is not part of an index|an attribute that is not)"):
+    with pytest.raises(
+        CheckpointCorruptError, match=r"it asks for (.*, which is not part of an index|an attribute that is not)"
+    ):
         restored(tmp_path / "saved")
     assert not marker.exists()
 

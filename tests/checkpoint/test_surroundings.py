@@ -43,7 +43,7 @@ def test_a_folder_of_somebody_else_s_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "step-5" / "weights.bin").write_text("mine")
     with AsyncCheckpointer(tmp_path) as checkpointer:
         checkpointer.save(5, {"x": torch.ones(4)})
-        with pytest.raises(CheckpointError, match=r"step-5 is there and is no checkpoint of Penstock's: move it away"):
+        with pytest.raises(CheckpointError, match=r"step-5 exists and is not a checkpoint of Penstock's: move it away"):
             checkpointer.wait()
         assert (tmp_path / "step-5" / "weights.bin").read_text() == "mine"
         checkpointer.save(6, {"x": torch.ones(4)})
@@ -203,5 +203,5 @@ def test_a_folder_that_is_a_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("timeout_s", [float("inf"), float("nan"), -1.0])
 def test_deadlines_that_no_clock_can_wait_for(tmp_path: Path, timeout_s: float) -> None:
-    with pytest.raises(InvalidArgumentError, match="give seconds above 0, and"):
+    with pytest.raises(InvalidArgumentError, match="timeout_s must be > 0 and <="):
         AsyncCheckpointer(tmp_path, timeout_s=timeout_s)
