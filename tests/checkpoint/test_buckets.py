@@ -19,7 +19,7 @@ ITEMS = st.lists(
 
 
 @given(ITEMS, st.integers(1, 5), st.none() | st.just("optimizer"))
-def test_everything_is_in_one_file_and_no_file_is_empty(items: list[Item], buckets: int, hint: str | None) -> None:
+def test_each_item_is_in_one_nonempty_file(items: list[Item], buckets: int, hint: str | None) -> None:
     found = assign(items, "__3_", buckets, hint)
     assert sorted(place for bucket in found for place in bucket.items) == list(range(len(items)))
     assert all(bucket.items for bucket in found)

@@ -117,7 +117,7 @@ def test_handlers_that_save_at_random_instants(tmp_path: Path) -> None:
         assert {one.step for one in checkpoints(tmp_path)} == {*range(step), *handled_steps}
 
 
-def test_handlers_that_leave_by_an_error_at_random_instants(tmp_path: Path) -> None:
+def test_handlers_that_raise_at_random_instants(tmp_path: Path) -> None:
     """Ctrl-C: the checkpointer can be used at once, and what is there is whole."""
 
     def handler(number: int, frame: Any) -> None:
@@ -211,7 +211,7 @@ def test_a_second_signal_gets_through() -> None:
 # ---- interrupted where it hurts
 
 
-def test_an_interrupt_while_the_writer_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_during_a_writer_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next save and the end wait for nothing."""
     began = time.monotonic()
     with AsyncCheckpointer(tmp_path, fsync=False) as checkpointer:
@@ -235,7 +235,7 @@ def test_an_interrupt_while_the_writer_is_started_again(tmp_path: Path, monkeypa
     assert time.monotonic() - began < 100
 
 
-def test_an_interrupted_close_finishes_what_is_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_close_finishes_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpointer = AsyncCheckpointer(tmp_path)
     pid = checkpointer._writer.pid
     assert pid is not None

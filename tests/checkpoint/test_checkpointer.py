@@ -153,7 +153,7 @@ def test_each_save_has_its_own_values(tmp_path: Path) -> None:
             assert repr(found["note"]) == repr(expected["note"])  # 0.0 and -0.0 differ in it
 
 
-def test_plain_values_that_are_equal_are_not_the_same(tmp_path: Path) -> None:
+def test_equal_plain_values_are_not_identical(tmp_path: Path) -> None:
     values = {"true": True, "one": 1, "float": 1.0, "text": "1", "none": None, "bytes": b"1", "tuple": (1, 2.5)}
     with AsyncCheckpointer(tmp_path) as checkpointer:
         checkpointer.save(1, {"values": values})
@@ -219,7 +219,7 @@ def test_two_jobs_in_one_folder_take_turns(tmp_path: Path) -> None:
 # ---- faults of the writer
 
 
-def test_a_killed_writer_is_an_error_by_name_and_the_next_save_is_good(tmp_path: Path) -> None:
+def test_the_save_after_a_killed_writer_succeeds(tmp_path: Path) -> None:
     state = {"x": torch.ones(MIB)}
     with AsyncCheckpointer(tmp_path) as checkpointer:
         checkpointer.save(1, state)
@@ -243,7 +243,7 @@ def test_a_killed_writer_is_an_error_by_name_and_the_next_save_is_good(tmp_path:
         assert not leftovers(tmp_path)
 
 
-def test_what_stopped_writers_left_goes_with_the_next_save(tmp_path: Path) -> None:
+def test_the_next_save_deletes_leftovers(tmp_path: Path) -> None:
     for name in (".probe-0a1b2c3d-1", ".latest.0a1b2c3d"):
         (tmp_path / name).touch()
     (tmp_path / "step-1.tmp-0a1b2c3d").mkdir()
@@ -254,7 +254,7 @@ def test_what_stopped_writers_left_goes_with_the_next_save(tmp_path: Path) -> No
     assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", ".probe-of-mine", "latest", "step-2"]
 
 
-def test_an_unseen_failure_is_raised_by_the_next_save_and_once(tmp_path: Path) -> None:
+def test_the_next_save_raises_a_failure_once(tmp_path: Path) -> None:
     state = {"x": torch.ones(10)}
     with AsyncCheckpointer(tmp_path) as checkpointer:
         with stopped(checkpointer):
@@ -269,7 +269,7 @@ def test_an_unseen_failure_is_raised_by_the_next_save_and_once(tmp_path: Path) -
         assert checkpointer.latest() == 3
 
 
-def test_a_writer_that_hangs_is_killed_at_the_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hanging_writer_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer_process, "GRACE_S", 0.1)
     with AsyncCheckpointer(tmp_path, timeout_s=0.2) as checkpointer:
         pid = checkpointer._writer.pid
@@ -285,7 +285,7 @@ def test_a_writer_that_hangs_is_killed_at_the_deadline(tmp_path: Path, monkeypat
         assert checkpointer.latest() == 2
 
 
-def test_a_full_disk_is_told_with_the_bytes_and_costs_nothing_else(tmp_path: Path) -> None:
+def test_a_full_disk_is_named_with_the_bytes(tmp_path: Path) -> None:
     with small_disk_at(tmp_path / "disk", 6 * MIB) as disk, AsyncCheckpointer(disk) as checkpointer:
         checkpointer.save(1, {"x": torch.ones(MIB // 2)})
         checkpointer.wait()
@@ -301,7 +301,7 @@ def test_a_full_disk_is_told_with_the_bytes_and_costs_nothing_else(tmp_path: Pat
         assert checkpointer.latest() == 3
 
 
-def test_a_disk_that_can_only_be_read_is_told_and_can_be_restored_from(tmp_path: Path) -> None:
+def test_a_read_only_disk_can_be_restored_from(tmp_path: Path) -> None:
     with small_disk_at(tmp_path / "disk", 6 * MIB) as disk:
         with AsyncCheckpointer(disk) as checkpointer:
             checkpointer.save(1, {"x": torch.ones(4)})
@@ -357,7 +357,7 @@ def test_nothing_stays_behind(tmp_path: Path) -> None:
     assert memory() <= others
 
 
-def test_the_writer_has_no_torch_and_no_grpc_and_no_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_writer_has_no_torch_grpc_or_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_TOKEN", "secret")
     with AsyncCheckpointer(tmp_path) as checkpointer:
         checkpointer.save(1, {"x": torch.ones(4)})
@@ -370,7 +370,7 @@ def test_the_writer_has_no_torch_and_no_grpc_and_no_token(tmp_path: Path, monkey
         assert b"secret" not in (place / "cmdline").read_bytes()
 
 
-def test_a_forked_child_ends_without_ending_the_writer(tmp_path: Path) -> None:
+def test_a_forked_child_does_not_end_the_writer(tmp_path: Path) -> None:
     with AsyncCheckpointer(tmp_path) as checkpointer:
         checkpointer.save(1, {"x": torch.ones(4)})
         child = os.fork()
@@ -383,7 +383,7 @@ def test_a_forked_child_ends_without_ending_the_writer(tmp_path: Path) -> None:
         assert checkpointer.latest() == 2
 
 
-def test_one_that_nobody_holds_any_more_finishes_and_ends(tmp_path: Path) -> None:
+def test_a_garbage_checkpointer_finishes_its_save(tmp_path: Path) -> None:
     checkpointer = AsyncCheckpointer(tmp_path)
     checkpointer.save(1, {"x": torch.ones(MIB)})
     pid = checkpointer._writer.pid
@@ -431,9 +431,9 @@ def test_invalid_settings_are_errors(tmp_path: Path, options: dict[str, Any], wo
 @pytest.mark.parametrize(
     ("step", "state", "words"),
     [
-        (-1, {"x": 1}, r"save\(step=-1\)"),
-        (1.0, {"x": 1}, r"save\(step=1\.0\)"),
-        (1, [1], "the state to save is a list: give a dict"),
+        (-1, {"x": 1}, r"step must be an int >= 0, got -1"),
+        (1.0, {"x": 1}, r"step must be an int >= 0, got 1\.0"),
+        (1, [1], "the state to save must be a dict of names and values, got list"),
         (1, {1: 2}, "must be a dict of names"),
         (1, {"a.b": 1, "a": {"b": 2}}, "two values under one name: .*a.b"),
         (1, {"all": {"net": nn.Linear(1, 1)}}, "'all.net' of the state to save is a Linear, which must be at the top"),

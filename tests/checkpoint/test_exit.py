@@ -121,7 +121,7 @@ def test_an_end_that_nobody_sees(tmp_path: Path, on_exit: str, end: str) -> None
     check(folder, finished=on_exit == "finish")
 
 
-def test_the_next_life_waits_for_a_save_that_the_last_one_left(tmp_path: Path) -> None:
+def test_a_restart_waits_for_the_save_in_flight(tmp_path: Path) -> None:
     """A job that is killed is started again before its writer has done: it goes on from what that still writes."""
     with in_flight(tmp_path, "finish", "killed") as (pid, folder):
         # Let the writer begin, so that it holds the folder, and stop it again before it is done.

@@ -97,9 +97,7 @@ def test_a_writer_that_lives_is_waited_for(tmp_path: Path, monkeypatch: pytest.M
     assert sorted(path.name for path in (tmp_path / "step-2").iterdir()) == [".metadata", "penstock.json"]
 
 
-def test_a_writer_without_a_training_process_does_not_wait_for_rank_0(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_orphaned_writer_leaves_rank_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It holds as much memory as its rank's state."""
     monkeypatch.setattr(writer, "SILENCE_S", 0.2)
     monkeypatch.setattr(writer, "PROBE_S", 0.05)

@@ -150,7 +150,7 @@ def digests_of(state: dict[str, Any]) -> dict[str, str]:
     return {key[0]: digest for key, (_, digest) in found.items()}
 
 
-def test_tensors_that_are_not_contiguous_are_compared() -> None:
+def test_noncontiguous_tensors_are_compared() -> None:
     large = torch.arange(90_000.0).reshape(300, 300)
     for kind in (torch.float32, torch.bfloat16, torch.int8):
         base = large.to(kind)

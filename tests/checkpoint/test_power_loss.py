@@ -180,7 +180,7 @@ def test_the_first_save_into_folders_that_it_makes(recorded: Recorded) -> None:
     survives(recorded, {""}, recorded.save(1, 1))
 
 
-def test_the_first_save_into_folders_that_a_killed_one_made(recorded: Recorded) -> None:
+def test_a_first_save_into_folders_of_a_killed(recorded: Recorded) -> None:
     before = recorded.killed(1, 1, WHERE.count("/"))
     assert tree(recorded.root) == {"runs": None, "runs/today": None, WHERE: None}
     survives(recorded, {before}, recorded.save(1, 2))

@@ -39,7 +39,7 @@ def seen(state: dict[str, Any]) -> Any:
     return repr([state["model"].state_dict(), state["optimizer"].state_dict(), state["extra"]])
 
 
-def test_every_flipped_byte_is_found_and_nothing_is_touched(tmp_path: Path) -> None:
+def test_flipped_bytes_are_found_before_changes(tmp_path: Path) -> None:
     """Of every file, at places all over it."""
     with AsyncCheckpointer(tmp_path, fsync=False) as checkpointer:
         checkpointer.save(1, state_of(1.0))

@@ -68,12 +68,12 @@ def test_a_step_by_name(tmp_path: Path) -> None:
         ("missing", r"__0_0.distcp: missing"),
         ("short", r"__0_0.distcp: [0-9,]+ bytes where [0-9,]+ were written"),
         ("manifest", r"penstock.json is damaged"),
-        ("checksum", r"penstock.json is damaged: its checksum is not that of its content"),
+        ("checksum", r"penstock.json is damaged: its checksum differs from that of its content"),
         ("newer", r"penstock.json is damaged: format 99 of a newer Penstock"),
         ("index", r"\.metadata: [0-9,]+ bytes where"),
     ],
 )
-def test_a_damaged_one_is_named_and_the_good_one_before_it_offered(tmp_path: Path, harm: str, words: str) -> None:
+def test_damage_names_the_newest_good_one(tmp_path: Path, harm: str, words: str) -> None:
     filled(tmp_path, 1, 2)
     path = tmp_path / "step-2"
     if harm == "missing":
@@ -122,7 +122,7 @@ def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
         restored(tmp_path, verify=True)
 
 
-def test_a_replacement_that_was_stopped_half_way_is_undone(tmp_path: Path) -> None:
+def test_a_half_done_replacement_is_undone(tmp_path: Path) -> None:
     filled(tmp_path, 1, 2)
     (tmp_path / "step-2").rename(tmp_path / "step-2.old-0a1b2c3d")
     (tmp_path / "step-2.tmp-0a1b2c3d").mkdir()
@@ -206,7 +206,7 @@ OPTIMIZERS: dict[str, Any] = {
 
 @pytest.mark.parametrize("trained", [0, 3])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_optimizer_goes_on_as_if_nothing_had_been(tmp_path: Path, name: str, trained: int) -> None:
+def test_a_restored_optimizer_continues_exactly(tmp_path: Path, name: str, trained: int) -> None:
     """Into one that has made no step; and saving changes nothing in the one that is saved."""
     module = network()
     optimizer = OPTIMIZERS[name](list(module.parameters()))
@@ -317,9 +317,7 @@ def _make(value: int) -> Custom:
     return Custom(value)
 
 
-def test_objects_of_other_classes_are_loaded_only_when_asked_for(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_other_classes_are_loaded_only_on_request(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with AsyncCheckpointer(tmp_path) as checkpointer:
         for step in (1, 1):
             checkpointer.save(step, {"custom": {"it": Custom(7)}})
@@ -359,7 +357,7 @@ EVIL = {
 
 
 @pytest.mark.parametrize("how", EVIL)
-def test_an_index_that_would_run_something_is_refused(tmp_path: Path, how: str) -> None:
+def test_an_index_that_would_run_code_is_refused(tmp_path: Path, how: str) -> None:
     filled(tmp_path / "saved", 1)
     found = newest(tmp_path / "saved")
     assert found is not None
@@ -396,5 +394,8 @@ def test_keys_that_are_no_strings(tmp_path: Path) -> None:
 
 
 def test_our_own_name_is_refused(tmp_path: Path) -> None:
-    with AsyncCheckpointer(tmp_path) as checkpointer, pytest.raises(InvalidArgumentError, match="'__penstock__' is a"):
+    with (
+        AsyncCheckpointer(tmp_path) as checkpointer,
+        pytest.raises(InvalidArgumentError, match="must not have the key '__penstock__'"),
+    ):
         checkpointer.save(1, {"__penstock__": 1})

@@ -66,7 +66,7 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int
 
 
 @given(st.sampled_from(DTYPES), st.lists(st.integers(0, 7), max_size=4))
-def test_a_frame_around_values_is_what_torch_save_writes(dtype: torch.dtype, shape: list[int]) -> None:
+def test_frames_and_values_equal_torch_save(dtype: torch.dtype, shape: list[int]) -> None:
     """But for the CRC32 that torch.load does not look at; values stand where torch puts them."""
     tensor = torch.randint(0, 2, shape).to(dtype)
     frame = frame_of(dtype, tuple(shape))

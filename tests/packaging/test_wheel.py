@@ -68,7 +68,7 @@ def call(*command: str) -> None:
     assert done.returncode == 0, f"{command}:\n{done.stdout}\n{done.stderr}"
 
 
-def test_the_sdist_has_what_it_takes_to_build_and_test(installed: Installed) -> None:
+def test_the_sdist_can_be_built_and_tested(installed: Installed) -> None:
     names = set(installed.sdist)
     assert {"LICENSE", "README.md", "CHANGELOG.md", "Makefile", "pyproject.toml", ".ci/run", "docs/conf.py"} <= names
     assert {"tests/conftest.py", "tests/data/mds/make.py", "examples/own_loader.py", "benchmarks/measure.py"} <= names
@@ -87,7 +87,7 @@ def test_the_sdist_has_what_it_takes_to_build_and_test(installed: Installed) -> 
     assert not [name for name in names if made_here & set(name.split("/"))]
 
 
-def test_the_wheel_has_the_packages_and_nothing_else(installed: Installed) -> None:
+def test_the_wheel_has_only_the_packages(installed: Installed) -> None:
     inside = {name for name in installed.wheel if ".dist-info/" not in name}
     assert {name.split("/")[1] for name in inside} == set(PACKAGES)
     assert {name.split("/")[0] for name in inside} == {"penstock"}
