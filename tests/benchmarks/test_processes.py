@@ -1,4 +1,4 @@
-"""What /proc says of real processes, and how they are told apart."""
+"""Figures from /proc for real processes, and their roles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From what was measured to figures, verdicts, tables and a picture."""
+"""Figures, verdicts, tables and a picture made from measurements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which file things go into."""
+"""Assignment of items to files."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_each_item_is_in_one_nonempty_file(items: list[Item], buckets: int, hint
 
 @given(ITEMS, st.integers(1, 5))
 def test_no_file_is_longer_than_it_need_be(items: list[Item], buckets: int) -> None:
-    """What comes last goes into the emptiest file, which then held no more than an even share of the others."""
+    """The last item goes into the emptiest file, which then held no more than an even share of the others."""
     tensors = [item.nbytes for item in items if item.nbytes is not None]
     loads = [sum(items[place].nbytes or 0 for place in bucket.items) for bucket in assign(items, "p", buckets)]
     largest = max(tensors, default=0)

@@ -35,7 +35,7 @@ def state_of(mark: float) -> dict[str, Any]:
 
 
 def mark_of(checkpointer: AsyncCheckpointer, step: int) -> float:
-    """Of one that was saved; fails if its values are of two."""
+    """Return the value of a saved checkpoint; fail if its values come from two saves."""
     state = state_of(-1.0)
     assert checkpointer.restore(state, step=step) == step
     marks = {*state["x"].unique().tolist(), *state["y"]["z"].tolist(), state["y"]["n"]}
@@ -83,7 +83,7 @@ def test_threads_that_save_with_one_checkpointer(tmp_path: Path, buffers: int) -
 
 
 def test_handlers_that_save_at_random_instants(tmp_path: Path) -> None:
-    """What the handler saves is what there is at that instant, wholly; so is what the loop saves."""
+    """The handler saves the complete state of that instant; so is what the loop saves."""
     live = state_of(0.0)
     handled_steps: list[int] = []
     busy = False
@@ -142,7 +142,7 @@ def test_handlers_that_raise_at_random_instants(tmp_path: Path) -> None:
 
 
 def test_a_handler_may_save_wait_and_leave(tmp_path: Path) -> None:
-    """In the middle of a save, as it is known from outside: `state_dict` is being asked for."""
+    """Signal in the middle of a save, during `state_dict`."""
 
     class Slow:
         def state_dict(self) -> dict[str, int]:

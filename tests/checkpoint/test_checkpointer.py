@@ -30,7 +30,7 @@ MIB = 1 << 20
 
 
 def tensors() -> dict[str, torch.Tensor]:
-    """Of all kinds that a state may hold."""
+    """Values of all kinds that a state may hold."""
     base = torch.arange(24.0).reshape(4, 6)
     return {
         "plain": base.clone(),
@@ -57,7 +57,7 @@ def zeros_like(values: dict[str, torch.Tensor]) -> dict[str, Any]:
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """To the bit."""
+    """Compare two states to the bit."""
     if one.dtype is torch.float8_e4m3fn:
         one, other = one.view(torch.uint8), other.view(torch.uint8)
     return one.dtype == other.dtype and torch.equal(one, other)
@@ -109,7 +109,7 @@ def test_torchs_own_reader_reads_it(tmp_path: Path) -> None:
 
 
 def test_what_changes_after_the_call_is_not_in_it(tmp_path: Path) -> None:
-    """Also where the writer has not begun yet."""
+    """The state is unchanged, even if the writer has not begun yet."""
     whole, view, numbers = torch.ones(MIB), torch.ones(MIB), {"list": [1, 2]}
     with AsyncCheckpointer(tmp_path) as checkpointer:
         with stopped(checkpointer):
@@ -166,7 +166,7 @@ def test_equal_plain_values_are_not_identical(tmp_path: Path) -> None:
 
 
 def test_a_save_waits_for_the_one_before(tmp_path: Path) -> None:
-    """With one buffer the second save waits; with two it is the third."""
+    """The second save waits with one buffer, the third with two."""
     for buffers in (1, 2):
         with AsyncCheckpointer(tmp_path / str(buffers), buffers=buffers) as checkpointer:
             called: list[int] = []
@@ -498,7 +498,7 @@ def test_prepared_beforehand(tmp_path: Path) -> None:
 
 
 def test_prepared_while_a_save_is_in_flight(tmp_path: Path) -> None:
-    """It waits: the memory that it fills is being written from."""
+    """The call waits: the memory that it fills is being written from."""
     with AsyncCheckpointer(tmp_path, buffers=2) as checkpointer:
         with stopped(checkpointer):
             checkpointer.save(1, {"x": torch.ones(MIB)})

@@ -39,7 +39,7 @@ PROGRAM = """
 
 
 def check(folder: Path, *, finished: bool) -> None:
-    """What there is, is whole; and the next life starts clean."""
+    """The checkpoint is complete, and the next process starts clean."""
     assert [one.step for one in checkpoints(folder)] == ([2, 1] if finished else [1])
     for one in checkpoints(folder):
         assert one.manifest is not None
@@ -76,7 +76,7 @@ def test_the_end_of_the_program(tmp_path: Path, on_exit: str) -> None:
 @pytest.mark.parametrize("on_exit", ["finish", "abandon"])
 @pytest.mark.parametrize("raises", [False, True])
 def test_the_end_of_the_block(tmp_path: Path, on_exit: OnExit, raises: bool) -> None:
-    """Who leaves it without an error wants all that was saved."""
+    """Leaving the block without an error finishes all saves."""
     finished = on_exit == "finish" or not raises
     with ExitStack() as stack:
         if raises:

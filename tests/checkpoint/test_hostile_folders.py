@@ -31,7 +31,7 @@ def state(value: float = -1.0) -> dict[str, Any]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Of checkpoints, with that of step 1."""
+    """Folder of checkpoints, with one of step 1."""
     with AsyncCheckpointer(tmp_path / "saved", fsync=False, threads=1) as checkpointer:
         checkpointer.save(1, state(5.0))
     return tmp_path / "saved"

@@ -22,7 +22,7 @@ from penstock.proto.state.checkpoint_files import checkpoints, damage
 
 @pytest.fixture
 def room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where traced writers keep their records."""
+    """Folder of the traced writers' records."""
     room = tmp_path / "room"
     room.mkdir()
     monkeypatch.setattr(writer_process, "WRITER", traced_writer.THIS)

@@ -114,7 +114,7 @@ def test_states_go_by_names(kind: str, arranged: Any) -> None:
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_modules_in_another_order_are_restored(tmp_path: Path, kind: str, tied: bool) -> None:
-    """With a schedule for each group, and the groups in another order too."""
+    """Groups with a schedule each, in another order too."""
 
     def made(order: tuple[str, ...]) -> tuple[Net, Any, Any]:
         net = Net(order, tied)
@@ -174,7 +174,7 @@ def test_compiled_modules_inside_and_plain_ones(tmp_path: Path, compiled: str) -
 
 
 def test_names_from_elsewhere(tmp_path: Path) -> None:
-    """Of several modules, of dicts of tensors, and of the optimizer itself."""
+    """Names come from several modules, dicts of tensors, and the optimizer itself."""
     net, other, lone = Net(), nn.Linear(4, 4), nn.Parameter(torch.ones(3))
     both = torch.optim.Adam([*other.parameters(), *net.parameters(), lone])
     names = parameter_names(both, {"net": net, "other": other, "tensors": {"lone": lone}}, "both")
@@ -224,8 +224,7 @@ def test_other_parameters_are_named_errors(tmp_path: Path, change: str, words: s
 
 
 def test_parameters_without_names_are_warned_of(tmp_path: Path) -> None:
-    """At the save and at the restore, where parameters have one topology; with other shapes another order is an
-    error."""
+    """Save and restore warn if parameters have one shape; with other shapes another order is an error."""
     few, many = nn.Linear(2, 3), Net()
     with AsyncCheckpointer(tmp_path, fsync=False) as checkpointer:
         with pytest.warns(UserWarning, match="Save and restore the module with its optimizer"):
@@ -253,7 +252,7 @@ class Both:
 
 
 def test_numbered_states_inside_others_warn(tmp_path: Path) -> None:
-    """At the save and at the restore: what holds an optimizer, and its state_dict in a dict."""
+    """Save and restore warn of an object that holds an optimizer, and of its state_dict in a dict."""
     both = Both(Net())
     with AsyncCheckpointer(tmp_path, fsync=False) as checkpointer:
         for step, state, key in (
@@ -314,7 +313,7 @@ def test_states_keep_types_and_shared_tensors(tmp_path: Path) -> None:
 
 
 def alike(one: Any, other: Any) -> bool:
-    """In types too, at any depth."""
+    """Compare two states, their types too, at any depth."""
     if isinstance(one, torch.Tensor):
         return one.dtype == other.dtype and torch.equal(one, other)
     if isinstance(one, dict):

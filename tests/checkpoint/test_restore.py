@@ -1,4 +1,4 @@
-"""Which checkpoint is restored, into what, and what is said where it cannot be."""
+"""Choice of the checkpoint to restore, targets of a restore, and its errors."""
 
 from __future__ import annotations
 
@@ -301,7 +301,7 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
 
 
 class Custom:
-    """Of a class that torch does not know."""
+    """Object of a class that torch does not know."""
 
     ran: ClassVar[list[str]] = []
 

@@ -170,7 +170,7 @@ def test_overwrite_false_keeps_what_is_there(tmp_path: Path) -> None:
 
 
 def test_it_can_be_sent_to_a_process(tmp_path: Path) -> None:
-    """As async_save does, with a process."""
+    """Save as async_save does, with a process."""
     again = pickle.loads(pickle.dumps(AsyncFileSystemWriter(tmp_path / "x", thread_count=3, separation_hint="opt")))
     assert (again.thread_count, again.separation_hint) == (3, "opt")
     save(state(), storage_writer=again)

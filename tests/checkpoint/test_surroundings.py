@@ -1,4 +1,4 @@
-"""Where a checkpointer is used: other modes, other processes, other users' folders; each of these once went wrong."""
+"""Surroundings of a checkpointer: other modes, other processes, other users' folders; each of these once went wrong."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from penstock.proto.state.checkpoint_files import checkpoints
 
 
 def test_a_forked_child_can_neither_save_nor_close(tmp_path: Path) -> None:
-    """It would write into the parent's shared memory, and wait for a thread that it does not have."""
+    """A forked child would write into the parent's shared memory, and wait for a thread that it does not have."""
     with AsyncCheckpointer(tmp_path) as checkpointer:
         checkpointer.save(1, {"x": torch.ones(4)})
         child = os.fork()

@@ -1,4 +1,4 @@
-"""What users install: the wheel, built from the sdist, in an environment where nothing of the tree is on the path.
+"""The wheel that users install, built from the sdist, in an environment where nothing of the tree is on the path.
 
 The environment is a new one, with this one's other packages behind it, so that nothing is downloaded.
 """
@@ -36,7 +36,7 @@ class Installed:
     """Names in the wheel."""
 
     def run(self, *command: str) -> str:
-        """What it printed; it must end with 0, and see nothing of the tree."""
+        """Return its output; it must end with 0, and see nothing of the tree."""
         environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
         done = subprocess.run(
             command, cwd=self.folder, env=environment, capture_output=True, text=True, timeout=110, check=False

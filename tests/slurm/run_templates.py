@@ -46,7 +46,7 @@ class Site:
         return file.read_text()
 
     def workers(self) -> dict[str, Any]:
-        """Those that live, by name."""
+        """Return the living processes, by name."""
         address = self.folder / "penstock" / "address"
         if not address.exists():
             return {}
