@@ -1,4 +1,4 @@
-"""What is streamed: the batches of each case, as data that every player understands.
+"""Batches of each benchmark case, streamed as data that every player understands.
 
 A player is the process that measures one mode (see `serve.py`); some run in a peer's environment, so this module
 imports nothing but the standard library. The torch sources made of a case stand in `loaders.py`.
@@ -15,12 +15,12 @@ __all__ = ["BUSY_S", "PATH", "SLOW", "SNAPSHOTS", "Case", "Times", "calibrate", 
 BUSY_S = 0.002
 """Seconds of pure Python that a slow source spends on each batch."""
 LEAF_SHAPE = (8, 128)
-"""Of each leaf of the dict case: int64, 8 KiB."""
+"""Shape of each leaf of the dict case: int64, 8 KiB."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One batch after the other, for ever."""
+    """Endless sequence of batches."""
 
     name: str
     nbytes: int
@@ -47,7 +47,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Times:
-    """How long one measurement takes; all in seconds."""
+    """Durations of a measurement, in seconds."""
 
     warm_s: float = 0.25
     span_s: float = 0.8
@@ -68,7 +68,7 @@ MAX_ENTRIES, MIN_ENTRIES, RING_BYTES = (
 
 
 def ring_slots(nbytes: int) -> int:
-    """How many slots of this many bytes a ring of Penstock has by its rule."""
+    """Return the number of entries of this many bytes in a ring of Penstock."""
     return max(MIN_ENTRIES, min(MAX_ENTRIES, RING_BYTES // max(nbytes, 1)))
 
 

@@ -35,9 +35,9 @@ from benchmarks.report import IDLE_CORES, between
 __all__ = ["Amounts", "main", "remembered", "run"]
 
 SAMPLE_S = 0.02
-"""Between two looks at the memory."""
+"""Seconds between two readings of the memory."""
 DEADLINE_S = 600.0
-"""For one turn."""
+"""Seconds for one turn."""
 SETTLED = 5
 """Looks at the memory before anything is saved, of which the median is the base."""
 
@@ -46,11 +46,11 @@ SETTLED = 5
 class Amounts:
     rounds: int
     saves: int
-    """Of a turn, besides its first one, which makes what is kept for the others."""
+    """Saves of a turn, besides the first one, which allocates what the others reuse."""
     mib: int
     memory_rounds: int = 2
     step_ms: float = 50.0
-    """Of the training loop."""
+    """Milliseconds of a step of the training loop."""
 
 
 FULL = Amounts(rounds=5, saves=3, mib=1024)
@@ -98,7 +98,7 @@ class Turn:
         return found
 
     def _check(self) -> bool:
-        """Whether it runs."""
+        """Return whether it runs."""
         status = self._process.poll()
         if status is None and time.monotonic() < self._until:
             return True
@@ -122,17 +122,18 @@ def _lines(path: Path) -> list[str]:
 
 @dataclass(frozen=True)
 class Memory:
-    """Of a tree of processes at one moment. Bytes; what several map is divided among them, and so counted once."""
+    """Memory of a tree of processes at one moment, in bytes; shared pages are divided among processes, and counted
+    once."""
 
     pss: int
     files: int
-    """Of it files that are mapped, as libraries are."""
+    """Part of it that maps files, such as libraries."""
     others: int
-    """Of it what processes besides the first hold for themselves: all but shared memory."""
+    """Part of it that processes besides the first hold privately: all but shared memory."""
 
 
 def memory_of(first: int) -> Memory:
-    """Of the process `first`, and of all else that this program has started and still has.
+    """Return the memory of the process `first` and of all other processes that this program has started.
 
     They are looked at one after the other, and then once more in the reverse order: while a writer maps what another
     process holds, the halves that move to it would be counted twice, or not at all.

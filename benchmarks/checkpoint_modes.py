@@ -1,4 +1,4 @@
-"""One way to save a checkpoint, in a process of its own: what benchmarks/checkpoint.py starts.
+"""A way to save a checkpoint, in a process of its own that benchmarks/checkpoint.py starts.
 
 A training loop in miniature: steps of matrix products on all cores, which end in a change of some of what is saved, as
 an optimizer's step does. In it some saves are made, and steps are timed: how long the call for a save holds the loop
@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 from penstock.client.checkpoint import AsyncCheckpointer
 
 THREADS = 2
-"""That write, in every mode."""
+"""Threads that write, in every mode."""
 CHUNK = 16 << 20
 """Bytes that the floor writes at a time, as Penstock's writer does."""
 TENSORS = 192
@@ -51,23 +51,23 @@ class Mode(ABC):
 
     @abstractmethod
     def save(self, step: int, state: dict[str, Any]) -> None:
-        """As a training loop would call it."""
+        """Save, as a training loop would."""
 
     @abstractmethod
     def done(self) -> bool:
-        """Whether what was saved last is on the disk."""
+        """Return whether the last save is on the disk."""
 
     @abstractmethod
     def wait(self) -> None:
-        """Until it is."""
+        """Wait until the last save is on the disk."""
 
     # Most modes have copied when `save` returns, and have nothing to end.
 
     def settle(self) -> None:  # noqa: B027
-        """Before the loop changes what is being saved: until it has been copied."""
+        """Wait, before the loop changes the state, until it has been copied."""
 
     def close(self) -> None:  # noqa: B027
-        """After the last save."""
+        """Release everything after the last save."""
 
 
 class Plain(Mode):
@@ -121,7 +121,7 @@ class InProcess(Asynchronous):
 
 
 class KeptStager(Asynchronous):
-    """With a stager that keeps its memory from save to save; the default one is made anew for each."""
+    """Mode with a stager that keeps its memory from save to save; the default one is made anew for each."""
 
     shared, meanwhile = False, False
 
@@ -144,15 +144,15 @@ class KeptStager(Asynchronous):
 
 
 class SharedStager(KeptStager):
-    """In shared memory, which its process need not be sent."""
+    """Mode that stages in shared memory, which needs no copy to its process."""
 
     kind = AsyncCheckpointerType.PROCESS
     shared = True
 
 
 class StagedMeanwhile(SharedStager):
-    """By a thread, while the loop goes on until it changes what is saved. torch's documentation says that this needs
-    CUDA; it works without."""
+    """Mode that saves in a thread, while the loop continues until it changes what is saved. torch's documentation says
+    that this needs CUDA; it works without."""
 
     meanwhile = True
 
@@ -264,7 +264,7 @@ def measure(mode: Mode, state: dict[str, Any], loop: Loop, saves: int, nbytes: i
 
 
 def floor(folder: Path, saves: int, nbytes: int) -> list[dict[str, float]]:
-    """What no mode can do in less: a copy to memory that is there already, and a write past the page cache."""
+    """Measure the lower limit of all modes: a copy to memory that is there already, and a write past the page cache."""
     source = torch.randn(nbytes // 4).view(torch.uint8)
     memory = mmap.mmap(-1, nbytes)
     target = torch.frombuffer(memory, dtype=torch.uint8)

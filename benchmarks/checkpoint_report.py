@@ -17,17 +17,17 @@ PLAIN, THREAD, MEANWHILE, PENSTOCK = "dcp.save", "dcp.async_save, thread", "proc
 COPYING = (PLAIN, THREAD, "thread, kept stager", "dcp.async_save, process", "process, shared stager")
 """torch's modes whose call returns when all has been copied, as Penstock's does."""
 MODES = (*COPYING, MEANWHILE, PENSTOCK)
-"""Those of benchmarks/checkpoint_modes.py, which is not imported: it brings torch along, and a program that has torch
-loaded halves what a process that it measures seems to hold of it."""
+"""Modes of benchmarks/checkpoint_modes.py, which is not imported: it imports torch, and a program with torch loaded
+halves the share of torch that a measured process seems to hold."""
 FLOOR = "floor"
 
 STALL, EXCESS, TOTAL, COPIES = 1.0, 0.5, 1.2, 1.05
-"""What is promised, to: the best torch mode, torch's default asynchronous mode, dcp.save, the bytes that are saved."""
+"""Targets, as ratios to: the best torch mode, torch's default asynchronous mode, dcp.save, the bytes that are saved."""
 MIB = 1 << 20
 
 
 def _values(results: dict[str, Any], mode: str, key: str) -> list[float]:
-    """Of all saves of all rounds; `first` is told once a round."""
+    """Return the figures of all saves of all rounds; `first` has one value a round."""
     turns = [turn for turn in results["saves"].get(mode, []) if turn]
     if key == "first":
         return [turn[0]["first"] for turn in turns]

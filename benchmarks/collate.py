@@ -1,4 +1,4 @@
-"""What building batches in the ring saves: torch's default_collate beside penstock.worker.collate, in one run.
+"""Savings of building batches in the ring: torch's default_collate beside penstock.worker.collate, in one run.
 
     python benchmarks/collate.py [--rounds 5] [--json FILE]
 
@@ -80,7 +80,7 @@ class Timed:
 
 
 def as_in_a_worker_process(samples: list[torch.Tensor]) -> torch.Tensor:
-    """What default_collate does where get_worker_info() has an answer."""
+    """Collate as default_collate does in a worker, where get_worker_info() is not None."""
     first = samples[0]
     storage = first._typed_storage()._new_shared(sum(one.numel() for one in samples))  # type: ignore[no-untyped-call]
     out = first.new(storage).resize_(len(samples), *first.shape)

@@ -1,4 +1,4 @@
-"""What compression on the TCP lane costs and saves, by content, size and codec; and on which networks that pays.
+"""Costs and savings of compression on the TCP lane, by content, size and codec; and on which networks that pays.
 
     python benchmarks/compression.py [--seconds 0.5] [--rounds 3] [--only codecs,levels,small,lane]
 
@@ -53,7 +53,7 @@ def contents(size: int) -> dict[str, memoryview]:
 
 
 def processor_s(work: Callable[[], object], seconds: float, rounds: int) -> float:
-    """Of one call."""
+    """Return the processor seconds of one call."""
     work()
     best = float("inf")
     for _ in range(rounds):

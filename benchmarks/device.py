@@ -49,8 +49,8 @@ NO_DEVICE = 3
 
 
 class Ready(torch.utils.data.IterableDataset[Any]):
-    """One batch, again and again; a new tensor each time, for torch's DataLoader moves what it sends to shared memory
-    and would not have to copy it a second time."""
+    """Dataset that repeats one batch as a new tensor each time: torch's DataLoader moves what it sends to shared
+    memory, and would not copy it a second time."""
 
     def __init__(self, size: int, leaves: int, batches: int) -> None:
         self.size = size
@@ -72,7 +72,7 @@ def source(size: int, leaves: int, batches: int) -> Ready:
 
 
 def moved(batch: Any, device: torch.device) -> Any:
-    """On the device; on the CPU a copy, which `to` would not make."""
+    """Move a batch to the device; on the CPU copy it, which `to` would not do."""
     if isinstance(batch, dict):
         return {name: moved(leaf, device) for name, leaf in batch.items()}
     return batch.to(device, non_blocking=True, copy=True)

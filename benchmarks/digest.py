@@ -1,4 +1,4 @@
-"""What the stream digest costs: the stream without digests, with them as they are, and over every byte, in one run.
+"""Cost of the stream digest: the stream without digests, with them as they are, and over every byte, in one run.
 
     python -m benchmarks.digest [--rounds 5] [--json FILE]
 
@@ -36,7 +36,7 @@ SIZES = {4 << 10: 60_000, 64 << 10: 40_000, 1 << 20: 12_000, 8 << 20: 1_500}
 KINDS = ("none", "sample", "full")
 RING_SLOTS = 8
 WARM_SHARE = 10
-"""One batch of so many is not measured."""
+"""Share of batches that are not measured: one in this many."""
 
 
 def source(kind: str, size: int) -> Iterator[Any]:

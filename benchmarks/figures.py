@@ -1,4 +1,4 @@
-"""From what was measured in each round to one figure: medians, ratios within a round, costs per gigabyte.
+"""Reduction of the rounds' measurements to one figure: medians, ratios within a round, costs per gigabyte.
 
 A ratio is taken within each round, between two measurements that lie seconds apart, and then its median: what slows the
 machine for a minute slows both. A figure that cannot be had is None all the way, and never left out silently.
@@ -37,13 +37,13 @@ RECEIVING = frozenset((CONSUMER, "receiver"))
 
 
 def median(values: Iterable[float | None]) -> float | None:
-    """Of those that are there."""
+    """Return the median of the values that exist."""
     there = [value for value in values if value is not None]
     return statistics.median(there) if there else None
 
 
 def values(figures: Figures, place: Place, of: Callable[[Record], float]) -> list[float | None]:
-    """One value a round."""
+    """Return one value a round."""
     case, mode = place
     records = figures.get(case, {}).get(mode, [])
     return [None if record is None else of(record) for record in records]
@@ -66,7 +66,7 @@ def ratio(figures: Figures, over: Place, under: Place, of: Callable[[Record], fl
 
 
 def loss(figures: Figures, place: Place, base: Place) -> float | None:
-    """By how much of the base's rate the other is slower; below 0 if it is faster."""
+    """Return the share of the base's rate by which the other is slower; below 0 if it is faster."""
     kept = ratio(figures, place, base)
     return None if kept is None else 1 - kept
 
@@ -86,7 +86,7 @@ def cpu_us(roles: Iterable[str] | None) -> Callable[[Record], float]:
 
 
 def memory_mib(record: Record) -> float:
-    """Of all processes of the mode."""
+    """Return the sum over all processes of the mode."""
     return float(sum(entry["pss"] for entry in record["memory"].values()))
 
 

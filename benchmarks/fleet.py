@@ -30,7 +30,7 @@ __all__ = ["main", "run"]
 
 SIZES = (100, 1000, 10_000)
 DEADLINE_S = 900.0
-"""For one size."""
+"""Seconds for one size."""
 CONNECTIONS = 1000
 
 
@@ -57,7 +57,7 @@ def _with_cores(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def run(workers: Sequence[int], seconds: float) -> dict[str, Any]:
-    """Everything that was found, as it goes into the JSON file."""
+    """Return all results, as written to the JSON file."""
     failures: list[str] = []
     load, busy = os.getloadavg()[0], busy_cores(2.0)
     used, started = machine_s(), time.monotonic()

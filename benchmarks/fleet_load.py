@@ -39,7 +39,7 @@ __all__ = ["Fleet", "main", "percentile"]
 
 WORKERS_PER_BOX = 10
 CONNECTIONS = 32
-"""That the fleet's calls share. What a connection of its own costs the coordinator is measured apart."""
+"""Connections that the fleet's calls share. The coordinator's cost of a connection is measured separately."""
 PROBES_PER_S = 50.0
 LARGE = 76_000
 """Bytes of a large state or snapshot."""
@@ -240,7 +240,7 @@ class Fleet:
         return found
 
     async def steady(self) -> dict[str, Any]:
-        """Everybody works."""
+        """Run all workers and boxes."""
         for box in self.boxes:
             box.train()
         # What the opening has left to do is done within two beats.
@@ -269,7 +269,7 @@ class Fleet:
         return found
 
     async def states(self, size: int, rounds: int) -> dict[str, Any]:
-        """One box asks for the state of all workers at its newest step."""
+        """Query the state of all workers at a box's newest step."""
         self.payload.state = bytes(size)
         first, last, records, nbytes = [], [], 0, 0
         token = (("authorization", f"Bearer {os.environ['PENSTOCK_TOKEN']}"),)
@@ -307,7 +307,7 @@ class Fleet:
         return found
 
     async def status(self) -> dict[str, Any]:
-        """What `penstock status` asks."""
+        """Make the calls of `penstock status`."""
         took = []
         client = AsyncCoordinatorClient(self.address, os.environ["PENSTOCK_TOKEN"])
         async with client, self.measured() as found:
@@ -348,7 +348,7 @@ class Fleet:
 
 
 async def connections(count: int) -> dict[str, Any]:
-    """What a connection costs the coordinator, with a long poll open on it."""
+    """Measure the cost of a connection for the coordinator, with a long poll open on it."""
     async with Fleet(2, 1, 0.0) as fleet:
         token = os.environ["PENSTOCK_TOKEN"]
         before = memory_mib(fleet.pid, "VmRSS")

@@ -23,7 +23,7 @@ from penstock.proto.v1 import records_pb2
 __all__ = ["FakeBox", "FakeWorker", "Payload", "Tally"]
 
 STEPS_PER_S = 10.0
-"""Of each box's training loop."""
+"""Steps a second of each box's training loop."""
 RETRY_S = 2.0
 """The mean pause before a call is tried again. A real daemon waits 0.3 s, but each of those has a process: thousands
 that try so often in one would keep it from connecting at all."""
@@ -32,14 +32,14 @@ JOB = "fleet"
 
 @dataclass
 class Tally:
-    """What the fleet has seen, in one place for all of it. Times are of time.monotonic()."""
+    """Measurements of the whole fleet. Times are from time.monotonic()."""
 
     heartbeats: int = 0
     watches: int = 0
     longest_gap_s: float = 0.0
-    """Between two heartbeats of one worker."""
+    """Seconds between two heartbeats of one worker."""
     shortest_margin: float = float("inf")
-    """Of all heartbeats: the lease that the worker had, over the time since the one before."""
+    """Smallest lease of a worker over the time since its previous heartbeat."""
     assigned: list[tuple[tuple[int, int], float]] = field(default_factory=list)
     """((box, slot), when its worker was told)."""
     settled: list[tuple[int, float]] = field(default_factory=list)
@@ -55,7 +55,7 @@ class Tally:
     """Slots that were moved because somebody was not heard of."""
 
     async def pause(self, error: PenstockError) -> None:
-        """Before a call is tried again."""
+        """Wait before a call is retried."""
         self.retries += 1
         self.retried_for = error.message
         await asyncio.sleep(random.uniform(0.5, 1.5) * RETRY_S)
@@ -67,7 +67,7 @@ class Tally:
 
 @dataclass
 class Payload:
-    """How large the fleet's states and snapshots are now, in bytes; the same bytes for all."""
+    """Sizes of the fleet's states and snapshots, in bytes; the same bytes for all."""
 
     state: bytes = bytes(1024)
     snapshot: bytes = bytes(1024)
@@ -76,14 +76,15 @@ class Payload:
 
 
 async def _cancelled(*tasks: asyncio.Task[None]) -> None:
-    """To their end: gRPC waits for ever for a call that is still being cancelled when its channel closes."""
+    """Cancel tasks and wait for their end: gRPC waits for ever for a call that is still being cancelled when its
+    channel closes."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class FakeWorker:
-    """One daemon with one slot."""
+    """A worker daemon with one slot."""
 
     def __init__(self, name: str, client: AsyncCoordinatorClient, tally: Tally, payload: Payload) -> None:
         self.name = name
@@ -121,7 +122,7 @@ class FakeWorker:
         self._spawn(self._uploads())
 
     async def come_back(self) -> None:
-        """As a new process: its slots are another's by now."""
+        """Register again as a new process: its slots belong to another worker now."""
         number = int(self.session.rpartition("-")[2])
         self.session = f"{self.name}-{number + 1}"
         self._version, self._last_beat = 0, 0.0
@@ -282,7 +283,7 @@ class FakeWorker:
 
 
 class FakeBox:
-    """One training job's process."""
+    """A training job's process."""
 
     def __init__(self, number: int, boxes: int, workers: int, client: AsyncCoordinatorClient, tally: Tally) -> None:
         self.number = number

@@ -16,7 +16,7 @@ FULL = 10_000
 """Workers of the fleet that the targets are about."""
 
 Record = dict[str, Any]
-"""What benchmarks/fleet_load.py says of one size."""
+"""Results of benchmarks/fleet_load.py for one size."""
 
 
 def find(record: Record | None, *path: str) -> float | None:
@@ -97,7 +97,7 @@ TARGETS = (
 
 
 def judge(results: dict[str, Any]) -> list[Verdict]:
-    """Of the full fleet."""
+    """Return the verdicts on the full fleet."""
     record = next((found for found in results["sizes"] if found["workers"] == FULL), None)
     verdicts = []
     for target in TARGETS:
@@ -112,7 +112,7 @@ def judge(results: dict[str, Any]) -> list[Verdict]:
 
 
 def markdown(results: dict[str, Any]) -> str:
-    """Everything but the picture."""
+    """Return the report without the picture."""
     machine, noise = results["machine"], results["noise"]
     where = (
         f"Machine: {machine['cores']} cores of {machine['processor']}, {machine['memory_gib']} GiB, Linux "

@@ -39,7 +39,7 @@ QUICK = Plan(
     slots=(4, 8),
     slots_s=0.5,
 )
-"""To see that all works. Its figures are worth nothing."""
+"""Durations of a test run, whose figures mean nothing."""
 
 
 def arguments(given: list[str] | None) -> argparse.Namespace:

@@ -1,4 +1,4 @@
-"""How long `import penstock.client` takes beyond `import torch`: the aim is below half a second.
+"""Time of `import penstock.client` beyond `import torch`: the aim is below half a second.
 
     python -m benchmarks.import_time --rounds 7
 
@@ -34,7 +34,7 @@ _LINE = re.compile(r"import time:\s+(\d+) \|\s+(\d+) \| (\s*)(\S+)")
 
 
 def measure(rounds: int) -> dict[str, list[tuple[float, float]]]:
-    """Of torch, and of penstock.client behind it: (seconds by the clock, of the processor) in each round."""
+    """Measure torch, and penstock.client after it: (seconds by the clock, of the processor) in each round."""
     found: dict[str, list[tuple[float, float]]] = {"torch": [], "penstock.client": []}
     for number in range(rounds + 1):
         done = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, check=True, timeout=300)
@@ -45,7 +45,7 @@ def measure(rounds: int) -> dict[str, list[tuple[float, float]]]:
 
 
 def costs(report: str) -> list[tuple[str, float]]:
-    """Of what `-X importtime` wrote: the modules behind torch with the milliseconds that each took by itself."""
+    """Parse the output of `-X importtime`: the modules behind torch with the milliseconds that each took by itself."""
     rows = [_LINE.fullmatch(line) for line in report.splitlines()]
     names = [(row[4], int(row[1]) / 1000) for row in rows if row]
     behind = next((place for place, (name, _) in enumerate(names) if name == "torch"), -1) + 1

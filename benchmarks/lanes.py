@@ -1,4 +1,4 @@
-"""How fast the bare lanes are, and how near to what the machine can do: no torch, no user code, no control plane.
+"""Speed of the bare lanes, and how near it is to the machine's limit: no torch, no user code, no control plane.
 
     python benchmarks/lanes.py [--seconds 1] [--sizes 4,64,1024,8192] [--rounds 3] [--tls FOLDER]
 
@@ -191,7 +191,7 @@ def remote(
 
 
 def raw_tcp(size: int, seconds: float) -> tuple[float, list[float]]:
-    """One send and one receive a batch, from a ring and into a ring."""
+    """Send and receive each batch once, from a ring and into a ring."""
     listener = socket.create_server(("127.0.0.1", 0))
     slots = entries_for(size)
 

@@ -1,4 +1,4 @@
-"""Where and with what a run was made: without it no figure means anything."""
+"""Description of the machine and software of a run, without which no figure means anything."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _first(file: str, key: str) -> str:
 
 
 def _caches() -> str:
-    """Of the first core, as the kernel tells them."""
+    """Return the caches of the first core, as the kernel reports them."""
     found = []
     for index in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
         try:

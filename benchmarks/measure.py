@@ -1,4 +1,4 @@
-"""One measurement of one mode: a warm-up, a span for throughput and processor time, memory, a span for latency.
+"""Measurement of one mode: a warm-up, a span for throughput and processor time, memory, a span for latency.
 
 The loop does nothing with a batch but hold it until the next one is there, as a `for` loop does. In the span for
 throughput the clock is read about a hundred times a second and not at each batch; each `next()` is timed by itself in a
@@ -22,7 +22,7 @@ __all__ = ["batch_bytes", "consume", "count_of", "latencies", "measure", "percen
 
 Clock = Callable[[], float]
 CHECK_S = 0.01
-"""Between two looks at the clock."""
+"""Seconds between two checks of the time."""
 
 
 def consume(
@@ -74,12 +74,12 @@ def batch_bytes(batch: Any) -> int:
 
 
 def count_of(counter: str) -> int:
-    """What a source has written into its counter; 0 where there is none."""
+    """Return the value of a source's counter; 0 if there is none."""
     return int.from_bytes(Path(counter).read_bytes(), sys.byteorder) if counter else 0
 
 
 def measure(batches: Iterator[Any], case: Case, times: Times, roles: Sequence[Role]) -> dict[str, Any]:
-    """Everything about one mode and case.
+    """Measure one mode and case.
 
     batches: never ends. A batch that has not as many bytes as the case says is an error.
 

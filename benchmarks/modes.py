@@ -64,11 +64,11 @@ class PlayerError(Exception):
 
 
 class PlayerGoneError(PlayerError):
-    """It has ended, or was killed for its silence."""
+    """Error of a player that has ended, or was killed because it did not answer."""
 
 
 class Player:
-    """One process, asked line by line."""
+    """A player process that answers requests line by line."""
 
     def __init__(self, mode: Mode, python: Path, log: Path) -> None:
         self.mode = mode
@@ -177,7 +177,7 @@ class Stage:
         self._players.pop(name).kill()
 
     def measure(self, name: str, case: Case, times: Times) -> dict[str, Any] | None:
-        """One measurement; None if there is none, which `missing` or `failures` explain."""
+        """Make one measurement; return None if it failed, which `missing` or `failures` explain."""
         player = self._players.get(name)
         if player is None:
             return None

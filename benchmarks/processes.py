@@ -1,4 +1,4 @@
-"""What a tree of processes costs, read from /proc: processor time, memory, rings. Standard library only.
+"""Costs of a tree of processes, read from /proc: processor time, memory, rings. Standard library only.
 
 Every mode is measured in the same way: a player is the root of a tree, the consumer, and what it started are the other
 sides. Processes are told apart by their command lines.
@@ -57,7 +57,7 @@ class Role:
 
 
 def adopt_orphans() -> None:
-    """From now on a descendant whose parent ends is this process's child: it stays in the tree."""
+    """Make descendants whose parent ends children of this process, so that they stay in the tree."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
@@ -87,7 +87,7 @@ def tree(root: int) -> dict[int, Process]:
 
 
 def role_of(process: Process, family: Mapping[int, Process], root: int, roles: Iterable[Role]) -> str:
-    """What a process of the tree is; "other" if no role fits."""
+    """Return the role of a process of the tree; "other" if none fits."""
     if process.pid == root:
         return CONSUMER
     parent = family.get(process.parent)
@@ -125,7 +125,7 @@ def cpu_by_role(root: int, roles: Iterable[Role]) -> dict[str, float]:
 
 
 def memory_by_role(root: int, roles: Iterable[Role]) -> dict[str, dict[str, float]]:
-    """Of each role: `processes`, `pss` and the part of it that maps files, `files`, both in MiB.
+    """Return for each role: `processes`, `pss` and the part of it that maps files, `files`, both in MiB.
 
     Memory that several processes share is divided among them (PSS). That of files is divided among all of the machine
     that map them, of other trees too, so its share depends on who else runs.

@@ -1,4 +1,4 @@
-"""How long the training loop waits for a worker that was killed, and for one that is drained.
+"""Waiting time of the training loop for a worker that was killed, and for one that is drained.
 
     python -m benchmarks.recovery [--kills 10]
 

@@ -40,14 +40,14 @@ def number(value: float | None, shape: str = "{:,.0f}") -> str:
 
 
 def _close(value: float | None) -> str:
-    """With about three digits, whatever its size."""
+    """Format a number with about three digits."""
     if value is None:
         return "-"
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def markdown(results: dict[str, Any]) -> str:
-    """Everything but the plot."""
+    """Return the report without the plot."""
     parts = [_setting(results)]
     if "path" in results:
         parts += [_path(results["path"], results["sizes"], results["missing"])]
@@ -62,7 +62,7 @@ def markdown(results: dict[str, Any]) -> str:
 
 
 def conditions(results: dict[str, Any], rounds: str, meanwhile: str = "") -> list[str]:
-    """Of a run: machine, command, and who else was there."""
+    """Return the description of a run: machine, command, and other load."""
     machine, noise = results["machine"], results["noise"]
     lines = [
         (
@@ -141,7 +141,7 @@ def _path_row(figures: fig.Figures, case: str, mode: str, nbytes: int, missing: 
 
 
 def _by_process(figures: fig.Figures, sizes: dict[str, int]) -> str:
-    """Where the processor time of the two lanes and of the tf.data service goes."""
+    """Return the table of processor time of the two lanes and of the tf.data service, by role."""
     rows = []
     for mode in (PENSTOCK, TCP, TF, RAW_TCP):
         for case in sizes:

@@ -34,9 +34,9 @@ class Way(ABC):
     """A way to get batches: what a player makes and measures."""
 
     roles: Sequence[Role] = ()
-    """Who is who among the processes that it starts."""
+    """Roles of the processes that it starts."""
     packages: Sequence[str] = ()
-    """Whose versions are told."""
+    """Packages whose versions are reported."""
     settle_s = 0.0
     """Seconds that it is read for before the warm-up."""
 

@@ -56,7 +56,8 @@ def one_source(seconds: float) -> float:
 
 
 def ready_batches(batches: Generator[Any, None, None], order: Order, rate: float) -> float:
-    """How many batches wait for a loop that has paused: those it then gets at once, less what was made meanwhile.
+    """Return the number of batches that wait for a loop that has paused: those it then gets at once, less what was made
+    meanwhile.
 
     rate: batches a second of all sources.
     """

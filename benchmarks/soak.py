@@ -1,4 +1,4 @@
-"""What each process keeps of a batch, in a long run of both lanes: nothing.
+"""Growth of each process in a long run of both lanes, which must be none.
 
     python -m benchmarks.soak [--batches 200000] [--lanes auto,tcp]
 
@@ -54,14 +54,14 @@ class Sample:
 
 
 def opened(pid: int) -> Iterator[os.stat_result]:
-    """What the descriptors of a process stand for."""
+    """Yield the status of the files that a process has open."""
     for fd in os.listdir(f"/proc/{pid}/fd"):
         with suppress(FileNotFoundError):  # that of this very listing
             yield os.stat(f"/proc/{pid}/fd/{fd}")
 
 
 def sample(step: int) -> Sample:
-    """What the tree below this process holds now."""
+    """Return the resources that the tree below this process holds now."""
     gc.collect()
     root = os.getpid()
     family = tree(root)
@@ -81,7 +81,7 @@ def sample(step: int) -> Sample:
 
 
 def soak(lane: Literal["auto", "tcp"], batches: int) -> bool:
-    """One run. Prints what grew; whether that is little enough."""
+    """Run once, print what grew, and return whether that is within the limits."""
     first, started = batches // 10, time.perf_counter()
     with (
         Appliance(num_workers_per_box=1, lane=lane) as appliance,

@@ -37,19 +37,19 @@ __all__ = ["Amounts", "figures", "main", "run", "sizes"]
 
 SHARDS = (1, 64)
 AT = 0.9
-"""Of an epoch, to seek to."""
+"""Share of an epoch to seek to."""
 
 
 @dataclass(frozen=True)
 class Amounts:
-    """How much is read."""
+    """Amounts that are read."""
 
     rows: int
     documents: int
     batches: int
-    """Of a turn; of packed lines a quarter."""
+    """Batches of a turn; a quarter of them for packed lines."""
     lengths: tuple[int, ...]
-    """Of the datasets to seek in."""
+    """Lengths of the datasets to seek in."""
     theirs: int
     """The longest one in which StatefulDataLoader seeks: it replays each index."""
     processes: tuple[int, ...] = (0, 2)
@@ -86,7 +86,7 @@ def saving(make: Make, batches: int) -> dict[str, float]:
 
 
 def times(saved: dict[str, float], samples: int) -> dict[str, float]:
-    """With the rate in samples (or tokens) instead of batches."""
+    """Return the result with its rate in samples (or tokens) instead of batches."""
     return {**saved, "rate": samples * saved["rate"]}
 
 

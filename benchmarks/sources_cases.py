@@ -1,4 +1,4 @@
-"""What benchmarks/sources.py reads: rows of a map-style dataset, and documents to be packed."""
+"""Data of benchmarks/sources.py: rows of a map-style dataset, and documents to be packed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Rows(torch.utils.data.Dataset[torch.Tensor]):
 
 
 class Numbers(torch.utils.data.Dataset[int]):
-    """As many samples as you like, each its own number."""
+    """A dataset of any number of samples, each its own number."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -72,7 +72,7 @@ def readers(dataset: torch.utils.data.Dataset[Any], processes: int) -> dict[str,
 
 
 def documents(count: int) -> list[np.ndarray[Any, np.dtype[np.int64]]]:
-    """Of 20 to 2,000 tokens, 1,010 on average."""
+    """Return documents of 20 to 2,000 tokens, 1,010 on average."""
     random = np.random.default_rng(1)
     return [random.integers(3, 50_000, int(size)) for size in random.integers(20, 2001, count)]
 
@@ -85,7 +85,7 @@ def packed(texts: list[Any], shards: int) -> ShardLoader:
 
 
 class ByHand(torch.utils.data.IterableDataset[torch.Tensor]):
-    """What one would write without us: no state, no shards, no window."""
+    """A packing dataset as one would write it by hand: no state, no shards, no window."""
 
     def __init__(self, texts: list[Any]) -> None:
         self.texts = texts

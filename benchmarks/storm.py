@@ -88,7 +88,7 @@ class Savers:
     def __init__(self, fleet: Fleet, boxes: int, rounds: int, timeout_s: float) -> None:
         self._fleet, self._boxes, self._timeout_s = fleet, boxes, timeout_s
         self.steps = [BETWEEN * (number + 1) for number in range(rounds + 1)]
-        """At which they save; the last one is announced."""
+        """Steps at which they save; the last one is announced."""
         self._together = threading.Barrier(boxes)
         self._lock = threading.Lock()
         self.seconds: dict[int, list[float]] = {step: [] for step in self.steps}
@@ -99,7 +99,7 @@ class Savers:
         """Batches that are others than they should be."""
 
     def run(self, box: int) -> None:
-        """One box, from its start to its end."""
+        """Run one box from its start to its end."""
         try:
             with Appliance(
                 self._fleet.address,
@@ -180,7 +180,7 @@ def _spread(seconds: list[float]) -> dict[str, float]:
 
 
 def run(jobs: int, timeout_s: float) -> dict[str, Any]:
-    """Everything that was found of jobs that are opened at once."""
+    """Return all results of jobs that are opened at once."""
     found: dict[str, Any] = {"jobs": jobs}
     with _fleet(jobs, found) as fleet, ThreadPoolExecutor(jobs) as pool:
         together = threading.Barrier(jobs)
@@ -191,7 +191,7 @@ def run(jobs: int, timeout_s: float) -> dict[str, Any]:
 
 
 def save(boxes: int, rounds: int, timeout_s: float) -> dict[str, Any]:
-    """Everything that was found of boxes that save at once."""
+    """Return all results of boxes that save at once."""
     found: dict[str, Any] = {"boxes": boxes}
     with _fleet(boxes, found) as fleet:
         savers = Savers(fleet, boxes, rounds, timeout_s)

@@ -37,10 +37,10 @@ from benchmarks.streaming_report import BEGIN, END, FLOORS, LITDATA, MOSAIC, OUR
 __all__ = ["Players", "Size", "figures", "main", "run"]
 
 ANSWER_S = 90.0
-"""For one request."""
+"""Seconds for one request."""
 DELAY_S = 0.02
 SHAPES = {"samples": 0, "batches": 0, "workers": 2}
-"""How an epoch is read -> worker processes."""
+"""Way of reading an epoch -> number of worker processes."""
 POSITIONS = (0.0, 0.01, 0.5, 0.99)
 
 MODES = {
@@ -57,7 +57,7 @@ NO_IMAGES = (LITDATA, "memcpy")
 
 @dataclass(frozen=True)
 class Size:
-    """Of a run."""
+    """Sizes of a run."""
 
     kinds: tuple[Kind, ...]
     tiny: Kind
@@ -68,7 +68,7 @@ class Size:
     quality_shards: int
     quality_per_shard: int
     at_least_s: float = 0.4
-    """Of a rate's span."""
+    """Seconds of a rate's span."""
 
 
 FULL = Size(tuple(KINDS.values()), TINY, 10_000, 100_000, (1_000_000, 10_000_000, 100_000_000), 1000, 1000)
@@ -119,7 +119,7 @@ class Players:
             return None
 
     def ask_fresh(self, name: str, **request: Any) -> dict[str, Any] | None:
-        """Of a process that has done nothing but import."""
+        """Measure a process that has only imported."""
         if name not in self._players:
             return None
         player = self._start(MODES[name])
@@ -334,7 +334,7 @@ def figures(size: Size, rounds: int, players: Players, folder: Path) -> dict[str
 
 
 def run(size: Size, rounds: int, peers: Path | None, command: str) -> dict[str, Any]:
-    """Everything that was found, as it goes into the JSON file."""
+    """Return all results, as written to the JSON file."""
     load, busy = os.getloadavg()[0], busy_cores(2.0)
     used, own, started = machine_s(), cpu_s(os.getpid()), time.monotonic()
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:

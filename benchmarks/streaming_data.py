@@ -31,7 +31,7 @@ class Kind:
     encoding: str
     samples: int
     nbytes: int
-    """Of a value, about."""
+    """Bytes of a value, approximately."""
     shard_bytes: int
     value: Callable[[int], Any]
 
@@ -44,7 +44,7 @@ class Kind:
         return {"number": number, **({self.column: self.value(number)} if self.column else {})}
 
     def fewer(self, times: int) -> Kind:
-        """For a short run."""
+        """Return smaller sizes for a short run."""
         return Kind(**{**vars(self), "samples": max(2 * BATCH, self.samples // times)})
 
 
@@ -93,7 +93,7 @@ def look_at(sample: dict[str, Any]) -> None:
 
 
 def collate(samples: list[dict[str, Any]]) -> Any:
-    """Of images, for torch's own does not take them."""
+    """Collate images, which torch's own function does not accept."""
     pixels = torch.from_numpy(np.stack([np.asarray(sample["image"]) for sample in samples]))
     return {"number": torch.tensor([sample["number"] for sample in samples]), "image": pixels}
 

@@ -87,7 +87,7 @@ def _order(shards: int, per_shard: int, block: int | None) -> ShardedOrder:
 
 
 def _order_cost(shards: int, per_shard: int, position: int) -> dict[str, Any]:
-    """Of making the order and finding a batch of it: seconds, then what Python's and numpy's memory grew by."""
+    """Measure making the order and finding a batch of it: seconds, then the growth of Python's and numpy's memory."""
     before, started = memory_mib("VmRSS"), time.perf_counter()
     order = _order(shards, per_shard, 1 << 18)
     order.ids(0, np.arange(position, position + BATCH))

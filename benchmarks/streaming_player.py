@@ -1,4 +1,4 @@
-"""What a reader of streaming datasets is asked, and how it is timed: the same for ours and for the peers'.
+"""Requests to a reader of streaming datasets, and their timing: the same for ours and for the peers'.
 
 A player is a process (see benchmarks/modes.py) that answers requests, one a line. What is measured:
 
@@ -32,15 +32,15 @@ from benchmarks.streaming_data import BATCH, KINDS, look_at, value_checksum
 __all__ = ["Reader", "answer_of", "memory_mib", "play"]
 
 WARM_SHARE = 10
-"""One sample of so many is the warm-up."""
+"""Share of samples for the warm-up: one in this many."""
 LONGEST_S = 3.0
-"""Of the epochs of one rate, with their openings, if none of them alone takes longer."""
+"""Seconds for the epochs of one rate, with their openings, unless one epoch takes longer."""
 LARGE_BYTES = 24 << 20
 
 
 class Reader(ABC):
     packages: Sequence[str] = ()
-    """Whose versions are told."""
+    """Packages whose versions are reported."""
     decodes = True
     """Else it gives bytes of samples, and not their values."""
 
@@ -57,11 +57,11 @@ class Reader(ABC):
         raise NotImplementedError
 
     def first_batch(self, folder: str, position: int) -> Any:
-        """Of a shuffled epoch resumed at a position."""
+        """Return the first batch of a shuffled epoch resumed at a position."""
         raise NotImplementedError
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """To what not all readers are asked."""
+        """Answer a request that only some readers support."""
         raise NotImplementedError(request["do"])
 
 
@@ -96,7 +96,7 @@ def _rate(items: Iterator[Any], total: int, size: int) -> dict[str, Any]:
 
 
 def _epochs(reader: Reader, request: dict[str, Any]) -> dict[str, Any]:
-    """As many as make a span of at least `at_least_s`."""
+    """Read as many epochs as make a span of at least `at_least_s`."""
     answer, begun = {"samples": 0, "seconds": 0.0}, time.perf_counter()
     while True:
         found = _epoch(reader, request)

@@ -1,4 +1,4 @@
-"""How well an order is shuffled, and what that costs, in numbers.
+"""Quality of a shuffled order, and its cost, in numbers.
 
 `order[p]` is the sample at position p; sample i lies in shard i // per_shard. Every figure is 1 for a permutation drawn
 uniformly from all, but for what is said of it.
@@ -18,7 +18,7 @@ __all__ = ["Quality", "quality"]
 WINDOW = 256
 """Samples: a large global batch."""
 BINS = 20
-"""Of an epoch, for the chi-square."""
+"""Parts of an epoch, for the chi-square."""
 
 
 @dataclass(frozen=True)

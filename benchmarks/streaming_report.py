@@ -18,7 +18,7 @@ OURS, MOSAIC, LITDATA = "Penstock", "mosaicml-streaming", "litdata"
 FLOORS = ("pread", "memcpy")
 
 Records = Sequence[dict[str, Any] | None]
-"""Of each round what a player answered, None where it failed."""
+"""Answers of a player, one for each round; None where it failed."""
 Find = Callable[[dict[str, Any]], float]
 
 
@@ -36,7 +36,7 @@ def median(records: Records, find: Find) -> float | None:
 
 
 def ratio(above: Records, below: Records, find: Find = rate) -> float | None:
-    """Of the medians."""
+    """Return the ratio of the medians."""
     one, other = median(above, find), median(below, find)
     return one / other if one is not None and other else None
 

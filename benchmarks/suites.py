@@ -26,11 +26,11 @@ SLOTS_DEADLINE_S = 120.0
 
 @dataclass(frozen=True)
 class Plan:
-    """How much of everything."""
+    """Sizes of all suites."""
 
     rounds: int = 3
     state_rounds: int = 5
-    """Of the suite of snapshots, where a loss of 5% is to be told from noise."""
+    """Rounds of the suite of snapshots, where a loss of 5% must be distinguished from noise."""
     times: Times = field(default_factory=Times)
     slow_spans: int = 2
     """The suite of slow sources takes so many spans together, for at 500 batches a second one is short."""
@@ -72,7 +72,7 @@ def _with_slots(case: Case, record: dict[str, Any]) -> Case:
 
 
 def slow(stage: Stage, plan: Plan) -> Figures:
-    """What the path adds to a source that costs 2 ms of pure Python a batch."""
+    """Measure what the path adds to a source that costs 2 ms of pure Python a batch."""
     names = [ALONE, PENSTOCK, TCP, DATALOADER, STATEFUL]
     stage.start(names)
     work = calibrate(BUSY_S)
@@ -135,7 +135,7 @@ def slots(stage: Stage, plan: Plan) -> dict[str, list[dict[str, Any] | None]]:
 
 
 def startup(stage: Stage, plan: Plan) -> list[dict[str, Any] | None]:
-    """One slot, started again for each round; the rate is not looked at."""
+    """Run one slot, started again for each round; the rate does not matter."""
     say("start-up")
     return [_slots_once(1, 0.5, stage.failures) for _ in range(plan.rounds)]
 

@@ -1,4 +1,4 @@
-"""What was promised, and whether it was kept: each target with the figure that answers it.
+"""Targets, and whether they were met: each target with the figure that answers it.
 
 A target that cannot be answered, because a peer is missing or failed, is told as such; one that is missed is told with
 its figure. Neither is ever left out.
@@ -16,7 +16,7 @@ from benchmarks.modes import ALONE, DATALOADER, MEMCPY, PENSTOCK, RAW_TCP, TCP, 
 __all__ = ["TARGETS", "Target", "Verdict", "judge"]
 
 Results = dict[str, Any]
-"""What the program writes as JSON: a key for each suite, and more."""
+"""Results as the program writes them in JSON: a key for each suite, and more."""
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,9 @@ class Target:
     what: str
     wanted: float
     find: Callable[[Any], float | None]
-    """From the suite's figures to the one that answers."""
+    """Function from the suite's figures to the one that answers."""
     shape: str = "{:,.0f}/s"
-    """How a figure is written."""
+    """Format of the figure."""
     at_most: bool = False
 
 

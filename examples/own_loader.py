@@ -32,12 +32,12 @@ __all__ = ["WindowLoader", "input_fn"]
 
 
 def input_fn(batch_size: int, num_windows: int) -> WindowLoader:
-    """What Penstock calls in each worker. The arguments are those of the DataLoader."""
+    """Return the loader; Penstock calls this in each worker. The arguments are those of the DataLoader."""
     return WindowLoader(Windows(num_windows).windows, batch_size)
 
 
 class WindowLoader:
-    """One worker's share of the epochs' batches, each a dict of
+    """A worker's share of the epochs' batches, each a dict of
 
     tokens: uint8, [batch_size, WINDOW + 1]; window: int64, [batch_size], the windows' numbers; epoch: int, from 0.
     """
@@ -53,7 +53,7 @@ class WindowLoader:
         self.taken = 0  # batches of its share that this worker has handed out
 
     def share(self) -> range:
-        """Which batches of the epoch's list are dealt to this worker, by their numbers."""
+        """Return the numbers of the batches in the epoch's list that are dealt to this worker."""
         end = len(self.windows) // self.batch_size
         end -= (end - self.start) % self.me.num_boxes  # every box takes as many steps, or collectives would hang
         first = self.start + self.me.slot * self.me.num_boxes + self.me.box
@@ -75,24 +75,25 @@ class WindowLoader:
     # The four methods make the loader restartable on any number of workers and boxes.
 
     def state_dict(self) -> dict[str, Any]:
-        """On each worker: where it is."""
+        """Return the worker's position. Called on each worker."""
         shape = {"num_boxes": self.me.num_boxes, "num_workers": self.me.total_num_workers}
         return {**shape, "epoch": self.epoch, "start": self.start, "taken": self.taken}
 
     def aggregate_state_dict(self, worker_states: list[dict[str, Any]]) -> dict[str, Any]:
-        """In the training job: one state from those of all workers, in order of their global_worker_id."""
+        """Make, in the training job, one state from those of all workers, in order of their global_worker_id."""
         deal, *others = [{**state, "taken": 0} for state in worker_states]
         if any(other != deal for other in others):
             raise ValueError(f"these are not the workers of one deal: {worker_states}")
         return {**deal, "taken": [state["taken"] for state in worker_states]}
 
     def deaggregate_state_dict(self, aggregated: dict[str, Any]) -> dict[str, Any]:
-        """On each worker, when a run is resumed: its own state. Workers may now be more, or fewer."""
+        """Return a worker's own state when a run is resumed. Called on each worker; there may be more or fewer than
+        before."""
         taken = aggregated["taken"]
         if (aggregated["num_boxes"], aggregated["num_workers"]) == (self.me.num_boxes, self.me.total_num_workers):
             return {**aggregated, "taken": taken[self.me.global_worker_id]}  # the same deal goes on
         return {**aggregated, "start": aggregated["start"] + sum(taken), "taken": 0}  # the rest is dealt again
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """On each worker: go there."""
+        """Load the worker's position. Called on each worker."""
         self.epoch, self.start, self.taken = state["epoch"], state["start"], state["taken"]

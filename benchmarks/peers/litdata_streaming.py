@@ -28,7 +28,7 @@ def _sample(kind: str, number: int) -> dict[str, Any]:
 
 
 def _collate(samples: list[dict[str, Any]]) -> Any:
-    """Of bytes. Its own makes a tensor of each byte of what it reads in batches, which is no bytes but a view."""
+    """Collate bytes. The library's own function makes a tensor of each byte, because it reads views and not bytes."""
     numbers = torch.tensor([sample["number"] for sample in samples])
     return {"number": numbers, "data": [bytes(sample["data"]) for sample in samples]}
 

@@ -25,7 +25,7 @@ from benchmarks.processes import Role
 from benchmarks.serve import Way, serve
 
 DATA_BYTES = 128 << 20
-"""Of a dataset, at most; an epoch goes over it again and again."""
+"""Largest number of bytes in a dataset; an epoch repeats it."""
 MOST_SAMPLES = 8192
 EPOCH_SAMPLES = 200_000
 

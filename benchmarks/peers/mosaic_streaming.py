@@ -68,7 +68,7 @@ class Mosaic(Reader):
 
 
 def _order(shards: int, per_shard: int, algorithm: str, block: int) -> Any:
-    """As its dataset computes the epoch of one process."""
+    """Compute the epoch of one process as its dataset does."""
     partition = importlib.import_module("streaming.base.partition").get_partitions
     shuffle = importlib.import_module("streaming.base.shuffle").get_shuffle
     canonical = 64 if algorithm == "py1s" else 1  # its defaults

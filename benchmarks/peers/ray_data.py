@@ -47,7 +47,7 @@ def _ready_block(case: Case) -> Any:
 
 
 class Ready(datasource.Datasource):  # type: ignore[misc]  # its base is untyped here
-    """One read task that never ends."""
+    """A read task that never ends."""
 
     def __init__(self, case: Case) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What is around the training in these examples: the command line, and a log by which two runs can be compared."""
+"""Surroundings of the training in these examples: the command line, and a log by which two runs can be compared."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def options(description: str) -> argparse.ArgumentParser:
 
 
 class StepLog:
-    """One line of JSON a step: what came, and what it led to. Equal lines are equal to the last bit."""
+    """Log of one line of JSON a step: what came, and what it led to. Equal lines are equal to the last bit."""
 
     def __init__(self, path: Path) -> None:
         """Goes on at the end of the file, if there is one."""

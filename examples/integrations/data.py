@@ -15,11 +15,12 @@ __all__ = ["CONTEXT", "PIECES", "Pieces", "input_fn"]
 CONTEXT = 8
 """Bytes from which the next one is to be guessed."""
 PIECES = 1024
-"""Of an epoch."""
+"""Rows of an epoch."""
 
 
 def input_fn(global_batch_size: int) -> MapLoader:
-    """What Penstock calls in each worker; boxes share the rows of a global batch. A box's batch is a dict of
+    """Return the loader; Penstock calls this in each worker. Boxes share the rows of a global batch. A box's batch is a
+    dict of
 
     context: int64, [rows, CONTEXT]; target: int64, [rows]; piece: int64, [rows], the pieces' numbers.
     """

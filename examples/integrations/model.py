@@ -30,7 +30,7 @@ class ByteModel(nn.Module):
 
 
 class Block(nn.Module):
-    """What is added to what came in."""
+    """Residual block: what is added to the input."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -30,7 +30,7 @@ MICROBATCHES = 4
 
 
 class Stage(nn.Module):
-    """One half of the model."""
+    """Half of the model."""
 
     def __init__(self, model: ByteModel, number: int) -> None:
         super().__init__()

@@ -38,7 +38,7 @@ Batch = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class ParallelDims:
-    """How the ranks are arranged: replicas, and within each of them shards."""
+    """Arrangement of the ranks: replicas, and within each of them shards."""
 
     dp_replicate: int
     dp_shard: int
@@ -57,7 +57,7 @@ class ParallelDims:
 
 @dataclass(frozen=True)
 class Config:
-    """Of a job."""
+    """Settings of a job."""
 
     dims: ParallelDims
     steps: int
@@ -156,7 +156,7 @@ class Trainer(Stateful):
         return min(1.0, (step + 1) / self.config.warmup_steps)
 
     def train(self) -> None:
-        """Up to the last step, from the newest checkpoint if there is one."""
+        """Train up to the last step, from the newest checkpoint if there is one."""
         config, microbatches = self.config, self.microbatches
         self.checkpoints.load()
         with self.appliance, StepLog(config.folder / f"rank{dist.get_rank()}.jsonl") as log:
@@ -176,7 +176,7 @@ class Trainer(Stateful):
                 self.checkpoints.save(self.step, last=self.step == config.steps)
 
     def train_step(self, batches: list[Batch]) -> float:
-        """One step of the optimizer; returns the mean loss of these microbatches, which are this rank's."""
+        """Make one step of the optimizer; returns the mean loss of these microbatches, which are this rank's."""
         assert isinstance(self.model, FSDPModule)
         self.optimizer.zero_grad()
         total = 0.0

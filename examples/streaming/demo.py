@@ -48,7 +48,7 @@ def served(folder: Path) -> Iterator[str]:
 
 
 def rows_of(folder: Path, boxes: int) -> list[list[list[int]]]:
-    """Of each step, the rows of the global batch in their order: box b has rows b, b + boxes, ..."""
+    """Return, for each step, the rows of the global batch in their order: box b has rows b, b + boxes, ..."""
     logs = [read_log(folder / f"box{box}.jsonl") for box in range(boxes)]
     found = []
     for lines in zip(*logs, strict=True):

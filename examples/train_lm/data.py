@@ -17,7 +17,8 @@ WINDOW = 128
 
 
 def input_fn(batch_size: int, num_windows: int) -> MapLoader:
-    """What Penstock calls in each worker. The arguments are those of the DataLoader. Batches are dicts of
+    """Return the loader; Penstock calls this in each worker. The arguments are those of the DataLoader. Batches are
+    dicts of
 
     tokens: uint8, [batch_size, WINDOW + 1]; window: int64, [batch_size], the windows' numbers.
     """

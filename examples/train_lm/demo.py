@@ -32,12 +32,12 @@ BOXES = 2
 
 @dataclass
 class Run:
-    """What one start of the training left behind."""
+    """Results of one start of the training."""
 
     name: str
     title: str
     logs: list[list[Step]]
-    """Of each box."""
+    """Results of each box."""
 
     @property
     def rows(self) -> dict[tuple[int, int], Step]:
@@ -103,7 +103,7 @@ def saved(folder: Path, step: int) -> Path:
 
 
 def differences(run: Run, reference: Run) -> list[str]:
-    """Where a run's batches or losses are not those of the reference, to the bit."""
+    """Return where a run's batches or losses differ from the reference in any bit."""
     return [
         f"{run.title}, step {step}, box {box}: {key} is {row[key]}, not {reference.rows[step, box][key]}"
         for (step, box), row in run.rows.items()

@@ -75,7 +75,8 @@ def train(steps: int, checkpoint_every: int, out: Path) -> None:
 
 
 def note(log: TextIO, executor: DataExecutor, batch: dict[str, Any], loss: float) -> None:
-    """One line a step for demo.py, which compares runs: what came, what it led to, and how long it was waited for."""
+    """Log one line a step for demo.py, which compares runs: what came, what it led to, and how long it was waited
+    for."""
     digest = hashlib.blake2b(batch["tokens"].numpy().tobytes(), digest_size=16).hexdigest()
     epoch = (executor.step - 1) // (NUM_WINDOWS // (BATCH_SIZE * dist.get_world_size()))
     line = {"step": executor.step, "epoch": epoch, "windows": batch["window"].tolist(), "digest": digest}

@@ -15,7 +15,7 @@ from benchmarks.modes import ALONE, MODES, PENSTOCK, STATEFUL, TCP
 
 
 def record(rate: float, cpu_s: dict[str, float] | None = None, states: int = 0) -> dict[str, Any]:
-    """What a player would say that took `rate` batches in a second."""
+    """Return the answer of a player that took `rate` batches in a second."""
     cpu_s = cpu_s or {"consumer": 0.5, "worker": 0.25}
     return {
         "batches": rate,

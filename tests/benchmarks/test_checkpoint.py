@@ -131,7 +131,7 @@ def test_figures_of_a_verdict_and_of_the_tables() -> None:
     assert "O_DIRECT" not in text
 
 
-def test_medians_are_of_all_saves_and_sums_are_made_before() -> None:
+def test_medians_are_taken_of_sums_of_all_saves() -> None:
     results = _results()
     results["saves"][PENSTOCK] = [[_save(0.1, 0.9, 1.0), _save(0.3, 0.1, 1.0)], [], [_save(0.2, 0.3, 1.0)]]
     row = next(line for line in markdown(results).splitlines() if line.startswith("| Penstock | 0.200"))

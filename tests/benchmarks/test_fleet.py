@@ -91,7 +91,7 @@ def test_targets_are_judged_by_the_full_fleet(results: dict[str, Any]) -> None:
     assert {verdict.met for verdict in judge(results)} == {None}
 
 
-def test_the_table_has_a_column_for_each_size_and_tells_of_a_busy_machine(results: dict[str, Any]) -> None:
+def test_the_table_has_sizes_and_the_machine_load(results: dict[str, Any]) -> None:
     text = markdown(results)
     assert "| steady: a heartbeat takes, p99 | 50.0 ms | 50.0 ms | 50.0 ms |" in text
     assert "56 KiB" in text

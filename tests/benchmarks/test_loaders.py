@@ -23,7 +23,7 @@ def test_batches_have_the_bytes_of_their_case(case: Case) -> None:
         assert batch_bytes(batch) == case.nbytes
 
 
-def test_the_tensor_is_new_each_time_and_its_memory_is_not() -> None:
+def test_each_tensor_is_new_and_its_memory_is_not() -> None:
     first, second = islice(Ready(Case("x", 4096)), 2)
     assert first is not second
     assert first.data_ptr() == second.data_ptr()
@@ -42,7 +42,7 @@ def test_a_source_goes_through_plain_values() -> None:
     assert made.case == case
 
 
-def test_a_restored_source_goes_on_and_yields_the_same() -> None:
+def test_a_restored_source_yields_the_same() -> None:
     case = Case("x", 64, state_tensors=3)
     there = make(case)
     assert isinstance(there, Stateful)
@@ -57,7 +57,7 @@ def test_a_restored_source_goes_on_and_yields_the_same() -> None:
     assert again.state_dict()["at"] == 6
 
 
-def test_states_are_counted_and_do_not_share_memory(tmp_path: Path) -> None:
+def test_states_are_counted_and_share_no_memory(tmp_path: Path) -> None:
     counter = tmp_path / "states"
     counter.write_bytes(bytes(8))
     there = make(Case("x", 64, state_tensors=1, counter=str(counter)))

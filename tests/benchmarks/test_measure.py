@@ -38,7 +38,7 @@ def test_the_rate_is_that_of_the_batches(each: float) -> None:
     assert 1.0 <= span < 1.0 + 2 * max(each, 0.01)
 
 
-def test_a_span_lasts_until_there_are_enough_batches() -> None:
+def test_a_span_lasts_until_it_has_enough_batches() -> None:
     clock = Clock()
     count, span = consume(clock.batches(0.5), 1.0, 8, 10.0, clock)
     assert count == 8
@@ -88,7 +88,7 @@ def test_bytes_of_a_batch(batch: object, nbytes: int) -> None:
     assert batch_bytes(batch) == nbytes
 
 
-def test_a_measurement_is_complete_and_refuses_other_batches() -> None:
+def test_a_measurement_refuses_other_batches() -> None:
     times = Times(warm_s=0.001, span_s=0.02, latency_s=0.005, at_least=5, at_most_s=1.0)
 
     def batches() -> Iterator[int]:
@@ -107,7 +107,7 @@ def test_a_measurement_is_complete_and_refuses_other_batches() -> None:
         measure(batches(), Case("9 bytes", 9), times, [])
 
 
-def test_the_count_of_states_is_read_from_the_sources_file(tmp_path: object) -> None:
+def test_states_are_counted_in_the_source_file(tmp_path: object) -> None:
     counter = f"{tmp_path}/states"
     np.array([12345], np.int64).tofile(counter)
     assert count_of(counter) == 12345
@@ -115,10 +115,10 @@ def test_the_count_of_states_is_read_from_the_sources_file(tmp_path: object) -> 
 
 
 @pytest.mark.parametrize("nbytes", [1, 4 << 10, 64 << 10, 1 << 20, 3 << 20, 8 << 20, 64 << 20])
-def test_the_floors_go_round_in_as_many_slots_as_a_ring_has(nbytes: int) -> None:
+def test_floors_use_as_many_entries_as_a_ring(nbytes: int) -> None:
     assert ring_slots(nbytes) == entries_for(nbytes)
 
 
-def test_calibrated_work_is_pure_and_grows_with_the_time() -> None:
+def test_calibrated_work_grows_with_the_time() -> None:
     assert spin(1000) == spin(1000)
     assert 0 < calibrate(0.0001) < calibrate(0.01)

@@ -35,7 +35,7 @@ def test_players_answer_in_turn(stage: Stage) -> None:
     assert stage.failures == []
 
 
-def test_a_peer_that_is_not_there_is_named_and_not_measured(stage: Stage) -> None:
+def test_a_missing_peer_is_named_and_not_measured(stage: Stage) -> None:
     stage.start([TF])
     assert stage.missing == {TF: "run make bench-peers"}
     assert stage.measure(TF, CASE, TIMES) is None
@@ -50,7 +50,7 @@ def test_a_failure_is_told_and_the_player_goes_on(stage: Stage) -> None:
     assert stage.measure(MEMCPY, CASE, TIMES) is not None
 
 
-def test_a_player_that_died_is_missing_from_then_on(stage: Stage) -> None:
+def test_a_dead_player_is_missing_afterwards(stage: Stage) -> None:
     stage.start([MEMCPY])
     os.kill(stage._players[MEMCPY]._process.pid, signal.SIGKILL)
     assert stage.measure(MEMCPY, CASE, TIMES) is None

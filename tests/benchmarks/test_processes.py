@@ -1,4 +1,4 @@
-"""What /proc says of real processes, and how they are told apart."""
+"""Figures from /proc for real processes, and their roles."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def family() -> Iterator[tuple[int, int]]:
             kill_tree(child.pid, itself=True)
 
 
-def test_a_tree_holds_children_of_children_and_nobody_else() -> None:
+def test_a_tree_holds_exactly_its_descendants() -> None:
     with family() as (child, grandchild):
         found = tree(child)
         assert found.keys() == {child, grandchild}
@@ -70,7 +70,7 @@ def test_a_tree_of_nobody_is_empty() -> None:
     assert tree(2**22 + 1) == {}
 
 
-def test_processor_time_is_that_of_the_process_and_of_children_it_waited_for() -> None:
+def test_processor_time_includes_reaped_children() -> None:
     before, started = cpu_s(os.getpid()), time.process_time()
     while time.process_time() < started + 0.05:
         pass
@@ -81,7 +81,7 @@ def test_processor_time_is_that_of_the_process_and_of_children_it_waited_for() -
     assert cpu_s(os.getpid()) - before > 0.15
 
 
-def test_processor_time_of_one_that_is_gone_is_none() -> None:
+def test_processor_time_of_a_lost_process_is_none() -> None:
     assert cpu_s(2**22 + 1) == 0.0
 
 

@@ -1,4 +1,4 @@
-"""From what was measured to figures, verdicts, tables and a picture."""
+"""Figures, verdicts, tables and a picture made from measurements."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def record(batches: int, span_s: float = 1.0, **cpu_s: float) -> dict[str, Any]:
 # ---- figures
 
 
-def test_a_ratio_is_the_median_of_the_rounds_ratios() -> None:
+def test_a_ratio_is_the_median_of_round_ratios() -> None:
     figures: Figures = {"c": {"a": [record(100), record(40), record(12)], "b": [record(10), record(4), record(3)]}}
     assert ratio(figures, ("c", "a"), ("c", "b")) == 10  # of 10, 10 and 4
     assert rate(figures, ("c", "a")) == 40
@@ -34,7 +34,7 @@ def test_a_ratio_is_the_median_of_the_rounds_ratios() -> None:
     assert ratio(figures, ("c", "a"), ("c", "b")) == 10  # of 1.2, 10 and 33
 
 
-def test_rounds_without_a_figure_are_left_out_of_both() -> None:
+def test_rounds_without_a_figure_are_left_out() -> None:
     figures = {"c": {"a": [record(100), None, record(90)], "b": [record(50), record(1), None]}}
     assert ratio(figures, ("c", "a"), ("c", "b")) == 2
     assert ratio(figures, ("c", "a"), ("c", "nobody")) is None
@@ -109,7 +109,7 @@ def test_a_table_is_markdown() -> None:
     assert table(("", "n"), [["a", "1"], ["b", "2"]]) == "|  | n |\n| --- | ---: |\n| a | 1 |\n| b | 2 |"
 
 
-def test_the_report_holds_every_mode_case_and_target(results: dict[str, Any]) -> None:
+def test_the_report_has_all_modes_cases_targets(results: dict[str, Any]) -> None:
     text = markdown(results)
     for case in (*PATH, *SLOW, *SNAPSHOTS):
         assert case.name in text
@@ -168,7 +168,7 @@ def test_a_picture_is_drawn(results: dict[str, Any], tmp_path: Path) -> None:
 # ---- the document
 
 
-def test_tables_go_between_the_markers_and_nothing_else_changes() -> None:
+def test_only_text_between_the_markers_changes() -> None:
     before = f"head\n{BEGIN}\nold\n{END}\ntail\n"
     after = between(before, "new")
     assert after == f"head\n{BEGIN}\n\nnew\n\n{END}\ntail\n"

@@ -39,7 +39,7 @@ def test_everybody_has_a_turn() -> None:
 
 
 def test_both_pack_the_same_tokens() -> None:
-    """By hand and by us, each epoch has every document once: the same work is compared."""
+    """Each epoch has every document once, by hand and by Penstock: the same work is compared."""
     texts = documents(40)
     lines = (sum(text.size + 2 for text in texts)) // LINE - 1
     by_hand = [line.numpy().copy() for line, _ in zip(ByHand(texts), range(lines), strict=False)]

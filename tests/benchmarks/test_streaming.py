@@ -33,7 +33,7 @@ class InProcess(Players):
     ask_fresh = ask
 
 
-def test_all_suites_of_our_own_side_in_one_small_run(tmp_path: Path) -> None:
+def test_all_suites_of_penstock_in_a_small_run(tmp_path: Path) -> None:
     found = figures(SMALL, 1, InProcess(), tmp_path)
     assert not found["failures"]
     assert len(found["warm"]) == 2 * 2 * 3
@@ -49,7 +49,7 @@ def test_all_suites_of_our_own_side_in_one_small_run(tmp_path: Path) -> None:
     assert all(verdict.met for verdict in verdicts if "order kept" in verdict.what)
 
 
-def test_a_uniform_permutation_has_the_quality_of_one() -> None:
+def test_quality_of_a_uniform_permutation() -> None:
     found = quality(np.random.default_rng(0).permutation(100_000), 100, 1000)
     assert found.displacement == pytest.approx(1 / 3, rel=0.02)
     assert found.neighbours == pytest.approx(1, rel=0.1)

@@ -1,4 +1,4 @@
-"""Which file things go into."""
+"""Assignment of items to files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ITEMS = st.lists(
 
 
 @given(ITEMS, st.integers(1, 5), st.none() | st.just("optimizer"))
-def test_everything_is_in_one_file_and_no_file_is_empty(items: list[Item], buckets: int, hint: str | None) -> None:
+def test_each_item_is_in_one_nonempty_file(items: list[Item], buckets: int, hint: str | None) -> None:
     found = assign(items, "__3_", buckets, hint)
     assert sorted(place for bucket in found for place in bucket.items) == list(range(len(items)))
     assert all(bucket.items for bucket in found)
@@ -40,7 +40,7 @@ def test_everything_is_in_one_file_and_no_file_is_empty(items: list[Item], bucke
 
 @given(ITEMS, st.integers(1, 5))
 def test_no_file_is_longer_than_it_need_be(items: list[Item], buckets: int) -> None:
-    """What comes last goes into the emptiest file, which then held no more than an even share of the others."""
+    """The last item goes into the emptiest file, which then held no more than an even share of the others."""
     tensors = [item.nbytes for item in items if item.nbytes is not None]
     loads = [sum(items[place].nbytes or 0 for place in bucket.items) for bucket in assign(items, "p", buckets)]
     largest = max(tensors, default=0)

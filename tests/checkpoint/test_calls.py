@@ -35,7 +35,7 @@ def state_of(mark: float) -> dict[str, Any]:
 
 
 def mark_of(checkpointer: AsyncCheckpointer, step: int) -> float:
-    """Of one that was saved; fails if its values are of two."""
+    """Return the value of a saved checkpoint; fail if its values come from two saves."""
     state = state_of(-1.0)
     assert checkpointer.restore(state, step=step) == step
     marks = {*state["x"].unique().tolist(), *state["y"]["z"].tolist(), state["y"]["n"]}
@@ -83,7 +83,7 @@ def test_threads_that_save_with_one_checkpointer(tmp_path: Path, buffers: int) -
 
 
 def test_handlers_that_save_at_random_instants(tmp_path: Path) -> None:
-    """What the handler saves is what there is at that instant, wholly; so is what the loop saves."""
+    """The handler saves the complete state of that instant; so is what the loop saves."""
     live = state_of(0.0)
     handled_steps: list[int] = []
     busy = False
@@ -117,7 +117,7 @@ def test_handlers_that_save_at_random_instants(tmp_path: Path) -> None:
         assert {one.step for one in checkpoints(tmp_path)} == {*range(step), *handled_steps}
 
 
-def test_handlers_that_leave_by_an_error_at_random_instants(tmp_path: Path) -> None:
+def test_handlers_that_raise_at_random_instants(tmp_path: Path) -> None:
     """Ctrl-C: the checkpointer can be used at once, and what is there is whole."""
 
     def handler(number: int, frame: Any) -> None:
@@ -142,7 +142,7 @@ def test_handlers_that_leave_by_an_error_at_random_instants(tmp_path: Path) -> N
 
 
 def test_a_handler_may_save_wait_and_leave(tmp_path: Path) -> None:
-    """In the middle of a save, as it is known from outside: `state_dict` is being asked for."""
+    """Signal in the middle of a save, during `state_dict`."""
 
     class Slow:
         def state_dict(self) -> dict[str, int]:
@@ -211,7 +211,7 @@ def test_a_second_signal_gets_through() -> None:
 # ---- interrupted where it hurts
 
 
-def test_an_interrupt_while_the_writer_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_during_a_writer_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next save and the end wait for nothing."""
     began = time.monotonic()
     with AsyncCheckpointer(tmp_path, fsync=False) as checkpointer:
@@ -235,7 +235,7 @@ def test_an_interrupt_while_the_writer_is_started_again(tmp_path: Path, monkeypa
     assert time.monotonic() - began < 100
 
 
-def test_an_interrupted_close_finishes_what_is_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_close_finishes_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpointer = AsyncCheckpointer(tmp_path)
     pid = checkpointer._writer.pid
     assert pid is not None
@@ -269,7 +269,10 @@ def test_signals_are_noted_and_the_second_one_acts(tmp_path: Path) -> None:
         assert len(seen) == 2
         with pytest.raises(InvalidArgumentError, match="on_signal=999"):
             AsyncCheckpointer(tmp_path, on_signal=999)
-        with ThreadPoolExecutor(1) as pool, pytest.raises(InvalidArgumentError, match="make it on the main thread"):
+        with (
+            ThreadPoolExecutor(1) as pool,
+            pytest.raises(InvalidArgumentError, match="must be made on the main thread"),
+        ):
             pool.submit(AsyncCheckpointer, tmp_path, on_signal=[signal.SIGUSR1]).result()
 
 

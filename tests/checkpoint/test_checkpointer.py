@@ -30,7 +30,7 @@ MIB = 1 << 20
 
 
 def tensors() -> dict[str, torch.Tensor]:
-    """Of all kinds that a state may hold."""
+    """Values of all kinds that a state may hold."""
     base = torch.arange(24.0).reshape(4, 6)
     return {
         "plain": base.clone(),
@@ -57,7 +57,7 @@ def zeros_like(values: dict[str, torch.Tensor]) -> dict[str, Any]:
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """To the bit."""
+    """Compare two states to the bit."""
     if one.dtype is torch.float8_e4m3fn:
         one, other = one.view(torch.uint8), other.view(torch.uint8)
     return one.dtype == other.dtype and torch.equal(one, other)
@@ -109,7 +109,7 @@ def test_torchs_own_reader_reads_it(tmp_path: Path) -> None:
 
 
 def test_what_changes_after_the_call_is_not_in_it(tmp_path: Path) -> None:
-    """Also where the writer has not begun yet."""
+    """The state is unchanged, even if the writer has not begun yet."""
     whole, view, numbers = torch.ones(MIB), torch.ones(MIB), {"list": [1, 2]}
     with AsyncCheckpointer(tmp_path) as checkpointer:
         with stopped(checkpointer):
@@ -153,7 +153,7 @@ def test_each_save_has_its_own_values(tmp_path: Path) -> None:
             assert repr(found["note"]) == repr(expected["note"])  # 0.0 and -0.0 differ in it
 
 
-def test_plain_values_that_are_equal_are_not_the_same(tmp_path: Path) -> None:
+def test_equal_plain_values_are_not_identical(tmp_path: Path) -> None:
     values = {"true": True, "one": 1, "float": 1.0, "text": "1", "none": None, "bytes": b"1", "tuple": (1, 2.5)}
     with AsyncCheckpointer(tmp_path) as checkpointer:
         checkpointer.save(1, {"values": values})
@@ -166,7 +166,7 @@ def test_plain_values_that_are_equal_are_not_the_same(tmp_path: Path) -> None:
 
 
 def test_a_save_waits_for_the_one_before(tmp_path: Path) -> None:
-    """With one buffer the second save waits; with two it is the third."""
+    """The second save waits with one buffer, the third with two."""
     for buffers in (1, 2):
         with AsyncCheckpointer(tmp_path / str(buffers), buffers=buffers) as checkpointer:
             called: list[int] = []
@@ -219,7 +219,7 @@ def test_two_jobs_in_one_folder_take_turns(tmp_path: Path) -> None:
 # ---- faults of the writer
 
 
-def test_a_killed_writer_is_an_error_by_name_and_the_next_save_is_good(tmp_path: Path) -> None:
+def test_the_save_after_a_killed_writer_succeeds(tmp_path: Path) -> None:
     state = {"x": torch.ones(MIB)}
     with AsyncCheckpointer(tmp_path) as checkpointer:
         checkpointer.save(1, state)
@@ -243,7 +243,7 @@ def test_a_killed_writer_is_an_error_by_name_and_the_next_save_is_good(tmp_path:
         assert not leftovers(tmp_path)
 
 
-def test_what_stopped_writers_left_goes_with_the_next_save(tmp_path: Path) -> None:
+def test_the_next_save_deletes_leftovers(tmp_path: Path) -> None:
     for name in (".probe-0a1b2c3d-1", ".latest.0a1b2c3d"):
         (tmp_path / name).touch()
     (tmp_path / "step-1.tmp-0a1b2c3d").mkdir()
@@ -254,7 +254,7 @@ def test_what_stopped_writers_left_goes_with_the_next_save(tmp_path: Path) -> No
     assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", ".probe-of-mine", "latest", "step-2"]
 
 
-def test_an_unseen_failure_is_raised_by_the_next_save_and_once(tmp_path: Path) -> None:
+def test_the_next_save_raises_a_failure_once(tmp_path: Path) -> None:
     state = {"x": torch.ones(10)}
     with AsyncCheckpointer(tmp_path) as checkpointer:
         with stopped(checkpointer):
@@ -269,7 +269,7 @@ def test_an_unseen_failure_is_raised_by_the_next_save_and_once(tmp_path: Path) -
         assert checkpointer.latest() == 3
 
 
-def test_a_writer_that_hangs_is_killed_at_the_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hanging_writer_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer_process, "GRACE_S", 0.1)
     with AsyncCheckpointer(tmp_path, timeout_s=0.2) as checkpointer:
         pid = checkpointer._writer.pid
@@ -285,7 +285,7 @@ def test_a_writer_that_hangs_is_killed_at_the_deadline(tmp_path: Path, monkeypat
         assert checkpointer.latest() == 2
 
 
-def test_a_full_disk_is_told_with_the_bytes_and_costs_nothing_else(tmp_path: Path) -> None:
+def test_a_full_disk_is_named_with_the_bytes(tmp_path: Path) -> None:
     with small_disk_at(tmp_path / "disk", 6 * MIB) as disk, AsyncCheckpointer(disk) as checkpointer:
         checkpointer.save(1, {"x": torch.ones(MIB // 2)})
         checkpointer.wait()
@@ -301,7 +301,7 @@ def test_a_full_disk_is_told_with_the_bytes_and_costs_nothing_else(tmp_path: Pat
         assert checkpointer.latest() == 3
 
 
-def test_a_disk_that_can_only_be_read_is_told_and_can_be_restored_from(tmp_path: Path) -> None:
+def test_a_read_only_disk_can_be_restored_from(tmp_path: Path) -> None:
     with small_disk_at(tmp_path / "disk", 6 * MIB) as disk:
         with AsyncCheckpointer(disk) as checkpointer:
             checkpointer.save(1, {"x": torch.ones(4)})
@@ -357,7 +357,7 @@ def test_nothing_stays_behind(tmp_path: Path) -> None:
     assert memory() <= others
 
 
-def test_the_writer_has_no_torch_and_no_grpc_and_no_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_writer_has_no_torch_grpc_or_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_TOKEN", "secret")
     with AsyncCheckpointer(tmp_path) as checkpointer:
         checkpointer.save(1, {"x": torch.ones(4)})
@@ -370,7 +370,7 @@ def test_the_writer_has_no_torch_and_no_grpc_and_no_token(tmp_path: Path, monkey
         assert b"secret" not in (place / "cmdline").read_bytes()
 
 
-def test_a_forked_child_ends_without_ending_the_writer(tmp_path: Path) -> None:
+def test_a_forked_child_does_not_end_the_writer(tmp_path: Path) -> None:
     with AsyncCheckpointer(tmp_path) as checkpointer:
         checkpointer.save(1, {"x": torch.ones(4)})
         child = os.fork()
@@ -383,7 +383,7 @@ def test_a_forked_child_ends_without_ending_the_writer(tmp_path: Path) -> None:
         assert checkpointer.latest() == 2
 
 
-def test_one_that_nobody_holds_any_more_finishes_and_ends(tmp_path: Path) -> None:
+def test_a_garbage_checkpointer_finishes_its_save(tmp_path: Path) -> None:
     checkpointer = AsyncCheckpointer(tmp_path)
     checkpointer.save(1, {"x": torch.ones(MIB)})
     pid = checkpointer._writer.pid
@@ -414,16 +414,16 @@ def test_close_can_abandon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"keep_last": 0}, r"keep_last=0\): give a whole number from 1"),
-        ({"keep_last": True}, "keep_last=True"),
-        ({"keep_every": 5}, r"keep_every=\.\.\.\) without keep_last"),
-        ({"threads": 1.5}, r"threads=1\.5"),
-        ({"buffers": 3}, "so 1 or 2"),
-        ({"timeout_s": 0}, "give seconds above 0"),
-        ({"on_exit": "wait"}, '"finish" or "abandon"'),
+        ({"keep_last": 0}, r"keep_last must be an int >= 1, got 0"),
+        ({"keep_last": True}, "keep_last must be an int >= 1, got True"),
+        ({"keep_every": 5}, r"keep_every needs keep_last"),
+        ({"threads": 1.5}, r"threads must be an int >= 1, got 1\.5"),
+        ({"buffers": 3}, "buffers must be 1 or 2, got 3"),
+        ({"timeout_s": 0}, "timeout_s must be > 0"),
+        ({"on_exit": "wait"}, 'must be "finish" or "abandon"'),
     ],
 )
-def test_settings_that_cannot_be_meant(tmp_path: Path, options: dict[str, Any], words: str) -> None:
+def test_invalid_settings_are_errors(tmp_path: Path, options: dict[str, Any], words: str) -> None:
     with pytest.raises(InvalidArgumentError, match=words):
         AsyncCheckpointer(tmp_path, **options)
 
@@ -431,12 +431,12 @@ def test_settings_that_cannot_be_meant(tmp_path: Path, options: dict[str, Any], 
 @pytest.mark.parametrize(
     ("step", "state", "words"),
     [
-        (-1, {"x": 1}, r"save\(step=-1\)"),
-        (1.0, {"x": 1}, r"save\(step=1\.0\)"),
-        (1, [1], "the state to save is a list: give a dict"),
-        (1, {1: 2}, "give a dict of names"),
+        (-1, {"x": 1}, r"step must be an int >= 0, got -1"),
+        (1.0, {"x": 1}, r"step must be an int >= 0, got 1\.0"),
+        (1, [1], "the state to save must be a dict of names and values, got list"),
+        (1, {1: 2}, "must be a dict of names"),
         (1, {"a.b": 1, "a": {"b": 2}}, "two values under one name: .*a.b"),
-        (1, {"all": {"net": nn.Linear(1, 1)}}, "'all.net' of the state to save is a Linear, whose state is only taken"),
+        (1, {"all": {"net": nn.Linear(1, 1)}}, "'all.net' of the state to save is a Linear, which must be at the top"),
     ],
 )
 def test_states_that_cannot_be_meant(tmp_path: Path, step: Any, state: Any, words: str) -> None:
@@ -463,7 +463,7 @@ def test_states_that_cannot_be_meant(tmp_path: Path, step: Any, state: Any, word
         ),
         (torch.ones(2, device="meta"), r"'x.y' of the state to save is on the meta device, and has no values"),
         (nn.LazyLinear(3).weight, r"'x.y' of the state to save has no values yet"),
-        ({object(): 1}, r"'x.y' of the state to save has the key <object .*, which would come back as a text"),
+        ({object(): 1}, r"'x.y' of the state to save has the key <object .*, which would be restored as a text"),
     ],
 )
 def test_what_cannot_be_saved_is_named(tmp_path: Path, value: Any, words: str) -> None:
@@ -498,7 +498,7 @@ def test_prepared_beforehand(tmp_path: Path) -> None:
 
 
 def test_prepared_while_a_save_is_in_flight(tmp_path: Path) -> None:
-    """It waits: the memory that it fills is being written from."""
+    """The call waits: the memory that it fills is being written from."""
     with AsyncCheckpointer(tmp_path, buffers=2) as checkpointer:
         with stopped(checkpointer):
             checkpointer.save(1, {"x": torch.ones(MIB)})

@@ -52,7 +52,7 @@ class FakeCuda:
         yield
 
 
-def test_copies_come_behind_the_loop_and_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_follow_the_loop_and_are_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda, image = FakeCuda(), SharedImage(1 << 16)
     copies = tensor_staging.CudaCopies(torch.device("cuda", 0), cuda)
 
@@ -72,7 +72,7 @@ def test_copies_come_behind_the_loop_and_are_waited_for(monkeypatch: pytest.Monk
     assert cuda.runtime.unlocked == [address]
 
 
-def test_memory_that_cannot_be_locked_is_told_and_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unlockable_memory_is_logged_and_used(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda, image, taken = FakeCuda(), SharedImage(1 << 16), list[torch.device]()
     monkeypatch.setattr(tensor_staging, "take_error", taken.append)
     cuda.runtime.error = 2

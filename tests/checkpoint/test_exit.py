@@ -39,7 +39,7 @@ PROGRAM = """
 
 
 def check(folder: Path, *, finished: bool) -> None:
-    """What there is, is whole; and the next life starts clean."""
+    """The checkpoint is complete, and the next process starts clean."""
     assert [one.step for one in checkpoints(folder)] == ([2, 1] if finished else [1])
     for one in checkpoints(folder):
         assert one.manifest is not None
@@ -76,7 +76,7 @@ def test_the_end_of_the_program(tmp_path: Path, on_exit: str) -> None:
 @pytest.mark.parametrize("on_exit", ["finish", "abandon"])
 @pytest.mark.parametrize("raises", [False, True])
 def test_the_end_of_the_block(tmp_path: Path, on_exit: OnExit, raises: bool) -> None:
-    """Who leaves it without an error wants all that was saved."""
+    """Leaving the block without an error finishes all saves."""
     finished = on_exit == "finish" or not raises
     with ExitStack() as stack:
         if raises:
@@ -121,7 +121,7 @@ def test_an_end_that_nobody_sees(tmp_path: Path, on_exit: str, end: str) -> None
     check(folder, finished=on_exit == "finish")
 
 
-def test_the_next_life_waits_for_a_save_that_the_last_one_left(tmp_path: Path) -> None:
+def test_a_restart_waits_for_the_save_in_flight(tmp_path: Path) -> None:
     """A job that is killed is started again before its writer has done: it goes on from what that still writes."""
     with in_flight(tmp_path, "finish", "killed") as (pid, folder):
         # Let the writer begin, so that it holds the folder, and stop it again before it is done.

@@ -31,7 +31,7 @@ def state(value: float = -1.0) -> dict[str, Any]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Of checkpoints, with that of step 1."""
+    """Folder of checkpoints, with one of step 1."""
     with AsyncCheckpointer(tmp_path / "saved", fsync=False, threads=1) as checkpointer:
         checkpointer.save(1, state(5.0))
     return tmp_path / "saved"
@@ -58,7 +58,7 @@ def with_index(path: Path, data: bytes) -> None:
 @pytest.mark.parametrize("name", ["../other", "/etc/hostname", "a/b", "..", ".", "", "x\0"])
 def test_a_file_outside_the_folder_is_not_read(folder: Path, name: str, verify: bool) -> None:
     rewritten(folder / "step-1", lambda file: replace(file, name=name) if file.name == DATA else file)
-    with pytest.raises(CheckpointCorruptError, match="is no file of a checkpoint's own folder"):
+    with pytest.raises(CheckpointCorruptError, match="is not a file of a checkpoint's own folder"):
         restored(folder, step=1, verify=verify)
 
 
@@ -102,7 +102,7 @@ def test_a_lock_that_is_a_link_cuts_nothing(folder: Path, tmp_path: Path) -> Non
         b"N",
     ],
 )
-def test_a_pickle_that_asks_for_more_than_it_is_is_refused_before_there_is_memory_for_it(data: bytes) -> None:
+def test_a_pickle_beyond_its_length_is_refused(data: bytes) -> None:
     with pytest.raises(pickle.UnpicklingError):
         bounded(data)
 
@@ -153,14 +153,14 @@ def changed(metadata: Any, how: str) -> Any:
         "no dtype",
     ],
 )
-def test_an_index_that_does_not_fit_the_files_is_refused(folder: Path, how: str) -> None:
+def test_an_index_of_other_files_is_refused(folder: Path, how: str) -> None:
     path = folder / "step-1"
     with_index(path, pickle.dumps(changed(pickle.loads((path / METADATA).read_bytes()), how)))
     with pytest.raises(CheckpointCorruptError, match=r"\.metadata cannot be read: '(x|it.*)' "):
         restored(folder)
 
 
-def test_any_index_is_read_or_refused_with_the_one_error(folder: Path) -> None:
+def test_random_damage_is_read_or_refused(folder: Path) -> None:
     path = folder / "step-1"
     save, good = read_manifest(path).save, (path / METADATA).read_bytes()
     into, dice, refused = state(), random.Random(7), 0

@@ -37,7 +37,8 @@ PARTS = st.lists(st.integers(0, 5), max_size=3)
 
 @st.composite
 def saved(draw: st.DrawFn, shared: dict[Any, Any]) -> tuple[Any, Any, Any]:
-    """What is saved under a name, and offset and hint of its one entry. shared: what others of the index may be too."""
+    """Draw a value saved under a name, and offset and hint of its one entry. shared: what others of the index may be
+    too."""
     if draw(st.booleans()):
         return shared.setdefault("object", BytesStorageMetadata()), None, draw(st.none() | st.integers(0, 3))
     dtype, sizes = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.int64])), draw(PARTS)

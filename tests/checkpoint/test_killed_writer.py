@@ -22,7 +22,7 @@ from penstock.proto.state.checkpoint_files import checkpoints, damage
 
 @pytest.fixture
 def room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where traced writers keep their records."""
+    """Folder of the traced writers' records."""
     room = tmp_path / "room"
     room.mkdir()
     monkeypatch.setattr(writer_process, "WRITER", traced_writer.THIS)
@@ -51,7 +51,7 @@ def whole(folder: Path) -> None:
         pytest.param([1], 2, 1, {"step-9"}, id="the second save, and the first one is deleted"),
     ],
 )
-def test_a_writer_killed_anywhere_leaves_the_old_or_the_new(
+def test_killed_writers_leave_the_old_or_the_new(
     tmp_path: Path, room: Path, before: list[int], step: int, keep_last: int | None, left: set[str]
 ) -> None:
     folder, good = tmp_path / "checkpoints", tmp_path / "good"

@@ -35,7 +35,7 @@ INDEX = described(Metadata({}, {}, storage_meta=StorageMeta(), version="1.0.0"),
 
 
 def save_of(folder: Path, rank: int, orphaned: bool, step: int = 2) -> SaveJob:
-    """Of a rank of two; with nothing to write."""
+    """Return the request of one of two ranks, with nothing to write."""
     request: dict[str, Any] = {
         "save": "0abc",
         "step": step,
@@ -61,7 +61,7 @@ def saved(folder: Path) -> None:
 
 
 def test_a_restore_after_a_lost_node(tmp_path: Path) -> None:
-    """With the times that are used: rank 0's training process is gone, and rank 1's machine."""
+    """The real times apply: rank 0's training process is gone, and rank 1's machine."""
     saved(tmp_path)
     with ThreadPoolExecutor(1) as pool:
         ended = pool.submit(save_of(tmp_path, 0, orphaned=True).run)
@@ -97,10 +97,8 @@ def test_a_writer_that_lives_is_waited_for(tmp_path: Path, monkeypatch: pytest.M
     assert sorted(path.name for path in (tmp_path / "step-2").iterdir()) == [".metadata", "penstock.json"]
 
 
-def test_a_writer_without_a_training_process_does_not_wait_for_rank_0(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It holds as much memory as its rank's state."""
+def test_an_orphaned_writer_leaves_rank_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The writer holds as much memory as its rank's state."""
     monkeypatch.setattr(writer, "SILENCE_S", 0.2)
     monkeypatch.setattr(writer, "PROBE_S", 0.05)
     with pytest.raises(WriteFailed, match="rank 0: its writer gave no sign of life after the training had ended"):
@@ -124,7 +122,7 @@ def test_ranks_that_train_are_waited_for(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_lock_that_a_lost_machine_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a network file system it stays for a while. What is whole is read all the same."""
+    """The lock stays for a while on a network file system. Complete checkpoints are read all the same."""
     monkeypatch.setattr(restore, "SILENCE_S", 0.3)
     saved(tmp_path)
     with locked(tmp_path, 1):

@@ -113,8 +113,8 @@ def test_states_go_by_names(kind: str, arranged: Any) -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_a_training_goes_on_with_modules_in_another_order(tmp_path: Path, kind: str, tied: bool) -> None:
-    """With a schedule for each group, and the groups in another order too."""
+def test_modules_in_another_order_are_restored(tmp_path: Path, kind: str, tied: bool) -> None:
+    """Groups with a schedule each, in another order too."""
 
     def made(order: tuple[str, ...]) -> tuple[Net, Any, Any]:
         net = Net(order, tied)
@@ -174,7 +174,7 @@ def test_compiled_modules_inside_and_plain_ones(tmp_path: Path, compiled: str) -
 
 
 def test_names_from_elsewhere(tmp_path: Path) -> None:
-    """Of several modules, of dicts of tensors, and of the optimizer itself."""
+    """Names come from several modules, dicts of tensors, and the optimizer itself."""
     net, other, lone = Net(), nn.Linear(4, 4), nn.Parameter(torch.ones(3))
     both = torch.optim.Adam([*other.parameters(), *net.parameters(), lone])
     names = parameter_names(both, {"net": net, "other": other, "tensors": {"lone": lone}}, "both")
@@ -199,9 +199,7 @@ def test_names_from_elsewhere(tmp_path: Path) -> None:
         ("shapes", r"holds states of the parameters '#0 \[4, 4\]', .* the optimizer does not have: it has '#0 \[4\]'"),
     ],
 )
-def test_other_parameters_than_were_saved_are_named_and_nothing_is_touched(
-    tmp_path: Path, change: str, words: str
-) -> None:
+def test_other_parameters_are_named_errors(tmp_path: Path, change: str, words: str) -> None:
     def parameters(net: Net, layers: str) -> list[nn.Parameter]:
         return [one for layer in layers for one in getattr(net, layer).parameters()]
 
@@ -226,8 +224,7 @@ def test_other_parameters_than_were_saved_are_named_and_nothing_is_touched(
 
 
 def test_parameters_without_names_are_warned_of(tmp_path: Path) -> None:
-    """At the save and at the restore, where parameters have one topology; with other shapes another order is an
-    error."""
+    """Save and restore warn if parameters have one shape; with other shapes another order is an error."""
     few, many = nn.Linear(2, 3), Net()
     with AsyncCheckpointer(tmp_path, fsync=False) as checkpointer:
         with pytest.warns(UserWarning, match="Save and restore the module with its optimizer"):
@@ -254,8 +251,8 @@ class Both:
             one.load_state_dict(part)
 
 
-def test_numbered_states_inside_other_things_are_warned_of(tmp_path: Path) -> None:
-    """At the save and at the restore: what holds an optimizer, and its state_dict in a dict."""
+def test_numbered_states_inside_others_warn(tmp_path: Path) -> None:
+    """Save and restore warn of an object that holds an optimizer, and of its state_dict in a dict."""
     both = Both(Net())
     with AsyncCheckpointer(tmp_path, fsync=False) as checkpointer:
         for step, state, key in (
@@ -289,7 +286,7 @@ class Odd(torch.optim.Optimizer):
                 one.sub_(state["momentum"].to(one.dtype))
 
 
-def test_states_keep_their_types_and_what_they_share(tmp_path: Path) -> None:
+def test_states_keep_types_and_shared_tensors(tmp_path: Path) -> None:
     def made(order: tuple[str, ...]) -> tuple[Net, list[Any]]:
         net = Net(order).bfloat16()
         return net, [torch.optim.NAdam(net.parameters()), torch.optim.ASGD(net.parameters()), Odd(net.parameters())]
@@ -316,7 +313,7 @@ def test_states_keep_their_types_and_what_they_share(tmp_path: Path) -> None:
 
 
 def alike(one: Any, other: Any) -> bool:
-    """In types too, at any depth."""
+    """Compare two states, their types too, at any depth."""
     if isinstance(one, torch.Tensor):
         return one.dtype == other.dtype and torch.equal(one, other)
     if isinstance(one, dict):
@@ -328,7 +325,7 @@ def alike(one: Any, other: Any) -> bool:
 
 @pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad:UserWarning")  # torch 2.8's own L-BFGS
 @pytest.mark.parametrize("kind", ["flat", "listed"])
-def test_states_that_depend_on_the_order_are_not_restored_into_another(tmp_path: Path, kind: str) -> None:
+def test_order_dependent_states_are_refused(tmp_path: Path, kind: str) -> None:
     """L-BFGS has values of all parameters in one tensor; settings may have a value for each parameter."""
 
     def made(order: tuple[str, ...]) -> tuple[Net, torch.optim.Optimizer]:
@@ -357,7 +354,7 @@ def test_states_that_depend_on_the_order_are_not_restored_into_another(tmp_path:
         assert alike(by_name(net, optimizer), by_name(fresh, again))
 
 
-def test_a_list_that_may_be_by_group_is_not_guessed_at() -> None:
+def test_an_ambiguous_list_by_group_is_an_error() -> None:
     assert regrouped({"base_lrs": [1.0, 2.0], "milestones": [5, 9], "gamma": 0.1}, [1, 0]) == {
         "base_lrs": [2.0, 1.0],
         "milestones": [5, 9],
@@ -368,7 +365,7 @@ def test_a_list_that_may_be_by_group_is_not_guessed_at() -> None:
     assert regrouped({"mine": [1, 2]}, [0, 1]) == {"mine": [1, 2]}
 
 
-def test_schedulers_of_groups_in_another_order_stay_what_they_are() -> None:
+def test_reordered_groups_keep_their_schedulers() -> None:
     """A MultiStepLR has a Counter of steps, and OneCycleLR a list of phases, which may be as many as groups."""
     groups = [{"params": [torch.zeros(1)], "lr": lr} for lr in (0.1, 0.2)]
     optimizer = torch.optim.SGD(groups, momentum=0.9)
@@ -379,7 +376,7 @@ def test_schedulers_of_groups_in_another_order_stay_what_they_are() -> None:
     assert regrouped(state, [1, 0])["_schedule_phases"] == state["_schedule_phases"]
 
 
-def test_values_that_differ_are_not_put_into_one_tensor(tmp_path: Path) -> None:
+def test_two_values_for_one_tensor_are_refused(tmp_path: Path) -> None:
     """Saved from an untied module, restored into a tied one; equal values fit, NaN too."""
     apart: Any = Net()
     tied: Any = Net(tied=True)

@@ -83,7 +83,7 @@ def test_plain_bytes_are_torch_s_own(value: Any) -> None:
 
 
 def test_all_of_them_through_a_checkpoint(tmp_path: Path) -> None:
-    """As values, within others, and as keys."""
+    """Values are tested alone, within others, and as keys."""
     saved = {str(number): value for number, value in enumerate(VALUES)}
     keys = {np.int64(3): 1, datetime.date(2020, 1, 1): {"x": torch.ones(2)}, (1, "a"): 2}
     state = {"values": saved, "keys": keys, "some": {"tensors": (torch.ones(2), "text")}}
@@ -97,7 +97,7 @@ def test_all_of_them_through_a_checkpoint(tmp_path: Path) -> None:
 
 
 def test_a_pickle_that_names_anything_is_not_run() -> None:
-    """Also where it stands where a plain value would."""
+    """A class is detected in the position of a plain value too."""
     ran: list[int] = []
 
     class Evil:
@@ -142,7 +142,7 @@ def test_digests_of_values(one: Any, other: Any, same: bool) -> None:
 
 
 def digests_of(state: dict[str, Any]) -> dict[str, str]:
-    """As of a rank that shares all of it."""
+    """Return the digests of a rank that shares everything."""
     collected = collect(state, 0, 2)
     items = collected.items()
     plan = agree([(items, collected.paths)] * 2, 1, None)
@@ -150,7 +150,7 @@ def digests_of(state: dict[str, Any]) -> dict[str, str]:
     return {key[0]: digest for key, (_, digest) in found.items()}
 
 
-def test_tensors_that_are_not_contiguous_are_compared() -> None:
+def test_noncontiguous_tensors_are_compared() -> None:
     large = torch.arange(90_000.0).reshape(300, 300)
     for kind in (torch.float32, torch.bfloat16, torch.int8):
         base = large.to(kind)

@@ -24,7 +24,7 @@ from penstock.proto.state.checkpoint_files import LATEST, checkpoints, damage, n
 
 SEEDS = range(3)
 WHERE = "runs/today/checkpoints"
-"""On the disk; none of these folders is there at first."""
+"""Folder on the disk; none of its parents exists at first."""
 
 
 @dataclass
@@ -34,7 +34,7 @@ class Recorded:
     root: Path
     room: Path
     patch: pytest.MonkeyPatch
-    """By which checkpointers start traced writers."""
+    """Patch that makes checkpointers start traced writers."""
     keep_last: int | None = None
     at_first: Tree = field(default_factory=dict)
     contents: dict[str, Tree] = field(default_factory=dict)
@@ -54,7 +54,8 @@ class Recorded:
         return self._learn(mark)
 
     def killed(self, step: int, mark: int, number: int) -> str:
-        """Of the newest checkpoint after a save whose writer is killed after this operation; "" if there is none."""
+        """Return the mark of the newest checkpoint after a save whose writer is killed after this operation; "" if
+        none."""
         stop_at(self.room, "after", number)
         with AsyncCheckpointer(self.folder, keep_last=self.keep_last, timeout_s=30) as checkpointer:
             checkpointer.save(step, state_of(mark))
@@ -161,7 +162,7 @@ def newest_of(recorded: Recorded, folder: Path) -> tuple[str, set[str]]:
 
 
 def goes_on(checkpointer: AsyncCheckpointer, mark: int, steps: set[str], keep_last: int | None) -> None:
-    """What has this mark is restored, saved behind, and nothing is left of what was stopped."""
+    """Restore the checkpoint with this mark, save after it, and find no leftovers."""
     folder, state = checkpointer.folder, state_of(0)
     assert (checkpointer.restore(state, verify=True) is None) == (not mark)
     assert mark_of(state) == mark
@@ -180,7 +181,7 @@ def test_the_first_save_into_folders_that_it_makes(recorded: Recorded) -> None:
     survives(recorded, {""}, recorded.save(1, 1))
 
 
-def test_the_first_save_into_folders_that_a_killed_one_made(recorded: Recorded) -> None:
+def test_a_first_save_into_folders_of_a_killed(recorded: Recorded) -> None:
     before = recorded.killed(1, 1, WHERE.count("/"))
     assert tree(recorded.root) == {"runs": None, "runs/today": None, WHERE: None}
     survives(recorded, {before}, recorded.save(1, 2))
@@ -198,7 +199,7 @@ def test_the_same_step_again(recorded: Recorded) -> None:
 
 @pytest.mark.parametrize("keep_last", [None, 1])
 def test_a_pointer_that_cannot_be_written(recorded: Recorded, keep_last: int | None) -> None:
-    """It fails no save, so that nothing may hang on its being written."""
+    """A failure to write it fails no save, so nothing may depend on it."""
     recorded.keep_last = keep_last
     (recorded.folder / LATEST).mkdir(parents=True)
     recorded.at_first = tree(recorded.root)

@@ -59,7 +59,7 @@ def test_each_save_has_the_values_of_its_step(tmp_path: Path, buffers: int) -> N
 
 
 @pytest.mark.parametrize("what", ["object", "shape", "kind", "step"])
-def test_what_ranks_contradict_each_other_in_is_an_error_on_all(tmp_path: Path, what: str) -> None:
+def test_contradictions_are_errors_on_all_ranks(tmp_path: Path, what: str) -> None:
     outcomes = run(2, "ranked_saves:different", str(tmp_path), what)
     assert {one.raised for one in outcomes} == {"InvalidArgumentError" if what == "step" else "CheckpointError"}
     assert outcomes[0].message == outcomes[1].message
@@ -83,7 +83,7 @@ def test_tensors_that_differ_are_told_once(tmp_path: Path, what: str) -> None:
     assert good(tmp_path) == 5
 
 
-def test_a_rank_outside_of_the_group_and_a_checkpointer_that_was_made_too_early(tmp_path: Path) -> None:
+def test_outside_of_the_group_or_made_too_early(tmp_path: Path) -> None:
     inside, outside = values(run(2, "ranked_saves:outside", str(tmp_path)))
     early = "CheckpointError: this AsyncCheckpointer was made before init_process_group, and takes this rank"
     assert isinstance(inside, list)
@@ -94,13 +94,13 @@ def test_a_rank_outside_of_the_group_and_a_checkpointer_that_was_made_too_early(
     assert not list(tmp_path.glob("step-*"))
 
 
-def test_two_checkpointers_in_one_folder_take_turns(tmp_path: Path) -> None:
+def test_two_checkpointers_in_a_folder_take_turns(tmp_path: Path) -> None:
     expected = [".lock", "latest", *sorted(f"step-{step}" for step in range(12))]
     assert values(run(2, "ranked_saves:two_at_a_time", str(tmp_path))) == [expected] * 2
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_a_rank_that_cannot_take_part_is_named_on_all(tmp_path: Path, which: int) -> None:
+def test_a_failing_rank_is_named_on_all(tmp_path: Path, which: int) -> None:
     found = values(run(2, "ranked_saves:one_cannot_collect", str(tmp_path), which))
     own, other = found[which], found[1 - which]
     assert own == ["OSError: the state is out", "3"]
@@ -109,7 +109,7 @@ def test_a_rank_that_cannot_take_part_is_named_on_all(tmp_path: Path, which: int
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_a_rank_without_memory_to_stage_in_is_named_on_all(tmp_path: Path, which: int) -> None:
+def test_a_rank_without_memory_is_named_on_all(tmp_path: Path, which: int) -> None:
     cause = f"rank {which}: CheckpointError: no memory for"
     for rank, said in enumerate(values(run(2, "ranked_saves:one_cannot_stage", str(tmp_path), which))):
         assert isinstance(said, list)
@@ -120,7 +120,7 @@ def test_a_rank_without_memory_to_stage_in_is_named_on_all(tmp_path: Path, which
     assert good(tmp_path) == 4
 
 
-def test_what_a_rank_says_into_a_folder_that_is_being_cleared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_report_into_a_folder_being_cleared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 gives up and clears the folder, between the writing of rank 1's report and its renaming."""
     replace = os.replace
 
@@ -153,7 +153,7 @@ def test_what_a_rank_says_into_a_folder_that_is_being_cleared(tmp_path: Path, mo
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_a_killed_writer_is_named_on_all_and_replaced(tmp_path: Path, which: int) -> None:
+def test_a_killed_writer_is_named_and_replaced(tmp_path: Path, which: int) -> None:
     for said in values(run(2, "ranked_saves:killed_writer", str(tmp_path), which)):
         assert isinstance(said, list)
         assert "step 2 was not saved" in said[0]
@@ -162,7 +162,7 @@ def test_a_killed_writer_is_named_on_all_and_replaced(tmp_path: Path, which: int
     assert good(tmp_path) == 3
 
 
-def test_a_folder_that_nobody_can_write_into_is_known_at_once(tmp_path: Path) -> None:
+def test_a_read_only_folder_fails_at_once(tmp_path: Path) -> None:
     with small_disk_at(tmp_path / "disk", 1 << 20) as disk:
         subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
         for rank, said in enumerate(values(run(2, "ranked_saves:nowhere", str(disk)))):
@@ -178,7 +178,7 @@ def test_ranks_that_call_different_methods(tmp_path: Path) -> None:
         assert "rank 0: save, rank 1: restore" in said[0]
 
 
-def test_a_verdict_is_not_removed_before_all_have_heard_it(tmp_path: Path) -> None:
+def test_a_verdict_stays_until_all_have_read_it(tmp_path: Path) -> None:
     for said in values(run(2, "ranked_saves:lost_verdict", str(tmp_path))):
         assert isinstance(said, list)
         *errors, latest = said

@@ -1,4 +1,4 @@
-"""What is read is good, to the byte, or nothing is touched; and it stays while it is read."""
+"""Reads are correct to the byte or change nothing, and a checkpoint stays while it is read."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def seen(state: dict[str, Any]) -> Any:
     return repr([state["model"].state_dict(), state["optimizer"].state_dict(), state["extra"]])
 
 
-def test_every_flipped_byte_is_found_and_nothing_is_touched(tmp_path: Path) -> None:
-    """Of every file, at places all over it."""
+def test_flipped_bytes_are_found_before_changes(tmp_path: Path) -> None:
+    """Bytes are flipped in every file, at positions all over it."""
     with AsyncCheckpointer(tmp_path, fsync=False) as checkpointer:
         checkpointer.save(1, state_of(1.0))
         checkpointer.save(2, state_of(2.0))
@@ -186,7 +186,7 @@ def test_values_that_would_be_cut_are_named(tmp_path: Path) -> None:
 
 
 class Extra(nn.Module):
-    """With a state of any kind beside its parameters."""
+    """Parameters restore beside a state of any kind."""
 
     def __init__(self, extra: Any) -> None:
         super().__init__()

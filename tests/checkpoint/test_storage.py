@@ -76,7 +76,7 @@ def test_torchs_own_reader_reads_it(tmp_path: Path, how: str, options: dict[str,
     assert sum(path.stat().st_size for path in (tmp_path / "saved").iterdir()) < 128 << 10  # no view's whole storage
 
 
-def test_async_save_stores_what_was_there_at_the_call(tmp_path: Path) -> None:
+def test_async_save_stores_the_state_of_the_call(tmp_path: Path) -> None:
     """Whole tensors and views, and a second save by the same writer before the first is done."""
     writer = AsyncFileSystemWriter(tmp_path / "1")
     values = {"whole": torch.ones(1 << 20), "part": torch.ones(1 << 20)[10:20]}
@@ -122,7 +122,7 @@ def test_fewer_items_than_planned_is_a_failure(tmp_path: Path, monkeypatch: pyte
         save(state(), storage_writer=AsyncFileSystemWriter(tmp_path))
 
 
-def test_the_index_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_index_is_durable_before_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch flushes it after its fsync, removes the old one before it renames, and leaves names to luck."""
     done: list[str] = []
     fsync, replace, remove = os.fsync, os.replace, os.unlink
@@ -161,7 +161,7 @@ def test_the_index_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeyp
     ]
 
 
-def test_what_is_there_is_not_overwritten_unless_it_may_be(tmp_path: Path) -> None:
+def test_overwrite_false_keeps_what_is_there(tmp_path: Path) -> None:
     save(state(), storage_writer=AsyncFileSystemWriter(tmp_path))
     with pytest.raises(CheckpointException, match="Checkpoint already exists"):
         save(state(), storage_writer=AsyncFileSystemWriter(tmp_path, overwrite=False))
@@ -170,7 +170,7 @@ def test_what_is_there_is_not_overwritten_unless_it_may_be(tmp_path: Path) -> No
 
 
 def test_it_can_be_sent_to_a_process(tmp_path: Path) -> None:
-    """As async_save does, with a process."""
+    """Save as async_save does, with a process."""
     again = pickle.loads(pickle.dumps(AsyncFileSystemWriter(tmp_path / "x", thread_count=3, separation_hint="opt")))
     assert (again.thread_count, again.separation_hint) == (3, "opt")
     save(state(), storage_writer=again)
@@ -181,13 +181,13 @@ def test_nothing_to_write_is_fine(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [".metadata"]
 
 
-def test_settings_that_cannot_be_meant(tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgumentError, match="thread_count=0"):
+def test_invalid_thread_count_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgumentError, match="thread_count must be an int >= 1, got 0"):
         AsyncFileSystemWriter(tmp_path, thread_count=0)
 
 
 @pytest.mark.timeout(120)
-def test_files_are_of_one_length_by_what_is_saved_of_a_tensor(tmp_path: Path) -> None:
+def test_file_lengths_count_saved_parts_only(tmp_path: Path) -> None:
     """Two ranks: by the parts that each saves, and not by whole tensors, files are as long as each other."""
     outcomes = run(2, "ranked_saves:stock_save", str(tmp_path))
     assert not [one for one in outcomes if one.raised], outcomes

@@ -1,4 +1,4 @@
-"""Where a checkpointer is used: other modes, other processes, other users' folders; each of these once went wrong."""
+"""Surroundings of a checkpointer: other modes, other processes, other users' folders; each of these once went wrong."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from penstock.proto.state.checkpoint_files import checkpoints
 
 
 def test_a_forked_child_can_neither_save_nor_close(tmp_path: Path) -> None:
-    """It would write into the parent's shared memory, and wait for a thread that it does not have."""
+    """A forked child would write into the parent's shared memory, and wait for a thread that it does not have."""
     with AsyncCheckpointer(tmp_path) as checkpointer:
         checkpointer.save(1, {"x": torch.ones(4)})
         child = os.fork()
@@ -38,19 +38,19 @@ def test_a_forked_child_can_neither_save_nor_close(tmp_path: Path) -> None:
         assert found["x"].eq(3).all()
 
 
-def test_a_folder_of_somebody_else_s_is_not_replaced(tmp_path: Path) -> None:
+def test_a_folder_of_others_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "step-5").mkdir()
     (tmp_path / "step-5" / "weights.bin").write_text("mine")
     with AsyncCheckpointer(tmp_path) as checkpointer:
         checkpointer.save(5, {"x": torch.ones(4)})
-        with pytest.raises(CheckpointError, match=r"step-5 is there and is no checkpoint of Penstock's: move it away"):
+        with pytest.raises(CheckpointError, match=r"step-5 exists and is not a checkpoint of Penstock's: move it away"):
             checkpointer.wait()
         assert (tmp_path / "step-5" / "weights.bin").read_text() == "mine"
         checkpointer.save(6, {"x": torch.ones(4)})
         checkpointer.wait()
 
 
-def test_a_half_replaced_one_in_a_folder_that_can_only_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_replaced_in_a_read_only_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with AsyncCheckpointer(tmp_path) as checkpointer:
         checkpointer.save(5, {"x": torch.ones(4)})
         checkpointer.wait()
@@ -65,7 +65,7 @@ def test_a_half_replaced_one_in_a_folder_that_can_only_be_read(tmp_path: Path, m
         assert found["x"].eq(1).all()
 
 
-def test_the_same_names_in_another_order_are_another_state(tmp_path: Path) -> None:
+def test_reordered_names_are_another_state(tmp_path: Path) -> None:
     """Else one would be copied to the other's place, and converted on the way."""
     large, small = torch.tensor([2**40 + 1]), torch.tensor([1.5])
     with AsyncCheckpointer(tmp_path) as checkpointer:
@@ -95,12 +95,12 @@ def test_an_empty_dict_takes_all_there_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("state", [{"a.b": torch.ones(2), "a": {"b": {}}}, {"a": {"b": {}}, "a.b": 1}])
-def test_an_empty_dict_does_not_take_another_s_name(tmp_path: Path, state: dict[str, Any]) -> None:
+def test_an_empty_dict_takes_no_other_name(tmp_path: Path, state: dict[str, Any]) -> None:
     with AsyncCheckpointer(tmp_path) as checkpointer, pytest.raises(InvalidArgumentError, match=r"one name: a.b"):
         checkpointer.save(1, state)
 
 
-def test_counters_and_ordered_dicts_come_back_as_such(tmp_path: Path) -> None:
+def test_counters_and_ordered_dicts_are_restored(tmp_path: Path) -> None:
     class Holder:
         state: Any = None
 
@@ -121,7 +121,7 @@ def test_counters_and_ordered_dicts_come_back_as_such(tmp_path: Path) -> None:
     assert list(other.state["order"]) == ["b", "a"]
 
 
-def test_a_default_device_and_inference_mode_change_nothing(tmp_path: Path) -> None:
+def test_default_device_and_inference_mode(tmp_path: Path) -> None:
     values = torch.ones(4)
     with AsyncCheckpointer(tmp_path) as checkpointer:
         with torch.device("meta"):
@@ -165,7 +165,7 @@ def test_modules_in_the_writer_s_way(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert b"PYTHONPATH=" not in listed or "PYTHONPATH" in os.environ
 
 
-def test_a_death_is_seen_where_others_hold_the_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deaths_are_seen_if_the_socket_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A child that is forked while the writer is being started holds the writer's end of the socket too."""
     real, children = subprocess.Popen, []
 
@@ -203,5 +203,5 @@ def test_a_folder_that_is_a_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("timeout_s", [float("inf"), float("nan"), -1.0])
 def test_deadlines_that_no_clock_can_wait_for(tmp_path: Path, timeout_s: float) -> None:
-    with pytest.raises(InvalidArgumentError, match="give seconds above 0, and"):
+    with pytest.raises(InvalidArgumentError, match="timeout_s must be > 0 and <="):
         AsyncCheckpointer(tmp_path, timeout_s=timeout_s)

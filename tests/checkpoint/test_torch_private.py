@@ -1,4 +1,4 @@
-"""What is not public in torch and is used all the same is as it is expected to be."""
+"""Private parts of torch that are used behave as expected."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int
 
 
 @given(st.sampled_from(DTYPES), st.lists(st.integers(0, 7), max_size=4))
-def test_a_frame_around_values_is_what_torch_save_writes(dtype: torch.dtype, shape: list[int]) -> None:
-    """But for the CRC32 that torch.load does not look at; values stand where torch puts them."""
+def test_frames_and_values_equal_torch_save(dtype: torch.dtype, shape: list[int]) -> None:
+    """Bytes are equal except the CRC32, which torch.load ignores; values lie where torch puts them."""
     tensor = torch.randint(0, 2, shape).to(dtype)
     frame = frame_of(dtype, tuple(shape))
     values = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""

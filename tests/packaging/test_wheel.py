@@ -1,4 +1,4 @@
-"""What users install: the wheel, built from the sdist, in an environment where nothing of the tree is on the path.
+"""The wheel that users install, built from the sdist, in an environment where nothing of the tree is on the path.
 
 The environment is a new one, with this one's other packages behind it, so that nothing is downloaded.
 """
@@ -36,7 +36,7 @@ class Installed:
     """Names in the wheel."""
 
     def run(self, *command: str) -> str:
-        """What it printed; it must end with 0, and see nothing of the tree."""
+        """Return its output; it must end with 0, and see nothing of the tree."""
         environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
         done = subprocess.run(
             command, cwd=self.folder, env=environment, capture_output=True, text=True, timeout=110, check=False
@@ -68,7 +68,7 @@ def call(*command: str) -> None:
     assert done.returncode == 0, f"{command}:\n{done.stdout}\n{done.stderr}"
 
 
-def test_the_sdist_has_what_it_takes_to_build_and_test(installed: Installed) -> None:
+def test_the_sdist_can_be_built_and_tested(installed: Installed) -> None:
     names = set(installed.sdist)
     assert {"LICENSE", "README.md", "CHANGELOG.md", "Makefile", "pyproject.toml", ".ci/run", "docs/conf.py"} <= names
     assert {"tests/conftest.py", "tests/data/mds/make.py", "examples/own_loader.py", "benchmarks/measure.py"} <= names
@@ -87,7 +87,7 @@ def test_the_sdist_has_what_it_takes_to_build_and_test(installed: Installed) -> 
     assert not [name for name in names if made_here & set(name.split("/"))]
 
 
-def test_the_wheel_has_the_packages_and_nothing_else(installed: Installed) -> None:
+def test_the_wheel_has_only_the_packages(installed: Installed) -> None:
     inside = {name for name in installed.wheel if ".dist-info/" not in name}
     assert {name.split("/")[1] for name in inside} == set(PACKAGES)
     assert {name.split("/")[0] for name in inside} == {"penstock"}

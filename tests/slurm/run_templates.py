@@ -46,7 +46,7 @@ class Site:
         return file.read_text()
 
     def workers(self) -> dict[str, Any]:
-        """Those that live, by name."""
+        """Return the living processes, by name."""
         address = self.folder / "penstock" / "address"
         if not address.exists():
             return {}
@@ -78,7 +78,7 @@ def site(slurm: Slurm, tmp_path: Path) -> Site:
 
 
 @pytest.mark.timeout(900)
-def test_a_service_workers_that_come_and_go_and_a_training_job_that_fails_once(site: Site) -> None:
+def test_elastic_workers_and_a_job_failing_once(site: Site) -> None:
     slurm = site.slurm
     service = site.submit("service.sbatch")
     of_service = {f"penstock-{service}-{number}" for number in (1, 2)}
@@ -122,7 +122,7 @@ def test_a_service_workers_that_come_and_go_and_a_training_job_that_fails_once(s
 
 
 @pytest.mark.timeout(300)
-def test_a_service_for_one_command_ends_with_it_and_with_its_code(site: Site) -> None:
+def test_a_service_ends_with_its_command_and_code(site: Site) -> None:
     good = site.submit("service.sbatch", "srun", "--overlap", "--ntasks=1", "--nodes=1", "penstock", "status")
     bad = site.submit("service.sbatch", "sh", "-c", "exit 7", PENSTOCK_STATE_DIR=str(site.folder / "other"))
     assert site.slurm.wait(good, "COMPLETED", 90)
@@ -132,14 +132,14 @@ def test_a_service_for_one_command_ends_with_it_and_with_its_code(site: Site) ->
 
 
 @pytest.mark.timeout(120)
-def test_a_service_that_cannot_start_fails_and_says_why(site: Site) -> None:
+def test_a_service_that_cannot_start_says_why(site: Site) -> None:
     job = site.submit("service.sbatch", PENSTOCK_COORDINATOR_INSECURE="")
     assert site.slurm.wait(job, "FAILED")["ExitCode"] == "16:0"
     assert "can be reached from other machines" in site.log(job)
 
 
 @pytest.mark.timeout(120)
-def test_workers_without_a_service_fail_and_say_why(site: Site) -> None:
+def test_workers_without_a_service_say_why(site: Site) -> None:
     job = site.submit("workers.sbatch", options=("--array=1",))
     site.slurm.wait(f"{job}_1", "FAILED")
     assert "penstock/address: No such file or directory" in site.log(f"{job}_1")

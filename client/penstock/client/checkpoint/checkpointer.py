@@ -4,9 +4,9 @@
                                                                                      │
     files on the disk ─> commit by rank 0's writer <─────────────────────────────────┘
 
-The ranks speak with each other in `save` and `restore` only, on the thread that trains: one small exchange a save, and
-a larger one when the state has another topology. From there on each rank's writer is on its own (writer.py). How a save
-ended is known to each rank by its writer, and told to all at the next save: so all of them raise, or none.
+The ranks communicate only in `save` and `restore`, on the training thread: one small exchange a save, and a larger one
+when the state has another structure. After that each rank's writer works alone (writer.py). Each rank learns from its
+writer how a save ended, and shares it with the others at the next save: so all of them raise, or none.
 """
 
 from __future__ import annotations
@@ -47,40 +47,50 @@ LONGEST_S = 30 * 86400.0
 
 @dataclass(frozen=True)
 class Progress:
-    """How far the saves in flight are, on this rank."""
+    """Progress of the saves in flight on this rank."""
 
     step: int | None
-    """The one that is being written; None if nothing is."""
+    """Step that is being written; None if none is."""
     written: int
-    """Bytes."""
+    """Bytes written so far."""
     total: int
-    """Bytes."""
+    """Bytes to write in all."""
 
 
 class AsyncCheckpointer:
-    """Saves and restores checkpoints in a folder.
+    """Checkpoints in a folder: saved asynchronously, committed atomically, restored on any number of ranks.
 
-    Every rank makes one, and all of them call `save` and `restore` together. A checkpoint is there wholly, with model
+    Every rank makes one, and all ranks call `save` and `restore` together. A checkpoint exists completely, with model
     and loader at the same step, or not at all.
 
-    Args:
-        folder: one that all ranks see; made if it is not there.
-        keep_last: delete all but so many of the newest checkpoints; None: keep all.
-        keep_every: but keep those whose step is a multiple of it.
-        threads: that write at a time on each rank; as many files.
-        separation_hint: what has a name that begins with this is saved in files of its own.
-        fsync: False: a checkpoint may be lost or torn if the machine stops, and not only the process.
-        buffers: 1: a save waits until the one before is written; 2: until the one before that is, for twice the memory.
-        timeout_s: seconds after which a save that is not on the disk has failed, and that ranks wait for each other.
-        on_signal: signals (`signal.SIGTERM`, or several) that are noted, for `signalled` to tell; a second one acts as
-            it would have without.
-        on_exit: when the training process ends with a save in flight, by itself or killed: "finish" it, or "abandon"
-            it.
-        check_replicas: compare what several ranks have under one name, of which one copy is saved: an object that
-            differs is an error, a tensor a warning (of large ones, samples are compared).
-        group: the ranks that save together; None: all.
+        with AsyncCheckpointer("/shared/run-1", keep_last=3) as checkpointer:
+            checkpointer.restore({"model": model, "optimizer": optimizer, "loader": loader})
+            for step, batch in enumerate(loader):
+                ...
+                if step % 100 == 0:
+                    checkpointer.save(step, {"model": model, "optimizer": optimizer, "loader": loader})
 
-    Memory: one copy of what this rank saves, for each buffer, in shared memory.
+    Args:
+        folder: path that all ranks see; created if missing.
+        keep_last: number of the newest checkpoints to keep, others are deleted; None: keep all.
+        keep_every: with keep_last, also keep checkpoints whose step is a multiple of this.
+        threads: number of writing threads, and of files, on each rank.
+        separation_hint: prefix of names that are saved in files of their own.
+        fsync: False: a checkpoint may be lost or torn if the machine stops (not if only the process does).
+        buffers: 1: a save waits until the previous one is written; 2: until the one before that is, for twice the
+            memory.
+        timeout_s: seconds after which a save that is not on the disk has failed, and after which a rank stops waiting
+            for the others.
+        on_signal: signals (`signal.SIGTERM`, or several) to record for `signalled`; a second one acts as if this were
+            not set.
+        on_exit: what to do with a save in flight when the training process ends or is killed: "finish" or "abandon".
+        check_replicas: compare values that several ranks have under one name, of which one copy is saved: an object
+            that differs is an error, a tensor a warning (samples of large tensors are compared).
+        group: the ranks that save together; None: all ranks.
+
+    Memory: one copy of what this rank saves, in shared memory, for each buffer.
+
+    Raises InvalidArgumentError for an invalid argument, CheckpointError if the writer process cannot be started.
     """
 
     def __init__(
@@ -106,17 +116,19 @@ class AsyncCheckpointer:
             ("buffers", buffers, 1),
         ):
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
-                raise InvalidArgumentError(f"AsyncCheckpointer({name}={value!r}): give a whole number from {least}")
+                raise InvalidArgumentError(f"AsyncCheckpointer: {name} must be an int >= {least}, got {value!r}")
         if buffers > 2:
-            raise InvalidArgumentError(f"AsyncCheckpointer(buffers={buffers}): one save waits at most, so 1 or 2")
+            raise InvalidArgumentError(f"AsyncCheckpointer: buffers must be 1 or 2, got {buffers}")
         if not 0 < timeout_s <= LONGEST_S:
             raise InvalidArgumentError(
-                f"AsyncCheckpointer(timeout_s={timeout_s!r}): give seconds above 0, and {LONGEST_S:,.0f} at most"
+                f"AsyncCheckpointer: timeout_s must be > 0 and <= {LONGEST_S:,.0f}, got {timeout_s!r}"
             )
         if on_exit not in ("finish", "abandon"):
-            raise InvalidArgumentError(f'AsyncCheckpointer(on_exit={on_exit!r}): "finish" or "abandon"')
+            raise InvalidArgumentError(f'AsyncCheckpointer: on_exit must be "finish" or "abandon", got {on_exit!r}')
         if keep_every is not None and keep_last is None:
-            raise InvalidArgumentError("AsyncCheckpointer(keep_every=...) without keep_last: all are kept anyway")
+            raise InvalidArgumentError(
+                "AsyncCheckpointer: keep_every needs keep_last, without which all checkpoints are kept"
+            )
         self.folder = Path(folder).absolute()
         self._keep_last, self._keep_every = keep_last, keep_every
         self._threads, self._hint, self._fsync = threads, separation_hint, fsync
@@ -125,9 +137,9 @@ class AsyncCheckpointer:
         self._agreement = Agreement(self._ranks, threads, separation_hint, check_replicas)
         self._buffers = [StagingBuffer() for _ in range(buffers)]
         self._pending: list[PendingSave] = []
-        """In flight, or ended and not yet looked at."""
+        """Saves in flight, and ended saves whose result has not been taken yet."""
         self._unheard: list[CheckpointError] = []
-        """Failures of saves that nobody was told of."""
+        """Failures of saves that have not been raised yet."""
         self._last: PendingSave | None = None
         self._closed = False
         self._calls = CallLock()
@@ -141,17 +153,17 @@ class AsyncCheckpointer:
     # ---- saving
 
     def save(self, step: int, state: Mapping[str, Any]) -> None:
-        """Save a checkpoint; returns as soon as the state has been copied, and writes it while the training goes on.
+        """Save a checkpoint: return once the state is copied to shared memory, and write it while training continues.
 
         Args:
-            step: its number; saving a step again replaces it.
-            state: names, and what is under them: modules, optimizers, loaders, whatever has `state_dict` and
+            step: number of the checkpoint, >= 0; saving a step again replaces it.
+            state: dict of names and values: modules, optimizers, loaders, objects with `state_dict` and
                 `load_state_dict`, or nested dicts of tensors and plain values.
 
         Raises:
-            CheckpointError: the save before this one failed (this one has then not been made; the next call will), a
-                rank could not take part, or the ranks' states contradict each other. All ranks raise it.
-            InvalidArgumentError: a state or a step that cannot be meant.
+            CheckpointError: the previous save failed (this one was then not made; call again), a rank could not take
+                part, or the ranks' states contradict each other. All ranks raise it.
+            InvalidArgumentError: the state or the step is invalid.
         """
         self._check_open()
         began = time.monotonic()
@@ -162,36 +174,36 @@ class AsyncCheckpointer:
             open_streams.saves.stalled(time.monotonic() - began)
 
     def _save(self, step: int, state: Mapping[str, Any]) -> bool:
-        """False if there was no room after all: another thread's save, or a signal handler's, has taken it."""
+        """Return False if another thread, or a signal handler, has taken the free buffer."""
         self._make_room()
         with self._calls.one("save"), _no_collection():
             self._check_open()
             if len(self._in_flight) >= len(self._buffers):
                 return False
-            self._look()
+            self._collect_ended()
             flying = [one.request["save"] for one in self._in_flight]
             self._hand_over(step, self._agreement.on(step, self.folder, state, self._unheard, flying))
         return True
 
     def signalled(self) -> bool:
-        """Whether a signal of `on_signal` has come, to any rank.
+        """Return whether any rank has received a signal of `on_signal`.
 
-        All ranks call it together, so all of them stop after the same step. With several ranks that is a small
-        exchange, of some 0.3 ms: ask every few steps where they are short.
+        All ranks call it together, so all of them stop after the same step. With several ranks that is an exchange of
+        about 0.3 ms: call it every few steps if steps are short.
         """
         self._check_open()
         if self._ranks.size == 1:
             return bool(self._signals.received)
         with self._calls.one("signalled"):
             answers = self._ranks.together(
-                "signalled", "nobody knows who was signalled", lambda: {"signal": self._signals.received}
+                "signalled", "no rank knows which ranks received a signal", lambda: {"signal": self._signals.received}
             )
         return any(answer["signal"] for answer in answers)
 
     def prepare(self, state: Mapping[str, Any]) -> None:
-        """Do beforehand what the first save of such a state would do first: plan it, and have memory for it.
+        """Plan the save of such a state and allocate its memory before the first `save`.
 
-        All ranks call it together. Without it the first save takes longer than the others: 0.7 s more for each GiB.
+        All ranks call it together. Without it the first save takes 0.7 s longer for each GiB.
         Waits for the saves in flight. Raises as `save` does.
         """
         self._check_open()
@@ -201,7 +213,7 @@ class AsyncCheckpointer:
                 self._check_open()
                 if self._in_flight:
                     continue
-                self._look()
+                self._collect_ended()
                 agreed = self._agreement.on(0, self.folder, state, self._unheard, [])
                 for buffer in self._buffers:
                     self._stage(agreed, buffer)
@@ -234,7 +246,7 @@ class AsyncCheckpointer:
             if ranks.rank == 0:
                 plan = {str(rank): files for rank, files in enumerate(agreed.plan.files(agreed.lengths))}
                 request["commit"] = {"plan": plan, "index": index}
-        except Exception as error:  # the others have gone on: their writers learn it from ours
+        except Exception as error:  # the other ranks have returned: their writers learn it from ours
             failure, request["error"] = error, f"{type(error).__name__}: {error}"
         if failure is None or ranks.size > 1:
             self._last = pending = PendingSave(request, buffer)
@@ -255,7 +267,7 @@ class AsyncCheckpointer:
         )
 
     def _make_room(self) -> None:
-        """Wait for a buffer: with all of them in flight, for the oldest save."""
+        """Wait until a buffer is free: while all are in flight, wait for the oldest save."""
         flying = self._in_flight
         if len(flying) >= len(self._buffers):
             wait_all(self._writer, flying[: len(flying) - len(self._buffers) + 1], None)
@@ -264,8 +276,8 @@ class AsyncCheckpointer:
     def _in_flight(self) -> list[PendingSave]:
         return [one for one in list(self._pending) if not one.ended.is_set()]
 
-    def _look(self) -> None:
-        """Which saves have ended since the last look."""
+    def _collect_ended(self) -> None:
+        """Remove ended saves from the pending ones, and keep their errors."""
         for one in [one for one in self._pending if one.ended.is_set()]:
             self._pending.remove(one)
             if one.error is not None:
@@ -275,29 +287,29 @@ class AsyncCheckpointer:
 
     @property
     def progress(self) -> Progress:
-        """Of the saves in flight."""
+        """Return the progress of the saves in flight."""
         flying = self._in_flight
         step = flying[0].step if flying else None
         return Progress(step, sum(one.written for one in flying), sum(one.total for one in flying))
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Until all saves are on the disk.
+        """Wait until all saves are on the disk.
 
         Raises:
-            CheckpointError: one failed; says on which rank and why.
-            DeadlineError: `timeout_s` was over; they go on.
+            CheckpointError: a save failed; names the rank and the cause.
+            DeadlineError: `timeout_s` has passed; the saves continue.
         """
         self._owner.check(f"AsyncCheckpointer({str(self.folder)!r})")
         wait_all(self._writer, list(self._pending), timeout_s)
         with self._calls.one("wait"):
-            self._look()
+            self._collect_ended()
             errors = [*self._unheard]
             self._unheard.clear()
         if errors:
             raise errors[0]
 
     def result(self, timeout_s: float | None = None) -> Path:
-        """The last checkpoint that `save` was called for, once it is on the disk. Raises as `wait` does."""
+        """Wait until the last checkpoint is on the disk, and return its path. Raises as `wait` does."""
         if self._last is None:
             raise CheckpointError("result() before any save()")
         self.wait(timeout_s)
@@ -306,10 +318,10 @@ class AsyncCheckpointer:
         return self.folder / step_name(self._last.step)
 
     def latest(self) -> int | None:
-        """The step of the newest whole checkpoint in the folder, None if there is none.
+        """Return the step of the newest complete checkpoint in the folder, None if there is none.
 
-        The newest is the one that was saved last: not the one with the largest step, for a training that went back to
-        an earlier step. Warns of newer ones that are damaged.
+        The newest is the one that was saved last, which need not have the largest step: a training may have gone back
+        to an earlier one. Warns of newer checkpoints that are damaged.
         """
         found = newest(self.folder)
         for one in checkpoints(self.folder):
@@ -329,22 +341,23 @@ class AsyncCheckpointer:
         """Load a checkpoint into what `state` holds, on as many ranks as there are now.
 
         Args:
-            state: as for `save`. Modules, optimizers, loaders and whatever has `load_state_dict` are loaded; tensors
-                are filled, and other values of a dict replaced, in place. What was saved and is not in it is left out.
-            step: which one; None: the newest.
+            state: as for `save`. Modules, optimizers, loaders and other objects with `load_state_dict` are loaded;
+                tensors are filled, and other values of a dict replaced, in place. Saved values that `state` does not
+                name are ignored.
+            step: step to restore; None: the newest.
             verify: read all files first and compare their checksums.
-            allow_unsafe_types: unpickle objects of any class. Only for checkpoints that nobody else can have written.
+            allow_unsafe_types: unpickle objects of any class. Only for checkpoints that only you can have written.
 
-        Returns: its step; None if `step` is None and the folder has no checkpoint.
+        Returns the step that was restored; None if `step` is None and the folder has no checkpoint.
 
         Raises:
-            CheckpointNotFoundError: there is none of this step; names those that there are.
-            CheckpointCorruptError: it is damaged; names the file, and the newest good one.
-            CheckpointError: a rank could not load it, or it does not fit what it is loaded into. All ranks raise it.
+            CheckpointNotFoundError: there is no checkpoint of this step; lists the steps that exist.
+            CheckpointCorruptError: the checkpoint is damaged; names the file, and the newest good checkpoint.
+            CheckpointError: a rank could not load it, or it does not fit `state`. All ranks raise it.
         """
         self._check_open()
         wait_all(self._writer, list(self._pending), None)
-        # Signals get through: it is long, and touches nothing before all has been read.
+        # Signals are let through: a restore is long, and changes nothing before all has been read.
         with self._calls.one("restore", hold=False), _no_collection():
             return self._restore(state, step, verify, allow_unsafe_types)
 
@@ -353,7 +366,7 @@ class AsyncCheckpointer:
     ) -> int | None:
         ranks = self._ranks
         for _ in range(TRIES):
-            with ExitStack() as held:  # rank 0 sees to it that nobody deletes it meanwhile
+            with ExitStack() as held:  # rank 0 pins it, so that it is not deleted meanwhile
 
                 def choosing(held: ExitStack = held) -> dict[str, Any]:
                     if ranks.rank:
@@ -369,7 +382,7 @@ class AsyncCheckpointer:
         raise CheckpointError(f"{self.folder}: each checkpoint that was chosen was replaced before all ranks had it")
 
     def _load(self, choice: dict[str, Any], state: Mapping[str, Any], unsafe: bool) -> bool:
-        """False if the checkpoint was replaced before this rank, or another one, had opened it."""
+        """Return False if the checkpoint was replaced before all ranks had opened it."""
         loaded: LoadedCheckpoint | None = None
 
         def loading() -> dict[str, Any]:
@@ -392,7 +405,7 @@ class AsyncCheckpointer:
     # ---- the end
 
     def close(self, *, abandon: bool = False) -> None:
-        """Wait for the saves in flight, or drop them, and end the writer. Raises as `wait` does."""
+        """Wait for the saves in flight, or abandon them, and end the writer. Raises as `wait` does."""
         if self._closed or not self._owner.is_here:  # a forked child has neither writer nor saves
             return
         self._closed = True
@@ -403,7 +416,7 @@ class AsyncCheckpointer:
                 self.wait()
         finally:
             self._finalizer.detach()
-            # Not done if the wait was interrupted: that need not cost what can still be finished.
+            # Not finished if the wait was interrupted: the writer may still finish it.
             self._writer.stop(finish=bool(self._in_flight) and self._on_exit == "finish")
             self._signals.close()
             self._ranks.close()
@@ -432,8 +445,7 @@ class AsyncCheckpointer:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Python looks for garbage whenever many objects were made, and takes longer than all of a save with thousands of
-    small entries."""
+    """Pause garbage collection, which takes longer than the whole save of a state with thousands of small entries."""
     before = gc.isenabled()
     gc.disable()
     try:
@@ -444,11 +456,11 @@ def _no_collection() -> Iterator[None]:
 
 
 def _leave(writer: WriterProcess, pending: list[PendingSave], on_exit: OnExit, timeout_s: float, pid: int) -> None:
-    """At the end of the interpreter, or when nobody holds the checkpointer any more."""
+    """Finish or abandon saves when the interpreter ends or the checkpointer is garbage."""
     if os.getpid() != pid:
         return  # a forked child has neither writer nor saves
     if on_exit == "abandon":
-        writer.kill("abandoned, for the training process ended")
+        writer.kill("abandoned, because the training process ended")
     else:
         for one in pending:
             writer.wait(one, timeout_s)

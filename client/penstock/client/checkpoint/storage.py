@@ -1,12 +1,12 @@
-"""`AsyncFileSystemWriter`: a storage writer for anyone's own `torch.distributed.checkpoint.save` and `async_save`.
+"""`AsyncFileSystemWriter`: a storage writer for `torch.distributed.checkpoint.save` and `async_save`.
 
     dcp.save(state, storage_writer=AsyncFileSystemWriter(path))
 
-torch's FileSystemWriter with what is wrong in it put right: files of one length by the parts that are saved and not by
-whole tensors, a thread for each, whose first failure is the save's; and an index that is on the disk before it gets its
-name, in a folder whose names are on the disk too. torch's own reader reads what it writes.
+It corrects torch's FileSystemWriter: files get equal lengths by the parts that are saved and not by whole tensors; each
+has a thread, and the first failure of one fails the save; the index is on the disk before it gets its name, and so are
+the names in its folder. torch's own reader reads what it writes.
 
-It writes where and when torch calls it. The process that writes beside the training is AsyncCheckpointer's.
+It writes in the thread or process in which torch calls it. For a separate writer process use AsyncCheckpointer.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ DCP_VERSION = "1.0.0"
 
 
 class AsyncFileSystemWriter(FileSystemWriter):
-    """Writes a checkpoint into a folder.
+    """Storage writer that writes a checkpoint into a folder.
 
     Args:
-        path: the folder; made if it is not there.
-        thread_count: that write at a time on each rank; as many files.
-        separation_hint: what has a name that begins with this goes into files of its own.
-        sync_files: have everything on the disk before the save is done.
-        overwrite: False: a folder that holds a checkpoint is an error.
+        path: the folder; created if missing.
+        thread_count: number of writing threads, and of files, on each rank.
+        separation_hint: prefix of names that are saved in files of their own.
+        sync_files: fsync everything before the save ends.
+        overwrite: False: raise if the folder holds a checkpoint.
         transforms: torch's stream extensions, such as ZStandard, for everything that is written.
 
-    Raises CheckpointError from `dcp.save` (in torch's CheckpointException) where fewer items were written than planned;
-    else what the first thread that failed raised.
+    `dcp.save` raises CheckpointError (in torch's CheckpointException) if fewer items were written than planned; else it
+    raises what the first failing thread raised.
     """
 
     def __init__(
@@ -64,14 +64,14 @@ class AsyncFileSystemWriter(FileSystemWriter):
         transforms: Sequence[Any] | None = None,
     ) -> None:
         if not isinstance(thread_count, int) or thread_count < 1:
-            raise InvalidArgumentError(f"AsyncFileSystemWriter(thread_count={thread_count!r}): give a number from 1")
+            raise InvalidArgumentError(f"AsyncFileSystemWriter: thread_count must be an int >= 1, got {thread_count!r}")
         super().__init__(
             path, sync_files=sync_files, thread_count=thread_count, overwrite=overwrite, _extensions=transforms
         )
         self.separation_hint = separation_hint
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's files. The future that is returned is done."""
+        """Write this rank's files, and return a future that is already done."""
         items = [Item(item.index.fqn, _chunk_bytes(item)) for item in plan.items]
         buckets = assign(items, plan.storage_data.prefix, self.thread_count, self.separation_hint)
         results: list[WriteResult] = []
@@ -106,7 +106,7 @@ class AsyncFileSystemWriter(FileSystemWriter):
         return write_item(self.transforms, file, data, item, name, SerializationFormat.TORCH_SAVE)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write torch's index, the last file, and have it and all names on the disk."""
+        """Write torch's index, the last file, and fsync it and the folder."""
         metadata.version = DCP_VERSION
         metadata.storage_data = {result.index: result.storage_data for rank in results for result in rank}
         metadata.storage_meta = self.storage_meta()
@@ -115,7 +115,7 @@ class AsyncFileSystemWriter(FileSystemWriter):
         name = f"__{self.rank}{METADATA}" if alone and self.rank is not None else METADATA
         if self.sync_files:
             write_whole(folder / name, pickle.dumps(metadata))
-            with suppress(OSError):  # not ours to write, perhaps; its entry for the folder is as durable as it was
+            with suppress(OSError):  # perhaps not ours to open; its entry for the folder is as durable as before
                 sync_folder(folder.parent)
         else:
             temporary = folder / f"{name}.tmp"
@@ -124,7 +124,7 @@ class AsyncFileSystemWriter(FileSystemWriter):
 
 
 def _chunk_bytes(item: WriteItem) -> int | None:
-    """Of the part that is saved; None for an object."""
+    """Return the bytes of the part that is saved; None for an object."""
     if item.type is WriteItemType.BYTE_IO or item.tensor_data is None:
         return None
     nbytes = item.tensor_data.properties.dtype.itemsize

@@ -1,22 +1,22 @@
-"""What a checkpoint is on disk: names, the manifest, and how the newest good one is found.
+"""Checkpoints on disk: names, the manifest, locks, and the search for the newest good one.
 
     FOLDER/
-        step-100/               a whole checkpoint: it has this name only once everything in it is on the disk
+        step-100/               a complete checkpoint: it gets this name only once everything in it is on the disk
             .metadata           torch.distributed.checkpoint's own index
             __0_0.distcp ...    its files: as many as ranks and buckets
             penstock.json       the manifest: size and checksum of each file, and the order of saves
-        step-125.tmp-4f2a9c01/  one being written, or what a stopped one left: never read
-        step-100.old-77e01b9d/  one that is being replaced by another save of the same step
+        step-125.tmp-4f2a9c01/  a save in flight, or what a stopped save left: never read
+        step-100.old-77e01b9d/  a checkpoint that another save of the same step is replacing
         latest                  the name of the newest, for people and scripts
 
-A folder is renamed to `step-N` as the last thing of a save, so whatever has that name is whole. The manifest is there
-for what happens to files later: half a copy, a bad disk, a hand that slipped.
+A save renames its folder to `step-N` as its last action, so every folder of that name is complete. The manifest detects
+later damage: half a copy, a bad disk, a deleted file.
 
-Which of several is the newest is not the step number's to say: who goes back to step 50 and saves step 75 wants 75 next
-time, and not the 100 of the branch that was given up. Saves of a folder are numbered (`Manifest.sequence`).
+The newest checkpoint need not have the largest step: a training that goes back to step 50 and saves step 75 wants 75
+next time, and not the 100 of the abandoned branch. So the saves of a folder are numbered (`Manifest.sequence`).
 
-Who reads a checkpoint pins it (`pinned`), by a shared lock on its manifest, and who deletes checkpoints leaves those
-that are pinned for another time (`claimed`). Both locks end with their holders.
+A reader pins a checkpoint (`pinned`) by a shared lock on its manifest, and a deletion skips pinned checkpoints
+(`claimed`). Both locks end with the process that holds them.
 
 Imported by a process that has neither torch nor gRPC (client/checkpoint/saving/writer.py).
 """
@@ -74,16 +74,16 @@ MANIFEST = "penstock.json"
 METADATA = ".metadata"
 LATEST = "latest"
 FAILED = "failed.json"
-"""In a temporary folder, by rank 0's side: why its save was given up. {"save": id, "causes": {rank: why}}"""
+"""File of rank 0 in a temporary folder: why its save was given up. {"save": id, "causes": {rank: why}}"""
 ASKED = "alive.ask"
-"""In a temporary folder, by rank 0's side, whose training process is gone: the others are to give signs of life."""
+"""File of rank 0 in a temporary folder, once its training process has ended: requests signs of life of other ranks."""
 LOCK = ".lock"
 FIELDS = ("name", "bytes", "xxh3", "parts")
-"""Of a file, in a manifest."""
+"""Fields of a file in a manifest."""
 CHUNK = 16 << 20
 """Bytes that are read at a time to be verified."""
 BEAT_S = 1.0
-"""Seconds between the signs of life of who holds a folder's lock."""
+"""Seconds between signs of life of the process that holds a folder's lock."""
 POLL_S = 0.05
 TRIES = 3
 _STEP = re.compile(r"step-(0|[1-9][0-9]{0,18})")
@@ -91,7 +91,7 @@ _ASIDE = re.compile(r"(step-(?:0|[1-9][0-9]{0,18}))\.(tmp|old)-[0-9a-f]+")
 _FILE = re.compile(r"\.?\w[\w.-]*", re.ASCII)
 """A name within a checkpoint's folder, and never out of it."""
 _STOPPED = re.compile(r"\.latest\.[0-9a-f]+|\.probe-[0-9a-f]+-[0-9]+")
-"""What write_whole leaves of LATEST when it is stopped, and a rank that looks whether it can write."""
+"""Leftovers of a stopped write of LATEST, and of a rank's test whether it can write."""
 
 
 def step_name(step: int) -> str:
@@ -99,22 +99,22 @@ def step_name(step: int) -> str:
 
 
 def temporary_name(step: int, save: str) -> str:
-    """Of the folder that a save writes into. save: its id, hexadecimal."""
+    """Return the name of the folder that a save writes into. save: its id, hexadecimal."""
     return f"step-{step}.tmp-{save}"
 
 
 def report_name(rank: int) -> str:
-    """In a temporary folder, by another rank's side: what it has written, or why not. {"save", "files", "error"}"""
+    """Return the name of a rank's report in a temporary folder: files, or an error. {"save", "files", "error"}"""
     return f"rank-{rank}.json"
 
 
 def sign_name(rank: int) -> str:
-    """In a temporary folder, by another rank's side: its sign of life."""
+    """Return the name of a rank's sign of life in a temporary folder."""
     return f"rank-{rank}.alive"
 
 
 def old_name(step: int, save: str) -> str:
-    """Of a checkpoint that the save of this id replaces."""
+    """Return the name of a checkpoint that the save of this id replaces."""
     return f"step-{step}.old-{save}"
 
 
@@ -125,43 +125,43 @@ class CheckpointFile:
     name: str
     nbytes: int
     xxh3: str
-    """XXH3 of all of it, 128 bits, hexadecimal."""
+    """XXH3 of the whole file, 128 bits, hexadecimal."""
     parts: str = ""
-    """Of each part, which can be read and checked without the others: BEGIN:XXH3, with blanks between them; 64 bits,
-    hexadecimal. It ends where the next begins. "": not known."""
+    """BEGIN:XXH3 of each part, separated by blanks; 64 bits, hexadecimal. A part can be checked without the others, and
+    ends where the next begins. "": unknown."""
 
     @property
     def spans(self) -> dict[int, tuple[int, str]]:
-        """Where a part begins -> where it ends, and its checksum."""
+        """Return a part's begin -> its end and its checksum."""
         pairs = [part.partition(":") for part in self.parts.split()]
         begins = [int(begin) for begin, _, _ in pairs]
         ends = [*begins[1:], self.nbytes]
         return {begin: (end, pair[2]) for begin, end, pair in zip(begins, ends, pairs, strict=False)}
 
     def row(self) -> list[Any]:
-        """For JSON."""
+        """Return the fields for JSON."""
         return [self.name, self.nbytes, self.xxh3, self.parts]
 
     @classmethod
     def from_row(cls, name: Any, nbytes: Any, xxh3: Any, parts: Any) -> CheckpointFile:
-        """Raises ValueError for what `row` did not make."""
+        """Return the file of a `row`. Raises ValueError for anything else."""
         file = cls(str(name), int(nbytes), str(xxh3), str(parts))
         if not _FILE.fullmatch(file.name) or file.nbytes < 0:
-            raise ValueError(f"{file.name!r}, of {file.nbytes:,} bytes, is no file of a checkpoint's own folder")
+            raise ValueError(f"{file.name!r}, of {file.nbytes:,} bytes, is not a file of a checkpoint's own folder")
         return file
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds."""
+    """Contents of a checkpoint."""
 
     step: int
     save: str
     """Id of the save that wrote it."""
     sequence: int
-    """Counts the saves of a folder, from 1."""
+    """Number of the save in its folder, from 1."""
     ranks: int
-    """How many processes wrote it."""
+    """Number of processes that wrote it."""
     files: tuple[CheckpointFile, ...]
 
     @property
@@ -169,7 +169,7 @@ class Manifest:
         return sum(file.nbytes for file in self.files)
 
     def encode(self) -> bytes:
-        """As JSON with a checksum of its own, which a person can read."""
+        """Return the manifest as readable JSON with a checksum of its own."""
         body = {
             "format": FORMAT,
             "step": self.step,
@@ -182,12 +182,13 @@ class Manifest:
 
     @classmethod
     def decode(cls, data: bytes, where: Path) -> Manifest:
-        """Raises CheckpointCorruptError unless it is a manifest, whole and of a format that is known here."""
+        """Return the manifest of these bytes. Raises CheckpointCorruptError if they are damaged, or of a newer
+        format."""
         try:
             outer = json.loads(data)
             body: dict[str, Any] = outer["checkpoint"]
             if outer["xxh3"] != _checksum(body):
-                raise ValueError("its checksum is not that of its content")
+                raise ValueError("its checksum differs from that of its content")
             if body["format"] > FORMAT:
                 raise ValueError(f"format {body['format']} of a newer Penstock, which this one cannot read")
             files = tuple(CheckpointFile.from_row(*(file[field] for field in FIELDS)) for file in body["files"])
@@ -204,30 +205,30 @@ class FoundCheckpoint:
     path: Path
     manifest: Manifest | None
     damage: str
-    """ "", or what is wrong with it: a file that is missing or has another size."""
+    """ "", or its damage: a file that is missing or has another size."""
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Of the checkpoint at `path`.
+    """Return the manifest of the checkpoint at `path`.
 
     Raises:
-        CheckpointNotFoundError: it has none; it is another program's, or no checkpoint.
-        CheckpointCorruptError: it is damaged.
+        CheckpointNotFoundError: there is none; the folder is another program's, or not a checkpoint.
+        CheckpointCorruptError: the manifest is damaged.
     """
     where = path / MANIFEST
     try:
         with open(where, "rb", opener=open_plain) as file:
             return Manifest.decode(file.read(), where)
     except FileNotFoundError:
-        raise CheckpointNotFoundError(f"{path} has no {MANIFEST}: it is no checkpoint of Penstock's") from None
+        raise CheckpointNotFoundError(f"{path} has no {MANIFEST}: it is not a checkpoint of Penstock's") from None
     except OSError as error:
         raise CheckpointCorruptError(f"{where} cannot be read: {error.strerror}") from error
 
 
 def damage(path: Path, manifest: Manifest, *, contents: bool = False) -> Iterator[str]:
-    """What is wrong with the files of a checkpoint, a line for each that is not as it was written.
+    """Yield a line for each file of a checkpoint that differs from what was written.
 
-    contents: read all of them and compare checksums, not only sizes.
+    contents: read all files and compare checksums too, not only sizes.
     """
     for file in manifest.files:
         where = path / file.name
@@ -244,13 +245,13 @@ def damage(path: Path, manifest: Manifest, *, contents: bool = False) -> Iterato
 
 
 def checkpoints(folder: Path, *, sizes: bool = True) -> list[FoundCheckpoint]:
-    """Those of a folder, the newest first.
+    """Return the checkpoints of a folder, the newest first.
 
-    When one was saved whose manifest is damaged nobody knows. It counts as the newest, so that nothing is passed over
-    in silence; unless `latest` names another one that is whole, which was then saved after it. One whose replacement
-    was stopped half way is listed under the name that it has until `put_back`.
+    A checkpoint with a damaged manifest has no known age. It counts as the newest, so that it is not passed over
+    silently, unless `latest` names a complete one, which was then saved later. A checkpoint whose replacement was
+    stopped half way is listed under the name that it has until `put_back`.
 
-    sizes: look whether all files are there and as long as they were; without it, at manifests alone.
+    sizes: check that all files exist with their sizes; False: read manifests only.
     """
     found = []
     for _ in range(TRIES):  # a save that ends meanwhile may rename what was just listed
@@ -284,14 +285,14 @@ def _found(folder: Path, names: Iterable[str], sizes: bool) -> Iterator[FoundChe
 
 
 def newest(folder: Path) -> FoundCheckpoint | None:
-    """The newest checkpoint that is whole."""
+    """Return the newest complete checkpoint, None if there is none."""
     return next((one for one in checkpoints(folder) if not one.damage), None)
 
 
 def leftovers(folder: Path, *, besides: Iterable[str] = ()) -> list[Path]:
-    """What stopped saves left in a folder; not the temporary folders of the saves with the ids `besides`.
+    """Return the leftovers of stopped saves in a folder, except the temporary folders of the saves `besides` (ids).
 
-    Nor what `put_back` is for: that is a checkpoint.
+    Checkpoints that `put_back` restores are not leftovers.
     """
     names = _names(folder)
     asides = {name for name in names if _ASIDE.fullmatch(name) or _STOPPED.fullmatch(name)}
@@ -301,13 +302,13 @@ def leftovers(folder: Path, *, besides: Iterable[str] = ()) -> list[Path]:
 
 
 def put_back(folder: Path) -> None:
-    """Undo replacements that were stopped half way, where neither the old nor the new has the name."""
+    """Undo replacements that were stopped after the old checkpoint lost its name and before the new one got it."""
     for name, final in _half_replaced(_names(folder)):
         os.rename(folder / name, folder / final)
 
 
 def _half_replaced(names: Iterable[str]) -> list[tuple[str, str]]:
-    """(name, the name that it had) of checkpoints that were to be replaced, and the new one has not got the name."""
+    """Return (name, original name) of checkpoints whose replacement has not got the name yet."""
     taken = set(names)
     matches = [match for match in map(_ASIDE.fullmatch, sorted(taken)) if match and match[2] == "old"]
     names_of = {match[1]: match[0] for match in matches if match[1] not in taken}
@@ -315,12 +316,12 @@ def _half_replaced(names: Iterable[str]) -> list[tuple[str, str]]:
 
 
 def surplus(steps: Iterable[int], keep_last: int | None, keep_every: int | None) -> list[int]:
-    """Which checkpoints to delete.
+    """Return the steps of the checkpoints to delete.
 
     Args:
-        steps: those that there are, the newest first.
-        keep_last: as many of the newest stay; None: all.
-        keep_every: and those whose step is a multiple of it; None: none.
+        steps: steps of all checkpoints, the newest first.
+        keep_last: number of the newest to keep; None: all.
+        keep_every: also keep steps that are a multiple of it; None: no others.
     """
     if keep_last is None:
         return []
@@ -329,10 +330,9 @@ def surplus(steps: Iterable[int], keep_last: int | None, keep_every: int | None)
 
 @contextmanager
 def pinned(path: Path) -> Iterator[int]:
-    """A checkpoint that is not deleted meanwhile: a descriptor of its folder, which stays the same one if another takes
-    its name.
+    """Keep a checkpoint from deletion, and yield a descriptor of its folder, which survives a rename.
 
-    Raises CheckpointNotFoundError if it is gone, or about to go.
+    Raises CheckpointNotFoundError if it is deleted, or being deleted.
     """
     with ExitStack() as held:
         try:
@@ -351,14 +351,14 @@ def pinned(path: Path) -> Iterator[int]:
 
 @contextmanager
 def claimed(path: Path) -> Iterator[bool]:
-    """Whether a checkpoint can be deleted, for nobody has pinned it; nor does anybody meanwhile."""
+    """Yield whether a checkpoint is not pinned and can be deleted; meanwhile it cannot be pinned."""
     try:
         try:
             manifest = open_plain(path / MANIFEST, os.O_RDWR)
         except PermissionError:
             manifest = open_plain(path / MANIFEST)
     except OSError:
-        yield True  # no checkpoint (any more): nobody reads it
+        yield True  # not a checkpoint (any more): nothing to protect
         return
     try:
         yield _free_for(manifest, fcntl.LOCK_EX)
@@ -367,7 +367,7 @@ def claimed(path: Path) -> Iterator[bool]:
 
 
 def _free_for(handle: int, kind: int) -> bool:
-    """Lock a file, if nobody else's lock is in the way."""
+    """Lock a file without waiting; return False if another process's lock prevents it."""
     try:
         fcntl.flock(handle, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -381,19 +381,21 @@ def _free_for(handle: int, kind: int) -> bool:
 def locked(
     folder: Path, timeout_s: float, *, silence_s: float | None = None, heartbeats: bool = False
 ) -> Iterator[None]:
-    """Hold a folder's lock: one save at a time. It is free again when its holder ends, in whatever way.
+    """Hold a folder's lock: one save at a time. The lock is released when its holder ends, in whatever way.
 
     Args:
-        silence_s: seconds after which a holder that gives no sign of life is not waited for any longer: its machine may
-            be gone, and its lock not yet free. None: it is waited for all the same.
-        beats: give signs of life, for as long as it is held.
+        timeout_s: seconds to wait for the lock.
+        silence_s: seconds without a sign of life after which a holder is not waited for: its machine may be lost, and
+        its
+            lock not yet released. None: wait all the same.
+        heartbeats: give signs of life while the lock is held.
 
-    Raises DeadlineError, naming who holds it. A file system without locks is used without.
+    Raises DeadlineError, naming the holder. On a file system without locks nothing is locked.
     """
     try:
         try:
             handle = open_plain(folder / LOCK, os.O_RDWR | os.O_CREAT)
-        except PermissionError:  # another user's: it can be held all the same
+        except PermissionError:  # another user's file can be locked all the same
             handle = open_plain(folder / LOCK)
     except OSError as error:
         if error.errno not in (errno.ELOOP, errno.ENXIO):
@@ -437,7 +439,7 @@ def _take(handle: int, folder: Path, timeout_s: float, silence_s: float | None) 
 
 
 def sign_of_life(path: Path) -> None:
-    """Leave one, for `last_sign` of anybody who sees the folder. Costs a change of a file's time."""
+    """Give a sign of life: update a file's time, which `last_sign` reads on any machine that sees the folder."""
     with suppress(OSError):
         handle = open_plain(path, os.O_RDWR | os.O_CREAT)
         try:
@@ -447,7 +449,7 @@ def sign_of_life(path: Path) -> None:
 
 
 def last_sign(path: Path) -> int:
-    """Differs from the last time if there was another sign of life. Times of two machines are never compared."""
+    """Return a value that changes with each sign of life. Times of two machines are never compared."""
     try:
         handle = open_plain(path)  # a network file system asks its server then
     except OSError:

@@ -2,13 +2,14 @@
 
 The index is a pickle of `torch.distributed.checkpoint.metadata.Metadata`. Pickling one of 3,000 entries takes 14 ms,
 which the training would wait for. So the training process describes the index in plain values (`DescribedIndex`), and
-the checkpoint writer, which has no torch and keeps nobody waiting, makes the pickle of them.
+the checkpoint writer, which runs beside the training and has no torch, makes the pickle.
 
-What only torch knows comes as a pickle of torch's own classes and values, the *parts*, and what is written behind it
-takes them out of the unpickler's memo. So no class is named in here.
+The description begins with a pickle of torch's own classes and values, the *parts*. What is written behind it takes
+them out of the unpickler's memo, so no class is named here.
 
-Opcodes are those of protocol 4, without frames, as Python's pickletools describes them: only such as the reader passes
-over in one piece (client/checkpoint/values/pickles.py).
+Opcodes are those of protocol 4, without frames, as Python's pickletools describes them. The reader checks them by two
+regular expressions: client/checkpoint/values/pickles.py skips all of them but long texts, and pickle_hashing.py accepts
+everything behind the parts unless a name is longer than 255 bytes. Change all three together.
 """
 
 from __future__ import annotations
@@ -26,38 +27,38 @@ ATTRIBUTES = (
     *("fqn", "index", "offset"),
     *("relative_path", "length"),
 )
-"""Of the objects that are made here."""
+"""Attributes of the objects that are made here."""
 
 _PROTO, _STOP, _POP, _MARK, _MEMOIZE, _NONE = b"\x80\x04", b".", b"0", b"(", b"\x94", b"N"
 _DICT, _ITEMS, _LIST, _APPENDS = b"}(", b"u", b"](", b"e"
 _NEW, _BUILD = b")\x81}(", b"ub"
-"""An object of the class on the stack, and what begins its attributes; and what puts these into it."""
+"""Opcodes for an object of the class on the stack and the begin of its attributes; and for their end."""
 _TUPLES = {0: b")", 1: b"\x85", 2: b"\x86", 3: b"\x87"}
 
 
 @dataclass(frozen=True)
 class DescribedIndex:
-    """An index of torch's as plain values. A part is named by its number."""
+    """An index of torch's as plain values. Parts are referred to by number."""
 
     parts: str
-    """A pickle of protocol 3, byte by byte as latin-1. The first parts are the classes of torch's index, of its
-    tensors, entries and places, and then ATTRIBUTES, in this order."""
+    """Pickle of the list of parts, of protocol 3, as latin-1. The first parts are the classes of torch's index, of its
+    tensors, entries and positions, and then ATTRIBUTES, in this order."""
     memo: int
-    """Places that the parts' pickle takes in the memo."""
+    """Number of places that the parts' pickle takes in the memo."""
     places: list[int]
-    """Place of each part."""
+    """Place of each part in the memo; never 0, which is the list."""
     storage_meta: int
-    """A part."""
+    """Number of a part."""
     version: str
     kinds: list[Any]
-    """What is saved under a name: a part, or [properties, size, [chunks]] of a tensor, which are parts."""
+    """Distinct saved values: a part, or [properties, size, [chunks]] of a tensor, which are parts."""
     names: dict[str, int]
-    """Name -> which of the kinds."""
+    """Name -> index in `kinds`."""
     paths: dict[str, Any]
-    """Name -> the keys that lead to it, texts and whole numbers."""
+    """Name -> the keys that lead to it, texts and integers."""
     files: list[Any]
-    """[file's name, entries], of each of which there are [name, offset in its tensor (a part, or None), index hint (or
-    None), offset in the file, bytes]."""
+    """[file's name, entries]; an entry is [name, offset in its tensor (a part, or None), index hint (or None), offset
+    in the file, bytes]."""
 
     def encode(self) -> bytes:
         return json.dumps(vars(self)).encode()
@@ -67,7 +68,7 @@ class DescribedIndex:
         return cls(**json.loads(data))
 
     def pickle(self) -> bytes:
-        """The index as torch's reader wants it."""
+        """Return the index for torch's reader."""
         return b"".join(_Pickle(self).pieces())
 
 
@@ -76,7 +77,7 @@ class _Pickle:
         self._index = index
         self._memo = index.memo
         self._texts: dict[str, bytes] = {}
-        """Those that are in the memo -> what takes them out."""
+        """Texts in the memo -> opcodes that take them out."""
         self._parts = [_get(place) for place in index.places]
         self._root, self._tensor, self._entry, self._place, *attributes = self._parts[: 4 + len(ATTRIBUTES)]
         self._at = dict(zip(ATTRIBUTES, attributes, strict=True))

@@ -1,8 +1,8 @@
-"""Each thing that a checkpoint is restored into: what of it is needed, whether that fits, and handing it over.
+"""Targets of a restore: what each needs of a checkpoint, whether that fits, and loading it.
 
-In three steps, so that nothing is touched before all of it is known to be good: `wanted` says what to read and where
-to, `fit` is given what was read and raises if it does not fit, `put` hands it over and is called when every rank has
-got so far.
+Three steps, so that nothing is changed before all of it is known to be good: `wanted` returns what to read and into
+which tensors, `fit` takes the values that were read and raises if they do not fit, `put` loads them, and is called once
+every rank has reached that point.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ EXTRA = "_extra_state"
 
 @dataclass(frozen=True)
 class ReadRequest:
-    """Something to be read."""
+    """A value to read."""
 
     tensor: torch.Tensor | None
-    """To be filled; None for an object."""
+    """Tensor to fill; None for an object."""
     own: bool
-    """Nobody else has this tensor: it may be filled before all is known to be good."""
+    """True if the restore made this tensor: it may be filled before all is known to be good."""
 
 
 @dataclass(frozen=True)
 class SavedEntries:
-    """What a checkpoint holds, by its index."""
+    """Contents of a checkpoint, by its index."""
 
     path: Path
     metadata: Metadata
@@ -61,7 +61,7 @@ class SavedEntries:
     """Name -> the keys that led to it."""
 
     def under(self, key: str) -> dict[str, KeyPath]:
-        """Name -> path behind the key, of all that was saved under it."""
+        """Return name -> path behind the key, of all values saved under it."""
         found = {name: path[1:] for name, path in self.paths.items() if path[0] == key}
         if not found:
             there = ", ".join(sorted({repr(path[0]) for path in self.paths.values()}))
@@ -69,7 +69,7 @@ class SavedEntries:
         return found
 
     def empty(self, name: str, like: torch.Tensor | None = None) -> ReadRequest:
-        """To be read into memory of its own, laid out like `like` if of that size."""
+        """Return a request for a new tensor, with the layout of `like` if it has the same size."""
         saved = self.metadata.state_dict_metadata[name]
         if not isinstance(saved, TensorStorageMetadata):
             return ReadRequest(None, True)
@@ -78,7 +78,7 @@ class SavedEntries:
         return ReadRequest(torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu"), True)
 
     def filled(self, name: str, tensor: torch.Tensor) -> ReadRequest:
-        """To be read into a tensor that is there. Raises CheckpointError if it does not fit."""
+        """Return a request that fills this tensor. Raises CheckpointError if the saved value does not fit."""
         saved = self.metadata.state_dict_metadata[name]
         if not isinstance(saved, TensorStorageMetadata):
             raise CheckpointError(
@@ -99,36 +99,36 @@ class SavedEntries:
 
 @dataclass
 class RestoreContext:
-    """What entries need besides their own values."""
+    """Values that entries need besides their own."""
 
     containers: dict[str, dict[str, Any]] = field(default_factory=dict)
     """See `with_containers`."""
     notes: dict[str, dict[str, list[Any]]] = field(default_factory=dict)
-    """By an optimizer's key, what `optimizers.notes` returned at the save, of all ranks."""
+    """Optimizer's key -> what `optimizers.notes` returned at the save, on all ranks."""
     orders: dict[int, list[int]] = field(default_factory=dict)
-    """By an optimizer's id, what `group_order` returned for it; optimizers come before all others."""
+    """Optimizer's id -> what `group_order` returned for it; optimizers come before all others."""
 
 
 class StateEntry(ABC):
-    """One key of the state that is restored."""
+    """Entry of the state that is restored: one key and its value."""
 
     comes_first = False
-    """Others need to know what has become of it."""
+    """True if other entries need this one's result."""
 
     def __init__(self, key: str, value: Any, saved: SavedEntries) -> None:
         self.key = key
         self.value = value
         self.saved = saved
         self.names = saved.under(key)
-        """Name -> path behind the key, of what is read."""
+        """Name -> path behind the key, of the values to read."""
         self.loaded: Any = None
 
     @abstractmethod
     def wanted(self) -> dict[str, ReadRequest]:
-        """By name."""
+        """Return the values to read, by name."""
 
     def fit(self, values: dict[str, Any], around: RestoreContext) -> None:
-        """Take what was read, under the names in `wanted`."""
+        """Take the values that were read, by the names of `wanted`."""
         root: dict[str, Any] = {}
         for name, path in self.names.items():
             set_element(root, (self.key, *path), values[name])
@@ -136,11 +136,11 @@ class StateEntry(ABC):
 
     @abstractmethod
     def put(self) -> None:
-        """Hand it over."""
+        """Load the values into the target."""
 
     @contextmanager
     def named_errors(self) -> Iterator[None]:
-        """What user code or torch raises names this entry."""
+        """Turn what user code or torch raises into a CheckpointError that names this entry."""
         try:
             yield
         except PenstockError:
@@ -272,7 +272,7 @@ class _PlainEntry(StateEntry):
         current, _ = flatten_state_dict({self.key: self.value})
         if missing := sorted(set(current) - set(self.names)):
             raise self.misfit(f"it lacks {some(missing)}")
-        if not isinstance(self.value, Mapping) or self.value:  # an empty dict takes whatever there is
+        if not isinstance(self.value, Mapping) or self.value:  # an empty dict takes every saved value
             self.names = {name: path for name, path in self.names.items() if name in current}
         return {
             name: self.saved.filled(name, tensor)
@@ -293,7 +293,7 @@ class _PlainEntry(StateEntry):
 
 
 def _replace(target: MutableMapping[str, Any], loaded: Mapping[str, Any]) -> None:
-    """Put loaded values in the place of those that are no tensors: these are filled already."""
+    """Replace values other than tensors, which are filled already, by loaded ones."""
     for key, value in loaded.items():
         if isinstance(target.get(key), MutableMapping) and isinstance(value, Mapping):
             _replace(target[key], value)

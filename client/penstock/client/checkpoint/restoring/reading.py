@@ -4,8 +4,8 @@ The writer hashes each archive of a file (`CheckpointFile.parts`), which is what
 many reads and hashes what it needs, and no more. Neighbouring archives are read in one go, by a few threads, for both
 reading and hashing leave the interpreter's lock alone.
 
-What goes into tensors that others have is kept until all is read and found good (`FillRequest`); that takes memory for
-it once more, as a save does. What goes into new tensors (an optimizer's states) is copied there at once.
+Values for tensors of the user are kept until all is read and found good (`FillRequest`), which takes their memory once
+more, as a save does. Values for new tensors (an optimizer's states) are copied there at once.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from penstock.runtime.files.plain_files import open_plain
 __all__ = ["FillRequest", "read", "read_file"]
 
 RUN = 16 << 20
-"""Bytes that neighbouring archives are read in at a time, unless one is larger."""
+"""Bytes of neighbouring archives that are read at a time; a larger archive is read alone."""
 SMALL = 8 << 20
-"""Bytes up to which a checkpoint is read without threads: more time goes into what Python does for each entry."""
+"""Bytes up to which a checkpoint is read without threads: Python's work for each entry takes longer than reading."""
 WASTE = 4 << 10
-"""Bytes for each tensor to be filled that may be kept beside its values: the rest of what was read with them."""
+"""Bytes for each tensor to fill that may be kept beside its values: the rest of what was read with them."""
 GAP = 64 << 10
-"""Bytes that are read for nothing rather than that another read is made."""
+"""Largest number of useless bytes that are read to save another read."""
 
 
 @dataclass(frozen=True)
 class FillRequest:
-    """Values that were read, and where they belong."""
+    """Values that were read, and the tensor they belong in."""
 
     name: str
     target: torch.Tensor
@@ -54,7 +54,7 @@ class FillRequest:
 
     @staticmethod
     def check(fills: list[FillRequest]) -> None:
-        """Raise CheckpointError where one tensor would get the values of two that differ: it could keep one of them."""
+        """Raise CheckpointError if one tensor would get two different values."""
         seen: dict[tuple[Any, ...], FillRequest] = {}
         fills = [fill for fill in fills if fill.target.numel()]
         if len({fill.target.data_ptr() for fill in fills}) == len(fills):
@@ -79,7 +79,7 @@ class FillRequest:
 
 @dataclass(frozen=True)
 class _Piece:
-    """A part of a tensor: from what is saved, to where it belongs. None: all of it."""
+    """A part of a tensor: what of the saved values, and where it belongs. item None: all of it."""
 
     target: torch.Tensor
     own: bool
@@ -87,19 +87,19 @@ class _Piece:
 
     @property
     def is_new(self) -> bool:
-        """Filled at once: nobody has it, and it takes no copy to a device."""
+        """Return whether it can be filled at once: the restore made it, and it is in CPU memory."""
         return self.own and self.target.device.type == "cpu"
 
 
 @dataclass
 class _Archive:
-    """What was saved as one, and is read as one."""
+    """Bytes that were saved as one archive, and are read as one."""
 
     name: str
     offset: int
     length: int
     shape: tuple[torch.dtype, tuple[int, ...]] | None
-    """dtype and sizes of what is saved of a tensor; None for an object."""
+    """dtype and sizes of the saved part of a tensor; None for an object."""
     pieces: list[_Piece]
 
 
@@ -111,18 +111,18 @@ def read(
     load: Callable[[str, bytes], Any],
     threads: int,
 ) -> tuple[dict[str, Any], list[FillRequest]]:
-    """Read what is wanted.
+    """Read the requested values.
 
     Args:
         folder: descriptor of the checkpoint's folder.
-        files: its files by name, by the manifest.
-        wanted: by name.
+        files: the manifest's files, by name.
+        wanted: requests, by name.
         load: name and bytes -> an object.
 
-    Returns: tensors and objects by name, and what is still to be filled into tensors.
+    Returns tensors and objects by name, and the requests that still have to be filled.
 
-    Raises CheckpointCorruptError, with the file's name, for what is not as it was written; CheckpointError where two
-    different values are wanted in one tensor.
+    Raises CheckpointCorruptError, with the file's name, for bytes that differ from what was written; CheckpointError if
+    one tensor would get two different values.
     """
     by_file: dict[str, list[_Archive]] = defaultdict(list)
     for name, archive in _archives(metadata, wanted):
@@ -159,7 +159,7 @@ def read(
 
 
 def read_file(folder: int, file: CheckpointFile) -> bytes:
-    """All of one, which is short."""
+    """Return the contents of a short file."""
     handle = _open(folder, file)
     try:
         return bytes(_read(handle, 0, file.nbytes, file.name).numpy())
@@ -168,7 +168,7 @@ def read_file(folder: int, file: CheckpointFile) -> bytes:
 
 
 def _archives(metadata: Metadata, wanted: dict[str, ReadRequest]) -> Iterator[tuple[str, _Archive]]:
-    """(file, archive)"""
+    """Yield (file, archive) for everything to read."""
     stored = {index.fqn: info for index, info in metadata.storage_data.items()}  # of those with one part
     pieces: dict[MetadataIndex, list[_Piece]] = defaultdict(list)
     for name, want in wanted.items():
@@ -207,7 +207,7 @@ def _runs(archives: list[_Archive]) -> Iterator[list[_Archive]]:
 
 
 class _Reader:
-    """Reads one file. Its runs may be read by several threads."""
+    """Reader of one file, whose runs may be read by several threads."""
 
     def __init__(self, handle: int, file: CheckpointFile, fills: list[FillRequest], objects: dict[str, bytes]) -> None:
         self._handle = handle
@@ -233,7 +233,7 @@ class _Reader:
                     self._hand_over(archive.name, piece, values, keep=keep)
 
     def _end(self, archive: _Archive) -> int:
-        """Of what is hashed: the archive, and what fills it up to the next."""
+        """Return the end of what is hashed: the archive, and the padding up to the next."""
         if archive.offset in self._parts:
             return max(self._parts[archive.offset][0], archive.offset + archive.length)
         return archive.offset + archive.length
@@ -261,7 +261,7 @@ class _Reader:
 
 
 def _is_kept(run: list[_Archive], nbytes: int) -> bool:
-    """Whether what was read is kept for the tensors that it is to be filled into; else each is copied out of it."""
+    """Return whether to keep what was read until the tensors are filled; else the values are copied out of it."""
     needed = count = 0
     for archive in run:
         dtype, shape = archive.shape or (torch.uint8, ())
@@ -273,7 +273,7 @@ def _is_kept(run: list[_Archive], nbytes: int) -> bool:
 
 
 def _values(archive: memoryview, name: str, shape: tuple[torch.dtype, tuple[int, ...]]) -> torch.Tensor:
-    """A tensor, from what torch.save wrote: its values lie in one piece, between bytes that are known."""
+    """Return a tensor of what torch.save wrote: its values lie in one piece, between known bytes."""
     frame, (dtype, sizes) = frame_of(*shape), shape
     before = len(frame.before)
     if len(archive) == frame.length and archive[:before] == frame.before:
@@ -281,11 +281,11 @@ def _values(archive: memoryview, name: str, shape: tuple[torch.dtype, tuple[int,
             return torch.empty(sizes, dtype=dtype, device="cpu")
         values = torch.frombuffer(archive, dtype=dtype, count=math.prod(sizes), offset=before)
         return values if len(sizes) == 1 else values.view(sizes)
-    return load_tensor(bytes(archive), name, dtype, sizes)  # written by another version of torch, or not a plain one
+    return load_tensor(bytes(archive), name, dtype, sizes)  # written by another version of torch, or not a plain tensor
 
 
 def _same(one: torch.Tensor, other: torch.Tensor, dtype: torch.dtype) -> bool:
-    """By their bytes: a NaN is the same as itself."""
+    """Compare two tensors by their bytes, so that a NaN equals itself."""
     left, right = (value.to(dtype).flatten().view(torch.uint8) for value in (one, other))
     return torch.equal(left, right)
 
@@ -327,7 +327,7 @@ def _bytes_of(data: torch.Tensor) -> memoryview:
 
 
 def _check_whole(handle: int, file: CheckpointFile) -> None:
-    """One whose parts have no checksums."""
+    """Compare the checksum of a whole file, whose parts have none."""
     hasher = xxhash.xxh3_128()
     for begin in range(0, file.nbytes, RUN):
         hasher.update(_bytes_of(_read(handle, begin, min(RUN, file.nbytes - begin), file.name)))

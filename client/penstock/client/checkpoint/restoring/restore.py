@@ -1,15 +1,14 @@
-"""A checkpoint -> the objects of a training job, on as many ranks as it has now.
+"""Restore of a checkpoint into the objects of a training job, on any number of ranks.
 
-What is loaded follows from what was saved, and not from what the objects happen to hold: an optimizer that has made no
-step has no state to be filled, and a loader's state has other parts than it had. Each rank reads what it needs, by
-itself; DTensors take their part of what is there, whoever wrote it.
+What is loaded follows from what was saved, not from what the objects hold: an optimizer that has made no step has no
+state to fill, and a loader's state may have other parts than before. Each rank reads what it needs by itself; DTensors
+take their part, whichever rank wrote it.
 
-First all is read, hashed and held against what it goes into, and then all of it is handed over: so a checkpoint that is
-damaged, does not fit, or goes while it is read, leaves everything as it was.
+First everything is read, hashed and compared with its target, and only then loaded: a checkpoint that is damaged, does
+not fit, or is deleted while it is read, leaves everything as it was.
 
-Reading unpickles nothing but what a checkpoint is made of: torch's index through a list of allowed classes
-(torch_index.py), tensors and objects by torch.load with weights_only, unless the caller vouches for the files
-(objects.py).
+Reading unpickles only what a checkpoint is made of: torch's index through a list of allowed classes (torch_index.py),
+tensors and objects by torch.load with weights_only, unless the caller trusts the files (objects.py).
 """
 
 from __future__ import annotations
@@ -53,14 +52,14 @@ from penstock.proto.state.checkpoint_files import (
 __all__ = ["LoadedCheckpoint", "PinnedCheckpoint", "chosen", "load"]
 
 SILENCE_S = 8.0
-"""Seconds that a save which somebody else is making is waited for without a sign of life: its machine may be gone."""
+"""Seconds without a sign of life after which another process's save is not waited for: its machine may be gone."""
 TRIES = 20
-"""Times that a checkpoint is chosen, when each is deleted before it can be pinned."""
+"""Attempts to choose a checkpoint, when each is deleted before it can be pinned."""
 
 
 @dataclass(frozen=True)
 class PinnedCheckpoint:
-    """A checkpoint to restore, which is not deleted as long as it is held."""
+    """A checkpoint to restore, which is not deleted while it is pinned."""
 
     path: Path
     step: int
@@ -70,7 +69,7 @@ class PinnedCheckpoint:
 
 @contextmanager
 def chosen(folder: Path, step: int | None, timeout_s: float, verify: bool) -> Iterator[PinnedCheckpoint | None]:
-    """Which checkpoint to restore; see AsyncCheckpointer.restore. Waits for a save that somebody else is making."""
+    """Yield the checkpoint to restore; see AsyncCheckpointer.restore. Waits for a save of another process."""
     _settle(folder, timeout_s)
     for turn in range(TRIES):
         found = _choose(folder, step)
@@ -107,23 +106,23 @@ def _choose(folder: Path, step: int | None) -> FoundCheckpoint | None:
 
 
 def _saved_by(metadata: Metadata, name: str) -> int:
-    """The rank that saved an object, which stands in the name of the file."""
+    """Return the rank that saved an object, which the file's name contains."""
     path: str = metadata.storage_data[MetadataIndex(name)].relative_path
     return int(path.rpartition("__")[2].partition("_")[0])
 
 
 def _through(handle: int) -> Path:
-    """The folder that a descriptor is of, whatever it is called by now."""
+    """Return a path of a descriptor's folder that stays valid when the folder is renamed."""
     return Path(f"/proc/self/fd/{handle}")
 
 
 def _settle(folder: Path, timeout_s: float) -> None:
-    """Undo what a stopped save left half done, once nobody is saving any more."""
+    """Undo a replacement that a stopped save left half done, once no save is running."""
     try:
         with locked(folder, timeout_s, silence_s=SILENCE_S):
             put_back(folder)
     except DeadlineError:
-        pass  # whoever it is will not be done; what is whole can be read all the same
+        pass  # that save will not end; complete checkpoints can be read all the same
     except PenstockError:
         raise
     except OSError:
@@ -131,26 +130,26 @@ def _settle(folder: Path, timeout_s: float) -> None:
 
 
 def _damaged(path: Path, wrong: str) -> CheckpointCorruptError:
-    """Names the newest good one, as far as sizes tell: `restore` reads that with the same care."""
+    """Return the error for a damaged checkpoint. It names the newest one whose sizes are right."""
     try:
         good = [one.step for one in checkpoints(path.parent) if one.path != path and not one.damage]
     except CheckpointError:
         good = []
-    offer = "There is no other"
+    offer = "There is no other checkpoint"
     if good:
-        offer = f"The newest good one is of step {good[0]}: restore(state, step={good[0]}) goes on from there"
+        offer = f"The newest good one is of step {good[0]}: restore(state, step={good[0]}) resumes from it"
     return CheckpointCorruptError(f"the checkpoint {path} is damaged: {wrong}. {offer}")
 
 
 @dataclass
 class LoadedCheckpoint:
-    """A checkpoint that was read and fits, and is not handed over yet."""
+    """A checkpoint that was read and fits, and is not loaded yet."""
 
     _entries: list[StateEntry]
     _fills: list[FillRequest]
 
     def put(self) -> None:
-        """Hand it over."""
+        """Load the values into their targets."""
         FillRequest.all_of(self._fills)
         for entry in self._entries:
             with entry.named_errors():
@@ -160,9 +159,9 @@ class LoadedCheckpoint:
 def load(
     path: Path, save: str, state: Mapping[str, Any], rank: int, threads: int, allow_unsafe_types: bool
 ) -> LoadedCheckpoint | None:
-    """Read what of the checkpoint at `path` goes into `state`; None if it is no longer the one that `save` made."""
+    """Read the part of the checkpoint at `path` that goes into `state`; None if another save has replaced it."""
     if not isinstance(state, Mapping):
-        raise InvalidArgumentError(f"restore into a {type(state).__name__}: give a dict, as for save")
+        raise InvalidArgumentError(f"restore: state must be a dict, got {type(state).__name__}")
     try:
         with pinned(path) as folder:
             manifest = read_manifest(_through(folder))

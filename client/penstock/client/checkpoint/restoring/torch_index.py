@@ -1,4 +1,4 @@
-"""torch's index of a checkpoint, `.metadata`: a pickle, read so that nothing in it can run, and believed in nothing."""
+"""Reader of torch's index of a checkpoint, `.metadata`: a pickle in which nothing can run, checked with the files."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import io
 import math
 import pickle
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from enum import EnumType
 from pathlib import Path
 from typing import Any
@@ -34,54 +34,65 @@ ALLOWED = {
         "_MEM_FORMAT_ENCODING",
     },
 }
-"""Module -> classes that torch's index is made of."""
+"""Module -> names that torch's index is made of."""
+PATH_KEYS = {str, int}
+"""Types of the keys that lead to a value in the state; torch writes no others."""
 LARGE = 1 << 30
-"""Bytes of a tensor that must have been written. A smaller one may repeat values that were written once."""
+"""Bytes. A larger tensor must have been written in full; a smaller one may repeat values that were written once."""
 
 
 def read_index(data: bytes, where: Path, files: Mapping[str, int]) -> Metadata:
-    """The index that was written as `data`.
+    """Return the index that was written as `data`.
 
     Args:
+        where: path of the index, for errors.
         files: name -> bytes of the checkpoint's files.
 
-    Raises CheckpointCorruptError, naming `where`, for what is no index, or not that of these files.
+    Raises CheckpointCorruptError, naming `where`, if `data` is not an index, or not the index of these files.
     """
     try:
         metadata = _Index(io.BytesIO(bounded(data))).load()
         if not isinstance(metadata, Metadata):
-            raise TypeError(f"it holds a {type(metadata).__name__} and no index")
+            raise TypeError(f"it must hold torch's Metadata, got {type(metadata).__name__}")
         _check(metadata, files)
     except CheckpointCorruptError:
         raise
-    except Exception as error:  # whatever a pickle of any content leads to
+    except Exception as error:  # a pickle of arbitrary content can raise anything
         raise CheckpointCorruptError(f"{where} cannot be read: {error or type(error).__name__}") from error
     return metadata
 
 
 def _check(metadata: Metadata, files: Mapping[str, int]) -> None:
-    """Raises whatever it comes to for an index that restoring could not go by."""
+    """Raise for an index that cannot be restored from.
+
+    Nothing in it is hashed, printed or multiplied before its type is known: that could take centuries for tuples in
+    tuples, and `bounded` has checked only the keys of dicts.
+    """
     written: Counter[str] = Counter()
     for index, info in metadata.storage_data.items():
-        if info.relative_path not in files:
-            raise ValueError(f"{index.fqn!r} is in {info.relative_path!r}, which is no file of the checkpoint")
+        if type(info.relative_path) is not str or info.relative_path not in files:
+            raise ValueError(f"{index.fqn!r} is in a file that the checkpoint does not have")
         if not 0 <= info.offset <= info.offset + info.length <= files[info.relative_path]:
-            raise ValueError(f"{index.fqn!r} is at bytes that {info.relative_path} does not have")
+            raise ValueError(f"{index.fqn!r} is at bytes beyond the end of {info.relative_path}")
         written[index.fqn] += info.length
     for name, saved in metadata.state_dict_metadata.items():
         if name not in written or name not in metadata.planner_data:
-            raise ValueError(f"{name!r} has no place")
+            raise ValueError(f"{name!r} has no position in a file, or no path in the state")
         if isinstance(saved, TensorStorageMetadata):
             _check_tensor(name, saved, written[name])
     for name, path in metadata.planner_data.items():
         if name not in metadata.state_dict_metadata or not path or not isinstance(path, tuple):
-            raise ValueError(f"{name!r} has no place")
+            raise ValueError(f"{name!r} has a path, and nothing was saved under that name")
+        if not PATH_KEYS.issuperset(map(type, path)):
+            raise TypeError(f"{name!r} has a path with keys other than str and int")
 
 
 def _check_tensor(name: str, saved: TensorStorageMetadata, written: int) -> None:
+    if not all(isinstance(size, torch.Size) for size in (saved.size, *_sizes(saved))):
+        raise TypeError(f"{name!r} has sizes other than torch.Size")
     count, dtype = math.prod(saved.size), saved.properties.dtype
     if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"{name!r} has the dtype {dtype!r}")
+        raise TypeError(f"{name!r} must have a torch.dtype, got {type(dtype).__name__}")
     if count * dtype.itemsize > max(written, LARGE):
         raise ValueError(f"{name!r} has {count:,} values, and {written:,} bytes were written")
     parts = 0
@@ -94,20 +105,25 @@ def _check_tensor(name: str, saved: TensorStorageMetadata, written: int) -> None
         raise ValueError(f"{name!r} has {count:,} values, and its parts have {parts:,}")
 
 
+def _sizes(saved: TensorStorageMetadata) -> Iterator[object]:
+    for chunk in saved.chunks:
+        yield from (chunk.offsets, chunk.sizes)
+
+
 class _Index(pickle.Unpickler):
-    """Of torch's index, which is a pickle: makes objects of the classes that it is made of, and no others."""
+    """Unpickler of torch's index, which makes objects only of the classes that an index is made of."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):
-            return _member  # by which some versions of Python write the members of an enum
+            return _member  # some versions of Python pickle an enum's members by it
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if name not in ALLOWED.get(module, ()) and not is_dtype:
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no index needs")
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is not part of an index")
         return super().find_class(module, name)
 
 
 def _member(kind: Any, name: Any) -> Any:
-    """getattr of anything else would be a way to whatever there is."""
-    if not isinstance(kind, EnumType) or name not in kind.__members__:
-        raise pickle.UnpicklingError(f"it asks for {name!r} of {kind!r}, which no index needs")
+    """Return a member of an enum: getattr of anything else would lead to arbitrary code."""
+    if not isinstance(kind, EnumType) or type(name) is not str or name not in kind.__members__:
+        raise pickle.UnpicklingError("it asks for an attribute that is not a member of an enum")
     return kind[name]

@@ -1,7 +1,7 @@
-"""What the ranks agree on before each save: that they save the same step, what each of them writes, and how long it is.
+"""Agreement of the ranks before each save: the step, what each rank writes, and the length of it.
 
-One exchange of a few hundred bytes, as long as no rank's state has another topology than last time. All of it is
-decided by every rank for itself, from the same answers: so all go on, or all raise.
+One exchange of a few hundred bytes, as long as no rank's state has another structure than at the last save. Every rank
+decides by itself, from the same answers: so all continue, or all raise.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ _log = logging.getLogger("penstock.checkpoint")
 
 @dataclass(frozen=True)
 class AgreedSave:
-    """A save that all ranks go on with."""
+    """A save that all ranks have agreed on."""
 
     save: str
-    """Its id, hexadecimal."""
+    """Id of the save, hexadecimal."""
     plan: GlobalPlan
     lengths: list[dict[Key, int]]
-    """By rank, of what is not framed."""
+    """Bytes of each item that is not framed, by rank."""
     collected: CollectedState
     objects: dict[Key, bytes]
-    """What is not framed of this rank's."""
+    """Bytes of this rank's items that are not framed."""
     flying: list[str]
     """Ids of the saves that are in flight on any rank."""
 
 
 class Agreement:
-    """Keeps what the ranks agreed on for as long as it holds.
+    """The plan that the ranks agreed on, kept for as long as it holds.
 
     Args:
         threads, hint: files of each rank; see `assign`.
@@ -57,19 +57,19 @@ class Agreement:
         self._checked = check_replicas and ranks.size > 1
         self._signature: list[Any] | None = None
         self._items: list[LocalItem] = []
-        """Of this rank."""
+        """Items of this rank."""
         self._everybody: list[list[LocalItem]] = []
         self._plan: GlobalPlan | None = None
         self._warned: set[str] = set()
         self._tried: set[str] = set()
-        """Objects that were tried to be loaded."""
+        """Names of objects for which a load was tried."""
 
     def on(
         self, step: int, folder: Path, state: Mapping[str, Any], earlier: list[CheckpointError], flying: list[str]
     ) -> AgreedSave:
         """Agree on a save.
 
-        earlier: what this rank knows of saves that failed and that no rank has raised yet; emptied when it is raised.
+        earlier: failures of this rank's earlier saves that no rank has raised yet; emptied when they are raised.
         flying: ids of this rank's saves in flight.
 
         Raises what AsyncCheckpointer.save does, on all ranks.
@@ -81,12 +81,12 @@ class Agreement:
         def part() -> dict[str, Any]:
             nonlocal collected, objects, known
             if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 10**18:
-                raise InvalidArgumentError(f"save(step={step!r}): a step is a whole number from 0")
+                raise InvalidArgumentError(f"save: step must be an int >= 0, got {step!r}")
             collected = collect(state, self._ranks.rank, self._ranks.size)
             if collected.signature != self._signature:
                 self._plan, self._items, self._signature = None, collected.items(), collected.signature
             objects = object_bytes(collected, self._items)
-            self._tell_opaque(collected, objects)
+            self._warn_of_opaque(collected, objects)
             if self._checked and self._plan is not None:
                 known = digests(collected, self._items, objects, self._plan.shared)
             return {
@@ -121,8 +121,8 @@ class Agreement:
         everywhere = sorted({save for answer in answers for save in answer["flying"]})
         return AgreedSave(answers[0]["save"], self._plan, lengths, collected, objects, everywhere)
 
-    def _tell_opaque(self, collected: CollectedState, objects: dict[Key, bytes]) -> None:
-        """Say once, at the save, what a restore will not load unasked."""
+    def _warn_of_opaque(self, collected: CollectedState, objects: dict[Key, bytes]) -> None:
+        """Log once, at the save, which objects a restore loads only with allow_unsafe_types."""
         for name, kind in collected.opaque.items():
             if name in self._tried or (name, None) not in objects:
                 continue
@@ -131,7 +131,7 @@ class Agreement:
                 load_object(objects[name, None], name, "", unsafe=False)
             except CheckpointError:
                 _log.warning(
-                    "%r of the state to save holds %s: restore loads that only with allow_unsafe_types=True", name, kind
+                    "%r of the state to save holds %s: restore loads it only with allow_unsafe_types=True", name, kind
                 )
 
     def _replan(self, collected: CollectedState) -> GlobalPlan:
@@ -149,7 +149,7 @@ class Agreement:
         if objects:
             raise CheckpointError(
                 f"ranks have different values under one name, of which a checkpoint holds one: {'; '.join(objects)}. "
-                "Give each rank's value a name with the rank in it, or say check_replicas=False to save any of them"
+                "Give each rank's value a name with the rank in it, or set check_replicas=False to save any of them"
             )
         new = [text for name, text in tensors.items() if name not in self._warned]
         self._warned.update(tensors)
@@ -166,11 +166,11 @@ def _check(answers: list[dict[str, Any]]) -> None:
     for what in ("step", "folder"):
         if any(answer[what] != answers[0][what] for answer in answers):
             said = ", ".join(f"rank {rank}: {answer[what]!r}" for rank, answer in enumerate(answers))
-            raise InvalidArgumentError(f"the ranks save together, but not the same {what}: {said}")
+            raise InvalidArgumentError(f"all ranks must save the same {what}, got {said}")
     for key, (_, num_boxes) in (pair for answer in answers for pair in answer["loaders"].items()):
         boxes = sorted(answer["loaders"][key][0] for answer in answers if key in answer["loaders"])
         if num_boxes > 1 and len(answers) > 1 and 0 not in boxes:
             raise InvalidArgumentError(
-                f"{key!r} is a loader of {num_boxes} boxes, and the ranks that save it have boxes {boxes}: the one "
-                "with box 0 asks for the state of all, so it has to be among them"
+                f"{key!r} is a loader of {num_boxes} boxes, and the ranks that save it have boxes {boxes}: add the "
+                "rank with box 0, which fetches the state of all boxes"
             )

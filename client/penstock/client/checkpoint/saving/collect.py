@@ -1,7 +1,7 @@
-"""What the user gave to be saved -> named values: a flat dict as torch.distributed.checkpoint would name them.
+"""Collection of the state to save as a flat dict of named values, with torch.distributed.checkpoint's names.
 
-Modules and optimizers are taken by names that fit any number of ranks (parameter_names.py, optimizers.py). A loader's
-state is one object, whatever is in it (loader_states.py).
+Modules and optimizers get names that fit any number of ranks (parameter_names.py, optimizers.py). A loader's state is
+one object, whatever it contains (loader_states.py).
 """
 
 from __future__ import annotations
@@ -41,32 +41,32 @@ __all__ = [
 ]
 
 OURS = "__penstock__"
-"""Under it, at the top: what is needed to restore a state as it was."""
+"""Top-level key for what is needed to restore a state as it was."""
 CONTAINERS, RECIPES, OPTIMIZERS = "containers", "recipes", "optimizers"
-"""What is kept there by each rank: how dicts were, values that are saved as what they are made of, and what torch's
+"""Tables of each rank under that key: kinds and keys of dicts, recipes of encoded values, and what torch's
 `load_state_dict` would change of optimizers' states."""
 KINDS: dict[str, Any] = {"Counter": Counter, "OrderedDict": OrderedDict}
-"""Mappings that are restored as what they were; others as dicts."""
+"""Mappings that are restored with their own type; others become dicts."""
 
 
 @dataclass
 class CollectedState:
-    """What this rank has, under names of its own making."""
+    """Values of this rank, by name."""
 
     values: dict[str, Any]
     paths: dict[str, tuple[Any, ...]]
     """Name -> the keys that lead to it."""
     signature: list[Any]
-    """As long as it is the same, so is the plan."""
+    """Structure of the state; as long as it is the same, so is the plan."""
     loaders: dict[str, tuple[int, int]]
-    """Of each loader: its box and the number of boxes of its run."""
+    """Key of a loader -> its box, and the number of boxes of its run."""
     recipes: dict[str, Any]
-    """Of what is saved as something plainer than it is: how to make it again (plain_values.py)."""
+    """Name -> recipe to make a value again that is saved as plainer values (plain_values.py)."""
     opaque: dict[str, str]
-    """Of objects that are not: what stands in them."""
+    """Name of any other object -> the class in it that has no recipe."""
 
     def items(self) -> list[LocalItem]:
-        """All of it as write items."""
+        """Return everything as write items."""
         tensors, found = TensorItems(), []
         for name, value in self.values.items():
             if type(value) in PLAIN:
@@ -78,13 +78,13 @@ class CollectedState:
         return found
 
     def tensor(self, one: LocalItem) -> torch.Tensor:
-        """What is saved of an item: a tensor, or a part of one."""
+        """Return the tensor of an item, or the part of one."""
         value = self.values[one.key[0]]
         found: torch.Tensor = value if type(value) in LEAVES else find_state_dict_object(self.values, one.torch_index)
         return found
 
     def _by_torch(self, name: str) -> list[LocalItem]:
-        """What is split, or says itself how it is saved."""
+        """Return items of a value that is split, or has its own rules for saving."""
         plan = create_default_local_save_plan({name: self.values[name]}, is_coordinator=True)
         return [
             LocalItem.of(
@@ -96,14 +96,14 @@ class CollectedState:
 
 
 def collect(state: Mapping[str, Any], rank: int, ranks: int) -> CollectedState:
-    """Raises InvalidArgumentError for a state that has no names, or none that can be told apart."""
+    """Collect the state to save. Raises InvalidArgumentError for a state without names, or with ambiguous ones."""
     if not isinstance(state, Mapping) or not all(isinstance(key, str) and key for key in state):
         raise InvalidArgumentError(
-            f"the state to save is a {type(state).__name__}: give a dict of names and what is under them, like "
+            f"the state to save must be a dict of names and values, got {type(state).__name__}: save "
             '{"model": model, "optimizer": optimizer, "loader": loader}'
         )
     if OURS in state:
-        raise InvalidArgumentError(f"{OURS!r} is a name of Penstock's own: give what is under it another one")
+        raise InvalidArgumentError(f"the state to save must not have the key {OURS!r}, which Penstock uses: rename it")
     nested: dict[str, Any] = {}
     for key, value in state.items():
         if isinstance(value, Loader):
@@ -119,8 +119,8 @@ def collect(state: Mapping[str, Any], rank: int, ranks: int) -> CollectedState:
             continue
         if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
             raise InvalidArgumentError(
-                f"{name!r} of the state to save is a {type(value).__name__}, whose state is only taken where it has a "
-                f"name at the top: give it one, or its state_dict()"
+                f"{name!r} of the state to save is a {type(value).__name__}, which must be at the top of the state: "
+                f"move it there, or save its state_dict()"
             )
     for path in _empty(nested, ()):
         name = ".".join(map(str, path))
@@ -144,7 +144,7 @@ def collect(state: Mapping[str, Any], rank: int, ranks: int) -> CollectedState:
 
 
 def _flatten(value: Any, path: tuple[Any, ...], values: dict[str, Any], paths: dict[str, tuple[Any, ...]]) -> None:
-    """Add what is in a nested value, by the names of torch's `flatten_state_dict`, which takes four times as long."""
+    """Add the leaves of a nested value, with the names of torch's `flatten_state_dict`, which is four times slower."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             _flatten_into(inner, (*path, str(key)), values, paths)
@@ -164,16 +164,16 @@ def _flatten_into(value: Any, path: tuple[Any, ...], values: dict[str, Any], pat
 
 
 def _is_flattened(value: Any) -> bool:
-    """Whether torch gives what is in a value names of its own: of dicts, and of lists of tensors or dicts."""
+    """Return whether torch names the contents of a value: those of dicts, and of lists of tensors or dicts."""
     return isinstance(value, Mapping) or (
         isinstance(value, list) and any(isinstance(inner, torch.Tensor) or _is_flattened(inner) for inner in value)
     )
 
 
 def _made_plain(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Replace objects by what is saved for them: the recipes by name, and what could not be replaced.
+    """Replace objects by what is saved for them; return recipes by name, and what could not be replaced.
 
-    Raises InvalidArgumentError for tensors that nobody could restore.
+    Raises InvalidArgumentError for tensors that cannot be restored.
     """
     recipes, opaque = {}, {}
     for name, value in values.items():
@@ -201,7 +201,7 @@ def _unrestorable(tensor: torch.Tensor) -> str:
 
 
 def _empty(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
-    """Where there are dicts without anything in them, which flattening loses."""
+    """Yield the paths of empty dicts, which flattening loses."""
     if isinstance(value, Mapping):
         if not value and path:
             yield path
@@ -215,7 +215,7 @@ def _empty(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
 
 
 def _containers(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Dicts that are not as flattening takes them, with string keys and of no special kind: place -> how they were."""
+    """Yield (path, description) of dicts that flattening changes: other keys than texts, or a type of their own."""
     if isinstance(value, Mapping):
         keys = {str(key): key for key in value if type(key) is not str and _is_plain(key)}
         coded = {str(key): _coded(key, path) for key in value if type(key) is not str and not _is_plain(key)}
@@ -238,25 +238,25 @@ def _container(value: Mapping[Any, Any]) -> str:
 
 
 def _coded(key: Any, path: tuple[Any, ...]) -> list[Any]:
-    """A key as what it is made of, and the recipe. Raises InvalidArgumentError for one that would become a text."""
+    """Return a key as plain values, and the recipe. Raises InvalidArgumentError for a key that would become a text."""
     encoded = encode(key)
     if encoded.opaque:
         raise InvalidArgumentError(
             f"{'.'.join(map(str, path))!r} of the state to save has the key {key!r} of {type(key).__qualname__}, which "
-            "would come back as a text: give it numbers, texts or tuples of such"
+            "would be restored as a text: use numbers, texts or tuples of these"
         )
     return [encoded.value, encoded.recipe]
 
 
 def _is_plain(key: Any) -> bool:
-    """A key that is no string and can be loaded without asking what it is."""
+    """Return whether a key other than a text is a plain value, or a tuple of such."""
     if type(key) is tuple:
         return all(type(part) is str or _is_plain(part) for part in key)
     return type(key) in (int, float, bool, type(None))
 
 
 def with_containers(value: Any, containers: dict[str, dict[str, Any]], path: tuple[Any, ...] = ()) -> Any:
-    """A nested state with the dicts that it had. containers: place, its path joined by dots -> how it was."""
+    """Return a nested state with its original dicts. containers: path, joined by dots -> description of the dict."""
     if not containers:
         return value
     if isinstance(value, dict):
@@ -272,7 +272,7 @@ def with_containers(value: Any, containers: dict[str, dict[str, Any]], path: tup
 
 
 def _state_of(key: str, value: Any, state: Mapping[str, Any]) -> Any:
-    """The state of one entry of the dict to save."""
+    """Return the state of one entry of the dict to save."""
     if isinstance(value, torch.optim.Optimizer):
         return named_state(value, parameter_names(value, state, key))
     if isinstance(value, nn.Module):
@@ -283,7 +283,7 @@ def _state_of(key: str, value: Any, state: Mapping[str, Any]) -> Any:
 
 
 def module_state(module: nn.Module) -> dict[str, Any]:
-    """A module's state_dict, by names without those of what wraps modules inside it."""
+    """Return a module's state_dict, with names without those of wrappers inside it."""
     plain = module.state_dict()
     clean = clean_keys(module, list(plain))
     return type(plain)((clean[name], value) for name, value in plain.items())
@@ -300,9 +300,9 @@ def _kind(value: Any) -> Any:
 
 
 def object_bytes(collected: CollectedState, items: list[LocalItem]) -> dict[Key, bytes]:
-    """What torch.save writes for everything that is not a plain tensor.
+    """Return torch.save's bytes for everything that is not a plain tensor.
 
-    Raises InvalidArgumentError, with the name, for what cannot be saved.
+    Raises InvalidArgumentError, with the name, for a value that cannot be saved.
     """
     found = {}
     for one in items:

@@ -1,9 +1,9 @@
-"""Which file each thing that a rank saves goes into: pure arithmetic over names and sizes.
+"""Assignment of a rank's items to files: pure arithmetic over names and sizes.
 
-Tensors by size, the largest first, each into the file that has least so far: so files end up of one length, and threads
-that write one each are done together. (Largest first into the emptiest is at most 4/3 of the best possible: R. L.
-Graham, "Bounds on multiprocessing timing anomalies", SIAM J. Appl. Math. 17, 1969.) Objects in turn, for they are
-small.
+Tensors go by size, the largest first, each into the file with the fewest bytes so far. So files have nearly equal
+lengths, and threads that write one each finish together. (The longest is at most 4/3 of the best possible: R. L.
+Graham, "Bounds on multiprocessing timing anomalies", SIAM J. Appl. Math. 17, 1969.) Objects go into the files in turn,
+because they are small.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ SUFFIX = ".distcp"
 
 
 class Item(NamedTuple):
-    """Something to be saved."""
+    """An item to save."""
 
     name: str
     nbytes: int | None
-    """Of a tensor's part that is saved here; None for an object, whose size nobody plans with."""
+    """Bytes of the part of a tensor that is saved; None for an object, whose size is not planned with."""
 
 
 @dataclass(frozen=True)
@@ -33,20 +33,20 @@ class Bucket:
 
     name: str
     items: tuple[int, ...]
-    """Places in the list of items: tensors, the largest first, and then objects."""
+    """Indexes in the list of items: tensors, the largest first, and then objects."""
 
 
 def assign(items: Sequence[Item], prefix: str, buckets: int, hint: str | None = None) -> list[Bucket]:
-    """The files for `items`; none is empty.
+    """Return the files for `items`; none is empty.
 
     Args:
-        prefix: the file names' beginning, which differs from rank to rank: "__0_".
-        buckets: files at most, for each side of the hint.
-        hint: what has a name that begins with this goes into files of its own.
+        prefix: beginning of the file names, which differs from rank to rank: "__0_".
+        buckets: largest number of files, with and without the hint each.
+        hint: prefix of names that go into files of their own.
     """
     matching = [place for place, item in enumerate(items) if hint and item.name.startswith(hint)]
     others = sorted(set(range(len(items))) - set(matching))
-    own = re.sub(r"[^A-Za-z0-9_-]", "_", hint or "")[:100]  # names of files have an end
+    own = re.sub(r"[^A-Za-z0-9_-]", "_", hint or "")[:100]  # file names have a limited length
     return _split(items, others, prefix, buckets) + _split(items, matching, f"{own}{prefix}", buckets)
 
 

@@ -1,7 +1,7 @@
-"""torch's index of a checkpoint, described for the writer, which makes the pickle of it without torch.
+"""Description of torch's index of a checkpoint, from which the writer makes the pickle without torch.
 
-See penstock/proto/state/checkpoint_index.py. Here is what knows torch: its classes and values are pickled by Python's
-own pickler, and all else is named by where the pickler put them.
+See penstock/proto/state/checkpoint_index.py. Only this module uses torch's classes: they and their values are pickled
+by Python's own pickler, and everything else refers to them by their places in the pickler's memo.
 """
 
 from __future__ import annotations
@@ -23,14 +23,13 @@ from penstock.proto.state.checkpoint_index import ATTRIBUTES, DescribedIndex
 __all__ = ["Stored", "described"]
 
 Stored = tuple[tuple[str, tuple[int, ...] | None], int | None, int, int]
-"""Of an archive: name and offset in the tensor, and the hint, of torch's MetadataIndex; and where it is in its file:
-offset and bytes."""
+"""An archive: name, offset in the tensor and hint of torch's MetadataIndex; then offset and bytes in its file."""
 PROTOCOL = 3
-"""The last one without frames, which could not be put into another pickle."""
+"""The last pickle protocol without frames, which cannot be embedded in another pickle."""
 
 
 class _Parts:
-    """Values that are pickled together. Each object has one number, however often it is needed."""
+    """Values that are pickled together. Each object has one number, however often it is used."""
 
     def __init__(self) -> None:
         self._values: list[Any] = []
@@ -44,7 +43,7 @@ class _Parts:
         return number
 
     def pickled(self) -> tuple[bytes, int, list[int]]:
-        """Their pickle, how many places its memo has, and in which of them each part is."""
+        """Return the pickle, the number of places in its memo, and each part's place."""
         file = io.BytesIO()
         pickler = pickle.Pickler(file, PROTOCOL)
         pickler.dump(self._values)
@@ -53,7 +52,7 @@ class _Parts:
 
 
 def described(metadata: Metadata, files: Iterable[tuple[str, Iterable[Stored]]]) -> bytes:
-    """`metadata`, with what lies in these files as its `storage_data`."""
+    """Return the description of `metadata`, with the contents of these files as its `storage_data`."""
     parts = _Parts()
     number = parts.number
     for one in (Metadata, TensorStorageMetadata, MetadataIndex, StorageInfo, *ATTRIBUTES):

@@ -1,16 +1,17 @@
-"""What each rank saves, and where it will lie: torch's plan, made once and kept while the state keeps its topology.
+"""Plan of what each rank saves and where: torch's plan, made once and kept while the state keeps its structure.
 
-torch.distributed.checkpoint plans a save anew each time: a write item for each tensor on each rank, a gather of all
-of them, a scatter. For an unchanged model the outcome is the same, so here it is agreed on once (`agree`) and then only
-compared (`Collected.signature`). What differs from save to save are the lengths of objects: each rank tells its own.
+torch.distributed.checkpoint plans each save anew: a write item for each tensor on each rank, a gather of all of them, a
+scatter. For an unchanged model the outcome is the same, so here the ranks agree on it once (`agree`) and then only
+compare signatures (`CollectedState.signature`). Only the lengths of objects differ from save to save: each rank sends
+its own.
 
 A layout is complete before anything is written: the length of a tensor's archive follows from its dtype and shape
-(torch_frames.py). So torch's `.metadata` can be described at once too (index_description.py), and nobody has to report
-back for it.
+(torch_frames.py). So torch's `.metadata` can be described at once too (index_description.py), without reports from the
+writers.
 
 A state has thousands of entries, and the first save plans each of them while the training waits. So an entry is one
-tuple, what is said of tensors of one dtype and shape is one object, and torch's own, slower, kinds of items are made
-where torch's planner is asked.
+tuple, tensors of one dtype and shape share one description, and torch's slower kinds of items are made only for torch's
+planner.
 """
 
 from __future__ import annotations
@@ -50,27 +51,27 @@ __all__ = [
 ]
 
 DCP_VERSION = "1.0.0"
-"""Of torch's checkpoint format, as FileSystemWriter writes it."""
+"""Version of torch's checkpoint format, as FileSystemWriter writes it."""
 
 Key = tuple[str, tuple[int, ...] | None]
-"""What is saved: its name and, for a part of a tensor, where that begins."""
+"""Name of a saved item and, for a part of a tensor, its offset in the tensor."""
 
 
 class LocalItem(NamedTuple):
-    """Something that one rank could save."""
+    """An item that one rank could save."""
 
     key: Key
     hint: int | None
-    """Where torch's reader looks first for the part among the tensor's parts."""
+    """Index at which torch's reader looks first for the part among the tensor's parts."""
     data: TensorWriteData | None
-    """None for an object."""
+    """Description of a tensor; None for an object."""
     frame: TorchFrame | None
-    """Of a plain tensor, whose archive is its frame and its values; else torch.save's bytes, as long as they are."""
+    """Frame of a plain tensor, whose archive is the frame and the values; None: torch.save's bytes, of any length."""
     kind: WriteItemType
 
     @classmethod
     def of(cls, item: WriteItem, framed: bool) -> LocalItem:
-        """One of torch's. framed: it is a plain tensor."""
+        """Return an item of torch's. framed: it is a plain tensor."""
         index, data = item.index, item.tensor_data
         frame = frame_of(data.properties.dtype, tuple(data.chunk.sizes)) if framed and data is not None else None
         return cls((index.fqn, index.offset), index.index, data, frame, item.type)
@@ -81,19 +82,19 @@ class LocalItem(NamedTuple):
 
     @property
     def torch_index(self) -> MetadataIndex:
-        """Torch's name for it."""
+        """Return torch's name of the item."""
         return MetadataIndex(*self.key, self.hint)
 
     @property
     def item(self) -> WriteItem:
-        """For torch's planner."""
+        """Return the item for torch's planner."""
         return WriteItem(self.torch_index, self.kind, tensor_data=self.data)
 
 
 class TensorItems:
-    """Makes items of whole plain tensors, as torch's planner does.
+    """Maker of items of whole plain tensors, like torch's planner.
 
-    What is said of tensors of one dtype and shape is one object: so it is made once, described once, and loaded once.
+    Tensors of one dtype and shape share one description: it is made once, pickled once, and loaded once.
     """
 
     def __init__(self) -> None:
@@ -113,7 +114,7 @@ class TensorItems:
 
 
 def encode_items(items: Sequence[LocalItem], paths: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
-    """As JSON, for the other ranks. paths: name -> the keys that lead to it."""
+    """Return the items as JSON values for the other ranks. paths: name -> the keys that lead to it."""
     rows: list[Any] = []
     for one in items:
         data, (name, offset) = one.data, one.key
@@ -143,17 +144,17 @@ def decode_items(value: dict[str, Any]) -> tuple[list[LocalItem], dict[str, tupl
 
 @dataclass(frozen=True)
 class FileLayout:
-    """One file of one rank: archives one after the other, the framed ones first."""
+    """A file of one rank: archives one after the other, the framed ones first."""
 
     name: str
     framed: tuple[tuple[LocalItem, int], ...]
-    """With the offset of each in the file."""
+    """Framed items, each with its offset in the file."""
     framed_bytes: int
     others: tuple[LocalItem, ...]
-    """Whose lengths differ from save to save."""
+    """Items whose lengths differ from save to save."""
 
     def places(self, lengths: dict[Key, int]) -> tuple[list[int], int]:
-        """Offset of each of the others, and the length of the file."""
+        """Return the offset of each of the others, and the length of the file."""
         places, offset = [], self.framed_bytes
         for one in self.others:
             offset = _aligned(offset)
@@ -162,7 +163,7 @@ class FileLayout:
         return places, offset
 
     def stored(self, lengths: dict[Key, int]) -> Iterator[Stored]:
-        """What torch's index says of each of its archives."""
+        """Yield the entry of torch's index for each archive."""
         for one, offset in self.framed:
             assert one.frame is not None
             yield one.key, one.hint, offset, one.frame.length
@@ -179,25 +180,25 @@ class RankLayout:
 
 @dataclass
 class GlobalPlan:
-    """What all ranks agreed on."""
+    """Plan that all ranks agreed on."""
 
     layouts: list[RankLayout]
     metadata: Metadata
-    """Without where things are stored."""
+    """torch's index without `storage_data`."""
     shared: dict[Key, list[int]]
-    """What several ranks have and one saves -> those ranks."""
+    """Key that several ranks have and one saves -> those ranks."""
     _made: tuple[Any, bytes] | None = field(default=None)
-    """Lengths, and the description for them."""
+    """Lengths, and the index description for them."""
 
     def files(self, lengths: Sequence[dict[Key, int]]) -> list[list[tuple[str, int]]]:
-        """(name, bytes) of the files of each rank. lengths: by rank, of what is not framed."""
+        """Return (name, bytes) of each rank's files. lengths: by rank, of the items that are not framed."""
         return [
             [(file.name, file.places(lengths[rank])[1]) for file in layout.files]
             for rank, layout in enumerate(self.layouts)
         ]
 
     def index(self, lengths: Sequence[dict[Key, int]]) -> bytes:
-        """A description of `.metadata`, for the writer to make it of. Made anew only if a length has changed."""
+        """Return the description of `.metadata` for the writer. Made anew only if a length has changed."""
         if self._made is None or self._made[0] != lengths:
             files = [
                 (file.name, file.stored(lengths[rank]))
@@ -211,10 +212,10 @@ class GlobalPlan:
 def agree(
     everybody: Sequence[tuple[list[LocalItem], dict[str, tuple[Any, ...]]]], buckets: int, hint: str | None
 ) -> GlobalPlan:
-    """The plan for what all ranks have to save. Every rank makes it for itself, of the same, and gets the same.
+    """Return the plan for all ranks. Every rank computes it from the same input, and gets the same.
 
     Args:
-        everybody: what `decode_items` returned, by rank.
+        everybody: results of `decode_items`, by rank.
         buckets, hint: as for `assign`.
 
     Raises CheckpointError where ranks contradict each other: one name for tensors of two shapes or dtypes, or for a
@@ -231,9 +232,9 @@ def agree(
 
 
 def _plan_alone(items: list[LocalItem], paths: dict[str, tuple[Any, ...]]) -> Metadata | None:
-    """The plan of a single rank that saves nothing but whole tensors and objects: no other could have any of it.
+    """Return the index of a single rank that saves only whole tensors and objects; None for anything else.
 
-    torch's planner would come to the same, and take four times as long.
+    torch's planner has the same result, and takes four times as long.
     """
     stored: dict[str, BytesStorageMetadata | TensorStorageMetadata] = {}
     objects, tensors = BytesStorageMetadata(), dict[int, TensorStorageMetadata]()
@@ -252,7 +253,7 @@ def _plan_alone(items: list[LocalItem], paths: dict[str, tuple[Any, ...]]) -> Me
 def _plan_together(
     everybody: Sequence[tuple[list[LocalItem], dict[str, tuple[Any, ...]]]],
 ) -> tuple[list[list[LocalItem]], Metadata]:
-    """What each rank saves, by torch's planner: what several have is saved by one of them."""
+    """Return the items that each rank saves, by torch's planner: one of several ranks saves what all of them have."""
     plans = [SavePlan([one.item for one in items], planner_data=paths) for items, paths in everybody]
     try:
         deduplicated, metadata = DefaultSavePlanner().create_global_plan(plans)
@@ -284,7 +285,7 @@ def _compare(everybody: Sequence[tuple[list[LocalItem], Any]]) -> dict[Key, list
 
 
 def lay_out(items: Sequence[LocalItem], prefix: str, buckets: int, hint: str | None) -> RankLayout:
-    """Where in which files the items of one rank lie; arguments as for `assign`."""
+    """Return the files of one rank, with the offsets of its items; arguments as for `assign`."""
     sizes = [Item(key[0], None if frame is None else frame.length) for key, _, _, frame, _ in items]
     files = []
     for bucket in assign(sizes, prefix, buckets, hint):

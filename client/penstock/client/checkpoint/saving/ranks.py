@@ -1,8 +1,8 @@
-"""What the ranks of a training job tell each other about a save: small values, as JSON, in a group of their own.
+"""Exchange of small values between the ranks of a training job: JSON over a process group of its own.
 
-A group of gloo, so that nothing needs a GPU or waits for its kernels, and with a timeout of its own, so that a rank
-that is gone is an error. Its collectives are made by the thread that trains, like the job's own. JSON and not pickle,
-for what comes from another machine is never unpickled here.
+The group uses gloo, so that nothing needs a GPU or waits for its kernels. It has a timeout of its own, so that a lost
+rank is an error. The training thread makes its collectives, like the job's own. Values are JSON and not pickle, because
+nothing from another machine is unpickled.
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ class Ranks:
     """The ranks that save and restore together.
 
     Args:
-        group: theirs; None: all of the job, or this process alone where torch.distributed is not initialised.
-        timeout_s: seconds that a rank may be busy before it comes; the others wait MARGIN_S longer.
+        group: their process group; None: all ranks of the job, or this process alone if torch.distributed is not
+            initialised.
+        timeout_s: seconds that a rank may be busy before it takes part; the others wait MARGIN_S longer.
 
-    Every rank of the group makes one, at the same place of the program.
+    Every rank of the group makes one, at the same point of the program.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, timeout_s: float) -> None:
         self.rank, self.size = 0, 1
         self.timeout_s = timeout_s
         self._group: dist.ProcessGroup | None = None
-        self._alone = not _initialized()  # or so it seems
+        self._alone = not _initialized()  # checked again at each exchange
         if _initialized() and dist.get_rank(group) < 0:
             raise InvalidArgumentError(
                 f"rank {dist.get_rank()} is not in the group that AsyncCheckpointer(group=...) names: only its members "
@@ -54,10 +55,10 @@ class Ranks:
             )
 
     def exchange(self, value: dict[str, Any]) -> list[dict[str, Any]]:
-        """All ranks' values, by rank. Raises CheckpointError if one does not answer in time, or has gone."""
+        """Return all ranks' values, by rank. Raises CheckpointError if a rank is lost or does not answer in time."""
         if self._alone and _initialized() and dist.get_world_size() > 1:
             raise CheckpointError(
-                "this AsyncCheckpointer was made before init_process_group, and takes this rank for the only one: make "
+                "this AsyncCheckpointer was made before init_process_group, and knows only this rank: make "
                 "it afterwards"
             )
         if self._group is None:
@@ -74,7 +75,7 @@ class Ranks:
         except RuntimeError as error:
             raise CheckpointError(
                 f"rank {self.rank} has lost the other {self.size - 1} ranks, or waited for them for more than "
-                f"{self.timeout_s + MARGIN_S:g} s; to save again where they live, make another AsyncCheckpointer: "
+                f"{self.timeout_s + MARGIN_S:g} s; to save again with ranks that run, make another AsyncCheckpointer: "
                 f"{error}"
             ) from error
         return [
@@ -82,17 +83,17 @@ class Ranks:
         ]
 
     def together(self, call: str, what: str, part: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
-        """Have every rank do its part: what all of them returned, by rank; or an error on all if one raised.
+        """Run `part` on every rank and return all results, by rank; raise on all ranks if one raised.
 
         Args:
-            call: the method that all of them are in.
-            what: for the error: "step 5 was not saved".
+            call: name of the method, which must be the same on all ranks.
+            what: beginning of the error: "step 5 was not saved".
         """
         mine: dict[str, Any] = {}
         failure: BaseException | None = None
         try:
             mine = part()
-        except BaseException as error:  # an interrupt too: the others wait for this rank's word, and get it first
+        except BaseException as error:  # an interrupt too: the others wait for this rank's answer, so send it first
             failure = error
         said = None if failure is None else [type(failure).__name__, str(failure)]
         answers = self.exchange({"call": call, "value": mine, "error": said})
@@ -118,6 +119,6 @@ def _initialized() -> bool:
 
 
 def _fitting(name: str) -> type[PenstockError]:
-    """The class of an error that another rank raised, if it is one of a checkpoint's."""
+    """Return the class of an error that another rank raised, if it is a checkpoint's; else CheckpointError."""
     kind = CATALOGUE[name].error if name in CATALOGUE else CheckpointError
     return kind if issubclass(kind, CheckpointError) else CheckpointError

@@ -1,8 +1,8 @@
-"""What several ranks have under one name, of which a checkpoint holds one copy: is it the same?
+"""Comparison of values that several ranks have under one name, of which a checkpoint holds one copy.
 
-torch.distributed.checkpoint takes it for granted and keeps one, whichever: a random state or a counter that differs by
-rank is lost without a word. Objects are compared whole, by value, and so are small tensors, such as a
-generator's state. Of larger ones 16 values are, spread over them: weights that have drifted apart differ nearly
+torch.distributed.checkpoint assumes that they are equal and keeps any one of them: a random state or a counter that
+differs by rank is lost silently. Objects are compared whole, by value, and so are small tensors, such as a generator's
+state. Of larger tensors 16 values are compared, spread over them: weights that have drifted apart differ nearly
 everywhere, and comparing all of them would take as long as saving.
 """
 
@@ -25,14 +25,14 @@ __all__ = ["compare", "digests", "summary"]
 
 SAMPLES = 16
 WHOLE = 16 << 10
-"""Bytes up to which a tensor is compared whole."""
+"""Largest number of bytes of a tensor that is compared whole."""
 OBJECT, TENSOR = "object", "tensor"
 
 
 def digests(
     collected: CollectedState, items: Sequence[LocalItem], objects: dict[Key, bytes], shared: dict[Key, list[int]]
 ) -> dict[Key, tuple[str, str]]:
-    """(kind, digest) of what this rank shares with others."""
+    """Return key -> (kind, digest) for the values that this rank shares with others."""
     found: dict[Key, tuple[str, str]] = {}
     groups: dict[tuple[torch.device, torch.dtype], list[tuple[Key, torch.Tensor]]] = defaultdict(list)
     for one in items:
@@ -57,7 +57,7 @@ def digests(
 
 
 def _object_digest(collected: CollectedState, one: LocalItem, objects: dict[Key, bytes]) -> str:
-    """By value: one text that is held twice is written otherwise than two that are equal."""
+    """Return the digest of an object's value; pickles of equal values may differ, by which texts are one object."""
     name = one.name
     value = collected.values.get(name)
     if isinstance(value, torch.Tensor) or type(value) in PLAIN:
@@ -66,7 +66,7 @@ def _object_digest(collected: CollectedState, one: LocalItem, objects: dict[Key,
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
-    """All values of a small tensor, and of a large one those at some places, in order; wherever they lie in memory."""
+    """Return all values of a small tensor, and `SAMPLES` of a large one, in logical order whatever the strides."""
     if tensor.nbytes <= WHOLE:
         return tensor.reshape(-1)
     step = tensor.numel() // SAMPLES
@@ -77,7 +77,7 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def summary(known: dict[Key, tuple[str, str]]) -> str:
-    """One digest of all."""
+    """Return one digest of all."""
     hasher = xxhash.xxh3_64()
     for key in sorted(known, key=str):
         hasher.update(f"{key}{known[key]}".encode())
@@ -85,9 +85,9 @@ def summary(known: dict[Key, tuple[str, str]]) -> str:
 
 
 def compare(answers: list[dict[str, Any]]) -> tuple[list[str], dict[str, str]]:
-    """What differs, for the user: objects, and tensors by name.
+    """Return texts for the values that differ: objects, and tensors by name.
 
-    answers: by rank, rows of name, offset, kind, digest.
+    answers: rows of name, offset, kind, digest, by rank.
     """
     first: dict[tuple[str, str], tuple[int, str, str]] = {}
     objects: dict[str, str] = {}

@@ -1,10 +1,10 @@
-"""One call of a checkpointer at a time, whatever threads make them and whatever signals come in the middle of one.
+"""Lock that lets one call into a checkpointer at a time, across threads and signal handlers.
 
-A signal handler runs between any two instructions of the main thread, also within a `save`, and may well save itself:
-that is what handlers for preemption do. It would find everything half done. So as long as a call holds the checkpointer
-signals are noted and their handlers run when it is through, on the same thread and before it returns. That is a matter
-of milliseconds: what is waited for, a save under way or another thread, is waited for with signals let through. A
-second signal of a kind is let through at any time, so that whoever presses Ctrl-C twice is heard.
+A signal handler runs between any two instructions of the main thread, also within a `save`, and may call `save` itself,
+as handlers for preemption do. It would find everything half done. So while a call holds the checkpointer, signals are
+recorded, and their handlers run at the end of the call, on the same thread and before it returns. That takes
+milliseconds: waiting for a save or another thread is done with signals let through. A second signal of a kind is let
+through at any time, so that a second Ctrl-C always works.
 """
 
 from __future__ import annotations
@@ -21,27 +21,29 @@ from penstock.proto.errors import CheckpointError, InvalidArgumentError
 __all__ = ["CallLock", "SignalWatch"]
 
 POLL_S = 0.002
-"""Between two looks whether another thread is through."""
+"""Seconds between two checks whether another thread has finished."""
 
 Handler = Callable[[int, Any], Any]
 
 
 class CallLock:
-    """Lets one call in at a time."""
+    """Lock of one checkpointer: one call at a time."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._owner = 0
-        """The thread that is inside; 0: none."""
+        """Id of the thread that holds the lock; 0: none."""
         self._call = ""
 
     @contextmanager
     def one(self, call: str, *, hold: bool = True) -> Iterator[None]:
-        """Be the only one inside.
+        """Hold the lock.
 
-        call: the method, for errors. hold: note signals meanwhile; without it, only while it begins and ends.
+        Args:
+            call: name of the method, for errors.
+            hold: record signals during the whole call; False: only while it begins and ends.
 
-        Raises CheckpointError where this thread is inside already: a signal handler, or a `state_dict` that saves.
+        Raises CheckpointError if this thread holds it already: in a signal handler, or in a `state_dict` that saves.
         """
         held = self._enter(call)
         try:
@@ -66,8 +68,8 @@ class CallLock:
                 held.let_through()
                 raise CheckpointError(
                     f"{call}() was called within {self._call}() of the same AsyncCheckpointer, by a signal handler or "
-                    "by what is saved: nothing was done. AsyncCheckpointer(on_signal=...) notes signals, to be asked "
-                    "for after a step"
+                    "by what is saved: nothing was done. Use AsyncCheckpointer(on_signal=...) and call signalled() "
+                    "after a step"
                 )
             if self._lock.acquire(blocking=False):
                 self._owner, self._call = threading.get_ident(), call
@@ -77,13 +79,13 @@ class CallLock:
 
 
 class _HeldSignals:
-    """Notes signals in the place of the program's handlers, from here to `let_through`."""
+    """Recorder of signals, in place of the program's handlers, until `let_through`."""
 
     def __init__(self) -> None:
         self._handlers: dict[int, Handler] = {}
         self._noted: list[int] = []
         self.firm = True
-        """No second signal gets through either."""
+        """True while a second signal is recorded too."""
         if threading.current_thread() is not threading.main_thread():
             return  # handlers run on the main thread
         try:
@@ -92,7 +94,7 @@ class _HeldSignals:
                 if callable(handler):
                     self._handlers[number] = handler
                     signal.signal(number, self._note)
-        except BaseException:  # of a handler that was not replaced yet
+        except BaseException:  # from a handler that was not replaced yet
             self.let_through()
             raise
 
@@ -103,7 +105,7 @@ class _HeldSignals:
             self._handlers[number](number, frame)
 
     def let_through(self) -> None:
-        """Put the handlers back, and run those whose signals came. Raises what they raise."""
+        """Restore the handlers, and run those whose signals arrived. Raises what they raise."""
         raised: BaseException | None = None
         left = [*self._handlers.items()]
         while left:
@@ -113,7 +115,7 @@ class _HeldSignals:
                     if signal.getsignal(number) == self._note:
                         signal.signal(number, handler)
                     left.pop()
-            except BaseException as error:  # of a handler that is back already; the others are to come back too
+            except BaseException as error:  # from a restored handler; restore the others too
                 raised = raised or error
         noted, self._noted = self._noted, []
         for number in noted:
@@ -126,16 +128,18 @@ class _HeldSignals:
 
 
 class SignalWatch:
-    """Notes signals for a loop that asks after each step. A second one of a kind acts as it would have without."""
+    """Recorder of signals for a loop that checks after each step. A second signal acts as if nothing were recorded."""
 
     def __init__(self, numbers: int | Iterable[int]) -> None:
-        """Raises InvalidArgumentError for what is no signal, or on a thread that gets none."""
+        """Install the handlers. Raises InvalidArgumentError for an invalid signal, or outside of the main thread."""
         wanted = [numbers] if isinstance(numbers, int) else [*numbers]
         self.received = 0
-        """The last one; 0: none."""
+        """Number of the last signal; 0: none."""
         self._before: dict[int, Any] = {}
         if wanted and threading.current_thread() is not threading.main_thread():
-            raise InvalidArgumentError("AsyncCheckpointer(on_signal=...): make it on the main thread, which gets them")
+            raise InvalidArgumentError(
+                "AsyncCheckpointer(on_signal=...) must be made on the main thread, which receives signals"
+            )
         for number in wanted:
             try:
                 self._before[number] = signal.signal(number, self._note)
@@ -159,7 +163,7 @@ class SignalWatch:
             signal.signal(number, signal.SIG_DFL if before is None else before)
 
     def close(self) -> None:
-        """Put the handlers back that there were."""
+        """Restore the previous handlers."""
         if threading.current_thread() is threading.main_thread():
             for number in self._before:
                 self._restore(number)

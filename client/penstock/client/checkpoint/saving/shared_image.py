@@ -1,11 +1,10 @@
 """Shared memory that holds the files of a checkpoint as they will lie on the disk.
 
-Staging copies each tensor to its place in a file, between the bytes that torch.save would put before and behind it, so
-the writer process has nothing to do but write. What does not change from save to save (all but the tensors' values)
-stays there.
+Staging copies each tensor to its position in a file, between the bytes that torch.save would write before and behind
+it, so that the writer process only writes. Everything but the tensors' values stays the same from save to save.
 
-A memfd: no name under /dev/shm, and the kernel frees it with the last process that maps it. All its pages are touched
-when it is made, for a page fault for each would double the time of the first copy.
+The memory is a memfd: it has no name under /dev/shm, and the kernel frees it with the last process that maps it. All
+its pages are allocated at once, because page faults would double the time of the first copy.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ def pages(nbytes: int) -> int:
 
 
 class SharedImage:
-    """`nbytes` of shared memory, a multiple of the page size.
+    """Shared memory of `nbytes`, rounded up to whole pages.
 
     Attributes:
-        number: no other image of this process has it.
+        number: id of the image, unique in this process.
         fd: the memfd, for the writer process; closed with the image.
         map: the mapping. address: where it starts in this process.
         tensor: all of it, uint8, [nbytes].
@@ -46,7 +45,7 @@ class SharedImage:
         self.nbytes = max(pages(nbytes), PAGE)
         self.fd = os.memfd_create("penstock-checkpoint", os.MFD_CLOEXEC)
         try:
-            # Allocated here: later a lack of memory would be a SIGBUS in whoever touches the page.
+            # Allocated here: a lack of memory later would be a SIGBUS in the process that touches the page.
             os.posix_fallocate(self.fd, 0, self.nbytes)
             self._map(getattr(mmap, "MAP_POPULATE", 0))
         except OSError as error:
@@ -58,7 +57,7 @@ class SharedImage:
 
     @classmethod
     def received(cls, fd: int, nbytes: int) -> Self:
-        """One that another process has made; `fd` is from now on this one's."""
+        """Return the image of another process; takes ownership of `fd`."""
         image = cls.__new__(cls)
         image.number, image.nbytes, image.fd = next(_numbers), nbytes, fd
         image._map(0)
@@ -73,15 +72,15 @@ class SharedImage:
         self.map[offset : offset + len(data)] = data
 
     def view(self, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-        """A contiguous tensor there; `offset` is a multiple of the dtype's size."""
+        """Return a contiguous tensor at `offset`, which must be a multiple of the dtype's size."""
         count = math.prod(shape)
         if not count:
-            return torch.empty(shape, dtype=dtype, device="cpu")  # which may stand anywhere, also where no number could
+            return torch.empty(shape, dtype=dtype, device="cpu")  # its offset may lie at the end, or not be aligned
         values = torch.frombuffer(self.map, dtype=dtype, count=count, offset=offset)
         return values if len(shape) == 1 else values.view(shape)
 
     def close(self) -> None:
-        """Give up the memfd; the mapping goes with the last view of it."""
+        """Close the memfd; the mapping ends with the last view of it."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1

@@ -1,7 +1,7 @@
-"""Live tensors -> shared memory: the only part of a save that the training loop waits for.
+"""Copy of live tensors into shared memory: the only part of a save that the training loop waits for.
 
-One image (shared_image.py) for a save in flight. The regions of its files follow from the plan and stay where they are
-while that stays, so staging again is one copy for each tensor and nothing else.
+Each save in flight has one image (shared_image.py). The regions of its files follow from the plan and stay the same
+while the plan does, so that staging again is one copy for each tensor.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from penstock.client.stream.cuda import PageLocks, take_error
 __all__ = ["CudaCopies", "Staged", "StagingBuffer"]
 
 SLACK = 16 * PAGE
-"""Bytes that a region has at least for its objects to grow into, before all of it has to be laid out anew: else as much
-again as they have now, so that steady growth costs a constant share."""
+"""Smallest number of spare bytes of a region, for its objects to grow into before everything is laid out anew. Larger
+objects get as much again as they have now, so that steady growth costs a constant share."""
 
 Staged = tuple[list[tuple[str, int, int, list[int]]], tuple[int, int]]
-"""Of each file in the image: name, offset, bytes, and where in it its archives begin; and offset and bytes of the
+"""Files in the image, each with name, offset, bytes and the offsets of its archives; and offset and bytes of the
 metadata."""
 
 
@@ -34,7 +34,7 @@ class StagingBuffer:
         self.image: SharedImage | None = None
         self._layout: RankLayout | None = None
         self._starts: list[int] = []
-        self._rooms: list[int] = []
+        self._capacities: list[int] = []
         self._targets: list[torch.Tensor] = []
         self._cuda: dict[torch.device, CudaCopies] = {}
 
@@ -45,19 +45,21 @@ class StagingBuffer:
         metadata: bytes,
         tensor_of: Callable[[LocalItem], torch.Tensor],
     ) -> Staged:
-        """Lay out what this rank saves as it will lie in its files. When this returns nothing refers to live values.
+        """Lay out what this rank saves as it will lie in its files. Afterwards nothing refers to live values.
 
         Args:
-            objects: what is not framed.
-            metadata: what the writer makes torch's `.metadata` of; b"" on ranks that do not write it.
-            tensor_of: what is the tensor of an item.
+            objects: bytes of the items that are not framed.
+            metadata: description of torch's `.metadata` for the writer; b"" on ranks that do not write it.
+            tensor_of: returns the tensor of an item.
         """
         lengths = {key: len(data) for key, data in objects.items()}
         placed = [file.places(lengths) for file in layout.files]
         others = [places for places, _ in placed]
         sizes = [*(size for _, size in placed), len(metadata)]
-        with torch.inference_mode(False), torch.no_grad():  # a later save may come from another mode
-            if layout is not self._layout or any(size > room for size, room in zip(sizes, self._rooms, strict=True)):
+        with torch.inference_mode(False), torch.no_grad():  # a later save may run in another mode
+            if layout is not self._layout or any(
+                size > capacity for size, capacity in zip(sizes, self._capacities, strict=True)
+            ):
                 self._lay_out(layout, sizes)
             image = self.image
             assert image is not None
@@ -84,13 +86,13 @@ class StagingBuffer:
             copy_all([self._targets[number] for number in here], [sources[number] for number in here])
 
     def _lay_out(self, layout: RankLayout, sizes: Sequence[int]) -> None:
-        self._layout = None  # until all of it is there
-        framed = [*(file.framed_bytes for file in layout.files), sizes[-1]]  # the metadata has numbers to grow by
-        self._rooms = [
+        self._layout = None  # until the layout is complete
+        framed = [*(file.framed_bytes for file in layout.files), sizes[-1]]  # the metadata's numbers may grow longer
+        self._capacities = [
             pages(size + max(SLACK, size - fixed)) if size else 0 for size, fixed in zip(sizes, framed, strict=True)
         ]
-        self._starts = [sum(self._rooms[:number]) for number in range(len(sizes))]
-        needed = sum(self._rooms)
+        self._starts = [sum(self._capacities[:number]) for number in range(len(sizes))]
+        needed = sum(self._capacities)
         if self.image is None or self.image.nbytes < needed:
             self.close()
             self.image = SharedImage(needed)
@@ -115,12 +117,12 @@ class StagingBuffer:
 
 
 class CudaCopies:
-    """Copies from a CUDA device into page-locked memory, on a stream that holds nothing else.
+    """Copies from a CUDA device into page-locked memory, on a stream of their own.
 
-    They come behind what the device was asked for before, and all of them are waited for at once.
+    The copies run after the kernels that were queued before, and are waited for together.
 
     Args:
-        cuda: torch.cuda, or what a test puts in its place.
+        cuda: torch.cuda, or a test's replacement.
     """
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
@@ -137,7 +139,7 @@ class CudaCopies:
         self._locked: set[int] = set()
 
     def copy(self, image: SharedImage, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-        """Returns when all values are there."""
+        """Copy the values, and return once all are in the image."""
         if image.number not in self._locked:
             self._locked.add(image.number)
             with self._cuda.device(self._device):

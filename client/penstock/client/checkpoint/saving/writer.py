@@ -1,30 +1,28 @@
-"""The writer: shared memory -> files on the disk -> a checkpoint that is there.
+"""The checkpoint writer: writes shared memory to files and commits them as a checkpoint.
 
-A small process of its own beside each rank, without torch, gRPC or CUDA: what it writes lies in shared memory as it
-will lie in the files (shared_image.py), so all that is left to do is to write, to hash and to commit. Only torch's
-index it makes itself, of what the training process says of it (proto/state/checkpoint_index.py). It starts in 0.1 s,
-holds 12 to 14 MiB, has no interpreter lock in common with the training loop, and lives as long as its checkpointer
-does. It runs by its file's path (writer_process.py starts it), because `python -m` would import penstock.client, and
-with that torch.
+A small process beside each rank, without torch, gRPC or CUDA. Shared memory holds the files as they will lie on the
+disk (shared_image.py), so the writer only writes, hashes and commits. It makes torch's index itself, from the training
+process's description (proto/state/checkpoint_index.py). It starts in 0.1 s, takes 12 to 14 MiB, shares no interpreter
+lock with the training loop, and lives as long as its checkpointer. writer_process.py starts it by its file's path,
+because `python -m` would import penstock.client, and with it torch.
 
-Requests are JSON with its length before it, over a Unix socket, and may bring the memfd to write from; replies are
-lines of JSON.
+Requests are JSON after their length, over a Unix socket, and may carry the memfd to write from; replies are lines of
+JSON.
 
-**Files** are written past the page cache where that can be had (O_DIRECT). For 1 GiB that took 0.01 to 0.06 s of
-processor time in the kernel instead of 0.35 to 4.7, which the training loop keeps, and 0.5 to 0.75 s in all instead of
-0.7 to 5.5 (12 runs of each, with 4 and 16 MiB a call, 1 and 2 threads, fsync included).
+**Files** are written past the page cache where possible (O_DIRECT). For 1 GiB that took 0.01 to 0.06 s of processor
+time in the kernel instead of 0.35 to 4.7, which the training loop keeps, and 0.5 to 0.75 s in all instead of 0.7 to 5.5
+(12 runs of each, with 4 and 16 MiB a call, 1 and 2 threads, fsync included).
 
-**Commit.** Every rank's writer writes its files into one temporary folder, has them on the disk, and then says so in a
-file of its own there. That of rank 0 waits for all, holds sizes against the plan, adds the manifest and, as the last,
-torch's `.metadata`; then it renames the folder. The others wait for that, or for the file that says why not. So ranks
-agree without a collective, which would need the training loops' threads, and over nothing but the folder that they
-share anyway.
+**Commit.** Every rank's writer writes its files into one temporary folder, makes them durable, and then reports that in
+a file of its own there. Rank 0's writer waits for all reports, compares sizes with the plan, adds the manifest and, as
+the last file, torch's `.metadata`; then it renames the folder. The others wait for that, or for the file with the
+causes of a failure. So ranks agree without a collective, which would need the training loops' threads, and with nothing
+but the folder that they share anyway.
 
-**Ends.** When the training process is gone the writer finishes the save under way, or drops it at once, as that save
-asked; and then leaves. A save has a deadline, and a writer whose training process is gone ends with it at the latest.
-It may have gone because a machine did, with a rank whose writer will never be done, and a job that is started again
-waits for the folder. So a writer without a training process gives a save up once a rank that it waits for gives no sign
-of life.
+**End.** When the training process has ended, the writer finishes the save in flight or abandons it, as the save asks,
+and ends. A save has a deadline, which also ends a writer without a training process. That process may have ended with
+its machine, and another rank's writer with it, while a restarted job waits for the folder. So a writer without a
+training process gives a save up once a rank that it waits for shows no sign of life.
 """
 
 from __future__ import annotations
@@ -78,22 +76,23 @@ from penstock.runtime.files.part_checksums import PartHasher
 from penstock.runtime.process.watch import wait_for_parent_end
 
 CHUNK = 16 << 20
-"""Bytes that are hashed and then written: they are still in the cache the second time, and few calls are made."""
+"""Bytes that are hashed and then written at a time: small enough for the processor's cache, large enough for few
+calls."""
 PROGRESS_S = 0.2
 SIGN_S = 1.0
-"""Seconds between signs of life, once they were asked for."""
+"""Seconds between signs of life, once rank 0 requests them."""
 SILENCE_S = 5.0
-"""Seconds without one after which a writer that has lost its training process gives up."""
+"""Seconds without a sign of life after which a writer without a training process gives up."""
 PROBE_S = 0.5
-"""Seconds without a folder to write into, after which a rank looks whether there could be one."""
+"""Seconds without a folder to write into, after which a rank tests whether it could write there."""
 LENGTH = 8
-"""Bytes before a request: how long it is."""
+"""Bytes of the length before a request."""
 NICENESS = 10
 """The training loop and its input come first on a busy processor."""
 
 
 class WriteFailed(Exception):
-    """A save that was given up: rank -> why."""
+    """Error of a save that was given up. causes: rank -> why."""
 
     def __init__(self, causes: dict[int, str]) -> None:
         super().__init__("; ".join(f"rank {rank}: {cause}" for rank, cause in sorted(causes.items())))
@@ -101,7 +100,7 @@ class WriteFailed(Exception):
 
 
 class SaveJob:
-    """One rank's part in one save; `request` is what writer_process.py sends."""
+    """A rank's part in a save; `request` is what writer_process.py sends."""
 
     def __init__(
         self,
@@ -123,15 +122,15 @@ class SaveJob:
         self.cancelled = False
         self._begun = False
         self._orphaned = orphaned
-        """Whether the training process is gone."""
+        """Returns True once the training process has ended."""
         self._signs: dict[int, tuple[int, float]] = {}
-        """Rank -> its last sign of life, and when it was seen."""
+        """Rank -> its last sign of life, and the time at which it changed."""
         self._signed_at = 0.0
         self._tell = tell
         self._told_at = time.monotonic()
 
     def run(self) -> None:
-        """Raises Failed if the checkpoint is not there."""
+        """Write and commit, or wait for the commit. Raises WriteFailed if there is no checkpoint in the end."""
         if self.rank:
             self._report(self._write)
             self._await_verdict()
@@ -140,7 +139,7 @@ class SaveJob:
             os.makedirs(self.folder, exist_ok=True)
             _sync_name(self.folder)
             with locked(self.folder, self._left(), heartbeats=True):
-                self._check_place()
+                self._check_final()
                 put_back(self.folder)
                 if left := leftovers(self.folder, besides=[self.save, *self.request["flying"]]):
                     sync_folder(self.folder)  # the names by which they are no longer needed, before they go
@@ -154,15 +153,16 @@ class SaveJob:
         except WriteFailed as failed:
             self._give_up(failed.causes)
 
-    def _check_place(self) -> None:
-        """What has the name of this checkpoint is replaced by it, and has to be a checkpoint of ours."""
+    def _check_final(self) -> None:
+        """Raise WriteFailed if the checkpoint would replace something other than a checkpoint of Penstock's."""
         if self.final.exists() and not (self.final / MANIFEST).exists() and any(self.final.iterdir()):
-            raise WriteFailed({0: f"{self.final} is there and is no checkpoint of Penstock's: move it away"})
+            raise WriteFailed({0: f"{self.final} exists and is not a checkpoint of Penstock's: move it away"})
 
     # ---- this rank's files
 
     def _report(self, write: Callable[[], list[CheckpointFile]]) -> dict[str, Any]:
-        """What this rank has to say of its part: files, or an error. For the others it stands in the folder too."""
+        """Write this rank's part and return its report: files, or an error. Ranks above 0 also write it to the
+        folder."""
         report: dict[str, Any] = {"save": self.save, "files": [], "error": self.request["error"]}
         try:
             if self.rank:
@@ -177,7 +177,7 @@ class SaveJob:
             try:
                 write_whole(self.temporary / report_name(self.rank), json.dumps(report).encode())
             except OSError as error:
-                # If not for that, rank 0 will wait for it until the deadline: there is nothing else to tell it by.
+                # Otherwise rank 0 waits for the report until the deadline: there is no other way to reach it.
                 if not self._given_up():
                     raise WriteFailed({self.rank: report["error"] or _explain(error, self.temporary)}) from error
         return report
@@ -236,16 +236,16 @@ class SaveJob:
         for rank in range(1, self.ranks):
             os.unlink(self.temporary / report_name(rank))
         write_whole(self.temporary / MANIFEST, manifest.encode())
-        write_whole(self.temporary / METADATA, metadata)  # with this the whole folder is on the disk
+        write_whole(self.temporary / METADATA, metadata)  # this also makes the whole folder durable
         replaced = self.folder / old_name(self.request["step"], self.save)
         with suppress(FileNotFoundError):
             os.rename(self.final, replaced)
         os.rename(self.temporary, self.final)
         sync_folder(self.folder)
-        # It is there. What fails from here on fails no save.
+        # The checkpoint is complete: later failures do not fail the save.
         with suppress(OSError):
             for name in set(os.listdir(self.final)) - {MANIFEST, *(file.name for file in files)}:
-                os.unlink(self.final / name)  # what a rank said that has lost its writer since its part was written
+                os.unlink(self.final / name)  # reports of ranks that lost their writers after their part was written
         with suppress(OSError):
             write_whole(self.folder / LATEST, f"{self.final.name}\n".encode())
         with claimed(replaced) as free:
@@ -255,9 +255,9 @@ class SaveJob:
         self._delete(surplus([self.request["step"], *older], self.request["keep_last"], self.request["keep_every"]))
 
     def _delete(self, steps: list[int]) -> None:
-        """First the names, and these on the disk: a deletion that is stopped half way leaves no half checkpoint.
+        """Delete surplus checkpoints: rename them durably first, so that a stopped deletion leaves no half checkpoint.
 
-        One that somebody reads stays until another save finds it surplus.
+        A checkpoint that is being read stays until another save finds it surplus.
         """
         with suppress(OSError), ExitStack() as claims:
             free = [step for step in steps if claims.enter_context(claimed(self.folder / step_name(step)))]
@@ -270,7 +270,7 @@ class SaveJob:
                 shutil.rmtree(aside, ignore_errors=True)
 
     def _gather(self) -> dict[int, dict[str, Any]]:
-        """The reports of the other ranks. Raises Failed at the deadline, naming those that did not come."""
+        """Return the other ranks' reports. Raises WriteFailed at the deadline, naming the ranks without one."""
         reports: dict[int, dict[str, Any]] = {}
 
         def all_there() -> bool:
@@ -289,7 +289,7 @@ class SaveJob:
         return reports
 
     def _expect_signs(self, late: list[int]) -> None:
-        """Raises Failed, naming ranks whose writers are not at work any more."""
+        """Raise WriteFailed, naming the ranks whose writers show no sign of life."""
         now = time.monotonic()
         if not self._signs:
             sign_of_life(self.temporary / ASKED)
@@ -303,7 +303,7 @@ class SaveJob:
             )
 
     def _give_up(self, causes: dict[int, str]) -> None:
-        """Tell the other ranks why, free the disk, and raise Failed."""
+        """Report the causes to the other ranks, free the disk, and raise WriteFailed."""
         failed = WriteFailed(causes)
         with suppress(OSError):
             if self.ranks > 1:
@@ -323,9 +323,9 @@ class SaveJob:
     # ---- the other ranks
 
     def _await_folder(self) -> None:
-        """Rank 0 makes it once it has the lock, and nothing that others write into it can be taken for a leftover.
+        """Wait for the temporary folder, which rank 0 makes once it has the lock.
 
-        Raises OSError if this rank could not write there anyway, which may be why it does not come.
+        Raises OSError if this rank could not write there anyway, which may be why rank 0 does not make it.
         """
         probed_at = time.monotonic()
 
@@ -337,7 +337,7 @@ class SaveJob:
             if time.monotonic() - probed_at > PROBE_S:
                 probe = self.folder / f".probe-{self.save}-{self.rank}"
                 probe.touch()
-                probe.unlink(missing_ok=True)  # rank 0 takes it for a leftover
+                probe.unlink(missing_ok=True)  # rank 0 may delete it as a leftover
                 probed_at = time.monotonic()
             return False
 
@@ -345,14 +345,14 @@ class SaveJob:
             raise WriteFailed({0: f"had not begun after {self.request['timeout_s']:g} s"})
 
     def _given_up(self) -> bool:
-        """Rank 0 has cleared the folder, under this rank's hands it may be. `_await_verdict` finds out why."""
+        """Return whether rank 0 has given the save up and cleared the folder; `_await_verdict` finds out why."""
         return self._begun and ((self.temporary / FAILED).exists() or not self.temporary.exists())
 
     def _await_verdict(self) -> None:
         causes: dict[int, str] = {}
 
         def known() -> bool:
-            gone = not self.temporary.exists()  # asked first: after a commit the manifest is there to be found
+            gone = not self.temporary.exists()  # checked first: after a commit the manifest exists
             manifest = self._read(self.final / MANIFEST)
             if manifest is not None and manifest.get("checkpoint", {}).get("save") == self.save:
                 return True
@@ -371,7 +371,7 @@ class SaveJob:
     # ---- waiting
 
     def _wait_until(self, true: Callable[[], bool]) -> bool:
-        """False at the deadline. It looks often at first, and then less often, for the folder may be far away."""
+        """Poll until `true()`, less often with time; return False at the deadline."""
         pause = 0.005
         while not true():
             if self._left() <= 0:
@@ -387,7 +387,7 @@ class SaveJob:
         return self.deadline - time.monotonic()
 
     def _expect_first_rank(self) -> None:
-        """Raises Failed if the lock that rank 0's writer holds, or waits for, is nobody's who lives."""
+        """Raise WriteFailed if no living writer holds the lock that rank 0's writer holds or waits for."""
         sign, now = last_sign(self.folder / LOCK), time.monotonic()
         if self._signs.setdefault(0, (sign, now))[0] != sign:
             self._signs[0] = sign, now
@@ -405,7 +405,7 @@ class SaveJob:
             self._tell({"save": self.save, "kind": "progress", "written": self.written})
 
     def _read(self, path: Path) -> dict[str, Any] | None:
-        """A file of another writer of this save; None if it is not there (yet)."""
+        """Return the contents of another writer's file of this save; None if there is none yet."""
         try:
             value = json.loads(path.read_bytes())
         except (OSError, ValueError):
@@ -421,9 +421,9 @@ def _saved(value: dict[str, Any]) -> Any:
 def write_file(
     path: Path, region: memoryview, size: int, *, durable: bool, passing: Callable[[memoryview], None]
 ) -> None:
-    """Make a file of the first `size` bytes of a region that is padded to whole pages.
+    """Write the first `size` bytes of a region, which is padded to whole pages, to a new file.
 
-    passing: called with each piece before it is written; what it raises ends the file.
+    passing: called with each piece before it is written; an exception ends the write.
     """
     handle = _open(path, direct=durable)
     try:
@@ -447,7 +447,7 @@ def _open(path: Path, *, direct: bool) -> int:
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            path.unlink(missing_ok=True)  # this file system has no O_DIRECT; some make the file before they say so
+            path.unlink(missing_ok=True)  # no O_DIRECT here; some file systems make the file before they refuse
     return os.open(path, flags, 0o666)
 
 
@@ -459,22 +459,23 @@ def _write_all(handle: int, data: memoryview, offset: int) -> None:
             flags = fcntl.fcntl(handle, fcntl.F_GETFL)
             if error.errno != errno.EINVAL or not flags & os.O_DIRECT:
                 raise
-            fcntl.fcntl(handle, fcntl.F_SETFL, flags & ~os.O_DIRECT)  # larger blocks than pages, or half of one left
+            fcntl.fcntl(
+                handle, fcntl.F_SETFL, flags & ~os.O_DIRECT
+            )  # blocks larger than pages, or a partial block left
             continue
         data, offset = data[done:], offset + done
 
 
 def _sync_name(folder: Path) -> None:
-    """Have a folder's name on the disk, and those above it: who made them, and whether that one was stopped before it
-    could see to this, nobody knows. 0.1 ms for each."""
+    """Make the names of a folder and its parents durable, in 0.1 ms each: a stopped process may have made them."""
     while not os.path.ismount(folder) and folder != folder.parent:
         folder = folder.parent
-        with suppress(PermissionError):  # one that we may not read: we have not made it
+        with suppress(PermissionError):  # not readable for us, so not made by us
             sync_folder(folder)
 
 
 def _remove(path: Path) -> None:
-    """A folder, or a file, as far as that can be done."""
+    """Remove a folder or a file as far as possible."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -483,7 +484,7 @@ def _remove(path: Path) -> None:
 
 
 def _explain(error: BaseException, where: Path, nbytes: int = 0) -> str:
-    """For the user: which file, why, and what would be needed."""
+    """Return an error's text for the user: the file, the cause, and the remedy."""
     if not isinstance(error, OSError) or isinstance(error, PenstockError):
         return str(error)
     text = f"{error.filename or where}: {error.strerror or error}"
@@ -498,18 +499,18 @@ def _explain(error: BaseException, where: Path, nbytes: int = 0) -> str:
 
 
 class Parent:
-    """The training process's end of the socket."""
+    """Connection to the training process."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._lock = threading.Lock()
         self.images: dict[int, memoryview] = {}
-        """By their number in the training process."""
+        """Images by their number in the training process."""
         self.gone = threading.Event()
-        """Set when the training process is gone."""
+        """Set once the training process has ended."""
 
     def receive(self) -> dict[str, Any] | None:
-        """The next request; None if the training process, or its checkpointer, has gone."""
+        """Return the next request; None if the training process has ended, or has closed its checkpointer."""
         try:
             head, handles, _, _ = socket.recv_fds(self._sock, LENGTH, 1)
             head += self._read(LENGTH - len(head))
@@ -532,18 +533,17 @@ class Parent:
         return bytes(data)
 
     def end(self) -> None:
-        """What was sent can still be received, and then it is over: also where children of the training process, which
-        it forked, hold its end of the socket."""
+        """End the connection after what was sent already, even if forked children of the training process hold it."""
         with suppress(OSError):
             self._sock.shutdown(socket.SHUT_RD)
 
     def tell(self, reply: dict[str, Any]) -> None:
-        with self._lock, suppress(OSError):  # it may be gone, and the save goes on
+        with self._lock, suppress(OSError):  # the parent may have ended; the save continues
             self._sock.sendall(json.dumps(reply).encode() + b"\n")
 
 
 def attend(parent: Parent, watched: list[SaveJob], parent_watch: int) -> None:
-    """A thread for when the training process has ended: then nothing more comes, and nothing may take for ever."""
+    """Wait until the training process has ended, then end this process with its save, or at the save's deadline."""
     wait_for_parent_end(parent_watch)
     parent.gone.set()
     parent.end()
@@ -554,7 +554,7 @@ def attend(parent: Parent, watched: list[SaveJob], parent_watch: int) -> None:
 
 
 def serve(parent: Parent, parent_watch: int) -> None:
-    """Save after save, until the parent has no more."""
+    """Process requests until the training process sends no more."""
     watched: list[SaveJob] = []
     threading.Thread(target=attend, args=(parent, watched, parent_watch), daemon=True).start()
     parent.tell({"kind": "ready"})
@@ -568,7 +568,7 @@ def serve(parent: Parent, parent_watch: int) -> None:
             reply: dict[str, Any] = {"kind": "done"}
         except WriteFailed as failed:
             reply = {"kind": "failed", "causes": {str(rank): why for rank, why in failed.causes.items()}}
-        except Exception as error:  # a bug: it fails this save and not the writer
+        except Exception as error:  # a bug fails this save and not the writer
             reply = {"kind": "failed", "causes": {str(save.rank): f"{type(error).__name__}: {error}"}}
         watched.clear()
         parent.tell({"save": save.save, **reply})
@@ -577,12 +577,12 @@ def serve(parent: Parent, parent_watch: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Writes checkpoints for a training process.")
     parser.add_argument("--socket-fd", type=int, required=True)
-    parser.add_argument("--parent-pid", type=int, required=True, help="leave when this process is gone")
+    parser.add_argument("--parent-pid", type=int, required=True, help="end when this process has ended")
     given = parser.parse_args()
-    gc.disable()  # nothing here makes cycles, and a collection would stop all threads
+    gc.disable()  # no cycles are made here, and a collection would stop all threads
     with suppress(OSError):
         os.nice(NICENESS)
-    with suppress(OSError):  # where memory runs out, a save is the smaller loss
+    with suppress(OSError):  # if memory runs out, a save is the smaller loss
         Path("/proc/self/oom_score_adj").write_text("500")
     serve(Parent(socket.socket(fileno=given.socket_fd)), given.parent_pid)
 

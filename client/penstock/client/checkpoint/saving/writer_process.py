@@ -1,8 +1,8 @@
-"""The training process's side of its writer: starts it, hands it saves, learns how they ended, and ends it.
+"""The training process's side of its writer: starts it, submits saves, receives their results, and ends it.
 
-A thread reads the writer's replies, so that a save that failed is known, and told to the other ranks, while the loop
-trains. Nothing is waited for without a deadline: a writer that dies is seen by its socket's end or by its pidfd, one
-that hangs is killed when its save's time is up, and the next save starts another one.
+A thread reads the writer's replies, so that a failed save is known, and reported to the other ranks, while the loop
+trains. Every wait has a deadline: a writer that dies is detected by its socket's end or its pidfd, one that hangs is
+killed at its save's deadline, and the next save starts another one.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _log = logging.getLogger("penstock.checkpoint")
 WRITER = Path(__file__).with_name("writer.py")
 LENGTH = 8
 START_S = 30.0
-"""Seconds for the process to answer; it takes 0.1 on an idle machine."""
+"""Seconds for the process to start; it takes 0.1 s on an idle machine."""
 GRACE_S = 10.0
-"""Seconds beyond a save's deadline: the writer gives up by itself, and says so, unless it hangs."""
+"""Seconds beyond a save's deadline: unless it hangs, the writer gives up by itself and reports it."""
 LEAVE_S = 5.0
-"""Seconds for a writer without work to leave."""
+"""Seconds for a writer without work to end."""
 
 
 class PendingSave:
@@ -53,7 +53,7 @@ class PendingSave:
     def __init__(self, request: dict[str, Any], buffer: StagingBuffer) -> None:
         self.request = request
         self.buffer = buffer
-        """Whose image it is written from; in use until it has ended."""
+        """Buffer that it is written from; in use until the save has ended."""
         self.step: int = request["step"]
         self.written = 0
         """Bytes that this rank has written."""
@@ -69,7 +69,7 @@ class PendingSave:
         return sum(size for _, _, size, _ in self.request["files"])
 
     def end(self, causes: dict[int, str]) -> None:
-        """causes: rank -> why; empty if the checkpoint is there."""
+        """Record the result. causes: rank -> why it failed; empty if the checkpoint is complete."""
         if self.ended.is_set():
             return
         if causes:
@@ -85,7 +85,7 @@ class PendingSave:
 
 
 class WriterProcess:
-    """One rank's writer. `submit` starts one if none runs."""
+    """Writer of one rank. `submit` starts one if none runs."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -94,20 +94,22 @@ class WriterProcess:
 
     @property
     def pid(self) -> int | None:
-        """Of the running writer."""
+        """Return the running writer's process id."""
         running = self._running
         return running.process.pid if running is not None and running.alive else None
 
     def start(self) -> None:
-        """Have a writer running, and ready. Raises CheckpointError if none can be started."""
+        """Start a writer unless one runs, and wait until it is ready. Raises CheckpointError if it cannot be
+        started."""
         with self._lock:
             self._start()
 
     def submit(self, pending: PendingSave, image: SharedImage | None, images: Iterable[SharedImage]) -> None:
-        """Hand over a save.
+        """Submit a save.
 
-        image: what its files lie in; None for a save that failed here and is only told to the other ranks.
-        images: all that are in use, this one too.
+        Args:
+            image: memory that holds its files; None for a save that failed here and is only reported to other ranks.
+            images: all images in use, including this one.
         """
         with self._lock:
             try:
@@ -115,14 +117,14 @@ class WriterProcess:
             except CheckpointError as error:
                 _give_up(pending, self.rank, error.message)
             except BaseException as error:
-                # Interrupted: nobody knows how much of the request the writer has got, if there is one.
+                # Interrupted: it is unknown how much of the request the writer has received, if there is one.
                 why = f"interrupted by {type(error).__name__} before its writer had it"
                 self.kill(why)
                 _give_up(pending, self.rank, why)
                 raise
 
     def wait(self, pending: PendingSave, timeout_s: float | None = None) -> bool:
-        """Until a save has ended; kills a writer that lets the save's deadline pass. False if `timeout_s` was over."""
+        """Wait until a save has ended; kill a writer that exceeds its deadline. Return False after `timeout_s`."""
         if _ended(pending, _left(pending.deadline, timeout_s)):
             return True
         if time.monotonic() < pending.deadline:
@@ -131,15 +133,14 @@ class WriterProcess:
         return _ended(pending, LEAVE_S)
 
     def kill(self, why: str) -> None:
-        """End the writer at once, and with it what it has not saved yet; the next save starts another."""
+        """Kill the writer, and with it the saves in flight; the next save starts another."""
         with self._lock:
             running, self._running = self._running, None
         if running is not None:
             running.kill(why)
 
     def stop(self, *, finish: bool = False) -> None:
-        """End a writer that has nothing to do any more. It is killed if it does not leave; or, to `finish`, leaves when
-        it has done what it has to do."""
+        """End a writer. It is killed if it does not end in time; with `finish`, it ends after its last save."""
         with self._lock:
             running, self._running = self._running, None
         if running is not None:
@@ -154,26 +155,26 @@ class WriterProcess:
 
 
 class _Running:
-    """One process, from its start to its end."""
+    """A writer process, from its start to its end."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._lock = threading.RLock()
         self._queue: list[PendingSave] = []
-        """Handed over and not ended, in the order in which they are written."""
+        """Submitted saves that have not ended, in the order in which they are written."""
         self._ended = False
         self._why = ""
-        """Why it was killed, if it was us."""
+        """Reason why this process killed it; "" if it did not."""
         self._mapped: set[int] = set()
-        """Numbers of the images that it has."""
+        """Numbers of the images that the writer has mapped."""
         try:
             self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         except OSError as error:
             raise CheckpointError(f"rank {rank}: no writer process could be started: {error}") from error
         try:
             what = ("--socket-fd", str(theirs.fileno()), "--parent-pid", str(os.getpid()))
-            # Without the token, for it talks to nobody but us. In a session of its own: whoever ends the training job's
-            # processes lets a save be finished.
+            # Without the token, which it does not need. In a session of its own: a signal to the training job's
+            # process group does not stop a save.
             env = environment("PENSTOCK_TOKEN*")
             self.process = spawn([*by_path(WRITER, xxhash), *what], fds=[theirs], stdout=NULL, env=env)
         except BaseException as error:
@@ -185,7 +186,7 @@ class _Running:
         threading.Thread(target=self._listen, args=(ready,), name="penstock-checkpoint", daemon=True).start()
         try:
             started = ready.wait(START_S) and self.alive
-        except BaseException:  # interrupted: nobody will have it
+        except BaseException:  # interrupted: no caller gets this writer
             self.process.kill()
             raise
         if not started:
@@ -214,13 +215,13 @@ class _Running:
             socket.send_fds(self._sock, [len(data).to_bytes(LENGTH)], fresh)
             self._sock.sendall(data)
         except OSError:
-            pass  # it has gone; the thread that reads its replies sees that too, and ends what is queued
+            pass  # it has ended; the thread that reads its replies detects that too, and fails what is queued
 
     def kill(self, why: str) -> None:
         with self._lock:
             self._why = why
         self.process.kill()
-        self.process.wait(LEAVE_S)  # no longer: one that is stuck in the kernel goes when it gets out
+        self.process.wait(LEAVE_S)  # not longer: a process stuck in the kernel ends once it leaves it
         self._fail_all()
 
     def leave(self) -> None:
@@ -242,15 +243,16 @@ class _Running:
         self.process.wait(LEAVE_S)
         self._fail_all()
         self._sock.close()
-        ready.set()  # last: who waits for it finds nothing left
+        ready.set()  # last: whoever waits for it finds everything cleaned up
 
     def _lines(self) -> Iterator[bytes]:
-        """What it says, until it ends. That may be seen by its process only: a child that was forked while it was being
-        started holds its end of the socket too."""
-        said, process = LineReader(self._sock.fileno()), self.process.fileno()
-        watched = [said.fileno(), process] if process >= 0 else [said.fileno()]  # no pidfds here: its end has to do
-        while not said.ended and said.fileno() in wait_for_any(watched):
-            yield from said.read()
+        """Yield the writer's replies until it ends. Only its process shows the end: a child that was forked during the
+        start may hold its end of the socket too.
+        """
+        replies, process = LineReader(self._sock.fileno()), self.process.fileno()
+        watched = [replies.fileno(), process] if process >= 0 else [replies.fileno()]  # without pidfds: the socket only
+        while not replies.ended and replies.fileno() in wait_for_any(watched):
+            yield from replies.read()
 
     def _take(self, reply: dict[str, Any], ready: threading.Event) -> None:
         if reply["kind"] == "ready":
@@ -269,7 +271,7 @@ class _Running:
         pending.end({int(rank): why for rank, why in reply.get("causes", {}).items()})
 
     def _fail_all(self) -> None:
-        """It has ended: of what it still had nothing will be said any more."""
+        """Fail all queued saves after the writer's end."""
         with self._lock:
             self._ended = True
             lost, self._queue = self._queue, []
@@ -283,12 +285,12 @@ class _Running:
         status = self.process.status
         if status is None:
             return ""
-        hint = "; the kernel's log tells whether memory ran out" if -status == signal.SIGKILL else ""
+        hint = "; the kernel's log shows whether memory ran out" if -status == signal.SIGKILL else ""
         return f" ({exit_words(status).removeprefix('was ')}{hint})"
 
 
 def _give_up(pending: PendingSave, rank: int, why: str) -> None:
-    """End a save of which no writer will say anything. The other ranks' writers learn it by a file, as from ours."""
+    """Fail a save that no writer will report on. A file reports it to the other ranks' writers, as ours would."""
     request = pending.request
     temporary = Path(request["folder"]) / temporary_name(request["step"], request["save"])
     if request["ranks"] > 1:
@@ -304,7 +306,7 @@ def _give_up(pending: PendingSave, rank: int, why: str) -> None:
 
 
 def wait_all(writer: WriterProcess, pendings: list[PendingSave], timeout_s: float | None) -> None:
-    """Raises DeadlineError if they have not ended after `timeout_s`."""
+    """Wait until all saves have ended. Raises DeadlineError if they have not after `timeout_s`."""
     until = None if timeout_s is None else time.monotonic() + timeout_s
     for pending in pendings:
         left = None if until is None else max(until - time.monotonic(), 0)
@@ -316,7 +318,7 @@ def wait_all(writer: WriterProcess, pendings: list[PendingSave], timeout_s: floa
 
 
 def _ended(pending: PendingSave, timeout_s: float) -> bool:
-    """Wait for it. Not by the event's own wait, which holds a lock that a signal handler may want too."""
+    """Wait for a save by polling: the event's own wait holds a lock that a signal handler may need too."""
     until, pause = time.monotonic() + timeout_s, 0.0005
     while not pending.ended.is_set():
         if time.monotonic() >= until:

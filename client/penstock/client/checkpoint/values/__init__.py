@@ -1,1 +1,1 @@
-"""What a checkpoint holds: named tensors, optimizers' states, plain values and other objects."""
+"""Contents of a checkpoint: named tensors, optimizers' states, plain values and other objects."""

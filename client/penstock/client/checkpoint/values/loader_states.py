@@ -1,13 +1,13 @@
 """A loader's state in a checkpoint: one object, which any number of ranks can load.
 
-torch.distributed.checkpoint takes a nested state apart and saves each leaf under a name of its own, so a state whose
-parts come and go, as a loader's may, can only be loaded into one that has the same parts. Here it is one value of bytes
-(Penstock's own encoding, with a checksum), which has one name.
+torch.distributed.checkpoint saves each leaf of a nested state under a name of its own, so that a state whose parts
+change, as a loader's may, can only be loaded into one with the same parts. Here it is one value of bytes (Penstock's
+own encoding, with a checksum) under one name.
 
-Which rank saves it: the state of a run with several boxes is that of all of them, so the rank with box 0 asks for it
-and the others do not. Ranks with a run each (an embedded appliance each, say) have states of their own, under names
-with the rank in them, and those can only be given to as many ranks again. A single one of them is that of a run with
-one box, whose model was split over several ranks; it goes onto any.
+The state of a run with several boxes covers all of them, so only the rank with box 0 fetches and saves it. Ranks with a
+run each (an embedded appliance, for example) have states of their own, under names with the rank in them, which can be
+loaded only on the same number of ranks. A single such state belongs to a run with one box, whose model was split over
+several ranks; any rank can load it.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ __all__ = ["Loader", "load_loader", "loader_leaves", "names_for"]
 Loader = DataLoader | Lookahead
 
 SHARED = "all"
-"""Under a loader's key: the state of all boxes."""
+"""Name, under a loader's key, of the state of all boxes."""
 UNIT = 4096
-"""Bytes: states are filled up to a multiple of it. As long as lengths stay the same so does torch's index, and making
-that anew would take as long as the rest of a save."""
+"""Bytes: states are padded to a multiple of it. While lengths stay the same, so does torch's index; making it anew
+would take as long as the rest of a save."""
 LENGTH = 8
 
 
@@ -34,19 +34,19 @@ def _own(rank: int) -> str:
 
 
 def loader_leaves(loader: Loader, rank: int, ranks: int) -> dict[str, bytes]:
-    """What this rank saves of a loader. For loaders of several boxes nothing, but for box 0."""
+    """Return the part of a loader's state that this rank saves: of a run with several boxes, only box 0 saves it."""
     box, num_boxes = loader.place
     if ranks == 1:
-        return {SHARED: _filled_up(encode_state(loader.state_dict()))}
+        return {SHARED: _padded(encode_state(loader.state_dict()))}
     if num_boxes > 1:
-        return {SHARED: _filled_up(encode_state(loader.state_dict()))} if box == 0 else {}
-    return {_own(rank): _filled_up(encode_state(loader.state_dict()))}
+        return {SHARED: _padded(encode_state(loader.state_dict()))} if box == 0 else {}
+    return {_own(rank): _padded(encode_state(loader.state_dict()))}
 
 
 def names_for(loader: Loader, rank: int, names: set[str], key: str) -> str:
-    """Which of the names that are saved under a loader's key this rank loads.
+    """Return the name, of those saved under a loader's key, that this rank loads.
 
-    Raises StateMismatchError where states of single ranks would have to go to others.
+    Raises StateMismatchError if states of single ranks would have to be loaded on other ranks.
     """
     if SHARED in names:
         return SHARED
@@ -62,12 +62,12 @@ def names_for(loader: Loader, rank: int, names: set[str], key: str) -> str:
 
 
 def load_loader(loader: Loader, data: bytes) -> None:
-    """data: what `loader_leaves` made."""
+    """Load a state. data: bytes that `loader_leaves` made."""
     length = int.from_bytes(data[:LENGTH])
     loader.load_state_dict(decode_state(data[LENGTH : LENGTH + length]))  # type: ignore[arg-type]
 
 
-def _filled_up(data: bytes) -> bytes:
-    """The length, the bytes, and zeros."""
+def _padded(data: bytes) -> bytes:
+    """Return the length, the bytes, and zeros up to a multiple of `UNIT`."""
     framed = len(data).to_bytes(LENGTH) + data
     return framed.ljust(-(-len(framed) // UNIT) * UNIT, b"\0")

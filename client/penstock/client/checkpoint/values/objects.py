@@ -1,8 +1,8 @@
-"""Objects in a checkpoint: written as torch.save does, loaded only as far as nothing in them can run.
+"""Objects in a checkpoint: written as torch.save does, loaded so that nothing in them can run.
 
-torch.save and torch.load take 0.2 to 0.8 ms for the smallest of objects, and a state has thousands of numbers. What
-they write for a value without tensors is a zip archive of which the pickle is the only part that differs, and the rest
-follows from that one's length. So the rest is kept, and a number takes microseconds.
+torch.save and torch.load take 0.2 to 0.8 ms for the smallest object, and a state has thousands of numbers. For a value
+without tensors torch.save writes a zip archive in which only the pickle differs, and the rest follows from the pickle's
+length. So the rest is kept, and a number takes microseconds.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from penstock.proto.errors import CheckpointCorruptError, CheckpointError
 __all__ = ["load_object", "load_tensor", "plain_bytes"]
 
 PROTOCOL = 2
-"""Of pickles that torch.save writes."""
+"""Pickle protocol of torch.save."""
 HEADER = 30
-"""Bytes of a zip archive's header of a file, before its name."""
+"""Bytes of a file's header in a zip archive, before the name."""
 
 
 def plain_bytes(value: Any) -> bytes:
-    """What torch.save writes for a value that has no tensors in it; without the CRC32, which nobody looks at."""
+    """Return torch.save's bytes for a value without tensors, but without the CRC32, which torch.load ignores."""
     pickled = pickle.dumps(value, PROTOCOL)
     kept = _around(len(pickled))
     if kept is None:
@@ -40,7 +40,7 @@ def plain_bytes(value: Any) -> bytes:
 
 @lru_cache(maxsize=4096)
 def _around(length: int) -> tuple[bytes, bytes] | None:
-    """What torch.save writes before and behind a pickle of this length; None if it writes another one."""
+    """Return torch.save's bytes before and behind a pickle of this length; None if it writes another pickle."""
     for value in ("x" * max(length - 10, 0), None, 1, 256, 65536, 0.5, ""):
         pickled = pickle.dumps(value, PROTOCOL)
         if len(pickled) == length:
@@ -54,7 +54,7 @@ def _around(length: int) -> tuple[bytes, bytes] | None:
 
 
 def _pickle_at(data: bytes) -> int | None:
-    """Where the pickle begins in what torch.save wrote: it is the first file of the archive."""
+    """Return the offset of the pickle in torch.save's bytes, if it is the first file of the archive; else None."""
     if data[:4] != b"PK\x03\x04" or data[8:10] != b"\0\0":
         return None
     name, extra = int.from_bytes(data[26:28], "little"), int.from_bytes(data[28:30], "little")
@@ -64,13 +64,13 @@ def _pickle_at(data: bytes) -> int | None:
 
 
 class _Plain(pickle.Unpickler):
-    """Of values that need no class."""
+    """Unpickler of values without classes."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("_codecs", "encode"):
-            return _encoded  # how protocol 2 writes bytes
+            return _encoded  # protocol 2 writes bytes with it
         if name == "bytes" and module in ("__builtin__", "builtins"):
-            return _no_bytes  # and none of them
+            return _no_bytes  # protocol 2 writes b"" with it
         raise pickle.UnpicklingError(f"{module}.{name}")
 
     def persistent_load(self, pid: Any) -> Any:
@@ -88,7 +88,7 @@ def _no_bytes() -> bytes:
 
 
 def load_object(data: bytes, name: str, where: str, *, unsafe: bool) -> Any:
-    """What was saved as `data`. Raises CheckpointError, with the name, for a class that is not loaded unasked."""
+    """Return the object saved as `data`. Raises CheckpointError, with the name, for a class that is not allowed."""
     begin = _pickle_at(data)
     if begin is not None:
         try:
@@ -96,45 +96,49 @@ def load_object(data: bytes, name: str, where: str, *, unsafe: bool) -> Any:
         except pickle.UnpicklingError as error:
             raise CheckpointError(f"{name!r} of {where} cannot be loaded: {error}") from error
         try:
-            return _Plain(io.BytesIO(pickled)).load()  # a pickle says where it ends
-        except Exception:  # not a plain value; whatever it is is torch's to tell
+            return _Plain(io.BytesIO(pickled)).load()  # a pickle ends with an opcode of its own
+        except Exception:  # not a plain value: torch.load decides
             pass
     try:
         return torch.load(_stored(data), map_location="cpu", weights_only=not unsafe)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"{name!r} of {where} is an object of a class that is not loaded unasked: restore(..., "
-            f"allow_unsafe_types=True) does, if nobody else can have written this checkpoint ({error})"
+            f"{name!r} of {where} is an object of a class that is not loaded unasked: use restore(..., "
+            f"allow_unsafe_types=True) if only you can have written this checkpoint ({error})"
         ) from error
-    except Exception as error:  # whatever bytes of any content lead to
+    except Exception as error:  # arbitrary bytes can raise anything
         raise CheckpointError(f"{name!r} of {where} cannot be loaded: {type(error).__name__}: {error}") from error
 
 
 def load_tensor(data: bytes, name: str, dtype: torch.dtype, sizes: tuple[int, ...]) -> torch.Tensor:
-    """One that torch.save wrote. Raises CheckpointCorruptError, with the name, for anything but such a one."""
+    """Return a tensor that torch.save wrote. Raises CheckpointCorruptError, with the name, for anything else."""
     try:
         tensor = torch.load(_stored(data), map_location="cpu", weights_only=True)
-    except Exception as error:  # whatever bytes of any content lead to
+    except Exception as error:  # arbitrary bytes can raise anything
         raise CheckpointCorruptError(f"{name!r} cannot be loaded: {type(error).__name__}: {error}") from error
     if not isinstance(tensor, torch.Tensor) or (tensor.dtype, tuple(tensor.shape)) != (dtype, sizes):
-        raise CheckpointCorruptError(f"{name!r} is not the {dtype} tensor of {list(sizes)} that the index says")
+        raise CheckpointCorruptError(
+            f"{name!r} must be a {dtype} tensor of {list(sizes)}, as the index says, and is not"
+        )
     return tensor
 
 
 def _stored(data: bytes) -> io.BytesIO:
-    """A file of what torch.save wrote, which is no longer when it is read. Raises ValueError for an archive whose
-    contents are, for torch.save compresses nothing, and for what is no archive; pickle.UnpicklingError for one whose
-    pickle asks for more than it is."""
+    """Return a file of torch.save's bytes, checked so that reading it takes no more memory than its length.
+
+    Raises ValueError for anything but an archive, and for a compressed one (torch.save compresses nothing);
+    pickle.UnpicklingError for a pickle that `bounded` refuses.
+    """
     file = io.BytesIO(data)
     if data[:2] != b"PK":
-        raise ValueError("it is no archive, which torch.save has written since torch 1.6")
+        raise ValueError("it is not a zip archive, which torch.save has written since torch 1.6")
     with zipfile.ZipFile(file) as archive:
         if sum(one.file_size for one in archive.infolist()) > len(data):
             raise ValueError("an archive holds more than its own length")
         for one in archive.infolist():
             if one.compress_type != zipfile.ZIP_STORED:
                 raise ValueError("an archive holds compressed parts")
-            if one.filename.endswith("data.pkl"):  # not by `read`, which looks at a CRC32 that ours have not
+            if one.filename.endswith("data.pkl"):  # not by `read`, which checks a CRC32 that ours lack
                 header = data[one.header_offset : one.header_offset + HEADER]
                 begin = (
                     one.header_offset + HEADER + sum(int.from_bytes(header[at : at + 2], "little") for at in (26, 28))

@@ -1,14 +1,14 @@
 """An optimizer's state by the names of its parameters, and that of its schedulers by the parameters of their groups.
 
-torch's `load_state_dict` gives the first state that was saved to the first parameter that there is, and so on. Where
-parameters come in another order than at the save that is the momentum of another parameter, of which nobody is told as
-long as the shapes agree. Here the state is put into the optimizer's own order first: states by name, groups by the set
-of their parameters. A scheduler has lists with a value for each group, so these are put into that order too. What
-depends on the order of parameters in a way that names do not tell is an error.
+torch's `load_state_dict` gives the first saved state to the first parameter, and so on. If parameters come in another
+order than at the save, each gets the momentum of another one, silently as long as the shapes agree. Here the state is
+put into the optimizer's own order first: states by name, groups by the set of their parameters. A scheduler has lists
+with a value for each group, so these are reordered too. State that depends on the order of parameters in other ways is
+an error.
 
-It also makes every value of floating point, and every other one, the parameter's own type: float32 momentum of bfloat16
-parameters comes back rounded, a mask as numbers. And a tensor that several parameters shared comes back as one for
-each. So a checkpoint notes both (`notes`), and `load_optimizer` puts right what `load_state_dict` has changed.
+`load_state_dict` also converts every value to the parameter's dtype: float32 momentum of bfloat16 parameters comes back
+rounded, a mask as numbers. And a tensor that several parameters shared comes back as one for each. So a checkpoint
+records both (`notes`), and `load_optimizer` restores what `load_state_dict` has changed.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ OTHER_LISTS = {"_milestones", "_schedule_phases", "milestones", "_schedulers"}
 
 
 def named_state(optimizer: torch.optim.Optimizer, names: list[str]) -> dict[str, Any]:
-    """Its state_dict with names in the place of numbers. Keys of the state that are no parameters stay.
+    """Return the state_dict with names in place of numbers. Other keys of the state stay.
 
-    Raises InvalidArgumentError for such a key that is the name of a parameter.
+    Raises InvalidArgumentError if such a key is the name of a parameter.
     """
     plain = optimizer.state_dict()
     if twice := sorted(set(names) & {key for key in plain["state"] if isinstance(key, str)}):
@@ -65,13 +65,13 @@ def named_state(optimizer: torch.optim.Optimizer, names: list[str]) -> dict[str,
 
 
 def numbered_state(loaded: dict[str, Any], names: list[str], order: list[int], lengths: list[int]) -> dict[str, Any]:
-    """A state_dict for an optimizer, in its own order.
+    """Return a state_dict for an optimizer, in its own order.
 
     Args:
-        loaded: what `named_state` made.
-        names: of the optimizer's parameters, in its order.
+        loaded: result of `named_state`.
+        names: names of the optimizer's parameters, in its order.
         order: see `group_order`.
-        lengths: how many parameters each of its groups has.
+        lengths: number of parameters in each group.
     """
     numbers = {name: number for number, name in enumerate(names)}
     groups, begin = [], 0
@@ -87,9 +87,9 @@ def numbered_state(loaded: dict[str, Any], names: list[str], order: list[int], l
 
 
 def group_order(loaded: dict[str, Any], names: list[str], lengths: list[int]) -> list[int]:
-    """For each group of an optimizer, which of the saved groups has its parameters.
+    """Return, for each group of an optimizer, the index of the saved group with its parameters.
 
-    Raises CheckpointError, naming parameters, where the saved groups have others.
+    Raises CheckpointError, naming parameters, if the saved groups have others.
     """
     saved = [frozenset(group["params"]) for group in loaded["param_groups"]]
     _check_names({name for group in saved for name in group}, set(names))
@@ -125,9 +125,9 @@ def _check_names(saved: set[str], own: set[str]) -> None:
 
 
 def warn_of_numbers(key: str, value: Any) -> None:
-    """Warn of optimizers' state_dicts somewhere in a value: numbers stand for parameters in them, by their order.
+    """Warn of optimizers' state_dicts inside a value, in which numbers stand for parameters, by their order.
 
-    key: of the value, in the state that is saved or restored.
+    key: key of the value in the state that is saved or restored.
     """
     for path in _numbered(value, (key,)):
         warnings.warn(
@@ -182,7 +182,7 @@ def check_order(loaded: dict[str, Any], optimizer: torch.optim.Optimizer, names:
 
 
 def _check_settings(saved: dict[str, Any], group: dict[str, Any], own: list[str], before: list[str]) -> None:
-    """Lists with a value for each parameter of a group."""
+    """Check lists with a value for each parameter of a group."""
     for key, value in saved.items():
         if key in ("params", "param_names") or not isinstance(value, list) or len(value) != len(own):
             continue
@@ -201,12 +201,13 @@ def _order_matters(what: str, before: list[str]) -> CheckpointError:
 
 
 def notes(optimizer: torch.optim.Optimizer, named: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """What `load_state_dict` would change: {} if nothing.
+    """Return what `load_state_dict` would change: {} if nothing.
 
     Args:
-        named: what `named_state` made of the optimizer.
+        named: result of `named_state` for the optimizer.
 
-    Returns: "dtypes": paths of tensors in the states of parameters whose dtype is not the parameter's. "shared":
+    Returns a dict with "dtypes": paths of tensors in the states of parameters whose dtype is not the parameter's.
+    "shared":
         lists of paths to one and the same tensor.
     """
     parameters = [one for group in optimizer.param_groups for one in group["params"]]
@@ -223,21 +224,21 @@ def notes(optimizer: torch.optim.Optimizer, named: Mapping[str, Any]) -> dict[st
 
 
 def merged(one: Mapping[str, list[Any]], other: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
-    """Notes of several ranks."""
+    """Return the notes of two ranks together."""
     return {key: [*one.get(key, []), *other.get(key, [])] for key in {*one, *other}}
 
 
 def load_optimizer(
     optimizer: torch.optim.Optimizer, numbered: dict[str, Any], names: list[str], noted: Mapping[str, list[Any]]
 ) -> None:
-    """Load a state, and put back what `load_state_dict` has changed of it.
+    """Load a state, and restore what `load_state_dict` has changed of it.
 
-    An optimizer that has a `load_state_dict` of its own may want other types than were saved: those it keeps.
+    An optimizer with a `load_state_dict` of its own may convert dtypes on purpose: those stay.
 
     Args:
-        numbered: what `numbered_state` made.
-        names: of its parameters, in its order.
-        noted: what `notes` returned at the save, of all ranks.
+        numbered: result of `numbered_state`.
+        names: names of the parameters, in the optimizer's order.
+        noted: results of `notes` at the save, of all ranks.
     """
     optimizer.load_state_dict(numbered)
     inner = optimizer
@@ -278,7 +279,7 @@ def _at(value: Any, path: Path) -> Any:
 
 
 def _put(value: Any, path: Path, new: Any) -> None:
-    """Put a value at a path; tuples on the way are made anew."""
+    """Set the value at a path; tuples on the way are replaced."""
     inner = _at(value, path[:-1])
     if isinstance(inner, tuple):
         _put(value, path[:-1], type(inner)((*inner[: path[-1]], new, *inner[path[-1] + 1 :])))
@@ -287,9 +288,9 @@ def _put(value: Any, path: Path, new: Any) -> None:
 
 
 def regrouped(loaded: Any, order: list[int]) -> Any:
-    """A scheduler's state with a value for each group in the optimizer's order. order: see `group_order`.
+    """Return a scheduler's state with lists by group in the optimizer's order. order: see `group_order`.
 
-    Raises CheckpointError for a list that may be by group, or may not.
+    Raises CheckpointError for a list that may or may not be by group.
     """
     if order == sorted(order):
         return loaded

@@ -1,4 +1,4 @@
-"""Names of parameters: the same whatever wraps a module, and whatever order parameters come in.
+"""Names of parameters that do not depend on wrappers of a module or on the order of parameters.
 
 A checkpoint outlives the program that wrote it. By then modules may be registered in another order, parameters may be
 sorted into other groups, and `torch.compile` or DistributedDataParallel may wrap a module or one inside it. So values
@@ -22,14 +22,14 @@ from penstock.proto.errors import InvalidArgumentError
 __all__ = ["clean_keys", "parameter_names", "unwrapped"]
 
 WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_forward_module", "_fsdp_wrapped_module"}
-"""Attributes in which torch.compile, activation checkpointing, Lightning Fabric and FSDP1 keep the module itself."""
+"""Attributes in which torch.compile, activation checkpointing, Lightning Fabric and FSDP1 keep the wrapped module."""
 
 Place = tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]]
-"""Where a tensor's values lie, for one that is not the parameter itself but shares its memory."""
+"""Memory of a tensor's values, by which a tensor that shares a parameter's memory is found."""
 
 
 def unwrapped(value: Any) -> Any:
-    """A module without what wraps it whole."""
+    """Return a module without the wrappers around it."""
     while True:
         if isinstance(value, DistributedDataParallel | DataParallel):
             value = value.module
@@ -40,7 +40,7 @@ def unwrapped(value: Any) -> Any:
 
 
 def clean_keys(module: nn.Module, keys: list[str]) -> dict[str, str]:
-    """Each of the names that a module's state_dict has -> the name without those of wrappers inside the module."""
+    """Return each key of a module's state_dict -> the key without the names of wrappers inside the module."""
     parallel = {
         f"{path}.module" if path else "module"
         for path, inner in module.named_modules(remove_duplicate=False)
@@ -48,7 +48,7 @@ def clean_keys(module: nn.Module, keys: list[str]) -> dict[str, str]:
     }
     clean = {key: _clean(key, parallel) for key in keys}
     if len(set(clean.values())) < len(clean):
-        return {key: key for key in keys}  # two would have one name
+        return {key: key for key in keys}  # two keys would become equal
     return clean
 
 
@@ -64,14 +64,14 @@ def _clean(key: str, parallel: set[str]) -> str:
 
 
 def parameter_names(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], key: str) -> list[str]:
-    """The names of an optimizer's parameters, in its order.
+    """Return the names of an optimizer's parameters, in its order.
 
-    They are those of the module, or of the dict of tensors, in `state` that holds all of them. Where several hold them,
-    the key in `state` comes before each. Parameters that `state` does not hold go by the names that the optimizer was
-    given (`Adam(model.named_parameters())`); where it was given none, by number and shape, which can tell no order of
-    parameters with one shape from another: that is warned of.
+    The names come from the module, or the dict of tensors, in `state` that holds all parameters. If several hold them,
+    each name begins with the key in `state`. Parameters outside of `state` have the names that the optimizer was given
+    (`Adam(model.named_parameters())`); without those, number and shape, which do not tell apart parameters of one
+    shape: this is warned of.
 
-    Raises InvalidArgumentError where two parameters have one name.
+    Raises InvalidArgumentError if two parameters have one name.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     holders = {other: _held(value) for other, value in sorted(state.items()) if isinstance(value, nn.Module)}
@@ -87,7 +87,7 @@ def parameter_names(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], 
 
 
 Held = tuple[dict[int, str], dict[Place, str]]
-"""Names by the parameters' ids, and by where their values lie."""
+"""Names by the parameters' ids, and by the memory of their values."""
 
 
 def _from_one(parameters: list[torch.Tensor], holders: dict[str, Held]) -> list[str] | None:

@@ -1,11 +1,11 @@
-"""Pickles that others may have written: looked through before Python's unpickler takes memory at their word.
+"""Check of pickles that others may have written, before Python's unpickler allocates what they ask for.
 
-The unpickler makes room for whatever place in its memo, or length, a pickle names, before it looks whether there is
-anything: five bytes are good for 32 GiB. What a pickler writes never names more than the pickle's own length, so that
-is the bound. What can be *made* is the unpickler's to say (`find_class`).
+The unpickler allocates memory for any length, or place in its memo, that a pickle names, before it checks that there
+is anything: five bytes make it allocate 32 GiB. What a pickler writes never names more than the pickle's own length, so
+that is the limit. Which classes a pickle may use is for the unpickler to decide (`find_class`).
 
-The opcodes whose arguments are as long as they always are, or at most 255 bytes, are passed over by one regular
-expression: an index of 3,000 entries, with 150,000 opcodes, takes 3 ms, and Python's own `pickletools.genops` 38 ms.
+One regular expression skips the opcodes whose argument has a fixed length, or one of at most 255 bytes: an index of
+3,000 entries, with 120,000 opcodes, takes 3 ms, and Python's own `pickletools.genops` 38 ms.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ _LENGTHS = {pickletools.TAKEN_FROM_ARGUMENT4: 4, pickletools.TAKEN_FROM_ARGUMENT
 _LENGTHS[pickletools.TAKEN_FROM_ARGUMENT8U] = 8
 _CODES = {opcode.code.encode("latin-1"): opcode for opcode in pickletools.opcodes}
 _SIZES = {code: 0 if opcode.arg is None else opcode.arg.n for code, opcode in _CODES.items()}
-"""Bytes of each opcode's argument; below 0, as pickletools says."""
+"""Opcode -> bytes of its argument; negative numbers are pickletools' constants."""
 _STOP, _PUT, _LONG_PUT = b".", b"p", b"r"
-"""PUT is of protocol 0 alone, which neither torch nor Penstock writes."""
+"""PUT belongs to protocol 0, which neither torch nor Penstock writes."""
 _COUNTED = {code: _LENGTHS[size] for code, size in _SIZES.items() if size in _LENGTHS} | {_LONG_PUT: 4}
-"""Opcodes with a number of so many bytes, which is how long what follows is, or a place in the memo."""
+"""Opcode -> bytes of its number, which is the length of what follows or a place in the memo."""
 _LINES = {code: 2 if code in b"ci" else 1 for code, size in _SIZES.items() if size == pickletools.UP_TO_NEWLINE}
-"""Opcodes with so many lines of text."""
+"""Opcode -> number of its lines of text."""
 del _LINES[_PUT]
 
 
 def _fixed() -> re.Pattern[bytes]:
-    """Opcodes, as many as there are, whose argument has a length of its own or one byte that says it."""
+    """Return the expression for a run of opcodes whose argument has a fixed length, or one that a single byte gives."""
     kinds = []
     for size in (0, 1, 2, 4, 8):
         codes = b"".join(re.escape(code) for code, known in _SIZES.items() if known == size and code not in _COUNTED)
@@ -47,15 +47,14 @@ _FIXED = _fixed()
 
 
 def bounded(data: bytes) -> bytes:
-    """`data`, which begins with a pickle that takes no more memory, and no longer to hash its keys, than its length
-    accounts for.
+    """Return `data` if it begins with a pickle whose memory, and whose keys' hashing, its length accounts for.
 
-    Raises pickle.UnpicklingError for one that asks for more than that, or does not end.
+    Raises pickle.UnpicklingError for a pickle that asks for more than that, or does not end.
     """
     place = 0
     while True:
         found = _FIXED.match(data, place)
-        assert found is not None  # it matches nothing, too
+        assert found is not None  # it also matches nothing
         code = data[found.end() : found.end() + 1]
         place = found.end() + 1
         if code == _STOP:
@@ -66,12 +65,12 @@ def bounded(data: bytes) -> bytes:
             place += _COUNTED[code]
             follows = 0 if code == _LONG_PUT else number
             if max(number, place + follows) > len(data):
-                raise pickle.UnpicklingError(f"byte {place:,} of {len(data):,} asks for room for {number:,}")
+                raise pickle.UnpicklingError(f"byte {place:,} of {len(data):,} asks for {number:,} bytes or places")
             place += follows
         elif code in _LINES:
             for _ in range(_LINES[code]):
                 place = data.find(b"\n", place) + 1
                 if not place:
-                    raise pickle.UnpicklingError("a line has no end")
+                    raise pickle.UnpicklingError("a line does not end")
         else:
-            raise pickle.UnpicklingError(f"there is no opcode at byte {found.end():,} of {len(data):,}")
+            raise pickle.UnpicklingError(f"byte {found.end():,} of {len(data):,} must be an opcode")

@@ -1,9 +1,9 @@
-"""Values of common classes <-> values that any reader of checkpoints loads: numbers, text, bytes, and lists of them.
+"""Encoding of values of common classes as plain values: numbers, text, bytes, and lists of them.
 
-Loading an object of a class means running code that the file names, so what restores a checkpoint does that for no
-class unless it is told to. But random states hold arrays, metrics hold numpy's scalars, and configurations paths and
-dates. Those are saved as what they are made of, and what they were is kept beside it: a *recipe*, which is of plain
-values too. None: as it is.
+Loading an object of a class means running code that the file names, so a restore does that only on request. But random
+states hold arrays, metrics hold numpy's scalars, and configurations hold paths and dates. Those are saved as the plain
+values that they are made of, beside a *recipe* for making them again, which consists of plain values too. A recipe of
+None means: as it is.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ __all__ = ["FACTORIES", "LEAVES", "PLAIN", "EncodedValue", "decode", "encode", "
 
 PLAIN = frozenset((type(None), bool, int, float, str, bytes))
 LEAVES = PLAIN | {torch.Tensor, torch.nn.Parameter}
-"""Types of values that nothing is in. They are looked for first: a question like `isinstance(value, Mapping)` takes a
-microsecond, and a state has thousands of values."""
+"""Types of values without parts. They are tested for first: `isinstance(value, Mapping)` takes a microsecond, and a
+state has thousands of values."""
 FACTORIES: dict[str, Any] = {kind.__name__: kind for kind in (bool, dict, float, int, list, set, str, tuple)}
-"""Of defaultdicts."""
+"""Names of the factories of defaultdicts that can be restored."""
 DEPTH = 60
-"""Levels of a value that are looked at."""
+"""Largest number of nested levels that are encoded."""
 
 
 class EncodedValue(NamedTuple):
     value: Any
     recipe: Any
     opaque: str
-    """ "", or what stands in it that is no plain value: "tensors", or the name of a class."""
+    """ "", or what it holds besides plain values: "tensors", or the name of a class."""
 
 
 class _Kind(NamedTuple):
     taken: Callable[[Any], Any]
-    """What it is made of."""
+    """Function from a value to its parts."""
     made: Callable[[Any], Any]
-    """And back."""
+    """Function from the parts to the value."""
 
 
 def _moment(value: Any) -> Any:
@@ -130,7 +130,7 @@ def _torch_dtype(name: str) -> torch.dtype:
 
 
 def encode(value: Any, depth: int = 0) -> EncodedValue:
-    """What to save for a value; the value itself where it holds anything that is not known here (`opaque`)."""
+    """Return what to save for a value: the value itself if it holds anything without a recipe (`opaque`)."""
     kind = type(value)
     if kind in PLAIN:
         return EncodedValue(value, None, "")
@@ -153,7 +153,7 @@ def encode(value: Any, depth: int = 0) -> EncodedValue:
 
 
 def _parts(value: Any) -> tuple[str, Any] | None:
-    """Name in MAKE, and what it is made of; None for a class that is not known."""
+    """Return the name in MAKE and the parts; None for an unknown class."""
     kind = type(value)
     if isinstance(value, np.generic | np.ndarray) and (value.dtype.hasobject or value.dtype.fields is not None):
         return None
@@ -191,14 +191,14 @@ def _dict(value: dict[Any, Any], depth: int) -> EncodedValue:
 
 
 def _opaque(inner: list[EncodedValue]) -> str:
-    """A class rather than tensors, which can be loaded."""
+    """Return the first class in the values; without one, "tensors" (which can be loaded) or ""."""
     return next((one.opaque for one in inner if one.opaque not in ("", "tensors")), "") or next(
         (one.opaque for one in inner if one.opaque), ""
     )
 
 
 def decode(value: Any, recipe: Any) -> Any:
-    """The value that `encode` was given."""
+    """Return the value that `encode` was given."""
     if recipe is None:
         return value
     name, inner = recipe
@@ -211,7 +211,8 @@ def decode(value: Any, recipe: Any) -> Any:
 
 
 def value_digest(value: Any) -> str:
-    """The same for values that are equal, of the same types; whatever order dicts have, and whatever is one object."""
+    """Return a digest that is the same for equal values of the same types, whatever the order of dicts and
+    identities."""
     hasher = xxhash.xxh3_64()
     _feed(hasher, value, 0)
     return hasher.hexdigest()
@@ -251,12 +252,12 @@ def _feed_tensor(hasher: Any, tensor: torch.Tensor) -> None:
         plain = tensor.detach().cpu().contiguous().reshape(-1)
         if plain.numel():
             hasher.update(plain.view(torch.uint8).numpy().tobytes())
-    except (RuntimeError, TypeError, NotImplementedError):  # a kind that has no bytes
+    except (RuntimeError, TypeError, NotImplementedError):  # a kind of tensor without bytes
         hasher.update(repr(tensor).encode())
 
 
 def _feed_object(hasher: Any, value: Any, depth: int) -> None:
-    """Of any class: by what pickle would save of it."""
+    """Hash an object of any class by what pickle would save of it."""
     if depth > DEPTH:
         return
     try:

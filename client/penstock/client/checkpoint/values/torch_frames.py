@@ -1,11 +1,11 @@
-"""How torch.save frames a tensor: the bytes before its values and behind them.
+"""Frames of torch.save around a tensor: the bytes before its values and behind them.
 
 torch.distributed.checkpoint stores each tensor as torch.save writes it, a zip archive of its own. For one dtype and
-shape all of that is the same except the values, which lie in one piece. So torch.save itself is asked once, for a
-tensor that nobody looks at, and from then on a tensor is staged by copying its values between the two.
+shape everything is the same except the values, which lie in one piece. So torch.save runs once, for a tensor of
+uninitialised memory, and later tensors are staged by copying their values between the two parts.
 
-Without the archive's CRC32, which torch.load does not look at, and which took 0.45 s of a processor for 1 GiB. The
-manifest has a checksum for each file, which takes 0.13 s, and not the training process's.
+Frames have no CRC32, which torch.load ignores, and which took 0.45 s of processor time for 1 GiB. The manifest has a
+checksum for each file, which takes 0.13 s, and not in the training process.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from penstock.proto.errors import CheckpointError
 __all__ = ["ALIGNMENT", "TorchFrame", "frame_of", "is_plain", "saved_bytes"]
 
 ALIGNMENT = 64
-"""Bytes: where torch.save puts values, counted from the beginning of its archive, and where we put archives."""
+"""Bytes: offsets of values in torch.save's archives, and of archives in our files, are multiples of it."""
 
 
 @dataclass(frozen=True)
 class TorchFrame:
-    """What torch.save writes around the values of a tensor."""
+    """Bytes that torch.save writes around the values of a tensor."""
 
     before: bytes
     nbytes: int
-    """Of the values."""
+    """Bytes of the values."""
     behind: bytes
 
     @property
@@ -42,7 +42,7 @@ class TorchFrame:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is its values and nothing else; others are saved by torch.save as they are."""
+    """Return whether a tensor is nothing but its values; torch.save saves the others."""
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
         and tensor.layout is torch.strided
@@ -53,8 +53,8 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 @lru_cache(maxsize=65536)
 def frame_of(dtype: torch.dtype, shape: tuple[int, ...]) -> TorchFrame:
-    """The frame of a contiguous CPU tensor of this dtype and shape."""
-    tensor = torch.empty(shape, dtype=dtype, device="cpu")  # its memory is never touched
+    """Return the frame of a contiguous CPU tensor of this dtype and shape."""
+    tensor = torch.empty(shape, dtype=dtype, device="cpu")  # its memory is never read
     recorder = _Recorder(tensor)
     with without_crc32():
         torch.save(tensor, recorder)  # type: ignore[arg-type]
@@ -65,14 +65,14 @@ def frame_of(dtype: torch.dtype, shape: tuple[int, ...]) -> TorchFrame:
 
 
 def saved_bytes(value: Any) -> bytes:
-    """What torch.save writes for anything."""
+    """Return torch.save's bytes for any value."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
 
 
 class _Recorder:
-    """A file that keeps what is written to it, but for the values of one tensor."""
+    """A file that keeps what is written to it, except the values of one tensor."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._values = (tensor.data_ptr(), tensor.nbytes)

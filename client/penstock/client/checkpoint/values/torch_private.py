@@ -1,7 +1,7 @@
-"""Everything of torch's that is not public and that checkpoints cannot do without, in one place.
+"""Private parts of torch that checkpoints need, in one place.
 
-tests/checkpoint/test_torch_private.py holds what is expected of each: its parameters and what it returns. A torch in
-which one of them has changed fails there, by name, and not in the middle of a save.
+tests/checkpoint/test_torch_private.py checks the parameters and results of each. A torch version in which one of them
+has changed fails there, by name, and not in the middle of a save.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = [
 
 @contextmanager
 def without_crc32() -> Iterator[None]:
-    """torch.save computes no CRC32 in here. A setting of the whole process, so for moments only."""
+    """Turn off torch.save's CRC32. The setting belongs to the whole process, so use it briefly."""
     before = config.save.compute_crc32
     config.save.compute_crc32 = False
     try:
