@@ -96,7 +96,7 @@ class Registry:
         self._wall = wall
         self._fresh_seed = fresh_seed
         self.state_queries = StateQueries(self.cluster)
-        self._hand_overs = Migrations(self.cluster)
+        self._migrations = Migrations(self.cluster)
         self._old_sessions: OrderedDict[tuple[str, str], None] = OrderedDict()
         self._started = self._ticked = now = clock()
         self.cluster.tickets_expire = expiry(wall())
@@ -124,7 +124,7 @@ class Registry:
         """`credential`: which token the caller showed, by its digest."""
         now, cluster = self._clock(), self.cluster
         start = opening.validate(request, self.limits)
-        client, request = opening.told(request)
+        client, request = opening.without_secret(request)
         name = opening.run_name(request)
         run = cluster.runs.get(name)
         opening.check_room(request, run, len(cluster.runs), cluster.snapshot_index, self.limits)
@@ -231,7 +231,7 @@ class Registry:
         delivered = request.delivered
         if delivered.slots and len(delivered.slots) != attempt.num_workers:
             raise InvalidArgumentError(f"a position of {len(delivered.slots)} slots for {attempt.num_workers} workers")
-        box_progress.note_cuts(self.cluster, attempt, box, request)
+        box_progress.note_abandoned(self.cluster, attempt, box, request)
         if delivered.step >= box.delivered.step:  # else it was overtaken by a later report
             passed = attempt.left_between(box.step, delivered.step)
             if request.epoch_ended != box.epoch_ended or delivered.epoch != box.delivered.epoch or passed:
@@ -349,7 +349,7 @@ class Registry:
     def report_worker(self, request: pb.HeartbeatRequest) -> None:
         now = self._clock()
         check_measures(hold_s=request.hold_s, lease_s=request.lease_s)
-        check_reports(request.slots, self.limits.traits_max)
+        check_reports(request.slots, self.limits.capabilities_max)
         worker = self._registered(request.worker, request.session)
         if worker is not None:
             worker.seen_at = now
@@ -359,7 +359,7 @@ class Registry:
             for report in request.slots:
                 self._slot_report(worker, report, now)
             if request.leaving and not worker.draining:
-                self._hand_overs.set_draining(worker, True, now)
+                self._migrations.set_draining(worker, True, now)
             self._settle()
 
     def worker_hung_up(self, name: str, session: str) -> None:
@@ -388,7 +388,7 @@ class Registry:
         worker.lease_until = max(worker.lease_until, worker.seen_at + lease_policy.lease_s)
         self.cluster.journal.commit()
         wants = self.state_queries.wants(worker.name, self._clock())
-        stuck = self._hand_overs.stuck(worker, self._clock()) if worker.draining else 0
+        stuck = self._migrations.stuck(worker, self._clock()) if worker.draining else 0
         yield from views.fill_heartbeat(reply, self.cluster, worker, request, lease_policy, self._wall(), wants, stuck)
         reply.commit_mark = self.cluster.journal.mark()
 
@@ -408,7 +408,7 @@ class Registry:
     def _slot_report(self, worker: Worker, report: pb.SlotReport, now: float) -> None:
         slot = self.cluster.slot(SlotKey(report.run, report.attempt, report.box, report.slot))
         if slot is not None and slot.is_migrating_to(worker.name, report.generation):
-            self._hand_overs.heard(slot, report, now)
+            self._migrations.target_reported(slot, report, now)
             return
         if slot is None or slot.generation != report.generation or slot.worker != worker.name:
             return  # fenced: the worker sees from its assignments that it has nothing to do there
@@ -434,7 +434,7 @@ class Registry:
                 self.cluster.save_slot(slot)
                 self.cluster.bump_box(*self.cluster.box_of(slot))
             if report.migrated:
-                self._hand_overs.migrated(slot, now)
+                self._migrations.migrated(slot, now)
 
     def _recycle(self, slot: Slot, report: pb.SlotReport) -> None:
         """Its runner held too much memory and ended at a snapshot: another one goes on, unless that gained nothing."""
@@ -458,7 +458,7 @@ class Registry:
 
     def drain_worker(self, request: pb.DrainWorkerRequest) -> pb.DrainWorkerReply:
         """An operator's order, or its end."""
-        reply = self._hand_overs.order(request, self._clock())
+        reply = self._migrations.order(request, self._clock())
         self._settle()
         return reply
 
@@ -604,7 +604,7 @@ class Registry:
                 )
                 cluster.end(attempt, AttemptState.ENDED, why)
         cluster.snapshot_index.drop_idle_blobs(named, now)
-        self._hand_overs.tick(now)
+        self._migrations.tick(now)
         self._renew_tickets()
         self._fail_what_nobody_may_run(now)
         self._to_workers.take_back(cluster.worker_lease_policy().lease_s, now)

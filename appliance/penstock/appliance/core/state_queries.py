@@ -1,12 +1,13 @@
-"""The desk where states are asked for: the gatherings under way, those that are done, and who may ask for which step.
+"""State queries: those under way, those that are done, and which steps may be asked for.
 
-Ranks that ask for one step share one gathering, and those that come later get its result as long as it is kept: every
-rank saves the same bytes, and the workers are asked once.
+Ranks that ask for one step share one query, and those that come later get its result as long as it is kept: every rank
+saves the same bytes, and the workers are asked once.
 
-All answers in memory have one budget, `answers_max`. When half of it is used, a gathering lets go what all its askers
-have been sent, and cannot be joined after that. When all is used, results that are kept for later ranks go. If that is
-not enough, an answer waits at the door, with its bytes still at its worker. Only those of the box that a gathering's
-askers wait for next are let in all the same, for else nothing would ever move; so each gathering may take one box more.
+All answers in memory have one budget, `answers_max`. When half of it is used, a query releases what all its callers
+have been sent, and cannot be joined after that. When all is used, results that are kept for later ranks are dropped. If
+that is not enough, an answer waits for the budget, with its bytes still at its worker. Only the answers of the box that
+a query's callers wait for next are always admitted, because else nothing would move; so each query may take one box
+more.
 """
 
 from __future__ import annotations
@@ -23,23 +24,23 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 _Key = tuple[str, int, int, str]
 
 ROOM = ("room",)
-"""The topic of answers that wait at the door."""
+"""Topic of the answers that wait for the budget."""
 
 
 class StateQueries:
     def __init__(self, cluster: ClusterState) -> None:
         self._cluster = cluster
         self._open: dict[int, StateQuery] = {}
-        """All that have askers or open requests, by serial."""
+        """Queries with callers or open requests, by serial."""
         self._joinable: dict[_Key, StateQuery] = {}
         self._finished: OrderedDict[_Key, StateQuery] = OrderedDict()
         self._asked: dict[str, StateQuery] = {}
-        """Request -> who asks."""
+        """Request id -> its query."""
         self._closed: dict[str, StateQuery] = {}
-        """Run that has ended -> the newest state that was asked for."""
+        """Run that has ended -> its newest completed state query."""
 
     def wants(self, worker: str, now: float) -> list[tuple[SlotStateRequest, float]]:
-        """The worker's open requests, with the seconds that the most patient asker still has."""
+        """Return the worker's open requests, with the seconds until the latest deadline of their callers."""
         return [
             (want, max(0.0, gathering.deadline - now))
             for gathering in self._open.values()
@@ -47,10 +48,11 @@ class StateQueries:
         ]
 
     def begin(self, request: pb.FetchStateRequest, asker: int | None, now: float) -> StateQuery:
-        """`asker`: the box that asks, if one does. Raises StateUnavailableError, UnknownRunError, SupersededError."""
+        """Start or join a query. `asker`: the box that asks, if one does. Raises StateUnavailableError,
+        UnknownRunError, SupersededError."""
         run = self._cluster.runs.get(request.run)
         if run is None:
-            raise UnknownRunError(f"the coordinator knows no run {request.run!r}")
+            raise UnknownRunError(f"the coordinator has no run {request.run!r}")
         attempt = self._cluster.attempt(run.name, request.attempt or run.attempt)
         boxes = list(attempt.boxes.values())
         going = [box for box in boxes if not box.epoch_ended]
@@ -59,12 +61,12 @@ class StateQueries:
         step = request.step
         if request.newest:
             step = min(box.step for box in going) if going else last
-        # Without a report of the asker's own, what was delivered since the last one is not known here.
+        # Without a report of the caller's own, what was delivered since the last one is unknown here.
         last_is_known = asker is not None or request.attempt == 0
         if step < first or (step > last and last_is_known):
             raise StateUnavailableError(
-                f"the state of run {run.name} at step {step} cannot be had: steps {first} to {last} can (this attempt "
-                f"started at step {boxes[0].start.step}, and retention_steps={boxes[0].retention} steps are kept)"
+                f"the step of a state of run {run.name} must be {first} to {last}, got {step}: this attempt started at "
+                f"step {boxes[0].start.step}, and keeps retention_steps={boxes[0].retention} steps"
             )
         key = (run.name, attempt.number, step, "")
         self._forget(attempt, first)
@@ -75,7 +77,7 @@ class StateQueries:
         return self._ask(gathering, now + request.deadline_s)
 
     def begin_aggregation(self, request: pb.FetchStateRequest, box: int, now: float) -> StateQuery:
-        """Have a worker of the box aggregate the states in a blob."""
+        """Start or join a query that has a worker of the box aggregate the states in a blob."""
         attempt = self._cluster.attempt(request.run, request.attempt)
         serial = self._cluster.next_version()
         wanted = Aggregation(attempt.run, attempt.number, request.step, serial, box=box, blob=request.aggregate_blob)
@@ -95,16 +97,17 @@ class StateQueries:
     def _check_room(self, gathering: StateQuery) -> None:
         there = sum(one.run == gathering.run for one in self._open.values())
         if there >= self._cluster.limits.queries_max + 2 * self._cluster.runs[gathering.run].num_boxes:
-            raise OverloadedError(f"{there} state queries of run {gathering.run} are open, which is the limit")
+            limit = self._cluster.limits.queries_max + 2 * self._cluster.runs[gathering.run].num_boxes
+            raise OverloadedError(f"run {gathering.run} must have at most {limit} open state queries: retry later")
 
     def sent(self, gathering: StateQuery, box: int) -> None:
-        """One of the askers has been sent the box's records."""
+        """Record that one of the callers has been sent the box's records."""
         gathering.sent[box] += 1
         if gathering.sent[box] >= gathering.askers and self.held > self._cluster.limits.answers_max // 2:
             self._let_go(gathering)
 
     def end(self, gathering: StateQuery, sent: int) -> None:
-        """An asker leaves that was sent the first `sent` boxes."""
+        """Remove a caller that was sent the first `sent` boxes."""
         gathering.askers -= 1
         for box in range(sent):
             if box in gathering.sent:
@@ -120,7 +123,7 @@ class StateQueries:
 
     @property
     def held(self) -> int:
-        """Bytes of answers in memory and on the way."""
+        """Bytes of answers in memory and in transfer."""
         kept = {gathering.serial: gathering.held for gathering in (*self._open.values(), *self._finished.values())}
         return sum(kept.values())
 
@@ -128,7 +131,7 @@ class StateQueries:
         return request in self._asked
 
     def admit(self, request: str, size: int, now: float) -> float | None:
-        """None: the bytes may come now, or nobody wants them. Else the seconds that the asker still has."""
+        """Return None if the bytes may come now, or are not needed; else the seconds until the query's deadline."""
         gathering = self._asked.get(request)
         if gathering is None or request in gathering.coming:
             return None
@@ -156,7 +159,7 @@ class StateQueries:
                 self._let_go(gathering)
 
     def _let_go(self, gathering: StateQuery) -> None:
-        """Drops what all askers have been sent."""
+        """Drop what all callers have been sent."""
         for box in [box for box, askers in gathering.sent.items() if askers >= gathering.askers]:
             del gathering.sent[box]
             gathering.held -= gathering.boxes.pop(box).size
@@ -168,21 +171,21 @@ class StateQueries:
             self._cluster.changed(ROOM)
 
     def answer(self, answer: pb.StateAnswer, data: bytes) -> None:
-        """A request's id names its gathering."""
+        """Give an answer to its query, which the request's id names."""
         gathering = self._asked.get(answer.request)
         if gathering is None:
             return
         want = gathering.requests[answer.request]
         attempt = self._cluster.attempt(gathering.run, gathering.attempt)
         gathering.answered(attempt, answer, data)
-        self._announce(gathering, heard=want.id)
+        self._announce(gathering, answered=want.id)
         if answer.ended:  # an end that the others can use
             self._cluster.touch(attempt, attempt.boxes[want.key.box])
 
     # ------------------------------------------------------------------------------------------------------- planning
 
     def settle(self) -> None:
-        """Plans again what has been touched since."""
+        """Plan again what has been touched since the last call."""
         touched, self._cluster.touched = self._cluster.touched, set()
         if not touched:
             return
@@ -200,7 +203,7 @@ class StateQueries:
                     self._closed[key[0]] = gathering
 
     def take_closed(self) -> list[StateQuery]:
-        """The last states of the runs that have ended since the last call."""
+        """Return the last states of the runs that have ended since the last call."""
         closed, self._closed = self._closed, {}
         return list(closed.values())
 
@@ -211,9 +214,9 @@ class StateQueries:
             gathering.fail(error)
         self._announce(gathering)
 
-    def _announce(self, gathering: StateQuery, heard: str = "") -> None:
-        """Wakes the workers whose requests have changed, and the askers of boxes that are complete. Who has answered
-        knows that this request is done (`heard`): to say so costs a call of each worker for each query."""
+    def _announce(self, gathering: StateQuery, answered: str = "") -> None:
+        """Wake the workers whose requests have changed, and the callers of boxes that are complete. A worker that has
+        just answered (`answered`) is not woken: that would cost a call of each worker for each query."""
         changed, gathering.changed = gathering.changed, []
         completed, gathering.completed = gathering.completed, []
         withdrawn = False
@@ -222,8 +225,8 @@ class StateQueries:
                 self._asked[want.id] = gathering
             else:
                 self._asked.pop(want.id, None)
-                withdrawn |= want.id != heard  # its answer may have been on the way, or at the door
-        for name in sorted({want.worker for want in changed if want.id != heard}):
+                withdrawn |= want.id != answered  # its answer may be in transfer, or waiting for the budget
+        for name in sorted({want.worker for want in changed if want.id != answered}):
             worker = self._cluster.workers.get(name)
             if worker is not None:
                 self._cluster.bump_worker(worker)
@@ -240,7 +243,7 @@ class StateQueries:
             self._cluster.changed(ROOM)
 
     def _forget(self, attempt: Attempt, first: int) -> None:
-        """Drops results out of the window, and those that took for final what a box has since left behind."""
+        """Drop results out of the window, and those with a final state that a box has since moved beyond."""
         for key, gathering in list(self._finished.items()):
             if key[:2] != (attempt.run, attempt.number):
                 continue

@@ -1,9 +1,9 @@
-"""How far the coordinator has heard: whether calls wait that its event loop has not got to.
+"""Detection of calls that the event loop has not yet received: the coordinator calls itself through the same queue.
 
-A call waits in gRPC first, in a queue from which the event loop takes one at a time. On two busy cores, with 200 boxes
+A call first waits in gRPC, in a queue from which the event loop takes one at a time. On two busy cores, with 200 boxes
 that opened a run at once, calls waited there for 1 to 3 s while the loop's own timer was never 0.3 s late. A worker
-whose heartbeat lies there is not silent. So the coordinator calls itself, on a socket of its own, through the same
-queue: once that call is answered, whatever came before it has been heard.
+whose heartbeat waits there is not silent. So the coordinator calls itself, on a socket of its own, through the same
+queue: once that call is answered, every call that came before it has been received.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ __all__ = ["Hearing"]
 _log = logging.getLogger("penstock.appliance")
 
 METHOD = "/penstock.Hearing/Heard"
-"""No service has it: to refuse it is an answer too, and needs neither a token nor a place among the counted calls."""
+"""Method of the call. No service has it: the refusal is answer enough, and needs neither a token nor a rate limit."""
 LONGEST_S = 30.0
-"""Seconds for which a call of its own may keep leases from ending: what takes longer is a fault of something else."""
+"""Longest time in seconds that a pending call of its own may extend leases: a longer delay is another fault."""
 
 
 class Hearing:
-    """
+    """Measures how long calls may have been waiting in gRPC's queue.
     Args:
         address: "unix:/path" of a listener of this process.
         every_s: seconds between two calls.
@@ -39,14 +39,14 @@ class Hearing:
         self.address = address
         self._every_s, self._clock = every_s, clock
         self._heard = clock()
-        """Everything that had come by then was heard."""
+        """Time up to which every call has been received."""
 
     def unheard_s(self) -> float:
-        """Seconds from which calls may be waiting."""
+        """Return the seconds of calls that may still be waiting."""
         return min(LONGEST_S, self._clock() - self._heard)
 
     async def run(self) -> None:
-        """Call again and again, for ever."""
+        """Call this process every `every_s` seconds, until cancelled."""
         told = False
         async with connect_aio(self.address) as channel:
             call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(METHOD)
@@ -56,9 +56,9 @@ class Hearing:
                     await call(b"", timeout=LONGEST_S)
                 except grpc.aio.AioRpcError as error:
                     if error.code() not in (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.DEADLINE_EXCEEDED):
-                        sent = self._clock()  # nothing is known, so leases end as they would without
+                        sent = self._clock()  # the delay is unknown, so leases end as they would without this check
                         if not told:
-                            _log.warning("leases do not wait for calls that are not heard yet: %s", error.details())
+                            _log.warning("leases do not wait for calls that are still queued: %s", error.details())
                             told = True
                 self._heard = sent
                 await asyncio.sleep(self._every_s)

@@ -143,7 +143,7 @@ class Limits:
     """Attempts of a run that are remembered by number, key and clients, so that a late call of one is refused."""
     registration_max: int = 16 * KIB
     """Bytes of a worker's registration, which is kept in memory and goes into every status."""
-    traits_max: int = 16 * KIB
+    capabilities_max: int = 16 * KIB
     """Bytes of what a worker tells of a slot's loader, which is kept in memory and in the journal."""
     past_sessions: int = 64
     """Sessions of workers that were replaced; a late call of one is refused."""

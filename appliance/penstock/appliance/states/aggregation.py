@@ -1,8 +1,8 @@
-"""aggregate_state_dict, called on a worker: for a training job that cannot build the loader itself.
+"""Calls of aggregate_state_dict on a worker, for a training job that cannot build the loader itself.
 
 Usually the client aggregates, with an instance of its own. Where input_fn raises there (its data are only where the
-workers are), the client leaves the workers' states here as a blob and asks for them to be aggregated; any worker of the
-asking box will do, and which one makes no difference to the result.
+workers are), the client uploads the workers' states as a blob and asks for their aggregation. Any worker of that box
+can do it, and which one does makes no difference to the result.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 
 @dataclass(frozen=True)
 class AggregationTask(SlotStateRequest):
-    """The question to one worker."""
+    """Request to one worker to aggregate a blob."""
 
     blob: str = ""
 
@@ -34,7 +34,7 @@ class AggregationTask(SlotStateRequest):
 
 @dataclass(eq=False)
 class Aggregation(StateQuery):
-    """One question, to the first slot of the box that can be asked; planned as a gathering of one box."""
+    """State query with one request, to the first ready slot of the box; planned as a query of one box."""
 
     box: int = 0
     blob: str = ""
@@ -47,7 +47,7 @@ class Aggregation(StateQuery):
         return True
 
     def refresh(self, attempt: Attempt, box: int | None = None) -> None:
-        super().refresh(attempt)  # its one question is not kept under the number of its box
+        super().refresh(attempt)  # its one request is not stored under the number of its box
 
     def _refresh(self, attempt: Attempt, number: int) -> None:
         box = attempt.boxes.get(self.box)
