@@ -112,32 +112,32 @@ class FakeWorker:
         request.cores = self.cores
         self.world.registry.register_worker(request)
 
-    def beat(self, *reports: pb.SlotReport) -> pb.HeartbeatReply:
+    def heartbeat(self, *reports: pb.SlotReport) -> pb.HeartbeatReply:
         request = pb.HeartbeatRequest(worker=self.name, session=self.session, slots=reports)
         return self.world.registry.heartbeat(request)
 
     def report(self) -> None:
-        self.beat()
+        self.heartbeat()
 
     def of(self, slot: int, box: int = 0) -> records_pb2.WorkerAssignment:
         """Return the worker's assignment for that slot."""
-        (found,) = (a for a in self.beat().assignments if (a.box, a.slot) == (box, slot))
+        (found,) = (a for a in self.heartbeat().assignments if (a.box, a.slot) == (box, slot))
         return found
 
-    def tell(self, assignment: records_pb2.WorkerAssignment, phase: pb.SlotPhase.ValueType) -> pb.SlotReport:
+    def slot_report(self, assignment: records_pb2.WorkerAssignment, phase: pb.SlotPhase.ValueType) -> pb.SlotReport:
         report = pb.SlotReport(run=assignment.run, attempt=assignment.attempt, box=assignment.box)
         report.slot, report.generation, report.phase = assignment.slot, assignment.generation, phase
         return report
 
     def ready(self) -> pb.HeartbeatReply:
         """Report every assignment as ready."""
-        return self.beat(*(self.tell(assignment, pb.READY) for assignment in self.beat().assignments))
+        return self.heartbeat(*(self.slot_report(assignment, pb.READY) for assignment in self.heartbeat().assignments))
 
     def lose(self, assignment: records_pb2.WorkerAssignment, message: str = "killed by SIGKILL") -> pb.HeartbeatReply:
-        report = self.tell(assignment, pb.FAILED)
+        report = self.slot_report(assignment, pb.FAILED)
         report.lost = True
         report.error.CopyFrom(records_pb2.ErrorDetail(name="WorkerLostError", message=message))
-        return self.beat(report)
+        return self.heartbeat(report)
 
 
 @dataclass
@@ -171,7 +171,7 @@ class FakeBox:
             self.position.deliver()
         self.watch()
 
-    def leave(self) -> None:
+    def abandon_epoch(self) -> None:
         """Abandon the epoch, as by a break, and report."""
         assert self.position is not None
         self.abandoned[self.position.epoch] = self.position.step

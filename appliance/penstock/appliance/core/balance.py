@@ -157,7 +157,7 @@ def _elsewhere(cluster: ClusterState, slot: Slot, slow: set[str]) -> Worker | No
     here = {worker.name for worker in cluster.workers.values() if owner and worker.host_id == owner.host_id}
     slow = slow | _far(cluster, box)
     for barred in (slow | here, slow | {slot.worker}):
-        worker = cluster.room.choose(slot, opening.host_id, opening.loader.input_fn, barred)
+        worker = cluster.free_capacity.choose(slot, opening.host_id, opening.loader.input_fn, barred)
         if worker is not None:
             return worker
     return None

@@ -39,7 +39,7 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 
 Topic = tuple[str | int, ...]
-"""What changed: ("worker", name), ("box", run, attempt, box) or ("state", run, attempt, step)."""
+"""Subject of a change: ("worker", name), ("box", run, attempt, box) or ("state", run, attempt, step)."""
 
 
 class ClusterState:
@@ -58,10 +58,10 @@ class ClusterState:
         self.events = events
         self.runs: dict[str, Run] = {}
         self.workers: dict[str, Worker] = {}
-        self.room = FreeCapacity(self.workers)
+        self.free_capacity = FreeCapacity(self.workers)
         self.fleet, self.fleet_at = 0, 0.0
         """Number of workers that the lease policy follows, and since when: see `count_fleet`."""
-        self.strain = 1.0
+        self.load_factor = 1.0
         """Load factor, 1 = not overloaded: see lease_policy.updated_load_factor."""
         self.live_boxes = 0
         self.slots_held: Counter[str] = Counter()
@@ -94,7 +94,7 @@ class ClusterState:
         return self._version
 
     def bump_worker(self, worker: Worker) -> None:
-        self.room.offer(worker)
+        self.free_capacity.offer(worker)
         worker.version = self.next_version()
         self.changed(("worker", worker.name))
 
@@ -104,7 +104,7 @@ class ClusterState:
         self.changed(("box", attempt.run, attempt.number, box.number))
 
     def worker_lease_policy(self) -> LeasePolicy:
-        return of_workers(max(self.fleet, len(self.workers)), self.strain, self.limits)
+        return of_workers(max(self.fleet, len(self.workers)), self.load_factor, self.limits)
 
     def count_fleet(self, now: float) -> None:
         """Follow a fleet that grows at once, and one that shrinks after a while: else a coordinator that lost workers
@@ -113,7 +113,7 @@ class ClusterState:
             self.fleet, self.fleet_at = len(self.workers), now
 
     def box_lease_policy(self) -> LeasePolicy:
-        return of_boxes(self.live_boxes, self.strain, self.limits)
+        return of_boxes(self.live_boxes, self.load_factor, self.limits)
 
     def snapshot_share(self) -> SnapshotShare:
         """Return what each slot may send of snapshots."""
@@ -223,7 +223,7 @@ class ClusterState:
 
     # ---------------------------------------------------------------------------------------------------- attempts
 
-    def check_room(self, request: pb.OpenRunRequest, credential: str, superseded: Attempt | None) -> None:
+    def check_capacity(self, request: pb.OpenRunRequest, credential: str, superseded: Attempt | None) -> None:
         """Raise OverloadedError if another box would exceed the limits on open slots. `superseded`: an attempt that
         ends first."""
         count, held, all_held = request.num_workers_per_box, self.slots_held[credential], self.slots_held.total()
@@ -333,7 +333,7 @@ class ClusterState:
         box.place = place
         kind = "box lost" if place is BoxPresence.GONE else "box closed"
         self.events.add(kind, note, run=attempt.run, attempt=attempt.number, box=box.number)
-        if box.told:
+        if box.reported:
             self.save_track(attempt, box)
         for slot in box.slots:
             self.waiting.pop(slot.key, None)
@@ -466,7 +466,7 @@ class ClusterState:
         self._is_cut = True
         begun = False  # a round, by this call
         for _ in range(self.limits.slots_at_once):
-            if self.room.is_full:
+            if self.free_capacity.is_full:
                 self._to_place.clear()
             elif not self._to_place and not begun:
                 begun = True
@@ -483,11 +483,11 @@ class ClusterState:
             if input_fn in self._stuck:
                 continue
             far = box.unreachable_since(self.events.now - self.limits.unreachable_s) if box.unreachable else set()
-            worker = self.room.choose(slot, opened.host_id, input_fn, far)
+            worker = self.free_capacity.choose(slot, opened.host_id, input_fn, far)
             if worker is None and far:
                 far = box.unreachable_since(self.events.now - self.limits.unreachable_again_s)
-                worker = self.room.choose(slot, opened.host_id, input_fn, far)
-                worker = worker or self.room.choose(slot, opened.host_id, input_fn)
+                worker = self.free_capacity.choose(slot, opened.host_id, input_fn, far)
+                worker = worker or self.free_capacity.choose(slot, opened.host_id, input_fn)
             if worker is None:
                 self._stuck.add(input_fn)
                 continue

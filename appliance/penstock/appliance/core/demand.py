@@ -1,4 +1,4 @@
-"""How many workers the open runs need, from what is measured.
+"""Number of workers that the open runs need, from measurements.
 
 Demand. A loop that took r steps a second and waited through a share w of the time would take r / (1 - w) if it never
 waited. Supply. A slot whose batches take it b seconds of work gives 1 / b of them a second. So a box needs

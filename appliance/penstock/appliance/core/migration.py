@@ -104,9 +104,11 @@ class Migrations:
         _, box = cluster.box_of(slot)
         host_id, input_fn = box.opening.host_id, box.opening.loader.input_fn
         far = box.unreachable_since(now - cluster.limits.unreachable_s)
-        other = cluster.room.choose(slot, host_id, input_fn, {worker.name} | slot.unfit_at(cluster.workers) | far)
+        other = cluster.free_capacity.choose(
+            slot, host_id, input_fn, {worker.name} | slot.unfit_at(cluster.workers) | far
+        )
         if other is None and now >= slot.left_alone_until:
-            other = cluster.room.choose(slot, host_id, input_fn, {worker.name})
+            other = cluster.free_capacity.choose(slot, host_id, input_fn, {worker.name})
         return other
 
     def owned(self, worker: Worker) -> list[Slot]:

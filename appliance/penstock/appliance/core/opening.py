@@ -98,7 +98,7 @@ def without_secret(request: pb.OpenRunRequest) -> tuple[str, pb.OpenRunRequest]:
     return client_of(request.client_id), kept
 
 
-def check_room(
+def check_limits(
     request: pb.OpenRunRequest, run: Run | None, runs: int, snapshot_index: SnapshotIndex, limits: Limits
 ) -> None:
     """Raise an error for an opening above the limits, which would delay every other call. Openings in the journal are

@@ -38,7 +38,7 @@ def _elsewhere(cluster: ClusterState, box: Box, slot: Slot, now: float) -> Worke
     opening = box.opening
     for since in (now - cluster.limits.unreachable_s, now - cluster.limits.unreachable_again_s):
         barred = box.unreachable_since(since)
-        worker = cluster.room.choose(slot, opening.host_id, opening.loader.input_fn, barred | {slot.worker})
+        worker = cluster.free_capacity.choose(slot, opening.host_id, opening.loader.input_fn, barred | {slot.worker})
         if worker is not None:
             return worker
     return None

@@ -104,7 +104,7 @@ def _box(cluster: ClusterState, attempt: Attempt, row: Mapping[str, Any], now: f
     box = Box(
         row["box"], client_in(row["client_id"]), request, start, BoxPresence(row["place"]), now, cluster.next_version()
     )
-    box.reported_at, box.told, box.restored = now, False, True
+    box.reported_at, box.reported, box.restored = now, False, True
     box.history.append(start)
     if box.place is BoxPresence.CLOSED:
         box.lingers_until = now + cluster.limits.linger_s

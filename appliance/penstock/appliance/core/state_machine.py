@@ -39,8 +39,8 @@ from penstock.appliance.model.limits import Limits
 from penstock.appliance.model.recent_events import RecentEvents
 from penstock.appliance.model.request_checks import check_counts, check_measures, check_reports
 from penstock.appliance.policies import quarantine
-from penstock.appliance.policies.lease_policy import PromisedLease, patience_s, updated_strain
-from penstock.appliance.policies.placement import nobody_may
+from penstock.appliance.policies.lease_policy import PromisedLease, patience_s, updated_load_factor
+from penstock.appliance.policies.placement import why_not_allowed
 from penstock.appliance.states.state_query import StateQuery
 from penstock.appliance.storage.journal import Journal
 from penstock.appliance.storage.snapshot_index import DurableSnapshot, SnapshotIndex
@@ -60,7 +60,7 @@ from penstock.proto.v1 import records_pb2
 
 _DOING, _STACK = 300, 12_000
 """Longest report of a hang or a crash, in characters: it goes into every view of the box."""
-BOX_WEIGHS = 4
+BOX_COST = 4
 """Slots that a lost or released box counts for besides its own: its rows and its event are as much work."""
 _NO_REASON = records_pb2.ErrorDetail(name="PenstockError", message="the worker reported no reason")
 
@@ -127,16 +127,16 @@ class Registry:
         client, request = opening.without_secret(request)
         name = opening.run_name(request)
         run = cluster.runs.get(name)
-        opening.check_room(request, run, len(cluster.runs), cluster.snapshot_index, self.limits)
+        opening.check_limits(request, run, len(cluster.runs), cluster.snapshot_index, self.limits)
         match opening.decide(run, request, client, now):
             case opening.RepeatedOpening(box):
                 attempt = cluster.attempt(name, run.attempt if run is not None else 0)
                 self._renew(attempt, box, now)
             case opening.JoinAttempt(attempt):
-                cluster.check_room(request, credential, None)
+                cluster.check_capacity(request, credential, None)
                 cluster.add_box(attempt, client, request, start, now, credential)
             case opening.OpenAttempt():
-                cluster.check_room(request, credential, run.current if run is not None else None)
+                cluster.check_capacity(request, credential, run.current if run is not None else None)
                 attempt = self._next_attempt(name, run, client, request, now)
                 cluster.add_box(attempt, client, request, start, now, credential)
         lease_policy = cluster.box_lease_policy()
@@ -225,8 +225,8 @@ class Registry:
         for abandoned_epoch in request.abandoned:
             check_counts(epoch=abandoned_epoch.epoch, step=abandoned_epoch.step)
         self._renew(attempt, box, now, request.lease_s)
-        if not box.told:
-            box.told = True
+        if not box.reported:
+            box.reported = True
             self.cluster.touch(attempt, box)
         delivered = request.delivered
         if delivered.slots and len(delivered.slots) != attempt.num_workers:
@@ -329,7 +329,7 @@ class Registry:
         lease_policy = cluster.worker_lease_policy()
         self._to_workers.keep(lease_policy.lease_s, now)
         worker.lease_until = now + lease_policy.lease_s
-        cluster.room.offer(worker)
+        cluster.free_capacity.offer(worker)
         for key in sorted(worker.slots)[worker.capacity :]:
             slot = cluster.slot(key)
             if slot is not None and slot.worker == worker.name:
@@ -391,9 +391,11 @@ class Registry:
         self._to_workers.keep(lease_policy.lease_s, worker.seen_at)
         worker.lease_until = max(worker.lease_until, worker.seen_at + lease_policy.lease_s)
         self.cluster.journal.commit()
-        wants = self.state_queries.wants(worker.name, self._clock())
+        slot_requests = self.state_queries.slot_requests(worker.name, self._clock())
         stuck = self._migrations.stuck(worker, self._clock()) if worker.draining else 0
-        yield from views.fill_heartbeat(reply, self.cluster, worker, request, lease_policy, self._wall(), wants, stuck)
+        yield from views.fill_heartbeat(
+            reply, self.cluster, worker, request, lease_policy, self._wall(), slot_requests, stuck
+        )
         reply.commit_mark = self.cluster.journal.mark()
 
     def worker_hold(self, request: pb.HeartbeatRequest) -> float:
@@ -514,7 +516,7 @@ class Registry:
         others."""
         check_measures(deadline_s=request.deadline_s)
         check_counts(step=request.step)
-        asker: int | None = None
+        caller_box: int | None = None
         if request.HasField("progress"):
             if (request.progress.run, request.progress.attempt) != (request.run, request.attempt):
                 raise InvalidArgumentError(
@@ -522,26 +524,26 @@ class Registry:
                     f"{request.progress.run} ({request.progress.attempt})"
                 )
             self._report(request.progress)
-            asker = request.progress.box
+            caller_box = request.progress.box
         if request.aggregate_blob:
-            gathering = self.state_queries.begin_aggregation(request, asker or 0, self._clock())
+            query = self.state_queries.begin_aggregation(request, caller_box or 0, self._clock())
         else:
-            gathering = self.state_queries.begin(request, asker, self._clock())
+            query = self.state_queries.begin(request, caller_box, self._clock())
         self._settle()
-        return gathering
+        return query
 
-    def sent_state(self, gathering: StateQuery, box: int) -> None:
+    def sent_state(self, query: StateQuery, box: int) -> None:
         """Record that a caller has been sent the records of a box."""
-        self.state_queries.sent(gathering, box)
+        self.state_queries.sent(query, box)
 
-    def end_state(self, gathering: StateQuery, sent: int = 0) -> None:
+    def end_state(self, query: StateQuery, sent: int = 0) -> None:
         """Remove a caller that has its answer or has given up, after the records of `sent` boxes. With the last caller
         the requests to the workers end."""
-        self.state_queries.end(gathering, sent)
+        self.state_queries.end(query, sent)
 
     def admit_state(self, answer: pb.StateAnswer) -> float | None:
         """Return None if the bytes of an answer may come, or are not needed; else the seconds left to wait for the
-        budget, which the topic `room` announces."""
+        budget, which the topic ANSWERS_FREED announces."""
         return self.state_queries.admit(answer.request, answer.state_bytes, self._clock())
 
     def answer_wanted(self, answer: pb.StateAnswer) -> bool:
@@ -564,14 +566,14 @@ class Registry:
 
     # ----------------------------------------------------------------------------------------------- time, operators
 
-    def tick(self, unheard_s: float = 0.0) -> None:
+    def tick(self, unreceived_s: float = 0.0) -> None:
         """Check the leases. Call it several times a lease.
 
-        unheard_s: seconds of calls that may still be queued in gRPC; a tick or two are normal.
+        unreceived_s: seconds of calls that may still be queued in gRPC; a tick or two are normal.
         """
         now, cluster, limits = self._clock(), self.cluster, self.limits
         gap, self._ticked = now - self._ticked, now
-        cluster.strain = updated_strain(cluster.strain, max(gap, unheard_s), limits.tick_s)
+        cluster.load_factor = updated_load_factor(cluster.load_factor, max(gap, unreceived_s), limits.tick_s)
         late = gap if gap > limits.stall_s else gap - 2 * limits.tick_s
         if late > 0:
             gap = late
@@ -581,10 +583,10 @@ class Registry:
                 attempt.last_live += gap
                 for box in attempt.boxes.values():
                     box.lease_until += gap
-        strain = cluster.strain
-        cluster.drop_silent(now, patience_s(strain, cluster.worker_lease_policy().lease_s, unheard_s))
+        load_factor = cluster.load_factor
+        cluster.drop_silent(now, patience_s(load_factor, cluster.worker_lease_policy().lease_s, unreceived_s))
         cluster.count_fleet(now)
-        overdue = now - patience_s(strain, cluster.box_lease_policy().lease_s, unheard_s)
+        overdue = now - patience_s(load_factor, cluster.box_lease_policy().lease_s, unreceived_s)
         vacated = 0  # slots; of more than `slots_at_once` the rest is left to the next tick
         named: set[str] = set()
         cluster.live_boxes = 0
@@ -597,13 +599,13 @@ class Registry:
                     continue
                 if box.place is BoxPresence.LIVE and box.lease_until <= overdue:
                     live -= 1
-                    vacated += BOX_WEIGHS + len(box.slots)
+                    vacated += BOX_COST + len(box.slots)
                     silent = now - box.reported_at
                     note = f"the training job of box {box.number} has not reported for {silent:.1f} s"
                     cluster.vacate(attempt, box, BoxPresence.GONE, note)
                 elif 0.0 < box.lingers_until <= now:
                     box.lingers_until = 0.0
-                    vacated += BOX_WEIGHS + len(box.slots)
+                    vacated += BOX_COST + len(box.slots)
                     cluster.vacate(attempt, box, BoxPresence.CLOSED, f"box {box.number} was closed")
             cluster.live_boxes += live
             if live:
@@ -616,7 +618,7 @@ class Registry:
         cluster.snapshot_index.drop_idle_blobs(named, now)
         self._migrations.tick(now)
         self._renew_tickets()
-        self._fail_what_nobody_may_run(now)
+        self._fail_disallowed_slots(now)
         self._to_workers.take_back(cluster.worker_lease_policy().lease_s, now)
         self._to_boxes.take_back(cluster.box_lease_policy().lease_s, now)
         self._settle()
@@ -629,7 +631,7 @@ class Registry:
                 for box in attempt.boxes.values():
                     self.cluster.bump_box(attempt, box)
 
-    def _fail_what_nobody_may_run(self, now: float) -> None:
+    def _fail_disallowed_slots(self, now: float) -> None:
         """Fail slots that never ran and that no registered worker may run. A slot that did run waits for its worker to
         come back, and a coordinator that has just started waits for all workers, for the length of their leases."""
         cluster = self.cluster
@@ -640,7 +642,7 @@ class Registry:
         for box in [box for attempt in cluster.open_attempts() for box in attempt.boxes.values()]:
             input_fn = box.opening.loader.input_fn
             if input_fn not in asked:
-                asked[input_fn] = nobody_may(input_fn, cluster.workers.values())
+                asked[input_fn] = why_not_allowed(input_fn, cluster.workers.values())
             for slot in box.slots if asked[input_fn] else ():
                 if slot.key in cluster.waiting and not slot.restarts:
                     failed += 1

@@ -93,13 +93,13 @@ def fill_heartbeat(
     request: pb.HeartbeatRequest,
     lease_policy: LeasePolicy,
     wall_s: float,
-    wants: Iterable[tuple[SlotStateRequest, float]],
+    slot_requests: Iterable[tuple[SlotStateRequest, float]],
     stuck: int,
 ) -> Iterator[None]:
     """Fill the reply, in steps of ASSIGNMENTS.
 
     Args:
-        wants: the worker's open state requests, with the seconds until the latest deadline of their callers.
+        slot_requests: the worker's open state requests, with the seconds until the latest deadline of their callers.
         stuck: for a draining worker, the slots without capacity elsewhere.
     """
     part = cluster.snapshot_share()
@@ -114,7 +114,7 @@ def fill_heartbeat(
     if worker.version == request.seen_version:
         reply.unchanged = True
         return
-    reply.state_requests.extend(want.request(left_s) for want, left_s in wants)
+    reply.state_requests.extend(slot_request.request(left_s) for slot_request, left_s in slot_requests)
     reply.taken.extend(_taken(cluster, worker, request.slots))
     starts: dict[tuple[str, int], records_pb2.BoxPosition] = {}
     for number, key in enumerate(sorted(worker.slots)):
@@ -267,15 +267,15 @@ def _fill_run(
     going: list[BoxFacts] = []
     for _, box in sorted(attempt.boxes.items()):
         status.input_fn = box.opening.loader.input_fn
-        told = _box_status(cluster, box, now)
-        status.boxes.append(told)
-        status.recoveries += sum(slot.restarts for slot in told.slots)
-        if told.live and not told.epoch_ended:
+        box_status = _box_status(cluster, box, now)
+        status.boxes.append(box_status)
+        status.recoveries += sum(slot.restarts for slot in box_status.slots)
+        if box_status.live and not box_status.epoch_ended:
             going.append(facts(cluster, box))
-            status.steps_per_s += told.steps_per_s
-            status.batches_per_s += sum(slot.batches_per_s for slot in told.slots)
-            status.wait_share = max(status.wait_share, told.wait_share)
-            for slot in told.slots:
+            status.steps_per_s += box_status.steps_per_s
+            status.batches_per_s += sum(slot.batches_per_s for slot in box_status.slots)
+            status.wait_share = max(status.wait_share, box_status.wait_share)
+            for slot in box_status.slots:
                 caused[slot.worker] += slot.wait_share  # type: ignore[assignment]
         yield
     status.steps_per_s /= max(1, len(going))

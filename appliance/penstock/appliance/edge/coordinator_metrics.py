@@ -34,14 +34,14 @@ class CoordinatorCounters:
     """(run, box) -> step at which the attempt began, and the slot that the box waits for + 1."""
 
 
-def readings(status: pb.StatusReply, vitals: CoordinatorCounters, files: Renewing | None = None) -> MetricReadings:
+def readings(status: pb.StatusReply, counters: CoordinatorCounters, files: Renewing | None = None) -> MetricReadings:
     """Return all metrics. `files`: the coordinator's TLS certificate."""
     found, shown = MetricReadings("coordinator"), view(status)
     runs = Counter(run.state for run in shown.runs)
     for phase in ("open", "closed"):
         found.add("penstock_runs", runs[phase], phase=phase)
     for run in shown.open_runs:
-        _read_run(found, run, vitals)
+        _read_run(found, run, counters)
     for phase in ("live", "draining", "lost"):
         found.add("penstock_workers", shown.workers_by_state[phase], phase=phase)
     found.add("penstock_workers_recommended", shown.recommended_workers)
@@ -49,17 +49,17 @@ def readings(status: pb.StatusReply, vitals: CoordinatorCounters, files: Renewin
     found.add("penstock_slots_used", sum(w.slots_used for w in shown.workers))
     found.add("penstock_coordinator_uptime_seconds", shown.coordinator.uptime_s)
     found.add("penstock_coordinator_certificate_expires_timestamp_seconds", files.expires_at if files else 0)
-    found.add("penstock_coordinator_snapshot_bytes", vitals.snapshot_bytes)
-    found.add("penstock_coordinator_snapshot_limit_bytes", vitals.snapshot_limit)
-    found.add("penstock_coordinator_commit_seconds", vitals.commits)
-    for (method, code), count in sorted(vitals.calls.answered.copy().items()):
+    found.add("penstock_coordinator_snapshot_bytes", counters.snapshot_bytes)
+    found.add("penstock_coordinator_snapshot_limit_bytes", counters.snapshot_limit)
+    found.add("penstock_coordinator_commit_seconds", counters.commits)
+    for (method, code), count in sorted(counters.calls.answered.copy().items()):
         found.add("penstock_coordinator_calls_total", count, method=method, status=code)
-    for method, seconds in sorted(vitals.calls.seconds.copy().items()):
+    for method, seconds in sorted(counters.calls.seconds.copy().items()):
         found.add("penstock_coordinator_call_seconds", seconds, method=method)
     return found
 
 
-def _read_run(found: MetricReadings, run: RunView, vitals: CoordinatorCounters) -> None:
+def _read_run(found: MetricReadings, run: RunView, counters: CoordinatorCounters) -> None:
     found.add("penstock_run_attempt", run.attempt, run=run.run)
     found.add("penstock_run_boxes", run.num_boxes, run=run.run)
     found.add("penstock_run_recommended_workers_per_box", run.recommended_workers_per_box or 0, run=run.run)
@@ -73,7 +73,7 @@ def _read_run(found: MetricReadings, run: RunView, vitals: CoordinatorCounters) 
     for box in run.boxes:
         of = {"run": run.run, "box": box.box}
         # The status may be slightly older than the counters, and its run may have been opened again since.
-        first, waiting_for = vitals.boxes.get((run.run, box.box), (box.step, 0))
+        first, waiting_for = counters.boxes.get((run.run, box.box), (box.step, 0))
         found.add("penstock_box_live", int(box.live), **of)
         found.add("penstock_box_step", box.step, **of)
         found.add("penstock_box_epoch", box.epoch, **of)

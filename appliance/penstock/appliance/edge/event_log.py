@@ -7,12 +7,12 @@ import logging
 from penstock.appliance.model.recent_events import FAULTS, Event
 from penstock.runtime.telemetry.logs import about
 
-__all__ = ["tell"]
+__all__ = ["log_event"]
 
 _log = logging.getLogger("penstock.appliance")
 
 
-def tell(event: Event) -> None:
+def log_event(event: Event) -> None:
     """Log an event: a warning for a fault, else info."""
     run = f"{event.run}: " if event.run else ""
     named = {"run": event.run, "worker": event.worker}

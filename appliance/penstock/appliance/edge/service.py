@@ -25,7 +25,7 @@ import grpc.aio
 from penstock.appliance.core import box_history
 from penstock.appliance.core.cluster_state import Topic
 from penstock.appliance.core.state_machine import Registry
-from penstock.appliance.core.state_queries import ROOM
+from penstock.appliance.core.state_queries import ANSWERS_FREED
 from penstock.appliance.edge.coordinator_metrics import CoordinatorCounters
 from penstock.appliance.edge.rate_limits import RateLimiter, address_of
 from penstock.appliance.edge.transfers import MinimumRate, Transfer, ended_when_slow
@@ -134,15 +134,15 @@ class Service(CoordinatorServicer):
         store: Store,
         signals: TopicSignals,
         limits: Limits,
-        unheard_s: Callable[[], float] = lambda: 0.0,
+        unreceived_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        self._unheard_s = unheard_s
+        self._unreceived_s = unreceived_s
         self._registry = registry
         self._snapshot_index = registry.cluster.snapshot_index
         self._store = store
         self._signals = signals
         self._limits = limits
-        self._admission = RateLimiter(limits.admissions, time.monotonic)
+        self._rate_limiter = RateLimiter(limits.admissions, time.monotonic)
         self._journal = GroupCommit(registry.cluster.journal)
         self._disk = SnapshotWriter(store)
         self._snapshots_in, self._blobs_in = InflowBudget(limits.transfers_max), InflowBudget(limits.transfers_max)
@@ -151,7 +151,7 @@ class Service(CoordinatorServicer):
         """State queries under way, by the caller's credential token."""
         self._turns = LoopTurns()
         self._drops: list[Drop] = []
-        self._beating: Counter[tuple[str, str]] = Counter()
+        self._heartbeats: Counter[tuple[str, str]] = Counter()
         """Heartbeats under way, by name and session of the worker."""
         self._closing = False
         self._fetches = RecentQueries(time.monotonic, time.time)
@@ -171,7 +171,7 @@ class Service(CoordinatorServicer):
                 raise journal.lost
             try:
                 async with self._journal.synced():
-                    self._registry.tick(self._unheard_s())
+                    self._registry.tick(self._unreceived_s())
                 await self._keep_closed()
                 self._drops += self._snapshot_index.take_drops()
                 if self._drops and not self._disk.is_dropping:
@@ -182,9 +182,9 @@ class Service(CoordinatorServicer):
 
     async def _keep_closed(self) -> None:
         """Write the last states of runs that have ended."""
-        for gathering in self._registry.state_queries.take_closed():
-            parts = parts_of(gathering)
-            one = self._closed.of(gathering, parts)
+        for query in self._registry.state_queries.take_closed():
+            parts = parts_of(query)
+            one = self._closed.of(query, parts)
             gone = self._closed.superfluous(one)
             if gone is None:
                 log.info("run %s is closed; its last state has %d bytes and is not kept", one.run, one.size)
@@ -216,7 +216,7 @@ class Service(CoordinatorServicer):
         cluster = self._registry.cluster
         for attempt in cluster.open_attempts():
             for box in attempt.boxes.values():
-                if box.told:
+                if box.reported:
                     cluster.save_track(attempt, box)
         await self._journal.sync()
 
@@ -240,7 +240,7 @@ class Service(CoordinatorServicer):
     # -------------------------------------------------------------------------------------------------------- clients
 
     async def OpenRun(self, request: pb.OpenRunRequest, context: _Context) -> pb.OpenRunReply:
-        self._admission.admit(address_of(context.peer()), "OpenRun")
+        self._rate_limiter.admit(address_of(context.peer()), "OpenRun")
         check_name("job", request.job)  # only here: the journal may hold names that older releases accepted
         async with self._journal.synced():
             return self._registry.open_run(request, credential())
@@ -264,8 +264,8 @@ class Service(CoordinatorServicer):
         """Yield StateParts; serialised ones to a caller with `packs`."""
         loop = asyncio.get_running_loop()
         until, sent = loop.time() + request.deadline_s, 0
-        gathering: StateQuery | None = None
-        with self._asking(credential()), self._fetches.noted(request) as noted:
+        query: StateQuery | None = None
+        with self._counted_query(credential()), self._fetches.noted(request) as noted:
             closed = self._closed.find(request) if self._is_over(request) else None
             if closed is not None:
                 noted.attempt, noted.step = closed.attempt, closed.step
@@ -277,11 +277,11 @@ class Service(CoordinatorServicer):
                 return
             try:
                 async with self._journal.synced():
-                    gathering = self._registry.begin_state(request)
-                noted.of(gathering)
-                while sent < gathering.num_boxes:
+                    query = self._registry.begin_state(request)
+                noted.of(query)
+                while sent < query.num_boxes:
                     async with self._journal.synced():
-                        states = await self._message(gathering, sent, until, request)
+                        states = await self._message(query, sent, until, request)
                     before = loop.time()
                     noted.bytes += sum(state.size for state in states)
                     written = [await self._written(state, request) for state in states]
@@ -290,28 +290,28 @@ class Service(CoordinatorServicer):
                         yield message
                         # The time that a slow reader takes does not count against the workers' deadline.
                         until, before = until + loop.time() - before, loop.time()
-                        gathering.deadline = max(gathering.deadline, until)
+                        query.deadline = max(query.deadline, until)
                     for _ in states:
-                        self._registry.sent_state(gathering, sent)
+                        self._registry.sent_state(query, sent)
                         sent += 1
             finally:
-                if gathering is not None:  # it has this caller, even if the journal could not be written
-                    self._registry.end_state(gathering, sent)
+                if query is not None:  # it has this caller, even if the journal could not be written
+                    self._registry.end_state(query, sent)
 
     @contextlib.contextmanager
-    def _asking(self, asker: str) -> Iterator[None]:
+    def _counted_query(self, token: str) -> Iterator[None]:
         """Count a state query of this token while it is open. Raises OverloadedError if it has too many."""
-        if self._queries[asker] >= self._limits.queries_of_token_max:
+        if self._queries[token] >= self._limits.queries_of_token_max:
             raise OverloadedError(
                 f"one token must have at most {self._limits.queries_of_token_max} open state queries: retry later"
             )
-        self._queries[asker] += 1
+        self._queries[token] += 1
         try:
             yield
         finally:
-            self._queries[asker] -= 1
-            if not self._queries[asker]:
-                del self._queries[asker]
+            self._queries[token] -= 1
+            if not self._queries[token]:
+                del self._queries[token]
 
     def _is_over(self, request: pb.FetchStateRequest) -> bool:
         """Return whether the request asks for a state of a run that has ended."""
@@ -326,15 +326,15 @@ class Service(CoordinatorServicer):
         return await asyncio.to_thread(_in_json, state, self._limits.json_max)
 
     async def _message(
-        self, gathering: StateQuery, number: int, until: float, request: pb.FetchStateRequest
+        self, query: StateQuery, number: int, until: float, request: pb.FetchStateRequest
     ) -> list[BoxState]:
         """Return the records of this box, once it is complete. For a caller with `packs`, also of the next ones that
         fit into one message: hundreds of boxes that become complete one by one would else be as many messages per
         caller."""
         states: list[BoxState] = []
         free_bytes = CHUNK
-        while number < gathering.num_boxes:
-            state = await self._complete(gathering, number, until, request.deadline_s)
+        while number < query.num_boxes:
+            state = await self._complete(query, number, until, request.deadline_s)
             if states and state.message_size > free_bytes:
                 break
             states.append(state)
@@ -344,34 +344,34 @@ class Service(CoordinatorServicer):
                 break
         return states
 
-    async def _complete(self, gathering: StateQuery, number: int, until: float, deadline_s: float) -> BoxState:
+    async def _complete(self, query: StateQuery, number: int, until: float, deadline_s: float) -> BoxState:
         """Return the records of one box, once it is complete."""
-        with self._signals.on(gathering.topic(number)) as event:
-            while number not in gathering.boxes and gathering.failure is None:
+        with self._signals.on(query.topic(number)) as event:
+            while number not in query.boxes and query.failure is None:
                 event.clear()
                 try:
                     async with asyncio.timeout_at(until):
                         await event.wait()
                 except TimeoutError as error:
                     raise DeadlineError(
-                        f"the state of run {gathering.run} at step {gathering.step} was not complete after "
-                        f"{deadline_s:g} s; waited for {gathering.waits_for()}"
+                        f"the state of run {query.run} at step {query.step} was not complete after "
+                        f"{deadline_s:g} s; waited for {query.waits_for()}"
                     ) from error
-        if gathering.failure is not None:
-            raise error_of(detail_of(gathering.failure))  # a copy: several callers raise it
-        return gathering.boxes[number]
+        if query.failure is not None:
+            raise error_of(detail_of(query.failure))  # a copy: several callers raise it
+        return query.boxes[number]
 
     # -------------------------------------------------------------------------------------------------------- workers
 
     async def RegisterWorker(self, request: pb.RegisterWorkerRequest, context: _Context) -> pb.RegisterWorkerReply:
-        self._admission.admit(address_of(context.peer()), "RegisterWorker")
+        self._rate_limiter.admit(address_of(context.peer()), "RegisterWorker")
         check_name("worker", request.worker)
         async with self._journal.synced():
             return self._registry.register_worker(request)
 
     async def Heartbeat(self, request: pb.HeartbeatRequest, context: _Context) -> pb.HeartbeatReply:
         registry, who = self._registry, (request.worker, request.session)
-        self._beating[who] += 1
+        self._heartbeats[who] += 1
         try:
             async with self._journal.synced():
                 registry.report_worker(request)
@@ -383,13 +383,13 @@ class Service(CoordinatorServicer):
                 return reply
         except asyncio.CancelledError:
             # Not while another one is held: a lost connection is often noticed after the worker is back on a new one.
-            if self._beating[who] == 1 and not self._closing:
+            if self._heartbeats[who] == 1 and not self._closing:
                 registry.worker_hung_up(*who)
             raise
         finally:
-            self._beating[who] -= 1
-            if not self._beating[who]:
-                del self._beating[who]
+            self._heartbeats[who] -= 1
+            if not self._heartbeats[who]:
+                del self._heartbeats[who]
 
     async def DeregisterWorker(
         self, request: pb.DeregisterWorkerRequest, context: _Context
@@ -469,7 +469,7 @@ class Service(CoordinatorServicer):
 
     async def _admitted(self, answer: pb.StateAnswer) -> None:
         """Wait until the budget admits the answer's bytes."""
-        with self._signals.on(ROOM) as event:
+        with self._signals.on(ANSWERS_FREED) as event:
             while (left_s := self._registry.admit_state(answer)) is not None:
                 event.clear()
                 try:
@@ -557,7 +557,7 @@ class Service(CoordinatorServicer):
     async def Status(self, request: pb.StatusRequest, context: _Context) -> pb.StatusReply:
         return await self.snapshot()
 
-    def vitals(self, calls: CallCounters) -> CoordinatorCounters:
+    def counters(self, calls: CallCounters) -> CoordinatorCounters:
         """Return the counters that metrics have and a status does not. `calls`: those of the server."""
         cluster = self._registry.cluster
         boxes = {

@@ -108,7 +108,7 @@ class Slot:
     batch_delay_s: float = 0.0
     """Seconds of `batch_s` in which the runner waited for a processor."""
     doing: str = ""
-    """What its runner has been doing for unusually long; "" = nothing unusual."""
+    """Activity of its runner that takes unusually long; "" = nothing unusual."""
     start_queue_position: tuple[int, int] = (0, 0)
     """Position of its runner in its worker's start queue, from 1, and the length of the queue; 0 = it is not queued."""
     stack: str = ""
@@ -157,14 +157,14 @@ class Box:
 
     delivered: records_pb2.BoxPosition = field(default_factory=records_pb2.BoxPosition)
     """The newest report; empty before the first one."""
-    told: bool = True
+    reported: bool = True
     """False after a restart until its client reports: abandoned epochs and its last position may be newer."""
     restored: bool = False
     """Restored from the journal. Its epoch start is known, but not what was dropped of the steps since."""
     earlier: tuple[records_pb2.BoxPosition, ...] = ()
     """Positions known before the restart: for `penstock replay` alone."""
     settled: bool = False
-    """It had closed before the restart, and the last of `earlier` is where it ended."""
+    """The box had closed before the restart, and the last of `earlier` is where it ended."""
     epoch_ended: bool = False
     abandoned: dict[int, int] = field(default_factory=dict)
     """Epoch -> last step of it, for epochs abandoned by `break`."""
@@ -385,7 +385,7 @@ class Worker:
     """Processors that it may use; 0 = not known."""
     slots: set[SlotKey] = field(default_factory=set)
     left: bool = False
-    """It announced its shutdown: its silence is no loss."""
+    """The worker announced its shutdown: its silence is no loss."""
 
     @property
     def load(self) -> float:

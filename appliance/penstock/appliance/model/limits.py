@@ -73,8 +73,8 @@ class Limits:
     """Time after which an attempt without a live box is closed and its snapshots dropped. Until then it may return."""
 
     target_ready_s: float = 300.0
-    """A worker that was asked to get ready for a slot may take so long: it may have to import torch and read the index
-    of a dataset. The slot goes on where it is meanwhile."""
+    """Time for a migration target to become ready: it may have to import torch and read the index of a dataset. The
+    slot runs where it is meanwhile."""
     migration_s: float = 5.0
     """Time for the slot's worker to make durable what a ready migration target needs."""
     left_alone_s: float = 30.0

@@ -60,35 +60,35 @@ def _lease_policy(lease_s: float, peers: int, calls_per_s: float, limits: Limits
     return LeasePolicy(heartbeat_s, max(lease_s, heartbeat_s / limits.hold_share))
 
 
-def of_workers(workers: int, strain: float, limits: Limits) -> LeasePolicy:
-    return _lease_policy(limits.worker_lease_s, workers, limits.heartbeats_per_s / strain, limits)
+def of_workers(workers: int, load_factor: float, limits: Limits) -> LeasePolicy:
+    return _lease_policy(limits.worker_lease_s, workers, limits.heartbeats_per_s / load_factor, limits)
 
 
-def of_boxes(boxes: int, strain: float, limits: Limits) -> LeasePolicy:
-    return _lease_policy(limits.client_lease_s, boxes, limits.watches_per_s / strain, limits)
+def of_boxes(boxes: int, load_factor: float, limits: Limits) -> LeasePolicy:
+    return _lease_policy(limits.client_lease_s, boxes, limits.watches_per_s / load_factor, limits)
 
 
-MOST_STRAIN = 8.0
+MOST_LOAD_FACTOR = 8.0
 
 
-def updated_strain(strain: float, gap_s: float, tick_s: float) -> float:
+def updated_load_factor(load_factor: float, gap_s: float, tick_s: float) -> float:
     """Return the divisor of the calls asked for, after a tick that came `gap_s` after the last one, or that has
     evidence of calls received up to `gap_s` ago only.
 
     Up fast, by half with each tick that came late by more than its period, and down slowly, by half in 35 ticks (10 s).
     """
     if gap_s > 2 * tick_s:
-        return min(MOST_STRAIN, strain * 1.5)
-    return max(1.0, strain * 0.98)
+        return min(MOST_LOAD_FACTOR, load_factor * 1.5)
+    return max(1.0, load_factor * 0.98)
 
 
-def patience_s(strain: float, lease_s: float, unheard_s: float = 0.0) -> float:
+def patience_s(load_factor: float, lease_s: float, unreceived_s: float = 0.0) -> float:
     """Return the seconds that a silent peer has beyond its lease: up to another lease, or the age of queued calls.
 
     A coordinator that is late cannot tell a silent peer from its own delay: the queued calls may hold the very one that
     it waits for, and others of its machine may be as late as it is. It is late where the load factor is above 1.
     """
-    return max(lease_s * min(1.0, strain - 1.0), unheard_s if strain > 1.0 else 0.0)
+    return max(lease_s * min(1.0, load_factor - 1.0), unreceived_s if load_factor > 1.0 else 0.0)
 
 
 class PromisedLease:

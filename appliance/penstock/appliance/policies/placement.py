@@ -37,7 +37,7 @@ def _lost_at(slot: Slot, worker: str) -> int:
     return sum(loss.worker == worker for loss in slot.losses)
 
 
-def nobody_may(input_fn: str, workers: Iterable[Worker]) -> str:
+def why_not_allowed(input_fn: str, workers: Iterable[Worker]) -> str:
     """Return why no registered worker may ever run the input_fn; "" if one may, or if there is no worker."""
     module = module_of(input_fn)
     present = [worker for worker in workers if worker.registered and not worker.draining]

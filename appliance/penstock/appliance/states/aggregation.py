@@ -43,7 +43,7 @@ class Aggregation(StateQuery):
     def key(self) -> tuple[str, int, int, str]:
         return (self.run, self.attempt, self.step, self.blob)
 
-    def is_next(self, want: SlotStateRequest) -> bool:
+    def is_next(self, slot_request: SlotStateRequest) -> bool:
         return True
 
     def refresh(self, attempt: Attempt, box: int | None = None) -> None:
@@ -55,22 +55,22 @@ class Aggregation(StateQuery):
             raise StateUnavailableError(f"box {self.box} has not opened run {self.run}")
         ready = next((slot for slot in box.slots if slot.phase == pb.READY), None)
         self._missing[number] = [] if ready is not None else [f"a worker of box {self.box}"]
-        wants: dict[str, SlotStateRequest] = {}
+        slot_requests: dict[str, SlotStateRequest] = {}
         if ready is not None:
             errand = AggregationTask(
                 ready.key, ready.generation, ready.worker, self.step, 0, 0, 0, 0, 0, self.serial, self.blob
             )
-            wants[errand.id] = errand
-        self._ask(number, wants)
+            slot_requests[errand.id] = errand
+        self._ask(number, slot_requests)
 
     def answered(self, attempt: Attempt, answer: pb.StateAnswer, data: bytes) -> None:
-        want = self.requests.get(answer.request)
-        if want is None or answer.worker != want.worker:
+        slot_request = self.requests.get(answer.request)
+        if slot_request is None or answer.worker != slot_request.worker:
             return
         if answer.HasField("error"):
-            self.fail(self._of_slot(error_of(answer.error), want.key, want.worker))
+            self.fail(self._of_slot(error_of(answer.error), slot_request.key, slot_request.worker))
             return
         self.held += len(data) - self.coming.pop(answer.request, 0)
         self._ask(0, {})
-        record = pb.WorkerRecord(box=want.key.box, local_worker_id=want.key.slot, state_bytes=len(data))
+        record = pb.WorkerRecord(box=slot_request.key.box, local_worker_id=slot_request.key.slot, state_bytes=len(data))
         self._completed(0, BoxState([(record, data)]))

@@ -45,10 +45,10 @@ class ClosedRuns:
         self._limits = limits
         self._wall = wall
 
-    def of(self, gathering: StateQuery, parts: list[bytes]) -> ClosedRun:
+    def of(self, query: StateQuery, parts: list[bytes]) -> ClosedRun:
         """Return the record of a run that ends now."""
         size = sum(map(len, parts))
-        return ClosedRun(gathering.run, gathering.attempt, gathering.step, self._wall(), size)
+        return ClosedRun(query.run, query.attempt, query.step, self._wall(), size)
 
     def superfluous(self, new: ClosedRun) -> list[str] | None:
         """Return the runs whose states are dropped for `new`; None if it is itself too large to be kept."""
@@ -91,11 +91,11 @@ class ClosedRuns:
         return self._wall() - one.wall_s < self._limits.closed_s
 
 
-def parts_of(gathering: StateQuery) -> list[bytes]:
+def parts_of(query: StateQuery) -> list[bytes]:
     """Return a complete state as messages, each a record with all its data."""
     return [
         pb.StatePart(record=record, data=data, position=None if index else state.position).SerializeToString()
-        for _, state in sorted(gathering.boxes.items())
+        for _, state in sorted(query.boxes.items())
         for index, (record, data) in enumerate(state.records)
     ]
 

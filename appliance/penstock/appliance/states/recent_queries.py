@@ -26,7 +26,7 @@ OPERATOR = "operator"
 
 @dataclass
 class StateFetch:
-    """One state that was fetched."""
+    """Record of a fetched state."""
 
     run: str
     attempt: int
@@ -39,9 +39,9 @@ class StateFetch:
     error: str = ""
     askers: int = 1
 
-    def of(self, gathering: StateQuery) -> None:
+    def of(self, query: StateQuery) -> None:
         """Set the attempt and step of the query: the request may have asked for "the newest"."""
-        self.attempt, self.step = gathering.attempt, gathering.step
+        self.attempt, self.step = query.attempt, query.step
 
     def is_with(self, other: StateFetch) -> bool:
         """Return whether both are of the same checkpoint."""

@@ -40,7 +40,7 @@ from penstock.proto.state.position import Position, advance, chain_at
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 
-PASSES = 16
+EPOCHS_SENT = 16
 """Largest number of abandoned epochs sent to a worker. There are seldom more since its last durable snapshot; a state
 that would need more is refused."""
 
@@ -88,24 +88,24 @@ class SlotStateRequest:
         )
 
 
-def _left(box: Box, position: Position) -> tuple[int, list[tuple[int, dict[int, int]]]]:
+def _abandoned_before(box: Box, position: Position) -> tuple[int, list[tuple[int, dict[int, int]]]]:
     """Return where the loop abandoned epochs before this position: (epoch, slot -> its total there), of slots whose end
     it had not come to. And the epoch from which on these are all; earlier ones are not known any more."""
-    passes: list[tuple[int, dict[int, int]]] = []
+    left: list[tuple[int, dict[int, int]]] = []
     for epoch in reversed(box.abandoned):
         if epoch >= position.epoch:
             continue
         anchor = box.anchor(box.abandoned[epoch])
         there = None if anchor is None else advance(anchor, box.abandoned[epoch], box.ends, box.abandoned)
-        if there is None or there.epoch != epoch or len(passes) == PASSES:
-            return epoch + 1, passes
-        passes.append((epoch, {k: there.total[k] for k in there.live}))
-    return 0, passes
+        if there is None or there.epoch != epoch or len(left) == EPOCHS_SENT:
+            return epoch + 1, left
+        left.append((epoch, {k: there.total[k] for k in there.live}))
+    return 0, left
 
 
 @dataclass(frozen=True)
 class _Answer:
-    want: SlotStateRequest
+    slot_request: SlotStateRequest
     answer: pb.StateAnswer
     data: bytes
 
@@ -157,7 +157,7 @@ class StateQuery:
     num_boxes: int = 1
     at_once: int = 1 << 30
     """Slots that may be asked at the same time."""
-    askers: int = 0
+    callers: int = 0
     deadline: float = 0.0
     """Latest deadline of its callers."""
     requests: dict[str, SlotStateRequest] = field(default_factory=dict)
@@ -167,7 +167,7 @@ class StateQuery:
     """Boxes that are complete and not yet released."""
     complete: int = 0
     """Number of complete boxes."""
-    let_go: bool = False
+    released: bool = False
     """Some boxes were sent and released: no caller can join any more."""
     sent: dict[int, int] = field(default_factory=dict)
     """Complete box -> number of present callers that have been sent it."""
@@ -182,7 +182,7 @@ class StateQuery:
     failure: PenstockError | None = None
     _asked_boxes: int = 0
     """Number of boxes begun; they are asked in their order."""
-    _wants: dict[int, dict[str, SlotStateRequest]] = field(default_factory=dict)
+    _open_requests: dict[int, dict[str, SlotStateRequest]] = field(default_factory=dict)
     """Open requests of each box that was begun and is not complete."""
     _answers: dict[tuple[int, int], _Answer] = field(default_factory=dict)
     _rounds: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -193,7 +193,7 @@ class StateQuery:
     """Newest position of each box from which its stream digest was requested. It stays valid when the cluster state
     has dropped it for a report of a later step."""
     _missing: dict[int, list[str]] = field(default_factory=dict)
-    """What each box waits for besides answers."""
+    """Reasons why each box waits, besides answers."""
 
     def topic(self, box: int) -> tuple[str | int, ...]:
         """Return the topic announced when the box is complete; all of them when the query fails."""
@@ -231,18 +231,18 @@ class StateQuery:
         later = self.num_boxes - self._asked_boxes
         return ", ".join([*missing, *asked, *([f"{later} boxes that are asked after these"] if later > 0 else [])])
 
-    def is_next(self, want: SlotStateRequest) -> bool:
+    def is_next(self, slot_request: SlotStateRequest) -> bool:
         """Return whether the request is of the first incomplete box, which callers wait for."""
-        return want.key.box == min(self._wants, default=self._asked_boxes)
+        return slot_request.key.box == min(self._open_requests, default=self._asked_boxes)
 
     def fail(self, error: PenstockError) -> None:
         self.failure = error
         self.ask_no_more()
 
     def ask_no_more(self) -> None:
-        for number in list(self._wants):
+        for number in list(self._open_requests):
             self._ask(number, {})
-        self._wants.clear()
+        self._open_requests.clear()
         self._missing.clear()
         self._anchors.clear()
         self._answers.clear()
@@ -254,7 +254,7 @@ class StateQuery:
         if self.done:
             return
         try:
-            for number in list(self._wants) if box is None else [box] if box in self._wants else []:
+            for number in list(self._open_requests) if box is None else [box] if box in self._open_requests else []:
                 self._refresh(attempt, number)
             self._go_on(attempt)
         except PenstockError as error:
@@ -263,30 +263,30 @@ class StateQuery:
     def _go_on(self, attempt: Attempt) -> None:
         """Begin with further boxes, as far as the limit on requests allows."""
         while self._asked_boxes < self.num_boxes:
-            if self._wants and len(self.requests) + attempt.num_workers > self.at_once:
+            if self._open_requests and len(self.requests) + attempt.num_workers > self.at_once:
                 return
             number = self._asked_boxes
             self._asked_boxes += 1
-            self._wants[number] = {}
+            self._open_requests[number] = {}
             self._refresh(attempt, number)
 
-    def _ask(self, number: int, wants: dict[str, SlotStateRequest]) -> None:
+    def _ask(self, number: int, slot_requests: dict[str, SlotStateRequest]) -> None:
         """Replace the box's open requests."""
-        before = self._wants.get(number, {})
-        for request, want in before.items():
-            if request not in wants:
+        before = self._open_requests.get(number, {})
+        for request, slot_request in before.items():
+            if request not in slot_requests:
                 del self.requests[request]
-                del self.by_worker[want.worker][request]
-                if not self.by_worker[want.worker]:
-                    del self.by_worker[want.worker]
+                del self.by_worker[slot_request.worker][request]
+                if not self.by_worker[slot_request.worker]:
+                    del self.by_worker[slot_request.worker]
                 self.held -= self.coming.pop(request, 0)
-                self.changed.append(want)
-        for request, want in wants.items():
+                self.changed.append(slot_request)
+        for request, slot_request in slot_requests.items():
             if request not in before:
-                self.requests[request] = want
-                self.by_worker.setdefault(want.worker, {})[request] = want
-                self.changed.append(want)
-        self._wants[number] = wants
+                self.requests[request] = slot_request
+                self.by_worker.setdefault(slot_request.worker, {})[request] = slot_request
+                self.changed.append(slot_request)
+        self._open_requests[number] = slot_requests
 
     def _refresh(self, attempt: Attempt, number: int) -> None:
         requests: dict[str, SlotStateRequest] = {}
@@ -297,7 +297,7 @@ class StateQuery:
         if box is None:
             missing.append(f"box {number} (it has not opened the run)")
             return
-        if not box.told and box.place is BoxPresence.LIVE:
+        if not box.reported and box.place is BoxPresence.LIVE:
             missing.append(f"box {number} (it has not reported since the coordinator was started)")
             self._ask(number, {})
             return
@@ -318,12 +318,15 @@ class StateQuery:
             )
             self._ask(number, {})
             return
-        abandoned_from, passes = _left(box, position)
+        abandoned_from, left = _abandoned_before(box, position)
         for slot in box.slots:
             k = slot.key.slot
             place = (position.epoch, position.delivered[k], position.total[k])
             have = self._answers.get((number, k))
-            if have is not None and (have.want.epoch, have.want.delivered, have.want.total) == place:
+            if (
+                have is not None
+                and (have.slot_request.epoch, have.slot_request.delivered, have.slot_request.total) == place
+            ):
                 continue
             if self._denied.get((number, k)) == (place, box.ends, box.abandoned):
                 denied.append(f"{slot} on worker {slot.worker}")
@@ -332,8 +335,8 @@ class StateQuery:
                 raise self._of_slot(error_of(slot.error), slot.key, slot.worker)
             if slot.phase == pb.READY:
                 rounds, after = self._rounds.get((number, k), 0), anchor.total[k]
-                abandoned = tuple((epoch, totals[k]) for epoch, totals in passes if k in totals)
-                want = SlotStateRequest(
+                abandoned = tuple((epoch, totals[k]) for epoch, totals in left if k in totals)
+                slot_request = SlotStateRequest(
                     slot.key,
                     slot.generation,
                     slot.worker,
@@ -345,7 +348,7 @@ class StateQuery:
                     abandoned=abandoned,
                     abandoned_from=abandoned_from,
                 )
-                requests[want.id] = want
+                requests[slot_request.id] = slot_request
             elif slot.phase == pb.STARTING:
                 missing.append(f"{slot} (being started on worker {slot.worker})")
             else:
@@ -358,13 +361,13 @@ class StateQuery:
                 f"state of run {self.run} at step {self.step}: the workers do not agree where epochs ended; the "
                 f"answers contradict {', '.join(denied + doubtful)}"
             )
-        self._record_flight(box, anchor, position)
+        self._record_digest(box, anchor, position)
         state.position = position.to_proto()
         self._assemble(attempt, number, state)
         self._completed(number, state)
 
     def _completed(self, number: int, state: BoxState) -> None:
-        del self._wants[number], self._missing[number]
+        del self._open_requests[number], self._missing[number]
         self._anchors.pop(number, None)
         self.boxes[number], self.sent[number] = state, 0
         self.complete += 1
@@ -377,7 +380,7 @@ class StateQuery:
             raise StateUnavailableError(
                 f"{where} has closed and its workers are gone: take the state before any box closes its appliance"
             )
-        if box.place is BoxPresence.CLOSED and not box.told:
+        if box.place is BoxPresence.CLOSED and not box.reported:
             raise StateUnavailableError(
                 f"{where} has closed, and its end is not known after the coordinator's restart: take the state before "
                 "any box closes its appliance"
@@ -406,43 +409,43 @@ class StateQuery:
 
     def answered(self, attempt: Attempt, answer: pb.StateAnswer, data: bytes) -> None:
         """Take a worker's answer; one to a request that is no longer open changes nothing."""
-        want = self.requests.get(answer.request)
-        if want is None or answer.worker != want.worker:
+        slot_request = self.requests.get(answer.request)
+        if slot_request is None or answer.worker != slot_request.worker:
             return
-        box = attempt.boxes[want.key.box]
+        box = attempt.boxes[slot_request.key.box]
         if answer.HasField("error"):
-            self.fail(self._of_slot(error_of(answer.error), want.key, want.worker))
+            self.fail(self._of_slot(error_of(answer.error), slot_request.key, slot_request.worker))
             return
         if answer.ended:
-            self._ended(attempt, box, want, answer)
+            self._ended(attempt, box, slot_request, answer)
             return
-        place = (want.key.box, want.key.slot)
+        place = (slot_request.key.box, slot_request.key.slot)
         before = self._answers.get(place)
         self.held += len(data) - self.coming.pop(answer.request, 0) - (len(before.data) if before else 0)
-        self._answers[place] = _Answer(want, answer, data)
-        self.refresh(attempt, want.key.box)
+        self._answers[place] = _Answer(slot_request, answer, data)
+        self.refresh(attempt, slot_request.key.box)
 
-    def _ended(self, attempt: Attempt, box: Box, want: SlotStateRequest, answer: pb.StateAnswer) -> None:
-        if (answer.ended_epoch, answer.ended_total) >= (want.epoch, want.total):
+    def _ended(self, attempt: Attempt, box: Box, slot_request: SlotStateRequest, answer: pb.StateAnswer) -> None:
+        if (answer.ended_epoch, answer.ended_total) >= (slot_request.epoch, slot_request.total):
             error = ProtocolError(
                 f"it reports that epoch {answer.ended_epoch} ended after batch {answer.ended_total}, which is not "
-                f"before the requested epoch {want.epoch}, batch {want.total}"
+                f"before the requested epoch {slot_request.epoch}, batch {slot_request.total}"
             )
-            self.fail(self._of_slot(error, want.key, want.worker))
+            self.fail(self._of_slot(error, slot_request.key, slot_request.worker))
             return
-        slot, before = (box.number, want.key.slot), dict(box.ends)
+        slot, before = (box.number, slot_request.key.slot), dict(box.ends)
         reported = [(end.epoch, end.total) for end in answer.ends]
         for epoch, total in [*reported, (answer.ended_epoch, answer.ended_total)]:
             # An abandoned epoch ended there, whatever the worker had produced ahead: the smaller total holds.
-            end = (want.key.slot, epoch)
+            end = (slot_request.key.slot, epoch)
             box.ends[end] = min(total, box.ends.get(end, total))
         self._rounds[slot] = self._rounds.get(slot, 0) + 1
         if box.ends == before:
-            place = (want.epoch, want.delivered, want.total)
+            place = (slot_request.epoch, slot_request.delivered, slot_request.total)
             self._denied[slot] = (place, before, dict(box.abandoned))
         self.refresh(attempt, box.number)
 
-    def _record_flight(self, box: Box, anchor: Position, position: Position) -> None:
+    def _record_digest(self, box: Box, anchor: Position, position: Position) -> None:
         """Compute the box's stream digest, from a position that it reported and the workers' digests since."""
         position.chain = box.chain(position.step)
         if position.chain is None:
@@ -465,10 +468,10 @@ class StateQuery:
                 num_boxes=attempt.num_boxes,
                 box=number,
                 step=self.step,
-                worker_step=have.want.total,
+                worker_step=have.slot_request.total,
                 samples_streamed=answer.samples_streamed,
                 state_bytes=len(have.data),
-                epoch=have.want.epoch,
+                epoch=have.slot_request.epoch,
                 capabilities=capabilities,
                 digest=answer.digest,
                 next_digest=answer.next_digest,

@@ -17,17 +17,17 @@ import grpc.aio
 
 from penstock.proto.rpc.channel import connect_aio
 
-__all__ = ["Hearing"]
+__all__ = ["QueueProbe"]
 
 _log = logging.getLogger("penstock.appliance")
 
-METHOD = "/penstock.Hearing/Heard"
+METHOD = "/penstock.QueueProbe/Probe"
 """Method of the call. No service has it: the refusal is answer enough, and needs neither a token nor a rate limit."""
 LONGEST_S = 30.0
 """Longest time in seconds that a pending call of its own may extend leases: a longer delay is another fault."""
 
 
-class Hearing:
+class QueueProbe:
     """Measures how long calls may have been waiting in gRPC's queue.
     Args:
         address: "unix:/path" of a listener of this process.
@@ -38,16 +38,16 @@ class Hearing:
     def __init__(self, address: str, every_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.address = address
         self._every_s, self._clock = every_s, clock
-        self._heard = clock()
+        self._received_until = clock()
         """Time up to which every call has been received."""
 
-    def unheard_s(self) -> float:
+    def unreceived_s(self) -> float:
         """Return the seconds of calls that may still be waiting."""
-        return min(LONGEST_S, self._clock() - self._heard)
+        return min(LONGEST_S, self._clock() - self._received_until)
 
     async def run(self) -> None:
         """Call this process every `every_s` seconds, until cancelled."""
-        told = False
+        warned = False
         async with connect_aio(self.address) as channel:
             call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(METHOD)
             while True:
@@ -57,8 +57,8 @@ class Hearing:
                 except grpc.aio.AioRpcError as error:
                     if error.code() not in (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.DEADLINE_EXCEEDED):
                         sent = self._clock()  # the delay is unknown, so leases end as they would without this check
-                        if not told:
+                        if not warned:
                             _log.warning("leases do not wait for calls that are still queued: %s", error.details())
-                            told = True
-                self._heard = sent
+                            warned = True
+                self._received_until = sent
                 await asyncio.sleep(self._every_s)
