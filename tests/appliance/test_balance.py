@@ -1,4 +1,4 @@
-"""Which slots are moved for the sake of balance, and which are not; how many workers are recommended."""
+"""Balance of slots: which are moved and which are not; and the recommended number of workers."""
 
 from __future__ import annotations
 
@@ -239,7 +239,7 @@ def test_recommended_workers_follow_demand(world: FakeCluster) -> None:
 
 
 def test_young_run_needs_as_many_workers(world: FakeCluster) -> None:
-    """What is measured counts from the beginning, not from a speed of 0 that fades; and not before there is enough."""
+    """Measure from the beginning, not from a speed of 0 that decays; and not before there is enough."""
     worker, box = world.worker("w", 4), world.open()
     recommended = []
     for _ in range(60):

@@ -1,4 +1,4 @@
-"""Who holds a run up, from plain values: the loop, one slot, one worker, too few of them, the way between."""
+"""Bottlenecks, from plain values: the loop, one slot, one worker, too few of them, the network between."""
 
 from __future__ import annotations
 

@@ -422,7 +422,7 @@ def test_refusal_is_received_despite_failed_write(monkeypatch: pytest.MonkeyPatc
 
 
 class Waiting(grpc.aio.StreamUnaryClientInterceptor):
-    """Has a call when it is over, as tracing does."""
+    """Interceptor that keeps a call until it is over, as tracing does."""
 
     async def intercept_stream_unary(self, continuation: Any, client_call_details: Any, request_iterator: Any) -> Any:
         call = await continuation(client_call_details, request_iterator)

@@ -75,7 +75,7 @@ def test_closed_run_is_readable_until_reopened(tmp_path: Path) -> None:
                 assert (await client.fetch_state(newest())).records[0][0].worker_step == 0
 
     async def unkept() -> None:
-        """One that asked for no state, and one whose states are too large to be made into JSON, or no envelopes."""
+        """Refuse a run without a fetched state, states too large for JSON, and states without envelopes."""
         async with coordinator(limits=replace(LIMITS, json_max=8)) as address:
             async with AsyncCoordinatorClient(address, TOKEN) as client, daemon(address):
                 await client.open_run(opening())

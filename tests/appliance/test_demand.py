@@ -1,4 +1,4 @@
-"""How many workers are recommended, by what batches take of the processors that are there."""
+"""Recommended number of workers, from the processor time of batches."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What the coordinator keeps so that a batch can be made again: in its cluster state, and in its files when it is
-gone."""
+"""History that the coordinator keeps so that a batch can be made again: in its cluster state, and in its files when it
+is gone."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def stopped(world: FakeCluster, state: StateDir) -> StoppedCoordinator:
 
 
 def told(world: FakeCluster) -> pb.History:
-    """By the cluster state, of box 0."""
+    """Return the history of box 0 in the cluster state."""
     track = world.registry.cluster.track("job/0", 0)
     assert track is not None
     return track.message()
@@ -102,7 +102,7 @@ def chained(box: FakeBox, steps: int) -> None:
 
 @pytest.mark.parametrize("closed", [True, False])
 def test_stream_digest_survives_restart(state: StateDir, closed: bool) -> None:
-    """Of one that has closed nobody will report again; nor of one at work, where it was before."""
+    """Keep the last position: no report follows from a closed box, nor from a running one before the stop."""
     world = FakeCluster(directory=state)
     one, other = world.open(0, num_boxes=2), world.open(1, num_boxes=2)
     chained(one, 5)
@@ -129,7 +129,7 @@ def test_stream_digest_survives_restart(state: StateDir, closed: bool) -> None:
 
 
 def test_history_is_made_where_it_is_written(state: StateDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And not in the event loop, which would hear no heartbeat meanwhile."""
+    """Make the history outside the event loop, which would receive no heartbeat meanwhile."""
     made: list[int] = []
     message = BoxRecord.message
 

@@ -164,7 +164,7 @@ def test_client_secret_is_proven_and_not_stored(state: StateDir) -> None:
 
 
 def test_boxes_of_older_release_keep_clients(state: StateDir) -> None:
-    """It kept the secrets themselves."""
+    """Accept journals with the client secrets themselves, as an older release kept them."""
     world, box, _ = running(state)
     for row in world.journal.rows("boxes"):
         opened = pb.OpenRunRequest.FromString(row["opening"])
@@ -391,7 +391,7 @@ def frames(wal: Path) -> int:
 
 
 def flip(file: Path, at: int) -> bytes:
-    """One bit. Returns what the file holds then."""
+    """Flip one bit; return the file's content after it."""
     data = bytearray(file.read_bytes())
     data[at] ^= 0x10
     file.write_bytes(data)

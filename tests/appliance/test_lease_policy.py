@@ -1,4 +1,4 @@
-"""How often everybody speaks, and the leases that follow."""
+"""Heartbeat intervals, and the leases that go with them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 
 LIMITS = Limits()
 CROWDED = replace(LIMITS, heartbeats_per_s=1.0, watches_per_s=0.25)
-"""In which a fleet of 10 is a large one."""
+"""Limits in which a fleet of 10 is a large one."""
 
 
 @pytest.mark.parametrize(

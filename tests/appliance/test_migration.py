@@ -36,7 +36,7 @@ def drain(world: FakeCluster, worker: str, *, undo: bool = False) -> tuple[int, 
 
 
 def prepare_migration(worker: FakeWorker, slot: int) -> None:
-    """What a successor needs is durable, the worker says."""
+    """Report that what the target needs is durable."""
     report = worker.slot_report(worker.of(slot), pb.READY)
     report.migrated = True
     worker.heartbeat(report)
@@ -151,7 +151,7 @@ def test_last_target_leaves_with_its_worker(world: FakeCluster) -> None:
 
 
 def refuse(worker: FakeWorker, slot: int) -> None:
-    """It cannot take the slot over, it says."""
+    """Report that the target cannot take the slot over."""
     report = worker.slot_report(worker.of(slot), pb.FAILED)
     report.error.message = "no such file: /data"
     worker.heartbeat(report)

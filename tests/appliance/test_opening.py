@@ -1,4 +1,4 @@
-"""Who gets a place: attempts, keys, shapes and seeds of OpenRun."""
+"""Openings of runs: attempts, keys, topologies and seeds of OpenRun."""
 
 from __future__ import annotations
 

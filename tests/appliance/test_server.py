@@ -24,7 +24,7 @@ DEADLINE_S = 20.0
 
 
 def line_from(fd: int) -> str:
-    """What comes through the pipe until it is closed."""
+    """Read from the pipe until it is closed."""
     read = b""
     while select.select([fd], [], [], DEADLINE_S)[0]:
         piece = os.read(fd, 4096)
@@ -125,7 +125,7 @@ def test_what_was_acknowledged_survives_kill_9(started: list[Coordinator], tmp_p
     enough = threading.Event()
 
     def open_runs(client: CoordinatorClient) -> None:
-        """One after the other, until the coordinator is gone in the middle of it."""
+        """Make calls one after the other, until the coordinator dies during one."""
         with contextlib.suppress(CoordinatorUnavailableError):
             while True:
                 acknowledged.append(client.open_run(opening(job=f"other-{len(acknowledged)}")).run)

@@ -54,7 +54,7 @@ from penstock.proto.v1.coordinator_pb2_grpc import CoordinatorStub
 
 
 def test_long_or_unprintable_names_are_refused() -> None:
-    """They would stand in everybody's logs and tables."""
+    """Refuse names that would confuse logs and tables."""
 
     async def body(client: AsyncCoordinatorClient, address: str) -> None:
         for name in ("a\nb", "\x1b[2Ja", "\u202egpj.a", "  ", " a", "a\u200b"):
@@ -409,7 +409,7 @@ def test_all_ranks_share_one_state_query() -> None:
 
 
 def test_small_parts_are_packed() -> None:
-    """In their order, also where a large one comes between them."""
+    """Keep the order of parts, also with a large one between them."""
     sizes = [0, 10, CHUNK, 3 * CHUNK + 1, 0, CHUNK // 2, CHUNK // 2 - 100, 10, CHUNK // 2 + 1, 10]
     states = [
         BoxState(
@@ -434,7 +434,7 @@ def test_small_parts_are_packed() -> None:
 
 
 def test_event_loop_turns_go_one_at_a_time() -> None:
-    """In their order, and past one that was cancelled: heartbeats are heard between large messages."""
+    """Take turns in order, past a cancelled one: heartbeats are received between large messages."""
     got: list[int] = []
 
     def note(number: int, _: asyncio.Task[None]) -> None:

@@ -28,7 +28,7 @@ LONG_S = 10_000.0
 
 @pytest.fixture
 def registries(monkeypatch: pytest.MonkeyPatch) -> list[Registry]:
-    """Those made in the test."""
+    """Registries made in the test."""
     made: list[Registry] = []
     init = Registry.__init__
 
@@ -69,7 +69,7 @@ def test_failed_commit_removes_the_caller(registries: list[Registry], monkeypatc
 
 @pytest.mark.parametrize("where", ["at the door", "on the way"])
 def test_answer_without_callers_is_not_taken(registries: list[Registry], where: str) -> None:
-    """It would be in memory, and in nobody's budget: of a large fleet a thousand at once."""
+    """Refuse the answer: it would be in memory and in no budget, a thousand at once for a large fleet."""
 
     async def body(client: AsyncCoordinatorClient, address: str) -> None:
         for box in (0, 1):
@@ -116,7 +116,7 @@ def test_answer_without_callers_is_not_taken(registries: list[Registry], where: 
 
 
 def test_readers_time_extends_the_deadline(registries: list[Registry]) -> None:
-    """Not only after the box: workers that still have to answer would be told that nobody waits."""
+    """Extend the deadline with each part, not only after the box: else the workers' requests would end."""
 
     def large(request: pb.StateRequest) -> tuple[pb.StateAnswer, bytes]:
         return pb.StateAnswer(), bytes(8 << 20)

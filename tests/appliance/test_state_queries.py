@@ -216,7 +216,7 @@ def test_blobs_leave_room_for_snapshots() -> None:
 
 
 def test_slots_of_one_box_share_its_position(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has an entry for each worker of the box: made for each slot, a heartbeat took their square."""
+    """Share the position: it has an entry per worker of the box, so one per slot made a heartbeat quadratic."""
     world = FakeCluster()
     world.open(num_workers_per_box=50)
     worker, made = world.worker("w", 50), list[int]()

@@ -99,7 +99,7 @@ def test_loop_past_its_end_is_asked_for_old_epoch(world: FakeCluster) -> None:
 
 
 def where_one_left(world: FakeCluster) -> tuple[FakeBox, FakeBox, FakeWorker]:
-    """One of two boxes has left its epoch behind step 5, and taken another batch; the other one has come to step 4."""
+    """Open two boxes: one has abandoned its epoch after step 5, and taken another batch; the other is at step 4."""
     first, second = (world.open(number, num_boxes=2) for number in range(2))
     worker = world.worker("w")
     worker.ready()
@@ -113,7 +113,7 @@ def where_one_left(world: FakeCluster) -> tuple[FakeBox, FakeBox, FakeWorker]:
 @pytest.mark.parametrize("leaves", [True, False])
 @pytest.mark.parametrize("restarted", [True, False])
 def test_box_that_may_abandon_too_is_waited_for(tmp_path: Path, leaves: bool, restarted: bool) -> None:
-    """What its workers have made ahead of the break is no state of the step."""
+    """Ignore what the box's workers produced ahead of the break."""
     directory = StateDir(tmp_path)
     world = FakeCluster(directory=directory)
     first, second, worker = where_one_left(world)

@@ -36,7 +36,7 @@ def test_restart_uses_the_callers_position(world: FakeCluster) -> None:
 
 
 def test_restart_waits_for_every_boxs_report(world: FakeCluster) -> None:
-    """Which passes a box left by `break` is not in the journal, and a runner that was just started knows it neither."""
+    """Wait for the reports: abandoned epochs may be newer than the journal, and a new runner has none of them."""
     asking, other = (world.open(number, num_boxes=2) for number in (0, 1))
     worker = world.worker("w")
     worker.ready()

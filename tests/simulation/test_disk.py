@@ -1,4 +1,4 @@
-"""One contract for the journal and the store, on SQLite and on the simulated disk: what the simulation finds out about
+"""Contract for the journal and the store, on SQLite and on the simulated disk: what the simulation finds out about
 the coordinator holds for the real one only if the two disks agree."""
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Media:
         return self._as_it_is()
 
     def crash(self) -> None:
-        """What is open ends without another word. (A commit that was not begun is not on SQLite's disk either.)"""
+        """Close what is open without a commit. (A commit that was not begun is not on SQLite's disk either.)"""
         for one in self._open:
             one.close()
         self._open.clear()
@@ -118,7 +118,7 @@ def test_journal_that_lost_commits_is_refused(media: Media) -> None:
     journal.confirm(journal.mark(), "one that heard it from this very process")
     media.crash()
     put_back()
-    with pytest.raises(JournalError, match=f"ends at commit {number - 1}, but commit {number} was made, as .* says"):
+    with pytest.raises(JournalError, match=f"ends at commit {number - 1}, but commit {number} was made, as .* shows"):
         media.journal()
 
 
