@@ -106,7 +106,7 @@ class SimulatedJournal(Journal):
         self._written = written
         self.lost = None
         if disk.commits < disk.recorded:
-            raise behind(self.name, disk.commits, disk.recorded, "as the file beside it says")
+            raise behind(self.name, disk.commits, disk.recorded, "as the file beside it shows")
         disk.boots += 1
         self.boots = disk.boots
         self.secret, self.found = disk.secret, disk.commits

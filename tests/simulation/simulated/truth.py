@@ -230,7 +230,7 @@ class Truth:
             for a in reply.assignments:
                 self._not_superseded(a.run, a.attempt, f"worker {request.worker} is given work")
                 key = SlotKey(a.run, a.attempt, a.box, a.slot)
-                if a.target:
+                if a.is_target:
                     self._reserved(key, a.generation)
                 else:
                     self._said(key, a.generation, pb.STARTING, request.worker)

@@ -558,7 +558,7 @@ class ClusterState:
         slot.note, slot.doing, slot.moved_at, slot.migrated = note, "", now, True
         slot.gauge.restart(0.0)
         text = f"{slot} migrated to worker {slot.worker}: {note}"
-        self._add_slot_event("slot handed over", text, slot, slot.worker)
+        self._add_slot_event("slot migrated", text, slot, slot.worker)
         self.save_slot(slot)
         self.bump_box(*self.box_of(slot))
 

@@ -23,8 +23,8 @@ _TEXT = 400
 FAULTS = frozenset(
     ("worker lost", "slot lost", "slot failed", "batch quarantined", "box lost", "coordinator restarted")
 )
-"""Kinds that are faults. The others: worker joined, worker drains, worker back, worker left; slot moved, slot handed
-over, slot recovered; box opened, box back, box closed; attempt superseded, attempt ended."""
+"""Kinds that are faults. The others: worker joined, worker drains, worker back, worker left; slot moved, slot migrated,
+slot recovered; box opened, box back, box closed; attempt superseded, attempt ended."""
 
 
 @dataclass
