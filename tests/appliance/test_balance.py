@@ -1,4 +1,4 @@
-"""Which slots are moved for the sake of balance, and which are not; how many workers are recommended."""
+"""Balance of slots: which are moved and which are not; and the recommended number of workers."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def world() -> FakeCluster:
 
 
 def ready(worker: FakeWorker, capabilities: records_pb2.LoaderCapabilities = SAVES) -> None:
-    reports = [worker.tell(assignment, pb.READY) for assignment in worker.beat().assignments]
+    reports = [worker.slot_report(assignment, pb.READY) for assignment in worker.heartbeat().assignments]
     for report in reports:
         report.capabilities.CopyFrom(capabilities)
-    worker.beat(*reports)
+    worker.heartbeat(*reports)
 
 
 def planned(world: FakeCluster, room: int = 10) -> list[tuple[int, str]]:
@@ -74,7 +74,7 @@ def two_and_a_spare(world: FakeCluster) -> None:
     world.now += LIMITS.balance_after_s
 
 
-def test_slots_go_from_the_fullest_to_the_emptiest_until_that_makes_little_difference(world: FakeCluster) -> None:
+def test_slots_go_from_fullest_to_emptiest(world: FakeCluster) -> None:
     crowded(world)
     cluster = world.registry.cluster
     went = 0
@@ -86,13 +86,13 @@ def test_slots_go_from_the_fullest_to_the_emptiest_until_that_makes_little_diffe
     assert went == 2
 
 
-def test_a_slot_that_came_lately_is_left_where_it_is(world: FakeCluster) -> None:
+def test_recently_moved_slot_stays(world: FakeCluster) -> None:
     crowded(world)
     world.now -= 0.5
     assert planned(world) == []
 
 
-def test_a_slot_does_not_try_again_and_again_where_it_could_not_start(world: FakeCluster) -> None:
+def test_failed_target_is_not_retried_at_once(world: FakeCluster) -> None:
     crowded(world)
     slot, cluster = slots_of(world)[0], world.registry.cluster
     assert planned(world) == [(0, "empty")]
@@ -105,17 +105,17 @@ def test_a_slot_does_not_try_again_and_again_where_it_could_not_start(world: Fak
     assert planned(world) == [(0, "empty")]
 
 
-def test_a_loader_that_would_replay_its_whole_pass_is_left_where_it_is(world: FakeCluster) -> None:
+def test_loader_without_states_is_not_moved(world: FakeCluster) -> None:
     crowded(world, REPLAYS)
     assert planned(world) == []
 
 
-def test_a_slot_on_the_box_s_own_host_is_left_there(world: FakeCluster) -> None:
+def test_slot_on_its_boxs_host_stays(world: FakeCluster) -> None:
     crowded(world, host="host-a")
     assert planned(world) == []
 
 
-def test_nothing_goes_to_a_worker_that_drains_or_may_not_run_it(world: FakeCluster) -> None:
+def test_draining_or_barred_worker_gets_no_slot(world: FakeCluster) -> None:
     crowded(world)
     empty = world.registry.cluster.workers["empty"]
     empty.draining = True
@@ -124,7 +124,7 @@ def test_nothing_goes_to_a_worker_that_drains_or_may_not_run_it(world: FakeClust
     assert planned(world) == []
 
 
-def test_a_straggler_goes_to_another_machine_and_its_wait_for_the_next_move_doubles(world: FakeCluster) -> None:
+def test_straggler_changes_machine_with_backoff(world: FakeCluster) -> None:
     two_and_a_spare(world)
     world.worker("near-one", 1, host="host-b")
     (straggler,) = [slot for slot in slots_of(world) if slot.worker == "one"]
@@ -141,7 +141,7 @@ def test_a_straggler_goes_to_another_machine_and_its_wait_for_the_next_move_doub
     assert planned(world) == []
 
 
-def test_a_slot_is_no_straggler_where_all_take_equally_long(world: FakeCluster) -> None:
+def test_equal_batch_times_make_no_straggler(world: FakeCluster) -> None:
     """The others are ahead for they are a little faster; that fills their rings, and proves nothing."""
     two_and_a_spare(world)
     slow, fast = slots_of(world)
@@ -158,14 +158,14 @@ def test_a_slot_is_no_straggler_where_all_take_equally_long(world: FakeCluster) 
 
 
 @pytest.mark.parametrize("shares", [(0.05, 0.0), (0.3, 0.25)])
-def test_a_little_wait_and_one_that_all_have_move_nothing(world: FakeCluster, shares: tuple[float, float]) -> None:
+def test_small_or_common_waits_move_nothing(world: FakeCluster, shares: tuple[float, float]) -> None:
     two_and_a_spare(world)
     for slot, share in zip(slots_of(world), shares, strict=True):
         hold_up(slot, share, world, others_ahead=False)
     assert planned(world) == []
 
 
-def test_load_brings_nothing_to_a_worker_where_the_run_was_held_up(world: FakeCluster) -> None:
+def test_load_avoids_workers_stragglers_left(world: FakeCluster) -> None:
     crowded(world)
     nudged = slots_of(world)[0]
     nudged.was_slow_at = frozenset({"empty"})
@@ -174,7 +174,7 @@ def test_load_brings_nothing_to_a_worker_where_the_run_was_held_up(world: FakeCl
     assert planned(world) == [(1, "empty")]
 
 
-def test_slots_do_not_go_to_and_fro_between_a_slow_machine_and_full_ones(world: FakeCluster) -> None:
+def test_slots_do_not_oscillate(world: FakeCluster) -> None:
     """Stragglers leave it, and then it is the emptiest: load brought them back, and so on for ever."""
     slow, fast = world.worker("slow", 2, host="host-b"), world.worker("fast", 4, host="host-c")
     box = world.open(num_workers_per_box=4)
@@ -182,11 +182,11 @@ def test_slots_do_not_go_to_and_fro_between_a_slow_machine_and_full_ones(world: 
     for _ in range(300):
         world.now += 1.0
         for worker in (slow, fast):
-            reports = [worker.tell(assignment, pb.READY) for assignment in worker.beat().assignments]
+            reports = [worker.slot_report(assignment, pb.READY) for assignment in worker.heartbeat().assignments]
             for report in reports:
                 report.capabilities.CopyFrom(SAVES)
                 report.batch_s, report.produced, report.migrated = 0.1 if worker is slow else 0.01, 1, True
-            worker.beat(*reports)
+            worker.heartbeat(*reports)
         box.report()
         for slot in slots_of(world):
             hold_up(slot, 0.0, world)
@@ -203,7 +203,7 @@ def test_as_many_moves_as_there_is_room_for(world: FakeCluster) -> None:
     assert planned(world, room=0) == []
 
 
-def test_the_coordinator_moves_by_itself_and_never_if_told_so() -> None:
+def test_coordinator_balances_unless_disabled() -> None:
     for after_s, moved in ((10.0, 1), (0.0, 0)):
         world = FakeCluster(replace(LIMITS, balance_after_s=after_s))
         box = crowded(world)
@@ -215,16 +215,16 @@ def test_the_coordinator_moves_by_itself_and_never_if_told_so() -> None:
 # ------------------------------------------------------------------------------------------------------------- demand
 
 
-def test_recommended_workers_follow_demand_and_supply(world: FakeCluster) -> None:
+def test_recommended_workers_follow_demand(world: FakeCluster) -> None:
     worker, box = world.worker("w", 4), world.open()
     ready(worker)
     status = world.registry.status()
     assert status.runs[0].recommended_workers_per_box == 0  # nothing is known yet
     assert status.recommended_workers == 1  # two slots, four places
-    reports = [worker.tell(assignment, pb.READY) for assignment in worker.beat().assignments]
+    reports = [worker.slot_report(assignment, pb.READY) for assignment in worker.heartbeat().assignments]
     for report in reports:
         report.batch_s = 0.1
-    worker.beat(*reports)
+    worker.heartbeat(*reports)
     (at,) = world.registry.cluster.runs["job/0"].current.boxes.values()  # type: ignore[union-attr]
     # 20 steps a second and half of the time waited: 40 would be taken, of which a slot gives 10; a quarter more.
     at.usual_steps_per_s, at.usual_span_s = 20.0, 10.0
@@ -238,15 +238,15 @@ def test_recommended_workers_follow_demand_and_supply(world: FakeCluster) -> Non
     assert world.registry.status().recommended_workers == 0
 
 
-def test_a_young_run_is_asked_for_as_many_workers_as_an_old_one(world: FakeCluster) -> None:
-    """What is measured counts from the beginning, not from a speed of 0 that fades; and not before there is enough."""
+def test_young_run_needs_as_many_workers(world: FakeCluster) -> None:
+    """Measure from the beginning, not from a speed of 0 that decays; and not before there is enough."""
     worker, box = world.worker("w", 4), world.open()
     recommended = []
     for _ in range(60):
-        reports = [worker.tell(assignment, pb.READY) for assignment in worker.beat().assignments]
+        reports = [worker.slot_report(assignment, pb.READY) for assignment in worker.heartbeat().assignments]
         for report in reports:
             report.batch_s = 0.1
-        worker.beat(*reports)
+        worker.heartbeat(*reports)
         box.deliver(30)  # a second: of which a slot gives 10, and a quarter more are asked for
         world.now += 1.0
         recommended.append(world.registry.status().runs[0].recommended_workers_per_box)

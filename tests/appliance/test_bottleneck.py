@@ -1,4 +1,4 @@
-"""Who holds a run up, from plain values: the loop, one slot, one worker, too few of them, the way between."""
+"""Bottlenecks, from plain values: the loop, one slot, one worker, too few of them, the network between."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_waits_above_a_twentieth_are_input_bound() -> None:
     assert found(box([slot(0, wait_share=0.06, mean_queued=0.5), slot(1)])).input_bound
 
 
-def test_one_slot_behind_while_the_others_are_ahead_is_a_straggler() -> None:
+def test_slot_behind_others_ahead_is_straggler() -> None:
     finding = found(box([slot(0), slot(1, wait_share=0.6, mean_queued=0.4), slot(2, wait_share=0.02), slot(3)]))
     assert (finding.kind, finding.input_bound, finding.box, finding.slot) == ("straggler", True, 0, 1)
     assert (finding.worker, round(finding.blame, 2)) == ("w1", 0.97)
@@ -46,14 +46,14 @@ def test_one_slot_behind_while_the_others_are_ahead_is_a_straggler() -> None:
     assert "0.4 batches lie ready there on average, 8.0 at each other slot" in finding.text
 
 
-def test_a_worker_whose_slots_are_all_behind_is_named_and_not_one_of_its_slots() -> None:
+def test_slow_worker_is_named_not_its_slot() -> None:
     slow = {"worker": "slow", "wait_share": 0.2, "mean_queued": 0.3}
     finding = found(box([slot(0), slot(1, **slow), slot(2), slot(3, **slow)]))  # type: ignore[arg-type]
     assert (finding.kind, finding.worker, finding.blame) == ("straggler", "slow", 1.0)
     assert "100% of that for worker slow, which is slower than the others" in finding.text
 
 
-def test_a_slow_worker_is_named_also_when_one_of_its_slots_gets_ahead() -> None:
+def test_slow_worker_is_named_with_a_slot_ahead() -> None:
     """The loop waits for the one that is asked first; the other one has used that time, and is as slow."""
     slow = {"worker": "slow", "batch_s": 0.080}
     slots = [
@@ -68,7 +68,7 @@ def test_a_slow_worker_is_named_also_when_one_of_its_slots_gets_ahead() -> None:
     assert "100% of that for slot 1 on worker slow, which is slower" in found(box(slots)).text
 
 
-def test_the_slot_that_is_asked_first_is_no_straggler_where_nobody_is_ahead() -> None:
+def test_first_slot_is_no_straggler_by_itself() -> None:
     """Slots that are equally slow: the whole wait falls on one of them, for the others use that time."""
     finding = found(box([slot(0, wait_share=0.7, mean_queued=0.5), *(slot(k, mean_queued=0.6) for k in (1, 2, 3))]))
     assert (finding.kind, finding.slot, finding.worker) == ("workers", None, "")
@@ -76,7 +76,7 @@ def test_the_slot_that_is_asked_first_is_no_straggler_where_nobody_is_ahead() ->
     assert "more workers, or a faster input_fn" in finding.text
 
 
-def test_more_workers_are_no_advice_where_the_cores_are_busy() -> None:
+def test_busy_cores_advise_no_more_workers() -> None:
     finding = find([box([slot(k, wait_share=0.2, mean_queued=0.5) for k in range(2)])], busy_cores=2)
     assert finding is not None
     assert finding.kind == "workers"
@@ -84,20 +84,20 @@ def test_more_workers_are_no_advice_where_the_cores_are_busy() -> None:
     assert "more workers, or" not in finding.text
 
 
-def test_one_slot_alone_has_nobody_to_be_slower_than() -> None:
+def test_single_slot_is_no_straggler() -> None:
     finding = found(box([slot(0, wait_share=0.5, mean_queued=0.5)]))
     assert finding.kind == "workers"
     assert "its one slot is busy" in finding.text
 
 
-def test_batches_that_lie_ready_while_they_are_waited_for_arrive_late() -> None:
+def test_ready_batches_waited_for_arrive_late() -> None:
     late = slot(0, wait_share=0.4, mean_queued=6.0, late=0.9, remote=True)
     assert found(box([late, slot(1)])).kind == "network"
     here = slot(0, wait_share=0.4, mean_queued=6.0, late=0.9, remote=False)  # no network lies between
     assert found(box([here, slot(1)])).kind == "straggler"
 
 
-def test_the_box_that_waits_most_speaks_for_the_run() -> None:
+def test_box_that_waits_most_decides() -> None:
     """The others wait for it in their collectives, not for data."""
     finding = found(
         box([slot(0), slot(1)], 0), box([slot(0), slot(1, wait_share=0.5, mean_queued=0.1)], 1), box([slot(0)], 2)
@@ -105,7 +105,7 @@ def test_the_box_that_waits_most_speaks_for_the_run() -> None:
     assert (finding.kind, finding.box, finding.slot) == ("straggler", 1, 1)
 
 
-def test_a_slot_without_a_worker_or_with_a_new_runner() -> None:
+def test_slot_without_worker_or_with_new_runner() -> None:
     assert found(box([slot(0, wait_share=0.5, phase="WAITING"), slot(1)])).kind == "unplaced"
     moved = found(box([slot(0, wait_share=0.5, phase="STARTING", restarts=1), slot(1)]))
     assert (moved.kind, moved.input_bound) == ("recovering", True)
@@ -118,4 +118,6 @@ def test_a_run_that_has_just_begun_is_not_judged() -> None:
     finding = found(box([slot(0, wait_share=1.0, phase="STARTING"), slot(1, phase="STARTING")], span_s=0.0))
     assert (finding.kind, finding.input_bound) == ("starting", False)
     assert finding.text == "Starting: the first batches of 2 slots are being made."
-    assert "no worker has room for its slot 1" in found(box([slot(0), slot(1, phase="WAITING")], span_s=0.0)).text
+    assert (
+        "no worker has free capacity for its slot 1" in found(box([slot(0), slot(1, phase="WAITING")], span_s=0.0)).text
+    )

@@ -119,7 +119,7 @@ def trial(body: Trial, *, token: str = TOKEN, deadline_s: float = 20.0, listen: 
 # -------------------------------------------------------------------------------------------------------------- errors
 
 
-def test_every_error_of_the_catalogue_crosses_with_its_traceback() -> None:
+def test_every_error_crosses_with_its_traceback() -> None:
     async def body(served: RunningServer, _: Scripted, client: AsyncCoordinatorClient) -> None:
         blocking = CoordinatorClient(served.address, TOKEN)
         for name, entry in CATALOGUE.items():
@@ -140,7 +140,7 @@ def test_every_error_of_the_catalogue_crosses_with_its_traceback() -> None:
     trial(body)
 
 
-def test_a_bug_on_the_server_arrives_with_the_server_s_traceback() -> None:
+def test_server_bug_arrives_with_its_traceback() -> None:
     async def body(_: RunningServer, __: Scripted, client: AsyncCoordinatorClient) -> None:
         with pytest.raises(PenstockError) as caught:
             await client.open_run(pb.OpenRunRequest(job="bug"))
@@ -151,7 +151,7 @@ def test_a_bug_on_the_server_arrives_with_the_server_s_traceback() -> None:
     trial(body)
 
 
-def test_an_error_in_mid_stream_is_an_error_not_an_end() -> None:
+def test_error_in_mid_stream_is_raised() -> None:
     async def body(served: RunningServer, _: Scripted, client: AsyncCoordinatorClient) -> None:
         with pytest.raises(InvalidArgumentError, match="in mid-stream"):
             await client.get_blob("broken")
@@ -161,7 +161,7 @@ def test_an_error_in_mid_stream_is_an_error_not_an_end() -> None:
     trial(body)
 
 
-def test_details_keep_both_ends_of_what_is_too_long() -> None:
+def test_long_details_keep_both_ends() -> None:
     long = "the cause\n" + "é" * 200_000 + "\nthe place"
     detail = detail_of(InvalidArgumentError("m" * 100_000, remote_traceback=long))
     assert detail.ByteSize() < wire_errors.METADATA_MAX * 3 // 4  # base64 on top, and other metadata beside
@@ -187,7 +187,7 @@ def test_the_longest_error_crosses() -> None:
     asyncio.run(run())
 
 
-def test_an_error_derived_from_ours_travels_under_the_name_of_ours() -> None:
+def test_derived_error_travels_as_its_base() -> None:
     class Closer(DeadlineError):
         pass
 
@@ -197,7 +197,7 @@ def test_an_error_derived_from_ours_travels_under_the_name_of_ours() -> None:
 # ------------------------------------------------------------------------------------------------------ who may call
 
 
-def test_a_wrong_or_missing_token_is_refused_whatever_the_kind_of_call() -> None:
+def test_wrong_or_missing_token_is_refused() -> None:
     async def body(served: RunningServer, _: Scripted, client: AsyncCoordinatorClient) -> None:
         calls: list[Callable[[], Awaitable[object]]] = [
             lambda: client.open_run(pb.OpenRunRequest()),
@@ -218,7 +218,7 @@ def test_a_wrong_or_missing_token_is_refused_whatever_the_kind_of_call() -> None
     trial(body, token="other")
 
 
-def test_another_protocol_is_refused_with_both_versions_and_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_protocol_is_refused_with_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(_: RunningServer, __: Scripted, client: AsyncCoordinatorClient) -> None:
         monkeypatch.setattr(
             authenticated_calls, "_RELEASE", (("penstock-protocol", "7"), ("penstock-version", "9.9.9"))
@@ -236,7 +236,7 @@ def test_another_protocol_is_refused_with_both_versions_and_the_remedy(monkeypat
     trial(body)
 
 
-def test_health_needs_no_token_and_turns_before_the_end() -> None:
+def test_health_needs_no_token() -> None:
     async def run() -> None:
         async with serving() as (served, _), connect_aio(served.address) as bare:
             stub = health_pb2_grpc.HealthStub(bare)
@@ -251,7 +251,7 @@ def test_health_needs_no_token_and_turns_before_the_end() -> None:
 
 
 @pytest.mark.parametrize("token", ["", "two words", "tökn", "line\nbreak"])
-def test_a_token_that_fits_no_header_is_refused_at_once(token: str) -> None:
+def test_token_that_fits_no_header_is_refused(token: str) -> None:
     with pytest.raises(InvalidArgumentError, match="one word of at most"):
         CoordinatorClient("127.0.0.1:1", token)
 
@@ -272,7 +272,7 @@ def test_nobody_there_names_the_address() -> None:
     asyncio.run(run())
 
 
-def test_a_deadline_names_address_call_and_seconds() -> None:
+def test_deadline_names_address_call_and_seconds() -> None:
     async def body(served: RunningServer, _: Scripted, client: AsyncCoordinatorClient) -> None:
         expected = f"the coordinator at {served.address} did not answer WatchRun within 0.5 s"
         with pytest.raises(DeadlineError) as caught:
@@ -284,7 +284,7 @@ def test_a_deadline_names_address_call_and_seconds() -> None:
     trial(body, deadline_s=0.25)
 
 
-def test_we_closed_it_is_told_from_the_peer_vanished() -> None:
+def test_own_close_differs_from_lost_peer() -> None:
     async def body(served: RunningServer, servicer: Scripted, client: AsyncCoordinatorClient) -> None:
         waiting = asyncio.ensure_future(client.watch_run(pb.WatchRunRequest(hold_s=60)))
         await asyncio.to_thread(servicer.held.wait, 10)
@@ -327,7 +327,7 @@ def test_a_cancelled_task_stays_cancelled() -> None:
     trial(body)
 
 
-def test_a_call_that_an_older_coordinator_lacks_says_so() -> None:
+def test_call_unknown_to_old_coordinator_is_named() -> None:
     async def run() -> None:
         served = await server_aio("127.0.0.1:0", TOKEN, lambda server: None)
         async with AsyncCoordinatorClient(served.address, TOKEN) as client:
@@ -354,7 +354,7 @@ def test_values_of_any_size_go_in_parts(size: int) -> None:
     trial(body)
 
 
-def test_large_loader_arguments_go_ahead_as_a_blob() -> None:
+def test_large_loader_arguments_become_a_blob() -> None:
     async def body(served: RunningServer, _: Scripted, client: AsyncCoordinatorClient) -> None:
         with CoordinatorClient(served.address, TOKEN) as blocking:
             request = pb.OpenRunRequest()
@@ -367,7 +367,7 @@ def test_large_loader_arguments_go_ahead_as_a_blob() -> None:
     trial(body)
 
 
-def test_a_message_above_the_cap_is_an_error_that_says_so() -> None:
+def test_message_above_the_limit_is_an_error() -> None:
     async def body(served: RunningServer, _: Scripted, client: AsyncCoordinatorClient) -> None:
         with pytest.raises(
             InvalidArgumentError, match=rf"RegisterWorker to the coordinator at {served.address} is too"
@@ -377,7 +377,7 @@ def test_a_message_above_the_cap_is_an_error_that_says_so() -> None:
     trial(body)
 
 
-def test_an_answer_that_comes_before_the_last_part_is_heard() -> None:
+def test_answer_before_the_last_part_is_received() -> None:
     async def body(_: RunningServer, __: Scripted, client: AsyncCoordinatorClient) -> None:
         for _attempt in range(20):
             reply = await client.put_snapshot(pb.SnapshotHeader(), b"x" * 8_000_000)
@@ -405,7 +405,7 @@ def overtaken(call: Any) -> Any:
     return call
 
 
-def test_a_refusal_is_heard_although_a_write_fails_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refusal_is_received_despite_failed_write(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(_: RunningServer, __: Scripted, client: AsyncCoordinatorClient) -> None:
         put, calls = client._stub.PutBlob, list[Any]()
 
@@ -422,7 +422,7 @@ def test_a_refusal_is_heard_although_a_write_fails_after_it(monkeypatch: pytest.
 
 
 class Waiting(grpc.aio.StreamUnaryClientInterceptor):
-    """Has a call when it is over, as tracing does."""
+    """Interceptor that keeps a call until it is over, as tracing does."""
 
     async def intercept_stream_unary(self, continuation: Any, client_call_details: Any, request_iterator: Any) -> Any:
         call = await continuation(client_call_details, request_iterator)
@@ -447,7 +447,7 @@ def test_so_it_is_where_calls_are_traced(monkeypatch: pytest.MonkeyPatch) -> Non
     trial(body, token="other")
 
 
-def test_what_comes_is_checked_against_what_was_declared() -> None:
+def test_received_bytes_match_the_declaration() -> None:
     async def body(_: RunningServer, __: Scripted, client: AsyncCoordinatorClient) -> None:
         with pytest.raises(ProtocolError, match="GetSnapshots: 3 bytes declared, 2 came"):
             await client.get_snapshots(pb.GetSnapshotsRequest())
@@ -478,7 +478,7 @@ def test_a_unix_socket_serves_as_well(tmp_path: Path) -> None:
     trial(body, listen=listen)
 
 
-def test_a_unix_socket_where_others_could_answer_is_refused(tmp_path: Path) -> None:
+def test_shared_unix_socket_folder_is_refused(tmp_path: Path) -> None:
     address = f"unix:{tmp_path}/coordinator"
     tmp_path.chmod(0o777)
     for attempt in (lambda: connect(address), lambda: asyncio.run(server_aio(address, TOKEN, lambda server: None))):
@@ -517,13 +517,13 @@ def test_addresses_that_are_refused(listen: str, words: str) -> None:
         asyncio.run(server_aio(listen, TOKEN, lambda server: None))
 
 
-def test_an_address_of_another_machine_is_no_port_taken() -> None:
+def test_foreign_address_is_not_port_taken() -> None:
     with pytest.raises(InvalidArgumentError, match=r"cannot listen on 192\.0\.2\.1:0: .*assign requested address"):
         asyncio.run(server_aio("192.0.2.1:0", TOKEN, lambda server: None, insecure=True))
 
 
 @pytest.mark.parametrize("listen", ["127.0.0.1:0", "127.9.9.9:0", "localhost:0", "0.0.0.0:0"])
-def test_addresses_that_are_taken_and_told_with_their_port(listen: str) -> None:
+def test_taken_address_is_named_with_its_port(listen: str) -> None:
     async def run() -> None:
         served = await server_aio(listen, TOKEN, lambda server: None, insecure=listen.startswith("0"))
         host, _, port = served.address.rpartition(":")
@@ -537,12 +537,12 @@ def test_addresses_that_are_taken_and_told_with_their_port(listen: str) -> None:
 # ------------------------------------------------------------------------------------------------------------ host id
 
 
-def test_host_id_is_one_for_this_machine_and_network() -> None:
+def test_host_id_is_per_machine_and_network() -> None:
     assert host_id() == host_id()
     assert str(Path("/proc/sys/kernel/random/boot_id").read_text().strip()) in host_id()
 
 
-def test_a_coordinator_at_another_address_is_found_by_its_name(tmp_path: Path) -> None:
+def test_moved_coordinator_is_found_by_name(tmp_path: Path) -> None:
     """gRPC's own pause between two looks at a name is 30 s, and until it gives a silent peer up a minute: both are
     longer than all leases."""
     names = tmp_path / "hosts"

@@ -40,7 +40,7 @@ def read(state: FetchedState) -> list[object]:
     return [json.loads(data) for _, data in state.records]
 
 
-def test_closed_runs_are_read_until_they_open_again(tmp_path: Path) -> None:
+def test_closed_run_is_readable_until_reopened(tmp_path: Path) -> None:
     small = replace(LIMITS, json_max=400)
 
     async def first() -> FetchedState:
@@ -67,7 +67,7 @@ def test_closed_runs_are_read_until_they_open_again(tmp_path: Path) -> None:
         async with coordinator(tmp_path, small) as address, AsyncCoordinatorClient(address, TOKEN) as client:
             assert await client.fetch_state(newest(attempt=1)) == state
             assert (await client.status()).runs[0].kept_step == 5
-            with pytest.raises(StateUnavailableError, match="only the one that it asked for last is kept, at step 5"):
+            with pytest.raises(StateUnavailableError, match="closed run job/0 must be 5, got 3: only the state"):
                 await client.fetch_state(pb.FetchStateRequest(run=RUN, step=3, deadline_s=1))
             await client.open_run(opening(client_id="c1"))
             async with daemon(address, say=user_state):
@@ -75,7 +75,7 @@ def test_closed_runs_are_read_until_they_open_again(tmp_path: Path) -> None:
                 assert (await client.fetch_state(newest())).records[0][0].worker_step == 0
 
     async def unkept() -> None:
-        """One that asked for no state, and one whose states are too large to be made into JSON, or no envelopes."""
+        """Refuse a run without a fetched state, states too large for JSON, and states without envelopes."""
         async with coordinator(limits=replace(LIMITS, json_max=8)) as address:
             async with AsyncCoordinatorClient(address, TOKEN) as client, daemon(address):
                 await client.open_run(opening())
@@ -86,7 +86,7 @@ def test_closed_runs_are_read_until_they_open_again(tmp_path: Path) -> None:
             async with AsyncCoordinatorClient(address, TOKEN) as client, daemon(address, say=user_state):
                 await client.open_run(opening(client_id="c1"))
                 await until_ready(client, client_id="c1")
-                with pytest.raises(InvalidArgumentError, match="up to 8 are made into JSON: ask for the envelope"):
+                with pytest.raises(InvalidArgumentError, match="a state as JSON must have at most 8 bytes"):
                     await client.fetch_state(newest(format=pb.STATE_JSON))
                 await client.open_run(opening(client_id="c2"))
                 await client.close_run(pb.CloseRunRequest(run=RUN, attempt=2, client_id="c2"))
@@ -125,8 +125,8 @@ def test_the_oldest_states_go_first() -> None:
 
 
 def test_a_state_comes_back_from_its_parts() -> None:
-    gathering = StateQuery(RUN, 1, 5, num_boxes=2)
+    query = StateQuery(RUN, 1, 5, num_boxes=2)
     for box in (1, 0):
         records = [(pb.WorkerRecord(box=box, local_worker_id=slot), b"%d" % slot) for slot in (0, 1)]
-        gathering.boxes[box] = BoxState(records, records_pb2.BoxPosition(step=5))
-    assert boxes_of(parts_of(gathering)) == [gathering.boxes[0], gathering.boxes[1]]
+        query.boxes[box] = BoxState(records, records_pb2.BoxPosition(step=5))
+    assert boxes_of(parts_of(query)) == [query.boxes[0], query.boxes[1]]

@@ -1,4 +1,4 @@
-"""How many workers are recommended, by what batches take of the processors that are there."""
+"""Recommended number of workers, from the processor time of batches."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 
 def measured(worker: FakeWorker, batch_s: float, cpu_s: float, delay_s: float = 0.0) -> None:
     """All that the worker has is ready, and its batches take so much."""
-    reports = [worker.tell(assignment, pb.READY) for assignment in worker.beat().assignments]
+    reports = [worker.slot_report(assignment, pb.READY) for assignment in worker.heartbeat().assignments]
     for report in reports:
         report.batch_s, report.batch_cpu_s, report.batch_delay_s = batch_s, cpu_s, delay_s
-    worker.beat(*reports)
+    worker.heartbeat(*reports)
 
 
 def starved(world: FakeCluster, steps_per_s: float, share: float = 0.9) -> pb.StatusReply:
@@ -46,7 +46,7 @@ def test_no_more_slots_than_the_cores_carry(slots: int) -> None:
     assert status.recommended_workers == 4  # 200 steps a second are wanted: new machines bring cores
 
 
-def test_slots_that_wait_for_storage_need_no_core_each() -> None:
+def test_storage_bound_slots_need_no_core_each() -> None:
     world = FakeCluster()
     worker = world.worker("w", 2, cores=2)
     world.open()
@@ -56,7 +56,7 @@ def test_slots_that_wait_for_storage_need_no_core_each() -> None:
     assert "more workers, or a faster input_fn" in status.runs[0].bottleneck.text
 
 
-def test_waits_for_a_processor_are_no_need_for_slots() -> None:
+def test_processor_waits_add_no_demand() -> None:
     """The cores are others' work, as far as the run needs them."""
     world = FakeCluster()
     worker = world.worker("w", 8, cores=64)
@@ -74,7 +74,7 @@ def test_boxes_share_the_cores() -> None:
     assert starved(world, steps_per_s=100.0).runs[0].recommended_workers_per_box == 2
 
 
-def test_a_slot_is_advised_where_many_boxes_share_few_cores() -> None:
+def test_boxes_sharing_few_cores_get_one_slot() -> None:
     world = FakeCluster()
     worker = world.worker("w", 3, cores=1)
     for box in range(3):
@@ -113,7 +113,7 @@ def test_times_that_no_clock_has_said_are_refused(field: str) -> None:
     world = FakeCluster()
     worker = world.worker("w")
     world.open()
-    report = worker.tell(worker.of(0), pb.READY)
+    report = worker.slot_report(worker.of(0), pb.READY)
     setattr(report, field, float("nan"))
     with pytest.raises(InvalidArgumentError, match=field):
-        worker.beat(report)
+        worker.heartbeat(report)

@@ -20,7 +20,7 @@ def told(waits: BoxWaits, *reports: tuple[float, list[float]], queued: tuple[int
     return waits
 
 
-def test_a_share_is_of_the_time_since_the_first_batch() -> None:
+def test_share_counts_from_the_first_batch() -> None:
     waits = BoxWaits()
     waits.report(100, [9.0, 0.0], (0, 0), begun=False)  # the start says nothing
     assert told(waits, (110, [19.0, 0.0])).share == 0.0
@@ -43,7 +43,7 @@ def test_a_new_executor_counts_from_0_again() -> None:
     assert waits.of(0) == pytest.approx(2 * waits.of(1))
 
 
-def test_nobody_waits_for_longer_than_there_was_time() -> None:
+def test_wait_never_exceeds_elapsed_time() -> None:
     assert told(BoxWaits(), (100, [0.0, 0.0]), (101, [1e9, 0.0])).share == 1.0
     assert told(BoxWaits(), (100, [0.0, 0.0]), (101, [-5.0, 0.0])).share == 0.0
 
@@ -53,7 +53,7 @@ def test_waits_while_batches_lay_ready_are_known() -> None:
     assert (waits.late(0), waits.late(1)) == (1.0, 0.0)
 
 
-def test_a_queue_is_what_was_produced_and_not_delivered() -> None:
+def test_queue_is_produced_minus_delivered() -> None:
     gauge = SlotGauge()
     gauge.report(10, 20, 12)
     assert (gauge.queued, gauge.mean_queued) == (8, 8.0)
@@ -72,7 +72,7 @@ class Clock:
         return self.now
 
 
-def test_the_same_of_many_slots_is_one_event_with_a_count() -> None:
+def test_same_events_of_many_slots_are_counted() -> None:
     clock = Clock()
     events = RecentEvents(clock, lambda: 5.0)
     for _ in range(100):
@@ -100,7 +100,7 @@ def asked(fetches: RecentQueries, box: int | None, step: int) -> pb.FetchStateRe
     return request
 
 
-def test_ranks_that_save_the_same_step_are_one_entry() -> None:
+def test_ranks_that_save_one_step_are_one_entry() -> None:
     clock = Clock()
     fetches = RecentQueries(clock, lambda: 7.0)
     for box, seconds in ((0, 0.25), (1, 0.5)):
@@ -126,10 +126,10 @@ def test_what_ended_a_fetch_is_told() -> None:
     reading = reader()
     next(reading)
     del reading
-    assert [state.error for state in fetches.messages()["job/0"]] == ["no such step", "the asker went away"]
+    assert [state.error for state in fetches.messages()["job/0"]] == ["no such step", "the caller disconnected"]
 
 
-def test_minutes_are_means_of_seconds_and_both_are_bounded() -> None:
+def test_minutes_are_means_and_bounded() -> None:
     track = OneRunSeries()
     for second in range(60, 60 + 3 * 86400, 2):
         track.add((second, float(second % 60), 0.5, 1.0))
@@ -138,7 +138,7 @@ def test_minutes_are_means_of_seconds_and_both_are_bounded() -> None:
     assert all(point[0] % 60 == 0 and point[1] == 29.0 for point in track.minutes)
 
 
-def test_runs_that_are_gone_give_their_room_to_others() -> None:
+def test_ended_runs_are_dropped_for_new_ones() -> None:
     series = RunSeries()
     for number in range(3 * RUNS):
         series.add(f"job/{number}", (1.0, 2.0, 0.1, 3.0))
@@ -150,16 +150,16 @@ def test_runs_that_are_gone_give_their_room_to_others() -> None:
 # ---- in the registry
 
 
-def test_a_status_tells_queues_waits_and_snapshots() -> None:
+def test_status_has_queues_waits_and_snapshots() -> None:
     world = FakeCluster()
     worker, box = world.worker("w"), world.open()
     worker.ready()
     box.deliver(2)
     assignment = worker.of(1)
-    ahead, report = worker.tell(worker.of(0), pb.READY), worker.tell(assignment, pb.READY)
+    ahead, report = worker.slot_report(worker.of(0), pb.READY), worker.slot_report(assignment, pb.READY)
     ahead.produced, ahead.delivered = 9, 1
     report.produced, report.delivered, report.batches_per_s = 2, 0, 4.0
-    worker.beat(ahead, report)
+    worker.heartbeat(ahead, report)
     header = pb.SnapshotHeader(run="job/0", attempt=1, slot=1, generation=assignment.generation, total=1, size=10)
     world.registry.snapshot_stored(header)
     world.now += 2
@@ -170,7 +170,7 @@ def test_a_status_tells_queues_waits_and_snapshots() -> None:
         world.now += 1
         request.waited_by_slot_s[:] = [0.0, request.waited_by_slot_s[1] + 0.5]
         world.registry.watch_run(request)
-        worker.beat(ahead, report)
+        worker.heartbeat(ahead, report)
     (run,) = world.registry.status().runs
     other, slot = run.boxes[0].slots
     assert (slot.queued, slot.batches_per_s, slot.snapshot_age_s) == (1, 4.0, 7.0)  # one of the two was delivered
@@ -185,7 +185,7 @@ def kinds(world: FakeCluster) -> list[tuple[str, int]]:
     return [(event.kind, event.count) for event in world.registry.status().events]
 
 
-def test_a_lost_worker_is_a_fault_and_its_slots_recover() -> None:
+def test_lost_worker_is_a_fault_and_slots_recover() -> None:
     world = FakeCluster()
     first, box = world.worker("first"), world.open()
     first.ready()
@@ -195,25 +195,25 @@ def test_a_lost_worker_is_a_fault_and_its_slots_recover() -> None:
     second = world.worker("second")
     second.ready()
     assert kinds(world)[4:] == [("worker joined", 1)]  # it replays what the loop has had
-    reports = [second.tell(assignment, pb.READY) for assignment in second.beat().assignments]
+    reports = [second.slot_report(assignment, pb.READY) for assignment in second.heartbeat().assignments]
     for report in reports:
         report.produced = 3
-    second.beat(*reports)
+    second.heartbeat(*reports)
     assert kinds(world)[4:] == [("worker joined", 1), ("slot recovered", 1), ("slot recovered", 1)]
     (run,) = world.registry.status().runs
     assert run.recoveries == 2
     world.run_for(20, [second])
     assert ("box lost", 1) in kinds(world)
-    assert world.registry.status().events[-1].text.startswith("the training job of box 0 was not heard of for")
+    assert world.registry.status().events[-1].text.startswith("the training job of box 0 has not reported for")
 
 
-def test_waits_that_are_no_clocks_are_refused_and_of_another_shape_passed_over() -> None:
+def test_invalid_waits_are_refused_or_ignored() -> None:
     world = FakeCluster()
     world.worker("w")
     box = world.open()
     request = box.progress()
     request.waited_by_slot_s.extend([float("nan"), 0.0])
-    with pytest.raises(Exception, match="waited_by_slot_s=nan"):
+    with pytest.raises(Exception, match="waited_by_slot_s must be between 0 and"):
         world.registry.watch_run(request)
     request.waited_by_slot_s[:] = [1.0] * 5
     world.registry.watch_run(request)

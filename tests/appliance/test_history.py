@@ -1,5 +1,5 @@
-"""What the coordinator keeps so that a batch can be made again: in its cluster state, and in its files when it is
-gone."""
+"""History that the coordinator keeps so that a batch can be made again: in its cluster state, and in its files when it
+is gone."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ def stopped(world: FakeCluster, state: StateDir) -> StoppedCoordinator:
 
 
 def told(world: FakeCluster) -> pb.History:
-    """By the cluster state, of box 0."""
+    """Return the history of box 0 in the cluster state."""
     track = world.registry.cluster.track("job/0", 0)
     assert track is not None
     return track.message()
 
 
-def test_the_cluster_tell_where_the_box_was_and_what_it_left(state: StateDir) -> None:
+def test_state_has_positions_and_abandoned(state: StateDir) -> None:
     world = FakeCluster(directory=state)
     box = world.open(attempt_key="secret")
     box.deliver(5)
-    box.leave()
+    box.abandon_epoch()
     box.deliver(3)
     slot = world.registry.cluster.slot(SlotKey("job/0", 1, 0, 1))
     assert slot is not None
@@ -56,11 +56,11 @@ def test_the_cluster_tell_where_the_box_was_and_what_it_left(state: StateDir) ->
     assert world.registry.cluster.track("other/0", 0) is None
 
 
-def test_an_attempt_that_is_over_is_remembered_with_all_that_it_was(state: StateDir) -> None:
+def test_ended_attempt_is_kept_whole(state: StateDir) -> None:
     world = FakeCluster(directory=state)
     box = world.open()
     box.deliver(5)
-    box.leave()
+    box.abandon_epoch()
     box.deliver(4)
     world.open(client_id="next", has_seed=True, seed=4242)  # supersedes it
     (first,) = past(state.path / "journal.db", "job/0", 0)
@@ -77,7 +77,7 @@ def test_breaks_outlive_the_coordinator(state: StateDir) -> None:
     world = FakeCluster(directory=state)
     box = world.open()
     box.deliver(5)
-    box.leave()
+    box.abandon_epoch()
     box.deliver(4)
     stale = {"run": "job/0", "attempt": 0, "box": 0, "epoch": 7, "step": 3}
     world.journal.put("abandoned", stale)  # of an attempt that a release ended which does not know them
@@ -101,8 +101,8 @@ def chained(box: FakeBox, steps: int) -> None:
 
 
 @pytest.mark.parametrize("closed", [True, False])
-def test_the_flight_record_of_a_box_outlives_the_coordinator(state: StateDir, closed: bool) -> None:
-    """Of one that has closed nobody will report again; nor of one at work, where it was before."""
+def test_stream_digest_survives_restart(state: StateDir, closed: bool) -> None:
+    """Keep the last position: no report follows from a closed box, nor from a running one before the stop."""
     world = FakeCluster(directory=state)
     one, other = world.open(0, num_boxes=2), world.open(1, num_boxes=2)
     chained(one, 5)
@@ -128,10 +128,8 @@ def test_the_flight_record_of_a_box_outlives_the_coordinator(state: StateDir, cl
     assert over.settled
 
 
-def test_what_is_kept_of_a_large_attempt_is_made_where_it_is_written(
-    state: StateDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And not in the event loop, which would hear no heartbeat meanwhile."""
+def test_history_is_made_where_it_is_written(state: StateDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the history outside the event loop, which would receive no heartbeat meanwhile."""
     made: list[int] = []
     message = BoxRecord.message
 
@@ -152,7 +150,7 @@ def test_what_is_kept_of_a_large_attempt_is_made_where_it_is_written(
     assert past(state.path / "journal.db", "job/0", 5)[0].known[-1].step == 3
 
 
-def test_of_a_long_attempt_a_few_positions_are_kept(state: StateDir) -> None:
+def test_long_attempt_keeps_few_positions(state: StateDir) -> None:
     world = FakeCluster(directory=state)
     box = world.open(retention=6400)
     for _ in range(64):
@@ -170,7 +168,7 @@ def test_what_is_forgotten_is_gone(state: StateDir) -> None:
     for number in range(5):
         box = world.open(client_id=f"client-{number}", box=0)
         box.deliver(2)
-        box.leave()
+        box.abandon_epoch()
     found = past(state.path / "journal.db", "job/0", 0)
     assert [history.attempt for history in found] == [3, 4]
     box.close(forget=True)
@@ -178,7 +176,7 @@ def test_what_is_forgotten_is_gone(state: StateDir) -> None:
     assert not world.journal.rows("abandoned")
 
 
-def test_snapshots_and_blobs_are_read_from_the_files(state: StateDir) -> None:
+def test_snapshots_and_blobs_are_read_from_files(state: StateDir) -> None:
     world = FakeCluster(directory=state)
     world.open()
     store = Store(state)
@@ -198,9 +196,9 @@ def test_snapshots_and_blobs_are_read_from_the_files(state: StateDir) -> None:
 
 def test_files_that_cannot_be_read_are_named(tmp_path: Path, state: StateDir) -> None:
     FakeCluster(directory=state).journal.close()
-    with pytest.raises(JournalError, match="in use by a coordinator that runs: ask that one"):
+    with pytest.raises(JournalError, match="in use by a running coordinator: ask that one"):
         StoppedCoordinator(state.path)
-    with pytest.raises(JournalError, match=r"has no journal\.db"):
+    with pytest.raises(JournalError, match=r"must have a journal\.db"):
         StoppedCoordinator(tmp_path)
     state.close()
     journal = state.path / "journal.db"

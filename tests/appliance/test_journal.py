@@ -50,7 +50,7 @@ def running(directory: StateDir) -> tuple[FakeCluster, FakeBox, FakeWorker]:
 # ------------------------------------------------------------------------------------------------------------ restarts
 
 
-def test_after_a_restart_everybody_goes_on_where_he_was(state: StateDir) -> None:
+def test_everything_resumes_after_restart(state: StateDir) -> None:
     world, box, worker = running(state)
     worker.lose(worker.of(1))
     worker.ready()
@@ -59,7 +59,7 @@ def test_after_a_restart_everybody_goes_on_where_he_was(state: StateDir) -> None
     restarted(world)
     assert box.watch().version > view.version  # so that no long poll takes the new views for the old
     assert world.journal.boots == boots + 1
-    assert worker.beat().register_again
+    assert worker.heartbeat().register_again
     worker.register()
     assert [worker.of(slot).lane_key for slot in (0, 1)] == keys
     assert [(worker.of(slot).generation, worker.of(slot).seed) for slot in (0, 1)] == [(1, 2**63 + 1), (2, 2**63 + 1)]
@@ -69,37 +69,37 @@ def test_after_a_restart_everybody_goes_on_where_he_was(state: StateDir) -> None
     assert world.open(has_seed=True, seed=2**63 + 1).reply == box.reply
 
 
-def test_a_worker_that_does_not_come_back_loses_its_slots_after_a_full_lease(state: StateDir) -> None:
+def test_missing_worker_loses_slots_after_lease(state: StateDir) -> None:
     world, box, _ = running(state)
     restarted(world)
     other = world.worker("other")
     world.run_for(2.75, [box, other])
-    assert list(other.beat().assignments) == []
+    assert list(other.heartbeat().assignments) == []
     world.run_for(0.5, [box, other])
-    assert {(a.slot, a.generation, a.recovery) for a in other.beat().assignments} == {(0, 2, True), (1, 2, True)}
+    assert {(a.slot, a.generation, a.recovery) for a in other.heartbeat().assignments} == {(0, 2, True), (1, 2, True)}
 
 
-def test_leases_after_a_start_on_another_host_last_until_its_name_was_looked_up(state: StateDir) -> None:
+def test_leases_after_host_change_cover_lookup(state: StateDir) -> None:
     world, _, worker = running(state)
     world.host = "another-host"
     restarted(world)
     world.run_for(world.limits.return_s - 1)
     worker.register()  # it waited for the old one's pings, and for a connection
     worker.ready()
-    assert {a.generation for a in worker.beat().assignments} == {1}
+    assert {a.generation for a in worker.heartbeat().assignments} == {1}
     world.run_for(world.limits.worker_lease_s + 1)
-    assert worker.beat().register_again, "from then on its lease is as long as any"
+    assert worker.heartbeat().register_again, "from then on its lease is as long as any"
     restarted(world)  # on the same host
     world.worker("other")
     world.run_for(world.limits.worker_lease_s + 1)
-    assert worker.beat().register_again
+    assert worker.heartbeat().register_again
 
 
-def test_a_worker_that_comes_back_as_another_process_has_lost_them_too(state: StateDir) -> None:
+def test_worker_with_new_session_loses_slots(state: StateDir) -> None:
     world, _, _ = running(state)
     restarted(world)
     new = world.worker("w", session="w-2")
-    assert {a.generation for a in new.beat().assignments} == {2}
+    assert {a.generation for a in new.heartbeat().assignments} == {2}
 
 
 def test_a_client_has_a_full_lease_too(state: StateDir) -> None:
@@ -107,17 +107,17 @@ def test_a_client_has_a_full_lease_too(state: StateDir) -> None:
     restarted(world)
     worker.register()
     world.run_for(9.5, [worker])
-    assert len(worker.beat().assignments) == 2
+    assert len(worker.heartbeat().assignments) == 2
     world.run_for(1, [worker])
-    assert list(worker.beat().assignments) == []
+    assert list(worker.heartbeat().assignments) == []
     restarted(world)
     worker.register()
-    assert list(worker.beat().assignments) == []  # that it was gone is in the journal
+    assert list(worker.heartbeat().assignments) == []  # that it was gone is in the journal
     box.watch()
-    assert {a.generation for a in worker.beat().assignments} == {2}
+    assert {a.generation for a in worker.heartbeat().assignments} == {2}
 
 
-def test_attempts_and_generations_rise_over_restarts_and_the_fenced_stay_fenced(state: StateDir) -> None:
+def test_numbers_and_fences_hold_over_restarts(state: StateDir) -> None:
     world, old, worker = running(state)
     worker.lose(worker.of(0))
     new = world.open(client_id="new")
@@ -129,7 +129,7 @@ def test_attempts_and_generations_rise_over_restarts_and_the_fenced_stay_fenced(
     with pytest.raises(SupersededError):
         world.registry.open_run(old.request)
     worker.register()
-    assert {(a.attempt, a.generation) for a in worker.beat().assignments} == {(2, 3)}
+    assert {(a.attempt, a.generation) for a in worker.heartbeat().assignments} == {(2, 3)}
     new.close()
     restarted(world)
     assert world.open(client_id="third").reply.attempt == 3
@@ -138,7 +138,7 @@ def test_attempts_and_generations_rise_over_restarts_and_the_fenced_stay_fenced(
 SECRET = "0123456789abcdef" * 2
 
 
-def test_a_place_is_proven_by_what_is_told_and_kept_nowhere(state: StateDir) -> None:
+def test_client_secret_is_proven_and_not_stored(state: StateDir) -> None:
     """An error told it: with it a stranger had the lane tickets of another's run, closed it, and broke its saves."""
     world = FakeCluster(directory=state)
     mine = world.open(client_id=SECRET, num_boxes=2)
@@ -163,8 +163,8 @@ def test_a_place_is_proven_by_what_is_told_and_kept_nowhere(state: StateDir) -> 
     assert not [text for text in said if SECRET in text]
 
 
-def test_places_of_an_older_release_stay_their_clients(state: StateDir) -> None:
-    """It kept the secrets themselves."""
+def test_boxes_of_older_release_keep_clients(state: StateDir) -> None:
+    """Accept journals with the client secrets themselves, as an older release kept them."""
     world, box, _ = running(state)
     for row in world.journal.rows("boxes"):
         opened = pb.OpenRunRequest.FromString(row["opening"])
@@ -178,9 +178,9 @@ def test_places_of_an_older_release_stay_their_clients(state: StateDir) -> None:
 
 def test_an_error_that_was_final_stays_final(state: StateDir) -> None:
     world, box, worker = running(state)
-    report = worker.tell(worker.of(0), pb.FAILED)
+    report = worker.slot_report(worker.of(0), pb.FAILED)
     report.error.name, report.error.message = "InputFnError", "boom"
-    worker.beat(report)
+    worker.heartbeat(report)
     restarted(world)
     worker.register()
     slot = box.watch().slots[0]
@@ -196,7 +196,7 @@ def test_only_the_last_attempts_are_remembered(state: StateDir) -> None:
     assert sorted(world.registry.cluster.runs["job/0"].past) == list(range(4, 20))
 
 
-def test_snapshots_of_attempts_that_are_over_are_dropped_at_the_start(state: StateDir) -> None:
+def test_ended_attempts_snapshots_drop_at_start(state: StateDir) -> None:
     world, _, _ = running(state)
     store = Store(state)
     store.put_snapshot(header(KEY, 4, 0, 1), b"data")
@@ -222,7 +222,7 @@ def test_snapshots_of_attempts_that_are_over_are_dropped_at_the_start(state: Sta
 # --------------------------------------------------------------------------------------------------- nothing unwritten
 
 
-def test_what_cannot_be_written_is_not_acknowledged_and_is_tried_again(state: StateDir) -> None:
+def test_unwritten_rows_are_not_acknowledged(state: StateDir) -> None:
     world, box, worker = running(state)
     page_count = world.journal._db.execute("PRAGMA page_count").fetchone()[0]
     world.journal._db.execute(f"PRAGMA max_page_count={page_count}")  # the disk is full
@@ -232,7 +232,7 @@ def test_what_cannot_be_written_is_not_acknowledged_and_is_tried_again(state: St
     with pytest.raises(JournalError):  # nobody is told anything meanwhile
         box.watch()
     with pytest.raises(JournalError):
-        worker.beat()
+        worker.heartbeat()
     with pytest.raises(JournalError):
         world.registry.tick()
     world.journal._db.execute("PRAGMA max_page_count=1000000")
@@ -256,7 +256,7 @@ def test_writing_stays_cheap(state: StateDir) -> None:
 # -------------------------------------------------------------------------------------------------------- bad journals
 
 
-def test_two_coordinators_cannot_share_a_directory(tmp_path: Path) -> None:
+def test_coordinators_cannot_share_a_directory(tmp_path: Path) -> None:
     first = StateDir(tmp_path)
     with pytest.raises(JournalError) as caught:
         StateDir(tmp_path)
@@ -268,7 +268,7 @@ def test_two_coordinators_cannot_share_a_directory(tmp_path: Path) -> None:
     StateDir(tmp_path).close()
 
 
-def test_a_directory_that_others_could_have_filled_or_can_read_is_refused(tmp_path: Path) -> None:
+def test_directory_open_to_others_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
     with pytest.raises(JournalError, match=rf"must be closed to other users, got mode 0755, .*: chmod 700 {tmp_path}"):
         StateDir(tmp_path)
@@ -299,7 +299,7 @@ def test_a_newer_journal_is_refused(state: StateDir) -> None:
 
 
 @pytest.mark.parametrize("damage", ["not a database", "torn", "gone from the middle", "one page"])
-def test_a_damaged_journal_is_refused_and_left_as_it_is(state: StateDir, damage: str) -> None:
+def test_damaged_journal_is_refused_unchanged(state: StateDir, damage: str) -> None:
     world = FakeCluster(directory=state)
     for number in range(40):
         world.open(job=f"job-{number}", loader=pb.OpenRunRequest().loader.__class__(input_fn="m:" + "f" * 400))
@@ -321,7 +321,7 @@ def test_a_damaged_journal_is_refused_and_left_as_it_is(state: StateDir, damage:
 
 
 @pytest.mark.parametrize("how", ["missing", "empty"])
-def test_a_journal_that_is_gone_is_not_taken_for_a_new_one(state: StateDir, how: str) -> None:
+def test_missing_journal_is_not_taken_for_new(state: StateDir, how: str) -> None:
     Journal(state).close()
     Store(state).close()
     file = state.path / "journal.db"
@@ -368,7 +368,7 @@ def test_the_store_keeps_and_drops(state: StateDir) -> None:
     store.close()
 
 
-def test_a_store_that_cannot_be_written_says_what_it_needed(state: StateDir) -> None:
+def test_unwritable_store_names_its_need(state: StateDir) -> None:
     store = Store(state)
     store._db.execute("PRAGMA max_page_count=10")
     with pytest.raises(JournalError, match=r"snapshots\.db: 1 snapshots of 100000 bytes cannot be written: .*full"):
@@ -391,16 +391,14 @@ def frames(wal: Path) -> int:
 
 
 def flip(file: Path, at: int) -> bytes:
-    """One bit. Returns what the file holds then."""
+    """Flip one bit; return the file's content after it."""
     data = bytearray(file.read_bytes())
     data[at] ^= 0x10
     file.write_bytes(data)
     return bytes(data)
 
 
-def test_a_bit_that_flips_anywhere_in_the_log_is_refused_by_name_and_nothing_is_changed(
-    state: StateDir, tmp_path: Path
-) -> None:
+def test_flipped_log_bit_is_refused_unchanged(state: StateDir, tmp_path: Path) -> None:
     world, _, worker = running(state)
     for _ in range(3):
         worker.lose(worker.of(1))
@@ -418,7 +416,7 @@ def test_a_bit_that_flips_anywhere_in_the_log_is_refused_by_name_and_nothing_is_
         assert "restore" in caught.value.message.lower()
         assert damaged.read_bytes() == held
         assert (
-            f"but commit {expected} was made, as {directory.path}/journal.commits says" in caught.value.message
+            f"but commit {expected} was made, as {directory.path}/journal.commits shows" in caught.value.message
         ) or ("cannot be read" in caught.value.message)
         flip(damaged, first + frame * (24 + 4096) + number * 517)  # nothing was lost: mended, it goes on
         journal = Journal(directory)
@@ -427,7 +425,7 @@ def test_a_bit_that_flips_anywhere_in_the_log_is_refused_by_name_and_nothing_is_
     world.journal.close()
 
 
-def test_a_log_that_is_gone_is_noticed_in_both_databases(state: StateDir, tmp_path: Path) -> None:
+def test_missing_log_is_noticed_in_both_databases(state: StateDir, tmp_path: Path) -> None:
     journal, store = Journal(state), Store(state)
     journal.put("runs", {"run": "job/0", "seed": "1", "num_boxes": 1, "num_workers": 1, "attempt": 1, "generation": 1})
     journal.commit()
@@ -445,7 +443,7 @@ def test_a_log_that_is_gone_is_noticed_in_both_databases(state: StateDir, tmp_pa
     store.close()
 
 
-def test_a_bit_that_flips_in_a_value_is_refused_by_name(state: StateDir) -> None:
+def test_flipped_bit_in_a_value_is_refused(state: StateDir) -> None:
     world = FakeCluster(directory=state)
     world.open(attempt_key="launch-seven")
     world.journal.close()
@@ -456,9 +454,7 @@ def test_a_bit_that_flips_in_a_value_is_refused_by_name(state: StateDir) -> None
 
 
 @pytest.mark.parametrize("who", ["worker", "box"])
-def test_a_copy_that_is_older_than_its_peers_is_refused_also_at_the_next_start(
-    state: StateDir, tmp_path: Path, who: str
-) -> None:
+def test_older_copy_is_refused_also_at_next_start(state: StateDir, tmp_path: Path, who: str) -> None:
     """The file beside it is older too: workers and training jobs know."""
     world, box, worker = running(state)
     directory = copied(state, tmp_path / "copy")
@@ -466,7 +462,7 @@ def test_a_copy_that_is_older_than_its_peers_is_refused_also_at_the_next_start(
     shown = box.progress()
     shown.commit_mark = box.watch().commit_mark
     registering = pb.RegisterWorkerRequest(worker="w", session="w-1", host_id="host-a", slots=8)
-    registering.commit_mark = worker.beat().commit_mark
+    registering.commit_mark = worker.heartbeat().commit_mark
     FakeCluster().registry.register_worker(registering)  # to another journal it says nothing
     world.journal.close()
     restored = FakeCluster(directory=directory)
@@ -476,10 +472,10 @@ def test_a_copy_that_is_older_than_its_peers_is_refused_also_at_the_next_start(
         "box": partial(restored.registry.report_box, shown),
     }
     with pytest.raises(
-        JournalError, match=rf"ends at commit {found}, but commit {expected} was made, as {who} .* told"
+        JournalError, match=rf"ends at commit {found}, but commit {expected} was made, as a mark of {who} .* shows"
     ):
         show[who]()
     assert restored.journal.lost is not None
     restored.journal.close()
-    with pytest.raises(JournalError, match=r"but commit \d+ was made, as .*journal\.commits says"):
+    with pytest.raises(JournalError, match=r"but commit \d+ was made, as .*journal\.commits shows"):
         Journal(directory)

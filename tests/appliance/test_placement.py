@@ -54,7 +54,7 @@ CHANGES = st.lists(
 
 
 @given(fleet=WORKERS, changes=CHANGES)
-def test_the_choice_is_that_of_the_plain_rule_whatever_has_happened(
+def test_choice_equals_the_plain_rule(
     fleet: dict[str, tuple[str, int, int, bool, tuple[str, ...]]],
     changes: list[tuple[str, str, str, list[str], str]],
 ) -> None:
@@ -94,7 +94,7 @@ def test_the_choice_is_that_of_the_plain_rule_whatever_has_happened(
         assert room.choose(slot(), host, "m:f") is plainly(slot(), host, "m:f", workers)
 
 
-def test_one_loss_counts_against_nobody_and_two_do() -> None:
+def test_two_losses_count_against_a_worker() -> None:
     workers = {"a": worker("a", "host-a", 4, 0), "b": worker("b", "host-b", 4, 0)}
     room = FreeCapacity(workers)
     for each in workers.values():
@@ -106,7 +106,7 @@ def test_one_loss_counts_against_nobody_and_two_do() -> None:
     assert room.choose(slot("a", "a", "a"), "host-a", "m:f") is workers["a"]  # better there than nowhere
 
 
-def test_a_fleet_that_changes_for_ever_takes_no_memory_for_ever() -> None:
+def test_changing_fleet_takes_bounded_memory() -> None:
     workers = {f"w{number}": worker(f"w{number}", "host-a", 2, 0) for number in range(20)}
     room = FreeCapacity(workers)
     for _ in range(10_000):

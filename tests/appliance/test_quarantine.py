@@ -14,11 +14,11 @@ from penstock.proto.v1 import records_pb2
 
 def dies(worker: FakeWorker, total: int, count: int = 0, epoch: int = 0) -> None:
     """The worker's runner of slot 0 dies while it makes the batch after `total`."""
-    report = worker.tell(worker.of(0), pb.FAILED)
+    report = worker.slot_report(worker.of(0), pb.FAILED)
     report.lost = True
     report.error.CopyFrom(records_pb2.ErrorDetail(name="WorkerLostError", message="SIGSEGV", remote_traceback="in f"))
     report.making.CopyFrom(records_pb2.Skip(epoch=epoch, total=total, count=count))
-    worker.beat(report)
+    worker.heartbeat(report)
 
 
 def opened(world: FakeCluster, *, skip: bool) -> tuple[FakeWorker, FakeBox]:
@@ -33,21 +33,18 @@ def skips(worker: FakeWorker) -> list[tuple[int, int, int]]:
     return [(skip.epoch, skip.total, skip.count) for skip in worker.of(0).skips]
 
 
-def test_by_default_the_slot_fails_and_names_batch_and_step() -> None:
+def test_slot_fails_and_names_batch_and_step() -> None:
     worker, box = opened(FakeCluster(), skip=False)
     for _ in range(4):
         dies(worker, 5)
     view = box.watch().slots[0]
     assert (view.phase, view.error.name) == (pb.FAILED, "WorkerLostError")
-    assert (
-        "batch 6 of box 0 slot 0 (step 11) of run job/0 is quarantined, for it killed its runner 4"
-        in view.error.message
-    )
+    assert "batch 6 of box 0 slot 0 (step 11) of run job/0 is quarantined: it killed its runner 4" in view.error.message
     assert 'poison="skip"' in view.error.message
     assert view.error.remote_traceback == "in f"
 
 
-def test_with_skip_every_later_runner_leaves_it_out_and_the_view_counts_it() -> None:
+def test_skipped_batch_stays_skipped_and_counted() -> None:
     worker, box = opened(FakeCluster(), skip=True)
     for number in range(4):
         assert skips(worker) == []
@@ -56,7 +53,7 @@ def test_with_skip_every_later_runner_leaves_it_out_and_the_view_counts_it() -> 
     assert skips(worker) == [(0, 5, 1)]
     view = box.watch().slots[0]
     assert (view.phase, view.skipped) == (pb.STARTING, 1)
-    assert "batch 6 of box 0 slot 0 (step 11) is quarantined and left out" in view.note
+    assert "batch 6 of box 0 slot 0 (step 11) is quarantined and skipped" in view.note
     for _ in range(4):
         dies(worker, 5, count=1)  # the one that took its place is no better
     assert skips(worker) == [(0, 5, 2)]
@@ -71,7 +68,7 @@ def test_deaths_at_different_batches_name_none() -> None:
     assert "was lost 4 times" in box.watch().slots[0].error.message
 
 
-def test_progress_forgives_and_time_does_not_forgive_the_same_batch() -> None:
+def test_progress_resets_losses_and_time_does_not() -> None:
     world = FakeCluster()
     worker, box = opened(world, skip=True)
     for _ in range(3):
@@ -85,7 +82,7 @@ def test_progress_forgives_and_time_does_not_forgive_the_same_batch() -> None:
     assert skips(worker) == [(0, 5, 1)]
 
 
-def test_the_journal_remembers_and_the_next_attempt_starts_without(tmp_path: Path) -> None:
+def test_next_attempt_skips_journaled_batches(tmp_path: Path) -> None:
     directory = StateDir(tmp_path)
     world = FakeCluster(directory=directory)
     worker, box = opened(world, skip=True)
@@ -104,14 +101,14 @@ def test_the_journal_remembers_and_the_next_attempt_starts_without(tmp_path: Pat
 
 
 @pytest.mark.parametrize("outgrown", [False, True])
-def test_a_recycled_runner_costs_no_loss_and_two_that_begin_above_the_limit_are_an_error(outgrown: bool) -> None:
+def test_recycled_runner_costs_no_loss(outgrown: bool) -> None:
     worker, box = opened(FakeCluster(), skip=False)
     for number in range(6):
-        report = worker.tell(worker.of(0), pb.FAILED)
+        report = worker.slot_report(worker.of(0), pb.FAILED)
         report.lost = report.recycle = True
         report.outgrown = outgrown and number != 1
         report.error.CopyFrom(records_pb2.ErrorDetail(name="WorkerLostError", message="it held 9 GiB, limit 4 GiB"))
-        worker.beat(report)
+        worker.heartbeat(report)
         view = box.watch().slots[0]
         if number < 3 or not outgrown:
             assert (view.phase, view.note) == (pb.STARTING, "it held 9 GiB, limit 4 GiB")
@@ -122,13 +119,13 @@ def test_a_recycled_runner_costs_no_loss_and_two_that_begin_above_the_limit_are_
             break
 
 
-def test_only_the_runner_right_before_counts_as_outgrown() -> None:
+def test_only_previous_runner_counts_as_outgrown() -> None:
     worker, box = opened(FakeCluster(), skip=False)
 
     def outgrown() -> None:
-        report = worker.tell(worker.of(0), pb.FAILED)
+        report = worker.slot_report(worker.of(0), pb.FAILED)
         report.lost = report.recycle = report.outgrown = True
-        worker.beat(report)
+        worker.heartbeat(report)
 
     outgrown()
     worker.ready()
@@ -144,9 +141,9 @@ def test_a_place_that_is_none_is_not_quarantined() -> None:
     world = FakeCluster()
     worker, box = opened(world, skip=True)
     for _ in range(4):
-        report = worker.tell(worker.of(0), pb.FAILED)
+        report = worker.slot_report(worker.of(0), pb.FAILED)
         report.lost = True
         report.making.total = (1 << 64) - 1
-        worker.beat(report)
+        worker.heartbeat(report)
     assert box.phases() == ["FAILED", "READY"]
     assert world.journal.pending == {}

@@ -28,7 +28,7 @@ def ready(*workers: FakeWorker) -> None:
         worker.ready()
 
 
-def test_slots_go_to_a_worker_that_the_box_can_reach() -> None:
+def test_slots_move_to_a_reachable_worker() -> None:
     world = FakeCluster(LIMITS)
     box, other = world.open(num_boxes=2, host_id="x"), world.open(box=1, num_boxes=2, host_id="x")
     one = world.worker("one", host="y")
@@ -45,7 +45,7 @@ def test_slots_go_to_a_worker_that_the_box_can_reach() -> None:
     assert cannot_reach(world, other, "two") == ["one", "one"], "it has nothing there"
 
 
-def test_a_slot_stays_where_it_is_while_nobody_else_has_room() -> None:
+def test_slot_stays_without_capacity_elsewhere() -> None:
     world = FakeCluster(LIMITS)
     box, one = world.open(), world.worker("one", host="y")
     ready(one)
@@ -56,7 +56,7 @@ def test_a_slot_stays_where_it_is_while_nobody_else_has_room() -> None:
     assert sorted(cannot_reach(world, box, "one")) == ["one", "small"], "as soon as there is"
 
 
-def test_a_claim_of_an_older_generation_or_of_no_slot_changes_nothing() -> None:
+def test_stale_claims_change_nothing() -> None:
     world = FakeCluster(LIMITS)
     box, one = world.open(), world.worker("one")
     ready(one)
@@ -68,7 +68,7 @@ def test_a_claim_of_an_older_generation_or_of_no_slot_changes_nothing() -> None:
     assert owners(world, box) == ["one", "one"]
 
 
-def test_where_all_are_out_of_reach_one_is_tried_again_after_a_while() -> None:
+def test_unreachable_worker_is_tried_again() -> None:
     world = FakeCluster(LIMITS)
     box, workers = world.open(), [world.worker(name) for name in ("one", "two")]
     ready(*workers)
@@ -82,7 +82,7 @@ def test_where_all_are_out_of_reach_one_is_tried_again_after_a_while() -> None:
     assert set(cannot_reach(world, box, *second)) != second
 
 
-def test_a_box_that_reaches_nobody_does_not_chase_its_slots_through_the_fleet() -> None:
+def test_isolated_box_does_not_chase_its_slots() -> None:
     world = FakeCluster(LIMITS)
     workers = [world.worker(f"w{number:02}") for number in range(30)]
     box = world.open(num_workers_per_box=1)
@@ -95,7 +95,7 @@ def test_a_box_that_reaches_nobody_does_not_chase_its_slots_through_the_fleet() 
     assert cannot_reach(world, box, *owners(world, box)) != seen[-1:]
 
 
-def test_neither_a_drain_nor_balance_leads_to_a_worker_out_of_reach() -> None:
+def test_drain_and_balance_avoid_unreachable() -> None:
     world = FakeCluster(Limits(balance_after_s=1.0, balance_every_s=0.25))
     box, one = world.open(num_workers_per_box=4), world.worker("one", host="y")
     ready(one)

@@ -21,24 +21,24 @@ def world() -> FakeCluster:
 
 
 def generations(worker: FakeWorker) -> dict[int, int]:
-    return {assignment.slot: assignment.generation for assignment in worker.beat().assignments}
+    return {assignment.slot: assignment.generation for assignment in worker.heartbeat().assignments}
 
 
 # ---------------------------------------------------------------------------------------------------------- placement
 
 
-def test_slots_go_to_the_box_s_own_host_and_then_to_the_least_loaded(world: FakeCluster) -> None:
+def test_slots_prefer_own_host_then_least_loaded(world: FakeCluster) -> None:
     near, far, farther = (
         world.worker("z-near", 2, host="host-a"),
         world.worker("b-far", 4, host="host-b"),
         world.worker("c-far", 4, host="host-c"),
     )
     world.open(num_workers_per_box=6)
-    assert [len(worker.beat().assignments) for worker in (near, far, farther)] == [2, 2, 2]
+    assert [len(worker.heartbeat().assignments) for worker in (near, far, farther)] == [2, 2, 2]
     assert generations(near) == {0: 1, 1: 1}
 
 
-def test_slots_wait_for_workers_and_are_counted_as_missing(world: FakeCluster) -> None:
+def test_waiting_slots_are_counted_as_missing(world: FakeCluster) -> None:
     box = world.open(num_workers_per_box=3)
     assert box.watch().missing_slots == 3
     seen = box.watch().version
@@ -49,10 +49,10 @@ def test_slots_wait_for_workers_and_are_counted_as_missing(world: FakeCluster) -
     assert world.topics[-1] == ("box", "job/0", 1, 0)
     world.worker("v", 1)
     assert box.watch().missing_slots == 0
-    assert len(worker.beat().assignments) == 2
+    assert len(worker.heartbeat().assignments) == 2
 
 
-def test_an_assignment_says_all_that_a_worker_needs(world: FakeCluster) -> None:
+def test_assignment_has_all_a_worker_needs(world: FakeCluster) -> None:
     world.snapshot_index.add_blob("blob", 5, world.now)
     start = Position.start(2, step=10).to_proto()
     resume = records_pb2.Resume(blob="blob", same_topology=True)
@@ -77,29 +77,29 @@ def test_a_ready_slot_shows_where_its_lane_is(world: FakeCluster) -> None:
     check_ticket(view.ticket, worker.of(0).lane_key, 0.0, "the slot")
 
 
-def test_reports_again_and_out_of_order_change_nothing(world: FakeCluster) -> None:
+def test_repeated_or_reordered_reports_are_no_ops(world: FakeCluster) -> None:
     box, worker = world.open(), world.worker("w")
     worker.ready()
     version = box.watch().version
     worker.ready()
-    worker.beat(worker.tell(worker.of(0), pb.STARTING))
+    worker.heartbeat(worker.slot_report(worker.of(0), pb.STARTING))
     assert box.phases() == ["READY", "READY"]
     assert box.watch().version == version
 
 
 def test_place_in_the_queue_of_starts_is_told(world: FakeCluster) -> None:
     box, worker = world.open(), world.worker("w")
-    report = worker.tell(worker.of(0), pb.STARTING)
+    report = worker.slot_report(worker.of(0), pb.STARTING)
     report.start_queue_position, report.start_queue_length = 3, 7
-    worker.beat(report)
+    worker.heartbeat(report)
     slot = box.watch().slots[0]
     assert (slot.start_queue_position, slot.start_queue_length) == (3, 7)
     seen = box.watch().version
-    worker.beat(report)
+    worker.heartbeat(report)
     assert box.watch().version == seen
     world.topics.clear()
     report.start_queue_position = 2
-    worker.beat(report)
+    worker.heartbeat(report)
     assert not [topic for topic in world.topics if topic[0] == "box"], (
         "each start would wake the boxes of all that wait"
     )
@@ -111,7 +111,7 @@ def test_place_in_the_queue_of_starts_is_told(world: FakeCluster) -> None:
 # ------------------------------------------------------------------------------------------------------------- losses
 
 
-def test_a_lost_runner_moves_its_slot_under_the_next_generation(world: FakeCluster) -> None:
+def test_lost_runner_raises_the_generation(world: FakeCluster) -> None:
     box, worker = world.open(), world.worker("w")
     worker.ready()
     before = worker.of(1)
@@ -122,7 +122,7 @@ def test_a_lost_runner_moves_its_slot_under_the_next_generation(world: FakeClust
     view = box.watch().slots[1]
     assert (view.phase, view.restarts) == (pb.STARTING, 1)
     assert view.note == "runner of box 0 slot 1 on worker w died: killed by SIGKILL"
-    reply = worker.beat(worker.tell(before, pb.READY))  # late words of the old generation
+    reply = worker.heartbeat(worker.slot_report(before, pb.READY))  # late words of the old generation
     assert [(taken.slot, taken.generation, taken.why) for taken in reply.taken] == [
         (1, 1, "runner of box 0 slot 1 on worker w died: killed by SIGKILL; worker w has it")
     ]
@@ -147,7 +147,7 @@ def test_a_slot_that_never_ran_just_starts_again(world: FakeCluster) -> None:
     assert (worker.of(0).generation, worker.of(0).recovery) == (2, False)
 
 
-def test_a_slot_with_a_durable_snapshot_is_taken_over_even_if_its_ready_was_never_heard(world: FakeCluster) -> None:
+def test_slot_recovers_without_its_ready_report(world: FakeCluster) -> None:
     world.open()
     worker = world.worker("w")
     world.registry.snapshot_stored(pb.SnapshotHeader(run="job/0", attempt=1, generation=1, size=3))
@@ -155,7 +155,7 @@ def test_a_slot_with_a_durable_snapshot_is_taken_over_even_if_its_ready_was_neve
     assert worker.of(0).recovery
 
 
-def test_too_many_losses_without_progress_are_final_and_name_all(world: FakeCluster) -> None:
+def test_losses_without_progress_are_final(world: FakeCluster) -> None:
     box, worker = world.open(), world.worker("w")
     worker.ready()
     for number in range(3):
@@ -185,7 +185,7 @@ def test_progress_or_time_forgives_losses(world: FakeCluster, relief: str) -> No
     assert box.phases()[0] == "STARTING"
 
 
-def test_after_one_loss_the_slot_stays_at_home_after_two_it_goes_elsewhere(world: FakeCluster) -> None:
+def test_slot_leaves_home_after_two_losses(world: FakeCluster) -> None:
     home, away = world.worker("home", host="host-a"), world.worker("away", host="host-b")
     world.open(num_workers_per_box=1)
     home.lose(home.of(0))
@@ -193,13 +193,13 @@ def test_after_one_loss_the_slot_stays_at_home_after_two_it_goes_elsewhere(world
     assert (generations(home), generations(away)) == ({}, {0: 3})
 
 
-def test_an_error_of_user_code_is_final_and_the_worker_keeps_the_lane(world: FakeCluster) -> None:
+def test_user_error_is_final_and_keeps_the_lane(world: FakeCluster) -> None:
     box, worker = world.open(), world.worker("w")
     worker.ready()
-    report = worker.tell(worker.of(0), pb.FAILED)
+    report = worker.slot_report(worker.of(0), pb.FAILED)
     report.error.CopyFrom(records_pb2.ErrorDetail(name="InputFnError", message="boom", remote_traceback="T" * 100_000))
-    worker.beat(report)
-    worker.beat(report)
+    worker.heartbeat(report)
+    worker.heartbeat(report)
     view = box.watch().slots[0]
     assert (view.phase, view.error.name, view.error.message) == (pb.FAILED, "InputFnError", "boom")
     assert view.ticket  # what was produced before the error is still to be delivered
@@ -212,16 +212,16 @@ def test_an_error_of_user_code_is_final_and_the_worker_keeps_the_lane(world: Fak
     assert (view.phase, view.error.name, view.ticket) == (pb.FAILED, "InputFnError", "")
 
 
-def test_a_failure_without_a_reason_still_says_something(world: FakeCluster) -> None:
+def test_failure_without_reason_has_a_message(world: FakeCluster) -> None:
     box, worker = world.open(), world.worker("w")
-    worker.beat(worker.tell(worker.of(0), pb.FAILED))
-    assert box.watch().slots[0].error.message == "the worker gave no reason"
+    worker.heartbeat(worker.slot_report(worker.of(0), pb.FAILED))
+    assert box.watch().slots[0].error.message == "the worker reported no reason"
 
 
 # ------------------------------------------------------------------------------------------------------------- leases
 
 
-def test_a_worker_whose_connection_ended_has_less_time_unless_it_comes_back(world: FakeCluster) -> None:
+def test_ended_connection_shortens_the_lease(world: FakeCluster) -> None:
     gone, back, other = world.worker("gone"), world.worker("back"), world.worker("other")
     for worker in (gone, back):
         world.registry.worker_hung_up(worker.name, worker.session)
@@ -231,7 +231,7 @@ def test_a_worker_whose_connection_ended_has_less_time_unless_it_comes_back(worl
     assert set(world.registry.cluster.workers) == {"back", "other"}
 
 
-def test_a_silent_worker_s_slots_move_and_its_late_calls_find_nothing(world: FakeCluster) -> None:
+def test_silent_workers_slots_move(world: FakeCluster) -> None:
     box, first = world.open(), world.worker("first")
     first.ready()
     second = world.worker("second", host="host-b")
@@ -239,26 +239,26 @@ def test_a_silent_worker_s_slots_move_and_its_late_calls_find_nothing(world: Fak
     assert box.phases() == ["READY", "READY"]
     world.run_for(0.5, [box, second])
     assert generations(second) == {0: 2, 1: 2}
-    assert box.watch().slots[0].note == "worker first was not heard of for 3.0 s"
-    assert first.beat().register_again
+    assert box.watch().slots[0].note == "worker first has not reported for 3.0 s"
+    assert first.heartbeat().register_again
     first.register()
     assert generations(first) == {}
 
 
-def test_a_worker_that_was_started_anew_has_lost_its_slots(world: FakeCluster) -> None:
+def test_restarted_worker_loses_its_slots(world: FakeCluster) -> None:
     box, old = world.open(), world.worker("w")
     old.ready()
     new = world.worker("w", session="w-2")
     assert generations(new) == {0: 2, 1: 2}
     assert new.of(0).recovery
     assert box.watch().slots[0].note == "worker w was started anew"
-    assert old.beat().register_again
-    with pytest.raises(SupersededError, match="another process has registered as worker w: give every worker a name"):
+    assert old.heartbeat().register_again
+    with pytest.raises(SupersededError, match="worker w was registered by another process: give every worker a name"):
         old.register()
     assert generations(new) == {0: 2, 1: 2}
 
 
-def test_registering_again_in_the_same_session_keeps_the_slots(world: FakeCluster) -> None:
+def test_same_session_keeps_its_slots(world: FakeCluster) -> None:
     box, worker = world.open(), world.worker("w")
     worker.ready()
     worker.register()
@@ -270,7 +270,7 @@ def test_registering_again_in_the_same_session_keeps_the_slots(world: FakeCluste
     assert box.watch().missing_slots == 1
 
 
-def test_a_draining_worker_hands_its_slots_on_and_gets_no_new_ones(world: FakeCluster) -> None:
+def test_draining_worker_migrates_its_slots(world: FakeCluster) -> None:
     box, old = world.open(), world.worker("old")
     old.ready()
     request = pb.DeregisterWorkerRequest(worker="old", session="old-1")
@@ -285,7 +285,7 @@ def test_a_draining_worker_hands_its_slots_on_and_gets_no_new_ones(world: FakeCl
     assert [status.draining for status in world.registry.status().workers] == [True, False]
 
 
-def test_a_silent_client_frees_its_workers_at_once_and_may_come_back(world: FakeCluster) -> None:
+def test_silent_client_frees_workers_may_return(world: FakeCluster) -> None:
     box, worker = world.open(), world.worker("w")
     worker.ready()
     world.run_for(9.75, [worker])
@@ -297,14 +297,14 @@ def test_a_silent_client_frees_its_workers_at_once_and_may_come_back(world: Fake
     assert worker.of(0).recovery
 
 
-def test_an_attempt_that_everybody_left_is_closed_in_the_end() -> None:
+def test_abandoned_attempt_is_closed() -> None:
     world = FakeCluster(Limits(abandoned_s=60))
     box, worker = world.open(), world.worker("w")
     world.run_for(75, [worker])
-    assert "no box of attempt 1 of run job/0 was heard of for 60 s" in box.refused().message
+    assert "no box of attempt 1 of run job/0 has reported for 60 s" in box.refused().message
 
 
-def test_a_coordinator_that_was_stopped_blames_nobody(world: FakeCluster) -> None:
+def test_stopped_coordinator_blames_no_peer(world: FakeCluster) -> None:
     box, worker = world.open(), world.worker("w")
     worker.ready()
     world.registry.tick()
@@ -347,7 +347,7 @@ def totals(world: FakeCluster) -> list[int]:
     return [kept.total for kept in world.snapshot_index.snapshots(KEY)]
 
 
-def test_of_the_snapshots_below_the_window_the_newest_is_kept(world: FakeCluster) -> None:
+def test_newest_snapshot_below_window_is_kept(world: FakeCluster) -> None:
     box = world.open(retention=10, num_workers_per_box=1)
     world.worker("w").ready()
     for total in range(0, 41, 5):
@@ -375,7 +375,7 @@ def test_coarse_reports_keep_more_never_less(world: FakeCluster) -> None:
     assert totals(world) == [25, 30, 35, 40]
 
 
-def test_a_snapshot_of_an_old_generation_is_refused(world: FakeCluster) -> None:
+def test_snapshot_of_old_generation_is_refused(world: FakeCluster) -> None:
     world.open()
     worker = world.worker("w")
     worker.ready()
@@ -389,7 +389,7 @@ def test_a_snapshot_of_an_old_generation_is_refused(world: FakeCluster) -> None:
     assert totals(world) == [3, 4]
 
 
-def test_a_snapshot_that_comes_after_its_attempt_is_removed_again(world: FakeCluster) -> None:
+def test_snapshot_after_its_attempt_is_removed(world: FakeCluster) -> None:
     world.open(client_id="a")
     world.worker("w").ready()
     put(world, 4)
@@ -401,12 +401,12 @@ def test_a_snapshot_that_comes_after_its_attempt_is_removed_again(world: FakeClu
     assert world.snapshot_index.used == 0
 
 
-def test_the_budget_refuses_and_keeps_what_is_there() -> None:
+def test_budget_refuses_and_keeps_the_rest() -> None:
     world = FakeCluster(Limits(budget=1000, cadence_share=0.5, value_max=900))
     world.open()
     world.worker("w").ready()
     snapshot_index = world.snapshot_index
-    assert snapshot_index.why_refused(KEY, 901) == "a snapshot of 901 bytes is above the 900 that can be kept"
+    assert snapshot_index.why_refused(KEY, 901) == "a snapshot must have at most 900 bytes, got 901"
     assert snapshot_index.why_refused(KEY, 800) == ""  # the first of a slot may use it all
     put(world, 0, size=450)
     expected = "a snapshot of 51 bytes: 450 of 500 bytes of the snapshot budget are in use"
@@ -424,7 +424,7 @@ def test_the_budget_refuses_and_keeps_what_is_there() -> None:
     assert "PENSTOCK_COORDINATOR_BUDGET" in refused
 
 
-def test_blobs_stay_while_an_open_attempt_names_them() -> None:
+def test_blobs_stay_while_an_attempt_names_them() -> None:
     world = FakeCluster(Limits(blob_idle_s=30))
     for name in ("named", "idle"):
         world.registry.blob_stored(name, 5)
@@ -440,7 +440,7 @@ def test_blobs_stay_while_an_open_attempt_names_them() -> None:
     assert not world.snapshot_index.has_blob("named")
 
 
-def test_behind_an_origin_one_is_kept_from_which_any_loader_goes_on(world: FakeCluster) -> None:
+def test_sure_snapshot_before_epoch_start_is_kept(world: FakeCluster) -> None:
     snapshot_index = world.snapshot_index
     for kept in (
         DurableSnapshot(0, 0, 1, True),
@@ -460,7 +460,7 @@ def test_behind_an_origin_one_is_kept_from_which_any_loader_goes_on(world: FakeC
     assert snapshot_index.snapshots(KEY) == [DurableSnapshot(9, 1, 1)]
 
 
-def test_of_a_pass_that_was_left_only_snapshots_on_the_way_serve(world: FakeCluster) -> None:
+def test_snapshots_past_abandoned_step_are_unused(world: FakeCluster) -> None:
     """A runner produces ahead: one of its snapshots may lie beyond the batch after which the loop left the epoch."""
     snapshot_index = world.snapshot_index
     for kept in (
@@ -485,12 +485,12 @@ def test_an_index_read_back_is_the_same_index(world: FakeCluster) -> None:
 # ------------------------------------------------------------------------------------------------------------- status
 
 
-def test_status_names_the_straggler_and_shows_no_tickets(world: FakeCluster) -> None:
+def test_status_names_straggler_hides_tickets(world: FakeCluster) -> None:
     box, worker = world.open(), world.worker("w")
     worker.ready()
-    report = worker.tell(worker.of(0), pb.READY)
+    report = worker.slot_report(worker.of(0), pb.READY)
     report.batches_per_s = 12.5
-    worker.beat(report)
+    worker.heartbeat(report)
     box.deliver(1)
     for _ in range(4):
         world.now += 0.5
@@ -508,7 +508,7 @@ def test_status_names_the_straggler_and_shows_no_tickets(world: FakeCluster) -> 
     assert (node.worker, node.slots, node.slots_used, node.batches_per_s) == ("w", 8, 2, 12.5)
 
 
-def test_a_report_that_was_overtaken_does_not_turn_back(world: FakeCluster) -> None:
+def test_late_report_does_not_turn_back(world: FakeCluster) -> None:
     box = world.open()
     box.deliver(5)
     late = box.progress()
@@ -520,5 +520,5 @@ def test_a_report_that_was_overtaken_does_not_turn_back(world: FakeCluster) -> N
 def test_a_report_of_another_shape_is_refused(world: FakeCluster) -> None:
     box = world.open()
     box.position = Position.start(3)
-    with pytest.raises(InvalidArgumentError, match="a position of 3 slots for 2 workers"):
+    with pytest.raises(InvalidArgumentError, match="a position must have 2 slots, one per worker, got 3"):
         box.watch()

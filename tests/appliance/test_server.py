@@ -24,7 +24,7 @@ DEADLINE_S = 20.0
 
 
 def line_from(fd: int) -> str:
-    """What comes through the pipe until it is closed."""
+    """Read from the pipe until it is closed."""
     read = b""
     while select.select([fd], [], [], DEADLINE_S)[0]:
         piece = os.read(fd, 4096)
@@ -125,7 +125,7 @@ def test_what_was_acknowledged_survives_kill_9(started: list[Coordinator], tmp_p
     enough = threading.Event()
 
     def open_runs(client: CoordinatorClient) -> None:
-        """One after the other, until the coordinator is gone in the middle of it."""
+        """Make calls one after the other, until the coordinator dies during one."""
         with contextlib.suppress(CoordinatorUnavailableError):
             while True:
                 acknowledged.append(client.open_run(opening(job=f"other-{len(acknowledged)}")).run)
@@ -187,7 +187,7 @@ def test_snapshots_and_generations_survive_kill_9(started: list[Coordinator], tm
     asyncio.run(after(start(started, *arguments).address, key))
 
 
-def test_it_ends_with_its_parent_however_that_ends(tmp_path: Path) -> None:
+def test_coordinator_ends_with_its_parent(tmp_path: Path) -> None:
     """A parent that starts a coordinator with a parent watch, tells us about it, and is killed."""
     parent = (
         "import os, subprocess, sys, time\n"
@@ -214,7 +214,7 @@ def test_it_ends_with_its_parent_however_that_ends(tmp_path: Path) -> None:
         os.close(watch)
 
 
-def test_without_its_parent_it_does_not_even_start() -> None:
+def test_missing_parent_prevents_start() -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait(DEADLINE_S)
     for pid in (gone.pid, 1):  # ended; alive, but not our parent
@@ -233,7 +233,7 @@ def test_without_its_parent_it_does_not_even_start() -> None:
         (["--state-dir", "/proc/penstock"], TOKEN, "the state directory /proc/penstock cannot be used"),
     ],
 )
-def test_what_it_cannot_start_with_is_one_line_and_exit_status_2(arguments: list[str], token: str, words: str) -> None:
+def test_start_error_is_one_line_and_exit_2(arguments: list[str], token: str, words: str) -> None:
     coordinator = Coordinator(*arguments, token=token)
     assert coordinator.address == ""
     assert coordinator.process.wait(DEADLINE_S) == 2
@@ -245,7 +245,7 @@ def test_what_it_cannot_start_with_is_one_line_and_exit_status_2(arguments: list
     coordinator.close()
 
 
-def test_a_taken_port_and_a_taken_directory_are_named(started: list[Coordinator], tmp_path: Path) -> None:
+def test_taken_port_and_directory_are_named(started: list[Coordinator], tmp_path: Path) -> None:
     first = start(started, "--state-dir", str(tmp_path))
     for second, words in (
         (start(started, listen=first.address), f"{first.address} is in use by another process"),

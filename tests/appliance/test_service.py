@@ -53,17 +53,17 @@ from penstock.proto.v1.coordinator_pb2_grpc import CoordinatorStub
 # ---------------------------------------------------------------------------------------------------------- names
 
 
-def test_names_that_are_long_or_no_printable_text_are_refused() -> None:
-    """They would stand in everybody's logs and tables."""
+def test_long_or_unprintable_names_are_refused() -> None:
+    """Refuse names that would confuse logs and tables."""
 
     async def body(client: AsyncCoordinatorClient, address: str) -> None:
         for name in ("a\nb", "\x1b[2Ja", "\u202egpj.a", "  ", " a", "a\u200b"):
-            with pytest.raises(InvalidArgumentError, match=r"job '.*': a name is printable text") as refused:
+            with pytest.raises(InvalidArgumentError, match="job must be printable text without blanks") as refused:
                 await client.open_run(opening(job=name))
             assert refused.value.message.isprintable()
-            with pytest.raises(InvalidArgumentError, match=r"worker '.*': a name is printable text"):
+            with pytest.raises(InvalidArgumentError, match="worker must be printable text without blanks"):
                 await client.register(pb.RegisterWorkerRequest(worker=name, session="s", slots=1))
-        with pytest.raises(InvalidArgumentError, match="job: a name must have at most 200 characters, got 201"):
+        with pytest.raises(InvalidArgumentError, match="job must have at most 200 characters, got 201"):
             await client.open_run(opening(job="j" * 201))
         assert (await client.open_run(opening(job="Straße 7"))).run == "Straße 7/0"
 
@@ -88,7 +88,7 @@ def test_calls_that_only_read_take_any_protocol() -> None:
     trial(body)
 
 
-def test_reflection_describes_the_calls_to_who_has_a_token() -> None:
+def test_reflection_needs_a_token() -> None:
     reflection_pb2 = pytest.importorskip("grpc_reflection.v1alpha.reflection_pb2")
     reflection_pb2_grpc = pytest.importorskip("grpc_reflection.v1alpha.reflection_pb2_grpc")
     request = reflection_pb2.ServerReflectionRequest(file_containing_symbol="penstock.proto.v1.Coordinator")
@@ -140,7 +140,7 @@ def test_a_hold_ends_well_before_the_lease() -> None:
     trial(body, replace(LIMITS, client_lease_s=0.9))
 
 
-def test_a_superseded_client_is_told_in_its_long_poll() -> None:
+def test_superseded_client_learns_it_in_long_poll() -> None:
     async def body(client: AsyncCoordinatorClient, address: str) -> None:
         await client.open_run(opening())
         seen = (await client.watch_run(watching())).version
@@ -172,13 +172,13 @@ def test_leases_end_by_themselves() -> None:
 
 def test_errors_cross_as_what_they_are() -> None:
     async def body(client: AsyncCoordinatorClient, address: str) -> None:
-        with pytest.raises(BoxOutOfRangeError, match="with num_boxes=1 the boxes are 0 to 0"):
+        with pytest.raises(BoxOutOfRangeError, match="must be 0 to 0 with num_boxes=1, got 1"):
             await client.open_run(opening(1))
-        with pytest.raises(UnknownRunError, match="knows no run 'job/0'"):
+        with pytest.raises(UnknownRunError, match="the coordinator has no run 'job/0'"):
             await client.watch_run(watching())
         assert (await client.heartbeat(pb.HeartbeatRequest(worker="w", session="s"))).register_again
         with CoordinatorClient(address, TOKEN) as blocking:
-            with pytest.raises(InvalidArgumentError, match="needs a job"):
+            with pytest.raises(InvalidArgumentError, match="must have a job"):
                 await asyncio.to_thread(blocking.open_run, pb.OpenRunRequest())
             await asyncio.to_thread(blocking.open_run, opening())
             await asyncio.to_thread(blocking.watch_run, watching())
@@ -201,7 +201,7 @@ def query(generation: int = 1) -> pb.GetSnapshotsRequest:
     return pb.GetSnapshotsRequest(run="job/0", attempt=1, box=0, slot=0, generation=generation)
 
 
-def test_snapshots_of_any_size_come_back_oldest_first() -> None:
+def test_snapshots_return_oldest_first() -> None:
     async def body(client: AsyncCoordinatorClient, address: str) -> None:
         await client.open_run(opening())
         async with daemon(address):
@@ -233,7 +233,7 @@ def test_snapshots_of_the_fenced_are_refused() -> None:
     trial(body)
 
 
-def test_over_budget_is_refused_politely_and_what_is_there_stays() -> None:
+def test_over_budget_is_refused_and_rest_stays() -> None:
     async def body(client: AsyncCoordinatorClient, address: str) -> None:
         await client.open_run(opening())
         async with daemon(address):
@@ -248,7 +248,7 @@ def test_over_budget_is_refused_politely_and_what_is_there_stays() -> None:
     trial(body, replace(LIMITS, budget=3_000_000))
 
 
-def test_a_transfer_that_stops_in_the_middle_gives_its_room_back() -> None:
+def test_stalled_transfer_frees_its_budget() -> None:
     async def body(client: AsyncCoordinatorClient, address: str) -> None:
         await client.open_run(opening())
         async with daemon(address), connect_aio(address) as channel:
@@ -261,7 +261,7 @@ def test_a_transfer_that_stops_in_the_middle_gives_its_room_back() -> None:
                 await asyncio.Event().wait()
 
             call = CoordinatorStub(channel).PutSnapshot(half(), timeout=DEADLINE_S, metadata=metadata(TOKEN))
-            with pytest.raises(grpc.aio.AioRpcError, match=r"PutSnapshot: nothing more came for 1 s"):
+            with pytest.raises(grpc.aio.AioRpcError, match=r"PutSnapshot: no data arrived for 1 s"):
                 await call
             reply = await client.put_snapshot(header(1), b"x" * 2_500_000)
             assert reply.refused == ""
@@ -269,7 +269,7 @@ def test_a_transfer_that_stops_in_the_middle_gives_its_room_back() -> None:
     trial(body, replace(LIMITS, budget=3_000_000, part_s=1.0))
 
 
-def test_a_slow_upload_holds_up_no_snapshot_and_is_ended() -> None:
+def test_slow_upload_is_ended_and_delays_none() -> None:
     """A blob of 70 MB at a byte in ten seconds kept every job from its start."""
 
     async def body(client: AsyncCoordinatorClient, address: str) -> None:
@@ -296,7 +296,7 @@ def test_a_slow_upload_holds_up_no_snapshot_and_is_ended() -> None:
     trial(body, replace(LIMITS, transfers_max=1_000_000, part_s=1.0, least_bytes_per_s=1_000_000))
 
 
-def test_what_delivery_has_left_behind_is_dropped_from_disk(tmp_path: Path) -> None:
+def test_delivered_snapshots_leave_the_disk(tmp_path: Path) -> None:
     def on_disk() -> list[int]:
         with contextlib.closing(sqlite3.connect(tmp_path / "snapshots.db")) as db:
             return [total for (total,) in db.execute("SELECT total FROM snapshots ORDER BY total")]
@@ -321,7 +321,7 @@ def test_what_delivery_has_left_behind_is_dropped_from_disk(tmp_path: Path) -> N
     trial(body, state_dir=tmp_path)
 
 
-def test_parts_that_do_not_add_up_are_a_protocol_error() -> None:
+def test_inconsistent_parts_are_a_protocol_error() -> None:
     async def parts(size: int, *pieces: bytes) -> AsyncIterator[pb.SnapshotPart]:
         yield pb.SnapshotPart(header=header(3, size=size))
         for piece in pieces:
@@ -332,7 +332,7 @@ def test_parts_that_do_not_add_up_are_a_protocol_error() -> None:
         async with daemon(address):
             await until_ready(client)
             put = client._stub.PutSnapshot
-            for size, words in ((2, "more than the 2 bytes declared"), (9, "9 bytes declared, 4 came")):
+            for size, words in ((2, "2 bytes declared, got more"), (9, "9 bytes declared, got 4")):
                 with pytest.raises(ProtocolError, match=words), client._guarded("PutSnapshot", DEADLINE_S):
                     await put(parts(size, b"ab", b"cd"), timeout=DEADLINE_S, metadata=metadata(TOKEN))
             assert await client.get_snapshots(query()) == []
@@ -340,7 +340,7 @@ def test_parts_that_do_not_add_up_are_a_protocol_error() -> None:
     trial(body)
 
 
-def test_a_blob_that_is_not_what_it_is_called_is_refused() -> None:
+def test_blob_with_wrong_digest_is_refused() -> None:
     async def parts(data: bytes) -> AsyncIterator[pb.BlobPart]:
         yield pb.BlobPart(blob=blob_name(b"good"), size=len(data))
         yield pb.BlobPart(data=data)
@@ -348,7 +348,7 @@ def test_a_blob_that_is_not_what_it_is_called_is_refused() -> None:
     async def body(client: AsyncCoordinatorClient, address: str) -> None:
         put = client._stub.PutBlob
         with (
-            pytest.raises(ProtocolError, match="4 bytes came that are not those of"),
+            pytest.raises(ProtocolError, match="the 4 bytes received must have the digest"),
             client._guarded("PutBlob", DEADLINE_S),
         ):
             await put(parts(b"evil"), timeout=DEADLINE_S, metadata=metadata(TOKEN))
@@ -382,7 +382,7 @@ def test_blobs_are_kept_by_content() -> None:
 # -------------------------------------------------------------------------------------------------------------- states
 
 
-def test_all_ranks_get_one_state_and_the_workers_are_asked_once() -> None:
+def test_all_ranks_share_one_state_query() -> None:
     def large(request: pb.StateRequest) -> tuple[pb.StateAnswer, bytes]:
         answer, data = plain_state(request)
         return answer, data * 1_000_000
@@ -408,8 +408,8 @@ def test_all_ranks_get_one_state_and_the_workers_are_asked_once() -> None:
     trial(body)
 
 
-def test_small_parts_go_together_and_mean_the_same() -> None:
-    """In their order, also where a large one comes between them."""
+def test_small_parts_are_packed() -> None:
+    """Keep the order of parts, also with a large one between them."""
     sizes = [0, 10, CHUNK, 3 * CHUNK + 1, 0, CHUNK // 2, CHUNK // 2 - 100, 10, CHUNK // 2 + 1, 10]
     states = [
         BoxState(
@@ -433,8 +433,8 @@ def test_small_parts_go_together_and_mean_the_same() -> None:
     assert [part for one in together for part in (one.parts or [one])] == apart
 
 
-def test_a_turn_of_the_event_loop_is_given_to_one_at_a_time() -> None:
-    """In their order, and past one that was cancelled: heartbeats are heard between large messages."""
+def test_event_loop_turns_go_one_at_a_time() -> None:
+    """Take turns in order, past a cancelled one: heartbeats are received between large messages."""
     got: list[int] = []
 
     def note(number: int, _: asyncio.Task[None]) -> None:
@@ -459,7 +459,7 @@ def test_a_turn_of_the_event_loop_is_given_to_one_at_a_time() -> None:
     assert [number for number in got if number != 2] == [0, 1, 3, 4]
 
 
-def test_workers_whose_passes_ended_earlier_are_asked_again() -> None:
+def test_worker_with_earlier_end_is_asked_again() -> None:
     def short(request: pb.StateRequest) -> tuple[pb.StateAnswer, bytes]:
         """Slot 1 of box 1 has two batches an epoch, slot 0 four; box 0 has not ended."""
         length = (4, 2)[request.slot]
@@ -478,7 +478,7 @@ def test_workers_whose_passes_ended_earlier_are_asked_again() -> None:
     trial(body)
 
 
-def test_a_state_is_awaited_while_its_slot_is_recovered() -> None:
+def test_state_waits_for_a_recovering_slot() -> None:
     async def body(client: AsyncCoordinatorClient, address: str) -> None:
         await client.open_run(opening())
         asked = asyncio.Event()
@@ -541,13 +541,13 @@ def test_errors_of_a_state_reach_every_asker() -> None:
                 assert error.remote_traceback == "over there"
             request = asking(0, 2)
             request.step = 3
-            with pytest.raises(StateUnavailableError, match="at step 3 cannot be had: steps 0 to 2 can"):
+            with pytest.raises(StateUnavailableError, match="state of run job/0 must be 0 to 2, got 3"):
                 await client.fetch_state(request)
 
     trial(body)
 
 
-def test_an_asker_that_goes_away_leaves_nothing_behind() -> None:
+def test_leaving_caller_leaves_nothing_behind() -> None:
     def silent(request: pb.StateRequest) -> tuple[pb.StateAnswer, bytes]:
         raise AssertionError("nobody runs this")
 
@@ -569,7 +569,7 @@ def test_an_asker_that_goes_away_leaves_nothing_behind() -> None:
 # ----------------------------------------------------------------------------------------------------------- restarts
 
 
-def test_a_stop_answers_long_polls_and_a_start_goes_on(tmp_path: Path) -> None:
+def test_stop_answers_polls_and_start_resumes(tmp_path: Path) -> None:
     async def run() -> None:
         async with coordinator(tmp_path) as address, AsyncCoordinatorClient(address, TOKEN) as client:
             await client.open_run(opening(has_seed=True, seed=5))

@@ -28,7 +28,7 @@ LONG_S = 10_000.0
 
 @pytest.fixture
 def registries(monkeypatch: pytest.MonkeyPatch) -> list[Registry]:
-    """Those made in the test."""
+    """Registries made in the test."""
     made: list[Registry] = []
     init = Registry.__init__
 
@@ -46,9 +46,7 @@ async def until(what: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
-def test_an_asker_whose_query_could_not_be_written_is_none(
-    registries: list[Registry], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_commit_removes_the_caller(registries: list[Registry], monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(client: AsyncCoordinatorClient, address: str) -> None:
         await client.open_run(opening())
         (registry,) = registries
@@ -70,8 +68,8 @@ def test_an_asker_whose_query_could_not_be_written_is_none(
 
 
 @pytest.mark.parametrize("where", ["at the door", "on the way"])
-def test_an_answer_whose_askers_have_left_is_not_taken_in(registries: list[Registry], where: str) -> None:
-    """It would be in memory, and in nobody's budget: of a large fleet a thousand at once."""
+def test_answer_without_callers_is_not_taken(registries: list[Registry], where: str) -> None:
+    """Refuse the answer: it would be in memory and in no budget, a thousand at once for a large fleet."""
 
     async def body(client: AsyncCoordinatorClient, address: str) -> None:
         for box in (0, 1):
@@ -103,22 +101,22 @@ def test_an_answer_whose_askers_have_left_is_not_taken_in(registries: list[Regis
             await asyncio.Event().wait()  # the rest is only sent if somebody takes it
 
         call = client._stub.PutState(parts(), timeout=DEADLINE_S, metadata=metadata(TOKEN))
-        gathering = next(iter(registry.state_queries._open.values()))
+        query = next(iter(registry.state_queries._open.values()))
         if where == "on the way":
-            await until(lambda: gathering.held == 1000)
+            await until(lambda: query.held == 1000)
         else:
             await until(lambda: request.request in at_the_door)
         asker.cancel()
         await until(lambda: not registry.state_queries._open)
         left.set()
         assert await call == pb.PutStateReply()
-        assert gathering.held == 0
+        assert query.held == 0
 
     trial(body, replace(LIMITS, answers_max=10))
 
 
-def test_the_time_that_a_reader_takes_is_given_back_with_each_part(registries: list[Registry]) -> None:
-    """Not only after the box: workers that still have to answer would be told that nobody waits."""
+def test_readers_time_extends_the_deadline(registries: list[Registry]) -> None:
+    """Extend the deadline with each part, not only after the box: else the workers' requests would end."""
 
     def large(request: pb.StateRequest) -> tuple[pb.StateAnswer, bytes]:
         return pb.StateAnswer(), bytes(8 << 20)
@@ -130,19 +128,17 @@ def test_the_time_that_a_reader_takes_is_given_back_with_each_part(registries: l
             (registry,) = registries
             call = client._stub.FetchState(asking(0, 2), timeout=DEADLINE_S, metadata=metadata(TOKEN))
             await call.read()
-            (gathering,) = registry.state_queries._open.values()
-            before = gathering.deadline
-            while gathering.deadline == before:
+            (query,) = registry.state_queries._open.values()
+            before = query.deadline
+            while query.deadline == before:
                 assert await call.read() is not EOF
-            assert gathering.askers == 1
+            assert query.callers == 1
             call.cancel()
 
     trial(body)
 
 
-def test_a_connection_that_is_found_lost_after_its_worker_is_back_costs_it_nothing(
-    registries: list[Registry], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_late_connection_loss_costs_nothing(registries: list[Registry], monkeypatch: pytest.MonkeyPatch) -> None:
     """The new heartbeat may be held for longer than is left to one that has hung up."""
     ended = 0
     heartbeat = Service.Heartbeat
@@ -185,7 +181,7 @@ def test_a_connection_that_is_found_lost_after_its_worker_is_back_costs_it_nothi
     trial(body, replace(LIMITS, worker_lease_s=3 * LONG_S, heartbeat_s=LONG_S))
 
 
-def test_a_blob_that_comes_again_while_it_waits_to_be_dropped_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blob_resent_before_its_drop_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     services: list[Service] = []
     init, drop, go = Service.__init__, Store.drop, threading.Event()
 

@@ -26,51 +26,51 @@ def world() -> FakeCluster:
     return FakeCluster()
 
 
-def test_one_record_per_worker_of_every_box_by_global_worker_id(world: FakeCluster) -> None:
+def test_state_has_one_record_per_worker(world: FakeCluster) -> None:
     boxes = [world.open(number, num_boxes=2) for number in range(2)]
     worker = world.worker("w")
     worker.ready()
     boxes[0].deliver(5)
-    gathering = ask(boxes[0], 5)
-    assert not gathering.done
-    assert gathering.waits_for() == ", ".join(f"box {b} slot {k} on worker w" for b in range(2) for k in range(2))
-    (first, *_) = worker.beat().state_requests
+    query = ask(boxes[0], 5)
+    assert not query.done
+    assert query.waits_for() == ", ".join(f"box {b} slot {k} on worker w" for b in range(2) for k in range(2))
+    (first, *_) = worker.heartbeat().state_requests
     assert (first.step, first.epoch, first.position.total, first.position.delivered) == (5, 0, 3, 3)
     assert first.deadline_s == 30
     respond(worker)
-    assert values(gathering) == ["0.0:0.3", "0.1:0.2", "1.0:0.3", "1.1:0.2"]
-    assert gathering.result is not None
-    record, _ = gathering.result.records[3]
+    assert values(query) == ["0.0:0.3", "0.1:0.2", "1.0:0.3", "1.1:0.2"]
+    assert query.result is not None
+    record, _ = query.result.records[3]
     assert (record.box, record.local_worker_id, record.num_boxes, record.num_workers_per_box) == (1, 1, 2, 2)
     assert (record.step, record.worker_step, record.epoch, record.samples_streamed) == (5, 2, 0, 8)
     assert (record.state_bytes, record.digest) == (7, 99)
-    assert gathering.result.positions[1].step == 5
-    assert list(worker.beat().state_requests) == []
+    assert query.result.positions[1].step == 5
+    assert list(worker.heartbeat().state_requests) == []
 
 
-def test_a_slot_that_ended_earlier_is_planned_around_and_other_answers_are_kept(world: FakeCluster) -> None:
+def test_earlier_end_replans_and_keeps_answers(world: FakeCluster) -> None:
     asker, _ = (world.open(number, num_boxes=2, num_workers_per_box=3) for number in range(2))
     worker = world.worker("w")
     worker.ready()
     asker.deliver(10)
-    gathering = ask(asker, 10)  # box 1 has not reported anything: its record is planned from its start
+    query = ask(asker, 10)  # box 1 has not reported anything: its record is planned from its start
     respond(worker, only=0)  # 4 of 10, and stays so
     starts = {(1, 1): 2}
-    for request in list(worker.beat().state_requests):
+    for request in list(worker.heartbeat().state_requests):
         if request.box == 0:
             respond(worker, only=request.slot, box=0)
     respond(worker, starts=starts)
-    assert not gathering.done
+    assert not query.done
     # Slot 1 had 2, the other two shared the rest; slot 0 stays at 4, and is not asked again.
-    asked = {(request.box, request.slot, request.position.total) for request in worker.beat().state_requests}
+    asked = {(request.box, request.slot, request.position.total) for request in worker.heartbeat().state_requests}
     assert asked == {(1, 1, 2), (1, 2, 4)}
     respond(worker, starts=starts)
-    assert values(gathering)[3:] == ["1.0:0.4", "1.1:0.2", "1.2:0.4"]
-    assert gathering.result is not None
-    assert list(gathering.result.positions[1].live) == [0, 2]
+    assert values(query)[3:] == ["1.0:0.4", "1.1:0.2", "1.2:0.4"]
+    assert query.result is not None
+    assert list(query.result.positions[1].live) == [0, 2]
 
 
-def test_ranks_that_ask_for_one_step_share_a_gathering_and_its_result(world: FakeCluster) -> None:
+def test_ranks_share_a_query_and_its_result(world: FakeCluster) -> None:
     boxes = [world.open(number, num_boxes=2) for number in range(2)]
     worker = world.worker("w")
     worker.ready()
@@ -78,62 +78,62 @@ def test_ranks_that_ask_for_one_step_share_a_gathering_and_its_result(world: Fak
         box.deliver(4)
     first, second = ask(boxes[0], 4), ask(boxes[1], 4)
     assert first is second
-    assert len(worker.beat().state_requests) == 4
+    assert len(worker.heartbeat().state_requests) == 4
     respond(worker)
     world.registry.end_state(first)
     world.registry.end_state(second)
     late = ask(boxes[1], 4)
     assert late.done
     assert values(late) == values(first)
-    assert list(worker.beat().state_requests) == []
+    assert list(worker.heartbeat().state_requests) == []
 
 
-def test_when_all_askers_have_left_the_workers_are_asked_no_more(world: FakeCluster) -> None:
+def test_requests_end_with_the_last_caller(world: FakeCluster) -> None:
     box, worker = world.open(), world.worker("w")
     worker.ready()
     box.deliver(4)
-    gatherings = [ask(box, 4), ask(box, 4)]
-    version = worker.beat().version
-    world.registry.end_state(gatherings[0])
-    assert len(worker.beat().state_requests) == 2
-    world.registry.end_state(gatherings[1])
-    reply = worker.beat()
+    queries = [ask(box, 4), ask(box, 4)]
+    version = worker.heartbeat().version
+    world.registry.end_state(queries[0])
+    assert len(worker.heartbeat().state_requests) == 2
+    world.registry.end_state(queries[1])
+    reply = worker.heartbeat()
     assert (list(reply.state_requests), reply.version > version) == ([], True)
     assert not ask(box, 4).done
 
 
-def test_a_slot_that_moves_is_asked_again_at_its_new_owner(world: FakeCluster) -> None:
+def test_moved_slot_is_asked_at_its_new_owner(world: FakeCluster) -> None:
     box, worker = world.open(), world.worker("w")
     worker.ready()
     box.deliver(4)
-    gathering = ask(box, 4)
-    (old,) = (request for request in worker.beat().state_requests if request.slot == 1)
+    query = ask(box, 4)
+    (old,) = (request for request in worker.heartbeat().state_requests if request.slot == 1)
     worker.lose(worker.of(1))
-    assert "box 0 slot 1 (being started on worker w)" in gathering.waits_for()
+    assert "box 0 slot 1 (being started on worker w)" in query.waits_for()
     late = pb.StateAnswer(request=old.request, worker="w", session="w-1")
     world.registry.answer_state(late, b"")
-    assert not gathering.done
+    assert not query.done
     worker.ready()
-    assert {(r.slot, r.generation) for r in worker.beat().state_requests} == {(0, 1), (1, 2)}
+    assert {(r.slot, r.generation) for r in worker.heartbeat().state_requests} == {(0, 1), (1, 2)}
     respond(worker)
-    assert values(gathering) == ["0.0:0.2", "0.1:0.2"]
+    assert values(query) == ["0.0:0.2", "0.1:0.2"]
 
 
 def test_who_is_waited_for_is_named(world: FakeCluster) -> None:
     box = world.open(0, num_boxes=2)
     world.worker("w", 1).ready()
     box.deliver(2)
-    gathering = ask(box, 2)
+    query = ask(box, 2)
     expected = "box 0 slot 1 (no worker has it), box 1 (it has not opened the run), box 0 slot 0 on worker w"
-    assert gathering.waits_for() == expected
+    assert query.waits_for() == expected
     other = world.open(1, num_boxes=2)
-    assert "box 1 slot 0 (no worker has it)" in gathering.waits_for()
+    assert "box 1 slot 0 (no worker has it)" in query.waits_for()
     other.close()
-    assert isinstance(failure(gathering), StateUnavailableError)
-    assert "box 1 has closed and its workers are gone" in failure(gathering).message
+    assert isinstance(failure(query), StateUnavailableError)
+    assert "box 1 has closed and its workers are gone" in failure(query).message
 
 
-def test_a_box_that_is_not_heard_of_any_more_fails_the_state_at_once(world: FakeCluster) -> None:
+def test_lost_box_fails_the_state_at_once(world: FakeCluster) -> None:
     boxes = [world.open(number, num_boxes=2, num_workers_per_box=1) for number in range(2)]
     worker = world.worker("w")
     worker.ready()
@@ -142,9 +142,9 @@ def test_a_box_that_is_not_heard_of_any_more_fails_the_state_at_once(world: Fake
     waiting = ask(boxes[0], 2)
     assert not waiting.done
     world.run_for(11, [boxes[0], worker])
-    for gathering in (waiting, ask(boxes[0], 3)):
-        assert isinstance(failure(gathering), StateUnavailableError)
-        assert "the training job of box 1 is not heard of any more" in failure(gathering).message
+    for query in (waiting, ask(boxes[0], 3)):
+        assert isinstance(failure(query), StateUnavailableError)
+        assert "the training job of box 1 has stopped reporting" in failure(query).message
     boxes[1].watch()
     worker.ready()
     again = ask(boxes[0], 3)
@@ -152,43 +152,43 @@ def test_a_box_that_is_not_heard_of_any_more_fails_the_state_at_once(world: Fake
     assert again.result is not None
 
 
-def test_a_box_that_closed_first_answers_with_its_final_state(world: FakeCluster) -> None:
+def test_closed_box_answers_with_final_state(world: FakeCluster) -> None:
     boxes = [world.open(number, num_boxes=2, num_workers_per_box=1) for number in range(2)]
     worker = world.worker("w")
     worker.ready()
     for box in boxes:
         box.deliver(3)
     boxes[1].close()
-    gathering = ask(boxes[0], 3)
+    query = ask(boxes[0], 3)
     respond(worker)
-    assert gathering.result is not None
+    assert query.result is not None
     world.run_for(61, [boxes[0]])
     assert isinstance(failure(ask(boxes[0], 2)), StateUnavailableError)
 
 
-def test_a_box_whose_pass_is_over_answers_with_its_final_state(world: FakeCluster) -> None:
+def test_ended_box_answers_with_final_state(world: FakeCluster) -> None:
     boxes = [world.open(number, num_boxes=2, num_workers_per_box=1) for number in range(2)]
     worker = world.worker("w")
     worker.ready()
     boxes[0].deliver(9)
     boxes[1].deliver(6)
-    gathering = ask(boxes[0], 9)
-    assert {(r.box, r.position.total) for r in worker.beat().state_requests} == {(0, 9), (1, 9)}
+    query = ask(boxes[0], 9)
+    assert {(r.box, r.position.total) for r in worker.heartbeat().state_requests} == {(0, 9), (1, 9)}
     boxes[1].epoch_ended = True
     boxes[1].watch()
-    assert {(r.box, r.position.total) for r in worker.beat().state_requests} == {(0, 9), (1, 6)}
+    assert {(r.box, r.position.total) for r in worker.heartbeat().state_requests} == {(0, 9), (1, 6)}
     respond(worker)
-    assert values(gathering) == ["0.0:0.9", "1.0:0.6"]
-    assert gathering.result is not None
-    assert (gathering.result.positions[1].step, gathering.result.records[1][0].step) == (6, 9)
-    world.registry.end_state(gathering)
+    assert values(query) == ["0.0:0.9", "1.0:0.6"]
+    assert query.result is not None
+    assert (query.result.positions[1].step, query.result.records[1][0].step) == (6, 9)
+    world.registry.end_state(query)
     # Once the box has gone on, its state at 9 is another one: the old answer must not be served.
     boxes[1].epoch_ended = False
     boxes[1].deliver(3)
     assert not ask(boxes[1], 9).done
 
 
-def test_steps_that_cannot_be_had_are_refused_with_those_that_can(world: FakeCluster) -> None:
+def test_steps_outside_the_window_are_refused(world: FakeCluster) -> None:
     start = Position.start(2, step=10).to_proto()
     world.registry.blob_stored("blob", 3)
     box = world.open(retention=20, start=start, resume=records_pb2.Resume(blob="blob"))
@@ -197,21 +197,21 @@ def test_steps_that_cannot_be_had_are_refused_with_those_that_can(world: FakeClu
     with pytest.raises(StateUnavailableError) as caught:
         ask(box, 26)
     assert caught.value.message == (
-        "the state of run job/0 at step 26 cannot be had: steps 10 to 25 can (this attempt started at step 10, and "
-        "retention_steps=20 steps are kept)"
+        "the step of a state of run job/0 must be 10 to 25, got 26: this attempt started at step 10, and keeps "
+        "retention_steps=20 steps"
     )
     box.deliver(15)
-    with pytest.raises(StateUnavailableError, match="at step 19 cannot be had: steps 20 to 40 can"):
+    with pytest.raises(StateUnavailableError, match="must be 20 to 40, got 19"):
         ask(box, 19)
     assert not ask(box, 20).done
     operator = pb.FetchStateRequest(run="job/0", step=41)
-    with pytest.raises(StateUnavailableError, match="steps 20 to 40 can"):
+    with pytest.raises(StateUnavailableError, match="must be 20 to 40"):
         world.registry.begin_state(operator)
     # A member without a report of its own may ask beyond what was reported: its step is produced, or a deadline passes.
     assert not world.registry.begin_state(pb.FetchStateRequest(run="job/0", attempt=1, step=41)).done
 
 
-def test_newest_is_the_last_step_that_every_going_box_has_taken(world: FakeCluster) -> None:
+def test_newest_is_the_last_step_of_all_boxes(world: FakeCluster) -> None:
     boxes = [world.open(number, num_boxes=3) for number in range(3)]
     world.worker("w").ready()
     for box, steps in zip(boxes, (7, 5, 2), strict=True):
@@ -223,16 +223,16 @@ def test_newest_is_the_last_step_that_every_going_box_has_taken(world: FakeClust
     assert world.registry.begin_state(newest).step == 5
 
 
-def test_an_error_on_a_worker_reaches_the_asker_with_its_place_and_traceback(world: FakeCluster) -> None:
+def test_worker_error_reaches_the_caller(world: FakeCluster) -> None:
     box, worker = world.open(), world.worker("w")
     worker.ready()
     box.deliver(2)
-    gathering = ask(box, 2)
-    request = worker.beat().state_requests[1]
+    query = ask(box, 2)
+    request = worker.heartbeat().state_requests[1]
     answer = pb.StateAnswer(request=request.request, worker="w", session="w-1")
     answer.error.CopyFrom(records_pb2.ErrorDetail(name="InputFnError", message="boom", remote_traceback="far away"))
     world.registry.answer_state(answer, b"")
-    error = failure(gathering)
+    error = failure(query)
     assert isinstance(error, InputFnError)
     assert error.message == "state of run job/0 at step 2: box 0 slot 1 on worker w: boom"
     assert error.remote_traceback == "far away"
@@ -243,51 +243,51 @@ def test_a_slot_that_has_failed_fails_the_state(world: FakeCluster) -> None:
     box, worker = world.open(), world.worker("w")
     worker.ready()
     box.deliver(2)
-    gathering = ask(box, 2)
-    report = worker.tell(worker.of(0), pb.FAILED)
+    query = ask(box, 2)
+    report = worker.slot_report(worker.of(0), pb.FAILED)
     report.error.CopyFrom(records_pb2.ErrorDetail(name="InputFnError", message="boom"))
-    worker.beat(report)
-    assert failure(gathering).message == "state of run job/0 at step 2: box 0 slot 0 on worker w: boom"
+    worker.heartbeat(report)
+    assert failure(query).message == "state of run job/0 at step 2: box 0 slot 0 on worker w: boom"
 
 
-def test_a_worker_that_contradicts_itself_is_an_error_not_a_loop(world: FakeCluster) -> None:
+def test_contradicting_worker_is_an_error(world: FakeCluster) -> None:
     box, worker = world.open(), world.worker("w")
     worker.ready()
     box.deliver(4)
-    gathering = ask(box, 4)
-    request = worker.beat().state_requests[0]
+    query = ask(box, 4)
+    request = worker.heartbeat().state_requests[0]
     answer = pb.StateAnswer(request=request.request, worker="w", session="w-1", ended=True, ended_total=7)
     world.registry.answer_state(answer, b"")
-    assert isinstance(failure(gathering), ProtocolError)
-    assert "epoch 0 ended after batch 7, when asked for epoch 0, batch 2" in failure(gathering).message
+    assert isinstance(failure(query), ProtocolError)
+    assert "epoch 0 ended after batch 7, which is not before the requested epoch 0, batch 2" in failure(query).message
 
 
 def test_only_the_owner_s_answer_counts(world: FakeCluster) -> None:
     box, worker = world.open(num_workers_per_box=1), world.worker("w")
     worker.ready()
     box.deliver(1)
-    gathering = ask(box, 1)
-    (request,) = worker.beat().state_requests
+    query = ask(box, 1)
+    (request,) = worker.heartbeat().state_requests
     world.registry.answer_state(pb.StateAnswer(request=request.request, worker="other"), b"forged")
-    assert not gathering.done
+    assert not query.done
     respond(worker)
-    assert values(gathering) == ["0.0:0.1"]
+    assert values(query) == ["0.0:0.1"]
 
 
 def test_a_superseded_attempt_s_askers_are_told(world: FakeCluster) -> None:
     box = world.open(client_id="a")
     box.deliver(1)
-    gathering = ask(box, 1)
+    query = ask(box, 1)
     world.open(client_id="b")
-    assert isinstance(failure(gathering), SupersededError)
+    assert isinstance(failure(query), SupersededError)
 
 
 def test_queries_that_cannot_be_meant(world: FakeCluster) -> None:
     box = world.open()
-    with pytest.raises(UnknownRunError, match="knows no run 'x/0'"):
+    with pytest.raises(UnknownRunError, match="the coordinator has no run 'x/0'"):
         world.registry.begin_state(pb.FetchStateRequest(run="x/0"))
     request = pb.FetchStateRequest(run="job/0", attempt=2, progress=box.progress())
-    with pytest.raises(InvalidArgumentError, match="of another run or attempt"):
+    with pytest.raises(InvalidArgumentError, match="progress in a state query must be of run job/0"):
         world.registry.begin_state(request)
 
 
@@ -297,10 +297,10 @@ def test_results_are_kept_within_their_budget() -> None:
     worker.ready()
     for _ in range(3):
         box.deliver(2)
-        gathering = ask(box, box.position.step if box.position else 0)
+        query = ask(box, box.position.step if box.position else 0)
         respond(worker)
-        assert gathering.done
-        world.registry.end_state(gathering)
+        assert query.done
+        world.registry.end_state(query)
     assert not ask(box, 2).done  # 14 bytes each: only the newest fits
     assert ask(box, 6).done
 
@@ -309,9 +309,9 @@ def test_no_result_outlives_its_attempt(world: FakeCluster) -> None:
     box, worker = world.open(client_id="a"), world.worker("w")
     worker.ready()
     box.deliver(2)
-    gathering = ask(box, 2)
+    query = ask(box, 2)
     respond(worker)
-    world.registry.end_state(gathering)
+    world.registry.end_state(query)
     world.open(client_id="b")
     assert world.registry.state_queries._finished == {}
 
@@ -351,27 +351,27 @@ def asked_ahead(world: FakeCluster) -> tuple[list[FakeBox], FakeWorker, StateQue
 
 @pytest.mark.parametrize("history", [64, 10])
 @pytest.mark.parametrize("meanwhile", [0, 2, 5, 9])
-def test_a_state_has_the_flight_record_of_every_box(meanwhile: int, history: int) -> None:
+def test_state_has_every_boxs_stream_digest(meanwhile: int, history: int) -> None:
     """Box 1 has not come to the step when it is asked for, and goes on while the workers answer; its report from before
     may be among the positions that the cluster state keeps, or not."""
-    boxes, worker, gathering = asked_ahead(FakeCluster(Limits(history_entries=history)))
-    requests = list(worker.beat().state_requests)
+    boxes, worker, query = asked_ahead(FakeCluster(Limits(history_entries=history)))
+    requests = list(worker.heartbeat().state_requests)
     fly(boxes[1], meanwhile)
     answer_with_digests(worker, requests)
     truth = [Position.start(2), Position.start(2)]
     for number, position in enumerate(truth):
         for _ in range(8):
             position.deliver(digest_of(number, position.turn, position.total[position.turn] + 1))
-    assert gathering.result is not None
-    assert [gathering.result.positions[number].chain for number in range(2)] == [at.chain for at in truth]
+    assert query.result is not None
+    assert [query.result.positions[number].chain for number in range(2)] == [at.chain for at in truth]
 
 
 def test_a_flight_record_with_a_gap_is_unknown(world: FakeCluster) -> None:
-    _, worker, gathering = asked_ahead(world)
-    for request in worker.beat().state_requests:
+    _, worker, query = asked_ahead(world)
+    for request in worker.heartbeat().state_requests:
         answer = pb.StateAnswer(request=request.request, worker=worker.name, session=worker.session)
         answer.digests_after = request.digests_after
         worker.world.registry.answer_state(answer, b"")
-    assert gathering.result is not None
-    assert gathering.result.positions[0].HasField("chain")
-    assert not gathering.result.positions[1].HasField("chain")
+    assert query.result is not None
+    assert query.result.positions[0].HasField("chain")
+    assert not query.result.positions[1].HasField("chain")

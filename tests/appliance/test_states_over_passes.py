@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from queries import ask, failure, respond, values
 
-from penstock.appliance.states.state_query import PASSES
+from penstock.appliance.states.state_query import EPOCHS_SENT
 from penstock.appliance.storage.journal import StateDir
 from penstock.appliance.testing import FakeBox, FakeCluster, FakeWorker
 from penstock.proto.errors import ProtocolError
@@ -23,7 +23,7 @@ def world() -> FakeCluster:
 @pytest.mark.parametrize("tells_all", [False, True])
 @pytest.mark.parametrize("reports", [False, True])
 @pytest.mark.parametrize("seed", range(50))
-def test_whatever_the_ends_the_record_is_the_loop_s(seed: int, reports: bool, tells_all: bool) -> None:
+def test_record_equals_the_loops_for_all_ends(seed: int, reports: bool, tells_all: bool) -> None:
     """Against the round robin itself, with random passes, breaks, reports and orders of answers.
 
     Workers that tell one end at a time may not get to the bottom of epochs that were left; then it is an error, and
@@ -62,24 +62,24 @@ def test_whatever_the_ends_the_record_is_the_loop_s(seed: int, reports: bool, te
             begin_pass()
     box.position = records[-1]
     for step in rng.sample(range(41), 8):
-        gathering = ask(box, step)
+        query = ask(box, step)
         for _ in range(300):
-            if gathering.done:
+            if query.done:
                 break
             respond(worker, starts=starts, only=rng.choice([None, *range(count)]), tells_all=tells_all)
-        if gathering.result is None and not tells_all:
-            assert isinstance(failure(gathering), ProtocolError)
-            world.registry.end_state(gathering)
+        if query.result is None and not tells_all:
+            assert isinstance(failure(query), ProtocolError)
+            world.registry.end_state(query)
             continue
-        assert values(gathering) == [
+        assert values(query) == [
             f"0.{slot}:{records[step].epoch}.{total}" for slot, total in enumerate(records[step].total)
         ]
-        assert gathering.result is not None
-        assert Position.from_proto(gathering.result.positions[0]).to_proto() == records[step].to_proto()
-        world.registry.end_state(gathering)
+        assert query.result is not None
+        assert Position.from_proto(query.result.positions[0]).to_proto() == records[step].to_proto()
+        world.registry.end_state(query)
 
 
-def test_a_loop_that_had_noticed_the_end_of_its_pass_is_asked_for_the_pass_it_was_in(world: FakeCluster) -> None:
+def test_loop_past_its_end_is_asked_for_old_epoch(world: FakeCluster) -> None:
     box, worker = world.open(), world.worker("w")
     worker.ready()
     box.deliver(1)
@@ -89,105 +89,103 @@ def test_a_loop_that_had_noticed_the_end_of_its_pass_is_asked_for_the_pass_it_wa
     box.position.exhaust()  # slot 1, after one batch
     box.position.deliver()
     assert box.position.exhaust()  # the next epoch has begun, and no batch of it was taken
-    gathering = ask(box, 4)
+    query = ask(box, 4)
     respond(worker)
-    assert values(gathering) == ["0.0:0.3", "0.1:0.1"]
+    assert values(query) == ["0.0:0.3", "0.1:0.1"]
     box.deliver(1)
-    gathering = ask(box, 5)
+    query = ask(box, 5)
     respond(worker)
-    assert values(gathering) == ["0.0:1.4", "0.1:1.1"]
+    assert values(query) == ["0.0:1.4", "0.1:1.1"]
 
 
 def where_one_left(world: FakeCluster) -> tuple[FakeBox, FakeBox, FakeWorker]:
-    """One of two boxes has left its epoch behind step 5, and taken another batch; the other one has come to step 4."""
+    """Open two boxes: one has abandoned its epoch after step 5, and taken another batch; the other is at step 4."""
     first, second = (world.open(number, num_boxes=2) for number in range(2))
     worker = world.worker("w")
     worker.ready()
     first.deliver(5)
     second.deliver(4)
-    first.leave()
+    first.abandon_epoch()
     first.deliver(1)
     return first, second, worker
 
 
 @pytest.mark.parametrize("leaves", [True, False])
 @pytest.mark.parametrize("restarted", [True, False])
-def test_a_box_that_may_be_about_to_leave_its_pass_too_is_waited_for(
-    tmp_path: Path, leaves: bool, restarted: bool
-) -> None:
-    """What its workers have made ahead of the break is no state of the step."""
+def test_box_that_may_abandon_too_is_waited_for(tmp_path: Path, leaves: bool, restarted: bool) -> None:
+    """Ignore what the box's workers produced ahead of the break."""
     directory = StateDir(tmp_path)
     world = FakeCluster(directory=directory)
     first, second, worker = where_one_left(world)
     if restarted:
         world.restart(worker)
         second.watch()
-    gathering = ask(first, 6)
+    query = ask(first, 6)
     respond(worker)
-    assert not gathering.done
-    assert gathering.waits_for() == "box 1 (it has not come beyond step 5, after which box 0 left an epoch)"
+    assert not query.done
+    assert query.waits_for() == "box 1 (it has not come beyond step 5, after which box 0 abandoned an epoch)"
     second.deliver(1)
-    assert not [request for request in worker.beat().state_requests if request.box == 1]
+    assert not [request for request in worker.heartbeat().state_requests if request.box == 1]
     if leaves:
-        second.leave()
+        second.abandon_epoch()
     else:
         second.deliver(1)
     respond(worker)
     there = ["1.0:1.4", "1.1:1.2"] if leaves else ["1.0:0.3", "1.1:0.3"]
-    assert values(gathering) == ["0.0:1.4", "0.1:1.2", *there]
+    assert values(query) == ["0.0:1.4", "0.1:1.2", *there]
     world.journal.close()
     directory.close()
 
 
-def test_workers_are_told_where_the_loop_left_passes(world: FakeCluster) -> None:
+def test_workers_get_abandoned_epochs(world: FakeCluster) -> None:
     """The last ones; of what lies before them it is said that it is not known."""
     box = world.open(0)
     worker = world.worker("w")
     worker.ready()
     for taken in (5, 4, 3):
         box.deliver(taken)
-        box.leave()
+        box.abandon_epoch()
     box.deliver(2)
     ask(box, 14)
-    told = {request.slot: request for request in worker.beat().state_requests}
+    told = {request.slot: request for request in worker.heartbeat().state_requests}
     assert [(end.epoch, end.total) for end in told[0].abandoned] == [(2, 7), (1, 5), (0, 3)]
     assert [(end.epoch, end.total) for end in told[1].abandoned] == [(2, 5), (1, 4), (0, 2)]
     assert {request.abandoned_from for request in told.values()} == {0}
-    for _ in range(PASSES):
-        box.leave()
+    for _ in range(EPOCHS_SENT):
+        box.abandon_epoch()
         box.deliver(1)
-    ask(box, 14 + PASSES)
-    later = next(request for request in worker.beat().state_requests if request.step > 14)
-    assert [end.epoch for end in later.abandoned] == list(reversed(range(3, 3 + PASSES)))
+    ask(box, 14 + EPOCHS_SENT)
+    later = next(request for request in worker.heartbeat().state_requests if request.step > 14)
+    assert [end.epoch for end in later.abandoned] == list(reversed(range(3, 3 + EPOCHS_SENT)))
     assert later.abandoned_from == 3
 
 
-def test_a_box_at_its_end_is_not_waited_for_where_others_left_a_pass(world: FakeCluster) -> None:
+def test_ended_box_is_not_waited_for(world: FakeCluster) -> None:
     first, second, worker = where_one_left(world)
-    gathering = ask(first, 6)
+    query = ask(first, 6)
     second.epoch_ended = True
     second.watch()
     respond(worker)
-    assert values(gathering)[2:] == ["1.0:0.2", "1.1:0.2"]
+    assert values(query)[2:] == ["1.0:0.2", "1.1:0.2"]
 
 
-def test_workers_that_do_not_agree_are_an_error_not_a_loop(world: FakeCluster) -> None:
+def test_disagreeing_workers_are_an_error(world: FakeCluster) -> None:
     box, worker = world.open(), world.worker("w")
     worker.ready()
     box.deliver(4)
-    box.leave()
+    box.abandon_epoch()
     box.deliver(2)
-    gathering = ask(box, 6)
+    query = ask(box, 6)
     for _ in range(3):  # the epoch was left after two batches each; slot 1 insists that it has had one
         respond(worker, starts={(0, 1): 2, (1, 1): 1})
-    assert isinstance(failure(gathering), ProtocolError)
-    assert failure(gathering).message == (
-        "state of run job/0 at step 6: the workers do not agree where epochs ended; what the others said cannot be for "
+    assert isinstance(failure(query), ProtocolError)
+    assert failure(query).message == (
+        "state of run job/0 at step 6: the workers do not agree where epochs ended; the answers contradict "
         "box 0 slot 1 on worker w"
     )
 
 
-def test_a_report_of_a_later_pass_tells_where_the_one_before_ended() -> None:
+def test_later_report_shows_the_earlier_end() -> None:
     """The coordinator has forgotten the ends; slot 2 had ended after 2 batches, the loop left the epoch at step 9."""
     world = FakeCluster()
     worker, box = world.worker("w", slots=3), world.open(num_workers_per_box=3)
@@ -195,13 +193,13 @@ def test_a_report_of_a_later_pass_tells_where_the_one_before_ended() -> None:
     box.abandoned[0] = 9
     box.position = Position(11, 1, [0, 1, 2], 2, [1, 1, 0], [5, 4, 2])
     box.report()
-    gathering = ask(box, 10)
-    assert [want.total for want in gathering.requests.values()] == [5, 3, 2]
+    query = ask(box, 10)
+    assert [slot_request.total for slot_request in query.requests.values()] == [5, 3, 2]
     respond(worker)
-    assert values(gathering) == ["0.0:1.5", "0.1:1.3", "0.2:1.2"]
+    assert values(query) == ["0.0:1.5", "0.1:1.3", "0.2:1.2"]
 
 
-def test_a_plan_that_a_later_report_refutes_is_no_answer() -> None:
+def test_refuted_plan_is_no_answer() -> None:
     """Two epochs back nothing tells that slot 1 had no batch at all, and its new worker does not know it."""
     world = FakeCluster()
     worker, box = world.worker("w", slots=2), world.open(num_workers_per_box=2)
@@ -209,6 +207,6 @@ def test_a_plan_that_a_later_report_refutes_is_no_answer() -> None:
     box.abandoned |= {0: 4, 1: 6}
     box.position = Position(7, 2, [0, 1], 1, [1, 0], [6, 1])
     box.report()
-    gathering = ask(box, 4)
+    query = ask(box, 4)
     respond(worker, tells_all=False)
-    assert isinstance(gathering.failure, ProtocolError)
+    assert isinstance(query.failure, ProtocolError)

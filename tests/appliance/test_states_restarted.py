@@ -22,7 +22,7 @@ def world(tmp_path: Path) -> Iterator[FakeCluster]:
     directory.close()
 
 
-def test_after_a_restart_the_asker_s_own_position_is_taken(world: FakeCluster) -> None:
+def test_restart_uses_the_callers_position(world: FakeCluster) -> None:
     box, worker = world.open(), world.worker("w")
     worker.ready()
     box.deliver(7)
@@ -30,13 +30,13 @@ def test_after_a_restart_the_asker_s_own_position_is_taken(world: FakeCluster) -
     assert box.position is not None
     box.position.exhaust()  # slot 1 has ended after 3, noticed by the loop; nobody else will ever tell
     box.position.deliver()
-    gathering = ask(box, 8)
+    query = ask(box, 8)
     respond(worker)
-    assert values(gathering) == ["0.0:0.5", "0.1:0.3"]
+    assert values(query) == ["0.0:0.5", "0.1:0.3"]
 
 
-def test_after_a_restart_a_state_waits_until_every_box_has_told_where_it_is(world: FakeCluster) -> None:
-    """Which passes a box left by `break` is not in the journal, and a runner that was just started knows it neither."""
+def test_restart_waits_for_every_boxs_report(world: FakeCluster) -> None:
+    """Wait for the reports: abandoned epochs may be newer than the journal, and a new runner has none of them."""
     asking, other = (world.open(number, num_boxes=2) for number in (0, 1))
     worker = world.worker("w")
     worker.ready()
@@ -45,20 +45,20 @@ def test_after_a_restart_a_state_waits_until_every_box_has_told_where_it_is(worl
     other.abandoned[0] = 3
     world.restart(worker)
     asking.deliver(1)
-    gathering = ask(asking, 4)
+    query = ask(asking, 4)
     respond(worker)
-    assert not gathering.done
-    assert gathering.waits_for() == "box 1 (it has not reported since the coordinator was started)"
+    assert not query.done
+    assert query.waits_for() == "box 1 (it has not reported since the coordinator was started)"
     other.watch()
     respond(worker)
-    assert values(gathering) == ["0.0:0.2", "0.1:0.2", "1.0:1.3", "1.1:1.1"]
+    assert values(query) == ["0.0:0.2", "0.1:0.2", "1.0:1.3", "1.1:1.1"]
     asking.close()
     world.restart()
-    assert "box 0 has closed, and where it ended is not known" in failure(ask(other, 3)).message
+    assert "box 0 has closed, and its end is not known" in failure(ask(other, 3)).message
 
 
 @pytest.mark.parametrize("ended", [False, True])
-def test_after_a_restart_no_worker_is_asked_for_what_a_box_has_left_behind(world: FakeCluster, ended: bool) -> None:
+def test_restart_does_not_ask_behind_the_window(world: FakeCluster, ended: bool) -> None:
     """The base is known again, to count from, but what was kept of the steps since was dropped long ago."""
     boxes = [world.open(number, num_boxes=2, retention=4) for number in range(2)]
     worker = world.worker("w")
@@ -67,23 +67,23 @@ def test_after_a_restart_no_worker_is_asked_for_what_a_box_has_left_behind(world
     boxes[1].deliver(20)
     world.restart(worker)
     boxes[0].watch()
-    gathering = ask(boxes[0], 3)  # where box 1 stands is not known yet
+    query = ask(boxes[0], 3)  # where box 1 stands is not known yet
     respond(worker)
-    assert not gathering.done
+    assert not query.done
     boxes[1].epoch_ended = ended
     boxes[1].watch()
-    assert not [request for request in worker.beat().state_requests if request.box == 1]
-    assert isinstance(failure(gathering), StateUnavailableError)
-    assert "box 1 has left that step behind its retention window" in failure(gathering).message
+    assert not [request for request in worker.heartbeat().state_requests if request.box == 1]
+    assert isinstance(failure(query), StateUnavailableError)
+    assert "box 1 has left that step behind its retention window" in failure(query).message
 
 
-def test_after_a_restart_what_is_in_the_window_is_asked_for_from_the_base(world: FakeCluster) -> None:
+def test_restart_asks_from_the_epoch_start(world: FakeCluster) -> None:
     box = world.open(retention=4)
     worker = world.worker("w")
     worker.ready()
     box.deliver(20)
     world.restart(worker)
     box.watch()
-    gathering = ask(box, 16)
+    query = ask(box, 16)
     respond(worker)
-    assert values(gathering) == ["0.0:0.8", "0.1:0.8"]
+    assert values(query) == ["0.0:0.8", "0.1:0.8"]

@@ -48,7 +48,7 @@ async def turn() -> None:
 # ---- inflow
 
 
-def test_values_are_let_in_in_order_as_far_as_there_is_room() -> None:
+def test_values_are_admitted_in_order() -> None:
     async def body() -> None:
         inflow, came = MemoryBudget(100), list[str]()
         gates = {name: asyncio.Event() for name in "abcd"}
@@ -115,7 +115,7 @@ def test_one_that_gives_up_takes_no_room() -> None:
     run(body())
 
 
-def test_one_that_gives_up_as_its_turn_comes_gives_nothing_back() -> None:
+def test_cancelled_turn_gives_nothing_back() -> None:
     async def body() -> None:
         inflow, go = MemoryBudget(100), asyncio.Event()
 
@@ -138,7 +138,7 @@ def test_one_that_gives_up_as_its_turn_comes_gives_nothing_back() -> None:
 # ---- pace
 
 
-def test_a_sender_is_waited_for_as_long_as_it_keeps_its_rate() -> None:
+def test_sender_keeps_waiting_at_its_rate() -> None:
     """However often something comes."""
 
     async def bytes_in(pause_s: float, count: int) -> AsyncIterator[pb.BlobPart]:
@@ -148,10 +148,10 @@ def test_a_sender_is_waited_for_as_long_as_it_keeps_its_rate() -> None:
 
     async def body() -> None:
         limits = replace(Limits(), part_s=0.2, least_bytes_per_s=1_000_000)
-        with pytest.raises(DeadlineError, match=r"^blob: (\d+ bytes came|nothing more)"):
+        with pytest.raises(DeadlineError, match=r"^blob(: no data arrived| must send at least)"):
             async for _ in MinimumRate("blob", bytes_in(0.01, 10_000), limits):
                 pass
-        with pytest.raises(DeadlineError, match=r"blob: nothing more came for 0\.2 s"):
+        with pytest.raises(DeadlineError, match=r"blob: no data arrived for 0\.2 s"):
             async for _ in MinimumRate("blob", bytes_in(100.0, 1), limits):
                 pass
 
@@ -174,7 +174,7 @@ class Gated:
         self.store.put_snapshots(snapshots)
 
 
-def test_snapshots_that_wait_share_a_commit_up_to_its_size(state: StateDir) -> None:
+def test_waiting_snapshots_share_a_commit(state: StateDir) -> None:
     async def body() -> None:
         gated = Gated(Store(state))
         writer = SnapshotWriter(gated)  # type: ignore[arg-type]
@@ -192,7 +192,7 @@ def test_snapshots_that_wait_share_a_commit_up_to_its_size(state: StateDir) -> N
     run(body())
 
 
-def test_a_commit_that_fails_is_told_to_all_and_the_next_one_works(state: StateDir) -> None:
+def test_failed_commit_reaches_all_and_next_works(state: StateDir) -> None:
     async def body() -> None:
         store = Store(state)
         writer = SnapshotWriter(store)
@@ -223,7 +223,7 @@ def test_an_attempt_is_dropped_in_pieces(state: StateDir) -> None:
     store.close()
 
 
-def test_what_is_written_while_an_attempt_is_dropped_does_not_wait_for_all_of_it(state: StateDir) -> None:
+def test_writes_during_a_drop_do_not_wait(state: StateDir) -> None:
     async def body() -> None:
         store = Store(state)
         store.put_snapshots([(header(total), b"x") for total in range(10 * PIECE)])
@@ -248,7 +248,7 @@ def attempt(number: int) -> dict[str, object]:
     return {"run": "job/0", "attempt": number, "key": "", "opened_by": "", "state": "open", "why": ""}
 
 
-def test_many_calls_share_a_commit_and_each_returns_when_its_rows_are_there(state: StateDir) -> None:
+def test_calls_share_a_commit_and_return_after_it(state: StateDir) -> None:
     async def body() -> None:
         journal = Journal(state)
         syncing = GroupCommit(journal)
@@ -278,7 +278,7 @@ def test_many_calls_share_a_commit_and_each_returns_when_its_rows_are_there(stat
     run(body())
 
 
-def test_a_reply_waits_for_what_another_call_has_put(state: StateDir) -> None:
+def test_reply_waits_for_rows_of_other_calls(state: StateDir) -> None:
     async def body() -> None:
         journal = Journal(state)
         syncing = GroupCommit(journal)
@@ -304,7 +304,7 @@ def test_a_reply_waits_for_what_another_call_has_put(state: StateDir) -> None:
     run(body())
 
 
-def test_a_row_that_sqlite_cannot_take_leaves_no_transaction_open(state: StateDir) -> None:
+def test_bad_row_leaves_no_open_transaction(state: StateDir) -> None:
     journal = Journal(state)
     journal.put("attempts", attempt(1) | {"attempt": 1 << 64})
     with pytest.raises(OverflowError):
@@ -315,7 +315,7 @@ def test_a_row_that_sqlite_cannot_take_leaves_no_transaction_open(state: StateDi
     journal.close()
 
 
-def test_rows_that_could_not_be_written_are_tried_again_in_their_order(state: StateDir) -> None:
+def test_unwritten_rows_are_retried_in_order(state: StateDir) -> None:
     async def body() -> None:
         journal = Journal(state)
         syncing = GroupCommit(journal)
@@ -333,7 +333,7 @@ def test_rows_that_could_not_be_written_are_tried_again_in_their_order(state: St
     run(body())
 
 
-def test_what_was_put_while_a_write_failed_counts_more(state: StateDir) -> None:
+def test_rows_put_after_failed_write_win(state: StateDir) -> None:
     journal = Journal(state)
     journal.put("attempts", attempt(1) | {"why": "older"})
     rows = journal.take()

@@ -42,7 +42,7 @@ def test_json_says_how_far_it_is(coordinator: Any, worker: str) -> None:
 def test_a_worker_that_is_not_there_is_named(coordinator: Any, worker: str) -> None:
     done = coordinator.call("worker", "drain", "w2")
     assert done.returncode == 18
-    assert done.error == "penstock: there is no worker 'w2'; there are: w1"
+    assert done.error == "penstock: worker must be one of w1, got 'w2'"
 
 
 def test_an_option_before_drain_is_the_daemon_s_and_refused(coordinator: Any, worker: str) -> None:

@@ -61,7 +61,7 @@ def test_idle(coordinator: Any) -> None:
 def test_state_of_no_run(coordinator: Any) -> None:
     done = coordinator.run("state", "nobody")
     assert done.returncode == 18
-    assert done.error == "penstock: the coordinator knows no run 'nobody/0'"
+    assert done.error == "penstock: the coordinator has no run 'nobody/0'"
     assert len(done.stderr.splitlines()) == 1
     assert coordinator.call("state", "nobody/first").returncode == 2
     assert coordinator.call("state", "nobody", "--step", "-1").returncode == 2
@@ -195,7 +195,7 @@ def test_state_in_plain_text(running: Running, found_at_5: Any) -> None:
 def test_state_that_cannot_be_had(running: Running) -> None:
     done = running.shell.call("state", "job", "--step", "40")
     assert done.returncode == 20
-    assert "at step 40 cannot be had" in done.error
+    assert "got 40" in done.error
     assert len(done.stderr.splitlines()) == 1
 
 

@@ -44,13 +44,13 @@ def test_seconds_that_no_clock_has_said_are_refused_and_cost_nothing() -> None:
                 ]
                 began = time.process_time()
                 for call in calls:
-                    with pytest.raises(Exception, match=r"hold_s=.*lies between"):
+                    with pytest.raises(Exception, match=r"hold_s must be between"):
                         await call
                 assert time.process_time() - began < 2.0
                 with pytest.raises(InvalidArgumentError, match="batches_per_s"):
                     await client.heartbeat(pb.HeartbeatRequest(worker="w", session="s", slots=[report]))
                 fetch = pb.FetchStateRequest(run="job/0", attempt=1, step=0, deadline_s=bad)
-                with pytest.raises(Exception, match=r"deadline_s=.*lies between"):
+                with pytest.raises(Exception, match=r"deadline_s must be between"):
                     async for _ in client._stub.FetchState(fetch, timeout=5, metadata=metadata(TOKEN)):
                         pass
 
@@ -90,7 +90,7 @@ def test_nobody_starts_where_nothing_can_be_counted_on(base: dict[str, int]) -> 
             world.registry.open_run(bare)
     world.registry.open_run(opening(step=MOST, epoch=MOST, total=MOST))
     worker = world.worker("w")
-    assert len(worker.beat().assignments) == 1
+    assert len(worker.heartbeat().assignments) == 1
 
 
 def test_a_state_beyond_all_counting_cannot_be_asked_for() -> None:
@@ -100,7 +100,7 @@ def test_a_state_beyond_all_counting_cannot_be_asked_for() -> None:
     worker.ready()
     with pytest.raises(InvalidArgumentError):
         world.registry.begin_state(pb.FetchStateRequest(run="job/0", attempt=1, step=HUGE, deadline_s=1.0))
-    worker.beat()
+    worker.heartbeat()
 
 
 def test_answers_and_reports_do_not_fill_the_cluster() -> None:
@@ -116,7 +116,7 @@ def test_answers_and_reports_do_not_fill_the_cluster() -> None:
     assert len(held.ends) <= 102
     assert (1, 199) in held.ends
     box.abandoned = dict.fromkeys(range(51), 1)
-    with pytest.raises(InvalidArgumentError, match="passes"):
+    with pytest.raises(InvalidArgumentError, match="epochs"):
         box.watch()
 
 

@@ -54,7 +54,7 @@ def test_a_worker_that_may_not_is_not_chosen_however_near(world: FakeCluster) ->
     near = register(world, "near", "other")
     far = register(world, "far", "m", host="host-b")
     box = world.open()
-    assert (len(near.beat().assignments), len(far.beat().assignments)) == (0, 2)
+    assert (len(near.heartbeat().assignments), len(far.heartbeat().assignments)) == (0, 2)
     world.run_for(1.0, [near, far, box])
     assert box.phases() == ["STARTING", "STARTING"]
 
@@ -67,7 +67,7 @@ def test_who_waits_does_not_hold_up_others(world: FakeCluster) -> None:
     request = pb.OpenRunRequest(job="goes", num_boxes=1, num_workers_per_box=1, client_id="c")
     request.loader.input_fn = "x.data:f"
     world.registry.open_run(request)
-    assert [assignment.run for assignment in worker.beat().assignments] == ["goes/0"]
+    assert [assignment.run for assignment in worker.heartbeat().assignments] == ["goes/0"]
 
 
 def test_a_slot_that_nobody_may_run_fails_at_once_and_says_so(world: FakeCluster) -> None:
@@ -106,7 +106,7 @@ def test_a_slot_that_ran_waits_for_its_worker_to_come_back(world: FakeCluster) -
 def test_a_worker_that_does_not_tell_is_asked(world: FakeCluster) -> None:
     worker = register(world, "w")
     world.open()
-    assert len(worker.beat().assignments) == 2
+    assert len(worker.heartbeat().assignments) == 2
 
 
 # ------------------------------------------------------------------------------------------------------- on the worker

@@ -137,11 +137,11 @@ def test_an_attempt_ends_in_slices() -> None:
     held = world.registry.cluster.workers["w"].slots
     while world.registry.cluster.waiting:
         world.registry.tick()
-    told = worker.beat()
+    told = worker.heartbeat()
     world.open(0, num_boxes=8, num_workers_per_box=1, attempt_key="2", client_id="again")
     attempts = [Counter(key.attempt for key in held)]
     while attempts[-1] != {2: 1}:
-        reply = worker.beat(*(worker.tell(assignment, pb.READY) for assignment in told.assignments))
+        reply = worker.heartbeat(*(worker.slot_report(assignment, pb.READY) for assignment in told.assignments))
         assert {taken.attempt for taken in reply.taken} == {1}
         assert len(reply.taken) == 8
         attempts.append(Counter(key.attempt for key in held))
@@ -281,7 +281,7 @@ def test_a_token_has_so_many_queries_open() -> None:
             held = [asyncio.create_task(_first(stub.FetchState(query, metadata=one))) for _ in range(3)]
             done, waiting = await asyncio.wait(held, timeout=30, return_when=asyncio.FIRST_COMPLETED)
             (refused,) = (str(task.exception()) for task in done)
-            assert "2 state queries of one token are open" in refused
+            assert "one token must have at most 2 open state queries" in refused
             other = asyncio.create_task(_first(stub.FetchState(query, metadata=two)))
             done, _ = await asyncio.wait([other], timeout=0.5)
             assert not done, "another token has its own"
@@ -358,7 +358,7 @@ def test_a_worker_has_so_many_slots() -> None:
 def test_slots_of_one_token_are_counted() -> None:
     world = FakeCluster(replace(Limits(), slots_max=4))
     world.open(job="a", num_workers_per_box=3)
-    with pytest.raises(OverloadedError, match="3 of the 4 that one token"):
+    with pytest.raises(OverloadedError, match="one token must have at most 4 workers in open runs, got 3"):
         world.open(job="b", num_workers_per_box=2)
 
 
@@ -378,10 +378,10 @@ def test_a_report_tells_little_of_a_loader() -> None:
     world = FakeCluster()
     world.open()
     worker = world.worker("w", 2)
-    report = worker.tell(worker.beat().assignments[0], pb.READY)
+    report = worker.slot_report(worker.heartbeat().assignments[0], pb.READY)
     report.capabilities.not_used = "x" * 20_000
-    with pytest.raises(InvalidArgumentError, match="traits of a slot must have at most 16384 bytes"):
-        worker.beat(report)
+    with pytest.raises(InvalidArgumentError, match="capabilities of a slot must have at most 16384 bytes"):
+        worker.heartbeat(report)
 
 
 @pytest.mark.parametrize("lease_s", [math.nan, math.inf, -1.0])
@@ -389,9 +389,9 @@ def test_a_lease_is_a_number_of_seconds(lease_s: float) -> None:
     world = FakeCluster()
     box = world.open()
     world.worker("w", 1)
-    with pytest.raises(InvalidArgumentError, match="lease_s="):
+    with pytest.raises(InvalidArgumentError, match="lease_s must be"):
         world.registry.heartbeat(pb.HeartbeatRequest(worker="w", session="s", lease_s=lease_s))
     watch = box.progress()
     watch.lease_s = lease_s
-    with pytest.raises(InvalidArgumentError, match="lease_s="):
+    with pytest.raises(InvalidArgumentError, match="lease_s must be"):
         world.registry.watch_run(watch)

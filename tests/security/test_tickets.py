@@ -64,7 +64,7 @@ def test_views_bring_a_new_ticket_when_a_term_begins_and_the_old_one_is_good_for
     assert new != old
     assert worker.of(0).lane_key == key, "a worker's key is its generation's, whatever the time"
     for ticket in (old, new):
-        check_ticket(ticket, key, worker.beat().wall_s, "the slot")
+        check_ticket(ticket, key, worker.heartbeat().wall_s, "the slot")
     with pytest.raises(SupersededError):
         check_ticket(old, key, world.wall + TERM_S, "the slot")
     check_ticket(new, key, world.wall + TERM_S, "the slot")

@@ -1,4 +1,4 @@
-"""One contract for the journal and the store, on SQLite and on the simulated disk: what the simulation finds out about
+"""Contract for the journal and the store, on SQLite and on the simulated disk: what the simulation finds out about
 the coordinator holds for the real one only if the two disks agree."""
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Media:
         return self._as_it_is()
 
     def crash(self) -> None:
-        """What is open ends without another word. (A commit that was not begun is not on SQLite's disk either.)"""
+        """Close what is open without a commit. (A commit that was not begun is not on SQLite's disk either.)"""
         for one in self._open:
             one.close()
         self._open.clear()
@@ -84,7 +84,7 @@ def run(name: str, attempt: int) -> dict[str, object]:
     return {"run": name, "seed": str(2**64 - 1), "num_boxes": 1, "num_workers": 2, "attempt": attempt, "generation": 7}
 
 
-def test_what_was_committed_is_there_after_a_crash_as_it_was_put(media: Media) -> None:
+def test_committed_rows_survive_a_crash(media: Media) -> None:
     journal = media.journal()
     journal.put("runs", run("job/0", 1))
     journal.put("slots", SLOT)
@@ -97,7 +97,7 @@ def test_what_was_committed_is_there_after_a_crash_as_it_was_put(media: Media) -
     assert (type(slot["ever_ready"]), slot["capabilities"], slot["error"]) == (int, b"\x00\x01", None)
 
 
-def test_a_value_that_can_be_called_is_made_where_it_is_written(media: Media) -> None:
+def test_callable_value_is_made_where_written(media: Media) -> None:
     journal, made = media.journal(), list[int]()
     journal.put("slots", SLOT | {"capabilities": lambda: bytes([len(made)])})
     made.append(1)
@@ -107,7 +107,7 @@ def test_a_value_that_can_be_called_is_made_where_it_is_written(media: Media) ->
     assert slot["capabilities"] == b"\x01"
 
 
-def test_a_journal_that_has_lost_commits_is_refused(media: Media) -> None:
+def test_journal_that_lost_commits_is_refused(media: Media) -> None:
     journal = media.journal()
     journal.put("runs", run("job/0", 1))
     journal.commit()
@@ -118,7 +118,7 @@ def test_a_journal_that_has_lost_commits_is_refused(media: Media) -> None:
     journal.confirm(journal.mark(), "one that heard it from this very process")
     media.crash()
     put_back()
-    with pytest.raises(JournalError, match=f"ends at commit {number - 1}, but commit {number} was made, as .* says"):
+    with pytest.raises(JournalError, match=f"ends at commit {number - 1}, but commit {number} was made, as .* shows"):
         media.journal()
 
 
@@ -133,7 +133,7 @@ def test_what_was_not_committed_is_not(media: Media) -> None:
     assert [(row["run"], row["attempt"]) for row in media.journal().rows("runs")] == [("job/0", 1)]
 
 
-def test_a_row_is_written_whole_and_by_its_key_and_tables_come_in_its_order(media: Media) -> None:
+def test_rows_are_whole_and_ordered_by_key(media: Media) -> None:
     journal = media.journal()
     for name in ("job/2", "job/10", "job/1"):
         journal.put("runs", run(name, 1))
@@ -162,7 +162,7 @@ def test_drops_and_puts_happen_in_their_order(media: Media) -> None:
     assert journal.rows("slots") == []
 
 
-def test_the_secret_stays_and_the_boots_are_counted(media: Media) -> None:
+def test_secret_stays_and_boots_are_counted(media: Media) -> None:
     first = media.journal()
     secret, boots = first.secret, first.boots
     media.crash()
@@ -175,7 +175,7 @@ def header(total: int, epoch: int, *, attempt: int = 1) -> pb.SnapshotHeader:
     return pb.SnapshotHeader(**KEY._replace(attempt=attempt)._asdict(), total=total, epoch=epoch, generation=1)
 
 
-def test_a_store_keeps_what_was_put_until_it_is_dropped(media: Media) -> None:
+def test_store_keeps_values_until_dropped(media: Media) -> None:
     store = media.store()
     store.put_snapshot(header(4, 0), b"four")
     store.put_snapshot(header(4, 1), b"of the next epoch")
@@ -209,7 +209,7 @@ def journal_with(disk: Disk, fate: Fate) -> SimulatedJournal:
     return journal
 
 
-def test_a_full_disk_takes_nothing_and_the_rows_wait_for_the_next_commit() -> None:
+def test_full_disk_keeps_rows_for_next_commit() -> None:
     disk, fates = Disk(), [Fate.FULL, Fate.FINE]
     journal = SimulatedJournal(disk, lambda: fates.pop(0))
     journal.put("runs", run("job/0", 1))
@@ -221,7 +221,7 @@ def test_a_full_disk_takes_nothing_and_the_rows_wait_for_the_next_commit() -> No
 
 
 @pytest.mark.parametrize(("fate", "rows"), [(Fate.LOST, 0), (Fate.UNHEARD, 1)])
-def test_a_crash_is_before_the_sync_or_behind_it_and_ends_the_writer(fate: Fate, rows: int) -> None:
+def test_crash_around_the_sync_ends_the_writer(fate: Fate, rows: int) -> None:
     disk = Disk()
     journal = journal_with(disk, fate)
     with pytest.raises(Crash):

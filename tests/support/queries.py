@@ -30,7 +30,7 @@ def respond(
     `starts`: (slot, epoch) -> the slot's total when that epoch began, which is where the one before ended.
     """
     starts = starts or {}
-    for request in worker.beat().state_requests:
+    for request in worker.heartbeat().state_requests:
         if (only is not None and request.slot != only) or (box is not None and request.box != box):
             continue
         if request.request in worker.answered:

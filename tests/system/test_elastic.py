@@ -193,7 +193,7 @@ def test_an_order_is_taken_back_and_a_worker_that_is_not_there_is_named(cluster:
 
     watched = Watched(cluster, 2)
     watched.run(taken_back, act)
-    with pytest.raises(UnknownWorkerError, match="there is no worker 'other'; there are: kept"):
+    with pytest.raises(UnknownWorkerError, match="worker must be one of kept, got 'other'"):
         drain(cluster, "other")
 
 

@@ -1,9 +1,9 @@
-"""python -m penstock.appliance: a coordinator without the command line's comforts, for programs that start one.
+"""python -m penstock.appliance: start a coordinator without the command line, for programs that start one.
 
-The embedded mode uses it: imports are few (no torch, no Typer), so that it is up within half a second. The token comes
-in PENSTOCK_TOKEN (or a file named by PENSTOCK_TOKEN_FILE), never as an argument, which every user of the machine can
-read. On an error before it is ready it writes one line to standard error and exits with 2, or with 16 if it was about
-to listen beyond this machine without TLS.
+The embedded mode uses it: imports are few (no torch, no Typer), so that it is ready within half a second. The token
+comes in PENSTOCK_TOKEN (or a file named by PENSTOCK_TOKEN_FILE), never as an argument, which every user of the machine
+can read. An error before it is ready is one line on standard error and exit status 2, or 16 if it was about to listen
+beyond this machine without TLS.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import os
 import sys
 from dataclasses import replace
 
-# gRPC reports a taken port on standard error by itself, in words of its own; our error says it once and plainly.
+# gRPC reports a taken port on standard error by itself; our error reports it once and in plain words.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 from penstock.appliance.edge.server import IN_MEMORY, announcer, serve
@@ -29,7 +29,7 @@ from penstock.runtime.files.private_folders import PrivateFolder
 from penstock.runtime.process.memory_secrecy import keep_memory_private
 
 UNSAFE_BIND = 16
-"""The exit code of penstock.deploy.console.exit_codes, for the same thing."""
+"""Exit status for an unsafe bind, the same as in penstock.deploy.console.exit_codes."""
 
 
 def main() -> int:
@@ -37,22 +37,24 @@ def main() -> int:
     parser = argparse.ArgumentParser("python -m penstock.appliance", description="A Penstock coordinator.")
     parser.add_argument("--listen", default="127.0.0.1:0", help="host:port or unix:/path")
     parser.add_argument("--state-dir", default=IN_MEMORY, help=f"directory for the cluster state, or {IN_MEMORY}")
-    parser.add_argument("--parent-pid", type=int, help="the parent process; ends with it")
-    parser.add_argument("--folder-fd", type=int, help="the parent's own temporary folder, which goes with us")
-    parser.add_argument("--ready-fd", type=int, help="where the address is written as one line once it listens")
+    parser.add_argument("--parent-pid", type=int, help="pid of the parent process; the coordinator ends with it")
+    parser.add_argument("--folder-fd", type=int, help="the parent's temporary folder; removed when this process ends")
+    parser.add_argument(
+        "--ready-fd", type=int, help="file descriptor that gets the address as one line once it listens"
+    )
     parser.add_argument("--insecure", action="store_true", help="listen beyond this machine without TLS")
-    for what in ("ca", "cert", "key", "name"):
-        parser.add_argument(f"--tls-{what}", default="", help="see penstock.proto.rpc.tls")
+    for part in ("ca", "cert", "key", "name"):
+        parser.add_argument(f"--tls-{part}", default="", help="see penstock.proto.rpc.tls")
     parser.add_argument("--http", default="", help="host:port of the dashboard (default: none)")
     parser.add_argument("--worker-lease-s", type=float, default=defaults.worker_lease_s)
     parser.add_argument("--client-lease-s", type=float, default=defaults.client_lease_s)
     parser.add_argument("--balance-after-s", type=float, default=defaults.balance_after_s)
-    parser.add_argument("--budget", default=os.environ.get("PENSTOCK_COORDINATOR_BUDGET", ""), help="as 4GiB")
+    parser.add_argument("--budget", default=os.environ.get("PENSTOCK_COORDINATOR_BUDGET", ""), help="size, e.g. 4GiB")
     given = parser.parse_args()
     keep_memory_private()
     faulthandler.enable()
     logging.basicConfig(format="penstock coordinator: %(message)s")
-    if given.parent_pid is not None:  # embedded: the training job warns of what its slots meet
+    if given.parent_pid is not None:  # embedded: the training job itself logs warnings about its slots
         logging.getLogger("penstock.appliance").setLevel(logging.ERROR)
     limits = replace(
         defaults,

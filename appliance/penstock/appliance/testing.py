@@ -1,6 +1,6 @@
-"""A coordinator's state machine in a world of its own: virtual time, workers and boxes that do what the test says.
+"""A coordinator's state machine in virtual time, with workers and boxes that do what a test says.
 
-For tests of the registry, and of whatever else needs a coordinator without processes, sockets or seconds.
+For tests of the registry, and of anything else that needs a coordinator without processes, sockets or real time.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ __all__ = ["FakeBox", "FakeCluster", "FakeWorker"]
 
 
 class FakeCluster:
-    """A registry, a clock that stands still until it is moved, and the topics that were announced."""
+    """A registry, a clock that moves only when the test moves it, and the topics that were announced."""
 
     def __init__(self, limits: Limits | None = None, directory: StateDir | None = None) -> None:
         self.now = 1000.0
         self.wall = 0.0
-        """Seconds since the epoch; stands still too."""
+        """Seconds since the Unix epoch; moves only when the test moves it."""
         self.limits = limits or Limits()
         self.topics: list[Topic] = []
         self.directory = directory
         self.host = "host-c"
-        """Of the coordinator."""
+        """Host of the coordinator."""
         self.boot(directory)
 
     def boot(self, directory: StateDir | None) -> None:
-        """A fresh process on the directory."""
+        """Start a new coordinator on the directory."""
         self.journal = Journal(directory)
-        weakref.finalize(self, self.journal.close)  # since Python 3.13 a database that nobody closed is a warning
+        weakref.finalize(self, self.journal.close)  # since Python 3.13 an unclosed database is a warning
         self.snapshot_index = SnapshotIndex(self.limits)
         self.registry = Registry(
             self.journal,
@@ -55,7 +55,7 @@ class FakeCluster:
         )
 
     def restart(self, *workers: FakeWorker) -> None:
-        """The coordinator is started again on its directory, and these workers find it."""
+        """Restart the coordinator on its directory, and register these workers again."""
         self.journal.close()
         self.boot(self.directory)
         for worker in workers:
@@ -63,7 +63,7 @@ class FakeCluster:
             worker.ready()
 
     def run_for(self, seconds: float, alive: Iterable[FakeWorker | FakeBox] = ()) -> None:
-        """Time epochs in steps of a quarter of a second; the living report in each."""
+        """Advance time in steps of a quarter of a second; every peer in `alive` reports in each step."""
         alive = list(alive)
         for _ in range(round(seconds * 4)):
             self.now += 0.25
@@ -82,7 +82,7 @@ class FakeCluster:
         return worker
 
     def open(self, box: int = 0, **fields: object) -> FakeBox:
-        """Opens run "job/0" with 2 workers a box unless `fields` say otherwise; `retention` and `skip_poison` go into
+        """Open run "job/0" with 2 workers per box unless `fields` say otherwise; `retention` and `skip_poison` go into
         the options."""
         retention = fields.pop("retention", 100)
         skip_poison = bool(fields.pop("skip_poison", False))
@@ -104,7 +104,7 @@ class FakeWorker:
     capacity: int
     cores: int = 0
     answered: set[str] = field(default_factory=set)
-    """State requests, by id: a worker answers each once."""
+    """Ids of the state requests answered so far: a worker answers each once."""
 
     def register(self) -> None:
         request = pb.RegisterWorkerRequest(worker=self.name, session=self.session, host_id=self.host)
@@ -112,32 +112,32 @@ class FakeWorker:
         request.cores = self.cores
         self.world.registry.register_worker(request)
 
-    def beat(self, *reports: pb.SlotReport) -> pb.HeartbeatReply:
+    def heartbeat(self, *reports: pb.SlotReport) -> pb.HeartbeatReply:
         request = pb.HeartbeatRequest(worker=self.name, session=self.session, slots=reports)
         return self.world.registry.heartbeat(request)
 
     def report(self) -> None:
-        self.beat()
+        self.heartbeat()
 
     def of(self, slot: int, box: int = 0) -> records_pb2.WorkerAssignment:
-        """Its assignment for that slot."""
-        (found,) = (a for a in self.beat().assignments if (a.box, a.slot) == (box, slot))
+        """Return the worker's assignment for that slot."""
+        (found,) = (a for a in self.heartbeat().assignments if (a.box, a.slot) == (box, slot))
         return found
 
-    def tell(self, assignment: records_pb2.WorkerAssignment, phase: pb.SlotPhase.ValueType) -> pb.SlotReport:
+    def slot_report(self, assignment: records_pb2.WorkerAssignment, phase: pb.SlotPhase.ValueType) -> pb.SlotReport:
         report = pb.SlotReport(run=assignment.run, attempt=assignment.attempt, box=assignment.box)
         report.slot, report.generation, report.phase = assignment.slot, assignment.generation, phase
         return report
 
     def ready(self) -> pb.HeartbeatReply:
-        """All that it has is ready."""
-        return self.beat(*(self.tell(assignment, pb.READY) for assignment in self.beat().assignments))
+        """Report every assignment as ready."""
+        return self.heartbeat(*(self.slot_report(assignment, pb.READY) for assignment in self.heartbeat().assignments))
 
     def lose(self, assignment: records_pb2.WorkerAssignment, message: str = "killed by SIGKILL") -> pb.HeartbeatReply:
-        report = self.tell(assignment, pb.FAILED)
+        report = self.slot_report(assignment, pb.FAILED)
         report.lost = True
         report.error.CopyFrom(records_pb2.ErrorDetail(name="WorkerLostError", message=message))
-        return self.beat(report)
+        return self.heartbeat(report)
 
 
 @dataclass
@@ -164,15 +164,15 @@ class FakeBox:
         self.watch()
 
     def deliver(self, steps: int) -> None:
-        """The training loop takes so many batches more, and reports."""
+        """Deliver that many more batches to the training loop, and report."""
         if self.position is None:
             self.position = start_of(self.request)
         for _ in range(steps):
             self.position.deliver()
         self.watch()
 
-    def leave(self) -> None:
-        """The training loop leaves its pass by a break, and reports."""
+    def abandon_epoch(self) -> None:
+        """Abandon the epoch, as by a break, and report."""
         assert self.position is not None
         self.abandoned[self.position.epoch] = self.position.step
         self.position.abandon_epoch()
@@ -187,7 +187,7 @@ class FakeBox:
         self.world.registry.close_run(request)
 
     def refused(self) -> PenstockError:
-        """The error that a watch meets."""
+        """Return the error that a watch raises."""
         try:
             self.watch()
         except PenstockError as error:

@@ -142,7 +142,7 @@ def _coordinator(data: bytes) -> None:
     world.run_for(0.5)
     world.registry.status()
     other = world.worker("other", slots=4)
-    other.beat()
+    other.heartbeat()
     fresh = world.open(job="fresh", client_id="fresh")
     fresh.deliver(3)
     if refused:

@@ -133,7 +133,7 @@ def check_moves(
     limits: Limits,
     now_s: float,
 ) -> None:
-    """What changed since the last commit had a cause. Takes the cluster state for the next time."""
+    """Check that each change since the last commit had a cause, and keep the cluster state for the next check."""
     cluster = registry.cluster
     awake = before.awake(now_s)
     slots: dict[SlotKey, tuple[int, str, str, bool]] = {}

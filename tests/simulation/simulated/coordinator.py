@@ -37,7 +37,7 @@ class Coordinator:
         self.disk = disk
         self.limits = limits
         self.crash_share = 0.0
-        """Of writes that the process does not outlive."""
+        """Share of writes that the process does not survive."""
         self.full_until = 0.0
         self.back_after = (0.2, 4.0)
         """A crash of its own is followed by a boot so much later."""
@@ -113,7 +113,7 @@ class Coordinator:
 
 
 class _Peer:
-    """What handlers ask of a call's context."""
+    """Context of a call, with what handlers use of it."""
 
     def peer(self) -> str:
         return "unix:/simulated"

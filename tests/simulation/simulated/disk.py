@@ -28,7 +28,7 @@ __all__ = ["Disk", "Fate", "SimulatedJournal", "SimulatedStore"]
 
 
 class Fate(Enum):
-    """Of one write."""
+    """Outcome of one write."""
 
     FINE = "fine"
     LOST = "crash before the sync"
@@ -40,7 +40,7 @@ _Row = dict[str, Any]
 
 
 class Disk:
-    """What a crash leaves."""
+    """Content that survives a crash."""
 
     def __init__(self) -> None:
         self.tables: dict[str, dict[tuple[Any, ...], _Row]] = {table: {} for table in TABLES}
@@ -56,7 +56,7 @@ class Disk:
 
 
 class _Writer:
-    """How one incarnation of the coordinator writes."""
+    """Writer of one incarnation of the coordinator."""
 
     def __init__(self, disk: Disk, fate: Callable[[], Fate], die: Callable[[], None]) -> None:
         self.disk = disk
@@ -106,7 +106,7 @@ class SimulatedJournal(Journal):
         self._written = written
         self.lost = None
         if disk.commits < disk.recorded:
-            raise behind(self.name, disk.commits, disk.recorded, "as the file beside it says")
+            raise behind(self.name, disk.commits, disk.recorded, "as the file beside it shows")
         disk.boots += 1
         self.boots = disk.boots
         self.secret, self.found = disk.secret, disk.commits
@@ -233,7 +233,7 @@ class SimulatedStore(Store):
         return self._disk.closed[run][1] if run in self._disk.closed else []
 
     def drop(self, drops: Sequence[Drop]) -> list[Drop]:
-        """One at a time."""
+        """Remove one value at a time."""
         self.writer.write("a removal", lambda: self._remove(drops[0]))
         return list(drops[1:])
 

@@ -93,10 +93,12 @@ MUTATIONS = (
         "a state keeps answers to an older plan",
         StateQuery,
         "_refresh",
-        "(have.want.epoch, have.want.delivered, have.want.total) == place",
+        "(have.slot_request.epoch, have.slot_request.delivered, have.slot_request.total) == place",
         "True",
     ),
-    Mutation("a successor takes over before it is ready", Migrations, "heard", "report.phase == pb.READY", "True"),
+    Mutation(
+        "a successor takes over before it is ready", Migrations, "target_reported", "report.phase == pb.READY", "True"
+    ),
     Mutation(
         "a successor keeps its place when it is dismissed",
         ClusterState,

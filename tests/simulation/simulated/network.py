@@ -25,7 +25,7 @@ __all__ = ["Network", "Weather"]
 
 @dataclass
 class Weather:
-    """What happens to a message, as shares of 1."""
+    """Probabilities of a message's fates, from 0 to 1."""
 
     lost: float = 0.0
     doubled: float = 0.0
@@ -77,7 +77,7 @@ class Network:
         return 0.0003 + 0.002 * rng.random()
 
     def _send(self, source: str, target: str, arrive: Callable[[], None], process: Process | None = None) -> None:
-        """To `process` (to fate if None: somebody who cannot be stopped), unless the link is cut by then."""
+        """Deliver to `process` (None: to the fate, which never stops), unless the link is cut by then."""
         delay = self._delay()
         if delay is None:
             return

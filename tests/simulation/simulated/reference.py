@@ -1,4 +1,4 @@
-"""What every box must see, computed beforehand: the input of a run, and each box's record and batch at each step.
+"""Expected stream of every box, computed beforehand: the input of a run, and each box's record and batch at each step.
 
 The input is uneven on purpose: a slot's epochs have lengths of their own, some of them none at all, and the training
 loop leaves some passes early. What is delivered is a function of this plan alone, whatever happens to processes.
@@ -19,23 +19,23 @@ _PASSES = 5
 
 @dataclass(frozen=True)
 class Batch:
-    """Where a batch comes from; it holds nothing else."""
+    """Batch that holds only its own origin."""
 
     slot: int
     epoch: int
     index: int
-    """In its epoch, from 1."""
+    """Number in its epoch, from 1."""
     total: int
-    """Of the slot over the run, from 1."""
+    """Number in the slot's whole run, from 1."""
 
 
 @dataclass
 class BoxPlan:
-    """One box's whole life without a fault."""
+    """Whole life of one box without a fault."""
 
     number: int
     steps: int
-    """It takes so many."""
+    """Number of steps that it takes."""
     abandoned: frozenset[int]
     """Steps after which it leaves its epoch."""
     saves: frozenset[int]
@@ -81,7 +81,7 @@ class BoxPlan:
         return began <= total and (end is None or total <= end)
 
     def usable(self, slot: int, start: tuple[int, int], place: tuple[int, int]) -> bool:
-        """May a runner that is to go on at `place` start from `start`? Both are (epoch, total).
+        """Return whether a runner that resumes at `place` may start from `start`. Both are (epoch, total).
 
         It replays across the natural end of an epoch, but across one that was left early only if that is where the loop
         stands, and never from beyond it.
@@ -106,7 +106,7 @@ class RunPlan:
     boxes: list[BoxPlan]
     opens_at: float
     step_s: float
-    """That the training loop spends on a step."""
+    """Seconds that the training loop spends on a step."""
     collective: bool
     """No box goes on before all have taken the same step. Only then do loops leave passes early or end before others:
     the state at a step that a box has not taken yet takes for granted that it goes on as it is."""

@@ -1,4 +1,4 @@
-"""One seed, one history: who is there, what goes wrong and when, and that all comes to its end once it stops.
+"""History of one seed: which processes run, what goes wrong and when, and that all comes to its end once it stops.
 
 A seed first decides which kinds of fault this history knows, for a run in which everything fails at once never gets to
 the deep states. Faults happen until HEAL_S; then links, disk and processes are made whole, and every run must end
@@ -31,7 +31,7 @@ __all__ = ["Outcome", "simulate"]
 
 HEAL_S = 14.0
 PATIENCE_S = 150.0
-"""Of virtual time: leases, a linger, and a few launches that must still find out that they are superseded."""
+"""Seconds of virtual time for leases, a linger, and a few launches that must still learn that they are superseded."""
 
 LIMITS = Limits(
     linger_s=8.0,
@@ -117,7 +117,7 @@ class History:
         self.daemons = [other for other in self.daemons if other.name != name] + [daemon]
 
     def _supervise(self, daemon: Daemon) -> None:
-        """One that ends by itself is started again."""
+        """Restart a process that ends by itself."""
 
         def start() -> None:
             if daemon in self.daemons:
@@ -130,7 +130,7 @@ class History:
         return [daemon for daemon in self.daemons if daemon.process.alive]
 
     def _more_workers(self) -> None:
-        """As many as the runs need."""
+        """Start as many workers as the runs need."""
         while sum(daemon.slots for daemon in self._living() if not daemon.leaving) < self.slots:
             self._start_worker(f"w{len(self.daemons)}", self.world.rng.randint(1, 4))
 
@@ -252,7 +252,7 @@ class History:
             await self._stop(rng.choice(living).name, rng.choice((0.5, 2.0, 6.0)))
 
     async def _worker_drains(self) -> None:
-        """By an operator's order, which is taken back later."""
+        """Drain a worker by an operator's order, and undo it later."""
         rng, living = self.world.rng, self._living()
         if living:
             name = rng.choice(living).name
@@ -269,7 +269,7 @@ class History:
             await self._order(daemon.name, undo=True)
 
     async def _order(self, worker: str, *, undo: bool) -> bool:
-        """Whether it was heard."""
+        """Send the order; return whether it was received."""
         operator = self.world.process("operator")
         request = pb.DrainWorkerRequest(worker=worker, undo=undo)
         heard = False

@@ -32,18 +32,18 @@ LANE_S = 2.0
 STATE_S = 20.0
 RETRY_S = 0.3
 PEER_S = 30.0
-"""How long a collective waits for a peer that is gone."""
+"""Seconds that a collective waits for a lost peer."""
 
 
 class Box:
-    """One process of one launch."""
+    """Process of one box in one launch."""
 
     def __init__(self, job: Job, plan: BoxPlan, launch: int, start: Position | None) -> None:
         self.job = job
         self.plan = plan
         self.launch = launch
         self.start = start
-        """Where to resume; None: at the beginning."""
+        """Position to resume from; None: the beginning."""
         self.process = job.world.process(f"{job.plan.name}.{plan.number}#{launch}")
         self.outcome = ""
         """ "" while it runs, then "done" or why it is not."""
@@ -53,7 +53,7 @@ class Box:
         self.taken = 0
         """Step that the other boxes may go by."""
         self.asks_since = 0.0
-        """When its present call for a state went out; 0 while there is none."""
+        """Time when its present call for a state was sent; 0 = there is none."""
         self._record: Position | None = None
         self._abandoned: list[tuple[int, int]] = []
         self._waiting_for = 0
@@ -355,7 +355,7 @@ class Job:
     barrier: bool
     """Boxes that have taken their steps wait for the others before they close."""
     boxes: list[Box] = field(default_factory=list)
-    """Of all launches."""
+    """Boxes of all launches."""
     launches: int = 0
     saved_step: int = 0
     saved: dict[int, Position] = field(default_factory=dict)
@@ -363,13 +363,13 @@ class Job:
     done: bool = False
     """All boxes of the present launch have come to their end."""
     over: bool = False
-    """Also those that were left behind have ended."""
+    """Set once all boxes have ended, those of old launches too."""
     _ended: asyncio.Event = field(default_factory=asyncio.Event)
     _in_collective: list[asyncio.Future[None]] = field(default_factory=list)
 
     @property
     def members(self) -> list[Box]:
-        """Of the present launch."""
+        """Return the boxes of the present launch."""
         return [box for box in self.boxes if box.launch == self.launches]
 
     def all_at(self, launch: int, step: int) -> bool:
@@ -384,7 +384,7 @@ class Job:
                 future.set_result(None)
 
     async def next_step(self, process: Process) -> None:
-        """Until some box has taken a step. (An asyncio.Event belongs to one process; this is between several.)"""
+        """Wait until some box has taken a step. (An asyncio.Event belongs to one process; this is between several.)"""
         future: asyncio.Future[None] = process.create_future()
         self._in_collective.append(future)
         await future
@@ -397,7 +397,7 @@ class Job:
         self.world.fate.call_soon(self._ended.set)
 
     async def launch(self) -> None:
-        """Until all boxes have come to their end."""
+        """Run until all boxes have ended."""
         rng = self.world.rng
         await asyncio.sleep(self.plan.opens_at)
         while True:

@@ -1,4 +1,4 @@
-"""What is true, as nobody inside the system can know it, and the promises that are held against it.
+"""Truth that no process of the system can know, and the promises that are checked against it.
 
 Every actor reports here what it did and heard; the coordinator's disk reports each commit, and its edge each reply. A
 promise is checked at the moment at which it could first be seen to be broken, by its name in PROMISES: the name is what
@@ -62,7 +62,7 @@ class Base:
     epoch: int
     total: int
     delivered: int
-    """In its epoch."""
+    """Number in its epoch."""
 
 
 @dataclass
@@ -95,7 +95,7 @@ class Truth:
     _reported: dict[tuple[str, int, int], int] = field(default_factory=dict)
     """... that the coordinator was told."""
     _came: dict[Owner, float] = field(default_factory=dict)
-    """When a registration came. Its lease begins then; whether it was one is known when its reply leaves."""
+    """Time when a registration came. Its lease begins then; whether it succeeded is known when its reply leaves."""
     _snapshot_index_used: int = -1
 
     def _must(self, holds: bool, promise: str, what: str) -> None:
@@ -125,7 +125,7 @@ class Truth:
         self._snapshot_index_used = -1
 
     def changed(self, wrote: bool) -> None:
-        """After every event at the coordinator. `wrote`: something is to be written."""
+        """Check the promises after every event at the coordinator. `wrote`: rows are about to be written."""
         registry = self.registry
         if registry is None:
             return  # it is booting
@@ -153,7 +153,7 @@ class Truth:
             check_disk(self.world.violated, self.registry, self.disk)
 
     def _check_snapshots(self, registry: Registry) -> None:
-        """What was acknowledged can be had, or something that serves as well for every place that may be asked for."""
+        """Check that acknowledged snapshots, or equally good ones, serve every position that may be asked for."""
         snapshot_index = registry.cluster.snapshot_index
         for attempt in registry.cluster.open_attempts():
             for box in attempt.boxes.values():
@@ -245,8 +245,8 @@ class Truth:
             must(stored, promise, f"snapshot {header.epoch}.{header.total} of {key}")
 
     def _said(self, key: SlotKey, generation: int, phase: pb.SlotPhase.ValueType, worker: str) -> None:
-        """Of a slot, to anybody. What was said when the write began may have been overtaken by more that it wrote; a
-        coordinator that begins from there goes on from what was said, or from later."""
+        """Check a reply about a slot. A reply made when the write began may be older than its rows; a
+        coordinator that starts from there continues from the reply's state, or from a later one."""
         row = self.disk.tables["slots"].get(tuple(key))
         if row is None:
             there = self.disk.tables["attempts"].get((key.run, key.attempt))
@@ -293,7 +293,7 @@ class Truth:
         (self._lost if lost else self._failed).add(key)
 
     def content(self, key: Key, start: Base) -> bytes:
-        """Of a snapshot, and of a state: a function of the place."""
+        """Return the content of a snapshot and of a state: a function of the position."""
         return f"{key[0]} {key[2]}.{key[3]} {start.epoch}.{start.delivered}.{start.total}".encode()
 
     def acknowledged(self, key: Key, start: Base) -> None:
@@ -313,7 +313,7 @@ class Truth:
         self._must(fits, "a durable snapshot can be had", what)
 
     def can_replay(self, key: Key, plan: BoxPlan, start: Base | None, place: tuple[int, int], produced: bool) -> bool:
-        """May the state of a place be made from this base? It must, if the loop was there, or the runner was."""
+        """Return whether the position's state can be made from this base. It must, if the loop or runner was there."""
         if start is not None and plan.usable(key[3], (start.epoch, start.total), place):
             return True
         attempt = key[:3]
@@ -399,7 +399,7 @@ class Truth:
             self._must(fair, "a state that cannot be had is named", f"{what}, although nothing was broken")
 
     def _all_through(self, plan: RunPlan, waited_for: str) -> bool:
-        """It waited for boxes that have not opened the attempt and never will: they were through in an earlier one,
+        """Return whether it waited for boxes that never open the attempt: they were through in an earlier one,
         whose others were killed and came back when nobody was left in it."""
         absent = {int(number) for number in re.findall(r"box (\d+) \(it has not opened the run\)", waited_for)}
         through = {

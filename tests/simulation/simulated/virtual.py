@@ -108,7 +108,7 @@ class World:
 
 
 class Process(asyncio.AbstractEventLoop):
-    """One incarnation of a process. `name` is that of its predecessor if it took over from one."""
+    """Process of one incarnation. `name` is that of its predecessor if it took over from one."""
 
     def __init__(self, world: World, name: str) -> None:
         self.world = world
@@ -138,7 +138,7 @@ class Process(asyncio.AbstractEventLoop):
             self.world.broken = f"no exception is left over: {self.name} raised {error!r}\n{text}"
 
     def kill(self) -> None:
-        """At once, wherever it is; also from inside of itself, by raising Crash right after."""
+        """Stop the process at once, at any point; also from its own code, which then raises Crash."""
         if not self.alive:
             return
         self.alive = False

@@ -60,7 +60,7 @@ class Take:
 
 @dataclass
 class Runner:
-    """One slot and generation."""
+    """Runner of a slot under one generation."""
 
     process: Process
     daemon: Daemon
@@ -80,11 +80,11 @@ class Runner:
     wanted: int = 0
     """The loop has taken up to here."""
     sought: bool = False
-    """It stands where the loop does: at once when it begins, on recovery after the first demand."""
+    """The runner is at the loop's position: at once on a start, on recovery after the first demand."""
     opening: bool = False
     """The beginning of this epoch is not durable yet."""
     refreshed: bool = False
-    """Of a successor: it has fetched what became durable while it got ready."""
+    """The migration target has fetched what became durable while it prepared."""
     handing: bool = False
     migrated: bool = False
     alive: bool = True
@@ -259,7 +259,7 @@ class Runner:
         self._wake()
 
     def _begin_pass(self) -> None:
-        """Behind one that was left, across which nobody can replay: no batch of this one before it is durable."""
+        """Start behind an abandoned epoch, which cannot be replayed: no batch before this one is durable."""
         start = Base(self.epoch, self.total, 0)
         self.starts.append(start)
         self.opening = True
@@ -338,7 +338,7 @@ class Runner:
 
 
 class Daemon:
-    """One incarnation of a worker."""
+    """Daemon of one incarnation of a worker."""
 
     def __init__(
         self, world: World, network: Network, truth: Truth, name: str, *, slots: int, host: str, session: str
@@ -356,7 +356,7 @@ class Daemon:
         self.dirty = asyncio.Event()
         self.leaving = self.draining = False
         self.drains = False
-        """As the coordinator said last."""
+        """Drain state in the coordinator's last reply."""
         self.superseded = False
         self.runners: dict[Key, Runner] = {}
         self._network = network
@@ -515,7 +515,7 @@ class Daemon:
         self.runners[key].fail(WorkerLostError("killed by SIGKILL"), lost=True)
 
     async def leave(self) -> None:
-        """It hands over what it has, as long as it cares to wait, and ends."""
+        """Migrate the slots, for a limited time, and end."""
         until = self.world.now + self.world.rng.choice((0.0, 1.0, 4.0))
         self.draining = True
         self.dirty.set()

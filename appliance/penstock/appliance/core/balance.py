@@ -1,24 +1,24 @@
-"""Which slots should be elsewhere: a function of what is measured.
+"""Balance: which slots should run elsewhere, as a function of measurements.
 
-A move costs a runner's start on another worker and a short replay, so it is made for two reasons only.
+A move costs a runner's start on another worker and a short replay, so it has two reasons only.
 
-Stragglers. A box takes its slots' batches in turn, so one slow slot holds up the loop, whatever the others do. Who that
-is, bottleneck.py finds: the slot that the loop waits for while the others have batches lying ready and take less time
-for each, or whose own come late. If it costs the loop a tenth of its time, it goes to a worker where it has not been,
-on another machine if there is one with room: what is slow is a machine, its neighbours, or the network. It may also be
-the slot's own data; so the wait before the next such move doubles each time, and there are few of them.
+Stragglers. A box takes its slots' batches in turn, so one slow slot holds up the loop, whatever the others do.
+bottleneck.py finds it: the slot that the loop waits for while the others have batches ready and take less time for
+each, or whose own batches come late. If it costs the loop a tenth of its time, it goes to a worker where it has not
+been, on another machine if one has free capacity: the cause is a machine, its neighbours, or the network. It may also
+be the slot's own data; so the wait before the next such move doubles each time, and there are few of them.
 
-Load. When workers join, slots go from those that are fullest to those that are emptiest, as long as that makes a
-difference of a quarter of a worker. Not away from the box's own host, where a batch costs one memcpy. And not to a
-worker that stragglers of the same run have left: it is the emptiest for that, and what came would leave it again.
+Load. When workers join, slots go from the fullest to the emptiest, as long as that makes a difference of a quarter of a
+worker. Not away from the box's own host, where a batch costs one memcpy. And not to a worker that stragglers of the
+same run have left: it is the emptiest for that reason, and what came would leave it again.
 
-Neither for a loader that would replay its whole epoch, or whose randomness is in no snapshot: the replay would hold the
-loop up for longer than it gains.
+No move for a loader that would replay its whole epoch, or whose randomness is in no snapshot: the replay would hold the
+loop up for longer than the move gains.
 
-A look is made in slices, for at thousands of slots it takes tens of milliseconds. Between two slices everything may
-change, so a slice believes nothing that the one before has seen but which boxes and workers there are to look at.
+The work is done in slices, because at thousands of slots it takes tens of milliseconds. Everything may change between
+two slices, so a slice takes from the one before only which boxes and workers there are to look at.
 
-Pure: cluster state is looked at, never changed.
+Pure: the cluster state is read, never changed.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from penstock.proto.state.allowed_modules import module_of
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 ONE_IN = 100
-"""Of all slots so many may be on their way for the sake of balance, and one in any case."""
+"""Divisor of all slots that gives the number of migrations under way for balance; one is always allowed."""
 STRAGGLES = 0.10
-"""Share of its time that a loop waits for a slot before something is done about it."""
+"""Share of its time that a loop waits for a slot from which the slot is moved."""
 NUDGES = 3
-"""Times that a slot is moved for it is waited for: what is slow everywhere is slow by itself."""
+"""Largest number of moves of a straggler: a slot that is slow everywhere is slow by itself."""
 SLICES = 4
-"""Times `slots_at_once` that are looked at in one go: a look at a slot costs a quarter of what is done to one."""
+"""Slots per slice, in units of `slots_at_once`: to look at a slot costs a quarter of what it costs to place one."""
 WORTH = 0.25
-"""Of a worker's capacity: a smaller difference in load is no reason to move."""
+"""Smallest difference in load that is worth a move, as a share of a worker's capacity."""
 
 
 @dataclass(frozen=True)
@@ -52,34 +52,34 @@ class SlotMove:
     worker: Worker
     why: str
     nudge: bool = False
-    """For the loop waits for it: its own data may be the reason, and then no place helps."""
+    """Move of a straggler: its own data may be the reason, and then no worker helps."""
 
 
-def look(cluster: ClusterState, now: float, room: int) -> Iterator[SlotMove | None]:
-    """Yield at most `room` moves, each to be made before the next is asked for, each slot and each worker in one of
-    them at most; and None where a slice ends, so that others have their turn."""
+def look(cluster: ClusterState, now: float, budget: int) -> Iterator[SlotMove | None]:
+    """Yield at most `budget` moves, each to be made before the next is taken, with each slot and each worker in at most
+    one of them; and None where a slice ends, so that other work has its turn."""
     slots: set[SlotKey] = set()
     taken: set[str] = set()
-    for move in chain(_stragglers(cluster, now), _levelled(cluster, now)) if room > 0 else ():
+    for move in chain(_stragglers(cluster, now), _levelled(cluster, now)) if budget > 0 else ():
         if move is None:
             yield None
         elif move.worker.name not in taken and move.slot.key not in slots:
             slots.add(move.slot.key)
             taken |= {move.worker.name, move.slot.worker}
             yield move
-            if len(slots) >= room:
+            if len(slots) >= budget:
                 return
 
 
 class _Slice:
-    """Counts what is looked at."""
+    """Counter of what a slice has looked at."""
 
     def __init__(self, cluster: ClusterState) -> None:
         self._most = SLICES * cluster.limits.slots_at_once
         self._looked = 0
 
     def ends(self, looked: int) -> bool:
-        """So many slots more were looked at, or boxes or workers without their slots."""
+        """Count slots, boxes or workers that were looked at; return whether the slice is full."""
         self._looked += looked
         if self._looked < self._most:
             return False
@@ -88,7 +88,7 @@ class _Slice:
 
 
 def _settled(cluster: ClusterState, slot: Slot, now: float, times: int = 1) -> bool:
-    """It runs well where it is, has done so for long enough, and can be moved at little cost."""
+    """Return whether the slot runs well where it is, has done so for long enough, and is cheap to move."""
     return (
         slot.phase == pb.READY
         and slot.target is None
@@ -100,8 +100,8 @@ def _settled(cluster: ClusterState, slot: Slot, now: float, times: int = 1) -> b
 
 
 def _is_cheap(slot: Slot) -> bool:
-    """It goes on from a snapshot. What has no states replays its whole epoch, and that is worse than what it is moved
-    for."""
+    """Return whether the slot resumes from a snapshot. A loader without states replays its whole epoch, which is worse
+    than the reason for the move."""
     capabilities = slot.capabilities
     return (
         capabilities is not None
@@ -142,7 +142,7 @@ def _stragglers(cluster: ClusterState, now: float) -> Iterator[SlotMove | None]:
 
 
 def _held_up(cluster: ClusterState, box: Box) -> list[Bottleneck]:
-    """By one slot, enough to do something about it; empty if it is not."""
+    """Return the bottleneck if one slot holds the box up enough to act on; else an empty list."""
     finding = find([facts(cluster, box)])
     if finding is None or finding.kind not in ("straggler", "network") or finding.slot is None:
         return []
@@ -150,21 +150,21 @@ def _held_up(cluster: ClusterState, box: Box) -> list[Bottleneck]:
 
 
 def _elsewhere(cluster: ClusterState, slot: Slot, slow: set[str]) -> Worker | None:
-    """A place for a straggler: on another machine if there is one. `slow`: workers that will not do."""
+    """Return a worker for a straggler, on another machine if possible. `slow`: workers that are excluded."""
     _, box = cluster.box_of(slot)
     opening = box.opening
     owner = cluster.workers.get(slot.worker)
     here = {worker.name for worker in cluster.workers.values() if owner and worker.host_id == owner.host_id}
     slow = slow | _far(cluster, box)
     for barred in (slow | here, slow | {slot.worker}):
-        worker = cluster.room.choose(slot, opening.host_id, opening.loader.input_fn, barred)
+        worker = cluster.free_capacity.choose(slot, opening.host_id, opening.loader.input_fn, barred)
         if worker is not None:
             return worker
     return None
 
 
 def _far(cluster: ClusterState, box: Box) -> set[str]:
-    """Workers that the box could not reach of late."""
+    """Return the workers that the box could not reach lately."""
     return box.unreachable_since(cluster.events.now - cluster.limits.unreachable_s)
 
 
@@ -200,7 +200,7 @@ def _levelled(cluster: ClusterState, now: float) -> Iterator[SlotMove | None]:
 
 
 def _slow_for(attempt: Attempt) -> set[str]:
-    """Workers that its stragglers have left. One that is slow wherever it is says nothing about them."""
+    """Return the workers that the run's stragglers have left. A slot that is slow everywhere does not count."""
     slots = (slot for box in attempt.boxes.values() for slot in box.slots)
     return {name for slot in slots if len(slot.was_slow_at) < NUDGES for name in slot.was_slow_at}
 

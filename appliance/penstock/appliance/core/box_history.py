@@ -1,11 +1,11 @@
-"""What is kept of a box's stream, so that a batch that was delivered can be made again: `penstock replay`.
+"""History of a box's stream, from which a delivered batch can be made again: `penstock replay`.
 
-Batches are nowhere kept, and need not be: how the box was opened, which epochs its loop left, which batches were left
-out, and any place to start from make every one of them again. A running coordinator tells this from its cluster state;
-of attempts that are over, and of a coordinator that is stopped, the journal tells it.
+Batches are not kept, and need not be: the box's opening, the epochs that its loop abandoned, the batches that were
+skipped, and any restart point make every one of them again. A running coordinator has these in its cluster state; for
+attempts that are over, and for a stopped coordinator, they are in the journal.
 
-Reading the files of a stopped coordinator changes nothing in them. Its lock is taken meanwhile, so that none is started
-on them; one that runs has the newer half of the truth in its memory, and is to be asked instead.
+Reading the files of a stopped coordinator changes nothing in them. Its lock is held meanwhile, so that no coordinator
+starts on them. A running one has newer state in its memory, and is to be asked instead.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from penstock.proto.v1 import records_pb2
 __all__ = ["BoxRecord", "StoppedCoordinator", "past", "track_of", "with_snapshots"]
 
 KNOWN = 8
-"""Positions of a box that are kept on disk, about: with 65,536 slots each of all boxes takes 400 KB."""
+"""Approximate number of positions of a box that are kept on disk: with 65,536 slots each of all boxes takes 400 KB."""
 
 
 @dataclass(frozen=True)
 class BoxRecord:
-    """What the cluster state has of a box, as of now. Taken in no time and made into a message later: of all boxes of a
-    large attempt that takes seconds, in which the event loop would hear no heartbeat."""
+    """History of a box in the cluster state, as of now. It is taken at once and made into a message later: for all
+    boxes of a large attempt that takes seconds, in which the event loop would receive no heartbeat."""
 
     attempt: int
     seed: int
@@ -50,7 +50,7 @@ class BoxRecord:
     known: Sequence[Position | records_pb2.BoxPosition]
     abandoned: Mapping[int, int]
     slots: Sequence[tuple[Mapping[tuple[int, int], int], records_pb2.LoaderCapabilities | None]]
-    """Batches that are left out, and traits."""
+    """Skipped batches and capabilities, by slot."""
     snapshots: Mapping[SlotKey, Sequence[DurableSnapshot]] = field(default_factory=dict)
 
     def message(self) -> pb.History:
@@ -69,19 +69,19 @@ class BoxRecord:
         return history
 
     def thinned(self) -> BoxRecord:
-        """As it is kept: the last known position, and a few of those before it."""
+        """Return the record as it is stored: the last known position, and a few of those before it."""
         few = self.known[:-1][:: max(1, len(self.known) // KNOWN)]
         return replace(self, known=[*few, *self.known[-1:]])
 
     def kept(self) -> bytes:
-        """For the journal. Snapshots have an index of their own."""
+        """Return the record serialised for the journal. Snapshots have an index of their own."""
         return self.message().SerializeToString()
 
 
 def track_of(attempt: Attempt, box: Box) -> BoxRecord:
-    """As the cluster state has it."""
+    """Return the box's record from the cluster state."""
     reports = box.place is BoxPresence.LIVE and attempt.state is AttemptState.OPEN
-    settled = (box.told and (reports or box.place is BoxPresence.CLOSED)) or box.settled
+    settled = (box.reported and (reports or box.place is BoxPresence.CLOSED)) or box.settled
     slots = [(dict(slot.skips), slot.capabilities) for slot in box.slots]
     return BoxRecord(
         attempt.number, attempt.seed, box.opening, box.start, settled, _known(box), dict(box.abandoned), slots
@@ -89,7 +89,7 @@ def track_of(attempt: Attempt, box: Box) -> BoxRecord:
 
 
 def _known(box: Box) -> list[Position | records_pb2.BoxPosition]:
-    """Where it is known to have been, by this process of the coordinator and by those before it."""
+    """Return the box's known positions, as recorded by this coordinator process and by those before it."""
     found: dict[int, Position | records_pb2.BoxPosition] = {at.step: at for at in box.earlier}
     found |= {at.step: at for at in box.history}
     if box.delivered.slots:
@@ -98,7 +98,7 @@ def _known(box: Box) -> list[Position | records_pb2.BoxPosition]:
 
 
 def with_snapshots(attempt: Attempt, box: Box, snapshot_index: SnapshotIndex) -> BoxRecord:
-    """And with the snapshots that there are."""
+    """Return the box's record with its stored snapshots."""
     snapshots = {slot.key: list(snapshot_index.snapshots(slot.key)) for slot in box.slots}
     return replace(track_of(attempt, box), snapshots=snapshots)
 
@@ -121,7 +121,7 @@ def _header(key: SlotKey, total: int, epoch: int, size: int, epoch_start: bool) 
 
 @contextmanager
 def _reading(path: Path, *, in_use: bool = False) -> Iterator[sqlite3.Connection]:
-    """A database of ours, read only."""
+    """Open a database of the coordinator read-only."""
     try:
         with read_only(path, in_use=in_use) as db:
             (found,) = db.execute("PRAGMA user_version").fetchone()
@@ -132,7 +132,7 @@ def _reading(path: Path, *, in_use: bool = False) -> Iterator[sqlite3.Connection
 
 
 def _rows(db: sqlite3.Connection, table: str, **where: str | int) -> list[Any]:
-    """Those with these values, by key; none of a table that an older release did not have."""
+    """Return the rows with these values, by key; none of a table that an older release did not have."""
     if not db.execute("SELECT 1 FROM sqlite_master WHERE name=?", (table,)).fetchone():
         return []
     condition = " AND ".join(f"{column}=?" for column in where)
@@ -143,19 +143,19 @@ def _rows(db: sqlite3.Connection, table: str, **where: str | int) -> list[Any]:
 
 
 def past(journal: Path, run: str, box: int, *, in_use: bool = True) -> list[pb.History]:
-    """Of the attempts that are over, oldest first."""
+    """Return the histories of the attempts that are over, oldest first."""
     with _reading(journal, in_use=in_use) as db:
         return [pb.History.FromString(row["history"]) for row in _rows(db, "tracks", run=run, box=box) if row["over"]]
 
 
 class StoppedCoordinator:
-    """The state directory of a coordinator that does not run."""
+    """State directory of a coordinator that does not run."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._journal, self._store = path / "journal.db", path / "snapshots.db"
         if not self._journal.is_file():
-            raise JournalError(f"{path} is no state directory of a coordinator: it has no journal.db")
+            raise JournalError(f"a state directory of a coordinator must have a journal.db, {path} has none")
         try:
             self._lock = os.open(path / "lock", os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
@@ -165,7 +165,7 @@ class StoppedCoordinator:
         except OSError as error:
             self.close()
             raise JournalError(
-                f"the state directory {path} is in use by a coordinator that runs: ask that one (--coordinator)"
+                f"the state directory {path} is in use by a running coordinator: ask that one (--coordinator)"
             ) from error
         try:
             for database in (self._journal, self._store):
@@ -184,7 +184,7 @@ class StoppedCoordinator:
         os.close(self._lock)
 
     def histories(self, run: str, box: int) -> list[pb.History]:
-        """Of all attempts, oldest first; empty for a run or box that is not known."""
+        """Return the histories of all attempts, oldest first; empty for an unknown run or box."""
         found = past(self._journal, run, box, in_use=False)
         with _reading(self._journal) as db:
             for row in _rows(db, "boxes", run=run, box=box):
@@ -200,7 +200,7 @@ class StoppedCoordinator:
         for track in _rows(db, "tracks", **place):
             last = pb.History.FromString(track["history"])
             history.known.extend(last.known)
-            # One that was at work has gone on since, from what its lanes held.
+            # A box that was running has continued since, with the batches that its lanes held.
             history.settled = last.settled and row["place"] == BoxPresence.CLOSED.value
         history.abandoned.extend(
             pb.AbandonedEpoch(epoch=abandoned_epoch["epoch"], step=abandoned_epoch["step"])

@@ -1,4 +1,4 @@
-"""What a box's report says of its way: where its loop is, where epochs ended, and what nobody can ask for any more."""
+"""Progress in a box's report: its position, where epochs ended, and which snapshots are no longer needed."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 
 
 def advance(cluster: ClusterState, attempt: Attempt, box: Box, request: pb.WatchRunRequest, now: float) -> None:
-    """The box was handed all up to `request.delivered`, which is not before what is known."""
+    """Record the box's position `request.delivered`, which is not before the one recorded so far."""
     position = Position.from_proto(request.delivered)
     steps, box.delivered = position.step - box.step, request.delivered
     _note_ends(cluster, attempt, box, position)
     box.measure(now, steps)
-    # The positions of the window, thinned out: its lower edge may be late by a share of it, never early.
+    # The positions of the window, thinned out: its lower edge may be late by a fraction of it, never early.
     history, edge = box.history, box.step - box.retention
     if box.step - history[-1].step >= max(1, box.retention // cluster.limits.history_entries):
         history.append(position)
@@ -27,13 +27,16 @@ def advance(cluster: ClusterState, attempt: Attempt, box: Box, request: pb.Watch
             cluster.snapshot_index.trim(slot.key, history[0].total[slot.key.slot])
 
 
-def note_cuts(cluster: ClusterState, attempt: Attempt, box: Box, request: pb.WatchRunRequest) -> None:
-    """The epochs that its loop left. Raises InvalidArgumentError for more than there is room for."""
+def note_abandoned(cluster: ClusterState, attempt: Attempt, box: Box, request: pb.WatchRunRequest) -> None:
+    """Record the epochs that the box's loop abandoned. Raises InvalidArgumentError above `abandoned_max`."""
     for abandoned_epoch in request.abandoned:
         if abandoned_epoch.epoch in box.abandoned:
             continue
         if len(box.abandoned) >= cluster.limits.abandoned_max:
-            raise InvalidArgumentError(f"box {box.number} has left {len(box.abandoned)} passes: there is no more room")
+            raise InvalidArgumentError(
+                f"box {box.number} must abandon at most {cluster.limits.abandoned_max} epochs in an attempt: resume "
+                "from a saved state to start the next attempt"
+            )
         for other in (
             attempt.boxes.values()
             if attempt.note_abandoned(box, abandoned_epoch.epoch, abandoned_epoch.step)
@@ -50,6 +53,6 @@ def _note_ends(cluster: ClusterState, attempt: Attempt, box: Box, position: Posi
         epochs = sorted({epoch for _, epoch in box.ends})
         newer = epochs[len(epochs) // 2]
         box.ends = {end: total for end, total in box.ends.items() if end[1] > newer}
-    if position.epoch > box.start.epoch:  # where this epoch began, the one before had ended or was left
+    if position.epoch > box.start.epoch:  # where this epoch began, the one before ended or was abandoned
         begun = zip(position.total, position.delivered, strict=True)
         box.ends |= {(k, position.epoch - 1): total - delivered for k, (total, delivered) in enumerate(begun)}

@@ -1,8 +1,8 @@
-"""The cluster state: all runs and workers, and the elementary moves on them. Each move keeps four things in step: the
-objects, the journal's rows, the versions that long polls compare, and the list of slots that wait for a worker.
+"""Cluster state: all runs and workers, and the elementary changes to them. Each change keeps four things consistent:
+the objects, the journal's rows, the versions that long polls compare, and the list of slots that wait for a worker.
 
-Moves are small and total: `move` takes a slot from whoever has it, `end` closes an attempt, and so on. Who may ask for
-one, and when, is in state_machine.py.
+Changes are small and total: `move` takes a slot from its worker, `end` closes an attempt, and so on. Which calls may
+make one, and when, is in state_machine.py.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from penstock.proto.state.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 
-BOX_WEIGHS = 4
+BOX_COST = 4
 """Slots that a box counts for where it is lost or released: its rows and its event are as much work."""
 FREE_AFTER_S = 5.0
 """Seconds after which an attempt that is over is in no thread's hands any more."""
 Topic = tuple[str | int, ...]
-"""What changed: ("worker", name), ("box", run, attempt, box) or ("state", run, attempt, step)."""
+"""Subject of a change: ("worker", name), ("box", run, attempt, box) or ("state", run, attempt, step)."""
 
 
 class ClusterState:
@@ -63,48 +63,47 @@ class ClusterState:
         self.events = events
         self.runs: dict[str, Run] = {}
         self.workers: dict[str, Worker] = {}
-        self.room = FreeCapacity(self.workers)
+        self.free_capacity = FreeCapacity(self.workers)
         self.fleet, self.fleet_at = 0, 0.0
-        """The number of workers that the pace follows, and since when: see `count_fleet`."""
-        self.strain = 1.0
-        """See pace.strained."""
+        """Number of workers that the lease policy follows, and since when: see `count_fleet`."""
+        self.load_factor = 1.0
+        """Load factor, 1 = not overloaded: see lease_policy.updated_load_factor."""
         self.live_boxes = 0
         self.slots_held: Counter[str] = Counter()
-        """Slots of open attempts, by the token that opened them."""
-        """As counted by the last tick, and those opened since."""
+        """Slots of open attempts, by the digest of the credential token that opened them."""
         self.placed = 0
-        """Slots that workers have."""
+        """Slots that workers have, as owners or as migration targets."""
         self.appointed: dict[SlotKey, Slot] = {}
-        """Slots that have a successor."""
+        """Slots that have a migration target."""
         self.waiting: dict[SlotKey, Slot] = {}
         """Slots of live boxes that no worker has, in the order in which they began to wait."""
         self._to_place: deque[SlotKey] = deque()
-        """Of `waiting`, those that `place_waiting` has not looked at yet in its present round."""
+        """Slots of `waiting` that `place_waiting` has not yet looked at in its present round."""
         self._is_cut = False
-        """The last call of `place_waiting` ended before it had looked at all that it could."""
+        """The last call of `place_waiting` ended before it had looked at every slot."""
         self._stuck: set[str] = set()
-        """Each input_fn that no worker with room may run, as found in this round."""
+        """Each input_fn that no worker with free capacity may run, as found in this round."""
         self._ended: deque[tuple[Attempt, list[Box]]] = deque()
-        """Attempts that are over, with the boxes whose slots their workers still have, the next one last."""
+        """Attempts that are over, with the boxes whose slots are still to be released, the next one last."""
         self._discarded: deque[Box] = deque()
         """Boxes of attempts that are over: see `free_discarded`."""
         self._free_at = 0.0
         """When the next of `_discarded` may be freed; inf: an attempt has ended since the last tick."""
         self.touched: set[tuple[str, int, int]] = set()
-        """(run, attempt, box) whose slots or progress changed: their part of state queries is to be planned again."""
+        """(run, attempt, box) whose slots or progress changed: their part of state queries is planned again."""
         self.tickets_expire = 0
-        """Seconds since the epoch, for tickets made from now on: see penstock.proto.rpc.credentials.tickets."""
+        """Expiry of tickets made from now on, in seconds since the Unix epoch: see rpc.credentials.tickets."""
         self._version = journal.boots << 32
 
     # ------------------------------------------------------------------------------------------------ small things
 
     def next_version(self) -> int:
-        """Rises over all objects and all restarts, so that no two views are ever taken for the same."""
+        """Return a version that is higher than any before, over all objects and all restarts."""
         self._version += 1
         return self._version
 
     def bump_worker(self, worker: Worker) -> None:
-        self.room.offer(worker)
+        self.free_capacity.offer(worker)
         worker.version = self.next_version()
         self.changed(("worker", worker.name))
 
@@ -114,19 +113,19 @@ class ClusterState:
         self.changed(("box", attempt.run, attempt.number, box.number))
 
     def worker_lease_policy(self) -> LeasePolicy:
-        return of_workers(max(self.fleet, len(self.workers)), self.strain, self.limits)
+        return of_workers(max(self.fleet, len(self.workers)), self.load_factor, self.limits)
 
     def count_fleet(self, now: float) -> None:
-        """The pace follows a fleet that grows at once, and one that shrinks after a while: a coordinator that has lost
-        many because there was more to do than it could would else ask the others for more calls, and lose them too."""
+        """Follow a fleet that grows at once, and one that shrinks after a while: else a coordinator that lost workers
+        because it was overloaded would ask the others for more calls, and lose them too."""
         if len(self.workers) >= self.fleet or now - self.fleet_at > self.limits.shrinks_after_s:
             self.fleet, self.fleet_at = len(self.workers), now
 
     def box_lease_policy(self) -> LeasePolicy:
-        return of_boxes(self.live_boxes, self.strain, self.limits)
+        return of_boxes(self.live_boxes, self.load_factor, self.limits)
 
     def snapshot_share(self) -> SnapshotShare:
-        """What each slot may send of snapshots."""
+        """Return what each slot may send of snapshots."""
         calls_per_s = (
             len(self.workers) / self.worker_lease_policy().heartbeat_s
             + self.live_boxes / self.box_lease_policy().heartbeat_s
@@ -137,20 +136,21 @@ class ClusterState:
         self.touched.add((attempt.run, attempt.number, box.number))
 
     def lane_key(self, key: SlotKey, generation: int) -> bytes:
-        """What a worker checks tickets with. Derived, so that it outlives a restart and is in no file."""
+        """Return the key that a worker checks tickets with. Derived, so that it survives a restart and is in no
+        file."""
         return lane_key(self.journal.secret, *key, generation)
 
     def ticket(self, key: SlotKey, generation: int) -> str:
-        """What a lane's hello must show."""
+        """Return the ticket that a lane's hello must show."""
         return make_ticket(self.lane_key(key, generation), self.tickets_expire)
 
     # ----------------------------------------------------------------------------------------------------- finding
 
     def attempt(self, run_name: str, number: int) -> Attempt:
-        """The open attempt of that number. Raises UnknownRunError, SupersededError."""
+        """Return the open attempt of that number. Raises UnknownRunError, SupersededError."""
         run = self.runs.get(run_name)
         if run is None:
-            raise UnknownRunError(f"the coordinator knows no run {run_name!r}")
+            raise UnknownRunError(f"the coordinator has no run {run_name!r}")
         if run.current is not None and run.current.number == number:
             return run.current
         past = run.past.get(number)
@@ -172,11 +172,11 @@ class ClusterState:
 
     @property
     def is_between_slices(self) -> bool:
-        """The next call goes on with what the last one has begun: to release slots, or to place them."""
+        """The next call continues what the last one has begun: to release slots, or to place them."""
         return bool(self._ended) or self._is_cut
 
     def is_open(self, slot: Slot) -> bool:
-        """Its attempt is not over."""
+        """Return whether the slot's attempt is open."""
         return self.slot(slot.key) is slot
 
     def box_of(self, slot: Slot) -> tuple[Attempt, Box]:
@@ -214,27 +214,27 @@ class ClusterState:
         self.journal.put("abandoned", row | {"epoch": epoch, "step": box.abandoned[epoch]})
 
     def save_track(self, attempt: Attempt, box: Box) -> None:
-        """Where its loop was, and all else that a batch of an attempt that is over can be made again from."""
+        """Save the box's history, from which `penstock replay` makes batches of an attempt that is over again."""
         self.journal.put("tracks", _track_row(attempt, box))
 
     def track(self, run_name: str, box_number: int) -> box_history.BoxRecord | None:
-        """In the open attempt, if it has that box."""
+        """Return the box's history in the open attempt, if it has that box."""
         run = self.runs.get(run_name)
         attempt = run.current if run is not None else None
         box = attempt.boxes.get(box_number) if attempt is not None else None
         return None if attempt is None or box is None else box_history.with_snapshots(attempt, box, self.snapshot_index)
 
     def forget(self, run: Run) -> None:
-        """Drops everything about a run that will not be opened again."""
+        """Drop everything about a run that will not be opened again."""
         for table in TABLES:
             self.journal.drop(table, run=run.name)
         del self.runs[run.name]
 
     # ---------------------------------------------------------------------------------------------------- attempts
 
-    def check_room(self, request: pb.OpenRunRequest, credential: str, superseded: Attempt | None) -> None:
-        """Raises OverloadedError if another box would be more than the coordinator has room for. `superseded`: an
-        attempt that ends first."""
+    def check_capacity(self, request: pb.OpenRunRequest, credential: str, superseded: Attempt | None) -> None:
+        """Raise OverloadedError if another box would exceed the limits on open slots. `superseded`: an attempt that
+        ends first."""
         count, held, all_held = request.num_workers_per_box, self.slots_held[credential], self.slots_held.total()
         if superseded is not None:
             boxes = Counter(box.credential for box in superseded.boxes.values())
@@ -246,8 +246,8 @@ class ClusterState:
         ):
             if there + count > limit:
                 raise OverloadedError(
-                    f"{count} more workers: {there} of the {limit} that {what} may have in open runs are there; close "
-                    "runs that are over"
+                    f"{what} must have at most {limit} workers in open runs, got {there} and {count} more; close runs "
+                    "that are over"
                 )
 
     def add_box(
@@ -282,8 +282,8 @@ class ClusterState:
         return box
 
     def end(self, attempt: Attempt, state: AttemptState, why: str) -> None:
-        """The attempt is over: its calls are refused with `why`, and after a restart nobody owns anything of it. What
-        the workers have of it now, they have until `release_ended`; none of it changes any more."""
+        """End the attempt: its calls are refused with `why`, and after a restart none of its slots has a worker.
+        Workers keep their slots of it until `release_ended`; none of it changes any more."""
         run = self.runs[attempt.run]
         attempt.state, attempt.why = state, why
         self.events.add(f"attempt {state.value}", why, run=attempt.run, attempt=attempt.number)
@@ -318,7 +318,7 @@ class ClusterState:
 
     def release_ended(self) -> bool:
         """Take the slots of attempts that are over from their workers, about `slots_at_once` in one call, and wake
-        their boxes. True if all are taken: until then nothing is placed, for who comes next has the same places."""
+        their boxes. Return true if all are taken: until then nothing is placed, because capacity is not yet free."""
         left: set[str] = set()
         taken = 0
         while self._ended and taken < self.limits.slots_at_once:
@@ -349,14 +349,14 @@ class ClusterState:
             self._free_at = now + FREE_AFTER_S
         freed = 0
         while self._discarded and now >= self._free_at and freed < self.limits.slots_at_once:
-            freed += BOX_WEIGHS + len(self._discarded.popleft().slots)
+            freed += BOX_COST + len(self._discarded.popleft().slots)
 
     def vacate(self, attempt: Attempt, box: Box, place: BoxPresence, note: str) -> None:
-        """The box's client is gone or has closed: its workers are free at once."""
+        """Free the box's workers at once: its client is lost or has closed."""
         box.place = place
         kind = "box lost" if place is BoxPresence.GONE else "box closed"
         self.events.add(kind, note, run=attempt.run, attempt=attempt.number, box=box.number)
-        if box.told:
+        if box.reported:
             self.save_track(attempt, box)
         for slot in box.slots:
             self.waiting.pop(slot.key, None)
@@ -372,9 +372,9 @@ class ClusterState:
         self.bump_box(attempt, box)
 
     def revive(self, attempt: Attempt, box: Box, now: float) -> None:
-        """The client of a place that was given up is back, and nobody has opened the next attempt meanwhile."""
+        """Take a lost client back: it has returned, and the next attempt was not opened meanwhile."""
         box.place = BoxPresence.LIVE
-        text = f"the training job of box {box.number} was heard of again"
+        text = f"the training job of box {box.number} reported again"
         self.events.add("box back", text, run=attempt.run, attempt=attempt.number, box=box.number)
         box.lease_until = now + self.box_lease_policy().lease_s
         for slot in box.slots:
@@ -385,13 +385,13 @@ class ClusterState:
 
     # ------------------------------------------------------------------------------------------------------- slots
 
-    def _tell(self, kind: str, text: str, slot: Slot, worker: str) -> None:
-        """Of a slot, to those who look."""
+    def _add_slot_event(self, kind: str, text: str, slot: Slot, worker: str) -> None:
+        """Add an event about a slot."""
         place = {name: value for name, value in slot.key._asdict().items() if name != "run"}
         self.events.add(kind, text, run=slot.key.run, worker=worker, generation=slot.generation, **place)
 
     def _take(self, slot: Slot) -> str:
-        """Take the slot from the worker that has it, whose name this returns, and whose version is to be raised."""
+        """Take the slot from its worker and return the worker's name. The caller bumps its version."""
         name = slot.worker
         worker = self.workers.get(name)
         if worker is not None:
@@ -401,7 +401,7 @@ class ClusterState:
         return name
 
     def _detach(self, slot: Slot) -> bool:
-        """Take the slot from its worker; false if it had none."""
+        """Take the slot from its worker; return false if it had none."""
         if not slot.worker:
             return False
         worker = self.workers.get(self._take(slot))
@@ -410,10 +410,10 @@ class ClusterState:
         return True
 
     def move(self, slot: Slot, note: str, loss_at: float | None, making: records_pb2.Skip | None = None) -> None:
-        """Takes the slot from its worker, to be placed again under the next generation.
+        """Take the slot from its worker, to be placed again under the next generation.
 
-        `loss_at`: the time, if something died; None for an orderly hand-over, which counts against nobody.
-        `making`: the place of the batch that it was making as it died.
+        `loss_at`: the time, if something died; None for an orderly move, which does not count as a loss.
+        `making`: the position of the batch that it was making as it died.
         """
         attempt, box = self.box_of(slot)
         loser = slot.worker
@@ -430,7 +430,7 @@ class ClusterState:
             loss = SlotLoss(loss_at, loser, note, box.total(slot.key.slot), making)
             horizon = loss_at - self.limits.loss_window_s
             slot.losses = [*quarantine.still_count(slot.losses, loss, horizon), loss]
-        self._tell("slot moved" if loss_at is None else "slot lost", note, slot, loser)
+        self._add_slot_event("slot moved" if loss_at is None else "slot lost", note, slot, loser)
         if len(slot.losses) > self.limits.losses:
             self._give_up(box, slot)
         slot.gauge.restart(self.events.now)
@@ -444,52 +444,52 @@ class ClusterState:
         self.bump_box(attempt, box)
 
     def _give_up(self, box: Box, slot: Slot) -> None:
-        """It was lost too often: it fails, or the batch that did it is left out."""
+        """Fail a slot that was lost too often, or quarantine the batch that did it."""
         place = quarantine.culprit(slot.losses)
         if place is None or not box.opening.loader.options.skip_poison:
             error = quarantine.verdict(box, slot, place, self.limits.loss_window_s)
             slot.phase, slot.error = pb.FAILED, detail_of(error)
-            self._tell("slot failed", error.message, slot, "")
+            self._add_slot_event("slot failed", error.message, slot, "")
             return
         count, name = len(slot.losses), quarantine.name_of(box, slot, place)
         quarantine.leave_out(slot, place)
         self._save_skip(slot, place.epoch, place.total)
-        slot.note = f"{name} is quarantined and left out, for it killed its runner {count} times: {slot.note}"
-        self._tell("batch quarantined", slot.note, slot, "")
+        slot.note = f"{name} is quarantined and skipped: it killed its runner {count} times: {slot.note}"
+        self._add_slot_event("batch quarantined", slot.note, slot, "")
 
     def fail(self, slot: Slot, error: records_pb2.ErrorDetail) -> None:
-        """For good. The worker keeps the slot: the batches before the error are in its ring, to be delivered first."""
+        """Fail the slot for good. Its worker keeps it: the batches before the error are delivered from its ring."""
         attempt, box = self.box_of(slot)
         self.dismiss(slot)
         slot.phase, slot.error = pb.FAILED, detail_of(error_of(error))  # cut to size: it goes into every view
-        self._tell("slot failed", f"{slot}: {slot.error.message}", slot, slot.worker)
+        self._add_slot_event("slot failed", f"{slot}: {slot.error.message}", slot, slot.worker)
         self.save_slot(slot)
         self.bump_box(attempt, box)
 
     def note_rate(self, slot: Slot, report: pb.SlotReport, now: float) -> None:
-        """How fast its runner is, and how far ahead; or how many start before it."""
+        """Record how fast the slot's runner is, and how far ahead; or its position in the start queue."""
         slot.batches_per_s, slot.batch_s = report.batches_per_s, report.batch_s
         slot.batch_cpu_s, slot.batch_delay_s = report.batch_cpu_s, report.batch_delay_s
         _, box = self.box_of(slot)
         start_queue_position = report.start_queue_position, report.start_queue_length
         if start_queue_position != slot.start_queue_position:
             slot.start_queue_position = start_queue_position
-            # Told with the next answer, which is a beat away at most. Each start changes the place of all that wait: to
-            # wake their boxes each time would be a call for each pair of them.
+            # Sent with the next reply, at most one heartbeat later. Each start changes the position of all that wait:
+            # to wake their boxes each time would be a call for each pair of them.
             box.version = self.next_version()
         slot.gauge.report(now, report.produced, max(report.delivered, box.total(slot.key.slot)))
         if slot.gauge.lost_at and not slot.gauge.behind:
             lost_at, slot.gauge.lost_at = slot.gauge.lost_at, 0.0
-            text = f"{slot} goes on at worker {slot.worker}, {now - lost_at:.1f} s after it lost its runner"
-            self._tell("slot recovered", text, slot, slot.worker)
+            text = f"{slot} continues on worker {slot.worker}, {now - lost_at:.1f} s after it lost its runner"
+            self._add_slot_event("slot recovered", text, slot, slot.worker)
 
     def place_waiting(self) -> None:
-        """Give waiting slots to workers that have room, in the order in which they began to wait. One call looks at
-        `slots_at_once` of them, the next one at those behind: to place 16,384 in one go would keep others waiting."""
+        """Give waiting slots to workers with free capacity, in the order in which they began to wait. One call looks at
+        `slots_at_once` of them, the next one at those behind: to place 16,384 at once would delay other calls."""
         self._is_cut = True
         begun = False  # a round, by this call
         for _ in range(self.limits.slots_at_once):
-            if self.room.is_full:
+            if self.free_capacity.is_full:
                 self._to_place.clear()
             elif not self._to_place and not begun:
                 begun = True
@@ -506,17 +506,17 @@ class ClusterState:
             if input_fn in self._stuck:
                 continue
             far = box.unreachable_since(self.events.now - self.limits.unreachable_s) if box.unreachable else set()
-            worker = self.room.choose(slot, opened.host_id, input_fn, far)
+            worker = self.free_capacity.choose(slot, opened.host_id, input_fn, far)
             if worker is None and far:
                 far = box.unreachable_since(self.events.now - self.limits.unreachable_again_s)
-                worker = self.room.choose(slot, opened.host_id, input_fn, far)
-                worker = worker or self.room.choose(slot, opened.host_id, input_fn)
+                worker = self.free_capacity.choose(slot, opened.host_id, input_fn, far)
+                worker = worker or self.free_capacity.choose(slot, opened.host_id, input_fn)
             if worker is None:
                 self._stuck.add(input_fn)
                 continue
             del self.waiting[slot.key]
             slot.phase, slot.worker, slot.session = pb.STARTING, worker.name, worker.session
-            # A slot that has given something out must be taken over; one that never ran just starts.
+            # A slot that has delivered something must be recovered; one that never ran just starts.
             slot.recovery = slot.restarts > 0 and (slot.ever_ready or bool(self.snapshot_index.snapshots(slot.key)))
             worker.slots.add(slot.key)
             self.placed += 1
@@ -525,20 +525,20 @@ class ClusterState:
             self.bump_box(attempt, box)
 
     def drop_silent(self, now: float, patience_s: float = 0.0) -> None:
-        """Drop workers whose lease ended so long ago: as many as hold `slots_at_once`, the others at the next look."""
+        """Drop workers whose leases ended: as many as hold `slots_at_once`, the others in the next call."""
         moved = 0
         for worker in [worker for worker in self.workers.values() if worker.lease_until + patience_s <= now]:
             if moved >= self.limits.slots_at_once:
                 break
             moved += len(worker.slots)
             del self.workers[worker.name]
-            note = f"worker {worker.name} was not heard of for {now - worker.seen_at:.1f} s"
+            note = f"worker {worker.name} has not reported for {now - worker.seen_at:.1f} s"
             if not worker.left:
                 self.events.add("worker lost", note, worker=worker.name)
             self.drop_worker(worker, note, now)
 
     def drop_worker(self, worker: Worker, note: str, loss_at: float | None) -> None:
-        """The worker's slots go back; the worker itself stays where it is in `workers`."""
+        """Move all slots of the worker; the worker itself stays in `workers`."""
         for key in sorted(worker.slots):
             slot = self.slot(key)
             if slot is not None and slot.worker == worker.name:
@@ -547,10 +547,10 @@ class ClusterState:
                 self.dismiss(slot)
         worker.slots.clear()
 
-    # -------------------------------------------------------------------------------------------------- successors
+    # ------------------------------------------------------------------------------------------- migration targets
 
     def appoint(self, slot: Slot, worker: Worker, why: str, now: float) -> None:
-        """The worker is to get ready for the slot, which stays where it is until then: see migration.py."""
+        """Let a worker prepare for the slot, which stays where it is until then: see migration.py."""
         slot.reserved = slot.next_generation
         slot.target = MigrationTarget(worker.name, worker.session, slot.reserved, why, now)
         self.appointed[slot.key] = slot
@@ -561,7 +561,7 @@ class ClusterState:
         self.bump_box(*self.box_of(slot))
 
     def dismiss(self, slot: Slot) -> None:
-        """There is no successor any more, if there was one: the slot stays where it is."""
+        """Remove the slot's migration target, if it has one: the slot stays where it is."""
         target, slot.target = slot.target, None
         if target is None:
             return
@@ -575,18 +575,18 @@ class ClusterState:
                 self.bump_worker(worker)
 
     def take_over(self, slot: Slot, note: str, now: float) -> None:
-        """The slot goes from its worker to its successor."""
+        """Move the slot from its worker to its target."""
         self._detach(slot)
         self._succeed(slot)
         slot.note, slot.doing, slot.moved_at, slot.migrated = note, "", now, True
         slot.gauge.restart(0.0)
-        text = f"{slot} went to worker {slot.worker}: {note}"
-        self._tell("slot handed over", text, slot, slot.worker)
+        text = f"{slot} migrated to worker {slot.worker}: {note}"
+        self._add_slot_event("slot migrated", text, slot, slot.worker)
         self.save_slot(slot)
         self.bump_box(*self.box_of(slot))
 
     def _succeed(self, slot: Slot) -> None:
-        """The slot, which no worker has, is its successor's."""
+        """Give the slot, which no worker has, to its target."""
         target, slot.target = slot.target, None
         assert target is not None
         del self.appointed[slot.key]

@@ -1,4 +1,4 @@
-"""How many workers the open runs need, from what is measured.
+"""Number of workers that the open runs need, from measurements.
 
 Demand. A loop that took r steps a second and waited through a share w of the time would take r / (1 - w) if it never
 waited. Supply. A slot whose batches take it b seconds of work gives 1 / b of them a second. So a box needs
@@ -27,16 +27,16 @@ from penstock.appliance.policies.bottleneck import LEAST_S
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 MOST_TIMES = 4
-"""What is measured with so many workers says little of many times as many: then it is to be measured there."""
+"""Largest factor of advice: a measurement with few workers says little about many times as many."""
 HEADROOM = 1.25
-"""Times what would do if all batches took equally long."""
+"""Factor over what would do if all batches took equally long."""
 MOST_WAITED = 0.98
-"""A loop that does nothing but wait asks for any number of workers."""
+"""Largest share of waiting that counts: a loop that only waits would need any number of workers."""
 
 
 @dataclass(frozen=True)
 class WorkerAdvice:
-    """For one run; all 0 if too little is known yet."""
+    """Advice for one run; all 0 if too little is measured yet."""
 
     needed: int = 0
     """Slots of a box, were there cores enough."""
@@ -59,7 +59,7 @@ def advise(attempt: Attempt, cores: int) -> WorkerAdvice:
 
 
 def cores(workers: Iterable[Worker]) -> int:
-    """Return the number of cores of all machines with workers that take slots; 0 if one did not tell.
+    """Return the number of cores of all machines with workers that take slots; 0 if one did not report it.
 
     The daemons of one machine share its cores.
     """

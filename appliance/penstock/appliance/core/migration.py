@@ -1,15 +1,15 @@
-"""Slots that go to another worker in good order: nobody died, and the loop shall hardly notice.
+"""Migration of slots to another worker in good order: nothing died, and the loop should hardly notice.
 
-    appointed   another worker is told to get ready: its runner builds the loader and waits (the successor)
-    ready       the slot's worker is told to make durable what the successor needs so as to replay least
-    taken over  the slot is the successor's, under the generation that it was given when it was appointed
+    appointed   a target worker prepares: its runner builds the loader and waits
+    ready       the slot's worker makes durable what the target needs so as to replay least
+    taken over  the slot is the target's, under the generation that was reserved when it was appointed
 
-Until the last of these the slot stays where it is and its batches flow. If its worker is lost meanwhile the successor
-takes over at once; if the successor is lost, or does not get ready, the slot stays. A worker that did not get ready is
-asked again only after a while, by one that drains, and if nobody else has a place; for the sake of balance it is not.
+Until the last step the slot stays where it is and its batches flow. If its worker is lost meanwhile the target takes
+over at once; if the target is lost, or does not get ready, the slot stays. A worker that did not get ready is a target
+again only after a while, for a drain, and if no other has free capacity; for balance it is not.
 
-Three reasons: its worker drains; it is a straggler; or workers have joined that have more room (see balance.py). What
-comes out of a slot does not depend on where it runs, so none of them changes the stream.
+Three reasons: its worker drains; it is a straggler; or workers have joined that have more free capacity (see
+balance.py). A slot's output does not depend on where it runs, so none of them changes the stream.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 
 
 class Migrations:
-    """Decides which slots are handed over, and sees them through."""
+    """Decides which slots migrate, and follows each migration to its end."""
 
     def __init__(self, cluster: ClusterState) -> None:
         self._cluster = cluster
         self._balanced_at = 0.0
         self._look: Iterator[balance.SlotMove | None] | None = None
-        """At the balance, a slice with each tick; None between two looks."""
+        """The balance under way, one slice per tick; None between two of them."""
 
-    # ---- what workers say
+    # ---- reports of workers
 
-    def heard(self, slot: Slot, report: pb.SlotReport, now: float) -> None:
-        """A successor reports about the slot that it is getting ready for."""
+    def target_reported(self, slot: Slot, report: pb.SlotReport, now: float) -> None:
+        """Process the report of a target about the slot that it prepares for."""
         target = slot.target
         assert target is not None
         if report.phase == pb.FAILED:
@@ -46,17 +46,17 @@ class Migrations:
                 target.capabilities = report.capabilities
             worker = self._cluster.workers.get(slot.worker)
             if worker is not None:
-                self._cluster.bump_worker(worker)  # to be told that it shall hand over
+                self._cluster.bump_worker(worker)  # its next assignments ask it to prepare the migration
 
     def migrated(self, slot: Slot, now: float) -> None:
-        """The slot's worker says that all is durable that the successor needs."""
+        """Complete the migration: the slot's worker reports that what the target needs is durable."""
         if slot.target is not None and slot.target.ready_at:
             self._cluster.take_over(slot, slot.target.why, now)
 
     # ---- time
 
     def tick(self, now: float) -> None:
-        """Sees to those under way, to workers that drain, and to the balance."""
+        """Check migrations under way, draining workers, and the balance."""
         cluster, limits = self._cluster, self._cluster.limits
         for slot in list(cluster.appointed.values()):
             target = slot.target
@@ -74,8 +74,8 @@ class Migrations:
         due = now - self._balanced_at >= min(limits.balance_every_s, limits.balance_after_s)
         if limits.balance_after_s and due and self._look is None:
             self._balanced_at = now
-            room = max(1, cluster.placed // balance.ONE_IN) - len(cluster.appointed)
-            self._look = balance.look(cluster, now, room)
+            budget = max(1, cluster.placed // balance.ONE_IN) - len(cluster.appointed)
+            self._look = balance.look(cluster, now, budget)
         for move in self._look or ():
             if move is None:
                 return
@@ -85,7 +85,7 @@ class Migrations:
         self._look = None
 
     def drain(self, worker: Worker, now: float) -> None:
-        """Appoints successors for what the worker has, as far as others have places."""
+        """Appoint targets for the worker's slots, as far as other workers have free capacity."""
         why = f"worker {worker.name} drains"
         for slot in self.owned(worker):
             if slot.target is not None or slot.phase == pb.FAILED:
@@ -95,43 +95,45 @@ class Migrations:
                 continue
             if slot.phase == pb.READY:
                 self._cluster.appoint(slot, other, why, now)
-            else:  # it has given nothing out, so there is nothing to keep going
+            else:  # it has delivered nothing, so there is nothing to keep running
                 self._cluster.move(slot, why, None)
 
     def _elsewhere(self, slot: Slot, worker: Worker, now: float) -> Worker | None:
-        """A place for a slot of a worker that drains: with one that could not take it over only if no other has one."""
+        """Return a worker for a slot of a draining one; one that failed to prepare for it only as the last choice."""
         cluster = self._cluster
         _, box = cluster.box_of(slot)
         host_id, input_fn = box.opening.host_id, box.opening.loader.input_fn
         far = box.unreachable_since(now - cluster.limits.unreachable_s)
-        other = cluster.room.choose(slot, host_id, input_fn, {worker.name} | slot.unfit_at(cluster.workers) | far)
+        other = cluster.free_capacity.choose(
+            slot, host_id, input_fn, {worker.name} | slot.unfit_at(cluster.workers) | far
+        )
         if other is None and now >= slot.left_alone_until:
-            other = cluster.room.choose(slot, host_id, input_fn, {worker.name})
+            other = cluster.free_capacity.choose(slot, host_id, input_fn, {worker.name})
         return other
 
     def owned(self, worker: Worker) -> list[Slot]:
-        """The slots of the worker, without those that it is getting ready for."""
+        """Return the worker's slots, without those that it is only the target of."""
         slots = [self._cluster.slot(key) for key in sorted(worker.slots)]
         return [slot for slot in slots if slot is not None and slot.worker == worker.name]
 
     def stuck(self, worker: Worker, now: float) -> int:
-        """Slots that stay with a worker that drains: they have failed, or there is no place elsewhere."""
+        """Return the number of slots that stay on a draining worker: failed, or without capacity elsewhere."""
         staying = [slot for slot in self.owned(worker) if slot.target is None]
         return sum(slot.phase == pb.FAILED or self._elsewhere(slot, worker, now) is None for slot in staying)
 
     def order(self, request: pb.DrainWorkerRequest, now: float) -> pb.DrainWorkerReply:
-        """An operator wants a worker drained, or not any more, or only looks. Raises UnknownWorkerError.
+        """Drain a worker, end its drain, or only look, for an operator. Raises UnknownWorkerError.
 
-        Whether one that only the journal knows drains, it tells when it comes back: until then nobody is told that it
-        does not, and it cannot be told so either.
+        Whether a worker that only the journal knows drains is unknown until it comes back and reports it: until then
+        the reply never says that it does not, and its drain cannot be undone.
         """
         worker = self._cluster.workers.get(request.worker)
         if worker is None:
             there = ", ".join(sorted(self._cluster.workers)[:8]) or "none"
-            raise UnknownWorkerError(f"there is no worker {request.worker!r}; there are: {there}")
+            raise UnknownWorkerError(f"worker must be one of {there}, got {request.worker!r}")
         if request.undo and not worker.registered:
             raise UnknownWorkerError(
-                f"worker {request.worker!r} was not heard of since the coordinator was started: ask once it is back"
+                f"worker {request.worker!r} has not reported since the coordinator was started: retry once it is back"
             )
         if not request.look:
             self.set_draining(worker, not request.undo, now)
@@ -145,16 +147,16 @@ class Migrations:
         )
 
     def set_draining(self, worker: Worker, draining: bool, now: float) -> None:
-        """It takes no new slots and hands its own over; or it takes slots again."""
+        """Drain the worker: no new slots, and its own migrate; or let it take slots again."""
         if draining == worker.draining:
             return
         worker.draining = draining
-        kind, text = ("worker drains", "hands its slots over") if draining else ("worker back", "takes slots again")
+        kind, text = ("worker drains", "migrates its slots") if draining else ("worker back", "takes slots again")
         self._cluster.events.add(kind, f"worker {worker.name} {text}", worker=worker.name)
         if draining:
             for slot in [self._cluster.slot(key) for key in sorted(worker.slots)]:
                 if slot is not None and slot.worker != worker.name:
-                    self._cluster.dismiss(slot)  # it would come here to leave again
+                    self._cluster.dismiss(slot)  # it would have to leave again
             self.drain(worker, now)
         else:
             for slot in self.owned(worker):
@@ -162,7 +164,7 @@ class Migrations:
         self._cluster.bump_worker(worker)
 
     def _give_up(self, slot: Slot, note: str, now: float) -> None:
-        """It stays where it is, for now."""
+        """Leave the slot where it is, for `left_alone_s`."""
         if slot.target is not None:
             slot.unfit[slot.target.worker] = slot.target.session
         self._cluster.dismiss(slot)

@@ -1,12 +1,12 @@
-"""What an OpenRun means: the same opening again, a place in the open attempt, or the next attempt.
+"""Meaning of an OpenRun call: a repeated call, a box that joins the open attempt, or the next attempt.
 
-The question behind all rules is whether the opener belongs to the launch that holds the run, or is its successor. A key
-says it outright. Without one, a place that is free in an attempt whose members are all alive is a launch that is still
-gathering; a member that is gone makes the attempt broken, for nobody can rejoin a launch whose slots have moved on, so
-the opener must be a successor; and a place that a live client holds cannot be told apart from a mistake, so it is an
-error, except for a single box: there the successor never waits for its dead predecessor.
+Each rule decides whether the opener belongs to the launch that holds the run, or to its successor. A key says so.
+Without one, a box that is free in an attempt whose members are all alive belongs to a launch that is still starting. A
+lost member breaks the attempt, because no process can rejoin a launch whose slots have moved on, so the opener must
+belong to a successor. A box that a live client holds cannot be told apart from a mistake, so it is an error, except for
+a single box: there the successor never waits for its dead predecessor.
 
-Pure functions over the cluster state; nothing is changed here.
+Pure functions over the cluster state, which is not changed here.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class JoinAttempt:
 
 @dataclass(frozen=True)
 class OpenAttempt:
-    """Open the next attempt; an open one is superseded."""
+    """Decision to open the next attempt; an open one is superseded."""
 
 
 def run_name(request: pb.OpenRunRequest) -> str:
@@ -53,30 +53,31 @@ def run_name(request: pb.OpenRunRequest) -> str:
 
 
 def validate(request: pb.OpenRunRequest, limits: Limits) -> Position:
-    """Checks all that can be checked without the cluster state; returns where the box starts."""
+    """Check what can be checked without the cluster state; return where the box starts."""
     if not request.job or not request.loader.input_fn:
-        raise InvalidArgumentError("an opening needs a job and an input_fn")
+        raise InvalidArgumentError("an opening must have a job and an input_fn, got an empty one")
     if request.num_boxes < 1 or request.num_workers_per_box < 1:
         raise InvalidArgumentError(
-            f"num_boxes={request.num_boxes} and num_workers_per_box={request.num_workers_per_box}: both start at 1"
+            f"num_boxes and num_workers_per_box must be >= 1, got {request.num_boxes} and {request.num_workers_per_box}"
         )
     if request.num_boxes * request.num_workers_per_box > limits.slots_max:
         raise InvalidArgumentError(
-            f"{topology(request.num_boxes, request.num_workers_per_box)} are more than {limits.slots_max} workers"
+            f"a run must have at most {limits.slots_max} workers, got "
+            f"{topology(request.num_boxes, request.num_workers_per_box)}"
         )
     if request.box >= request.num_boxes:
         raise BoxOutOfRangeError(
-            f"box {request.box} of run {run_name(request)}: with num_boxes={request.num_boxes} the boxes are "
-            f"0 to {request.num_boxes - 1}"
+            f"box of run {run_name(request)} must be 0 to {request.num_boxes - 1} with num_boxes={request.num_boxes}, "
+            f"got {request.box}"
         )
-    told, count = len(request.start.slots), request.num_workers_per_box
-    if told not in (0, count):
-        raise InvalidArgumentError(f"the position to start from has {told} slots, the box has {count}")
+    given, count = len(request.start.slots), request.num_workers_per_box
+    if given not in (0, count):
+        raise InvalidArgumentError(f"the position to start from must have {count} slots like the box, got {given}")
     return start_of(request)
 
 
 def start_of(request: pb.OpenRunRequest) -> Position:
-    """Where the box starts: at the place of a saved state, or with all of its workers at a beginning."""
+    """Return where the box starts: at the position of a saved state, or with all of its workers at the beginning."""
     start = request.start
     if start.slots:
         return Position.from_proto(start)
@@ -87,23 +88,25 @@ def resumes(request: pb.OpenRunRequest) -> bool:
     return bool(request.resume.blob) or request.start.step > 0
 
 
-def told(request: pb.OpenRunRequest) -> tuple[str, pb.OpenRunRequest]:
-    """Who opens, and the opening without what proves it: that is kept nowhere."""
+def without_secret(request: pb.OpenRunRequest) -> tuple[str, pb.OpenRunRequest]:
+    """Return the client's digest and the opening without its secret client_id, which is stored nowhere."""
     if not request.client_id:
-        raise InvalidArgumentError("an opening needs a client_id")
+        raise InvalidArgumentError("an opening must have a client_id, got an empty one")
     kept = pb.OpenRunRequest()
     kept.CopyFrom(request)
     kept.ClearField("client_id")
     return client_of(request.client_id), kept
 
 
-def check_room(
+def check_limits(
     request: pb.OpenRunRequest, run: Run | None, runs: int, snapshot_index: SnapshotIndex, limits: Limits
 ) -> None:
-    """Refuse what there is no room for, and what would keep the coordinator from everybody else's calls. What the
-    journal has is not asked: another release may have let it in. `runs`: how many it knows."""
+    """Raise an error for an opening above the limits, which would delay every other call. Openings in the journal are
+    not checked: another release may have accepted them. `runs`: number of known runs."""
     if run is None and runs >= limits.runs_max:
-        raise OverloadedError(f"the journal knows {runs} runs, which is the limit: go on with another state directory")
+        raise OverloadedError(
+            f"the journal must hold at most {limits.runs_max} runs, got {runs}: start with another state directory"
+        )
     for what, blob in (("resume from", request.resume.blob), ("make the loader of", request.loader.arguments_blob)):
         if blob and not snapshot_index.has_blob(blob):
             raise InvalidArgumentError(f"the coordinator has no blob {blob} to {what}: send it with PutBlob first")
@@ -127,7 +130,7 @@ def decide(
         return OpenAttempt()
     for past in run.past.values():
         if past.clients.get(request.box) == client:
-            raise SupersededError(past.why)  # a delayed duplicate of an opening that has had its time
+            raise SupersededError(past.why)  # a delayed duplicate of an old opening
     current = run.current
     if current is None:
         return _next(run, request)
@@ -135,7 +138,7 @@ def decide(
     if held is not None and held.client == client:
         if held.place is BoxPresence.CLOSED:
             raise SupersededError(
-                f"box {held.number} of run {run.name} was closed by this client; open it as a new one"
+                f"box {held.number} of run {run.name} was closed by this client; open it with a new client"
             )
         return RepeatedOpening(held)
 
@@ -165,7 +168,7 @@ def decide(
 
 def _taken(attempt: Attempt, held: Box, now: float, remedy: str) -> BoxTakenError:
     return BoxTakenError(
-        f"box {held.number} of run {attempt.run} (attempt {attempt.number}) is held by {held.who()}, heard of "
+        f"box {held.number} of run {attempt.run} (attempt {attempt.number}) is held by {held.who()}, which reported "
         f"{max(0.0, now - held.reported_at):.1f} s ago{remedy}"
     )
 
@@ -175,8 +178,8 @@ def _join(attempt: Attempt, request: pb.OpenRunRequest) -> JoinAttempt:
     asked = topology(request.num_boxes, request.num_workers_per_box)
     if asked != attempt.topology:
         raise TopologyError(
-            f"{where} opens it as {asked}, the other boxes as {attempt.topology}: all boxes of a launch need the "
-            "same numbers"
+            f"{where} opens it as {asked}, the other boxes as {attempt.topology}: all boxes of a launch must have the "
+            "same topology"
         )
     if request.has_seed and request.seed != attempt.seed:
         raise InvalidArgumentError(
@@ -208,7 +211,7 @@ def _next(run: Run, request: pb.OpenRunRequest) -> OpenAttempt:
 
 
 def seed_of(run: Run | None, request: pb.OpenRunRequest, fresh: Callable[[], int]) -> int:
-    """The seed of the next attempt."""
+    """Return the seed of the next attempt."""
     if request.has_seed:
         if run is not None and request.seed != run.seed and not resumes(request):
             raise InvalidArgumentError(

@@ -1,13 +1,12 @@
-"""Workers that a box cannot reach, although the coordinator hears them both.
+"""Workers that a box cannot reach, although both can reach the coordinator.
 
-A lane goes from the training host to the worker's and never past here, so a route or a firewall between these two is
-nobody else's to see. The box tells with its reports which slots' lanes it could not open or keep, having heard from the
-coordinator meanwhile: its own network works. Such a slot goes to a worker that is not known to be out of the box's
-reach, as long as there is one with room; else it stays, and the lane is tried on.
+A lane goes from the training host to the worker's host and never through the coordinator, so only the box can see a
+broken route or a firewall between these two. It reports the slots whose lanes it could not open or keep while it had
+contact with the coordinator, that is, while its own network worked. Such a slot moves to a worker that is not known to
+be unreachable from the box, as long as one has free capacity; else it stays, and the box keeps trying the lane.
 
-What a box says moves its own slots and no others, and keeps only these from a worker. So that one which can reach
-nobody does not chase its slots through the fleet, each start of a runner for nothing, it is believed a few workers a
-minute.
+A box's report moves its own slots only. A box that can reach no worker must not move its slots through the whole fleet,
+with a runner started for nothing each time, so its reports are believed for a few workers per minute.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from penstock.appliance.model.entities import Attempt, Box, Slot, Worker
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 _WHY = 300
-"""Characters of what the box says."""
+"""Longest reason taken from a box's report, in characters."""
 
 
 def note(cluster: ClusterState, attempt: Attempt, box: Box, request: pb.WatchRunRequest, now: float) -> None:
-    """Moves the slots whose lanes the box says are cut off, where another worker has room for them."""
+    """Move the slots whose lanes the box reports as cut off, where another worker has free capacity for them."""
     for claim in request.unreachable:
         slot = box.slots[claim.slot] if claim.slot < len(box.slots) else None
         if slot is None or slot.generation != claim.generation or slot.phase != pb.READY or not slot.worker:
@@ -39,7 +38,7 @@ def _elsewhere(cluster: ClusterState, box: Box, slot: Slot, now: float) -> Worke
     opening = box.opening
     for since in (now - cluster.limits.unreachable_s, now - cluster.limits.unreachable_again_s):
         barred = box.unreachable_since(since)
-        worker = cluster.room.choose(slot, opening.host_id, opening.loader.input_fn, barred | {slot.worker})
+        worker = cluster.free_capacity.choose(slot, opening.host_id, opening.loader.input_fn, barred | {slot.worker})
         if worker is not None:
             return worker
     return None

@@ -1,8 +1,8 @@
-"""The cluster state after a restart, from the journal.
+"""Recovery of the cluster state from the journal after a restart.
 
-Everybody has a full new lease. Workers that the journal knows are kept as they were, unregistered: with their next
-heartbeat they are told to register again, and one that does under the same session keeps its slots where they are, with
-no batch lost and none computed twice. Progress comes back with the clients' next reports.
+Every peer has a full new lease. Workers that the journal knows are kept as they were, unregistered: the reply to their
+next heartbeat asks them to register again, and one that does under the same session keeps its slots, with no batch lost
+and none computed twice. Progress comes back with the clients' next reports.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from penstock.proto.v1 import records_pb2
 
 
 def restore(cluster: ClusterState, now: float, worker_lease_s: float, client_lease_s: float) -> None:
-    """Fills empty cluster state. The leases are the longest that were promised before. Raises JournalError for rows
-    that SQLite can read and that make no cluster state."""
+    """Fill an empty cluster state. The leases are the longest that were promised before. Raises JournalError for rows
+    that SQLite can read but that make no cluster state."""
     try:
         _fill(cluster, now, worker_lease_s, client_lease_s)
     except (LookupError, TypeError, ValueError, AssertionError, DecodeError, PenstockError) as error:
@@ -104,7 +104,7 @@ def _box(cluster: ClusterState, attempt: Attempt, row: Mapping[str, Any], now: f
     box = Box(
         row["box"], client_in(row["client_id"]), request, start, BoxPresence(row["place"]), now, cluster.next_version()
     )
-    box.reported_at, box.told, box.restored = now, False, True
+    box.reported_at, box.reported, box.restored = now, False, True
     box.history.append(start)
     if box.place is BoxPresence.CLOSED:
         box.lingers_until = now + cluster.limits.linger_s

@@ -1,16 +1,16 @@
-"""The coordinator as a state machine: calls in, replies out. No I/O but the journal's; time and seeds are given.
+"""The coordinator as a state machine: calls in, replies out. No I/O but the journal's; time and seeds are passed in.
 
-Each public method is one call of coordinator.proto or the passing of time (`tick`). It checks who speaks, makes its
-moves on the cluster state, gives waiting slots to workers, plans state queries again where something moved, and
-commits; the reply is made after that, so what it says is on disk. All calls are idempotent, and late ones of fenced
-peers change nothing: see the order contract that opens coordinator.proto.
+Each public method is one call of coordinator.proto or the passing of time (`tick`). It checks the sender, changes the
+cluster state, gives waiting slots to workers, plans state queries again where something changed, and commits; the reply
+is made after that, so its content is on disk. All calls are idempotent, and late ones of fenced peers change nothing:
+see the order contract at the top of coordinator.proto.
 
 Single-threaded by construction: methods never wait. The service waits, on the topics that `changed` announces.
 
 Leases. Silence is the only sign of death that always comes. A worker's lease ends: its slots move. A client's lease
-ends: its workers are free at once, but its place stays its own until someone opens the next attempt, for a process
-that was stopped for a while is not dead, and can go on by recovery. How long a lease is, lease_policy.py says. If the
-coordinator itself was stopped, leases are extended by the gap: it has heard nobody, and that says nothing about them.
+ends: its workers are free at once, but its box stays its own until the next attempt opens, because a process that was
+stopped for a while is not dead and can resume by recovery. lease_policy.py decides how long a lease is. If the
+coordinator itself was stopped, leases are extended by the gap: it received no call, whoever was alive.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
 from penstock.appliance.core import box_progress, opening, reachability, views
-from penstock.appliance.core.cluster_state import BOX_WEIGHS, ClusterState, Topic
+from penstock.appliance.core.cluster_state import BOX_COST, ClusterState, Topic
 from penstock.appliance.core.migration import Migrations
 from penstock.appliance.core.recovery import restore
 from penstock.appliance.core.state_queries import StateQueries
@@ -39,8 +39,8 @@ from penstock.appliance.model.limits import Limits
 from penstock.appliance.model.recent_events import RecentEvents
 from penstock.appliance.model.request_checks import check_counts, check_measures, check_reports
 from penstock.appliance.policies import quarantine
-from penstock.appliance.policies.lease_policy import PromisedLease, patience_s, updated_strain
-from penstock.appliance.policies.placement import nobody_may
+from penstock.appliance.policies.lease_policy import PromisedLease, patience_s, updated_load_factor
+from penstock.appliance.policies.placement import why_not_allowed
 from penstock.appliance.states.state_query import StateQuery
 from penstock.appliance.storage.journal import Journal
 from penstock.appliance.storage.snapshot_index import DurableSnapshot, SnapshotIndex
@@ -59,20 +59,20 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 
 _DOING, _STACK = 300, 12_000
-"""Characters of what a worker says about a hang or a crash: they go into every view of the box."""
-_NO_REASON = records_pb2.ErrorDetail(name="PenstockError", message="the worker gave no reason")
+"""Longest report of a hang or a crash, in characters: it goes into every view of the box."""
+_NO_REASON = records_pb2.ErrorDetail(name="PenstockError", message="the worker reported no reason")
 
 
 class Registry:
-    """
+    """The state machine.
     Args:
         journal: where the cluster state is kept.
         snapshot_index: the index of snapshots and blobs, filled from the store.
-        limits: see there.
+        limits: limits of the coordinator.
         clock: monotonic seconds.
-        wall: seconds since the epoch, for what replies say of it.
+        wall: seconds since the Unix epoch, for replies.
         fresh_seed: a seed for a run that brings none.
-        changed: told every topic whose view has changed; must not call back.
+        changed: called with every topic whose view has changed; must not call back.
         host: where this coordinator runs.
     """
 
@@ -94,7 +94,7 @@ class Registry:
         self._wall = wall
         self._fresh_seed = fresh_seed
         self.state_queries = StateQueries(self.cluster)
-        self._hand_overs = Migrations(self.cluster)
+        self._migrations = Migrations(self.cluster)
         self._old_sessions: OrderedDict[tuple[str, str], None] = OrderedDict()
         self._started = self._ticked = now = clock()
         self.cluster.tickets_expire = expiry(wall())
@@ -109,7 +109,7 @@ class Registry:
     # ------------------------------------------------------------------------------------------------------ common
 
     def _settle(self) -> None:
-        """After every change: place what waits, plan what is asked, commit."""
+        """Finish a change: place waiting slots, plan state queries, commit."""
         cluster = self.cluster
         if cluster.release_ended():
             cluster.place_waiting()
@@ -119,22 +119,22 @@ class Registry:
     # -------------------------------------------------------------------------------------------------------- clients
 
     def open_run(self, request: pb.OpenRunRequest, credential: str = "") -> pb.OpenRunReply:
-        """`credential`: which token the caller showed, by its digest."""
+        """Open a run or join a box to it. `credential`: digest of the caller's credential token."""
         now, cluster = self._clock(), self.cluster
         start = opening.validate(request, self.limits)
-        client, request = opening.told(request)
+        client, request = opening.without_secret(request)
         name = opening.run_name(request)
         run = cluster.runs.get(name)
-        opening.check_room(request, run, len(cluster.runs), cluster.snapshot_index, self.limits)
+        opening.check_limits(request, run, len(cluster.runs), cluster.snapshot_index, self.limits)
         match opening.decide(run, request, client, now):
             case opening.RepeatedOpening(box):
                 attempt = cluster.attempt(name, run.attempt if run is not None else 0)
                 self._renew(attempt, box, now)
             case opening.JoinAttempt(attempt):
-                cluster.check_room(request, credential, None)
+                cluster.check_capacity(request, credential, None)
                 cluster.add_box(attempt, client, request, start, now, credential)
             case opening.OpenAttempt():
-                cluster.check_room(request, credential, run.current if run is not None else None)
+                cluster.check_capacity(request, credential, run.current if run is not None else None)
                 attempt = self._next_attempt(name, run, client, request, now)
                 cluster.add_box(attempt, client, request, start, now, credential)
         lease_policy = cluster.box_lease_policy()
@@ -169,7 +169,7 @@ class Registry:
         return run.current
 
     def _renew(self, attempt: Attempt, box: Box, now: float, known_s: float = 0.0) -> None:
-        """`known_s`: the lease that the box goes by."""
+        """Renew the box's lease. `known_s`: the lease that the box uses."""
         if box.place is BoxPresence.GONE:
             self.cluster.revive(attempt, box, now)
         box.lease_until = now + self.cluster.box_lease_policy().promised(known_s, self.limits.lease_max_s)
@@ -187,7 +187,7 @@ class Registry:
         return attempt, box
 
     def watch_run(self, request: pb.WatchRunRequest) -> pb.WatchRunReply:
-        """A report, and the answer at once; the service holds the answer until there is something new."""
+        """Take a report and return the answer at once; the service holds the answer until something has changed."""
         self.report_box(request)
         return self.box_view(request)
 
@@ -205,7 +205,7 @@ class Registry:
         return reply
 
     def box_hold(self, request: pb.WatchRunRequest) -> float:
-        """Seconds that a watch with nothing to tell is held."""
+        """Return the seconds that a watch without news is held."""
         name = f"{request.run}.{request.box}"
         return min(request.hold_s, self.cluster.box_lease_policy().left(self._clock(), name))
 
@@ -223,13 +223,15 @@ class Registry:
         for abandoned_epoch in request.abandoned:
             check_counts(epoch=abandoned_epoch.epoch, step=abandoned_epoch.step)
         self._renew(attempt, box, now, request.lease_s)
-        if not box.told:
-            box.told = True
+        if not box.reported:
+            box.reported = True
             self.cluster.touch(attempt, box)
         delivered = request.delivered
         if delivered.slots and len(delivered.slots) != attempt.num_workers:
-            raise InvalidArgumentError(f"a position of {len(delivered.slots)} slots for {attempt.num_workers} workers")
-        box_progress.note_cuts(self.cluster, attempt, box, request)
+            raise InvalidArgumentError(
+                f"a position must have {attempt.num_workers} slots, one per worker, got {len(delivered.slots)}"
+            )
+        box_progress.note_abandoned(self.cluster, attempt, box, request)
         if delivered.step >= box.delivered.step:  # else it was overtaken by a later report
             passed = attempt.left_between(box.step, delivered.step)
             if request.epoch_ended != box.epoch_ended or delivered.epoch != box.delivered.epoch or passed:
@@ -244,7 +246,7 @@ class Registry:
         return attempt, box
 
     def close_run(self, request: pb.CloseRunRequest) -> None:
-        """Closing what is fenced or closed already is no error: it has been given back."""
+        """Close the box. A fenced or closed box is no error: it has been released already."""
         try:
             attempt, box = self._place_of(request.run, request.attempt, request.box, request.client_id)
         except (SupersededError, UnknownRunError):
@@ -272,7 +274,7 @@ class Registry:
     def register_worker(self, request: pb.RegisterWorkerRequest) -> pb.RegisterWorkerReply:
         now, cluster = self._clock(), self.cluster
         if not request.worker or not request.session or request.slots < 1:
-            raise InvalidArgumentError("a worker needs a name, a session and at least one slot")
+            raise InvalidArgumentError("a worker must have a name, a session and at least one slot")
         if request.slots > self.limits.worker_slots_max:
             raise InvalidArgumentError(
                 f"slots must be at most {self.limits.worker_slots_max} for one worker, got {request.slots}: start "
@@ -286,10 +288,12 @@ class Registry:
         cluster.journal.confirm(request.commit_mark, f"worker {request.worker}")
         if (request.worker, request.session) in self._old_sessions:
             raise SupersededError(
-                f"another process has registered as worker {request.worker}: give every worker a name of its own"
+                f"worker {request.worker} was registered by another process: give every worker a name of its own"
             )
         if request.worker not in cluster.workers and len(cluster.workers) >= self.limits.workers_max:
-            raise OverloadedError(f"{len(cluster.workers)} workers are registered, which is the limit")
+            raise OverloadedError(
+                f"at most {self.limits.workers_max} workers must be registered, got {len(cluster.workers)} and one more"
+            )
         old = cluster.workers.get(request.worker)
         keeps: set[SlotKey] = set()
         draining = request.draining
@@ -323,7 +327,7 @@ class Registry:
         lease_policy = cluster.worker_lease_policy()
         self._to_workers.keep(lease_policy.lease_s, now)
         worker.lease_until = now + lease_policy.lease_s
-        cluster.room.offer(worker)
+        cluster.free_capacity.offer(worker)
         for key in sorted(worker.slots)[worker.capacity :]:
             slot = cluster.slot(key)
             if slot is not None and slot.worker == worker.name:
@@ -340,14 +344,14 @@ class Registry:
         )
 
     def heartbeat(self, request: pb.HeartbeatRequest) -> pb.HeartbeatReply:
-        """A report, and the answer at once; the service holds the answer until there is something new."""
+        """Take a report and return the answer at once; the service holds the answer until something has changed."""
         self.report_worker(request)
         return self.worker_view(request)
 
     def report_worker(self, request: pb.HeartbeatRequest) -> None:
         now = self._clock()
         check_measures(hold_s=request.hold_s, lease_s=request.lease_s)
-        check_reports(request.slots, self.limits.traits_max)
+        check_reports(request.slots, self.limits.capabilities_max)
         worker = self._registered(request.worker, request.session)
         if worker is not None:
             worker.seen_at = now
@@ -357,11 +361,11 @@ class Registry:
             for report in request.slots:
                 self._slot_report(worker, report, now)
             if request.leaving and not worker.draining:
-                self._hand_overs.set_draining(worker, True, now)
+                self._migrations.set_draining(worker, True, now)
             self._settle()
 
     def worker_hung_up(self, name: str, session: str) -> None:
-        """Its connection ended under a heartbeat. That is no proof, but a reason to wait less."""
+        """Shorten the lease of a worker whose connection ended during a heartbeat: a hint of its death, not a proof."""
         worker = self._registered(name, session)
         if worker is not None:
             longer = self.cluster.worker_lease_policy().lease_s / self.limits.worker_lease_s
@@ -375,7 +379,7 @@ class Registry:
 
     def worker_view_steps(self, request: pb.HeartbeatRequest, reply: pb.HeartbeatReply) -> Iterator[None]:
         """Fill the reply in steps. Between them the cluster state may change: the version in the reply is that of the
-        first, so the next heartbeat is told of it."""
+        first step, so the next heartbeat gets the change."""
         worker = self._registered(request.worker, request.session)
         if worker is None:
             self.cluster.journal.commit()
@@ -385,17 +389,19 @@ class Registry:
         self._to_workers.keep(lease_policy.lease_s, worker.seen_at)
         worker.lease_until = max(worker.lease_until, worker.seen_at + lease_policy.lease_s)
         self.cluster.journal.commit()
-        wants = self.state_queries.wants(worker.name, self._clock())
-        stuck = self._hand_overs.stuck(worker, self._clock()) if worker.draining else 0
-        yield from views.fill_heartbeat(reply, self.cluster, worker, request, lease_policy, self._wall(), wants, stuck)
+        slot_requests = self.state_queries.slot_requests(worker.name, self._clock())
+        stuck = self._migrations.stuck(worker, self._clock()) if worker.draining else 0
+        yield from views.fill_heartbeat(
+            reply, self.cluster, worker, request, lease_policy, self._wall(), slot_requests, stuck
+        )
         reply.commit_mark = self.cluster.journal.mark()
 
     def worker_hold(self, request: pb.HeartbeatRequest) -> float:
-        """Seconds that a heartbeat with nothing to tell is held."""
+        """Return the seconds that a heartbeat without news is held."""
         return min(request.hold_s, self.cluster.worker_lease_policy().left(self._clock(), request.worker))
 
     def worker_version(self, request: pb.HeartbeatRequest) -> int:
-        """-1, which nobody has seen, for a worker that is to register again."""
+        """Return the worker's version; -1, which no peer has seen, for a worker that must register again."""
         worker = self._registered(request.worker, request.session)
         return -1 if worker is None else worker.version
 
@@ -406,10 +412,10 @@ class Registry:
     def _slot_report(self, worker: Worker, report: pb.SlotReport, now: float) -> None:
         slot = self.cluster.slot(SlotKey(report.run, report.attempt, report.box, report.slot))
         if slot is not None and slot.is_migrating_to(worker.name, report.generation):
-            self._hand_overs.heard(slot, report, now)
+            self._migrations.target_reported(slot, report, now)
             return
         if slot is None or slot.generation != report.generation or slot.worker != worker.name:
-            return  # fenced: the worker sees from its assignments that it has nothing to do there
+            return  # fenced: the worker's next assignments do not have the slot
         self.cluster.note_rate(slot, report, now)
         if report.doing != slot.doing:
             slot.doing, slot.stack = report.doing[:_DOING], report.stack[:_STACK]
@@ -432,13 +438,13 @@ class Registry:
                 self.cluster.save_slot(slot)
                 self.cluster.bump_box(*self.cluster.box_of(slot))
             if report.migrated:
-                self._hand_overs.migrated(slot, now)
+                self._migrations.migrated(slot, now)
 
     def _recycle(self, slot: Slot, report: pb.SlotReport) -> None:
-        """Its runner held too much memory and ended at a snapshot: another one goes on, unless that gained nothing."""
+        """Replace a runner that used too much memory and ended at a snapshot, or fail if the last one did just that."""
         if report.outgrown and 0 < slot.outgrown == slot.generation - 1:
             error = MemoryLimitError(
-                f"{report.error.message}; it held that much before its second batch, and so did the runner before: "
+                f"{report.error.message}; it held that much before its second batch, as did the runner before it: "
                 "raise the limit (--runner-memory), or make smaller batches"
             )
             self.cluster.fail(slot, detail_of(error))
@@ -450,27 +456,27 @@ class Registry:
         worker = self._registered(request.worker, request.session)
         if worker is not None:
             worker.draining = worker.left = True
-            self.cluster.events.add("worker left", f"worker {worker.name} was told to end", worker=worker.name)
+            self.cluster.events.add("worker left", f"worker {worker.name} is shutting down", worker=worker.name)
             self.cluster.drop_worker(worker, f"worker {worker.name} drains", None)
         self._settle()
 
     def drain_worker(self, request: pb.DrainWorkerRequest) -> pb.DrainWorkerReply:
-        """An operator's order, or its end."""
-        reply = self._hand_overs.order(request, self._clock())
+        """Drain a worker for an operator, or end its drain."""
+        reply = self._migrations.order(request, self._clock())
         self._settle()
         return reply
 
     # ----------------------------------------------------------------------------------------------- snapshots, blobs
 
     def slot_to_recover(self, key: SlotKey, generation: int) -> Slot:
-        """The slot, if `generation` is its present one or that of its successor. SupersededError if not."""
+        """Return the slot if `generation` is its present one or its target's. Raises SupersededError if not."""
         slot = self.cluster.slot(key)
         if slot is not None and slot.target is not None and slot.target.generation == generation:
             return slot
         return self.slot_of_generation(key, generation)
 
     def slot_of_generation(self, key: SlotKey, generation: int) -> Slot:
-        """The slot, if `generation` is its present one. SupersededError if not."""
+        """Return the slot if `generation` is its present one. Raises SupersededError if not."""
         attempt = self.cluster.attempt(key.run, key.attempt)
         slot = self.cluster.slot(key)
         if slot is None:
@@ -482,10 +488,10 @@ class Registry:
         return slot
 
     def snapshot_stored(self, header: pb.SnapshotHeader) -> None:
-        """The snapshot is on disk. SupersededError if its generation was replaced while it was written.
+        """Record a snapshot that is on disk. Raises SupersededError if its generation was replaced meanwhile.
 
-        What a fenced generation had written by then may have replaced what was there, and is as good: content is a
-        function of the position. So it is kept, and the writer is told all the same.
+        A snapshot of a fenced generation may have replaced the one at its position, and is as good: content is a
+        function of the position. So it is kept, and the writer gets the error all the same.
         """
         key = SlotKey(header.run, header.attempt, header.box, header.slot)
         kept = DurableSnapshot(header.total, header.epoch, header.size, header.epoch_start)
@@ -498,52 +504,58 @@ class Registry:
         self.slot_of_generation(key, header.generation)
 
     def blob_stored(self, name: str, size: int, credential: str = "") -> None:
-        """`credential`: the token that it came with."""
+        """Record a blob. `credential`: digest of the token that it came with."""
         self.cluster.snapshot_index.add_blob(name, size, self._clock(), credential)
 
     # ---------------------------------------------------------------------------------------------------------- state
 
     def begin_state(self, request: pb.FetchStateRequest) -> StateQuery:
-        """A gathering that may be done already; end it with `end_state`. Raises StateUnavailableError and others."""
+        """Return a state query, which may be complete; end it with `end_state`. Raises StateUnavailableError,
+        others."""
         check_measures(deadline_s=request.deadline_s)
         check_counts(step=request.step)
-        asker: int | None = None
+        caller_box: int | None = None
         if request.HasField("progress"):
             if (request.progress.run, request.progress.attempt) != (request.run, request.attempt):
-                raise InvalidArgumentError("the progress in a state query is of another run or attempt")
+                raise InvalidArgumentError(
+                    f"the progress in a state query must be of run {request.run} (attempt {request.attempt}), got "
+                    f"{request.progress.run} ({request.progress.attempt})"
+                )
             self._report(request.progress)
-            asker = request.progress.box
+            caller_box = request.progress.box
         if request.aggregate_blob:
-            gathering = self.state_queries.begin_aggregation(request, asker or 0, self._clock())
+            query = self.state_queries.begin_aggregation(request, caller_box or 0, self._clock())
         else:
-            gathering = self.state_queries.begin(request, asker, self._clock())
+            query = self.state_queries.begin(request, caller_box, self._clock())
         self._settle()
-        return gathering
+        return query
 
-    def sent_state(self, gathering: StateQuery, box: int) -> None:
-        """An asker has been sent the records of a box."""
-        self.state_queries.sent(gathering, box)
+    def sent_state(self, query: StateQuery, box: int) -> None:
+        """Record that a caller has been sent the records of a box."""
+        self.state_queries.sent(query, box)
 
-    def end_state(self, gathering: StateQuery, sent: int = 0) -> None:
-        """An asker has its answer or has given up, after the records of `sent` boxes. The last one that leaves ends the
-        questions to the workers."""
-        self.state_queries.end(gathering, sent)
+    def end_state(self, query: StateQuery, sent: int = 0) -> None:
+        """Remove a caller that has its answer or has given up, after the records of `sent` boxes. With the last caller
+        the requests to the workers end."""
+        self.state_queries.end(query, sent)
 
     def admit_state(self, answer: pb.StateAnswer) -> float | None:
-        """May the bytes of an answer come? None: yes, or nobody wants them; else the seconds that are left to wait for
-        room, which the topic `room` announces."""
+        """Return None if the bytes of an answer may come, or are not needed; else the seconds left to wait for the
+        budget, which the topic ANSWERS_FREED announces."""
         return self.state_queries.admit(answer.request, answer.state_bytes, self._clock())
 
     def answer_wanted(self, answer: pb.StateAnswer) -> bool:
         return self.state_queries.wanted(answer.request)
 
     def answer_lost(self, answer: pb.StateAnswer) -> None:
-        """Its bytes did not come after all."""
+        """Release the budget of an answer whose bytes did not come."""
         self.state_queries.lost(answer.request)
 
     def answer_state(self, answer: pb.StateAnswer, data: bytes) -> None:
         if len(answer.ends) > self.limits.answer_ends_max:
-            raise InvalidArgumentError(f"an answer with the ends of {len(answer.ends)} passes")
+            raise InvalidArgumentError(
+                f"an answer must have at most {self.limits.answer_ends_max} ends of epochs, got {len(answer.ends)}"
+            )
         check_counts(ended_epoch=answer.ended_epoch, ended_total=answer.ended_total)
         for end in answer.ends:
             check_counts(epoch=end.epoch, total=end.total)
@@ -552,14 +564,14 @@ class Registry:
 
     # ----------------------------------------------------------------------------------------------- time, operators
 
-    def tick(self, unheard_s: float = 0.0) -> None:
-        """Looks at the leases. Call it several times a lease.
+    def tick(self, unreceived_s: float = 0.0) -> None:
+        """Check the leases. Call it several times a lease.
 
-        unheard_s: what came within the last so many seconds may still wait to be heard; a tick or two are normal.
+        unreceived_s: seconds of calls that may still be queued in gRPC; a tick or two are normal.
         """
         now, cluster, limits = self._clock(), self.cluster, self.limits
         gap, self._ticked = now - self._ticked, now
-        cluster.strain = updated_strain(cluster.strain, max(gap, unheard_s), limits.tick_s)
+        cluster.load_factor = updated_load_factor(cluster.load_factor, max(gap, unreceived_s), limits.tick_s)
         late = gap if gap > limits.stall_s else gap - 2 * limits.tick_s
         if late > 0:
             gap = late
@@ -569,10 +581,10 @@ class Registry:
                 attempt.last_live += gap
                 for box in attempt.boxes.values():
                     box.lease_until += gap
-        strain = cluster.strain
-        cluster.drop_silent(now, patience_s(strain, cluster.worker_lease_policy().lease_s, unheard_s))
+        load_factor = cluster.load_factor
+        cluster.drop_silent(now, patience_s(load_factor, cluster.worker_lease_policy().lease_s, unreceived_s))
         cluster.count_fleet(now)
-        overdue = now - patience_s(strain, cluster.box_lease_policy().lease_s, unheard_s)
+        overdue = now - patience_s(load_factor, cluster.box_lease_policy().lease_s, unreceived_s)
         vacated = 0  # slots; of more than `slots_at_once` the rest is left to the next tick
         named: set[str] = set()
         cluster.live_boxes = 0
@@ -585,27 +597,27 @@ class Registry:
                     continue
                 if box.place is BoxPresence.LIVE and box.lease_until <= overdue:
                     live -= 1
-                    vacated += BOX_WEIGHS + len(box.slots)
+                    vacated += BOX_COST + len(box.slots)
                     silent = now - box.reported_at
-                    note = f"the training job of box {box.number} was not heard of for {silent:.1f} s"
+                    note = f"the training job of box {box.number} has not reported for {silent:.1f} s"
                     cluster.vacate(attempt, box, BoxPresence.GONE, note)
                 elif 0.0 < box.lingers_until <= now:
                     box.lingers_until = 0.0
-                    vacated += BOX_WEIGHS + len(box.slots)
+                    vacated += BOX_COST + len(box.slots)
                     cluster.vacate(attempt, box, BoxPresence.CLOSED, f"box {box.number} was closed")
             cluster.live_boxes += live
             if live:
                 attempt.last_live = now
             elif now - attempt.last_live > limits.abandoned_s:
                 why = (
-                    f"no box of attempt {attempt.number} of run {attempt.run} was heard of for {limits.abandoned_s:g} s"
+                    f"no box of attempt {attempt.number} of run {attempt.run} has reported for {limits.abandoned_s:g} s"
                 )
                 cluster.end(attempt, AttemptState.ENDED, why)
         cluster.snapshot_index.drop_idle_blobs(named, now)
         cluster.free_discarded(now)
-        self._hand_overs.tick(now)
+        self._migrations.tick(now)
         self._renew_tickets()
-        self._fail_what_nobody_may_run(now)
+        self._fail_disallowed_slots(now)
         self._to_workers.take_back(cluster.worker_lease_policy().lease_s, now)
         self._to_boxes.take_back(cluster.box_lease_policy().lease_s, now)
         self._settle()
@@ -618,9 +630,9 @@ class Registry:
                 for box in attempt.boxes.values():
                     self.cluster.bump_box(attempt, box)
 
-    def _fail_what_nobody_may_run(self, now: float) -> None:
-        """Slots that never ran and that no worker which is there may run. One that did run waits for its worker to come
-        back; and a coordinator that has just started waits for all of them, for as long as their leases."""
+    def _fail_disallowed_slots(self, now: float) -> None:
+        """Fail slots that never ran and that no registered worker may run. A slot that did run waits for its worker to
+        come back, and a coordinator that has just started waits for all workers, for the length of their leases."""
         cluster = self.cluster
         if now < self._found_by or not cluster.waiting:
             return
@@ -629,7 +641,7 @@ class Registry:
         for box in [box for attempt in cluster.open_attempts() for box in attempt.boxes.values()]:
             input_fn = box.opening.loader.input_fn
             if input_fn not in asked:
-                asked[input_fn] = nobody_may(input_fn, cluster.workers.values())
+                asked[input_fn] = why_not_allowed(input_fn, cluster.workers.values())
             for slot in box.slots if asked[input_fn] else ():
                 if slot.key in cluster.waiting and not slot.restarts:
                     failed += 1
@@ -645,7 +657,7 @@ class Registry:
         return reply
 
     def status_steps(self, reply: pb.StatusReply) -> Iterator[None]:
-        """Fills the reply in steps."""
+        """Fill the reply in steps."""
         now = self._clock()
         reply.wall_s = self._wall()
         return views.fill_status(reply, self.cluster, now, now - self._started)

@@ -1,12 +1,13 @@
-"""The desk where states are asked for: the gatherings under way, those that are done, and who may ask for which step.
+"""State queries: those under way, those that are done, and which steps may be asked for.
 
-Ranks that ask for one step share one gathering, and those that come later get its result as long as it is kept: every
-rank saves the same bytes, and the workers are asked once.
+Ranks that ask for one step share one query, and those that come later get its result as long as it is kept: every rank
+saves the same bytes, and the workers are asked once.
 
-All answers in memory have one budget, `answers_max`. When half of it is used, a gathering lets go what all its askers
-have been sent, and cannot be joined after that. When all is used, results that are kept for later ranks go. If that is
-not enough, an answer waits at the door, with its bytes still at its worker. Only those of the box that a gathering's
-askers wait for next are let in all the same, for else nothing would ever move; so each gathering may take one box more.
+All answers in memory have one budget, `answers_max`. When half of it is used, a query releases what all its callers
+have been sent, and cannot be joined after that. When all is used, results that are kept for later ranks are dropped. If
+that is not enough, an answer waits for the budget, with its bytes still at its worker. Only the answers of the box that
+a query's callers wait for next are always admitted, because else nothing would move; so each query may take one box
+more.
 """
 
 from __future__ import annotations
@@ -22,228 +23,230 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 
 _Key = tuple[str, int, int, str]
 
-ROOM = ("room",)
-"""The topic of answers that wait at the door."""
+ANSWERS_FREED = ("answers_freed",)
+"""Topic of the answers that wait for the budget."""
 
 
 class StateQueries:
     def __init__(self, cluster: ClusterState) -> None:
         self._cluster = cluster
         self._open: dict[int, StateQuery] = {}
-        """All that have askers or open requests, by serial."""
+        """Queries with callers or open requests, by serial."""
         self._joinable: dict[_Key, StateQuery] = {}
         self._finished: OrderedDict[_Key, StateQuery] = OrderedDict()
         self._asked: dict[str, StateQuery] = {}
-        """Request -> who asks."""
+        """Request id -> its query."""
         self._closed: dict[str, StateQuery] = {}
-        """Run that has ended -> the newest state that was asked for."""
+        """Run that has ended -> its newest completed state query."""
 
-    def wants(self, worker: str, now: float) -> list[tuple[SlotStateRequest, float]]:
-        """The worker's open requests, with the seconds that the most patient asker still has."""
+    def slot_requests(self, worker: str, now: float) -> list[tuple[SlotStateRequest, float]]:
+        """Return the worker's open requests, with the seconds until the latest deadline of their callers."""
         return [
-            (want, max(0.0, gathering.deadline - now))
-            for gathering in self._open.values()
-            for want in gathering.by_worker.get(worker, {}).values()
+            (slot_request, max(0.0, query.deadline - now))
+            for query in self._open.values()
+            for slot_request in query.by_worker.get(worker, {}).values()
         ]
 
-    def begin(self, request: pb.FetchStateRequest, asker: int | None, now: float) -> StateQuery:
-        """`asker`: the box that asks, if one does. Raises StateUnavailableError, UnknownRunError, SupersededError."""
+    def begin(self, request: pb.FetchStateRequest, caller: int | None, now: float) -> StateQuery:
+        """Start or join a query. `caller`: the calling box, if one does. Raises StateUnavailableError,
+        UnknownRunError, SupersededError."""
         run = self._cluster.runs.get(request.run)
         if run is None:
-            raise UnknownRunError(f"the coordinator knows no run {request.run!r}")
+            raise UnknownRunError(f"the coordinator has no run {request.run!r}")
         attempt = self._cluster.attempt(run.name, request.attempt or run.attempt)
         boxes = list(attempt.boxes.values())
         going = [box for box in boxes if not box.epoch_ended]
         first = max([box.start.step for box in boxes] + [box.step - box.retention for box in going])
-        last = max(box.step for box in boxes) if asker is None else attempt.boxes[asker].step
+        last = max(box.step for box in boxes) if caller is None else attempt.boxes[caller].step
         step = request.step
         if request.newest:
             step = min(box.step for box in going) if going else last
-        # Without a report of the asker's own, what was delivered since the last one is not known here.
-        last_is_known = asker is not None or request.attempt == 0
+        # Without a report of the caller's own, what was delivered since the last one is unknown here.
+        last_is_known = caller is not None or request.attempt == 0
         if step < first or (step > last and last_is_known):
             raise StateUnavailableError(
-                f"the state of run {run.name} at step {step} cannot be had: steps {first} to {last} can (this attempt "
-                f"started at step {boxes[0].start.step}, and retention_steps={boxes[0].retention} steps are kept)"
+                f"the step of a state of run {run.name} must be {first} to {last}, got {step}: this attempt started at "
+                f"step {boxes[0].start.step}, and keeps retention_steps={boxes[0].retention} steps"
             )
         key = (run.name, attempt.number, step, "")
         self._forget(attempt, first)
-        gathering = self._finished.get(key) or self._joinable.get(key)
-        if gathering is None:
-            gathering = StateQuery(*key[:3], self._cluster.next_version(), attempt.num_boxes)
-            gathering.at_once = self._cluster.limits.asked_at_once
-        return self._ask(gathering, now + request.deadline_s)
+        query = self._finished.get(key) or self._joinable.get(key)
+        if query is None:
+            query = StateQuery(*key[:3], self._cluster.next_version(), attempt.num_boxes)
+            query.at_once = self._cluster.limits.asked_at_once
+        return self._ask(query, now + request.deadline_s)
 
     def begin_aggregation(self, request: pb.FetchStateRequest, box: int, now: float) -> StateQuery:
-        """Have a worker of the box aggregate the states in a blob."""
+        """Start or join a query that has a worker of the box aggregate the states in a blob."""
         attempt = self._cluster.attempt(request.run, request.attempt)
         serial = self._cluster.next_version()
         wanted = Aggregation(attempt.run, attempt.number, request.step, serial, box=box, blob=request.aggregate_blob)
         return self._ask(self._joinable.get(wanted.key) or wanted, now + request.deadline_s)
 
-    def _ask(self, gathering: StateQuery, deadline: float) -> StateQuery:
-        if gathering.serial not in self._open:
-            self._check_room(gathering)
-        gathering.askers += 1
-        gathering.deadline = max(gathering.deadline, deadline)
-        self._open[gathering.serial] = gathering
-        if not gathering.done and self._joinable.get(gathering.key) is not gathering:
-            self._joinable[gathering.key] = gathering
-            self._replan(gathering)  # from then on, what is touched is planned again: see `settle`
-        return gathering
+    def _ask(self, query: StateQuery, deadline: float) -> StateQuery:
+        if query.serial not in self._open:
+            self._check_limit(query)
+        query.callers += 1
+        query.deadline = max(query.deadline, deadline)
+        self._open[query.serial] = query
+        if not query.done and self._joinable.get(query.key) is not query:
+            self._joinable[query.key] = query
+            self._replan(query)  # from then on, what is touched is planned again: see `settle`
+        return query
 
-    def _check_room(self, gathering: StateQuery) -> None:
-        there = sum(one.run == gathering.run for one in self._open.values())
-        if there >= self._cluster.limits.queries_max + 2 * self._cluster.runs[gathering.run].num_boxes:
-            raise OverloadedError(f"{there} state queries of run {gathering.run} are open, which is the limit")
+    def _check_limit(self, query: StateQuery) -> None:
+        there = sum(one.run == query.run for one in self._open.values())
+        if there >= self._cluster.limits.queries_max + 2 * self._cluster.runs[query.run].num_boxes:
+            limit = self._cluster.limits.queries_max + 2 * self._cluster.runs[query.run].num_boxes
+            raise OverloadedError(f"run {query.run} must have at most {limit} open state queries: retry later")
 
-    def sent(self, gathering: StateQuery, box: int) -> None:
-        """One of the askers has been sent the box's records."""
-        gathering.sent[box] += 1
-        if gathering.sent[box] >= gathering.askers and self.held > self._cluster.limits.answers_max // 2:
-            self._let_go(gathering)
+    def sent(self, query: StateQuery, box: int) -> None:
+        """Record that one of the callers has been sent the box's records."""
+        query.sent[box] += 1
+        if query.sent[box] >= query.callers and self.held > self._cluster.limits.answers_max // 2:
+            self._release(query)
 
-    def end(self, gathering: StateQuery, sent: int) -> None:
-        """An asker leaves that was sent the first `sent` boxes."""
-        gathering.askers -= 1
+    def end(self, query: StateQuery, sent: int) -> None:
+        """Remove a caller that was sent the first `sent` boxes."""
+        query.callers -= 1
         for box in range(sent):
-            if box in gathering.sent:
-                gathering.sent[box] -= 1
-        if gathering.askers == 0 and self._open.pop(gathering.serial, None) is not None:
-            if self._joinable.get(gathering.key) is gathering:
-                del self._joinable[gathering.key]
-            gathering.ask_no_more()
-            self._announce(gathering)
-            self._cluster.changed(ROOM)
+            if box in query.sent:
+                query.sent[box] -= 1
+        if query.callers == 0 and self._open.pop(query.serial, None) is not None:
+            if self._joinable.get(query.key) is query:
+                del self._joinable[query.key]
+            query.ask_no_more()
+            self._announce(query)
+            self._cluster.changed(ANSWERS_FREED)
 
     # -------------------------------------------------------------------------------------------------------- answers
 
     @property
     def held(self) -> int:
-        """Bytes of answers in memory and on the way."""
-        kept = {gathering.serial: gathering.held for gathering in (*self._open.values(), *self._finished.values())}
+        """Bytes of answers in memory and in transfer."""
+        kept = {query.serial: query.held for query in (*self._open.values(), *self._finished.values())}
         return sum(kept.values())
 
     def wanted(self, request: str) -> bool:
         return request in self._asked
 
     def admit(self, request: str, size: int, now: float) -> float | None:
-        """None: the bytes may come now, or nobody wants them. Else the seconds that the asker still has."""
-        gathering = self._asked.get(request)
-        if gathering is None or request in gathering.coming:
+        """Return None if the bytes may come now, or are not needed; else the seconds until the query's deadline."""
+        query = self._asked.get(request)
+        if query is None or request in query.coming:
             return None
         if self.held + size > self._cluster.limits.answers_max:
-            self._make_room(size)
-            is_next = gathering.is_next(gathering.requests[request])
+            self._free_memory(size)
+            is_next = query.is_next(query.requests[request])
             if self.held + size > self._cluster.limits.answers_max and not is_next:
-                return max(0.0, gathering.deadline - now)
-        gathering.coming[request] = size
-        gathering.held += size
+                return max(0.0, query.deadline - now)
+        query.coming[request] = size
+        query.held += size
         return None
 
     def lost(self, request: str) -> None:
-        gathering = self._asked.get(request)
-        if gathering is not None:
-            gathering.held -= gathering.coming.pop(request, 0)
-            self._cluster.changed(ROOM)
+        query = self._asked.get(request)
+        if query is not None:
+            query.held -= query.coming.pop(request, 0)
+            self._cluster.changed(ANSWERS_FREED)
 
-    def _make_room(self, size: int) -> None:
+    def _free_memory(self, size: int) -> None:
         limit = self._cluster.limits.answers_max
         while self._finished and self.held + size > limit:
             self._finished.popitem(last=False)
-        for gathering in list(self._open.values()):
+        for query in list(self._open.values()):
             if self.held + size > limit:
-                self._let_go(gathering)
+                self._release(query)
 
-    def _let_go(self, gathering: StateQuery) -> None:
-        """Drops what all askers have been sent."""
-        for box in [box for box, askers in gathering.sent.items() if askers >= gathering.askers]:
-            del gathering.sent[box]
-            gathering.held -= gathering.boxes.pop(box).size
-            gathering.let_go = True
-        if gathering.let_go:
+    def _release(self, query: StateQuery) -> None:
+        """Drop what all callers have been sent."""
+        for box in [box for box, callers in query.sent.items() if callers >= query.callers]:
+            del query.sent[box]
+            query.held -= query.boxes.pop(box).size
+            query.released = True
+        if query.released:
             for kept in (self._joinable, self._finished):
-                if kept.get(gathering.key) is gathering:
-                    del kept[gathering.key]
-            self._cluster.changed(ROOM)
+                if kept.get(query.key) is query:
+                    del kept[query.key]
+            self._cluster.changed(ANSWERS_FREED)
 
     def answer(self, answer: pb.StateAnswer, data: bytes) -> None:
-        """A request's id names its gathering."""
-        gathering = self._asked.get(answer.request)
-        if gathering is None:
+        """Give an answer to its query, which the request's id names."""
+        query = self._asked.get(answer.request)
+        if query is None:
             return
-        want = gathering.requests[answer.request]
-        attempt = self._cluster.attempt(gathering.run, gathering.attempt)
-        gathering.answered(attempt, answer, data)
-        self._announce(gathering, heard=want.id)
+        slot_request = query.requests[answer.request]
+        attempt = self._cluster.attempt(query.run, query.attempt)
+        query.answered(attempt, answer, data)
+        self._announce(query, answered=slot_request.id)
         if answer.ended:  # an end that the others can use
-            self._cluster.touch(attempt, attempt.boxes[want.key.box])
+            self._cluster.touch(attempt, attempt.boxes[slot_request.key.box])
 
     # ------------------------------------------------------------------------------------------------------- planning
 
     def settle(self) -> None:
-        """Plans again what has been touched since."""
+        """Plan again what has been touched since the last call."""
         touched, self._cluster.touched = self._cluster.touched, set()
         if not touched:
             return
         for run, attempt, box in sorted(touched):  # a set's order differs in each process
-            for gathering in list(self._open.values()):
-                if (gathering.run, gathering.attempt) == (run, attempt) and not gathering.done:
-                    self._replan(gathering, box)
+            for query in list(self._open.values()):
+                if (query.run, query.attempt) == (run, attempt) and not query.done:
+                    self._replan(query, box)
         over = {key[:2] for key in self._finished} & {place[:2] for place in touched}
         for key in [key for key in self._finished if key[:2] in over]:
             known = self._cluster.runs.get(key[0])
             if known is None or known.current is None or known.current.number != key[1]:
-                gathering = self._finished.pop(key)
-                before = self._closed.get(key[0], gathering)
-                if known is not None and known.current is None and gathering.step >= before.step:
-                    self._closed[key[0]] = gathering
+                query = self._finished.pop(key)
+                before = self._closed.get(key[0], query)
+                if known is not None and known.current is None and query.step >= before.step:
+                    self._closed[key[0]] = query
 
     def take_closed(self) -> list[StateQuery]:
-        """The last states of the runs that have ended since the last call."""
+        """Return the last states of the runs that have ended since the last call."""
         closed, self._closed = self._closed, {}
         return list(closed.values())
 
-    def _replan(self, gathering: StateQuery, box: int | None = None) -> None:
+    def _replan(self, query: StateQuery, box: int | None = None) -> None:
         try:
-            gathering.refresh(self._cluster.attempt(gathering.run, gathering.attempt), box)
+            query.refresh(self._cluster.attempt(query.run, query.attempt), box)
         except (SupersededError, UnknownRunError) as error:
-            gathering.fail(error)
-        self._announce(gathering)
+            query.fail(error)
+        self._announce(query)
 
-    def _announce(self, gathering: StateQuery, heard: str = "") -> None:
-        """Wakes the workers whose requests have changed, and the askers of boxes that are complete. Who has answered
-        knows that this request is done (`heard`): to say so costs a call of each worker for each query."""
-        changed, gathering.changed = gathering.changed, []
-        completed, gathering.completed = gathering.completed, []
+    def _announce(self, query: StateQuery, answered: str = "") -> None:
+        """Wake the workers whose requests have changed, and the callers of boxes that are complete. A worker that has
+        just answered (`answered`) is not woken: that would cost a call of each worker for each query."""
+        changed, query.changed = query.changed, []
+        completed, query.completed = query.completed, []
         withdrawn = False
-        for want in changed:
-            if want.id in gathering.requests:
-                self._asked[want.id] = gathering
+        for slot_request in changed:
+            if slot_request.id in query.requests:
+                self._asked[slot_request.id] = query
             else:
-                self._asked.pop(want.id, None)
-                withdrawn |= want.id != heard  # its answer may have been on the way, or at the door
-        for name in sorted({want.worker for want in changed if want.id != heard}):
+                self._asked.pop(slot_request.id, None)
+                withdrawn |= slot_request.id != answered  # its answer may be in transfer, or waiting for the budget
+        for name in sorted({slot_request.worker for slot_request in changed if slot_request.id != answered}):
             worker = self._cluster.workers.get(name)
             if worker is not None:
                 self._cluster.bump_worker(worker)
-        if gathering.done:
-            asked = self._joinable.get(gathering.key) is gathering
+        if query.done:
+            asked = self._joinable.get(query.key) is query
             if asked:
-                del self._joinable[gathering.key]
-            if asked and gathering.failure is None and not isinstance(gathering, Aggregation):
-                self._finished[gathering.key] = gathering
-                self._make_room(0)
-        for box in range(gathering.num_boxes) if gathering.failure is not None else completed:
-            self._cluster.changed(gathering.topic(box))
-        if completed or withdrawn or gathering.failure is not None:
-            self._cluster.changed(ROOM)
+                del self._joinable[query.key]
+            if asked and query.failure is None and not isinstance(query, Aggregation):
+                self._finished[query.key] = query
+                self._free_memory(0)
+        for box in range(query.num_boxes) if query.failure is not None else completed:
+            self._cluster.changed(query.topic(box))
+        if completed or withdrawn or query.failure is not None:
+            self._cluster.changed(ANSWERS_FREED)
 
     def _forget(self, attempt: Attempt, first: int) -> None:
-        """Drops results out of the window, and those that took for final what a box has since left behind."""
-        for key, gathering in list(self._finished.items()):
+        """Drop results out of the window, and those with a final state that a box has since moved beyond."""
+        for key, query in list(self._finished.items()):
             if key[:2] != (attempt.run, attempt.number):
                 continue
-            left_behind = any(attempt.boxes[box].step != step for box, step in gathering.finals.items())
+            left_behind = any(attempt.boxes[box].step != step for box, step in query.finals.items())
             if key[2] < first or left_behind:
                 del self._finished[key]

@@ -1,4 +1,4 @@
-"""What the cluster state looks like from outside: the messages that replies are made of."""
+"""Views of the cluster state: the messages that replies are made of."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 
 STEP = 64
-"""Workers in a step of a status reply."""
+"""Workers per step of a status reply."""
 ASSIGNMENTS = 256
-"""Slots in a step of a heartbeat's reply: 30 us each where boxes have 256 slots, whose positions go with them."""
+"""Slots per step of a heartbeat's reply: 30 us each where boxes have 256 slots, whose positions go with them."""
 
 
 def slot_view(cluster: ClusterState, slot: Slot) -> pb.SlotView:
@@ -65,8 +65,8 @@ def watch_reply(
 def assignment(
     cluster: ClusterState, attempt: Attempt, box: Box, slot: Slot, worker: Worker, start: records_pb2.BoxPosition
 ) -> records_pb2.WorkerAssignment:
-    """What the worker is told of the slot: it has it, or is to get ready for it. `start`: of the box, which is made
-    once for all of its slots."""
+    """Return the worker's assignment of the slot, as its owner or as its migration target. `start`: the box's start,
+    made once for all of its slots."""
     target = slot.target if slot.worker != worker.name else None
     generation = slot.generation if target is None else target.generation
     return records_pb2.WorkerAssignment(
@@ -93,14 +93,14 @@ def fill_heartbeat(
     request: pb.HeartbeatRequest,
     lease_policy: LeasePolicy,
     wall_s: float,
-    wants: Iterable[tuple[SlotStateRequest, float]],
+    slot_requests: Iterable[tuple[SlotStateRequest, float]],
     stuck: int,
 ) -> Iterator[None]:
     """Fill the reply, in steps of ASSIGNMENTS.
 
     Args:
-        wants: the worker's open state requests, with the seconds that their most patient asker still has.
-        stuck: of a worker that drains, the slots for which there is no other place.
+        slot_requests: the worker's open state requests, with the seconds until the latest deadline of their callers.
+        stuck: for a draining worker, the slots without capacity elsewhere.
     """
     part = cluster.snapshot_share()
     reply.version, reply.wall_s, reply.heartbeat_s, reply.lease_s = (
@@ -114,7 +114,7 @@ def fill_heartbeat(
     if worker.version == request.seen_version:
         reply.unchanged = True
         return
-    reply.state_requests.extend(want.request(left_s) for want, left_s in wants)
+    reply.state_requests.extend(slot_request.request(left_s) for slot_request, left_s in slot_requests)
     reply.taken.extend(_taken(cluster, worker, request.slots))
     starts: dict[tuple[str, int], records_pb2.BoxPosition] = {}
     for number, key in enumerate(sorted(worker.slots)):
@@ -131,7 +131,7 @@ def fill_heartbeat(
 
 
 def _taken(cluster: ClusterState, worker: Worker, reports: Iterable[pb.SlotReport]) -> Iterator[pb.TakenSlot]:
-    """Of the slots that a worker reports, those that it shall run no more."""
+    """Return the slots in a worker's reports that it must stop running."""
     for report in reports:
         key = SlotKey(report.run, report.attempt, report.box, report.slot)
         if key in worker.slots:
@@ -148,10 +148,10 @@ def _why_taken(cluster: ClusterState, key: SlotKey) -> str:
     slot = cluster.slot(key)
     if slot is not None:
         where = f"worker {slot.worker} has it" if slot.worker else "no worker has it"
-        return f"{slot.note or 'another worker was to have it'}; {where}"
+        return f"{slot.note or 'the slot was moved'}; {where}"
     run = cluster.runs.get(key.run)
     if run is None:
-        return f"the coordinator does not know run {key.run}"
+        return f"the coordinator has no run {key.run}"
     past = run.past.get(key.attempt)
     return past.why if past is not None else f"attempt {key.attempt} of run {key.run} is over"
 
@@ -187,7 +187,7 @@ def _box_status(cluster: ClusterState, box: Box, now: float) -> pb.BoxStatus:
 
 
 def facts(cluster: ClusterState, box: Box) -> BoxFacts:
-    """What a bottleneck is found by."""
+    """Return the measurements that a bottleneck is found by."""
     host, workers = box.opening.host_id, cluster.workers
     near = {slot.worker for slot in box.slots if slot.worker in workers and workers[slot.worker].host_id == host}
     slots = [
@@ -222,10 +222,10 @@ def _bottleneck(found: Bottleneck) -> pb.Bottleneck:
 
 
 def fill_status(reply: pb.StatusReply, cluster: ClusterState, now: float, uptime_s: float) -> Iterator[None]:
-    """In steps of a box or STEP workers; the cluster state may change between them."""
+    """Fill the reply in steps of a box or STEP workers; the cluster state may change between them."""
     reply.version, reply.protocol, reply.uptime_s = VERSION, PROTOCOL, uptime_s
     caused: Counter[str] = Counter()
-    """Share of a box's time that it waited for a worker's slots, over all boxes."""
+    """Share of the boxes' time that they waited for a worker's slots, summed over all boxes."""
     cores = demand.cores(cluster.workers.values())
     for run in list(cluster.runs.values()):
         status = reply.runs.add(
@@ -267,15 +267,15 @@ def _fill_run(
     going: list[BoxFacts] = []
     for _, box in sorted(attempt.boxes.items()):
         status.input_fn = box.opening.loader.input_fn
-        told = _box_status(cluster, box, now)
-        status.boxes.append(told)
-        status.recoveries += sum(slot.restarts for slot in told.slots)
-        if told.live and not told.epoch_ended:
+        box_status = _box_status(cluster, box, now)
+        status.boxes.append(box_status)
+        status.recoveries += sum(slot.restarts for slot in box_status.slots)
+        if box_status.live and not box_status.epoch_ended:
             going.append(facts(cluster, box))
-            status.steps_per_s += told.steps_per_s
-            status.batches_per_s += sum(slot.batches_per_s for slot in told.slots)
-            status.wait_share = max(status.wait_share, told.wait_share)
-            for slot in told.slots:
+            status.steps_per_s += box_status.steps_per_s
+            status.batches_per_s += sum(slot.batches_per_s for slot in box_status.slots)
+            status.wait_share = max(status.wait_share, box_status.wait_share)
+            for slot in box_status.slots:
                 caused[slot.worker] += slot.wait_share  # type: ignore[assignment]
         yield
     status.steps_per_s /= max(1, len(going))

@@ -1,8 +1,8 @@
-"""What a coordinator shows to Prometheus, made of a status and of the coordinator's own vitals.
+"""The coordinator's Prometheus metrics, made of a status and of the coordinator's own counters.
 
-No series is of a slot or of a worker: of 10,000 of them there are counts by phase here, and the workers show their own.
-What is left grows with the boxes of open runs. Where /metrics is on the dashboard's server nobody need want it, so a
-missing prometheus-client is an answer to whoever asks, and no error at the start.
+No series is per slot or per worker: the coordinator exports counts by phase, and workers export their own. The number
+of series grows with the boxes of open runs. /metrics is optional on the dashboard's server, so a missing
+prometheus-client is an error page for the scraper, not an error at the start.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ __all__ = ["CoordinatorCounters", "readings", "route"]
 
 @dataclass(frozen=True)
 class CoordinatorCounters:
-    """What no status holds."""
+    """Counters that a status does not have."""
 
     calls: CallCounters
     commits: Histogram
     snapshot_bytes: int
     snapshot_limit: int
     boxes: dict[tuple[str, int], tuple[int, int]]
-    """(run, box) -> the step that its attempt began at, and the slot that it waits for + 1."""
+    """(run, box) -> step at which the attempt began, and the slot that the box waits for + 1."""
 
 
-def readings(status: pb.StatusReply, vitals: CoordinatorCounters, files: Renewing | None = None) -> MetricReadings:
-    """All metrics. `files`: the certificate that the coordinator shows."""
+def readings(status: pb.StatusReply, counters: CoordinatorCounters, files: Renewing | None = None) -> MetricReadings:
+    """Return all metrics. `files`: the coordinator's TLS certificate."""
     found, shown = MetricReadings("coordinator"), view(status)
     runs = Counter(run.state for run in shown.runs)
     for phase in ("open", "closed"):
         found.add("penstock_runs", runs[phase], phase=phase)
     for run in shown.open_runs:
-        _read_run(found, run, vitals)
+        _read_run(found, run, counters)
     for phase in ("live", "draining", "lost"):
         found.add("penstock_workers", shown.workers_by_state[phase], phase=phase)
     found.add("penstock_workers_recommended", shown.recommended_workers)
@@ -49,22 +49,22 @@ def readings(status: pb.StatusReply, vitals: CoordinatorCounters, files: Renewin
     found.add("penstock_slots_used", sum(w.slots_used for w in shown.workers))
     found.add("penstock_coordinator_uptime_seconds", shown.coordinator.uptime_s)
     found.add("penstock_coordinator_certificate_expires_timestamp_seconds", files.expires_at if files else 0)
-    found.add("penstock_coordinator_snapshot_bytes", vitals.snapshot_bytes)
-    found.add("penstock_coordinator_snapshot_limit_bytes", vitals.snapshot_limit)
-    found.add("penstock_coordinator_commit_seconds", vitals.commits)
-    for (method, code), count in sorted(vitals.calls.answered.copy().items()):
+    found.add("penstock_coordinator_snapshot_bytes", counters.snapshot_bytes)
+    found.add("penstock_coordinator_snapshot_limit_bytes", counters.snapshot_limit)
+    found.add("penstock_coordinator_commit_seconds", counters.commits)
+    for (method, code), count in sorted(counters.calls.answered.copy().items()):
         found.add("penstock_coordinator_calls_total", count, method=method, status=code)
-    for method, seconds in sorted(vitals.calls.seconds.copy().items()):
+    for method, seconds in sorted(counters.calls.seconds.copy().items()):
         found.add("penstock_coordinator_call_seconds", seconds, method=method)
     return found
 
 
-def _read_run(found: MetricReadings, run: RunView, vitals: CoordinatorCounters) -> None:
+def _read_run(found: MetricReadings, run: RunView, counters: CoordinatorCounters) -> None:
     found.add("penstock_run_attempt", run.attempt, run=run.run)
     found.add("penstock_run_boxes", run.num_boxes, run=run.run)
     found.add("penstock_run_recommended_workers_per_box", run.recommended_workers_per_box or 0, run=run.run)
-    # A box whose training process is gone has its slots until the job opens anew or the run is given up: they wait for
-    # no worker.
+    # The slots of a box whose training process is gone are not counted as waiting: they need no worker until the job
+    # opens the run again.
     phases = Counter(slot.state for box in run.boxes if box.live for slot in box.slots)
     for phase in PHASES:
         found.add("penstock_run_slots", phases[phase], run=run.run, phase=phase)
@@ -72,8 +72,8 @@ def _read_run(found: MetricReadings, run: RunView, vitals: CoordinatorCounters) 
     found.add("penstock_run_skipped_batches_total", sum(slot.skipped for slot in run.slots), run=run.run)
     for box in run.boxes:
         of = {"run": run.run, "box": box.box}
-        # The status may be of a moment before the vitals, and its run opened anew since.
-        first, waiting_for = vitals.boxes.get((run.run, box.box), (box.step, 0))
+        # The status may be slightly older than the counters, and its run may have been opened again since.
+        first, waiting_for = counters.boxes.get((run.run, box.box), (box.step, 0))
         found.add("penstock_box_live", int(box.live), **of)
         found.add("penstock_box_step", box.step, **of)
         found.add("penstock_box_epoch", box.epoch, **of)
@@ -85,7 +85,7 @@ def _read_run(found: MetricReadings, run: RunView, vitals: CoordinatorCounters) 
 
 
 def route(read: Callable[[], MetricReadings]) -> Route:
-    """The page /metrics; `read` is called on the thread of a request."""
+    """Return the page /metrics; `read` is called on the thread of a request."""
     made: list[Route] = []
 
     def page() -> Page:

@@ -1,7 +1,7 @@
-"""What the dashboard draws: words and figures of penstock.runtime.telemetry.cluster_view, laid out for its script.
+"""Data of the dashboard: words and figures of penstock.runtime.telemetry.cluster_view, laid out for its script.
 
-The script knows no state, unit or threshold: it sets texts, and marks them by the names of states beside them. It
-says by itself only what belongs to the browser: the time of day there, and the scales of its charts.
+The script has no states, units or thresholds of its own: it sets texts, and marks them by the names of states beside
+them. Only the browser's time of day and the scales of its charts are its own.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from penstock.runtime.telemetry.units import percent, rate, topology
 __all__ = ["dashboard"]
 
 MOST_BOXES = 100
-"""Of a run, that are drawn: those that wait most."""
+"""Boxes of a run that are drawn at most: those that wait most."""
 MOST_STATES = 6
 SIGNS = {"ready": "", "starting": "\u2026", "waiting": "\u2013", "failed": "\u2715"}
 MARKS = {"": "\u2713", "info": "\u2026", "warn": "\u25b2", "bad": "\u25b2"}
-"""Before the title of a finding."""
+"""Marks before the title of a finding, by alarm."""
 LAMPS = {"live": "live", "done": "live", "epoch ended": "idle", "draining": "idle"}
-"""How a state is marked; others are lost."""
+"""Marks of states; other states are marked as lost."""
 BARS = ("slots used>", "waits>", "waited for>")
 
 Cell = str | Mapping[str, Any]
-"""A text; or `text` with `state` (live, idle or lost), `share` (0 to 1, drawn as a bar; `hot`: it is too long), or `at`
-(seconds since the epoch) for a text."""
+"""A text; or `text` with `state` (live, idle or lost), `share` (0 to 1, drawn as a bar; `hot`: above the threshold), or
+`at` (seconds since the Unix epoch) for a text."""
 
 
 def dashboard(found: ClusterView) -> dict[str, Any]:
-    """All that the page shows."""
+    """Return everything that the page shows."""
     return {
         "about": found.coordinator.about,
         "input_bound": INPUT_BOUND,
@@ -92,7 +92,7 @@ def _slot(slot: SlotView, box: BoxView, found: Finding) -> dict[str, str]:
         f"its box waits {percent(slot.wait_share)} of the time for it",
         f"durable snapshot {slot.saved}" if slot.saved else "no durable snapshot since the coordinator started",
         f"{slot.restarts} recoveries" if slot.restarts else "",
-        f"{slot.skipped} batches left out" if slot.skipped else "",
+        f"{slot.skipped} batches skipped" if slot.skipped else "",
         slot.remark,
     ]
     text = f"Box {slot.box} slot {slot.slot}: {', '.join(filter(None, said))}"
@@ -104,7 +104,7 @@ def _table(columns: Columns[Any], headings: Sequence[str], rows: Sequence[Any]) 
         [_cell(heading, text, row) for heading, text in zip(headings, texts, strict=True)]
         for row, texts in zip(rows, cells(columns, headings, rows), strict=True)
     ]
-    left = {headings[0], *BARS}  # heads of rows, and bars, stand at the left
+    left = {headings[0], *BARS}  # headings of rows, and bars, are left-aligned
     return {"headings": [one.rstrip(">") if one in left else one for one in headings], "rows": shown}
 
 

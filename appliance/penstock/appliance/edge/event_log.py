@@ -1,4 +1,4 @@
-"""What a coordinator's log tells: the events that its dashboard shows, each once, with what it is about."""
+"""The coordinator's event log: each event that the dashboard shows, logged once, with the fields it concerns."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import logging
 from penstock.appliance.model.recent_events import FAULTS, Event
 from penstock.runtime.telemetry.logs import about
 
-__all__ = ["tell"]
+__all__ = ["log_event"]
 
 _log = logging.getLogger("penstock.appliance")
 
 
-def tell(event: Event) -> None:
-    """A line of the log."""
+def log_event(event: Event) -> None:
+    """Log an event: a warning for a fault, else info."""
     run = f"{event.run}: " if event.run else ""
     named = {"run": event.run, "worker": event.worker}
     extra = about(**event.place, **{name: value for name, value in named.items() if value})

@@ -1,9 +1,9 @@
-"""Full collections of Python's garbage collector, at the times that the coordinator chooses.
+"""Full collections of Python's garbage collector, at times that the coordinator chooses.
 
-A long poll is held for seconds, so all that belongs to it is taken for old objects, of which it looks as if more and
-more came: left to itself the collector looks through everything every few seconds. With 4,000 workers that took 0.4 s
-each time, in which no heartbeat was heard, and a seventh of the coordinator's time. Reference counting frees nearly all
-of it; what is in cycles can wait. The young generations are collected as ever.
+A long poll is held for seconds, so all its objects count as old ones, and their number seems to grow: by default the
+collector looks through all objects every few seconds. With 4,000 workers that took 0.4 s each time, in which no
+heartbeat was received, and a seventh of the coordinator's time. Reference counting frees nearly all of it; what is in
+cycles can wait. The young generations are collected as ever.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from contextlib import contextmanager
 
 EVERY_S = 60.0
 SHARE = 0.005
-"""Of the time, that full collections may take: fewer than one heartbeat in a hundred should meet one."""
+"""Largest share of the time for full collections: fewer than one heartbeat in a hundred should meet one."""
 _NEVER = 1 << 30
 
 
 @contextmanager
 def paced(loop: asyncio.AbstractEventLoop) -> Iterator[None]:
-    """While it lasts, all old objects of this process are looked at only from the event loop, and seldom."""
+    """Run full collections of this process only from the event loop, and seldom, within the context."""
     before = gc.get_threshold()
     gc.set_threshold(before[0], before[1], _NEVER)
     collecting = loop.create_task(_collect())

@@ -1,12 +1,11 @@
-"""What a coordinator shows to browsers and collectors: a dict of routes for penstock.runtime.web.http_server.
+"""Web pages of a coordinator for browsers and collectors: a dict of routes for penstock.runtime.web.http_server.
 
-Routes run on threads of the web server, and the cluster state belongs to the event loop: so a route never touches them.
-It asks the loop for what it shows, waits for that with a deadline, and makes its page of it on its own thread. However
-many look at once, there is one status under way; and a page that is younger than FRESH_S serves whoever asks next. So
-what viewers cost the loop does not grow with their number.
+Routes run on threads of the web server, and the cluster state belongs to the event loop: so a route never touches it.
+It asks the loop for the data, waits for that with a deadline, and makes its page of it on its own thread. One status is
+under way for all viewers, and a page that is younger than FRESH_S is served again. So the cost of viewers to the loop
+does not grow with their number.
 
-The dashboard itself is three files beside this module, served as they are: no build, no framework, nothing from
-elsewhere.
+The dashboard itself is three files beside this module, served as they are: no build, no framework, no outside content.
 """
 
 from __future__ import annotations
@@ -36,10 +35,10 @@ __all__ = ["DashboardPages", "open_web"]
 log = logging.getLogger("penstock.appliance")
 
 FRESH_S = 0.5
-"""A page made less than this ago is served again."""
+"""Age in seconds up to which a page is served again."""
 LOOP_S = 10.0
-"""The event loop may take so long for what a page shows. It never does but on a machine that is far behind; then the
-page says so, and nobody's thread is kept for ever."""
+"""Longest wait for the event loop, in seconds. Only an overloaded machine reaches it; then the page reports it, and the
+web server's thread is free again."""
 SAMPLE_S = 1.0
 JSON = "application/json"
 FILES = {
@@ -52,38 +51,38 @@ _Result = TypeVar("_Result")
 
 
 class StatusSource(Protocol):
-    """What a coordinator shows; the service is one. Called on the event loop."""
+    """Source of a coordinator's status, as the service is. Called on the event loop."""
 
     async def snapshot(self) -> pb.StatusReply:
-        """Everything that an operator may see, as it is now."""
+        """Return everything that an operator may see now."""
 
     def attempts(self) -> list[Attempt]:
-        """Those that are open."""
+        """Return the open attempts."""
 
 
 class DashboardPages:
-    """
+    """Routes of the dashboard and its data.
     Args:
-        board: what is shown.
+        source: source of the status.
         loop: its event loop.
     """
 
-    def __init__(self, board: StatusSource, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, source: StatusSource, loop: asyncio.AbstractEventLoop) -> None:
         self.address = ""
-        """Of the coordinator, once it listens."""
-        self._board, self._loop = board, loop
+        """Address of the coordinator, once it listens."""
+        self._source, self._loop = source, loop
         self._series = RunSeries()
         self.routes: dict[str, Route] = {
             **{path: _file(name, content_type) for path, (name, content_type) in FILES.items()},
-            "/api/status.json": SharedPage(lambda: self._told(as_dict)),
-            "/api/dashboard.json": SharedPage(lambda: self._told(dashboard)),
+            "/api/status.json": SharedPage(lambda: self._status_page(as_dict)),
+            "/api/dashboard.json": SharedPage(lambda: self._status_page(dashboard)),
             "/api/history.json": SharedPage(self._history),
         }
-        """Path -> page. Others may be added as long as the server has not started."""
+        """Path -> page. Others may be added until the server starts."""
 
     def on_loop(self, work: Coroutine[Any, Any, _Result]) -> _Result:
-        """For routes: what a coroutine on the event loop returns. TimeoutError where the loop has no time for it, or
-        has ended."""
+        """Return the result of a coroutine on the event loop, for routes. Raises TimeoutError if the loop is too busy,
+        or has ended."""
         try:
             future = asyncio.run_coroutine_threadsafe(work, self._loop)
         except RuntimeError as error:
@@ -97,14 +96,14 @@ class DashboardPages:
             future.cancel()
 
     async def sample(self) -> None:
-        """Notes how fast the runs go, once a second; for ever."""
+        """Sample the speed of the runs, once a second, until cancelled."""
         while True:
             await asyncio.sleep(SAMPLE_S)
-            for _ in self._series.sample(self._board.attempts(), time.time()):
+            for _ in self._series.sample(self._source.attempts(), time.time()):
                 await asyncio.sleep(0)
 
-    def _told(self, show: Callable[[ClusterView], dict[str, Any]]) -> Page:
-        found = view(self.on_loop(self._board.snapshot()), self.address)
+    def _status_page(self, show: Callable[[ClusterView], dict[str, Any]]) -> Page:
+        found = view(self.on_loop(self._source.snapshot()), self.address)
         return Page(JSON, json.dumps(show(found) | {"at": time.time()}, default=as_dict).encode())
 
     def _history(self) -> Page:
@@ -115,7 +114,7 @@ class DashboardPages:
 
 
 class SharedPage:
-    """A route whose page is made once for all who ask at the same time, or soon after."""
+    """Route whose page is made once for all requests at the same time, or soon after."""
 
     def __init__(self, make: Callable[[], Page]) -> None:
         self._make = make
@@ -124,7 +123,7 @@ class SharedPage:
         self._made_at = 0.0
 
     def __call__(self) -> Page:
-        with self._lock:  # who waits here gets the page that is being made
+        with self._lock:  # a waiting request gets the page that is being made
             if self._page is None or time.monotonic() - self._made_at > FRESH_S:
                 try:
                     self._page = self._make()
@@ -142,11 +141,11 @@ def _file(name: str, content_type: str) -> Route:
 def open_web(
     listen: str, routes: dict[str, Route], tokens: str, *, tls: Tls | None, insecure: bool, any_port: bool
 ) -> WebServer:
-    """The web server of a coordinator, listening.
+    """Return the web server of a coordinator, listening.
 
-    `any_port`: takes a free port if that of `listen` is in use. Raises what WebServer raises.
+    `any_port`: use a free port if that of `listen` is in use. Raises what WebServer raises.
     """
-    # Nobody can listen on loopback but this machine's root, and a browser has no certificate of a cluster's to show.
+    # Only this machine's root can listen on loopback in its place, and a browser has no certificate of the cluster.
     tls = None if is_local(listen) else tls
     try:
         web = WebServer(listen, routes, tokens=tokens, tls=tls, insecure=insecure)
@@ -155,6 +154,6 @@ def open_web(
             raise
         free = f"{listen.rpartition(':')[0]}:0"
         web = WebServer(free, routes, tokens=tokens, tls=tls, insecure=insecure)
-        log.info("%s is in use, so the dashboard takes another port", listen)
+        log.info("%s is in use, so the dashboard uses another port", listen)
     log.info("dashboard at %s", web.url)
     return web

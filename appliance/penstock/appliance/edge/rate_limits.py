@@ -1,8 +1,8 @@
-"""How fast peers may make the coordinator remember something new: a bucket of tokens for each peer, and one for all.
+"""Rate limits on calls that make the coordinator store something new: a token bucket for each peer, and one for all.
 
-A pure piece: the clock is given. Who finds its bucket empty is told when to come back, and has cost a look at two
-numbers. Peers are told apart by address without the port; the least recently seen are forgotten first, with a full
-bucket, for the bucket of all bounds what many peers together can do.
+Pure: the clock is given. A refused peer gets the time to retry after, and costs a look at two numbers. Peers are
+identified by address without the port. The least recently seen are forgotten first, with a full bucket: the bucket of
+all peers limits what many of them together can do.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["RateLimiter", "address_of"]
 
 
 class TokenBucket:
-    """Holds up to `burst`, fills with `per_s`."""
+    """A bucket that holds up to `burst` tokens and fills at `per_s`."""
 
     def __init__(self, per_s: float, burst: int, now: float) -> None:
         self._per_s = per_s
@@ -27,7 +27,7 @@ class TokenBucket:
         self._at = now
 
     def wait_s(self, now: float) -> float:
-        """Seconds until one can be taken; 0 if one can be now."""
+        """Return the seconds until a token can be taken; 0 if one can be taken now."""
         self._held = min(self._burst, self._held + (now - self._at) * self._per_s)
         self._at = now
         return max(0.0, (1.0 - self._held) / self._per_s)
@@ -37,7 +37,7 @@ class TokenBucket:
 
 
 class RateLimiter:
-    """Asked before each registration and opening."""
+    """Limiter consulted before each registration and opening."""
 
     def __init__(self, limits: RateLimits, clock: Callable[[], float]) -> None:
         self._limits = limits
@@ -46,28 +46,27 @@ class RateLimiter:
         self._peers: OrderedDict[str, TokenBucket] = OrderedDict()
 
     def admit(self, peer: str, what: str) -> None:
-        """Returns if `peer` (an address without port) may go on. Raises OverloadedError with when it may."""
+        """Return if `peer` (an address without port) is within its rate. Raises OverloadedError with
+        `retry_after_s`."""
         now, limits = self._clock(), self._limits
         bucket = self._peers.pop(peer, None) or TokenBucket(limits.peer_per_s, limits.peer_burst, now)
         self._peers[peer] = bucket
         while len(self._peers) > limits.peers_max:
             self._peers.popitem(last=False)
-        of_peer, of_all = bucket.wait_s(now), self._all.wait_s(now)
-        if not of_peer and not of_all:
+        peer_wait_s, all_wait_s = bucket.wait_s(now), self._all.wait_s(now)
+        if not peer_wait_s and not all_wait_s:
             bucket.take()
             self._all.take()
             return
-        whose = f"from {peer}" if of_peer else "from all peers together"
-        per_s = limits.peer_per_s if of_peer else limits.all_per_s
-        wait_s = max(of_peer, of_all)
-        error = OverloadedError(
-            f"too many calls of {what} {whose}, more than {per_s:g} a second: it will be taken in {wait_s:.1f} s"
-        )
+        whose = f"from {peer}" if peer_wait_s else "from all peers together"
+        per_s = limits.peer_per_s if peer_wait_s else limits.all_per_s
+        wait_s = max(peer_wait_s, all_wait_s)
+        error = OverloadedError(f"calls of {what} {whose} must be at most {per_s:g} a second: retry in {wait_s:.1f} s")
         error.retry_after_s = wait_s
         raise error
 
 
 def address_of(peer: str) -> str:
-    """The address in what gRPC calls a peer: "ipv4:10.0.0.1:5", "ipv6:%5B::1%5D:5", "unix:"."""
+    """Return the address in gRPC's name of a peer: "ipv4:10.0.0.1:5", "ipv6:%5B::1%5D:5", "unix:"."""
     scheme, _, rest = unquote(peer).partition(":")
     return rest.rpartition(":")[0].strip("[]") if scheme in ("ipv4", "ipv6") else scheme

@@ -1,7 +1,7 @@
-"""How fast runs went and how long they waited, over time: so that a page that is opened later has a past to show.
+"""Time series of the speed and waits of runs, so that a dashboard page that is opened later can show the past.
 
-Ten minutes in seconds, a day in minutes. Each minute is the mean of its seconds. It is in memory alone, and bounded:
-runs that are gone give their room to others.
+Ten minutes in seconds, a day in minutes; each minute is the mean of its seconds. In memory only, and bounded: the
+oldest runs are dropped for new ones.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from penstock.appliance.model.entities import Attempt, Box, BoxPresence
 SECONDS = 600
 MINUTES = 24 * 60
 RUNS = 64
-"""Runs that are remembered, the latest."""
+"""Runs that are kept, the latest."""
 BOXES = 64
-"""Boxes in a step of a sample."""
+"""Boxes that one step of a sample looks at."""
 
 Point = tuple[float, float, float, float]
-"""Seconds since the epoch; steps/s of a box, on average; share of the time that the box which waits most waited;
-batches/s that all slots make."""
+"""Seconds since the Unix epoch; mean steps/s of a box; share of its time that the box with the longest waits waited;
+batches/s that all slots produce."""
 COLUMNS = ("at", "steps_per_s", "waited_share", "batches_per_s")
 
 
 @dataclass
 class OneRunSeries:
-    """Of one run."""
+    """Series of one run."""
 
     seconds: deque[Point] = field(default_factory=lambda: deque(maxlen=SECONDS))
     minutes: deque[Point] = field(default_factory=lambda: deque(maxlen=MINUTES))
@@ -45,7 +45,7 @@ class OneRunSeries:
 
 
 class RunSeries:
-    """Of all runs."""
+    """Series of the latest runs."""
 
     def __init__(self) -> None:
         self._tracks: OrderedDict[str, OneRunSeries] = OrderedDict()
@@ -58,7 +58,7 @@ class RunSeries:
             self._tracks.popitem(last=False)
 
     def sample(self, attempts: Iterable[Attempt], wall_s: float) -> Iterator[None]:
-        """Notes how all runs do, in steps of BOXES boxes: a fleet has 10,000 slots, and others wait."""
+        """Sample all runs, in steps of BOXES boxes: a fleet has 10,000 slots, and other tasks need the event loop."""
         looked = 0
         for attempt in attempts:
             steps_per_s = waited = batches_per_s = 0.0
@@ -73,7 +73,7 @@ class RunSeries:
             self.add(attempt.run, (wall_s, steps_per_s, waited, batches_per_s))
 
     def as_dict(self) -> dict[str, Any]:
-        """For a page: rows of COLUMNS, oldest first."""
+        """Return the series for a page: rows of COLUMNS, oldest first."""
         return {
             "columns": COLUMNS,
             "runs": {

@@ -1,14 +1,13 @@
 """A coordinator process, from its cluster state to its end.
 
-It ends in one of three ways, all of them orderly: by SIGTERM or SIGINT; by `stop`, for a program that embeds it in its
-own event loop; or, with a parent watch, when the process that started it is gone. The parent watch is a pidfd: it
-becomes readable when that very process ends, however it ends, and cannot be fooled by a reused process id. (A
-parent-death signal would fire when the *thread* that started us ends, which is not what anybody means.) With a parent
-watch SIGINT is left to the parent: Ctrl-C reaches the whole process group, and a training loop that saves on Ctrl-C
-still needs us.
+It ends in one of three orderly ways: by SIGTERM or SIGINT; by `stop`, for a program that embeds it in its own event
+loop; or, with a parent watch, when its parent process ends. The parent watch is a pidfd: it becomes readable when that
+very process ends, in any way, and a reused process id does not confuse it. (A parent-death signal would fire when the
+*thread* that started the coordinator ends.) With a parent watch SIGINT is left to the parent: Ctrl-C reaches the whole
+process group, and a training loop that saves on Ctrl-C still needs the coordinator.
 
-A stop is graceful but short: health says NOT_SERVING, long polls are answered, calls under way get a moment. Clients
-and workers go on and come back; what they were told is on disk.
+A stop is graceful but short: health reports NOT_SERVING, long polls are answered, calls under way get a moment. Clients
+and workers continue and come back; everything in their replies is on disk.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ from secrets import randbits
 
 from penstock.appliance.core.state_machine import Registry
 from penstock.appliance.edge import coordinator_metrics
-from penstock.appliance.edge.event_log import tell
+from penstock.appliance.edge.event_log import log_event
 from penstock.appliance.edge.garbage_collection import paced
-from penstock.appliance.edge.hearing import Hearing
 from penstock.appliance.edge.pages import DashboardPages, open_web
+from penstock.appliance.edge.queue_probe import QueueProbe
 from penstock.appliance.edge.service import Service, TopicSignals
 from penstock.appliance.model.limits import MEMORY_BUDGET, STOP_GRACE_S, Limits
 from penstock.appliance.storage.journal import Journal, StateDir
@@ -48,7 +47,7 @@ from penstock.runtime.web.prometheus import in_loop
 log = logging.getLogger("penstock.appliance")
 
 IN_MEMORY = ":memory:"
-"""State directory of a coordinator whose cluster state ends with it."""
+"""State directory of a coordinator that keeps its cluster state in memory."""
 
 
 async def serve(
@@ -65,20 +64,20 @@ async def serve(
     http: str = "",
     http_any_port: bool = False,
 ) -> None:
-    """Runs a coordinator until it is told to stop.
+    """Run a coordinator until it is stopped.
 
     Args:
         listen: "host:port" (port 0 takes a free one) or "unix:/path", in a folder of this user alone.
-        state_dir: a directory on a local disk, made if it is not there; ":memory:" keeps the cluster state in memory.
-        tokens: what callers must show, one bare token or lines "role:token".
-        tls: what to show to callers; with a CA in it they must show certificates too.
+        state_dir: a directory on a local disk, made if it is missing; ":memory:" keeps the cluster state in memory.
+        tokens: credential tokens of callers, one bare token or lines "role:token".
+        tls: certificate of the coordinator; with a CA in it callers must present certificates too.
         insecure: allows an address that other machines can reach without TLS.
-        parent_pid: our parent; when it ends, so does this.
-        ready: told the address that it listens on, once calls are taken.
+        parent_pid: pid of the parent process; when it ends, so does the coordinator.
+        ready: called with the address that it listens on, once calls are accepted.
         limits: leases, budgets and so on.
-        stop: set it to stop; None: the process is the coordinator's own, and signals stop it.
+        stop: event that stops it; None: the process is the coordinator's own, and signals stop it.
         http: "host:port" of the dashboard (see pages.py); "" = none. On loopback it is plain HTTP, `tls` or not.
-        http_any_port: takes a free port if that one is in use.
+        http_any_port: use a free port if that of `http` is in use.
 
     Raises JournalError, PortTakenError, InvalidArgumentError, TlsError before `ready` is called.
     """
@@ -121,9 +120,9 @@ async def serve(
             changed=signals.changed,
             host=host_id(),
         )
-        registry.cluster.events.listen(tell)
-        hearing = _hearing(limits, closing)
-        service = Service(registry, store, signals, limits, hearing.unheard_s if hearing else lambda: 0.0)
+        registry.cluster.events.listen(log_event)
+        probe = _queue_probe(limits, closing)
+        service = Service(registry, store, signals, limits, probe.unreceived_s if probe else lambda: 0.0)
         closing.callback(service.close)
         calls = CallCounters()
         served: RunningServer | None = None
@@ -132,7 +131,7 @@ async def serve(
             pages.routes["/metrics"] = coordinator_metrics.route(
                 lambda: coordinator_metrics.readings(
                     pages.on_loop(service.snapshot()),
-                    in_loop(loop, partial(service.vitals, calls)),
+                    in_loop(loop, partial(service.counters, calls)),
                     served.files if served is not None else None,
                 )
             )
@@ -148,14 +147,14 @@ async def serve(
             tls=tls,
             insecure=insecure,
             calls=calls,
-            inner=hearing.address if hearing else None,
+            inner=probe.address if probe else None,
         )
-        if hearing:
-            closing.callback(loop.create_task(hearing.run()).cancel)
+        if probe:
+            closing.callback(loop.create_task(probe.run()).cancel)
         if pages is not None:
             pages.address = served.address
         ticker = loop.create_task(service.run_ticker())
-        ticker.add_done_callback(lambda _: stop.set())  # it never ends by itself: a bug ends the process, loudly
+        ticker.add_done_callback(lambda _: stop.set())  # it never ends by itself: an exception ends the process
         try:
             ready(served.address)
             await stop.wait()
@@ -165,24 +164,24 @@ async def serve(
             ticker.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await ticker
-            with contextlib.suppress(JournalError):  # a full disk: it is for `penstock replay` alone
+            with contextlib.suppress(JournalError):  # a full disk: these rows serve `penstock replay` alone
                 await service.note_tracks()
 
 
-def _hearing(limits: Limits, closing: contextlib.ExitStack) -> Hearing | None:
+def _queue_probe(limits: Limits, closing: contextlib.ExitStack) -> QueueProbe | None:
     try:
         folder = PrivateFolder()
     except OSError as error:
-        log.warning("leases do not wait for calls that are not heard yet: no temporary folder for a socket: %s", error)
+        log.warning("leases do not wait for calls that are still queued: no temporary folder for a socket: %s", error)
         return None
     closing.callback(folder.close)
-    return Hearing(f"unix:{folder.path}/own", limits.tick_s)
+    return QueueProbe(f"unix:{folder.path}/own", limits.tick_s)
 
 
 def _stop_by_signal(
     loop: asyncio.AbstractEventLoop, stop: asyncio.Event, closing: contextlib.ExitStack, *, leave_interrupt: bool
 ) -> None:
-    # Outside the main thread there are no signals to take, and whoever runs us there has `stop`.
+    # Outside the main thread no signals can be handled; the program that runs the coordinator there uses `stop`.
     with contextlib.suppress(RuntimeError, ValueError):
         loop.add_signal_handler(signal.SIGTERM, stop.set)
         closing.callback(loop.remove_signal_handler, signal.SIGTERM)
@@ -191,7 +190,7 @@ def _stop_by_signal(
 
 
 def announcer(ready_fd: int | None) -> Callable[[str], None]:
-    """A `ready` that writes the address as one line to `ready_fd` and closes it; None: to standard output."""
+    """Return a `ready` that writes the address as one line to `ready_fd` and closes it; None: to standard output."""
 
     def ready(address: str) -> None:
         line = f"{address}\n".encode()

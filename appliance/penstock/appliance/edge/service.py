@@ -1,12 +1,12 @@
-"""The gRPC edge: waits, transfers and deadlines around the registry, which knows none of them.
+"""The gRPC edge: waits, transfers and deadlines around the registry, which has none of them.
 
-One event loop and no locks: a registry method runs from start to end without anybody else. What it has changed is on
+One event loop and no locks: a registry method runs from start to end without interruption. What it has changed is on
 disk before its reply leaves, an error too (group_commit.py). Long polls are coroutines that sleep on the topics that
 the registry announces. The bytes of snapshots and blobs go through one thread of their own (snapshot_writer.py), so
 that a slow disk delays a worker's snapshot and never a lease.
 
-A value in parts is gathered in memory up to the size that its header declared, which was checked against the budget
-before the first byte was taken. Where memory for it is short it is not read on: its bytes wait at the sender.
+A value in parts is collected in memory up to the size that its header declared, which is checked against the budget
+before the first byte is taken. Where memory for it is short it is not read on: its bytes wait at the sender.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import grpc.aio
 from penstock.appliance.core import box_history
 from penstock.appliance.core.cluster_state import Topic
 from penstock.appliance.core.state_machine import Registry
-from penstock.appliance.core.state_queries import ROOM
+from penstock.appliance.core.state_queries import ANSWERS_FREED
 from penstock.appliance.edge.coordinator_metrics import CoordinatorCounters
 from penstock.appliance.edge.rate_limits import RateLimiter, address_of
 from penstock.appliance.edge.transfers import MinimumRate, Transfer, ended_when_slow
@@ -63,15 +63,15 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class TopicWaiter(asyncio.Event):
-    """Somebody who waits for a topic."""
+    """Event of one call that waits for a topic."""
 
     over = False
-    """Others have come for the same, and this one is answered as it is."""
+    """More calls wait for the topic than allowed, and this one is answered as it is."""
 
 
 class TopicSignals:
-    """Wakes whoever waits for a topic, in the order in which they came: a set's order would differ in each process, and
-    a simulated history could not be played again."""
+    """Topics and the calls that wait for them, woken in the order in which they came: a set's order differs in each
+    process, and a simulated history could not be repeated."""
 
     def __init__(self) -> None:
         self._waiting: dict[Topic, dict[TopicWaiter, None]] = {}
@@ -86,7 +86,7 @@ class TopicSignals:
 
     @contextlib.contextmanager
     def on(self, topic: Topic, most: int | None = None) -> Iterator[TopicWaiter]:
-        """`most`: so many may wait for the topic; one more, and it is over for the one that has waited longest."""
+        """Wait for a topic. `most`: limit on waiting calls; above it the oldest one is over."""
         event = TopicWaiter()
         events = self._waiting.setdefault(topic, {})
         if most is not None and len(events) >= most:
@@ -104,13 +104,13 @@ class TopicSignals:
 
 
 def _in_json(state: BoxState, limit: int) -> BoxState:
-    """The same with states as JSON."""
+    """Return the same records with states as JSON."""
     records = []
     for record, data in state.records:
         if len(data) > limit:
             raise InvalidArgumentError(
-                f"the state of box {record.box} slot {record.local_worker_id} has {len(data)} bytes, and up to {limit} "
-                "are made into JSON: ask for the envelope (format STATE_ENVELOPE)"
+                f"a state as JSON must have at most {limit} bytes, got {len(data)} of box {record.box} slot "
+                f"{record.local_worker_id}: ask for the envelope (format STATE_ENVELOPE)"
             )
         changed, text = pb.WorkerRecord(), state_as_json(data)
         changed.CopyFrom(record)
@@ -120,12 +120,12 @@ def _in_json(state: BoxState, limit: int) -> BoxState:
 
 
 class Service(CoordinatorServicer):
-    """
+    """The Coordinator service of coordinator.proto.
     Args:
-        registry: told of every call.
-        store: where the bytes are; used from the writer's thread only.
+        registry: state machine behind every call.
+        store: database of the bytes; used from the writer's thread only.
         signals: its `changed` is the registry's.
-        unheard_s: for how many seconds calls may have been waiting to be heard.
+        unreceived_s: returns the seconds of calls that may still be queued in gRPC.
     """
 
     def __init__(
@@ -134,36 +134,36 @@ class Service(CoordinatorServicer):
         store: Store,
         signals: TopicSignals,
         limits: Limits,
-        unheard_s: Callable[[], float] = lambda: 0.0,
+        unreceived_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        self._unheard_s = unheard_s
+        self._unreceived_s = unreceived_s
         self._registry = registry
         self._snapshot_index = registry.cluster.snapshot_index
         self._store = store
         self._signals = signals
         self._limits = limits
-        self._admission = RateLimiter(limits.admissions, time.monotonic)
+        self._rate_limiter = RateLimiter(limits.admissions, time.monotonic)
         self._journal = GroupCommit(registry.cluster.journal)
         self._disk = SnapshotWriter(store)
         self._snapshots_in, self._blobs_in = InflowBudget(limits.transfers_max), InflowBudget(limits.transfers_max)
         self._reads = InflowBudget(limits.reads_max)
         self._queries: Counter[str] = Counter()
-        """State queries under way, by the token of the asker."""
+        """State queries under way, by the caller's credential token."""
         self._turns = LoopTurns()
         self._drops: list[Drop] = []
-        self._beating: Counter[tuple[str, str]] = Counter()
+        self._heartbeats: Counter[tuple[str, str]] = Counter()
         """Heartbeats under way, by name and session of the worker."""
         self._closing = False
         self._fetches = RecentQueries(time.monotonic, time.time)
         self._closed = ClosedRuns(store.closed(), limits, time.time)
-        self._telling: asyncio.Task[pb.StatusReply] | None = None
+        self._status_task: asyncio.Task[pb.StatusReply] | None = None
         self.dashboard = ""
         """URL of the dashboard, if one is served."""
 
     async def run_ticker(self) -> None:
-        """Looks at the leases and removes from disk what the snapshot index has dropped; for ever.
+        """Check the leases and remove dropped snapshots and blobs from disk, until cancelled.
 
-        JournalError: a peer has shown that commits are missing in the journal."""
+        Raises JournalError if a peer has shown that commits are missing in the journal."""
         journal = self._registry.cluster.journal
         while True:
             await asyncio.sleep(self._limits.tick_s)
@@ -171,7 +171,7 @@ class Service(CoordinatorServicer):
                 raise journal.lost
             try:
                 async with self._journal.synced():
-                    self._registry.tick(self._unheard_s())
+                    self._registry.tick(self._unreceived_s())
                 await self._keep_closed()
                 self._drops += self._snapshot_index.take_drops()
                 if self._drops and not self._disk.is_dropping:
@@ -181,10 +181,10 @@ class Service(CoordinatorServicer):
                 log.error("%s", error)  # a full disk: nothing was acknowledged; the next tick tries again
 
     async def _keep_closed(self) -> None:
-        """Writes the last states of runs that have ended."""
-        for gathering in self._registry.state_queries.take_closed():
-            parts = parts_of(gathering)
-            one = self._closed.of(gathering, parts)
+        """Write the last states of runs that have ended."""
+        for query in self._registry.state_queries.take_closed():
+            parts = parts_of(query)
+            one = self._closed.of(query, parts)
             gone = self._closed.superfluous(one)
             if gone is None:
                 log.info("run %s is closed; its last state has %d bytes and is not kept", one.run, one.size)
@@ -201,22 +201,22 @@ class Service(CoordinatorServicer):
         self._drops += drops  # the next tick tries again
 
     def _spare(self, drop: Drop) -> None:
-        """It is written again, and may still be on the list of what goes, behind a large attempt."""
+        """Keep a value that is written again, and may still be on the list of drops, behind a large attempt."""
         self._snapshot_index.spare(drop)
         self._drops = [other for other in self._drops if other != drop]
         self._disk.spare(drop)
 
     def wind_down(self) -> None:
-        """Answers all long polls now; called before the server stops."""
+        """Answer all long polls now; called before the server stops."""
         self._closing = True
         self._signals.wake_all()
 
     async def note_tracks(self) -> None:
-        """The last thing written: how far each box has come."""
+        """Write the position of each box, as the last rows of the journal."""
         cluster = self._registry.cluster
         for attempt in cluster.open_attempts():
             for box in attempt.boxes.values():
-                if box.told:
+                if box.reported:
                     cluster.save_track(attempt, box)
         await self._journal.sync()
 
@@ -225,7 +225,7 @@ class Service(CoordinatorServicer):
         self._journal.close()
 
     async def _hold(self, topic: Topic, hold_s: float, seen: int, version: Callable[[], int]) -> None:
-        """Waits until `version` is another one than was seen, or the hold is over."""
+        """Wait until `version` differs from the one seen, or the hold is over."""
         loop = asyncio.get_running_loop()
         until = loop.time() + hold_s
         if hold_s <= 0 or version() != seen:
@@ -240,10 +240,8 @@ class Service(CoordinatorServicer):
     # -------------------------------------------------------------------------------------------------------- clients
 
     async def OpenRun(self, request: pb.OpenRunRequest, context: _Context) -> pb.OpenRunReply:
-        self._admission.admit(address_of(context.peer()), "OpenRun")
-        check_name(
-            "job", request.job
-        )  # not in the cluster state: what an older release let in must come back from the journal
+        self._rate_limiter.admit(address_of(context.peer()), "OpenRun")
+        check_name("job", request.job)  # only here: the journal may hold names that older releases accepted
         async with self._journal.synced():
             return self._registry.open_run(request, credential())
 
@@ -263,11 +261,11 @@ class Service(CoordinatorServicer):
         return pb.CloseRunReply()
 
     async def FetchState(self, request: pb.FetchStateRequest, context: _Context) -> AsyncIterator[Any]:
-        """Yields StateParts; to an asker that packs, serialised ones."""
+        """Yield StateParts; serialised ones to a caller with `packs`."""
         loop = asyncio.get_running_loop()
         until, sent = loop.time() + request.deadline_s, 0
-        gathering: StateQuery | None = None
-        with self._asking(credential()), self._fetches.noted(request) as noted:
+        query: StateQuery | None = None
+        with self._counted_query(credential()), self._fetches.noted(request) as noted:
             closed = self._closed.find(request) if self._is_over(request) else None
             if closed is not None:
                 noted.attempt, noted.step = closed.attempt, closed.step
@@ -279,98 +277,101 @@ class Service(CoordinatorServicer):
                 return
             try:
                 async with self._journal.synced():
-                    gathering = self._registry.begin_state(request)
-                noted.of(gathering)
-                while sent < gathering.num_boxes:
+                    query = self._registry.begin_state(request)
+                noted.of(query)
+                while sent < query.num_boxes:
                     async with self._journal.synced():
-                        states = await self._message(gathering, sent, until, request)
+                        states = await self._message(query, sent, until, request)
                     before = loop.time()
                     noted.bytes += sum(state.size for state in states)
                     written = [await self._written(state, request) for state in states]
                     for message in packed(written) if request.packs else parts(written):
                         await self._turns.next()
                         yield message
-                        # A reader that is slow takes its own time, not the workers'.
+                        # The time that a slow reader takes does not count against the workers' deadline.
                         until, before = until + loop.time() - before, loop.time()
-                        gathering.deadline = max(gathering.deadline, until)
+                        query.deadline = max(query.deadline, until)
                     for _ in states:
-                        self._registry.sent_state(gathering, sent)
+                        self._registry.sent_state(query, sent)
                         sent += 1
             finally:
-                if gathering is not None:  # an asker from then on, even if that could not be written
-                    self._registry.end_state(gathering, sent)
+                if query is not None:  # it has this caller, even if the journal could not be written
+                    self._registry.end_state(query, sent)
 
     @contextlib.contextmanager
-    def _asking(self, asker: str) -> Iterator[None]:
-        """While a state query of this token is open. Raises OverloadedError if it has too many."""
-        if self._queries[asker] >= self._limits.queries_of_token_max:
-            raise OverloadedError(f"{self._queries[asker]} state queries of one token are open, which is the limit")
-        self._queries[asker] += 1
+    def _counted_query(self, token: str) -> Iterator[None]:
+        """Count a state query of this token while it is open. Raises OverloadedError if it has too many."""
+        if self._queries[token] >= self._limits.queries_of_token_max:
+            raise OverloadedError(
+                f"one token must have at most {self._limits.queries_of_token_max} open state queries: retry later"
+            )
+        self._queries[token] += 1
         try:
             yield
         finally:
-            self._queries[asker] -= 1
-            if not self._queries[asker]:
-                del self._queries[asker]
+            self._queries[token] -= 1
+            if not self._queries[token]:
+                del self._queries[token]
 
     def _is_over(self, request: pb.FetchStateRequest) -> bool:
-        """It asks for a state of a run that has ended."""
+        """Return whether the request asks for a state of a run that has ended."""
         run = self._registry.cluster.runs.get(request.run)
         own = request.HasField("progress") or request.aggregate_blob
         return run is not None and run.current is None and not own
 
     async def _written(self, state: BoxState, request: pb.FetchStateRequest) -> BoxState:
-        """In the form that is asked for."""
+        """Return the state in the requested format."""
         if request.format != pb.STATE_JSON or request.aggregate_blob:
             return state
         return await asyncio.to_thread(_in_json, state, self._limits.json_max)
 
     async def _message(
-        self, gathering: StateQuery, number: int, until: float, request: pb.FetchStateRequest
+        self, query: StateQuery, number: int, until: float, request: pb.FetchStateRequest
     ) -> list[BoxState]:
-        """The records of this box, once it is complete. For an asker that packs, also of the next ones, as many as go
-        into one message: hundreds of boxes that become complete one by one are else as many messages to each asker."""
+        """Return the records of this box, once it is complete. For a caller with `packs`, also of the next ones that
+        fit into one message: hundreds of boxes that become complete one by one would else be as many messages per
+        caller."""
         states: list[BoxState] = []
-        room = CHUNK
-        while number < gathering.num_boxes:
-            state = await self._complete(gathering, number, until, request.deadline_s)
-            if states and state.message_size > room:
+        free_bytes = CHUNK
+        while number < query.num_boxes:
+            state = await self._complete(query, number, until, request.deadline_s)
+            if states and state.message_size > free_bytes:
                 break
             states.append(state)
-            room -= state.message_size
+            free_bytes -= state.message_size
             number += 1
-            if not request.packs or room <= 0:
+            if not request.packs or free_bytes <= 0:
                 break
         return states
 
-    async def _complete(self, gathering: StateQuery, number: int, until: float, deadline_s: float) -> BoxState:
-        """The records of one box, once it is complete."""
-        with self._signals.on(gathering.topic(number)) as event:
-            while number not in gathering.boxes and gathering.failure is None:
+    async def _complete(self, query: StateQuery, number: int, until: float, deadline_s: float) -> BoxState:
+        """Return the records of one box, once it is complete."""
+        with self._signals.on(query.topic(number)) as event:
+            while number not in query.boxes and query.failure is None:
                 event.clear()
                 try:
                     async with asyncio.timeout_at(until):
                         await event.wait()
                 except TimeoutError as error:
                     raise DeadlineError(
-                        f"the state of run {gathering.run} at step {gathering.step} was not complete after "
-                        f"{deadline_s:g} s; waited for {gathering.waits_for()}"
+                        f"the state of run {query.run} at step {query.step} was not complete after "
+                        f"{deadline_s:g} s; waited for {query.waits_for()}"
                     ) from error
-        if gathering.failure is not None:
-            raise error_of(detail_of(gathering.failure))  # a copy: several askers raise it
-        return gathering.boxes[number]
+        if query.failure is not None:
+            raise error_of(detail_of(query.failure))  # a copy: several callers raise it
+        return query.boxes[number]
 
     # -------------------------------------------------------------------------------------------------------- workers
 
     async def RegisterWorker(self, request: pb.RegisterWorkerRequest, context: _Context) -> pb.RegisterWorkerReply:
-        self._admission.admit(address_of(context.peer()), "RegisterWorker")
+        self._rate_limiter.admit(address_of(context.peer()), "RegisterWorker")
         check_name("worker", request.worker)
         async with self._journal.synced():
             return self._registry.register_worker(request)
 
     async def Heartbeat(self, request: pb.HeartbeatRequest, context: _Context) -> pb.HeartbeatReply:
         registry, who = self._registry, (request.worker, request.session)
-        self._beating[who] += 1
+        self._heartbeats[who] += 1
         try:
             async with self._journal.synced():
                 registry.report_worker(request)
@@ -378,17 +379,17 @@ class Service(CoordinatorServicer):
                 await self._hold(("worker", request.worker), hold_s, seen, lambda: registry.worker_version(request))
                 reply = pb.HeartbeatReply()
                 for _ in registry.worker_view_steps(request, reply):
-                    await asyncio.sleep(0)  # thousands of slots are told in steps
+                    await asyncio.sleep(0)  # thousands of slots go into the reply in steps
                 return reply
         except asyncio.CancelledError:
-            # Not while another one is held: that it lost a connection is often seen after it is back by a new one.
-            if self._beating[who] == 1 and not self._closing:
+            # Not while another one is held: a lost connection is often noticed after the worker is back on a new one.
+            if self._heartbeats[who] == 1 and not self._closing:
                 registry.worker_hung_up(*who)
             raise
         finally:
-            self._beating[who] -= 1
-            if not self._beating[who]:
-                del self._beating[who]
+            self._heartbeats[who] -= 1
+            if not self._heartbeats[who]:
+                del self._heartbeats[who]
 
     async def DeregisterWorker(
         self, request: pb.DeregisterWorkerRequest, context: _Context
@@ -445,13 +446,13 @@ class Service(CoordinatorServicer):
         answer = first.answer
         if answer.state_bytes > self._limits.value_max:
             raise InvalidArgumentError(
-                f"a state of {answer.state_bytes} bytes is above the {self._limits.value_max} that can be taken"
+                f"a state must have at most {self._limits.value_max} bytes, got {answer.state_bytes}"
             )
         if not self._registry.answer_wanted(answer):
-            return pb.PutStateReply()  # late: nobody will look at its bytes
+            return pb.PutStateReply()  # late: no query needs its bytes
         await self._admitted(answer)
         if not self._registry.answer_wanted(answer):
-            return pb.PutStateReply()  # its askers left while it waited: its bytes would be in memory, and in no budget
+            return pb.PutStateReply()  # its callers left while it waited: its bytes would be in no budget
         transfer = Transfer("PutState", answer.state_bytes)
         try:
             transfer.add(first.data)
@@ -467,8 +468,8 @@ class Service(CoordinatorServicer):
         return pb.PutStateReply()
 
     async def _admitted(self, answer: pb.StateAnswer) -> None:
-        """Waits until there is room for the answer's bytes."""
-        with self._signals.on(ROOM) as event:
+        """Wait until the budget admits the answer's bytes."""
+        with self._signals.on(ANSWERS_FREED) as event:
             while (left_s := self._registry.admit_state(answer)) is not None:
                 event.clear()
                 try:
@@ -476,8 +477,8 @@ class Service(CoordinatorServicer):
                         await event.wait()
                 except TimeoutError as error:
                     raise DeadlineError(
-                        f"no room for the {answer.state_bytes} bytes of answer {answer.request} before the query's "
-                        "deadline: its askers do not read the records before it"
+                        f"answer {answer.request} was not taken before the query's deadline: the budget has no room "
+                        f"for its {answer.state_bytes} bytes, because the callers do not read the records before it"
                     ) from error
 
     # ---------------------------------------------------------------------------------------------- blobs, operators
@@ -508,7 +509,7 @@ class Service(CoordinatorServicer):
                 transfer.add(part.data)
             data = transfer.all()
             if await self._disk.run(blob_name, data) != name:
-                raise ProtocolError(f"PutBlob: {size} bytes came that are not those of {name}")
+                raise ProtocolError(f"PutBlob: the {size} bytes received must have the digest {name}, got another")
             self._spare(DropBlob(name))
             await self._disk.run(self._store.put_blob, name, data)
 
@@ -521,7 +522,7 @@ class Service(CoordinatorServicer):
                 yield pb.BlobPart(data=piece)
 
     async def _read(self, what: str, data: bytes) -> AsyncIterator[bytes]:
-        """The pieces of a value for one who reads it, and takes them fast enough."""
+        """Yield the pieces of a value to a reader, and end the call if the reader is too slow."""
         with ended_when_slow(what, self._limits) as reader:
             for piece in pieces(data):
                 await self._turns.next()
@@ -538,8 +539,8 @@ class Service(CoordinatorServicer):
                 found = await self._disk.run(self._store.snapshot, key, kept)
                 if found is None:
                     raise StateUnavailableError(
-                        f"the snapshot after batch {at.total} of box {at.box} slot {at.slot} of run {at.run} is not "
-                        "kept any more: a newer one has taken its place; ask again"
+                        f"the snapshot after batch {at.total} of box {at.box} slot {at.slot} of run {at.run} has been "
+                        "replaced by a newer one: ask again"
                     )
                 async for piece in self._read("FetchHistory", found[1]):
                     yield pb.HistoryPart(data=piece)
@@ -556,8 +557,8 @@ class Service(CoordinatorServicer):
     async def Status(self, request: pb.StatusRequest, context: _Context) -> pb.StatusReply:
         return await self.snapshot()
 
-    def vitals(self, calls: CallCounters) -> CoordinatorCounters:
-        """What metrics tell and a status does not. `calls`: those of the server."""
+    def counters(self, calls: CallCounters) -> CoordinatorCounters:
+        """Return the counters that metrics have and a status does not. `calls`: those of the server."""
         cluster = self._registry.cluster
         boxes = {
             (attempt.run, box.number): (box.start.step, box.waiting_for)
@@ -567,19 +568,19 @@ class Service(CoordinatorServicer):
         return CoordinatorCounters(calls, self._journal.seconds, self._snapshot_index.used, self._limits.budget, boxes)
 
     def attempts(self) -> list[Attempt]:
-        """Those that are open."""
+        """Return the open attempts."""
         return self._registry.cluster.open_attempts()
 
     async def snapshot(self) -> pb.StatusReply:
-        """Everything that an operator may see, as it is now; one that is under way serves all who ask meanwhile."""
-        if self._telling is None or self._telling.done():
-            self._telling = asyncio.get_running_loop().create_task(self._tell())
-        return await asyncio.shield(self._telling)
+        """Return everything that an operator may see now; callers share a status that is being made."""
+        if self._status_task is None or self._status_task.done():
+            self._status_task = asyncio.get_running_loop().create_task(self._make_status())
+        return await asyncio.shield(self._status_task)
 
-    async def _tell(self) -> pb.StatusReply:
+    async def _make_status(self) -> pb.StatusReply:
         reply = pb.StatusReply()
         for _ in self._registry.status_steps(reply):
-            await asyncio.sleep(0)  # thousands of slots are told in steps, between which others have their turn
+            await asyncio.sleep(0)  # thousands of slots go into the reply in steps, between which other tasks run
         states = self._fetches.messages()
         for run in reply.runs:
             if run.run in states:

@@ -1,7 +1,7 @@
-"""Values that come in parts: paced while they come, gathered up to the size that was declared.
+"""Transfers of values in parts: held to a minimum rate, and collected up to the declared size.
 
-A sender that is let in keeps room in memory from others, so it has to keep up a rate. Only the time in which it is
-waited for counts: what the disk or the coordinator takes is no fault of its own.
+A sender that is admitted keeps memory from others, so it has to keep up a rate. Only the time that the coordinator
+waits for the sender counts, not the time of the disk or of the coordinator.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _Part = TypeVar("_Part", bound=_HasData)
 
 
 class MinimumRate(Generic[_Part]):
-    """The parts of a value, as they come.
+    """Parts of a value, as they arrive.
 
     Raises:
-        DeadlineError: nothing came for `part_s`, or what came is behind the least rate by that much.
+        DeadlineError: nothing arrived for `part_s`, or the sender is behind the minimum rate by that much.
     """
 
     def __init__(self, what: str, parts: AsyncIterator[_Part], limits: Limits) -> None:
@@ -55,10 +55,10 @@ class MinimumRate(Generic[_Part]):
                 part = await anext(self._parts)
         except TimeoutError as error:
             if left_s >= self._part_s:
-                raise DeadlineError(f"{self._what}: nothing more came for {self._part_s:g} s") from error
+                raise DeadlineError(f"{self._what}: no data arrived for {self._part_s:g} s: send again") from error
             raise DeadlineError(
-                f"{self._what}: {self._came} bytes came in {self._waited_s:.0f} s, slower than {self._least} bytes a "
-                "second, and others wait for the room"
+                f"{self._what} must send at least {self._least} bytes a second, got {self._came} bytes in "
+                f"{self._waited_s:.0f} s while others wait for the memory: send again"
             ) from error
         self._waited_s += loop.time() - begun
         self._came += len(part.data)
@@ -66,61 +66,62 @@ class MinimumRate(Generic[_Part]):
 
 
 class Transfer:
-    """The data parts that follow a header: never more than was declared, and in the end exactly that."""
+    """Data parts that follow a header: never more than declared, and in the end exactly that."""
 
     def __init__(self, what: str, size: int) -> None:
         self._what = what
         self._size = size
-        self._data = io.BytesIO()  # a list would take more for pieces than for what is in them, if they are short
+        self._data = io.BytesIO()  # a list would take more memory for short pieces than their bytes do
 
     def add(self, piece: bytes) -> None:
         if self._data.tell() + len(piece) > self._size:
-            raise ProtocolError(f"{self._what}: more than the {self._size} bytes declared")
+            raise ProtocolError(f"{self._what} must send the {self._size} bytes declared, got more")
         self._data.write(piece)
 
     def all(self) -> bytes:
         if self._data.tell() != self._size:
-            raise ProtocolError(f"{self._what}: {self._size} bytes declared, {self._data.tell()} came")
+            raise ProtocolError(f"{self._what} must send the {self._size} bytes declared, got {self._data.tell()}")
         return self._data.getvalue()
 
 
 class TransferReader:
-    """One who is sent a value: what it has taken, and since when."""
+    """Progress of one reader of a value: bytes taken, and since when."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._begun = asyncio.get_running_loop().time()
         self._taken = 0
         self.timer: asyncio.TimerHandle
-        """The next look at it."""
+
+    """Timer of the next check."""
 
     def took(self, size: int) -> None:
         self._taken += size
 
     def left_s(self) -> float:
-        """Seconds until it is slower than a reader may be."""
+        """Return the seconds until the reader is below the minimum rate."""
         passed = asyncio.get_running_loop().time() - self._begun
         return self._limits.part_s + self._taken / self._limits.least_bytes_per_s - passed
 
 
 @contextmanager
 def ended_when_slow(what: str, limits: Limits) -> Iterator[TransferReader]:
-    """End the call that is being answered if its reader does not keep up the rate of senders: the value is in memory
-    until then, and others wait for the room. The handler may be anywhere in gRPC, where no timeout of ours reaches, so
-    its task is cancelled. The caller learns it when it reads on, or by its own deadline.
+    """End the call that is being answered if its reader does not keep up the minimum rate: the value is in memory until
+    then, and others wait for it. The handler may be anywhere in gRPC, where no timeout of this code applies, so its
+    task is cancelled. The caller notices when it reads on, or by its own deadline.
     """
     task, loop, reader = asyncio.current_task(), asyncio.get_running_loop(), TransferReader(limits)
     assert task is not None
 
-    def look() -> None:
+    def check() -> None:
         left_s = reader.left_s()
         if left_s > 0:
-            reader.timer = loop.call_later(left_s, look)
+            reader.timer = loop.call_later(left_s, check)
         else:
-            log.warning("%s is ended: its reader takes less than %d bytes a second", what, limits.least_bytes_per_s)
+            log.warning("%s was ended: its reader takes less than %d bytes a second", what, limits.least_bytes_per_s)
             task.cancel()
 
-    reader.timer = loop.call_later(limits.part_s, look)
+    reader.timer = loop.call_later(limits.part_s, check)
     try:
         yield reader
     finally:

@@ -1,11 +1,11 @@
-"""The nouns of the coordinator: runs, attempts, boxes, slots, workers. Data only; the verbs are in state_machine.py.
+"""Entities of the coordinator: runs, attempts, boxes, slots, workers. Data only; state_machine.py changes them.
 
-Ownership. A run has at most one open attempt; an attempt has a place for each of its boxes; an opened box has W slots;
-a slot has at most one worker, under a generation that rises each time the slot moves. Whoever speaks for an older
-attempt or generation is fenced, and the numbers are in the journal before anyone hears them.
+Ownership. A run has at most one open attempt; an attempt has an entry for each of its boxes; an opened box has W slots;
+a slot has at most one worker, under a generation that rises each time the slot moves. Calls for an older attempt or
+generation are fenced, and the numbers are in the journal before any peer receives them.
 
-What is journaled is who owns what. Leases and progress are not: after a restart everyone has a full new lease, and
-tells where he is with his next call.
+Ownership is journaled. Leases and progress are not: after a restart every peer has a full new lease, and reports its
+position with its next call.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class AttemptState(Enum):
 
 
 class BoxPresence(Enum):
-    """A box's place in its attempt."""
+    """Presence of a box in its attempt."""
 
     LIVE = "live"
-    GONE = "gone"  # the lease ran out; the same client may come back until someone opens the next attempt
+    GONE = "gone"  # the lease ran out; the same client may come back until the next attempt opens
     CLOSED = "closed"
 
 
@@ -54,14 +54,14 @@ class SlotLoss:
     worker: str
     note: str
     delivered: int
-    """The slot's delivered total as known then: more now means progress."""
+    """The slot's delivered total as known then: a higher one now means progress."""
     making: records_pb2.Skip | None = None
-    """Where the batch stands that the runner was making when it died, if it was making one."""
+    """Position of the batch that the runner was making when it died, if it was making one."""
 
 
 @dataclass
 class MigrationTarget:
-    """A worker that is getting ready to take a slot over from another: see migration.py."""
+    """Worker that prepares to take a slot over from another: see migration.py."""
 
     worker: str
     session: str
@@ -69,7 +69,7 @@ class MigrationTarget:
     why: str
     since: float
     ready_at: float = 0.0
-    """0 = not yet."""
+    """Time when it became ready; 0 = not yet."""
     capabilities: records_pb2.LoaderCapabilities | None = None
 
 
@@ -80,7 +80,7 @@ class Slot:
     phase: pb.SlotPhase.ValueType = pb.WAITING
     worker: str = ""
     session: str = ""
-    """Of the worker, so that a coordinator that restarts knows whether it is still the same process."""
+    """Session of the worker, so that a restarted coordinator can tell whether it is still the same process."""
     ever_ready: bool = False
     recovery: bool = False
     restarts: int = 0
@@ -90,49 +90,49 @@ class Slot:
     losses: list[SlotLoss] = field(default_factory=list)
     target: MigrationTarget | None = None
     reserved: int = 0
-    """The highest generation that a successor was ever given, journaled, so that no other gets it."""
+    """Highest generation reserved for a migration target, journaled, so that it is used once only."""
     moved_at: float = 0.0
-    """When its worker was last another one."""
+    """Time of the last change of its worker."""
     left_alone_until: float = 0.0
     unfit: dict[str, str] = field(default_factory=dict)
-    """Worker -> session of it that could not get ready to take it over."""
+    """Worker -> its session, for workers that failed to prepare for the slot."""
     migrated: bool = False
-    """It moved last in good order."""
+    """Its last move was a migration."""
     was_slow_at: frozenset[str] = frozenset()
-    """Workers that it was moved away from for it was waited for there."""
+    """Workers that it was moved away from because the loop waited for it there."""
     batches_per_s: float = 0.0
     batch_s: float = 0.0
-    """Seconds of work a batch, as its worker says; 0 = not known."""
+    """Seconds of work per batch, as its worker reports; 0 = not known."""
     batch_cpu_s: float = 0.0
-    """Processor time a batch, in seconds; 0 = not known."""
+    """Seconds of processor time per batch; 0 = not known."""
     batch_delay_s: float = 0.0
-    """Part of `batch_s` in which the runner waited for a processor."""
+    """Seconds of `batch_s` in which the runner waited for a processor."""
     doing: str = ""
-    """What its runner is in for long; "" = nothing unusual."""
+    """Activity of its runner that takes unusually long; "" = nothing unusual."""
     start_queue_position: tuple[int, int] = (0, 0)
-    """Of its runner in its worker's queue of starts, from 1, and how many wait there; 0 = it does not wait."""
+    """Position of its runner in its worker's start queue, from 1, and the length of the queue; 0 = it is not queued."""
     stack: str = ""
-    """Of the runner: with `doing` now, else when it last died."""
+    """Stack of the runner: at `doing` now, else when it last died."""
     outgrown: int = 0
-    """The generation whose runner was recycled for its memory before its second batch; 0 = none was."""
+    """Generation whose runner was recycled for its memory before its second batch; 0 = none was."""
     skips: dict[tuple[int, int], int] = field(default_factory=dict)
-    """(epoch, total) -> batches left out there; those of the state that was resumed from included."""
+    """(epoch, total) -> batches skipped there; those of the state that the run resumed from included."""
     skipped: dict[tuple[int, int], int] = field(default_factory=dict)
-    """The same, of this attempt alone."""
+    """(epoch, total) -> batches skipped there in this attempt alone."""
     gauge: SlotGauge = field(default_factory=SlotGauge)
 
     def unfit_at(self, workers: Mapping[str, Worker]) -> set[str]:
-        """Those of `workers` that could not get ready for it, and were not started again since."""
+        """Return those of `workers` that failed to prepare for the slot, and were not restarted since."""
         return {name for name, session in self.unfit.items() if name in workers and workers[name].session == session}
 
     def is_migrating_to(self, worker: str, generation: int) -> bool:
-        """That worker, under that generation, is getting ready to take it over."""
+        """Return whether that worker, under that generation, prepares to take the slot over."""
         target = self.target
         return target is not None and (target.worker, target.generation) == (worker, generation)
 
     @property
     def next_generation(self) -> int:
-        """One that nobody has had."""
+        """Next generation that was never used."""
         return max(self.generation, self.reserved) + 1
 
     def __str__(self) -> str:
@@ -143,53 +143,53 @@ class Slot:
 class Box:
     number: int
     client: str
-    """Who holds the place: see `client_of`."""
+    """Digest of the client that holds the box: see `client_of`."""
     opening: pb.OpenRunRequest
-    """Without its client_id."""
+    """Opening without its client_id."""
     start: Position
-    """Where the box stood when the attempt opened."""
+    """Position of the box when the attempt opened."""
     place: BoxPresence
     lease_until: float
     version: int
     slots: list[Slot] = field(default_factory=list)
     credential: str = ""
-    """Digest of the token that opened it; "" = the coordinator has been started again since."""
+    """Digest of the token that opened it; "" = the coordinator was restarted since."""
 
     delivered: records_pb2.BoxPosition = field(default_factory=records_pb2.BoxPosition)
     """The newest report; empty before the first one."""
-    told: bool = True
-    """False after a restart until its client reports: which passes it left, and where it ended, is in no journal."""
+    reported: bool = True
+    """False after a restart until its client reports: abandoned epochs and its last position may be newer."""
     restored: bool = False
-    """From the journal. Its base is known, to count from, but not what was dropped of the steps since."""
+    """Restored from the journal. Its epoch start is known, but not what was dropped of the steps since."""
     earlier: tuple[records_pb2.BoxPosition, ...] = ()
-    """Where it is known to have been before the restart: for `penstock replay` alone."""
+    """Positions known before the restart: for `penstock replay` alone."""
     settled: bool = False
-    """It had closed before the restart, and the last of `earlier` is where it ended."""
+    """The box had closed before the restart, and the last of `earlier` is where it ended."""
     epoch_ended: bool = False
     abandoned: dict[int, int] = field(default_factory=dict)
-    """Epoch -> last step of it, for epochs left by `break`."""
+    """Epoch -> last step of it, for epochs abandoned by `break`."""
     ends: dict[tuple[int, int], int] = field(default_factory=dict)
-    """(slot, epoch) -> the slot's total when the epoch ended, as workers told."""
+    """(slot, epoch) -> the slot's total when the epoch ended, as workers reported."""
     waiting_for: int = 0
     waited_s: float = 0.0
     steps_per_s: float = 0.0
     waited_share: float = 0.0
-    """Of the time that steps_per_s speaks of."""
+    """Share of waiting in the time that steps_per_s refers to."""
     usual_steps_per_s: float = 0.0
-    """The same of late, as `waits` are: one report is no reason to decide anything."""
+    """Decaying mean of steps_per_s, like `waits`: a single report decides nothing."""
     usual_span_s: float = 0.0
-    """Seconds that it speaks of, faded as they are."""
+    """Seconds that it refers to, decayed like the mean."""
     rate_from: float = 0.0
     rate_steps: int = 0
     rate_waited_s: float = 0.0
     waits: BoxWaits = field(default_factory=BoxWaits)
     reported_at: float = 0.0
     unreachable: dict[str, float] = field(default_factory=dict)
-    """Worker -> when the box last said that it cannot reach it: see reachability.py."""
+    """Worker -> time when the box last reported that it cannot reach it: see reachability.py."""
     lingers_until: float = 0.0
-    """A closed box keeps its workers until then, for the others' state queries; 0 = it does not, or no longer."""
+    """Time until which a closed box keeps its workers, for the others' state queries; 0 = it has none to keep."""
     history: deque[Position] = field(default_factory=deque)
-    """Reported positions, oldest first; the first is the newest that is not inside the window, or the base."""
+    """Reported positions, oldest first; the first is the newest outside the window, or the epoch start."""
 
     @property
     def step(self) -> int:
@@ -201,15 +201,15 @@ class Box:
         return self.opening.loader.options.retention_steps
 
     def total(self, slot: int) -> int:
-        """Batches of the slot delivered, as far as reported."""
+        """Return the slot's delivered batches, as far as reported."""
         return self.delivered.slots[slot].total if self.delivered.slots else self.start.total[slot]
 
     def unreachable_since(self, since: float) -> set[str]:
-        """Names of the workers that it could not reach at that time or later."""
+        """Return the names of the workers that it could not reach at that time or later."""
         return {worker for worker, at in self.unreachable.items() if at > since}
 
     def measure(self, now: float, steps: int) -> None:
-        """So many steps more were delivered."""
+        """Update the rates after `steps` more steps were delivered."""
         if self.rate_from == 0.0:
             self.rate_from, self.rate_waited_s = now, self.waited_s
         elif now - self.rate_from >= 0.5:
@@ -225,23 +225,23 @@ class Box:
             self.rate_steps += steps
 
     def note_waits(self, now: float, by_slot_s: Sequence[float]) -> None:
-        """What the client tells of its loop's waiting. One of an older release tells nothing."""
+        """Record the client's report of its loop's waiting. An older release reports none."""
         if len(by_slot_s) == len(self.slots):
             begun = self.step > self.start.step
             self.waits.report(now, by_slot_s, [slot.gauge.queued for slot in self.slots], begun=begun)
 
     def anchor(self, step: int) -> Position | None:
-        """The newest position known at or before `step`; None if the step is older than all.
+        """Return the newest position known at or before `step`; None if the step is older than all.
 
-        The record of a step is what stood right after it, with later ends not yet noticed. A loop that had noticed the
-        end of the epoch when it reported shows a fresh epoch: good to go on from, no record of that step.
+        The record of a step is the position right after it, with later ends not yet noticed. A loop that had noticed
+        the end of the epoch when it reported shows a fresh epoch: good to resume from, but no record of that step.
         """
         fits = [at for at in self._known() if at.step < step or (at.step == step and not self.is_fresh(at))]
         return max(fits, key=lambda position: position.step, default=None)
 
     def is_refuted(self, position: Position) -> bool:
-        """A report of a later step shows that the box cannot have been there: more of a slot than there was later, or
-        another beginning of the same epoch. It is a plan made without an end that is not known yet."""
+        """Return whether a report of a later step shows that the box cannot have been there: it has fewer batches of a
+        slot, or another beginning of the same epoch. Such a plan was made without an end that is not known yet."""
         later = min((at for at in self._known() if at.step >= position.step), key=lambda at: at.step, default=None)
         if later is None:
             return False
@@ -254,7 +254,7 @@ class Box:
         )
 
     def chain(self, step: int) -> int | None:
-        """The stream digest at `step`, if a position of just that step was reported with it."""
+        """Return the stream digest at `step`, if a position of exactly that step was reported with it."""
         return next((at.chain for at in self._known() if at.step == step and at.chain is not None), None)
 
     def _known(self) -> list[Position]:
@@ -265,7 +265,7 @@ class Box:
         return known
 
     def is_fresh(self, position: Position) -> bool:
-        """An epoch has begun there of which no batch was taken, and it is not the one that the attempt started in."""
+        """Return whether an epoch begins there, not the attempt's first, of which no batch was taken."""
         return position.epoch > self.start.epoch and not any(position.delivered)
 
     def who(self) -> str:
@@ -278,23 +278,23 @@ class Attempt:
     number: int
     key: str
     opened_by: str
-    """Who and where, for messages."""
+    """Opener and its host, for messages."""
     num_boxes: int
     num_workers: int
     seed: int
     state: AttemptState = AttemptState.OPEN
     why: str = ""
-    """Why it is no longer open."""
+    """Reason why it is no longer open."""
     boxes: dict[int, Box] = field(default_factory=dict)
     ended: set[int] = field(default_factory=set)
     """Boxes whose epoch_ended is set."""
     left: dict[int, int] = field(default_factory=dict)
-    """Step after which some box left an epoch by `break` -> the first that did."""
+    """Step after which some box abandoned an epoch -> the first box that did."""
     _left: list[int] = field(default_factory=list)
-    """The same steps in order."""
+    """Keys of `left`, sorted."""
     last_live: float = 0.0
     blobs: set[str] = field(default_factory=set)
-    """Names of those that its openings speak of."""
+    """Names of the blobs in its openings."""
 
     def add_box(self, box: Box) -> None:
         self.boxes[box.number] = box
@@ -309,7 +309,7 @@ class Attempt:
         (self.ended.add if ended else self.ended.discard)(box.number)
 
     def note_abandoned(self, box: Box, epoch: int, step: int) -> bool:
-        """The box left an epoch. True if none is known to have done so after this step."""
+        """Record that the box abandoned an epoch. Return true if it is the first to do so after this step."""
         box.abandoned[epoch] = step
         if step in self.left:
             return False
@@ -318,12 +318,12 @@ class Attempt:
         return True
 
     def left_between(self, first: int, last: int) -> list[int]:
-        """Steps from `first` to before `last` after which some box left an epoch."""
+        """Return the steps from `first` to before `last` after which some box abandoned an epoch."""
         return self._left[bisect_left(self._left, first) : bisect_left(self._left, last)]
 
     def behind(self, box: Box, step: int) -> int | None:
-        """The step before `step` after which another box left an epoch, if this one may be about to do so too: where it
-        is at `step` is not known before it has said that it did, or that it went on."""
+        """Return the step before `step` after which another box abandoned an epoch, if this one may do so too: its
+        position at `step` is unknown until it reports that it did, or a later step."""
         if box.epoch_ended or box.place is not BoxPresence.LIVE:
             return None
         ahead = self.left_between(box.step, step)
@@ -339,7 +339,7 @@ class Attempt:
 
 @dataclass
 class ClosedAttempt:
-    """What is remembered of an attempt that is no longer open."""
+    """Summary of an attempt that is no longer open."""
 
     number: int
     key: str
@@ -356,9 +356,9 @@ class Run:
     num_boxes: int
     num_workers: int
     attempt: int
-    """The highest attempt number given out."""
+    """Highest attempt number used."""
     generation: int
-    """The highest generation given out; the next attempt starts above it."""
+    """Highest generation used; the next attempt starts above it."""
     current: Attempt | None = None
     past: dict[int, ClosedAttempt] = field(default_factory=dict)
 
@@ -372,7 +372,7 @@ class Worker:
     local_address: str
     tcp_address: str
     registered: bool
-    """False for one that only the journal knows, until it comes back: it keeps its slots and gets no new ones."""
+    """False for one that only the journal has, until it comes back: it keeps its slots and gets no new ones."""
     lease_until: float
     seen_at: float
     version: int
@@ -380,12 +380,12 @@ class Worker:
     allow: tuple[str, ...] = ()
     """Prefixes of the modules that it may run."""
     release: str = ""
-    """Of Penstock; "" = not known."""
+    """Release of Penstock; "" = not known."""
     cores: int = 0
     """Processors that it may use; 0 = not known."""
     slots: set[SlotKey] = field(default_factory=set)
     left: bool = False
-    """It has said good-bye: its silence is no loss."""
+    """The worker announced its shutdown: its silence is no loss."""
 
     @property
     def load(self) -> float:
@@ -393,7 +393,7 @@ class Worker:
         return len(self.slots) / self.capacity if self.capacity else 1.0
 
     def may_run(self, module: str) -> bool:
-        """One that did not tell what it may run refuses by itself."""
+        """Return whether the worker may run the module; one that reported no prefixes checks that itself."""
         return not self.allow or under(module, self.allow)
 
     @property
@@ -406,18 +406,18 @@ _SHOWN = 8
 
 
 def client_of(client_id: str) -> str:
-    """Return the digest of a client's secret. The secret proves whose a place is; what is kept of it, in memory, in the
-    journal and in messages, proves nothing."""
+    """Return the digest of a client's secret. The secret proves that a box is held; the digest, which is stored in
+    memory, in the journal and in messages, proves nothing."""
     return _DIGEST + hashlib.sha256(client_id.encode()).hexdigest()[:32]
 
 
 def client_in(row: str) -> str:
-    """The client of a row of the journal, which may hold the secret itself, as releases before this one wrote it."""
+    """Return the client of a journal row, which may hold the secret itself, as releases before this one wrote it."""
     if type(row) is not str:
         raise TypeError(f"client_id must be a text, got {type(row).__name__}")
     return row if row.startswith(_DIGEST) else client_of(row)
 
 
 def shown(client: str) -> str:
-    """A client, for messages."""
+    """Return a client's short name for messages."""
     return client.removeprefix(_DIGEST)[:_SHOWN]

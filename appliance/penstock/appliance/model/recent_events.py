@@ -1,7 +1,7 @@
-"""What happened lately, for people who look: a short memory of faults and changes, gone with the process.
+"""Recent events, for the dashboard and the event log: a bounded list of faults and changes, lost with the process.
 
-The same thing said of many slots, when a worker with a hundred of them dies, is one event with a count. The journal
-keeps what must be known; this is a diary, bounded, that nothing depends on.
+The same event of many slots, as when a worker with a hundred of them dies, is one event with a count. Nothing depends
+on this list: the journal keeps what must survive.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from dataclasses import dataclass, field
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 MOST = 256
-"""Events that are remembered."""
+"""Events that are kept."""
 TOGETHER_S = 5.0
-"""The same event again within this time counts as one with it."""
+"""Seconds within which a repeated event counts as one."""
 _LOOK_BACK = 8
 _TEXT = 400
-"""Characters, of names too: peers have a say in them."""
+"""Longest text or name of an event, in characters: peers choose parts of them."""
 
 FAULTS = frozenset(
     ("worker lost", "slot lost", "slot failed", "batch quarantined", "box lost", "coordinator restarted")
 )
-"""Kinds that nobody asked for. The others: worker joined, worker drains, worker back, worker left; slot moved, slot
-handed over, slot recovered; box opened, box back, box closed; attempt superseded, attempt ended."""
+"""Kinds that are faults. The others: worker joined, worker drains, worker back, worker left; slot moved, slot migrated,
+slot recovered; box opened, box back, box closed; attempt superseded, attempt ended."""
 
 
 @dataclass
@@ -32,33 +32,33 @@ class Event:
     kind: str
     text: str
     at: float
-    """Monotonic seconds, of the first of them."""
+    """Monotonic seconds of the first occurrence."""
     wall_s: float
-    """Seconds since the epoch."""
+    """Seconds since the Unix epoch."""
     run: str = ""
     worker: str = ""
     place: Mapping[str, int] = field(default_factory=dict)
-    """attempt, box, slot and generation, as far as it concerns one."""
+    """Attempt, box, slot and generation, as far as the event concerns one."""
     count: int = 1
 
 
 class RecentEvents:
-    """
+    """The latest events, the same ones counted as one.
     Args:
         clock: monotonic seconds.
-        wall: seconds since the epoch.
+        wall: seconds since the Unix epoch.
     """
 
     def __init__(self, clock: Callable[[], float], wall: Callable[[], float]) -> None:
         self._clock, self._wall = clock, wall
         self._events: deque[Event] = deque(maxlen=MOST)
-        self._told: Callable[[Event], None] = lambda event: None
+        self._listener: Callable[[Event], None] = lambda event: None
 
-    def listen(self, told: Callable[[Event], None]) -> None:
-        """`told` hears of each event: of those so far, and of the others as they happen."""
-        self._told = told
+    def listen(self, listener: Callable[[Event], None]) -> None:
+        """Call `listener` with each event: those so far now, later ones as they happen."""
+        self._listener = listener
         for event in self._events:
-            told(event)
+            listener(event)
 
     @property
     def now(self) -> float:
@@ -66,7 +66,7 @@ class RecentEvents:
         return self._clock()
 
     def add(self, kind: str, text: str, *, run: str = "", worker: str = "", **place: int) -> None:
-        """`place`: attempt, box, slot and generation, as far as it concerns one."""
+        """Add an event. `place`: attempt, box, slot and generation, as far as it concerns one."""
         now = self._clock()
         text, run, worker = text[:_TEXT], run[:_TEXT], worker[:_TEXT]
         for back in range(1, min(_LOOK_BACK, len(self._events)) + 1):
@@ -77,10 +77,10 @@ class RecentEvents:
                 return
         event = Event(kind, text, now, self._wall(), run, worker, place)
         self._events.append(event)
-        self._told(event)
+        self._listener(event)
 
     def messages(self) -> list[pb.Event]:
-        """Oldest first."""
+        """Return the events, oldest first."""
         now = self._clock()
         return [
             pb.Event(

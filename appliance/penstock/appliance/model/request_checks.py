@@ -1,8 +1,9 @@
-"""What the numbers and names of requests may be. Protobuf lets through what no clock and no count says: NaN, 2**64-1.
+"""Limits on the numbers and names in requests. Protobuf lets through values that no clock or counter gives: NaN,
+2**64-1.
 
-They would not be wrong answers to the one who sent them but harm to all others: a hold of NaN seconds is a loop without
-a pause, a total of 2**64 - 1 overflows the next message that is made of it, and SQLite's integers have a sign. A name
-stands in everybody's logs, tables and errors, where one that is no plain text could pass for another's.
+Such values harm every peer, not only their sender: a hold of NaN seconds is a loop without a pause, a total of 2**64 -
+1 overflows the next message made of it, and SQLite's integers are signed. Names appear in logs, metrics and errors,
+where text that is not plain could pass for another name.
 """
 
 from __future__ import annotations
@@ -14,23 +15,23 @@ from penstock.proto.state.position import MOST
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 LONGEST_S = 1e9
-"""Thirty years: longer than anybody means."""
+"""Largest duration in a request, in seconds: thirty years."""
 LONGEST_NAME = 200
-"""Characters of a job's or worker's name, which stands in logs, metrics and every message about it."""
+"""Longest name of a job or worker, in characters: it appears in logs, metrics and every message about it."""
 
 
 def check_measures(**values: float) -> None:
-    """Seconds, or whatever else is measured. Raises InvalidArgumentError for what no clock has said."""
+    """Check seconds and other measurements. Raises InvalidArgumentError for values outside the limits, and for NaN."""
     for name, value in values.items():
         if not 0.0 <= value <= LONGEST_S:  # false for NaN, too
-            raise InvalidArgumentError(f"{name}={value}: it lies between 0 and {LONGEST_S:g}")
+            raise InvalidArgumentError(f"{name} must be between 0 and {LONGEST_S:g}, got {value}")
 
 
-def check_reports(reports: Iterable[pb.SlotReport], traits_max: int) -> None:
-    """Raises InvalidArgumentError for what no worker can have measured of a runner, or tells of a loader."""
+def check_reports(reports: Iterable[pb.SlotReport], capabilities_max: int) -> None:
+    """Raise InvalidArgumentError for invalid measurements of a runner or oversized capabilities of a loader."""
     for report in reports:
-        if report.HasField("capabilities") and (size := report.capabilities.ByteSize()) > traits_max:
-            raise InvalidArgumentError(f"traits of a slot must have at most {traits_max} bytes, got {size}")
+        if report.HasField("capabilities") and (size := report.capabilities.ByteSize()) > capabilities_max:
+            raise InvalidArgumentError(f"capabilities of a slot must have at most {capabilities_max} bytes, got {size}")
         check_measures(
             batches_per_s=report.batches_per_s,
             batch_s=report.batch_s,
@@ -40,15 +41,15 @@ def check_reports(reports: Iterable[pb.SlotReport], traits_max: int) -> None:
 
 
 def check_counts(**values: int) -> None:
-    """Steps, epochs, batches. Raises InvalidArgumentError for what cannot be counted on from."""
+    """Check counts of steps, epochs and batches. Raises InvalidArgumentError for values outside the limits."""
     for name, value in values.items():
         if not 0 <= value <= MOST:
-            raise InvalidArgumentError(f"{name}={value}: it lies between 0 and {MOST}")
+            raise InvalidArgumentError(f"{name} must be between 0 and {MOST}, got {value}")
 
 
 def check_name(what: str, name: str) -> None:
-    """Raises InvalidArgumentError for what is no printable text of one line, has blanks at its ends, or is too long."""
+    """Raise InvalidArgumentError for a name that is too long, is not one printable line, or has blanks at its ends."""
     if len(name) > LONGEST_NAME:
-        raise InvalidArgumentError(f"{what}: a name must have at most {LONGEST_NAME} characters, got {len(name)}")
+        raise InvalidArgumentError(f"{what} must have at most {LONGEST_NAME} characters, got {len(name)}")
     if name != name.strip() or not name.isprintable():
-        raise InvalidArgumentError(f"{what} {name!a}: a name is printable text without blanks at its ends")
+        raise InvalidArgumentError(f"{what} must be printable text without blanks at its ends, got {name!a}")

@@ -1,15 +1,15 @@
-"""What a run's speed hangs on: its own loop, one worker, too few of them, or the way between.
+"""Bottleneck of a run: its own loop, one worker, too few of them, or the network between.
 
-A box that seldom waits is bound by its loop, and nothing on the input's side would make it faster. Of a box that waits,
-for whom it waits is only half of the answer. Slots are taken in turn, so where all are equally slow the one that is
-asked first is waited for, and the others have used that time: blame alone would name an innocent. What tells them apart
-is how far the others are ahead, and what a batch takes each. If they have batches lying ready while one is waited for,
-and that one takes half as long again for a batch, it holds the box up; a slot that is ahead for being a little faster
-proves nothing, for with time any difference fills a ring. If nobody is ahead, or all take equally long, they are too
-few, or input_fn is too slow. If the very slot that is waited for has batches ready, they are
-made in time and arrive late.
+A box that seldom waits is bound by its loop, and no faster input would help. For a box that waits, the slot that it
+waits for is only half of the answer. Slots are taken in turn, so where all are equally slow the first one is waited
+for, and the others use that time: the wait alone would blame the wrong slot. Two measurements decide: how far the
+others are ahead, and how long a batch takes each. If they have batches ready while one is waited for, and that one
+takes half as long again for a batch, it holds the box up. A slot that is ahead for being a little faster proves
+nothing, because with time any difference fills a ring. If none is ahead, or all take equally long, there are too few
+slots, or input_fn is too slow. If the very slot that is waited for has batches ready, they are made in time and arrive
+late.
 
-Boxes of a run go in step as a rule, by their collectives: so the run is as fast as the box that waits most.
+Boxes of a run run in step as a rule, by their collectives: so the run is as fast as the box that waits most.
 
 Pure functions over plain values.
 """
@@ -26,39 +26,39 @@ from penstock.runtime.telemetry.cluster_view import INPUT_BOUND
 from penstock.runtime.telemetry.units import percent
 
 LEAST_S = 3.0
-"""Less than that says nothing."""
+"""Shortest time that a decision is based on, in seconds."""
 BLAME = 0.5
-"""Of a box's waiting: who causes less is not alone."""
+"""Smallest share of a box's waiting for which one slot or worker is to blame."""
 SLOWER = 1.5
-"""Times that a batch takes the others: less is no other kind of machine."""
+"""Smallest factor of the batch time over the others' that makes a straggler."""
 
 
 @dataclass(frozen=True)
 class SlotFacts:
     slot: int
     worker: str
-    """ "" = none."""
+    """Name; "" = none."""
     phase: str
-    """Of SlotPhase."""
+    """Name of its SlotPhase."""
     wait_share: float
-    """Of the box's time, that it waited for this slot."""
+    """Share of the box's time that it waited for this slot."""
     mean_queued: float
     late: float = 0.0
-    """Of the waiting for it, the part while batches lay ready there."""
+    """Share of the waiting for it during which batches were ready there."""
     remote: bool = False
-    """Its batches cross a network."""
+    """Its batches come over a network."""
     restarts: int = 0
     behind: bool = False
-    """Its runner is a new one, which starts or replays."""
+    """Its runner is a replacement, which starts or replays."""
     batch_s: float = 0.0
-    """Seconds of work a batch; 0 = not known."""
+    """Seconds of work per batch; 0 = not known."""
 
 
 @dataclass(frozen=True)
 class BoxFacts:
     box: int
     span_s: float
-    """Seconds that the shares speak of."""
+    """Seconds that the shares refer to."""
     wait_share: float
     slots: Sequence[SlotFacts]
 
@@ -66,14 +66,14 @@ class BoxFacts:
 @dataclass(frozen=True)
 class Bottleneck:
     kind: str
-    """starting, loop, straggler, workers, network, unplaced or recovering."""
+    """Kind: starting, loop, straggler, workers, network, unplaced or recovering."""
     text: str
     wait_share: float = 0.0
     box: int | None = None
     slot: int | None = None
     worker: str = ""
     blame: float = 0.0
-    """Of the box's waiting, the share that is for that slot or worker."""
+    """Share of the box's waiting that is due to that slot or worker."""
 
     @property
     def input_bound(self) -> bool:
@@ -81,8 +81,8 @@ class Bottleneck:
 
 
 def find(boxes: Iterable[BoxFacts], busy_cores: int = 0) -> Bottleneck | None:
-    """`boxes`: those of a run whose loops go on. `busy_cores`: cores of the workers' machines, if the run's slots keep
-    them all busy. None if there are no boxes."""
+    """Return the run's bottleneck; None if there are no boxes. `boxes`: those of a run whose loops run. `busy_cores`:
+    cores of the workers' machines, if the run's slots keep them all busy."""
     boxes = list(boxes)
     stuck = next((found for box in boxes if (found := _unplaced(box)) is not None), None)
     if stuck is not None or not boxes:
@@ -104,13 +104,13 @@ def find(boxes: Iterable[BoxFacts], busy_cores: int = 0) -> Bottleneck | None:
 
 
 def _unplaced(box: BoxFacts) -> Bottleneck | None:
-    """A loop that has had nothing yet, of a box with a slot that nobody runs."""
+    """Return a bottleneck for a loop without a first batch, of a box with a slot without a worker."""
     slot = next((slot for slot in box.slots if slot.phase == "WAITING"), None)
     if slot is None or box.span_s >= LEAST_S:
         return None
     text = (
-        f"Box {box.box} cannot begin: no worker has room for its slot {slot.slot}. Start more workers, or ones with "
-        "more slots."
+        f"Box {box.box} cannot begin: no worker has free capacity for its slot {slot.slot}. Start more workers, or "
+        "ones with more slots."
     )
     return Bottleneck("unplaced", text, box.wait_share, box.box, slot.slot)
 
@@ -119,17 +119,17 @@ def _beginning(boxes: Sequence[BoxFacts]) -> str:
     starting = [slot for box in boxes for slot in box.slots if slot.phase == "STARTING"]
     if starting:
         return f"Starting: the first batches of {len(starting)} slots are being made."
-    return "Starting: not enough was seen yet."
+    return "Starting: not enough has been measured yet."
 
 
 def _of_phase(box: BoxFacts, top: SlotFacts, waits: str) -> Bottleneck | None:
-    """A slot without a runner that is ready, or with one that is not yet where the loop is."""
+    """Return a bottleneck for a slot without a ready runner, or whose runner is not yet where the loop is."""
     if top.phase == "READY" and not top.behind:
         return None
     blame = _share(top.wait_share, box)
     of_it = f"{waits}, {percent(blame)} of that for slot {top.slot}"
     if top.phase == "WAITING":
-        text = f"{of_it}, which no worker has room for: start more workers, or ones with more slots."
+        text = f"{of_it}, which no worker has free capacity for: start more workers, or ones with more slots."
         return Bottleneck("unplaced", text, box.wait_share, box.box, top.slot, "", blame)
     if top.phase == "FAILED":
         text = f"{of_it}, which has failed for good on worker {top.worker}: see its error."
@@ -154,14 +154,14 @@ def _late(box: BoxFacts, top: SlotFacts, waits: str) -> Bottleneck | None:
 
 
 def _straggler(box: BoxFacts, top: SlotFacts, waits: str) -> Bottleneck | None:
-    """One slot or one worker, if the others are ahead of it."""
+    """Return one slot or one worker as a straggler, if the others are ahead of it."""
     by_worker = Counter[str]()
     for slot in box.slots:
         by_worker[slot.worker] += slot.wait_share  # type: ignore[assignment]
     worker = max(by_worker, key=lambda name: by_worker[name])
     whole = [slot for slot in box.slots if slot.worker == worker]
     rest = [slot for slot in whole if slot is not top]
-    alone = all(slot.mean_queued >= AHEAD and _slower([top], [slot]) for slot in rest)  # no worker is slow for one slot
+    alone = all(slot.mean_queued >= AHEAD and _slower([top], [slot]) for slot in rest)  # the worker itself is not slow
     groups = [[top], whole] if alone else [whole, [top]]
     for group in groups:
         numbers = {slot.slot for slot in group}
@@ -181,7 +181,7 @@ def _straggler(box: BoxFacts, top: SlotFacts, waits: str) -> Bottleneck | None:
 
 
 def _slower(group: Sequence[SlotFacts], others: Sequence[SlotFacts]) -> bool:
-    """By what a batch takes; where that is not known, being behind is all that there is to go by."""
+    """Compare batch times; where they are not known, the ready batches alone decide."""
     theirs, usual = ([slot.batch_s for slot in slots if slot.batch_s > 0] for slots in (group, others))
     return not theirs or not usual or max(theirs) >= SLOWER * median(usual)
 

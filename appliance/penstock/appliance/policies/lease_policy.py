@@ -1,20 +1,20 @@
-"""How often everybody speaks: the beat, the lease that goes with it, and the share of each slot in the snapshots.
+"""Lease policy: the heartbeat interval, the lease that goes with it, and each slot's quota of durable snapshots.
 
-A small fleet beats as often as its leases ask for, so that a death is seen within seconds. A call costs a coordinator
-a fixed time, so from some size on it is the number of calls a second that is kept, and beat and lease grow with the
-fleet: 10,000 workers at 2,000 heartbeats a second are one beat every 5 s and a lease of 15 s. The same for boxes and
-their watches, and for snapshots, which have a budget in calls and one in bytes a second.
+In a small fleet heartbeats are as frequent as the leases ask for, so that a death is seen within seconds. A call costs
+a coordinator a fixed time, so from some size on the number of calls a second is kept, and interval and lease grow with
+the fleet: 10,000 workers at 2,000 heartbeats a second have an interval of 5 s and a lease of 15 s. The same holds for
+boxes and their watches, and for snapshots, which have a budget in calls and one in bytes a second.
 
-What a call costs depends on what else the machine does. So the coordinator notes how late it is with its own timer,
-and asks a large fleet for fewer calls while it is: one that was asked for more than it can hear would lose its workers
-by its own doing.
+The cost of a call depends on what else the machine does. So the coordinator measures how late its own timer is, and
+asks a large fleet for fewer calls while it is late: an overloaded coordinator would else lose its workers by its own
+fault.
 
-A lease is promised to a peer by what the coordinator told it last, which may be more than the fleet asks for now. So
-the peer says with each call which lease it knows, and gets the longer of the two. That needs no memory, and holds over
-restarts and for replies that were lost.
+A lease is promised to a peer by the coordinator's last reply, and may be longer than the fleet needs now. So the peer
+sends with each call the lease that it uses, and gets the longer of the two. That needs no memory, and holds over
+restarts and for lost replies.
 
 Polls that were answered together, at the start of a job or after a restart, would end together ever after. So each peer
-has a moment of its own within the beat, by its name, and a poll is held until then.
+has its own moment within the interval, by its name, and a poll is held until then.
 
 Pure, but for the note of a promise in the journal.
 """
@@ -32,16 +32,16 @@ from penstock.proto.errors import JournalError
 @dataclass(frozen=True)
 class LeasePolicy:
     heartbeat_s: float
-    """Between two calls of one peer that has nothing to say."""
+    """Seconds between two calls of a peer that has nothing to report."""
     lease_s: float
-    """Silence after which it is taken for dead."""
+    """Seconds of silence after which a peer is taken for dead."""
 
     def promised(self, known_s: float, longest_s: float) -> float:
-        """The lease of a peer that was told `known_s` at its last call."""
+        """Return the lease of a peer that was promised `known_s` at its last call."""
         return max(self.lease_s, min(known_s, longest_s))
 
     def left(self, now: float, name: str) -> float:
-        """Seconds until the peer's own moment in the beat, more than none."""
+        """Return the seconds until the peer's own moment in the interval, more than 0."""
         digest = blake2b(name.encode(), digest_size=4).digest()
         moment = int.from_bytes(digest) / (1 << 32) * self.heartbeat_s
         return self.heartbeat_s - (now - moment) % self.heartbeat_s
@@ -49,7 +49,7 @@ class LeasePolicy:
 
 @dataclass(frozen=True)
 class SnapshotShare:
-    """Of one slot, in what the fleet may send. Its first snapshot, without which it cannot start, is exempt."""
+    """Quota of one slot in the fleet's durable snapshots. Its first snapshot, which it needs to start, is exempt."""
 
     every_s: float
     bytes_per_s: float
@@ -60,45 +60,45 @@ def _lease_policy(lease_s: float, peers: int, calls_per_s: float, limits: Limits
     return LeasePolicy(heartbeat_s, max(lease_s, heartbeat_s / limits.hold_share))
 
 
-def of_workers(workers: int, strain: float, limits: Limits) -> LeasePolicy:
-    return _lease_policy(limits.worker_lease_s, workers, limits.heartbeats_per_s / strain, limits)
+def of_workers(workers: int, load_factor: float, limits: Limits) -> LeasePolicy:
+    return _lease_policy(limits.worker_lease_s, workers, limits.heartbeats_per_s / load_factor, limits)
 
 
-def of_boxes(boxes: int, strain: float, limits: Limits) -> LeasePolicy:
-    return _lease_policy(limits.client_lease_s, boxes, limits.watches_per_s / strain, limits)
+def of_boxes(boxes: int, load_factor: float, limits: Limits) -> LeasePolicy:
+    return _lease_policy(limits.client_lease_s, boxes, limits.watches_per_s / load_factor, limits)
 
 
-MOST_STRAIN = 8.0
+MOST_LOAD_FACTOR = 8.0
 
 
-def updated_strain(strain: float, gap_s: float, tick_s: float) -> float:
-    """How much fewer calls are asked for, after a tick that came `gap_s` after the last one, or that knows of nothing
-    that came later than `gap_s` ago.
+def updated_load_factor(load_factor: float, gap_s: float, tick_s: float) -> float:
+    """Return the divisor of the calls asked for, after a tick that came `gap_s` after the last one, or that has
+    evidence of calls received up to `gap_s` ago only.
 
     Up fast, by half with each tick that came late by more than its period, and down slowly, by half in 35 ticks (10 s).
     """
     if gap_s > 2 * tick_s:
-        return min(MOST_STRAIN, strain * 1.5)
-    return max(1.0, strain * 0.98)
+        return min(MOST_LOAD_FACTOR, load_factor * 1.5)
+    return max(1.0, load_factor * 0.98)
 
 
-def patience_s(strain: float, lease_s: float, unheard_s: float = 0.0) -> float:
-    """Seconds that a silent peer has beyond its lease: up to another lease, or what has not been heard yet.
+def patience_s(load_factor: float, lease_s: float, unreceived_s: float = 0.0) -> float:
+    """Return the seconds that a silent peer has beyond its lease: up to another lease, or the age of queued calls.
 
-    A coordinator that is late cannot tell silence from its own deafness: what it has not got to yet may be the very
-    call that it waits for, and others of its machine may be as late as it is. It is late where strain is above 1.
+    A coordinator that is late cannot tell a silent peer from its own delay: the queued calls may hold the very one that
+    it waits for, and others of its machine may be as late as it is. It is late where the load factor is above 1.
     """
-    return max(lease_s * min(1.0, strain - 1.0), unheard_s if strain > 1.0 else 0.0)
+    return max(lease_s * min(1.0, load_factor - 1.0), unreceived_s if load_factor > 1.0 else 0.0)
 
 
 class PromisedLease:
-    """The longest lease of a kind that a peer may still go by, noted where the next coordinator finds it.
+    """The longest lease of a kind that a peer may still use, noted where the next coordinator finds it.
 
-    It is noted with some room above, so that a fleet that grows costs a write now and then. It is taken back once it
-    is older than itself: whoever knew it has been told another one since, or has lost it.
+    It is noted with a margin, so that a growing fleet costs a write now and then. It is taken back once it is older
+    than itself: every peer that had it has been promised another one since, or has lost it.
     """
 
-    ROOM = 1.25
+    MARGIN = 1.25
 
     def __init__(self, journal: Journal, name: str, shortest_s: float, now: float) -> None:
         self._journal = journal
@@ -109,21 +109,21 @@ class PromisedLease:
             self.lease_s = max(shortest_s, float(noted))
         except ValueError as error:
             raise JournalError(
-                f"{journal.name} has {noted!r} as {name}, which is no number: restore it from a copy, or move it away "
+                f"{name} in {journal.name} must be a number, got {noted!r}: restore it from a copy, or move it away "
                 "to start anew"
             ) from error
         self._since = now
 
     def keep(self, lease_s: float, now: float) -> None:
-        """A peer is about to be told this lease."""
+        """Record a lease that is about to be promised to a peer."""
         if lease_s > self.lease_s:
-            self._note(lease_s * self.ROOM, now)
-        elif lease_s * self.ROOM >= self.lease_s:
+            self._note(lease_s * self.MARGIN, now)
+        elif lease_s * self.MARGIN >= self.lease_s:
             self._since = now
 
     def take_back(self, lease_s: float, now: float) -> None:
-        """`lease_s`: what peers are told now."""
-        if lease_s * self.ROOM < self.lease_s and now - self._since > self.lease_s:
+        """Shorten the noted lease once no peer can have it. `lease_s`: what is promised now."""
+        if lease_s * self.MARGIN < self.lease_s and now - self._since > self.lease_s:
             self._note(max(lease_s, self._shortest_s), now)
 
     def _note(self, lease_s: float, now: float) -> None:
@@ -132,15 +132,15 @@ class PromisedLease:
 
 
 SNAPSHOT_CALLS = 3.0
-"""What a snapshot costs, in heartbeats: a stream, its part of a commit, the thread that writes."""
+"""Cost of a snapshot in heartbeats: a stream, its part of a commit, the thread that writes."""
 
 
 def share(slots: int, calls_per_s: float, limits: Limits) -> SnapshotShare:
-    """What is left of the coordinator's calls is for snapshots: a fleet that keeps it busy replays more after a fault
-    rather than being heard late.
+    """Return the quota of a slot. Snapshots get what is left of the coordinator's calls: a busy fleet replays more
+    after a fault rather than having its heartbeats received late.
 
     Args:
-        slots: those that workers have.
+        slots: slots that workers have.
         calls_per_s: what heartbeats and watches take.
     """
     count = max(1, slots)

@@ -1,19 +1,19 @@
-"""Which worker takes a waiting slot: a function of what is known, and the order in which it is found fast.
+"""Placement: which worker takes a waiting slot, as a pure function, and the heaps that find it fast.
 
-Only a worker that may run the input_fn (penstock.proto.state.allowed_modules); one that did not tell what it may run
-refuses by itself. Of these, in this order: a worker where the slot was not lost again and again; one on the box's own
-host, where a batch costs one memcpy instead of the network; the one with the smallest share of its capacity in use; the
-first by name, so that the answer does not depend on the order of registration. One loss does not count against a
-worker: a runner that was killed by hand or by the kernel for memory should come back on the host where it was.
+Only a worker that may run the input_fn (penstock.proto.state.allowed_modules); one that did not report what it may run
+refuses by itself. Of these, in this order: a worker where the slot was not lost repeatedly; one on the box's own host,
+where a batch costs one memcpy instead of the network; the one with the smallest share of its capacity in use; the first
+by name, so that the answer does not depend on the order of registration. One loss does not count against a worker: a
+runner that was killed by hand or by the kernel for memory should come back on the same host.
 
-Slots never move just because a better place has come up: a move costs a replay, and order does not depend on place.
+A slot never moves just because a better worker has come up: a move costs a replay, and order does not depend on place.
 
-To look at all workers for each slot takes minutes when a job of 10,000 slots starts. Among workers where nothing speaks
-against the slot, the best one is the least (load, name) of the box's host, or else of all hosts; so those are kept in
-heaps, some for each set of prefixes that workers allow, of which there are few, and a choice costs the logarithm of the
-fleet. An entry is never looked for and removed: it counts as long as it says what is true of its worker, and whoever
-changes a worker offers it again. A worker where the slot was lost again and again is passed over; only if nothing else
-is free are such workers compared, and there are few.
+To look at all workers for each slot takes minutes when a job of 10,000 slots starts. Among workers without losses of
+the slot, the best one is the least (load, name) of the box's host, or else of all hosts. Those are kept in heaps, a few
+for each set of prefixes that workers allow, of which there are few, so a choice costs the logarithm of the fleet. An
+entry is never searched for and removed: it counts as long as it matches its worker, and code that changes a worker
+offers it again. A worker where the slot was lost repeatedly is skipped; only if no other is free are such workers
+compared.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _Entry = tuple[float, str]
 
 
 def cost(slot: Slot, host_id: str, worker: Worker) -> tuple[int, bool, float, str]:
-    """The least is the best."""
+    """Return the sort key of a worker for the slot; the least is the best."""
     return (max(0, _lost_at(slot, worker.name) - 1), worker.host_id != host_id, worker.load, worker.name)
 
 
@@ -37,8 +37,8 @@ def _lost_at(slot: Slot, worker: str) -> int:
     return sum(loss.worker == worker for loss in slot.losses)
 
 
-def nobody_may(input_fn: str, workers: Iterable[Worker]) -> str:
-    """Why no worker that is there may ever run the input_fn; "" if one may, or if there is none to ask."""
+def why_not_allowed(input_fn: str, workers: Iterable[Worker]) -> str:
+    """Return why no registered worker may ever run the input_fn; "" if one may, or if there is no worker."""
     module = module_of(input_fn)
     present = [worker for worker in workers if worker.registered and not worker.draining]
     if not present or any(worker.may_run(module) for worker in present):
@@ -51,7 +51,7 @@ def nobody_may(input_fn: str, workers: Iterable[Worker]) -> str:
 
 
 class _Heaps:
-    """Of the workers that allow the same."""
+    """Heaps of the workers that allow the same modules."""
 
     def __init__(self) -> None:
         self.everywhere: list[_Entry] = []
@@ -59,20 +59,20 @@ class _Heaps:
 
 
 class FreeCapacity:
-    """The workers that have a free place.
+    """Index of the workers with free capacity.
 
     Args:
-        workers: all of the fleet, by name; looked at, never changed.
+        workers: all of the fleet, by name; read, never changed.
     """
 
     def __init__(self, workers: Mapping[str, Worker]) -> None:
         self._workers = workers
         self._heaps: dict[tuple[str, ...], _Heaps] = {}
         self._entries = 0
-        """So many were pushed since all was built anew."""
+        """Entries pushed since the last rebuild."""
 
     def offer(self, worker: Worker) -> None:
-        """To be called whenever something has changed about the worker."""
+        """Add the worker; to be called whenever something has changed about it."""
         if worker.free <= 0:
             return
         entry, heaps = (worker.load, worker.name), self._heaps.setdefault(worker.allow, _Heaps())
@@ -83,7 +83,7 @@ class FreeCapacity:
             self._rebuild()
 
     def _rebuild(self) -> None:
-        """Drops what is no longer true of anybody."""
+        """Rebuild the heaps without stale entries."""
         self._heaps, self._entries = {}, 0
         for worker in self._workers.values():
             if worker.free > 0:
@@ -99,8 +99,8 @@ class FreeCapacity:
         return all(self._best(heaps.everywhere, allow, None, set()) is None for allow, heaps in self._heaps.items())
 
     def choose(self, slot: Slot, host_id: str, input_fn: str, barred: Set[str] = frozenset()) -> Worker | None:
-        """The worker for `slot`, whose box is on `host_id`; None when no worker that may run it has a free place.
-        `barred`: names of workers that it shall not go to."""
+        """Return the worker for `slot`, whose box is on `host_id`; None if no worker that may run it has capacity.
+        `barred`: names of workers that are excluded."""
         module = module_of(input_fn)
         fitting = [(allow, heaps) for allow, heaps in self._heaps.items() if not allow or under(module, allow)]
         lost_at = {loss.worker for loss in slot.losses if _lost_at(slot, loss.worker) > 1}
@@ -117,7 +117,7 @@ class FreeCapacity:
     def _best(
         self, heap: list[_Entry], allow: tuple[str, ...], host_id: str | None, avoided: Set[str]
     ) -> Worker | None:
-        """The first worker in the heap that is not to be avoided. Entries that are not true any more leave it."""
+        """Return the first worker in the heap that is not avoided. Stale entries are removed."""
         passed: list[_Entry] = []
         found = None
         while heap and found is None:

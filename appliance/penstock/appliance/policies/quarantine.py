@@ -1,9 +1,9 @@
-"""A batch that kills its runner each time: which one it is, and what becomes of it.
+"""Poison batches: which batch kills its runner each time, and what to do about it.
 
-A runner that dies while it makes a batch says which one, by its place. When a slot has been lost too often without
-progress and every loss was at the same place, it is that batch's doing: it is quarantined. Then the slot fails with an
-error that names the batch, or, by the run's policy, the batch is left out from then on: every later runner of the slot,
-and every replay, passes over it, and the next batch takes its number.
+A runner that dies while it makes a batch reports which one, by its position. When a slot has been lost too often
+without progress and every loss was at the same position, that batch is quarantined. Then the slot fails with an error
+that names the batch, or, by the run's policy, the batch is skipped from then on: every later runner of the slot, and
+every replay, leaves it out, and the next batch takes its number.
 
 Pure functions.
 """
@@ -18,17 +18,17 @@ from penstock.proto.state.position import MOST, Position
 from penstock.proto.v1 import records_pb2
 
 _MOST_STEPS = 100_000
-"""That a runner can be ahead of what the box has reported; more is no honest place."""
+"""Largest number of steps that a runner can be ahead of the box's report; a position beyond it is invalid."""
 
 
 def is_place(making: records_pb2.Skip) -> bool:
-    """False for what can be no batch's. User code can write into the memory where its runner notes what it makes, and
-    what comes of that must not be a row that no journal takes."""
+    """Return whether this can be the position of a batch. User code can overwrite the memory where its runner notes
+    what it makes, and such a value must not become a row that the journal cannot store."""
     return max(making.epoch, making.total, making.count) <= MOST
 
 
 def still_count(losses: Sequence[SlotLoss], latest: SlotLoss, horizon: float) -> list[SlotLoss]:
-    """The losses that count with the latest one: recent, or at the same batch, and with no progress since."""
+    """Return the losses that count with the latest one: recent or at the same batch, and without progress since."""
     return [
         loss
         for loss in losses
@@ -38,13 +38,13 @@ def still_count(losses: Sequence[SlotLoss], latest: SlotLoss, horizon: float) ->
 
 
 def culprit(losses: Sequence[SlotLoss]) -> records_pb2.Skip | None:
-    """The place of the batch that all of them were at."""
+    """Return the position of the batch that all losses were at; None if they differ."""
     making = losses[-1].making
     return making if making is not None and all(loss.making == making for loss in losses) else None
 
 
 def leave_out(slot: Slot, place: records_pb2.Skip) -> None:
-    """From now on one more batch is left out there."""
+    """Skip one more batch at that position from now on."""
     key = (place.epoch, place.total)
     slot.skips[key] = place.count + 1
     slot.skipped[key] = slot.skipped.get(key, 0) + 1
@@ -52,7 +52,7 @@ def leave_out(slot: Slot, place: records_pb2.Skip) -> None:
 
 
 def name_of(box: Box, slot: Slot, place: records_pb2.Skip) -> str:
-    """ "batch 17 of box 0 slot 1 (step 34)"."""
+    """Return e.g. "batch 17 of box 0 slot 1 (step 34)"."""
     position = Position.from_proto(box.delivered) if box.delivered.slots else box.start.copy()
     number, number_of_slot = place.total + 1, slot.key.slot
     step = ""
@@ -66,7 +66,7 @@ def name_of(box: Box, slot: Slot, place: records_pb2.Skip) -> str:
 
 
 def verdict(box: Box, slot: Slot, place: records_pb2.Skip | None, window_s: float) -> WorkerLostError:
-    """The error of a slot that is given up."""
+    """Return the error of a slot that is given up after its losses."""
     losses = slot.losses
     each = "; ".join(loss.note for loss in losses)
     if place is None:
@@ -76,7 +76,7 @@ def verdict(box: Box, slot: Slot, place: records_pb2.Skip | None, window_s: floa
         )
     else:
         text = (
-            f"{name_of(box, slot, place)} of run {slot.key.run} is quarantined, for it killed its runner "
-            f'{len(losses)} times. Mend it, or have such batches left out: Appliance(poison="skip"). The deaths: {each}'
+            f"{name_of(box, slot, place)} of run {slot.key.run} is quarantined: it killed its runner {len(losses)} "
+            f'times. Repair it, or have such batches skipped: Appliance(poison="skip"). The deaths: {each}'
         )
     return WorkerLostError(text, remote_traceback=slot.stack)

@@ -1,8 +1,8 @@
-"""aggregate_state_dict, called on a worker: for a training job that cannot build the loader itself.
+"""Calls of aggregate_state_dict on a worker, for a training job that cannot build the loader itself.
 
 Usually the client aggregates, with an instance of its own. Where input_fn raises there (its data are only where the
-workers are), the client leaves the workers' states here as a blob and asks for them to be aggregated; any worker of the
-asking box will do, and which one makes no difference to the result.
+workers are), the client uploads the workers' states as a blob and asks for their aggregation. Any worker of that box
+can do it, and which one does makes no difference to the result.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 
 @dataclass(frozen=True)
 class AggregationTask(SlotStateRequest):
-    """The question to one worker."""
+    """Request to one worker to aggregate a blob."""
 
     blob: str = ""
 
@@ -34,7 +34,7 @@ class AggregationTask(SlotStateRequest):
 
 @dataclass(eq=False)
 class Aggregation(StateQuery):
-    """One question, to the first slot of the box that can be asked; planned as a gathering of one box."""
+    """State query with one request, to the first ready slot of the box; planned as a query of one box."""
 
     box: int = 0
     blob: str = ""
@@ -43,11 +43,11 @@ class Aggregation(StateQuery):
     def key(self) -> tuple[str, int, int, str]:
         return (self.run, self.attempt, self.step, self.blob)
 
-    def is_next(self, want: SlotStateRequest) -> bool:
+    def is_next(self, slot_request: SlotStateRequest) -> bool:
         return True
 
     def refresh(self, attempt: Attempt, box: int | None = None) -> None:
-        super().refresh(attempt)  # its one question is not kept under the number of its box
+        super().refresh(attempt)  # its one request is not stored under the number of its box
 
     def _refresh(self, attempt: Attempt, number: int) -> None:
         box = attempt.boxes.get(self.box)
@@ -55,22 +55,22 @@ class Aggregation(StateQuery):
             raise StateUnavailableError(f"box {self.box} has not opened run {self.run}")
         ready = next((slot for slot in box.slots if slot.phase == pb.READY), None)
         self._missing[number] = [] if ready is not None else [f"a worker of box {self.box}"]
-        wants: dict[str, SlotStateRequest] = {}
+        slot_requests: dict[str, SlotStateRequest] = {}
         if ready is not None:
             errand = AggregationTask(
                 ready.key, ready.generation, ready.worker, self.step, 0, 0, 0, 0, 0, self.serial, self.blob
             )
-            wants[errand.id] = errand
-        self._ask(number, wants)
+            slot_requests[errand.id] = errand
+        self._ask(number, slot_requests)
 
     def answered(self, attempt: Attempt, answer: pb.StateAnswer, data: bytes) -> None:
-        want = self.requests.get(answer.request)
-        if want is None or answer.worker != want.worker:
+        slot_request = self.requests.get(answer.request)
+        if slot_request is None or answer.worker != slot_request.worker:
             return
         if answer.HasField("error"):
-            self.fail(self._of_slot(error_of(answer.error), want.key, want.worker))
+            self.fail(self._of_slot(error_of(answer.error), slot_request.key, slot_request.worker))
             return
         self.held += len(data) - self.coming.pop(answer.request, 0)
         self._ask(0, {})
-        record = pb.WorkerRecord(box=want.key.box, local_worker_id=want.key.slot, state_bytes=len(data))
+        record = pb.WorkerRecord(box=slot_request.key.box, local_worker_id=slot_request.key.slot, state_bytes=len(data))
         self._completed(0, BoxState([(record, data)]))

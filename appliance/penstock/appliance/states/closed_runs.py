@@ -1,10 +1,10 @@
-"""The last state of each run that has ended, kept for a while: what `penstock state` and programs of others still find.
+"""Last state of each run that has ended, kept for a while for `penstock state` and other programs.
 
-While a run is open its workers have its states. When it ends they are free at once, and the states gone with them, but
-for the one that was asked for last, usually by the job's own last checkpoint: its answer is still in memory then, and
-is written beside the snapshots. It costs training nothing, and says exactly what the job saved.
+While a run is open its workers have its states. When it ends they are freed, and the states are lost with them, but for
+the one that was fetched last, usually the job's own last checkpoint: its answer is still in memory then, and is written
+beside the snapshots. It costs training nothing, and is exactly what the job saved.
 
-Pure: it says what is kept and what may go, the service writes and reads it.
+Pure: it decides what is kept and what may be dropped; the service writes and reads it.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ __all__ = ["ClosedRun", "ClosedRuns", "boxes_of", "parts_of"]
 
 @dataclass(frozen=True)
 class ClosedRun:
-    """The state that is kept of a run."""
+    """Record of the state that is kept of a run."""
 
     run: str
     attempt: int
     step: int
     wall_s: float
-    """When the run ended, seconds since the epoch."""
+    """End of the run, in seconds since the Unix epoch."""
     size: int
     """Bytes of its parts."""
 
 
 class ClosedRuns:
-    """
+    """Index of the kept states.
     Args:
-        found: what the store holds.
-        wall: seconds since the epoch.
+        found: records in the store.
+        wall: seconds since the Unix epoch.
     """
 
     def __init__(self, found: Iterable[ClosedRun], limits: Limits, wall: Callable[[], float]) -> None:
@@ -45,27 +45,27 @@ class ClosedRuns:
         self._limits = limits
         self._wall = wall
 
-    def of(self, gathering: StateQuery, parts: list[bytes]) -> ClosedRun:
-        """What is kept of a run that ends now."""
+    def of(self, query: StateQuery, parts: list[bytes]) -> ClosedRun:
+        """Return the record of a run that ends now."""
         size = sum(map(len, parts))
-        return ClosedRun(gathering.run, gathering.attempt, gathering.step, self._wall(), size)
+        return ClosedRun(query.run, query.attempt, query.step, self._wall(), size)
 
     def superfluous(self, new: ClosedRun) -> list[str] | None:
-        """The runs whose states go when `new` comes; None: it is too large to be kept itself."""
+        """Return the runs whose states are dropped for `new`; None if it is itself too large to be kept."""
         limits = self._limits
         if new.size > limits.closed_bytes:
             return None
-        go, room, places = [], limits.closed_bytes - new.size, limits.closed_runs - 1
+        dropped, free_bytes, free_runs = [], limits.closed_bytes - new.size, limits.closed_runs - 1
         for one in sorted(self._kept.values(), key=lambda one: one.wall_s, reverse=True):
             if one.run == new.run:
                 continue
-            room, places = room - one.size, places - 1
-            if room < 0 or places < 0 or not self._is_fresh(one):
-                go.append(one.run)
-        return go
+            free_bytes, free_runs = free_bytes - one.size, free_runs - 1
+            if free_bytes < 0 or free_runs < 0 or not self._is_fresh(one):
+                dropped.append(one.run)
+        return dropped
 
     def add(self, new: ClosedRun, gone: Iterable[str]) -> None:
-        """It is on disk, and those are not any more."""
+        """Record that the state is on disk, and that those of the runs `gone` are not any more."""
         for run in gone:
             self._kept.pop(run, None)
         self._kept[new.run] = new
@@ -75,15 +75,15 @@ class ClosedRuns:
         return one if one is not None and self._is_fresh(one) else None
 
     def find(self, request: pb.FetchStateRequest) -> ClosedRun | None:
-        """The state that answers the request about a closed run; None: none is kept. StateUnavailableError: it is of
-        another step."""
+        """Return the state that answers a request about a closed run; None if none is kept. Raises
+        StateUnavailableError if the kept one is of another step."""
         one = self.get(request.run)
         if one is None or request.attempt not in (0, one.attempt):
             return None
         if not request.newest and request.step != one.step:
             raise StateUnavailableError(
-                f"the state of run {one.run} at step {request.step} cannot be had: the run is closed, and only the one "
-                f"that it asked for last is kept, at step {one.step}"
+                f"the step of a state of closed run {one.run} must be {one.step}, got {request.step}: only the state "
+                "that the run asked for last is kept"
             )
         return one
 
@@ -91,17 +91,17 @@ class ClosedRuns:
         return self._wall() - one.wall_s < self._limits.closed_s
 
 
-def parts_of(gathering: StateQuery) -> list[bytes]:
-    """A complete state, as messages of a record with all its data."""
+def parts_of(query: StateQuery) -> list[bytes]:
+    """Return a complete state as messages, each a record with all its data."""
     return [
         pb.StatePart(record=record, data=data, position=None if index else state.position).SerializeToString()
-        for _, state in sorted(gathering.boxes.items())
+        for _, state in sorted(query.boxes.items())
         for index, (record, data) in enumerate(state.records)
     ]
 
 
 def boxes_of(parts: Iterable[bytes]) -> list[BoxState]:
-    """The way back."""
+    """Return the boxes of a state from its messages: the inverse of `parts_of`."""
     boxes: list[BoxState] = []
     for data in parts:
         part = pb.StatePart.FromString(data)

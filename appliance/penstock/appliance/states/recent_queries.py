@@ -1,6 +1,6 @@
-"""The states that were asked for lately: a training job's checkpoints, and what operators looked at.
+"""Recent state queries: a training job's checkpoints, and states that operators fetched.
 
-Every rank of a job asks for the same step when it saves. They are one entry, with the number of those who asked.
+Every rank of a job asks for the same step when it saves. They are one entry, with the number of callers.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from penstock.appliance.states.state_query import StateQuery
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 MOST = 64
-"""Entries that are remembered, of all runs."""
+"""Entries that are kept, of all runs."""
 TOGETHER_S = 60.0
-"""Askers of one step within this time are ranks that save the same checkpoint."""
+"""Seconds within which callers of one step are ranks that save the same checkpoint."""
 _ERROR = 400
 
 
@@ -26,7 +26,7 @@ OPERATOR = "operator"
 
 @dataclass
 class StateFetch:
-    """One state that was asked for."""
+    """Record of a fetched state."""
 
     run: str
     attempt: int
@@ -39,18 +39,18 @@ class StateFetch:
     error: str = ""
     askers: int = 1
 
-    def of(self, gathering: StateQuery) -> None:
-        """What was asked for, by numbers: the request may have said "the newest"."""
-        self.attempt, self.step = gathering.attempt, gathering.step
+    def of(self, query: StateQuery) -> None:
+        """Set the attempt and step of the query: the request may have asked for "the newest"."""
+        self.attempt, self.step = query.attempt, query.step
 
     def is_with(self, other: StateFetch) -> bool:
-        """Of the same checkpoint."""
+        """Return whether both are of the same checkpoint."""
         same = (self.run, self.attempt, self.step) == (other.run, other.attempt, other.step)
         return same and (self.asker == OPERATOR) == (other.asker == OPERATOR) and bool(self.error) == bool(other.error)
 
 
 class RecentQueries:
-    """`clock`, `wall`: as in recent_events.py."""
+    """The latest state queries. `clock`, `wall`: as in recent_events.py."""
 
     def __init__(self, clock: Callable[[], float], wall: Callable[[], float]) -> None:
         self._clock, self._wall = clock, wall
@@ -58,20 +58,20 @@ class RecentQueries:
 
     @contextmanager
     def noted(self, request: pb.FetchStateRequest) -> Iterator[StateFetch]:
-        """While it is answered. What ends it is noted, too; an asker that went away had no state."""
+        """Record a query while it is answered, and the error that ends it; a caller that leaves is an error too."""
         asker = f"box {request.progress.box}" if request.HasField("progress") else OPERATOR
         fetch = StateFetch(request.run, request.attempt, asker, self._clock(), self._wall(), request.step)
         try:
             yield fetch
         except (GeneratorExit, asyncio.CancelledError):
-            fetch.error = "the asker went away"
+            fetch.error = "the caller disconnected"
             raise
         except BaseException as error:
             fetch.error = str(error)[:_ERROR] or type(error).__name__
             raise
         finally:
             fetch.seconds = self._clock() - fetch.at
-            if not request.aggregate_blob:  # that is a part of what a training job does with a state that it has got
+            if not request.aggregate_blob:  # aggregation is part of a training job's handling of a state it already has
                 self._enter(fetch)
 
     def _enter(self, fetch: StateFetch) -> None:
@@ -83,7 +83,7 @@ class RecentQueries:
         self._done.append(fetch)
 
     def messages(self) -> dict[str, list[pb.StateFetch]]:
-        """By run, oldest first."""
+        """Return the entries by run, oldest first."""
         by_run: defaultdict[str, list[pb.StateFetch]] = defaultdict(list)
         for fetch in self._done:
             message = pb.StateFetch(

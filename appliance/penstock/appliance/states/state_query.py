@@ -1,24 +1,24 @@
-"""The state of a run at a step, gathered from all its slots. Planning only: who waits, and how long, is elsewhere.
+"""State of a run at a step, collected from all its slots. Planning only: waits and deadlines are elsewhere.
 
 A box's record at a step follows from an earlier position and from where epochs ended (penstock.proto.state.position).
-The coordinator has positions that the box reported; ends it learns. So a gathering goes in rounds: plan with the ends
+The coordinator has positions that the box reported, and learns the ends. So a query runs in rounds: plan with the ends
 known so far, ask every slot's worker for its state at its planned position, and when one answers "my epoch ended
-earlier", note the end and plan again. Answers for positions that did not change are kept. When every slot has answered
-for the plan as it stands, the record is complete, and it is the same whoever asks, and when.
+earlier", record the end and plan again. Answers for unchanged positions are kept. When every slot has answered for the
+current plan, the record is complete, and it is the same for every caller and at any time.
 
-Why that is enough. A worker checks two things about (epoch, delivered, total): that its epoch of that epoch began after
-total - delivered batches, and that it did not end before total. If that holds for all slots of a box, then the plan's
-epoch began where it truly did, with all slots live, and nobody ended in it unnoticed; the rest is arithmetic.
+Why that is enough. A worker checks two things about (epoch, delivered, total): that its epoch began after total -
+delivered batches, and that it did not end before total. If that holds for all slots of a box, then the plan's epoch
+began where it truly did, with all slots live, and no slot ended in it unnoticed; the rest is arithmetic.
 
-What nobody can know beforehand is whether a loop leaves an epoch by `break`. Boxes do that together, as a rule, and one
-of them first: so a box that has not come beyond the step after which another one left an epoch is waited for. That
-ends, for its loop has no collective before it with whoever asks.
+Whether a loop abandons an epoch by `break` cannot be known in advance. Boxes do that together, as a rule, and one of
+them first: so the query waits for a box that has not come beyond the step after which another one abandoned an epoch.
+That wait ends, because its loop has no collective before it with the caller.
 
-A slot that is being recovered is waited for: its request goes to the new owner once that is ready. A box whose one
-epoch is over answers with its final state.
+The query waits for a slot that is being recovered: its request goes to the new owner once that is ready. A box whose
+one epoch is over answers with its final state.
 
-A box's record depends on that box alone. So boxes are gathered one by one, in their order and a number of slots at a
-time, each is complete by itself, and may be sent and let go before the last ones have been asked: a state of a large
+A box's record depends on that box alone. So boxes are collected one by one, in their order and a number of slots at a
+time, each is complete by itself, and may be sent and released before the last ones have been asked: a state of a large
 fleet is never in memory whole. An error may therefore come after the records of some boxes.
 """
 
@@ -40,14 +40,14 @@ from penstock.proto.state.position import Position, advance, chain_at
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 
-PASSES = 16
-"""How many of the epochs that the loop left a worker is told. There are seldom more since its last durable snapshot; a
-state that would need to know them is refused."""
+EPOCHS_SENT = 16
+"""Largest number of abandoned epochs sent to a worker. There are seldom more since its last durable snapshot; a state
+that would need more is refused."""
 
 
 @dataclass(frozen=True)
 class SlotStateRequest:
-    """One slot's state, asked from its present owner."""
+    """Request for one slot's state, to its present owner."""
 
     key: SlotKey
     generation: int
@@ -57,19 +57,19 @@ class SlotStateRequest:
     delivered: int
     total: int
     digests_after: int = field(compare=False)
-    """The slot's total at the nearest position that the box reported: from there on the digests of its batches are
-    asked for, to go on with the box's stream digest."""
+    """The slot's total at the nearest position that the box reported. The worker returns the digests of its batches
+    from there on, which continue the box's stream digest."""
     round: int
-    """How often the slot has answered with an end so far: a question asked again is a new one."""
+    """Number of ends that the slot has answered with so far: a request asked again is a new one."""
     serial: int
-    """Of the gathering."""
+    """Serial of the query."""
     abandoned: tuple[tuple[int, int], ...] = field(default=(), compare=False, kw_only=True)
-    """(epoch, the slot's total) where the loop left passes by `break`, of those from `abandoned_from` on."""
+    """(epoch, the slot's total) where the loop abandoned epochs by `break`, from epoch `abandoned_from` on."""
     abandoned_from: int = field(default=0, compare=False, kw_only=True)
 
     @property
     def id(self) -> str:
-        """Made of what is asked, so that a repeated or late answer can never be taken for another one."""
+        """Id made of the content, so that a repeated or late answer is never taken for another one."""
         where = f"{self.key.run}@{self.key.attempt}/{self.key.box}.{self.key.slot}#{self.generation}"
         return f"{where}:{self.step}:{self.epoch}.{self.delivered}.{self.total}:{self.round}:{self.serial}"
 
@@ -88,36 +88,36 @@ class SlotStateRequest:
         )
 
 
-def _left(box: Box, position: Position) -> tuple[int, list[tuple[int, dict[int, int]]]]:
-    """Where the loop left epochs before this position: (epoch, slot -> its total there), of slots whose end it had not
-    come to. And from which epoch on these are all; of earlier ones it is not known any more."""
-    passes: list[tuple[int, dict[int, int]]] = []
+def _abandoned_before(box: Box, position: Position) -> tuple[int, list[tuple[int, dict[int, int]]]]:
+    """Return where the loop abandoned epochs before this position: (epoch, slot -> its total there), of slots whose end
+    it had not come to. And the epoch from which on these are all; earlier ones are not known any more."""
+    left: list[tuple[int, dict[int, int]]] = []
     for epoch in reversed(box.abandoned):
         if epoch >= position.epoch:
             continue
         anchor = box.anchor(box.abandoned[epoch])
         there = None if anchor is None else advance(anchor, box.abandoned[epoch], box.ends, box.abandoned)
-        if there is None or there.epoch != epoch or len(passes) == PASSES:
-            return epoch + 1, passes
-        passes.append((epoch, {k: there.total[k] for k in there.live}))
-    return 0, passes
+        if there is None or there.epoch != epoch or len(left) == EPOCHS_SENT:
+            return epoch + 1, left
+        left.append((epoch, {k: there.total[k] for k in there.live}))
+    return 0, left
 
 
 @dataclass(frozen=True)
 class _Answer:
-    want: SlotStateRequest
+    slot_request: SlotStateRequest
     answer: pb.StateAnswer
     data: bytes
 
 
 @dataclass
 class BoxState:
-    """What was gathered of one box: the records of its slots, in order, and its position."""
+    """Records of one box's slots, in order, and its position."""
 
     records: list[tuple[pb.WorkerRecord, bytes]]
     position: records_pb2.BoxPosition | None = None
     final: int | None = None
-    """The box's last step, if it had passed its end: the state holds while the box stays there."""
+    """Last step of a box that had passed its end: the state holds while the box stays there."""
 
     @property
     def size(self) -> int:
@@ -133,13 +133,13 @@ class BoxState:
 
     @property
     def message_size(self) -> int:
-        """Bytes of its serialised parts, at most, as long as each is one message."""
+        """Largest size of its serialised parts in bytes, as long as each is one message."""
         return self.size + sum(len(head) + 8 for head in self.heads)
 
 
 @dataclass
 class GatheredState:
-    """A finished gathering."""
+    """A finished query."""
 
     records: list[tuple[pb.WorkerRecord, bytes]]
     positions: dict[int, records_pb2.BoxPosition]
@@ -153,55 +153,55 @@ class StateQuery:
     attempt: int
     step: int
     serial: int = 0
-    """Of this gathering, over all restarts: part of what is asked, so that one asked again is a new question."""
+    """Serial of this query, unique over all restarts: part of each request, so that one asked again is a new one."""
     num_boxes: int = 1
     at_once: int = 1 << 30
     """Slots that may be asked at the same time."""
-    askers: int = 0
+    callers: int = 0
     deadline: float = 0.0
-    """Of the most patient asker."""
+    """Latest deadline of its callers."""
     requests: dict[str, SlotStateRequest] = field(default_factory=dict)
     by_worker: dict[str, dict[str, SlotStateRequest]] = field(default_factory=dict)
-    """The same, by who is asked."""
+    """The same requests by worker."""
     boxes: dict[int, BoxState] = field(default_factory=dict)
-    """Those that are complete, and have not been let go after they were sent."""
+    """Boxes that are complete and not yet released."""
     complete: int = 0
-    """How many are complete."""
-    let_go: bool = False
-    """Some were sent and let go: nobody can join any more."""
+    """Number of complete boxes."""
+    released: bool = False
+    """Some boxes were sent and released: no caller can join any more."""
     sent: dict[int, int] = field(default_factory=dict)
-    """Complete box -> present askers that have been sent it."""
+    """Complete box -> number of present callers that have been sent it."""
     coming: dict[str, int] = field(default_factory=dict)
-    """Request -> bytes of its answer, which is on the way."""
+    """Request -> bytes of its answer, which is being transferred."""
     held: int = 0
-    """Bytes of answers in memory, and on the way."""
+    """Bytes of answers in memory and in transfer."""
     changed: list[SlotStateRequest] = field(default_factory=list)
-    """What has been opened or closed since the desk looked."""
+    """Requests opened or closed since the last announcement."""
     completed: list[int] = field(default_factory=list)
-    """Boxes that became complete since the desk looked."""
+    """Boxes that became complete since the last announcement."""
     failure: PenstockError | None = None
     _asked_boxes: int = 0
-    """Boxes are asked in their order; so many have been begun."""
-    _wants: dict[int, dict[str, SlotStateRequest]] = field(default_factory=dict)
-    """Of each box that was begun and is not complete."""
+    """Number of boxes begun; they are asked in their order."""
+    _open_requests: dict[int, dict[str, SlotStateRequest]] = field(default_factory=dict)
+    """Open requests of each box that was begun and is not complete."""
     _answers: dict[tuple[int, int], _Answer] = field(default_factory=dict)
     _rounds: dict[tuple[int, int], int] = field(default_factory=dict)
     _denied: dict[tuple[int, int], tuple[Any, ...]] = field(default_factory=dict)
-    """What a slot was asked, and what was known, when it answered with an end that was known: the mistake is with
-    another slot, so it is not asked again before more is known."""
+    """Position and known ends when a slot answered with an end that was known already: the mistake is with another
+    slot, so it is not asked again before more is known."""
     _anchors: dict[int, Position] = field(default_factory=dict)
-    """Of each box: the newest position from which its stream digest was asked for. It stays good when the cluster state
+    """Newest position of each box from which its stream digest was requested. It stays valid when the cluster state
     has dropped it for a report of a later step."""
     _missing: dict[int, list[str]] = field(default_factory=dict)
-    """Of each box: what it waits for besides answers."""
+    """Reasons why each box waits, besides answers."""
 
     def topic(self, box: int) -> tuple[str | int, ...]:
-        """Announced when the box is complete; all of them when the gathering fails."""
+        """Return the topic announced when the box is complete; all of them when the query fails."""
         return ("state", self.serial, box)
 
     @property
     def key(self) -> tuple[str, int, int, str]:
-        """What askers of the same thing share."""
+        """Key that callers of the same state share."""
         return (self.run, self.attempt, self.step, "")
 
     @property
@@ -210,7 +210,7 @@ class StateQuery:
 
     @property
     def result(self) -> GatheredState | None:
-        """Everything, as long as nothing was let go."""
+        """All records, as long as no box was released."""
         if self.failure is not None or len(self.boxes) < self.num_boxes:
             return None
         states = sorted(self.boxes.items())
@@ -225,24 +225,24 @@ class StateQuery:
         return {number: state.final for number, state in self.boxes.items() if state.final is not None}
 
     def waits_for(self) -> str:
-        """Everybody who has not answered yet, by name."""
+        """Return the names of all slots and boxes that have not answered yet."""
         asked = [f"box {w.key.box} slot {w.key.slot} on worker {w.worker}" for w in self.requests.values()]
         missing = [what for _, box in sorted(self._missing.items()) for what in box]
         later = self.num_boxes - self._asked_boxes
         return ", ".join([*missing, *asked, *([f"{later} boxes that are asked after these"] if later > 0 else [])])
 
-    def is_next(self, want: SlotStateRequest) -> bool:
-        """It is of the first box that is not complete: the one that askers wait for."""
-        return want.key.box == min(self._wants, default=self._asked_boxes)
+    def is_next(self, slot_request: SlotStateRequest) -> bool:
+        """Return whether the request is of the first incomplete box, which callers wait for."""
+        return slot_request.key.box == min(self._open_requests, default=self._asked_boxes)
 
     def fail(self, error: PenstockError) -> None:
         self.failure = error
         self.ask_no_more()
 
     def ask_no_more(self) -> None:
-        for number in list(self._wants):
+        for number in list(self._open_requests):
             self._ask(number, {})
-        self._wants.clear()
+        self._open_requests.clear()
         self._missing.clear()
         self._anchors.clear()
         self._answers.clear()
@@ -250,43 +250,43 @@ class StateQuery:
         self.coming.clear()
 
     def refresh(self, attempt: Attempt, box: int | None = None) -> None:
-        """Plans again, from the cluster state as they are now: a box, if it has been begun, or all."""
+        """Plan again from the present cluster state: one box, if it has been begun, or all."""
         if self.done:
             return
         try:
-            for number in list(self._wants) if box is None else [box] if box in self._wants else []:
+            for number in list(self._open_requests) if box is None else [box] if box in self._open_requests else []:
                 self._refresh(attempt, number)
             self._go_on(attempt)
         except PenstockError as error:
             self.fail(error)
 
     def _go_on(self, attempt: Attempt) -> None:
-        """Begins with further boxes, as far as they may be asked beside those under way."""
+        """Begin with further boxes, as far as the limit on requests allows."""
         while self._asked_boxes < self.num_boxes:
-            if self._wants and len(self.requests) + attempt.num_workers > self.at_once:
+            if self._open_requests and len(self.requests) + attempt.num_workers > self.at_once:
                 return
             number = self._asked_boxes
             self._asked_boxes += 1
-            self._wants[number] = {}
+            self._open_requests[number] = {}
             self._refresh(attempt, number)
 
-    def _ask(self, number: int, wants: dict[str, SlotStateRequest]) -> None:
-        """From now on these are the box's open requests."""
-        before = self._wants.get(number, {})
-        for request, want in before.items():
-            if request not in wants:
+    def _ask(self, number: int, slot_requests: dict[str, SlotStateRequest]) -> None:
+        """Replace the box's open requests."""
+        before = self._open_requests.get(number, {})
+        for request, slot_request in before.items():
+            if request not in slot_requests:
                 del self.requests[request]
-                del self.by_worker[want.worker][request]
-                if not self.by_worker[want.worker]:
-                    del self.by_worker[want.worker]
+                del self.by_worker[slot_request.worker][request]
+                if not self.by_worker[slot_request.worker]:
+                    del self.by_worker[slot_request.worker]
                 self.held -= self.coming.pop(request, 0)
-                self.changed.append(want)
-        for request, want in wants.items():
+                self.changed.append(slot_request)
+        for request, slot_request in slot_requests.items():
             if request not in before:
-                self.requests[request] = want
-                self.by_worker.setdefault(want.worker, {})[request] = want
-                self.changed.append(want)
-        self._wants[number] = wants
+                self.requests[request] = slot_request
+                self.by_worker.setdefault(slot_request.worker, {})[request] = slot_request
+                self.changed.append(slot_request)
+        self._open_requests[number] = slot_requests
 
     def _refresh(self, attempt: Attempt, number: int) -> None:
         requests: dict[str, SlotStateRequest] = {}
@@ -297,7 +297,7 @@ class StateQuery:
         if box is None:
             missing.append(f"box {number} (it has not opened the run)")
             return
-        if not box.told and box.place is BoxPresence.LIVE:
+        if not box.reported and box.place is BoxPresence.LIVE:
             missing.append(f"box {number} (it has not reported since the coordinator was started)")
             self._ask(number, {})
             return
@@ -307,24 +307,26 @@ class StateQuery:
         self._anchors[number] = anchor
         if box.place is BoxPresence.GONE:
             raise StateUnavailableError(
-                f"step {self.step} of run {self.run}: the training job of box {number} is not heard of any more, and "
-                "its workers were freed. Once it is back a state can be had again; if it is dead, go on from one that "
-                "was saved before"
+                f"step {self.step} of run {self.run}: the training job of box {number} has stopped reporting, and its "
+                "workers were freed. Retry once it is back; if it is dead, resume from a state that was saved before"
             )
         behind = attempt.behind(box, self.step)
         if behind is not None:
             other = attempt.left[behind]
             missing.append(
-                f"box {number} (it has not come beyond step {behind}, after which box {other} left an epoch)"
+                f"box {number} (it has not come beyond step {behind}, after which box {other} abandoned an epoch)"
             )
             self._ask(number, {})
             return
-        abandoned_from, passes = _left(box, position)
+        abandoned_from, left = _abandoned_before(box, position)
         for slot in box.slots:
             k = slot.key.slot
             place = (position.epoch, position.delivered[k], position.total[k])
             have = self._answers.get((number, k))
-            if have is not None and (have.want.epoch, have.want.delivered, have.want.total) == place:
+            if (
+                have is not None
+                and (have.slot_request.epoch, have.slot_request.delivered, have.slot_request.total) == place
+            ):
                 continue
             if self._denied.get((number, k)) == (place, box.ends, box.abandoned):
                 denied.append(f"{slot} on worker {slot.worker}")
@@ -333,8 +335,8 @@ class StateQuery:
                 raise self._of_slot(error_of(slot.error), slot.key, slot.worker)
             if slot.phase == pb.READY:
                 rounds, after = self._rounds.get((number, k), 0), anchor.total[k]
-                abandoned = tuple((epoch, totals[k]) for epoch, totals in passes if k in totals)
-                want = SlotStateRequest(
+                abandoned = tuple((epoch, totals[k]) for epoch, totals in left if k in totals)
+                slot_request = SlotStateRequest(
                     slot.key,
                     slot.generation,
                     slot.worker,
@@ -346,7 +348,7 @@ class StateQuery:
                     abandoned=abandoned,
                     abandoned_from=abandoned_from,
                 )
-                requests[want.id] = want
+                requests[slot_request.id] = slot_request
             elif slot.phase == pb.STARTING:
                 missing.append(f"{slot} (being started on worker {slot.worker})")
             else:
@@ -356,32 +358,32 @@ class StateQuery:
             return
         if denied or doubtful:
             raise ProtocolError(
-                f"state of run {self.run} at step {self.step}: the workers do not agree where epochs ended; what the "
-                f"others said cannot be for {', '.join(denied + doubtful)}"
+                f"state of run {self.run} at step {self.step}: the workers do not agree where epochs ended; the "
+                f"answers contradict {', '.join(denied + doubtful)}"
             )
-        self._record_flight(box, anchor, position)
+        self._record_digest(box, anchor, position)
         state.position = position.to_proto()
         self._assemble(attempt, number, state)
         self._completed(number, state)
 
     def _completed(self, number: int, state: BoxState) -> None:
-        del self._wants[number], self._missing[number]
+        del self._open_requests[number], self._missing[number]
         self._anchors.pop(number, None)
         self.boxes[number], self.sent[number] = state, 0
         self.complete += 1
         self.completed.append(number)
 
     def _position(self, box: Box, state: BoxState, doubtful: list[str]) -> tuple[Position, Position]:
-        """Where the plan starts from, and where the box stood."""
+        """Return where the plan starts from, and where the box stood."""
         where = f"step {self.step} of run {self.run}: box {box.number}"
         if box.place is BoxPresence.CLOSED and not any(slot.worker for slot in box.slots):
             raise StateUnavailableError(
                 f"{where} has closed and its workers are gone: take the state before any box closes its appliance"
             )
-        if box.place is BoxPresence.CLOSED and not box.told:
+        if box.place is BoxPresence.CLOSED and not box.reported:
             raise StateUnavailableError(
-                f"{where} has closed, and where it ended is not known since the coordinator was started again: take "
-                "the state before any box closes its appliance"
+                f"{where} has closed, and its end is not known after the coordinator's restart: take the state before "
+                "any box closes its appliance"
             )
         if self.step < box.start.step and not box.epoch_ended:
             raise StateUnavailableError(f"{where} started this attempt at step {box.start.step}")
@@ -390,13 +392,13 @@ class StateQuery:
             at = state.final = box.step
         at = max(at, box.start.step)
         anchor = box.anchor(at)
-        # A coordinator that was started again has every base, but what served the steps before the window is gone.
+        # A coordinator that was restarted has every epoch start, but not what served the steps before the window.
         unkept = box.restored and anchor is box.start and at < box.step - box.retention
         if anchor is None or unkept:
             raise StateUnavailableError(f"{where} has left that step behind its retention window")
         position = advance(anchor, at, box.ends, box.abandoned)
         if sum(position.total) - sum(anchor.total) != at - anchor.step or box.is_refuted(position):
-            # Some ends are known and others, of earlier epochs, are not: good enough to ask with, never to answer with.
+            # Some ends are known and others, of earlier epochs, are not: good enough for requests, not for the answer.
             doubtful.append(f"box {box.number}")
         return anchor, position
 
@@ -406,53 +408,53 @@ class StateQuery:
         return error_named(type(error).__name__, message, error.remote_traceback)
 
     def answered(self, attempt: Attempt, answer: pb.StateAnswer, data: bytes) -> None:
-        """Takes a worker's answer; one to a request that is no longer open changes nothing."""
-        want = self.requests.get(answer.request)
-        if want is None or answer.worker != want.worker:
+        """Take a worker's answer; one to a request that is no longer open changes nothing."""
+        slot_request = self.requests.get(answer.request)
+        if slot_request is None or answer.worker != slot_request.worker:
             return
-        box = attempt.boxes[want.key.box]
+        box = attempt.boxes[slot_request.key.box]
         if answer.HasField("error"):
-            self.fail(self._of_slot(error_of(answer.error), want.key, want.worker))
+            self.fail(self._of_slot(error_of(answer.error), slot_request.key, slot_request.worker))
             return
         if answer.ended:
-            self._ended(attempt, box, want, answer)
+            self._ended(attempt, box, slot_request, answer)
             return
-        place = (want.key.box, want.key.slot)
+        place = (slot_request.key.box, slot_request.key.slot)
         before = self._answers.get(place)
         self.held += len(data) - self.coming.pop(answer.request, 0) - (len(before.data) if before else 0)
-        self._answers[place] = _Answer(want, answer, data)
-        self.refresh(attempt, want.key.box)
+        self._answers[place] = _Answer(slot_request, answer, data)
+        self.refresh(attempt, slot_request.key.box)
 
-    def _ended(self, attempt: Attempt, box: Box, want: SlotStateRequest, answer: pb.StateAnswer) -> None:
-        if (answer.ended_epoch, answer.ended_total) >= (want.epoch, want.total):
+    def _ended(self, attempt: Attempt, box: Box, slot_request: SlotStateRequest, answer: pb.StateAnswer) -> None:
+        if (answer.ended_epoch, answer.ended_total) >= (slot_request.epoch, slot_request.total):
             error = ProtocolError(
-                f"it says that epoch {answer.ended_epoch} ended after batch {answer.ended_total}, when asked for epoch "
-                f"{want.epoch}, batch {want.total}"
+                f"it reports that epoch {answer.ended_epoch} ended after batch {answer.ended_total}, which is not "
+                f"before the requested epoch {slot_request.epoch}, batch {slot_request.total}"
             )
-            self.fail(self._of_slot(error, want.key, want.worker))
+            self.fail(self._of_slot(error, slot_request.key, slot_request.worker))
             return
-        slot, before = (box.number, want.key.slot), dict(box.ends)
-        told = [(end.epoch, end.total) for end in answer.ends]
-        for epoch, total in [*told, (answer.ended_epoch, answer.ended_total)]:
-            # An epoch that the loop left ended there, whatever the worker had produced ahead: the smaller total holds.
-            end = (want.key.slot, epoch)
+        slot, before = (box.number, slot_request.key.slot), dict(box.ends)
+        reported = [(end.epoch, end.total) for end in answer.ends]
+        for epoch, total in [*reported, (answer.ended_epoch, answer.ended_total)]:
+            # An abandoned epoch ended there, whatever the worker had produced ahead: the smaller total holds.
+            end = (slot_request.key.slot, epoch)
             box.ends[end] = min(total, box.ends.get(end, total))
         self._rounds[slot] = self._rounds.get(slot, 0) + 1
         if box.ends == before:
-            place = (want.epoch, want.delivered, want.total)
+            place = (slot_request.epoch, slot_request.delivered, slot_request.total)
             self._denied[slot] = (place, before, dict(box.abandoned))
         self.refresh(attempt, box.number)
 
-    def _record_flight(self, box: Box, anchor: Position, position: Position) -> None:
-        """The chain of the box, from a position that it reported and the workers' digests since."""
+    def _record_digest(self, box: Box, anchor: Position, position: Position) -> None:
+        """Compute the box's stream digest, from a position that it reported and the workers' digests since."""
         position.chain = box.chain(position.step)
         if position.chain is None:
             digests: dict[tuple[int, int], int] = {}
             for slot in box.slots:
                 have = self._answers[box.number, slot.key.slot]
                 first = have.answer.digests_after + 1
-                told = enumerate(have.answer.digests, first)
-                digests |= {(slot.key.slot, total): digest for total, digest in told}
+                batches = enumerate(have.answer.digests, first)
+                digests |= {(slot.key.slot, total): digest for total, digest in batches}
             position.chain = chain_at(anchor, position.step, box.ends, box.abandoned, digests)
 
     def _assemble(self, attempt: Attempt, number: int, state: BoxState) -> None:
@@ -466,10 +468,10 @@ class StateQuery:
                 num_boxes=attempt.num_boxes,
                 box=number,
                 step=self.step,
-                worker_step=have.want.total,
+                worker_step=have.slot_request.total,
                 samples_streamed=answer.samples_streamed,
                 state_bytes=len(have.data),
-                epoch=have.want.epoch,
+                epoch=have.slot_request.epoch,
                 capabilities=capabilities,
                 digest=answer.digest,
                 next_digest=answer.next_digest,

@@ -1,10 +1,9 @@
-"""How states leave the coordinator: as which messages, and when each has its turn.
+"""Streaming of states to callers: which messages they become, and when each has its turn.
 
-Hundreds of boxes that save at one step ask for each other's records at once. Two things keep the coordinator able to
-hear heartbeats meanwhile. Records are serialised once, whoever asks: an asker's messages are put together from those
-bytes, and not from messages that would be copied, measured and written again for each. And in a turn of the event loop
-one large message leaves, so that a heartbeat, which takes some turns to be heard and answered, is never behind
-hundreds of them.
+Hundreds of boxes that save at one step ask for each other's records at once. Two things let the coordinator still
+receive heartbeats. Records are serialised once for all callers: a caller's messages are put together from those bytes,
+not from messages that would be copied, measured and written again for each. And in a turn of the event loop one large
+message leaves, so that a heartbeat, which takes some turns to be received and answered, is never behind hundreds.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ __all__ = ["LoopTurns", "packed", "parts"]
 
 
 class LoopTurns:
-    """One turn of the event loop for each who asks, in their order."""
+    """Turns of the event loop, one for each caller, in their order."""
 
     def __init__(self) -> None:
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     async def next(self) -> None:
-        """Wait for a turn of the event loop that nobody else was given."""
+        """Wait for a turn of the event loop that no other caller has."""
         loop = asyncio.get_running_loop()
         turn: asyncio.Future[None] = loop.create_future()
         self._waiting.append(turn)
@@ -47,7 +46,7 @@ class LoopTurns:
 
 
 def parts(states: Iterable[BoxState]) -> Iterator[pb.StatePart]:
-    """For an asker that takes a message for each record."""
+    """Yield the parts for a caller that takes a message for each record."""
     for state in states:
         for index, (record, data) in enumerate(state.records):
             first, *more = pieces(data) if data else [b""]
@@ -57,7 +56,7 @@ def parts(states: Iterable[BoxState]) -> Iterator[pb.StatePart]:
 
 
 def packed(states: Iterable[BoxState]) -> Iterator[bytes]:
-    """The same for an asker that takes small ones together (StatePart.parts), as serialised messages."""
+    """Yield serialised messages for a caller that takes small parts together (StatePart.parts)."""
     pack: list[bytes] = []
     size = 0
     for part in _serialised(states):
@@ -75,8 +74,8 @@ def packed(states: Iterable[BoxState]) -> Iterator[bytes]:
 
 
 def _serialised(states: Iterable[BoxState]) -> Iterator[list[bytes]]:
-    """What SerializeToString makes of the parts, but for the order of fields, in pieces that are not copied: fields
-    that stand one after the other are one message."""
+    """Yield what SerializeToString makes of the parts, but for the order of fields, in pieces that are not copied:
+    fields that stand one after the other are one message."""
     number = pb.StatePart.DATA_FIELD_NUMBER
     for state in states:
         for head, (_, data) in zip(state.heads, state.records, strict=True):
@@ -87,7 +86,7 @@ def _serialised(states: Iterable[BoxState]) -> Iterator[list[bytes]]:
 
 
 def _head(number: int, size: int) -> bytes:
-    """What stands before the `size` bytes of a field of type bytes or message."""
+    """Return the tag and length that precede the `size` bytes of a field of type bytes or message."""
     return _varint(number << 3 | 2) + _varint(size)
 
 

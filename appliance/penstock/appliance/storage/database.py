@@ -1,14 +1,14 @@
-"""A database of the coordinator's: how it is opened, and the number of its last commit, which cannot go back.
+"""Database of the coordinator: how it is opened, and the number of its last commit, which cannot go back.
 
-SQLite's write-ahead log has checksums, and they say where it ends: at the first frame that does not fit. A bit that
-flips in a frame in the middle is taken for the end of the log, and the database is, without a word, what it was some
-commits earlier. So each commit has a number, in the database and in a file beside it (`journal.commits`), and a
-database that ends before the number on record is refused as it lies, before SQLite writes to it or empties its log. The
-journal's number goes to workers and training jobs too, signed (`CommitMarks`): they know of commits that a disk has
-lost together with the file, and of a copy of the directory that is older than they are.
+SQLite's write-ahead log has checksums, and they decide where it ends: at the first frame that does not fit. A flipped
+bit in a frame in the middle is taken for the end of the log, and the database silently is what it was some commits
+earlier. So each commit has a number, in the database and in a file beside it (`journal.commits`), and a database that
+ends before the recorded number is refused unchanged, before SQLite writes to it or empties its log. The journal's
+number is also sent to workers and training jobs, signed (`CommitMarks`): so they detect commits that a disk has lost
+together with the file, and a copy of the directory that is older than they are.
 
-The file is written after the commit and synced when it is made, no more: it outlives the process, and after a loss of
-power it may be a few seconds old, which makes the check weaker and never wrong.
+The file is written after the commit and synced only when it is made: it survives the process, and after a loss of power
+it may be a few seconds old, which makes the check weaker and never wrong.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ __all__ = [
 SCHEMA = 2
 
 META = "CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT) STRICT;"
-"""Where the number is, and small facts."""
+"""Table of the commit number and of small values."""
 
 log = logging.getLogger("penstock.appliance")
 
@@ -61,14 +61,14 @@ def check_schema(path: Path | None, found: int) -> None:
 
 
 def open_database(path: Path | None, script: str) -> sqlite3.Connection:
-    """A database of ours, made if it is not there. None: in memory. JournalError: unreadable, or too new."""
+    """Open a database of the coordinator, made if it is missing. None: in memory. Raises JournalError if unreadable."""
     name = path or ":memory:"
     try:
         # check_same_thread: snapshot_store.py is used from one thread at a time, which is not the one that opened it.
         db = sqlite3.connect(name, isolation_level=None, check_same_thread=False, timeout=5.0)
         try:
             (found,) = db.execute("PRAGMA user_version").fetchone()
-            if found == 0:  # only then: on a database that is there it would be a write, and that one may be damaged
+            if found == 0:  # only then: on an existing database, which may be damaged, it would be a write
                 db.execute("PRAGMA auto_vacuum=INCREMENTAL")
             if path is not None:
                 (mode,) = db.execute("PRAGMA journal_mode=WAL").fetchone()
@@ -87,8 +87,8 @@ def open_database(path: Path | None, script: str) -> sqlite3.Connection:
     except sqlite3.Error as error:
         if getattr(error, "sqlite_errorname", "").startswith(("SQLITE_FULL", "SQLITE_IOERR")):
             raise JournalError(
-                f"{name} cannot be written ({error}): make room on its disk, or mend it, and start again; the journal "
-                "itself is kept"
+                f"{name} cannot be written ({error}): free space on its disk, or repair it, and start again; the "
+                "journal itself is kept"
             ) from error
         raise JournalError(
             f"{name} cannot be read as a journal ({error}): restore it from a copy, or move it away to start anew"
@@ -97,8 +97,8 @@ def open_database(path: Path | None, script: str) -> sqlite3.Connection:
 
 @contextmanager
 def read_only(path: Path, *, in_use: bool = False) -> Iterator[sqlite3.Connection]:
-    """Opens a database that is there, and changes nothing: neither in it nor in its log. One that is not in use and has
-    no log needs none: no file is made. Raises sqlite3.Error."""
+    """Open an existing database without changing it or its log. One that is not in use and has no log needs none: no
+    file is made. Raises sqlite3.Error."""
     wal = path.with_name(f"{path.name}-wal")
     immutable = "" if in_use or (wal.exists() and wal.stat().st_size) else "&immutable=1"
     address = f"{path.absolute().as_uri()}?mode=ro{immutable}"
@@ -109,7 +109,7 @@ def read_only(path: Path, *, in_use: bool = False) -> Iterator[sqlite3.Connectio
 
 @contextmanager
 def transaction(db: sqlite3.Connection, commits: CommitNumber) -> Iterator[None]:
-    """All of it is on disk afterwards, under the next number, or nothing. Raises sqlite3.Error, JournalError."""
+    """Put all changes on disk under the next number, or none. Raises sqlite3.Error, JournalError."""
     db.execute("BEGIN IMMEDIATE")
     try:
         yield
@@ -124,7 +124,7 @@ def transaction(db: sqlite3.Connection, commits: CommitNumber) -> Iterator[None]
 
 
 def _number_in(db: sqlite3.Connection) -> int:
-    """0: of a release that did not count."""
+    """Return the number of the last commit; 0 for a release that did not count them."""
     if not db.execute("SELECT 1 FROM sqlite_master WHERE name='meta'").fetchone():
         return 0
     found = db.execute("SELECT value FROM meta WHERE name='commits'").fetchone()
@@ -132,14 +132,14 @@ def _number_in(db: sqlite3.Connection) -> int:
 
 
 class CommitNumber:
-    """The number of the last commit of the database at `path` (None: in memory), and the file that has it too.
+    """Number of the last commit of the database at `path` (None: in memory), and the file that has it too.
 
-    Raises JournalError for a database that ends before the number on record, and has changed nothing then.
+    Raises JournalError for a database that ends before the recorded number, and then changes nothing.
     """
 
     def __init__(self, path: Path | None) -> None:
         self.number = 0
-        """Of the last commit that is on disk."""
+        """Number of the last commit that is on disk."""
         self._fd = -1
         if path is not None:
             self._file = beside(path)
@@ -163,7 +163,7 @@ class CommitNumber:
         os.pwrite(self._fd, _line(number), 0)
 
     def made(self) -> None:
-        """One commit more is on disk."""
+        """Record that one more commit is on disk."""
         if self._fd >= 0:
             try:
                 self._record(self.number + 1)
@@ -172,7 +172,7 @@ class CommitNumber:
         self.number += 1
 
     def expect(self, number: int) -> None:
-        """Commit `number` was made, as somebody knows: no start on these files any more."""
+        """Record that commit `number` was made: these files are not started on any more."""
         if self._fd >= 0:
             self._record(number)
 
@@ -183,12 +183,12 @@ class CommitNumber:
 
 
 def beside(path: Path) -> Path:
-    """The file with the number of the last commit of the database at `path`."""
+    """Return the file with the number of the last commit of the database at `path`."""
     return path.with_suffix(".commits")
 
 
 def check_commits(path: Path) -> int:
-    """The number of the last commit of a database as it lies. JournalError: one more was made. Changes nothing."""
+    """Return the number of the last commit, without changes. Raises JournalError if a later one was made."""
     file = beside(path)
     try:
         expected = recorded(file)
@@ -204,29 +204,29 @@ def check_commits(path: Path) -> int:
             f"{path} cannot be read as a journal ({error}): restore it from a copy, or move it away to start anew"
         ) from error
     if expected is not None and found < expected:
-        raise behind(path, found, expected, f"as {file} says")
+        raise behind(path, found, expected, f"as {file} shows")
     if expected is None and found > 1:
-        log.warning("%s is not there: this time a damaged log of %s would not be noticed", file, path)
+        log.warning("%s is missing: this time a damaged log of %s would not be noticed", file, path)
     return found
 
 
 def behind(path: Path | str, found: int, expected: int, witness: str) -> JournalError:
-    """What is said of a database that lacks commits."""
+    """Return the error about a database that lacks commits."""
     return JournalError(
         f"{path} ends at commit {found}, but commit {expected} was made, {witness}: its log {path}-wal is damaged or "
-        "gone, or this is an older copy. Restore a copy of the whole directory that is of "
-        "now; or move the directory away to start anew, and start the jobs from their checkpoints"
+        "missing, or this is an older copy. Restore a current copy of the whole directory; or move the directory away "
+        "to start anew, and start the jobs from their checkpoints"
     )
 
 
 def _line(number: int) -> bytes:
-    """As long for every number, within one sector: a write of it is whole or not there."""
+    """Return the line for a number, of constant length within one sector: a write of it is whole or absent."""
     text = f"{number:020d}"
     return f"{text} {zlib.crc32(text.encode()):08x}\n".encode()
 
 
 def recorded(file: Path) -> int | None:
-    """The number in the file; None: there is none yet."""
+    """Return the number in the file; None if there is none yet."""
     try:
         line = file.read_bytes()
     except FileNotFoundError:
@@ -237,27 +237,27 @@ def recorded(file: Path) -> int | None:
     if line != _line(number):
         raise JournalError(
             f"{file} is damaged: it must hold the number of the last commit of the database beside it. Remove it to "
-            "start on that database as it is, if you know that it is whole; else restore a copy of the directory"
+            "start on that database as it is, if you are sure that it is complete; else restore a copy of the directory"
         )
     return number
 
 
 class CommitMarks:
-    """A journal's number as peers keep it, signed: they cannot make one up, and another journal's says nothing here."""
+    """Signed commit numbers that peers keep: they cannot forge one, and those of another journal are ignored."""
 
     def __init__(self, secret: bytes, process: bytes, found: int) -> None:
         self._secret = secret
         self._process = process
-        """8 bytes of this coordinator process's own: commits of its own may have the numbers of those that are lost."""
+        """Id of this coordinator process, 8 bytes: its own commits may reuse the numbers of lost ones."""
         self._found = found
-        """The number of the last commit at its start."""
+        """Number of the last commit at its start."""
 
     def make(self, number: int) -> bytes:
         what = self._process + number.to_bytes(8, "big")
         return what + self._signed(what)
 
     def missing(self, mark: bytes) -> int | None:
-        """The number of a commit that was made before this process, and was not there at its start."""
+        """Return the number of a commit that was made before this process, and was missing at its start; else None."""
         what, number = mark[:16], int.from_bytes(mark[8:16], "big")
         if mark[:8] == self._process or number <= self._found:
             return None

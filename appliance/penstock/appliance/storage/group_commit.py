@@ -1,9 +1,9 @@
-"""Commits of the journal, many calls to one, in a thread of their own.
+"""Group commit of the journal: many calls share one commit, in a thread of its own.
 
-A commit takes as long as the disk needs to flush: a tenth of a millisecond on an idle local one, several on a disk of
-a cloud or one that others use. When a job of 10,000 slots starts there is something to write with each of 30,000
-calls, and a coordinator that waited for each would hear no heartbeats meanwhile and take everybody for dead. So the
-registry goes on with the next call, and every reply waits until all that was put before it is on disk.
+A commit takes as long as the disk needs to flush: a tenth of a millisecond on an idle local disk, several on a cloud or
+shared disk. When a job of 10,000 slots starts, each of 30,000 calls has something to write; a coordinator that waited
+for each commit would receive no heartbeats meanwhile and take every peer for dead. So the registry continues with the
+next call, and every reply waits until all that was put before it is on disk.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from penstock.proto.errors import JournalError
 from penstock.runtime.telemetry.counters import Histogram
 
 COMMIT_BOUNDS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0)
-"""From an idle local disk to one that is in trouble."""
+"""Bounds of the commit histogram in seconds, from an idle local disk to one that is failing."""
 
 
 class GroupCommit:
-    """From now on the journal is written by this object alone.
+    """Writer of the journal: once made, only this object writes it.
 
     Args:
-        journal: `commit` of it does nothing any more.
+        journal: its `commit` becomes a no-op.
     """
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
         journal.deferred = True
         self.seconds = Histogram(COMMIT_BOUNDS_S)
-        """How long commits took."""
+        """Histogram of commit times in seconds."""
         self._thread = ThreadPoolExecutor(1, "penstock-journal")
         self._waiting: list[asyncio.Future[None]] = []
         self._writer: asyncio.Task[None] | None = None
@@ -43,8 +43,8 @@ class GroupCommit:
 
     @asynccontextmanager
     async def synced(self) -> AsyncIterator[None]:
-        """Around what makes an answer, an error too: it leaves when all that it may speak of is on disk. For a call
-        that was cancelled nobody waits; what it has put is written with the next one, or the next tick."""
+        """Wrap the making of a reply, or of an error, and leave when everything it may report is on disk. A call that
+        was cancelled does not wait; its rows are written with the next call or tick."""
         try:
             yield
         except Exception:
@@ -53,8 +53,8 @@ class GroupCommit:
         await self.sync()
 
     async def sync(self) -> None:
-        """Returns when all that was put so far is on disk. JournalError: it is not, and the next call tries again;
-        or commits are missing (`Journal.lost`), and nothing is answered any more."""
+        """Return when everything put so far is on disk. Raises JournalError if it is not, and the next call tries
+        again; or if commits are missing (`Journal.lost`), and then no call is answered any more."""
         if self._journal.lost is not None:
             raise JournalError(self._journal.lost.message)
         busy = self._writer is not None and not self._writer.done()
@@ -81,7 +81,7 @@ class GroupCommit:
                 else:
                     self.seconds.add(time.perf_counter() - began)
             for written in waiting:
-                if written.done():  # whoever waited has gone
+                if written.done():  # the waiting call was cancelled
                     continue
                 if failure is None:
                     written.set_result(None)

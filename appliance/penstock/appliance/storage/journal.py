@@ -1,14 +1,14 @@
-"""The coordinator's cluster state on disk: SQLite in WAL mode with synchronous=FULL, one writer, committed before any
-reply.
+"""Journal of the coordinator: the cluster state on disk, in SQLite with WAL and synchronous=FULL. One writer, which
+commits before any reply.
 
-journal.db holds who owns what: runs, attempts, boxes, slots, a few rows each, at about 110 us a commit. Rows are
-written whole, and changes gather in memory until `commit`; one that fails (disk full) leaves them gathered, so that
-nothing is acknowledged and the next call tries again. Snapshots live in a database of their own (snapshot_store.py):
-large, and worth less.
+journal.db holds ownership: runs, attempts, boxes, slots, a few rows each, at about 110 us a commit. Rows are written
+whole, and changes collect in memory until `commit`; a failed one (disk full) leaves them there, so that nothing is
+acknowledged and the next call tries again. Snapshots are in a database of their own (snapshot_store.py): large, and
+worth less.
 
 A file that cannot be read is never reset: the error names it, and a person decides. WAL does not work on network
-filesystems, where locks and shared memory are not what SQLite takes them for, so those are refused. One state
-directory has one coordinator: an advisory lock that the kernel drops with the process.
+filesystems, where locks and shared memory do not behave as SQLite needs, so those are refused. One state directory has
+one coordinator: an advisory lock that the kernel releases with the process.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from penstock.proto.errors import JournalError
 from penstock.runtime.files import filesystems
 
 Rows = dict[tuple[Any, ...], tuple[str, Any]]
-"""What is to be written: statement and values, under a key that a later one for the same row replaces. Of `put_all` a
-function that makes the values of many rows."""
+"""Rows to write: statement and values, under a key that a later write of the same row replaces. For `put_all` the
+values are a function that makes the values of many rows."""
 
 TABLES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    # table: key columns, other columns. A seed is text: SQLite's integers have a sign, ours have 64 bits without one.
+    # table: key columns, other columns. A seed is text: SQLite's integers are signed, seeds are unsigned 64-bit.
     "runs": (("run",), ("seed", "num_boxes", "num_workers", "attempt", "generation")),
     "attempts": (("run", "attempt"), ("key", "opened_by", "state", "why")),
     "boxes": (("run", "attempt", "box"), ("client_id", "place", "opening")),
@@ -52,10 +52,10 @@ TABLES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ),
     ),
     "skips": (("run", "attempt", "box", "slot", "epoch", "total"), ("count", "own")),
-    # The highest generation that a successor of a slot was given: see migration.py.
+    # The highest generation reserved for a migration target of a slot: see migration.py.
     "reserved": (("run", "attempt", "box", "slot"), ("generation",)),
     "abandoned": (("run", "attempt", "box", "epoch"), ("step",)),
-    # For `penstock replay` alone: see box_history.py. An attempt that is over has no other rows but these of its boxes.
+    # For `penstock replay` alone: see box_history.py. An attempt that is over has no rows of boxes but these.
     "tracks": (("run", "attempt", "box"), ("over", "history")),
 }
 _COLUMNS = {table: (*keys, *values) for table, (keys, values) in TABLES.items()}
@@ -66,8 +66,8 @@ _INSERT = {
 
 
 def make_private(path: Path) -> None:
-    """Make a state directory if it is not there. Raise JournalError for one that another user could have put cluster
-    state or a token into, or can read; OSError where none can be made."""
+    """Make a state directory if it is missing. Raises JournalError for one that another user could have written or can
+    read, and OSError where none can be made."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = path.stat()
     mode = stat.S_IMODE(found.st_mode)
@@ -78,13 +78,13 @@ def make_private(path: Path) -> None:
         )
     if mode & 0o077:
         raise JournalError(
-            f"the state directory {path} must be closed to other users, got mode {mode:04o}, and holds what tickets "
-            f"are made of: chmod 700 {path}"
+            f"the state directory {path} must be closed to other users, got mode {mode:04o}, and it holds the secret "
+            f"of tickets: chmod 700 {path}"
         )
 
 
 class StateDir:
-    """A directory that one coordinator holds, of its user alone: the journal holds what tickets are made of."""
+    """Directory held by one coordinator, private to its user: the journal holds the secret that tickets derive from."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
@@ -126,36 +126,36 @@ def _table(name: str) -> str:
 
 
 class Journal:
-    """Rows in, whole tables out at the start."""
+    """Journal that takes rows, and returns whole tables at the start."""
 
     def __init__(self, directory: StateDir | None) -> None:
         self._path = directory.path / "journal.db" if directory else None
         if self._path is not None and self._path.with_name("snapshots.db").exists() and _is_blank(self._path):
-            # The journal is made first: where snapshots are, it was. SQLite would take an empty file for a new one.
+            # The journal is made before snapshots.db. SQLite would take an empty file for a new database.
             raise JournalError(
-                f"{self._path} is missing or empty, although snapshots.db beside it says that there was one: restore "
+                f"{self._path} is missing or empty, although snapshots.db beside it shows that there was one: restore "
                 "it from a copy, or move the whole directory away to start anew"
             )
         self._commits = CommitNumber(self._path)
         self.found = self._commits.number
-        """The number of the last commit at the start."""
+        """Number of the last commit at the start."""
         self._db = open_database(self._path, "\n".join(f"{_table(table)};" for table in TABLES))
         self._db.row_factory = sqlite3.Row
         self.pending: Rows = {}
         self.deferred = False
-        """`commit` leaves the writing to someone else: see group_commit.py."""
+        """`commit` does nothing, because group_commit.py writes the rows."""
         self.lost: JournalError | None = None
-        """A peer has shown that commits are missing here: nothing is answered any more, and the process ends."""
+        """Error once a peer has shown that commits are missing here: no call is answered any more; the process ends."""
         try:
             (verdict,) = self._db.execute("PRAGMA integrity_check(1)").fetchone()
             if verdict != "ok":
                 raise sqlite3.DatabaseError(" ".join(str(verdict).split()))
             self.secret = bytes.fromhex(self._meta("secret", secrets.token_hex(32)))
-            """What tickets are derived from: the same after a restart, so that lanes stay open."""
+            """Secret that tickets derive from: the same after a restart, so that lanes stay open."""
             self.marks = CommitMarks(self.secret, secrets.token_bytes(8), self.found)
             self.boots = int(self._meta("boots", "0")) + 1
-            """How many coordinators have opened this journal. Versions of long polls start above it, so that no peer
-            takes a view of this process for one that it saw of the last."""
+            """Number of coordinators that have opened this journal. Versions of long polls start above it, so that no
+            peer takes a view of this process for one of the last process."""
             with transaction(self._db, self._commits):
                 self._db.execute("UPDATE meta SET value=? WHERE name='boots'", (str(self.boots),))
         except sqlite3.Error as error:
@@ -169,27 +169,27 @@ class Journal:
 
     @property
     def path(self) -> Path | None:
-        """Of its file; None in memory."""
+        """Path of its file; None in memory."""
         return self._path
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """Name for messages."""
         return str(self._path or "the journal in memory")
 
     def note(self, name: str, value: str) -> None:
-        """Keeps a small fact, with the next commit."""
+        """Store a small value, with the next commit."""
         self._add(("meta", name), "INSERT OR REPLACE INTO meta VALUES (?, ?)", (name, value))
 
     def noted(self, name: str, default: str) -> str:
-        """What was noted before the start."""
+        """Return the value that was noted before the start."""
         try:
             return self._meta(name, default)
         except sqlite3.Error as error:
             raise JournalError(f"{self.name} cannot be read: {error}") from error
 
     def rows(self, table: str) -> list[Mapping[str, Any]]:
-        """A whole table, by key."""
+        """Return a whole table, by key."""
         keys, _ = TABLES[table]
         try:
             rows = self._db.execute(f"SELECT * FROM {table} ORDER BY {', '.join(keys)}")
@@ -198,13 +198,13 @@ class Journal:
             raise JournalError(f"{self._path} cannot be read: {error}") from error
 
     def put(self, table: str, row: Mapping[str, Any]) -> None:
-        """Writes a row whole, with the next commit. A value that can be called is called where it is written."""
+        """Write a row whole, with the next commit. A callable value is called when it is written."""
         key = (table, *(row[key] for key in TABLES[table][0]))
         self._add(key, _INSERT[table], (*(row[column] for column in _COLUMNS[table]), _SUM))
 
     def put_all(self, table: str, rows: Callable[[], Iterable[Mapping[str, Any]]], **which: str | int) -> None:
-        """Write many rows whole, all those with the values `which`, with the next commit. `rows` is called where they
-        are written, maybe in another thread and maybe again: what it makes them of must not change any more."""
+        """Write many rows whole, all those with the values `which`, with the next commit. `rows` is called when they
+        are written, maybe in another thread and maybe again: what it reads must not change any more."""
 
         def values() -> Iterator[tuple[Any, ...]]:
             return ((*(row[column] for column in _COLUMNS[table]), _SUM) for row in rows())
@@ -212,7 +212,7 @@ class Journal:
         self._add(("all", table, *which.items()), _INSERT[table], values)
 
     def drop(self, table: str, **where: str | int) -> None:
-        """Removes the rows with these values, with the next commit."""
+        """Remove the rows with these values, with the next commit."""
         condition = " AND ".join(f"{column}=?" for column in where)
         self._add(("drop", table, *where.items()), f"DELETE FROM {table} WHERE {condition}", tuple(where.values()))
 
@@ -221,7 +221,7 @@ class Journal:
         self.pending[key] = (sql, values)
 
     def commit(self) -> None:
-        """Everything put or dropped is on disk after this. JournalError: nothing is; the next call tries again."""
+        """Write everything put or dropped to disk. Raises JournalError if nothing was; the next call tries again."""
         if not self.pending or self.deferred:
             return
         rows = self.take()
@@ -232,18 +232,18 @@ class Journal:
             raise
 
     def take(self) -> Rows:
-        """What waits to be written, which is the caller's now."""
+        """Return what waits to be written; the caller now owns it."""
         rows, self.pending = self.pending, {}
         return rows
 
     def put_back(self, rows: Rows) -> None:
-        """They could not be written; what has been put since counts more."""
+        """Queue rows again that could not be written; what has been put since takes precedence."""
         newer, self.pending = self.pending, rows
         for key, (sql, values) in newer.items():
             self._add(key, sql, values)
 
     def write(self, rows: Rows) -> None:
-        """They are on disk after this. Called from one thread at a time, whichever."""
+        """Write the rows to disk. Called from one thread at a time, any thread."""
         if self.lost is not None:
             raise JournalError(self.lost.message)
         try:
@@ -256,22 +256,22 @@ class Journal:
         except sqlite3.Error as error:
             raise JournalError(
                 f"{self.name} cannot be written ({error}); {len(rows)} rows of {_bytes_of(rows)} bytes wait: see that "
-                "the disk has room and can be written to, they are tried again with the next call"
+                "the disk has space and can be written to, they are tried again with the next call"
             ) from error
 
-    # ---- what peers keep of it
+    # ---- commit marks that peers keep
 
     def mark(self) -> bytes:
-        """The number of the last commit, for a peer to keep and to show to the next coordinator on this journal."""
+        """Return the number of the last commit, for a peer to keep and to show to the next coordinator."""
         return self.marks.make(self.committed)
 
     @property
     def committed(self) -> int:
-        """The number of the last commit that is on disk."""
+        """Number of the last commit that is on disk."""
         return self._commits.number
 
     def confirm(self, mark: bytes, witness: str) -> None:
-        """A peer shows what it kept. JournalError, also from each call after this one: commits are missing here."""
+        """Check a peer's mark. Raises JournalError, also in each later call, if commits are missing here."""
         number = self.marks.missing(mark)
         if number is not None and self.lost is None:
             self.lost = self._missing(number, witness)
@@ -279,8 +279,8 @@ class Journal:
             raise JournalError(self.lost.message)
 
     def _missing(self, number: int, witness: str) -> JournalError:
-        self._commits.expect(max(number, self.committed + 1))  # its own have the numbers of those that are lost
-        return behind(self.name, self.found, number, f"as {witness} was told")
+        self._commits.expect(max(number, self.committed + 1))  # this process's commits reuse the lost numbers
+        return behind(self.name, self.found, number, f"as a mark of {witness} shows")
 
     def close(self) -> None:
         self._db.close()
@@ -288,11 +288,11 @@ class Journal:
 
 
 _SUM = object()
-"""Stands in a row for the checksum of its other values."""
+"""Placeholder in a row for the checksum of its other values."""
 
 
 def _made(values: tuple[Any, ...]) -> list[Any]:
-    """As they are written."""
+    """Return the values as they are written."""
     made = [value() if callable(value) else value for value in values]
     return [*made[:-1], _sum(made[:-1])] if made and made[-1] is _SUM else made
 
@@ -302,8 +302,8 @@ def _sum(values: list[Any]) -> int:
 
 
 def checked(table: str, row: sqlite3.Row, name: str) -> dict[str, Any]:
-    """The row without its checksum, which fits. SQLite has checksums in its log and none in its pages: a bit that flips
-    there may make another number, and no error. A release that did not know them left none."""
+    """Return the row without its checksum, after the check. SQLite has checksums in its log and none in its pages: a
+    flipped bit there may make another number, and no error. Rows of older releases have no checksum."""
     keys, values = TABLES[table]
     found = {name: row[name] for name in (*keys, *values)}
     if "sum" in row.keys() and row["sum"] not in (None, _sum(list(found.values()))):  # noqa: SIM118 (no mapping)
@@ -313,7 +313,7 @@ def checked(table: str, row: sqlite3.Row, name: str) -> dict[str, Any]:
 
 
 def _bytes_of(rows: Rows) -> int:
-    """Of the values alone; SQLite writes whole pages."""
+    """Return the size of the values alone; SQLite writes whole pages."""
     put = (values for _, values in rows.values() if not callable(values))
     made = (value for values in put for value in values if value is not _SUM)
     return sum(len(value) if isinstance(value, str | bytes) else 8 for value in made)

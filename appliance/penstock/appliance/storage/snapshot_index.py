@@ -1,11 +1,11 @@
-"""Which snapshots and blobs are kept, and which may go: the index over snapshots.db, without the bytes.
+"""Index of snapshots.db, without the bytes: which snapshots and blobs are kept, and which may be dropped.
 
-The rule (DESIGN section 4). A slot may be asked to start again strictly before its last delivered batch, and a state
-may be asked for anywhere in the retention window. So of the snapshots below the window the newest is kept, with all
-that are newer; what is older can serve nothing any more. The window's lower edge is taken from positions that the box
-reported, not from a formula: with uneven slots the last live one takes every step.
+The rule (DESIGN section 4). A slot may have to restart strictly before its last delivered batch, and a state may be
+asked for anywhere in the retention window. So of the snapshots below the window the newest is kept, with all newer
+ones; older ones serve nothing any more. The window's lower edge is taken from positions that the box reported, not from
+a formula: with uneven slots the last live one takes every step.
 
-Pure: it says what to drop, the service drops it from disk, after what replaces it is there.
+Pure: it decides what to drop; the service drops it from disk, after its replacement is there.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ _MORE = "raise it: penstock coordinator --budget, or PENSTOCK_COORDINATOR_BUDGET
 
 @dataclass(frozen=True, order=True)
 class DurableSnapshot:
-    """One snapshot."""
+    """Position and size of one snapshot."""
 
     total: int
     epoch: int
     size: int
     epoch_start: bool = False
-    """Taken where an epoch begins, and not after a batch."""
+    """Taken at an epoch's start, not after a batch."""
 
     @property
     def is_sure(self) -> bool:
-        """Any loader goes on from here: see Kept in penstock.worker.daemon.snapshots."""
+        """Any loader can restart from here: see Kept in penstock.worker.daemon.snapshots."""
         return not self.epoch_start or self.epoch == 0
 
 
@@ -64,20 +64,20 @@ class _Blob:
     size: int
     touched: float
     credential: str = ""
-    """Which token it came with, by its digest; "" if that is not known: before a restart."""
+    """Digest of the token that it came with; "" = not known, from before a restart."""
 
 
 class SnapshotIndex:
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._snapshots: dict[tuple[str, int], dict[SlotKey, list[DurableSnapshot]]] = {}
-        """(run, attempt) -> those of its slots: an attempt goes without a look at the others."""
+        """(run, attempt) -> snapshots of its slots: an attempt is dropped without a look at the others."""
         self._blobs: dict[str, _Blob] = {}
         self._drops: list[Drop] = []
         self.used = 0
         """Bytes of all snapshots and blobs."""
         self.coming = 0
-        """Bytes declared by transfers under way, so that many at once do not pass the budget together."""
+        """Bytes declared by transfers under way, so that many at once do not exceed the budget together."""
 
     @property
     def free(self) -> int:
@@ -85,7 +85,7 @@ class SnapshotIndex:
 
     @contextmanager
     def expecting(self, size: int) -> Iterator[None]:
-        """While a value of this size is on its way to the disk."""
+        """Count a value of this size as coming while it is transferred to the disk."""
         self.coming += size
         try:
             yield
@@ -95,21 +95,21 @@ class SnapshotIndex:
     def load(
         self, snapshots: Iterable[tuple[SlotKey, DurableSnapshot]], blobs: Iterable[tuple[str, int]], now: float
     ) -> None:
-        """What the store holds, at the start."""
+        """Add what the store holds, at the start."""
         for key, kept in snapshots:
             self.add(key, kept)
         for name, size in blobs:
             self.add_blob(name, size, now)
 
     def take_drops(self) -> list[Drop]:
-        """What may be removed from disk since the last call."""
+        """Return what may be removed from disk since the last call."""
         drops, self._drops = self._drops, []
         return drops
 
     # ------------------------------------------------------------------------------------------------ snapshots
 
     def snapshots(self, key: SlotKey) -> list[DurableSnapshot]:
-        """Oldest first."""
+        """Return the slot's snapshots, oldest first."""
         return list(self._of(key))
 
     def _of(self, key: SlotKey) -> Sequence[DurableSnapshot]:
@@ -125,9 +125,9 @@ class SnapshotIndex:
         return set(self._snapshots)
 
     def why_refused(self, key: SlotKey, size: int) -> str:
-        """ "" if a snapshot of this size may be written now, else the reason."""
+        """Return "" if a snapshot of this size may be written now, else the reason."""
         if size > self._limits.value_max:
-            return f"a snapshot of {size} bytes is above the {self._limits.value_max} that can be kept"
+            return f"a snapshot must have at most {self._limits.value_max} bytes, got {size}"
         share = self._limits.cadence_share if self._of(key) else 1.0
         limit = int(self._limits.budget * share)
         if self.used + self.coming + size > limit:
@@ -136,24 +136,24 @@ class SnapshotIndex:
         return ""
 
     def add(self, key: SlotKey, kept: DurableSnapshot) -> None:
-        """It is on disk. One for the same position replaces it there as here."""
+        """Add a snapshot that is on disk. It replaces one for the same position there as here."""
         others = []
         for old in self._of(key):
             if (old.total, old.epoch) == (kept.total, kept.epoch):
                 self.used -= old.size
             else:
                 others.append(old)
-        # By pass first: of an epoch that the loop left, snapshots beyond that batch may be there, which serve nobody.
+        # By epoch first: an abandoned epoch may have snapshots beyond its last batch, which serve nothing.
         of_attempt = self._snapshots.setdefault((key.run, key.attempt), {})
         of_attempt[key] = sorted([*others, kept], key=lambda one: (one.epoch, one.total))
         self.used += kept.size
 
     def trim(self, key: SlotKey, edge: int) -> None:
-        """Drops all before the newest snapshot strictly below `edge`, the slot's total where its window begins, and
+        """Drop all snapshots before the newest one strictly below `edge`, the slot's total where its window begins, and
         before the newest sure one.
 
-        The newest is that of the latest pass: one of an earlier epoch with more batches lies beyond where that was
-        left.
+        The newest is that of the latest epoch: one of an earlier epoch with more batches lies beyond its abandoned
+        step.
         """
         kept = self._of(key)
         if not kept:
@@ -167,7 +167,7 @@ class SnapshotIndex:
         self._snapshots[key.run, key.attempt][key] = list(kept[first:])
 
     def discard(self, key: SlotKey, kept: DurableSnapshot) -> None:
-        """It was written, and is not wanted any more."""
+        """Drop a snapshot that was written and is not needed any more."""
         self._drops.append(DropSnapshot(key, kept.total, kept.epoch))
 
     def drop_attempt(self, run: str, attempt: int) -> None:
@@ -181,14 +181,14 @@ class SnapshotIndex:
         return name in self._blobs
 
     def blob_size(self, name: str) -> int:
-        """Its bytes; 0 if it is not there."""
+        """Return the blob's size in bytes; 0 if there is none."""
         blob = self._blobs.get(name)
         return 0 if blob is None else blob.size
 
     def why_blob_refused(self, size: int, credential: str = "") -> str:
         """Return why a blob of this size may not be written now, or "". `credential`: the token that it comes with."""
         if size > self._limits.value_max:
-            return f"{size} bytes are above the {self._limits.value_max} that can be kept"
+            return f"a blob must have at most {self._limits.value_max} bytes, got {size}"
         if self.used + self.coming + size > self._limits.budget:
             used = f"{self.used} of {self._limits.budget} bytes of the coordinator's budget are in use"
             return f"{size} bytes: {used}; {_MORE}"
@@ -204,11 +204,11 @@ class SnapshotIndex:
         return ""
 
     def spare(self, drop: Drop) -> None:
-        """It is about to be written again."""
+        """Cancel a pending drop of a value that is about to be written again."""
         self._drops = [other for other in self._drops if other != drop]
 
     def add_blob(self, name: str, size: int, now: float, credential: str = "") -> None:
-        """It is on disk; one that was there already is only younger now."""
+        """Add a blob that is on disk; one that was there already becomes younger."""
         known = self._blobs.get(name)
         if known is not None:
             known.touched = now
@@ -217,7 +217,7 @@ class SnapshotIndex:
         self._blobs[name] = _Blob(size, now, credential)
 
     def drop_idle_blobs(self, named: set[str], now: float) -> None:
-        """Drops blobs that no open attempt names and that nobody sent for a while."""
+        """Drop blobs that no open attempt names and that were not sent for a while."""
         for name, blob in list(self._blobs.items()):
             if name in named:
                 blob.touched = now

@@ -1,8 +1,7 @@
-"""snapshots.db: the bytes of snapshots and blobs. The snapshot index decides what is here; this writes, reads and
-removes.
+"""Store of the bytes of snapshots and blobs: snapshots.db. The snapshot index decides what it holds; the store writes,
+reads and removes.
 
-One thread uses it (the service's), so that a commit of a large value does not hold up the event loop, and leases with
-it.
+One thread uses it (the service's), so that a commit of a large value does not delay the event loop, and leases with it.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ _AT = "run=? AND attempt=? AND box=? AND slot=? AND total=? AND epoch=?"
 
 
 PIECE = 256
-"""Rows that one call removes."""
+"""Rows that one call removes at most."""
 VACUUM_PAGES = 1024
-"""Of 4 KiB, that one call gives back to the filesystem: new snapshots use what is free, and to give all back would
-move the whole file about while they come in."""
+"""Pages of 4 KiB that one call returns to the filesystem: new snapshots use free pages, and to return all would move
+the whole file about while they come in."""
 
 
 class Store:
@@ -51,7 +50,7 @@ class Store:
             raise JournalError(f"{self._path or 'the store in memory'}: {what}: {error}") from error
 
     def index(self) -> tuple[list[tuple[SlotKey, DurableSnapshot]], list[tuple[str, int]]]:
-        """All snapshots, and all blobs as (name, size)."""
+        """Return all snapshots, and all blobs as (name, size)."""
         with self._errors("cannot be read"):
             columns = "run, attempt, box, slot, total, epoch, size, header"
             rows = self._db.execute(f"SELECT {columns} FROM snapshots").fetchall()
@@ -67,7 +66,7 @@ class Store:
         self.put_snapshots([(header, data)])
 
     def put_snapshots(self, snapshots: Sequence[tuple[pb.SnapshotHeader, bytes]]) -> None:
-        """All of them, or none."""
+        """Write all of them, or none."""
         size = sum(len(data) for _, data in snapshots)
         with self._errors(f"{len(snapshots)} snapshots of {size} bytes cannot be written"), self._transaction():
             for header, data in snapshots:
@@ -81,7 +80,7 @@ class Store:
             yield
 
     def snapshot(self, key: SlotKey, kept: DurableSnapshot) -> tuple[pb.SnapshotHeader, bytes] | None:
-        """The snapshot as it was put, or None if it has been dropped meanwhile."""
+        """Return the snapshot as it was put, or None if it has been dropped meanwhile."""
         with self._errors("a snapshot cannot be read"):
             found = self._db.execute(
                 f"SELECT header, data FROM snapshots WHERE {_AT}", (*key, kept.total, kept.epoch)
@@ -97,14 +96,14 @@ class Store:
             found = self._db.execute("SELECT data FROM blobs WHERE name=?", (name,)).fetchone()
         return None if found is None else bytes(found[0])
 
-    # ---- of runs that have ended: see closed_runs.py
+    # ---- states of runs that have ended: see closed_runs.py
 
     def closed(self) -> list[ClosedRun]:
         with self._errors("cannot be read"):
             return [ClosedRun(*row) for row in self._db.execute("SELECT run, attempt, step, wall, size FROM closed")]
 
     def keep_closed(self, one: ClosedRun, parts: Sequence[bytes], gone: Iterable[str]) -> None:
-        """Writes the state of a run, in the place of an older one of it, and removes those of others."""
+        """Write the state of a run, in place of an older one of it, and remove those of the runs `gone`."""
         with self._errors(f"a state of {one.size} bytes cannot be written"), self._transaction():
             for run in (*gone, one.run):
                 for table in ("closed", "closed_parts"):
@@ -120,7 +119,7 @@ class Store:
             return [bytes(part) for (part,) in rows]
 
     def drop(self, drops: Sequence[Drop]) -> list[Drop]:
-        """Removes a piece of it; returns what is left to do."""
+        """Remove some of the drops; return those that are left."""
         left = list(drops)
         with self._errors("cannot be trimmed"):
             with self._transaction():
@@ -137,7 +136,7 @@ class Store:
                             )
                             rows += max(1, done.rowcount)
                             if rows >= PIECE:
-                                break  # there may be more of it
+                                break  # the attempt may have more rows
                         case DropBlob(name):
                             self._db.execute("DELETE FROM blobs WHERE name=?", (name,))
                             rows += 1

@@ -1,9 +1,9 @@
-"""The way of snapshots and blobs to the disk: so much in memory, one thread that writes, and many values in one commit.
+"""Writes of snapshots and blobs to disk: a bound on memory, one thread, and many values in one commit.
 
 A thread, because a commit of megabytes takes as long as the disk does, and leases must not wait for it. One commit for
-all that wait, because its cost is a flush of the disk, whatever is in it: with 76 kB each, a commit of its own for
-every snapshot of a fleet would be the larger part of the work. And a bound on what has come in, because a fleet that
-starts sends as many first snapshots as it has slots, at once.
+all that wait, because its cost is a flush of the disk, whatever its size: with 76 kB each, a commit for every snapshot
+of a fleet would be the larger part of the work. And a bound on memory, because a starting fleet sends as many first
+snapshots as it has slots, at once.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ from penstock.appliance.storage.snapshot_store import Store
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 COMMIT_BYTES = 8 * MIB
-"""Of one commit: a tenth of a second on a disk of 80 MB/s, which is as long as a drop or a read may have to wait."""
+"""Largest commit in bytes: a tenth of a second on a disk of 80 MB/s, which a drop or a read may have to wait for."""
 
 _Result = TypeVar("_Result")
 
 
 SMALL_SHARE = 8
-"""A value of up to this part of the bound is a small one."""
+"""Divisor of the bound that gives the largest small value."""
 
 
 class InflowBudget:
-    """Room for small values, and room for large ones: a small one never waits for a large one, however slow its sender
-    is."""
+    """Memory budget with a half for small values, and one for large ones: a small one never waits for a large one,
+    however slow its sender is."""
 
     def __init__(self, limit: int) -> None:
         self._small_size = limit // SMALL_SHARE
         self._small, self._large = MemoryBudget(limit // 2), MemoryBudget(limit // 2)
 
     def taken(self, size: int, credential: str = "") -> AbstractAsyncContextManager[None]:
-        """Wait until there is room for `size` bytes of whoever has this token."""
+        """Wait until `size` bytes are free, for a caller with this credential token."""
         return (self._small if size <= self._small_size else self._large).taken(size, credential)
 
 
 class MemoryBudget:
-    """A bound on bytes in memory. Values are let in one after the other: first those of the token that has least in
-    here, and of one token in the order in which they came. So nobody waits for all that somebody else has lined up."""
+    """Bound on bytes in memory. Waiting values are admitted in turn: first those of the token that holds least, and of
+    one token in the order in which they came. So no token waits for everything that another one has queued."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -55,8 +55,8 @@ class MemoryBudget:
 
     @asynccontextmanager
     async def taken(self, size: int, credential: str = "") -> AsyncIterator[None]:
-        """Wait until there is room for `size` bytes. A value above the bound comes alone. No deadline of its own: a
-        caller's call has one, and those before it move on or end with theirs."""
+        """Wait until `size` bytes are free. A value above the bound is admitted alone. Without a deadline: the call has
+        one, and those before it end with theirs."""
         if self._waiting or not self._fits(size):
             turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             entry = (size, credential, turn)
@@ -66,9 +66,9 @@ class MemoryBudget:
             except asyncio.CancelledError:
                 if entry in self._waiting:
                     self._waiting.remove(entry)
-                elif not turn.cancelled():  # let in just before; one that had given up by its turn was passed over
+                elif not turn.cancelled():  # admitted just before; a cancelled entry is skipped and not counted
                     self._count(-size, credential)
-                self._let_in()
+                self._admit_waiting()
                 raise
         else:
             self._count(size, credential)
@@ -76,7 +76,7 @@ class MemoryBudget:
             yield
         finally:
             self._count(-size, credential)
-            self._let_in()
+            self._admit_waiting()
 
     def _count(self, size: int, credential: str) -> None:
         self._used += size
@@ -87,7 +87,7 @@ class MemoryBudget:
     def _fits(self, size: int) -> bool:
         return self._used == 0 or self._used + size <= self._limit
 
-    def _let_in(self) -> None:
+    def _admit_waiting(self) -> None:
         while self._waiting:
             entry = min(self._waiting, key=lambda one: self._by_token[one[1]])
             size, credential, turn = entry
@@ -100,7 +100,7 @@ class MemoryBudget:
 
 
 class SnapshotWriter:
-    """Uses the store, from a thread of its own."""
+    """Access to the store, from a thread of its own."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -109,17 +109,17 @@ class SnapshotWriter:
         self._writing: asyncio.Task[None] | None = None
         self._dropping: asyncio.Task[None] | None = None
         self._spared: set[Drop] = set()
-        """Of what is being dropped: what is wanted again."""
+        """Values under removal that are written again, and kept."""
 
     def close(self) -> None:
         self._thread.shutdown()
 
     async def run(self, work: Callable[..., _Result], *args: Any) -> _Result:
-        """`work` in the thread."""
+        """Run `work` in the thread."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
 
     async def put_snapshot(self, header: pb.SnapshotHeader, data: bytes) -> None:
-        """Returns when it is on disk. JournalError: it is not."""
+        """Write the snapshot and return when it is on disk. Raises JournalError if it is not."""
         written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._queue.append((header, data, written))
         if self._writing is None or self._writing.done():
@@ -139,7 +139,7 @@ class SnapshotWriter:
             except Exception as error:
                 failure = error
             for _, _, written in batch:
-                if written.done():  # whoever sent it has given up
+                if written.done():  # its call was cancelled
                     continue
                 if failure is None:
                     written.set_result(None)
@@ -151,13 +151,13 @@ class SnapshotWriter:
         return self._dropping is not None and not self._dropping.done()
 
     def drop(self, drops: list[Drop], failed: Callable[[list[Drop], Exception], None]) -> None:
-        """Removes from disk, a piece at a time, so that what is written meanwhile does not wait long. Not twice at
-        once. `failed` is told what could not be removed."""
+        """Remove from disk, a piece at a time, so that concurrent writes do not wait long. Not twice at once. `failed`
+        gets what could not be removed."""
         self._spared = set()
         self._dropping = asyncio.ensure_future(self._drop(drops, failed))
 
     def spare(self, drop: Drop) -> None:
-        """What is written after this call is not removed by a `drop` before it."""
+        """Keep a value that is written after this call, although a `drop` before it named it."""
         self._spared.add(drop)
 
     async def _drop(self, drops: list[Drop], failed: Callable[[list[Drop], Exception], None]) -> None:

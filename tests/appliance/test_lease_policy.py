@@ -1,4 +1,4 @@
-"""How often everybody speaks, and the leases that follow."""
+"""Heartbeat intervals, and the leases that go with them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import pytest
 
 from penstock.appliance.model.limits import MIB, Limits
 from penstock.appliance.policies.lease_policy import (
-    MOST_STRAIN,
+    MOST_LOAD_FACTOR,
     LeasePolicy,
     PromisedLease,
     of_boxes,
     of_workers,
     patience_s,
     share,
-    updated_strain,
+    updated_load_factor,
 )
 from penstock.appliance.storage.journal import Journal, StateDir
 from penstock.appliance.testing import FakeCluster
@@ -24,13 +24,13 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 
 LIMITS = Limits()
 CROWDED = replace(LIMITS, heartbeats_per_s=1.0, watches_per_s=0.25)
-"""In which a fleet of 10 is a large one."""
+"""Limits in which a fleet of 10 is a large one."""
 
 
 @pytest.mark.parametrize(
     ("workers", "heartbeat_s", "lease_s"), [(0, 1, 3), (100, 1, 3), (2_000, 1, 3), (4_000, 2, 6), (10_000, 5, 15)]
 )
-def test_beat_and_lease_of_workers_follow_the_fleet(workers: int, heartbeat_s: float, lease_s: float) -> None:
+def test_workers_interval_and_lease_follow_fleet(workers: int, heartbeat_s: float, lease_s: float) -> None:
     lease_policy = of_workers(workers, 1.0, LIMITS)
     assert [lease_policy.heartbeat_s, lease_policy.lease_s] == pytest.approx([heartbeat_s, lease_s])
 
@@ -38,7 +38,7 @@ def test_beat_and_lease_of_workers_follow_the_fleet(workers: int, heartbeat_s: f
 @pytest.mark.parametrize(
     ("boxes", "heartbeat_s", "lease_s"), [(1, 1, 10), (200, 1, 10), (1_000, 5, 15), (2_000, 10, 30)]
 )
-def test_beat_and_lease_of_boxes_follow_their_number(boxes: int, heartbeat_s: float, lease_s: float) -> None:
+def test_boxes_interval_and_lease_follow_number(boxes: int, heartbeat_s: float, lease_s: float) -> None:
     lease_policy = of_boxes(boxes, 1.0, LIMITS)
     assert [lease_policy.heartbeat_s, lease_policy.lease_s] == pytest.approx([heartbeat_s, lease_s])
 
@@ -47,29 +47,29 @@ def test_a_short_lease_has_a_short_beat() -> None:
     assert of_workers(3, 1.0, replace(LIMITS, worker_lease_s=0.6)).heartbeat_s == pytest.approx(0.2)
 
 
-def test_strain_makes_a_large_fleet_call_less_and_a_small_one_not() -> None:
+def test_load_factor_slows_large_fleets_only() -> None:
     assert of_workers(10_000, 2.0, LIMITS).heartbeat_s == pytest.approx(10)
-    assert of_workers(100, MOST_STRAIN, LIMITS) == of_workers(100, 1.0, LIMITS)
+    assert of_workers(100, MOST_LOAD_FACTOR, LIMITS) == of_workers(100, 1.0, LIMITS)
 
 
-def test_strain_rises_with_ticks_that_are_late_and_falls_with_those_that_are_not() -> None:
-    strain = 1.0
+def test_load_factor_follows_late_ticks() -> None:
+    load_factor = 1.0
     for _ in range(20):
-        strain = updated_strain(strain, 0.7, 0.3)
-    assert strain == MOST_STRAIN
+        load_factor = updated_load_factor(load_factor, 0.7, 0.3)
+    assert load_factor == MOST_LOAD_FACTOR
     for _ in range(35):
-        strain = updated_strain(strain, 0.31, 0.3)
-    assert strain == pytest.approx(MOST_STRAIN / 2, rel=0.02)
+        load_factor = updated_load_factor(load_factor, 0.31, 0.3)
+    assert load_factor == pytest.approx(MOST_LOAD_FACTOR / 2, rel=0.02)
     for _ in range(200):
-        strain = updated_strain(strain, 0.31, 0.3)
-    assert strain == 1.0
+        load_factor = updated_load_factor(load_factor, 0.31, 0.3)
+    assert load_factor == 1.0
 
 
-def test_a_late_coordinator_waits_for_silent_peers_up_to_another_lease() -> None:
-    assert [patience_s(strain, 3.0) for strain in (1.0, 1.5, 2.0, MOST_STRAIN)] == [0.0, 1.5, 3.0, 3.0]
+def test_late_coordinator_waits_another_lease() -> None:
+    assert [patience_s(load_factor, 3.0) for load_factor in (1.0, 1.5, 2.0, MOST_LOAD_FACTOR)] == [0.0, 1.5, 3.0, 3.0]
 
 
-def test_polls_of_a_fleet_are_spread_over_the_beat() -> None:
+def test_polls_are_spread_over_the_interval() -> None:
     lease_policy = LeasePolicy(5.0, 15.0)
     left = [lease_policy.left(1000.0, f"worker-{number}") for number in range(1000)]
     assert min(left) > 0
@@ -79,7 +79,7 @@ def test_polls_of_a_fleet_are_spread_over_the_beat() -> None:
     assert lease_policy.left(1000.0 + left[7] + 1e-6, "worker-7") == pytest.approx(5, abs=1e-3)
 
 
-def test_the_share_of_a_slot_keeps_the_fleet_within_its_budget() -> None:
+def test_slot_quota_keeps_fleet_within_budget() -> None:
     for slots in (1, 10, 100, 1_000, 10_000):
         part = share(slots, 0, LIMITS)
         assert slots * part.bytes_per_s <= LIMITS.snapshot_bytes_per_s
@@ -98,10 +98,10 @@ def test_snapshots_take_what_heartbeats_leave(slots: int, calls_per_s: float, pe
 # ---- leases
 
 
-def test_a_worker_of_a_large_fleet_has_the_lease_that_it_was_told() -> None:
+def test_worker_has_its_promised_lease() -> None:
     world = FakeCluster(CROWDED)
     workers = [world.worker(f"w{number}", 1) for number in range(10)]
-    reply = workers[0].beat()
+    reply = workers[0].heartbeat()
     assert (reply.heartbeat_s, reply.lease_s) == (10, 30)
     world.run_for(29, workers[1:])
     assert "w0" in world.registry.cluster.workers
@@ -109,7 +109,7 @@ def test_a_worker_of_a_large_fleet_has_the_lease_that_it_was_told() -> None:
     assert "w0" not in world.registry.cluster.workers
 
 
-def test_a_lease_is_never_shorter_than_its_worker_knows() -> None:
+def test_lease_is_never_shorter_than_promised() -> None:
     world = FakeCluster(CROWDED)
     workers = [world.worker(f"w{number}", 1) for number in range(10)]
     slow = workers[0]
@@ -117,7 +117,7 @@ def test_a_lease_is_never_shorter_than_its_worker_knows() -> None:
         world.registry.deregister_worker(pb.DeregisterWorkerRequest(worker=worker.name, session=worker.session))
     world.run_for(CROWDED.shrinks_after_s + 32, [slow])
     assert list(world.registry.cluster.workers) == ["w0"]
-    assert slow.beat().lease_s == 3  # told now; but this reply is lost, and the worker goes on with what it knew
+    assert slow.heartbeat().lease_s == 3  # told now; but this reply is lost, and the worker goes on with what it knew
     request = pb.HeartbeatRequest(worker=slow.name, session=slow.session, lease_s=30)
     world.registry.heartbeat(request)
     world.run_for(29)
@@ -126,21 +126,21 @@ def test_a_lease_is_never_shorter_than_its_worker_knows() -> None:
     assert "w0" not in world.registry.cluster.workers
 
 
-def test_what_a_worker_says_that_it_was_told_has_a_bound() -> None:
+def test_claimed_lease_is_bounded() -> None:
     world = FakeCluster()
     worker = world.worker("w")
     world.registry.heartbeat(pb.HeartbeatRequest(worker=worker.name, session=worker.session, lease_s=1e9))
     assert world.registry.cluster.workers["w"].lease_until == world.now + world.limits.lease_max_s
 
 
-def test_the_pace_of_a_fleet_that_shrinks_stays_for_a_while() -> None:
+def test_policy_of_shrinking_fleet_lags() -> None:
     world = FakeCluster(CROWDED)
     workers = [world.worker(f"w{number}", 1) for number in range(10)]
     world.run_for(35, workers[:2])
     assert len(world.registry.cluster.workers) == 2
-    assert workers[0].beat().heartbeat_s == 10
+    assert workers[0].heartbeat().heartbeat_s == 10
     world.run_for(CROWDED.shrinks_after_s, workers[:2])
-    assert workers[0].beat().heartbeat_s == 2
+    assert workers[0].heartbeat().heartbeat_s == 2
 
 
 def test_a_box_has_the_lease_that_it_was_told() -> None:
@@ -155,12 +155,12 @@ def test_a_box_has_the_lease_that_it_was_told() -> None:
     assert world.registry.cluster.live_boxes == 3
 
 
-def test_after_a_restart_leases_are_as_long_as_they_were_promised(tmp_path: Path) -> None:
+def test_leases_after_restart_are_as_promised(tmp_path: Path) -> None:
     directory = StateDir(tmp_path)
     world = FakeCluster(CROWDED, directory)
     workers = [world.worker(f"w{number}", 1) for number in range(10)]
     box = world.open(num_workers_per_box=1)  # the journal will know of one worker only
-    holder = next(worker for worker in workers if worker.beat().assignments)
+    holder = next(worker for worker in workers if worker.heartbeat().assignments)
     world.restart()
     world.run_for(29, [box])
     assert holder.name in world.registry.cluster.workers
@@ -170,7 +170,7 @@ def test_after_a_restart_leases_are_as_long_as_they_were_promised(tmp_path: Path
     directory.close()
 
 
-def test_a_promise_is_noted_with_room_and_taken_back_when_nobody_can_know_it(tmp_path: Path) -> None:
+def test_promise_has_margin_and_is_taken_back(tmp_path: Path) -> None:
     directory = StateDir(tmp_path)
     journal = Journal(directory)
     promise = PromisedLease(journal, "lease", 3.0, 0.0)
@@ -192,7 +192,7 @@ def test_a_promise_is_noted_with_room_and_taken_back_when_nobody_can_know_it(tmp
     directory.close()
 
 
-def test_what_a_coordinator_is_late_does_not_count_against_leases() -> None:
+def test_coordinator_delay_extends_leases() -> None:
     world = FakeCluster()
     world.worker("w")
     for _ in range(4):  # 0.9 s from tick to tick, where 0.3 s was meant: its calls may wait in the queue
@@ -207,16 +207,16 @@ def test_what_a_coordinator_is_late_does_not_count_against_leases() -> None:
     assert "w" not in world.registry.cluster.workers
 
 
-def test_unheard_calls_keep_leases_open() -> None:
+def test_queued_calls_keep_leases_open() -> None:
     world = FakeCluster()
     world.worker("w")
     for tick in range(30):  # in time, 9 s long; but a call of its own has been waiting from the beginning
         world.now += 0.3
-        world.registry.tick(unheard_s=0.3 * (tick + 1))
+        world.registry.tick(unreceived_s=0.3 * (tick + 1))
     assert "w" in world.registry.cluster.workers
     for _ in range(40):
         world.now += 0.3
-        world.registry.tick(unheard_s=0.3)
+        world.registry.tick(unreceived_s=0.3)
     assert "w" not in world.registry.cluster.workers
 
 
@@ -225,7 +225,7 @@ def test_a_normal_delay_of_calls_adds_nothing() -> None:
     world.worker("w")
     for _ in range(11):
         world.now += 0.3
-        world.registry.tick(unheard_s=0.5)
+        world.registry.tick(unreceived_s=0.5)
     assert "w" not in world.registry.cluster.workers
 
 
@@ -235,7 +235,7 @@ def test_a_normal_delay_of_calls_adds_nothing() -> None:
 def test_a_reply_repeats_nothing_that_was_seen() -> None:
     world = FakeCluster()
     box, worker = world.open(), world.worker("w")
-    reply = worker.beat()
+    reply = worker.heartbeat()
     assert len(reply.assignments) == 2
     assert not reply.unchanged
     request = pb.HeartbeatRequest(worker="w", session=worker.session, seen_version=reply.version)
@@ -252,9 +252,9 @@ def test_a_reply_repeats_nothing_that_was_seen() -> None:
 def test_the_share_in_snapshots_follows_the_slots() -> None:
     world = FakeCluster()
     worker = world.worker("w", 1000)
-    assert worker.beat().snapshot_every_s == 1
+    assert worker.heartbeat().snapshot_every_s == 1
     for job in range(8):
         world.open(job=f"job{job}", num_workers_per_box=100)
-    reply = worker.beat()
+    reply = worker.heartbeat()
     assert world.registry.cluster.placed == 800
     assert (reply.snapshot_every_s, reply.snapshot_bytes_per_s) == (2, 32 * MIB / 800)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from queries import ask, respond, values
 
-from penstock.appliance.core.state_queries import ROOM
+from penstock.appliance.core.state_queries import ANSWERS_FREED
 from penstock.appliance.model.entities import Attempt, SlotKey
 from penstock.appliance.model.limits import Limits
 from penstock.appliance.storage.snapshot_index import SnapshotIndex
@@ -31,64 +31,64 @@ def fleet(limits: Limits, boxes: int) -> tuple[FakeCluster, list[FakeBox], FakeW
 
 def asked(worker: FakeWorker) -> set[int]:
     """The boxes that the worker is asked for now."""
-    return {request.box for request in worker.beat().state_requests}
+    return {request.box for request in worker.heartbeat().state_requests}
 
 
 def answer_of(worker: FakeWorker, box: int, slot: int, size: int) -> pb.StateAnswer:
-    (request,) = (r for r in worker.beat().state_requests if (r.box, r.slot) == (box, slot))
+    (request,) = (r for r in worker.heartbeat().state_requests if (r.box, r.slot) == (box, slot))
     return pb.StateAnswer(request=request.request, worker=worker.name, session=worker.session, state_bytes=size)
 
 
-def test_so_many_slots_are_asked_at_once_and_the_next_when_a_box_is_complete() -> None:
+def test_slots_are_asked_in_batches_of_boxes() -> None:
     _, boxes, worker = fleet(replace(Limits(), asked_at_once=4), 5)
-    gathering = ask(boxes[0], 4)
+    query = ask(boxes[0], 4)
     assert asked(worker) == {0, 1}
-    assert "3 boxes that are asked after these" in gathering.waits_for()
+    assert "3 boxes that are asked after these" in query.waits_for()
     respond(worker, box=1)
-    assert (gathering.complete, asked(worker)) == (1, {0, 2})
+    assert (query.complete, asked(worker)) == (1, {0, 2})
     respond(worker, box=0, only=0)
     assert asked(worker) == {0, 2}  # three slots, and the next box has two
     for _ in range(4):
         respond(worker)
-    assert values(gathering) == [f"{box}.{slot}:0.2" for box in range(5) for slot in range(2)]
+    assert values(query) == [f"{box}.{slot}:0.2" for box in range(5) for slot in range(2)]
     assert asked(worker) == set()
 
 
-def test_a_box_larger_than_the_number_is_asked_whole() -> None:
+def test_box_above_the_limit_is_asked_whole() -> None:
     _, boxes, worker = fleet(replace(Limits(), asked_at_once=1), 2)
-    gathering = ask(boxes[0], 4)
-    assert len(worker.beat().state_requests) == 2
+    query = ask(boxes[0], 4)
+    assert len(worker.heartbeat().state_requests) == 2
     respond(worker)
     respond(worker)
-    assert gathering.done
+    assert query.done
 
 
 def test_a_box_is_announced_when_it_is_complete() -> None:
     world, boxes, worker = fleet(Limits(), 2)
-    gathering = ask(boxes[0], 4)
+    query = ask(boxes[0], 4)
     world.topics.clear()
     respond(worker, box=1)
-    assert gathering.topic(1) in world.topics
-    assert gathering.topic(0) not in world.topics
-    assert [record.local_worker_id for record, _ in gathering.boxes[1].records] == [0, 1]
+    assert query.topic(1) in world.topics
+    assert query.topic(0) not in world.topics
+    assert [record.local_worker_id for record, _ in query.boxes[1].records] == [0, 1]
 
 
-def test_a_box_that_has_not_opened_keeps_the_others_from_nothing() -> None:
+def test_unopened_box_delays_no_other() -> None:
     world = FakeCluster()
     box = world.open(0, num_boxes=2, num_workers_per_box=1)
     worker = world.worker("w")
     worker.ready()
     box.deliver(2)
-    gathering = ask(box, 2)
+    query = ask(box, 2)
     respond(worker)
-    assert (list(gathering.boxes), gathering.done) == ([0], False)
+    assert (list(query.boxes), query.done) == ([0], False)
     world.open(1, num_boxes=2, num_workers_per_box=1)
     worker.ready()
     respond(worker)
-    assert gathering.done
+    assert query.done
 
 
-def test_what_all_askers_were_sent_is_let_go_when_room_is_short() -> None:
+def test_short_memory_releases_sent_records() -> None:
     world, boxes, worker = fleet(replace(Limits(), answers_max=20, asked_at_once=2), 4)  # 14 bytes a box
     first, second = ask(boxes[0], 4), ask(boxes[1], 4)
     assert first is second
@@ -113,94 +113,94 @@ def test_what_all_askers_were_sent_is_let_go_when_room_is_short() -> None:
 
 def test_an_asker_that_leaves_holds_nothing_back() -> None:
     world, boxes, worker = fleet(replace(Limits(), answers_max=50, asked_at_once=2), 4)
-    gathering = ask(boxes[0], 4)
+    query = ask(boxes[0], 4)
     ask(boxes[1], 4)
     for _ in range(2):
         respond(worker)
     for box in (0, 1):
-        world.registry.sent_state(gathering, box)
-    world.registry.end_state(gathering, 0)
-    world.registry.sent_state(gathering, 1)
-    assert 1 not in gathering.boxes
+        world.registry.sent_state(query, box)
+    world.registry.end_state(query, 0)
+    world.registry.sent_state(query, 1)
+    assert 1 not in query.boxes
 
 
-def test_answers_wait_at_the_door_and_those_of_the_next_box_do_not() -> None:
+def test_answers_wait_except_of_the_next_box() -> None:
     world, boxes, worker = fleet(replace(Limits(), answers_max=100), 3)
-    gathering = ask(boxes[0], 4)
+    query = ask(boxes[0], 4)
     registry = world.registry
     assert registry.admit_state(answer_of(worker, 1, 0, 80)) is None
     late = answer_of(worker, 2, 0, 80)
     assert registry.admit_state(late) == 30
     assert registry.admit_state(answer_of(worker, 0, 0, 80)) is None  # else nothing would ever be sent
-    assert gathering.held == 160
+    assert query.held == 160
     world.topics.clear()
     registry.answer_lost(answer_of(worker, 1, 0, 80))
-    assert ROOM in world.topics
+    assert ANSWERS_FREED in world.topics
     assert registry.admit_state(late) == 30
     registry.answer_lost(answer_of(worker, 0, 0, 80))
     assert registry.admit_state(late) is None
-    assert gathering.held == 80
+    assert query.held == 80
     registry.answer_state(late, bytes(80))
-    assert gathering.held == 80
-    registry.end_state(gathering)
+    assert query.held == 80
+    registry.end_state(query)
     assert registry.state_queries.held == 0
 
 
-def test_nobody_waits_with_an_answer_that_is_not_wanted() -> None:
+def test_unneeded_answer_does_not_wait() -> None:
     world, boxes, worker = fleet(replace(Limits(), answers_max=1), 1)
-    gathering = ask(boxes[0], 4)
+    query = ask(boxes[0], 4)
     answer = answer_of(worker, 0, 0, 80)
     assert world.registry.answer_wanted(answer)
-    world.registry.end_state(gathering)
+    world.registry.end_state(query)
     assert not world.registry.answer_wanted(answer)
     assert world.registry.admit_state(answer) is None
 
 
 @pytest.mark.parametrize("boxes", [30, 300])
-def test_the_work_for_an_answer_does_not_grow_with_the_fleet(boxes: int) -> None:
+def test_cost_of_an_answer_is_constant(boxes: int) -> None:
     """Counted, not timed: an answer plans its own box and no other."""
     _, opened, worker = fleet(replace(Limits(), asked_at_once=1 << 20), boxes)
-    gathering = ask(opened[0], 4)
+    query = ask(opened[0], 4)
     planned: list[int] = []
-    plan = gathering._refresh
+    plan = query._refresh
 
     def counted(attempt: Attempt, number: int) -> None:
         planned.append(number)
         plan(attempt, number)
 
-    gathering._refresh = counted  # type: ignore[method-assign]
+    query._refresh = counted  # type: ignore[method-assign]
     respond(worker, box=7)
     assert planned == [7, 7]
 
 
-def test_a_question_that_is_asked_again_is_a_new_one() -> None:
+def test_repeated_request_has_a_new_id() -> None:
     """A worker answers each request once, and may not have seen that it was closed meanwhile."""
     world, boxes, worker = fleet(Limits(), 1)
     first = ask(boxes[0], 4)
-    before = {request.request for request in worker.beat().state_requests}
+    before = {request.request for request in worker.heartbeat().state_requests}
     world.registry.end_state(first)
     ask(boxes[0], 4)
-    assert before.isdisjoint(request.request for request in worker.beat().state_requests)
+    assert before.isdisjoint(request.request for request in worker.heartbeat().state_requests)
 
 
-def test_room_that_a_lost_slot_s_answer_took_is_announced() -> None:
+def test_lost_answer_frees_its_budget() -> None:
     world, boxes, worker = fleet(replace(Limits(), answers_max=100), 3)
-    gathering = ask(boxes[0], 4)
+    query = ask(boxes[0], 4)
     assert world.registry.admit_state(answer_of(worker, 1, 0, 80)) is None
     late = answer_of(worker, 2, 0, 80)
     assert world.registry.admit_state(late) == 30
     world.topics.clear()
     worker.lose(worker.of(0, box=1))
-    assert gathering.held == 0
-    assert ROOM in world.topics
+    assert query.held == 0
+    assert ANSWERS_FREED in world.topics
     assert world.registry.admit_state(late) is None
 
 
-def test_so_many_steps_of_a_run_are_asked_for_at_a_time() -> None:
+def test_queries_of_a_run_are_limited() -> None:
     world, (box,), _ = fleet(replace(Limits(), queries_max=1), 1)
     asked = [ask(box, step) for step in (1, 2, 3)]
     assert ask(box, 3) is asked[2]
-    with pytest.raises(OverloadedError, match="3 state queries of run job/0 are open"):
+    with pytest.raises(OverloadedError, match="run job/0 must have at most 3 open state queries"):
         ask(box, 4)
     world.registry.end_state(asked[0])
     ask(box, 4)
@@ -215,8 +215,8 @@ def test_blobs_leave_room_for_snapshots() -> None:
     assert not snapshot_index.why_refused(SlotKey("job/0", 1, 0, 0), 120)
 
 
-def test_a_workers_slots_of_one_box_share_its_position(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has an entry for each worker of the box: made for each slot, a heartbeat took their square."""
+def test_slots_of_one_box_share_its_position(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Share the position: it has an entry per worker of the box, so one per slot made a heartbeat quadratic."""
     world = FakeCluster()
     world.open(num_workers_per_box=50)
     worker, made = world.worker("w", 50), list[int]()
@@ -227,5 +227,5 @@ def test_a_workers_slots_of_one_box_share_its_position(monkeypatch: pytest.Monke
         return whole(position)
 
     monkeypatch.setattr(Position, "to_proto", to_proto)
-    assert [len(a.start.slots) for a in worker.beat().assignments] == [50] * 50
+    assert [len(a.start.slots) for a in worker.heartbeat().assignments] == [50] * 50
     assert len(made) == 1

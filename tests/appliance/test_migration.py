@@ -36,13 +36,13 @@ def drain(world: FakeCluster, worker: str, *, undo: bool = False) -> tuple[int, 
 
 
 def prepare_migration(worker: FakeWorker, slot: int) -> None:
-    """What a successor needs is durable, the worker says."""
-    report = worker.tell(worker.of(slot), pb.READY)
+    """Report that what the target needs is durable."""
+    report = worker.slot_report(worker.of(slot), pb.READY)
     report.migrated = True
-    worker.beat(report)
+    worker.heartbeat(report)
 
 
-def test_a_slot_stays_where_it_is_until_its_successor_is_ready_and_all_is_durable(world: FakeCluster) -> None:
+def test_slot_stays_until_its_target_is_ready(world: FakeCluster) -> None:
     old, box, new = two(world)
     assert drain(world, "old") == (2, 0)
     waits = new.of(0)
@@ -52,14 +52,14 @@ def test_a_slot_stays_where_it_is_until_its_successor_is_ready_and_all_is_durabl
     assert box.phases() == ["READY", "READY"]
     assert {view.target_worker for view in box.watch().slots} == {"new"}
 
-    new.beat(new.tell(waits, pb.READY))
+    new.heartbeat(new.slot_report(waits, pb.READY))
     assert old.of(0).prepare_migration
     assert box.watch().slots[0].generation == 1
     prepare_migration(old, 0)
     view = box.watch().slots[0]
     assert (view.generation, view.worker, view.phase, view.note) == (2, "new", pb.READY, "worker old drains")
     assert view.migrated
-    assert [assignment.slot for assignment in old.beat().assignments] == [1]
+    assert [assignment.slot for assignment in old.heartbeat().assignments] == [1]
     now = new.of(0)
     assert (now.generation, now.recovery, now.is_target) == (2, True, False)
 
@@ -76,20 +76,20 @@ def test_old_and_new_have_lanes_of_their_own(world: FakeCluster) -> None:
         world.registry.slot_of_generation(world.slots()[0].key, 2)
 
 
-def test_what_takes_too_long_to_become_durable_is_replayed(world: FakeCluster) -> None:
+def test_slow_durability_ends_in_a_replay(world: FakeCluster) -> None:
     old, box, new = two(world)
     drain(world, "old")
-    new.beat(new.tell(new.of(0), pb.READY))
+    new.heartbeat(new.slot_report(new.of(0), pb.READY))
     world.run_for(4.5, (old, box, new))
     assert box.watch().slots[0].worker == "old"
     world.run_for(1.0, (old, box, new))
     assert box.watch().slots[0].worker == "new"
 
 
-def test_a_worker_that_dies_meanwhile_is_succeeded_at_once(world: FakeCluster) -> None:
+def test_target_takes_over_from_dead_worker(world: FakeCluster) -> None:
     _old, box, new = two(world)
     drain(world, "old")
-    new.beat(new.tell(new.of(0), pb.READY))
+    new.heartbeat(new.slot_report(new.of(0), pb.READY))
     world.run_for(4.0, (box, new))
     views = box.watch().slots
     assert [(view.worker, view.generation, view.phase) for view in views] == [
@@ -97,10 +97,10 @@ def test_a_worker_that_dies_meanwhile_is_succeeded_at_once(world: FakeCluster) -
         ("new", 2, pb.STARTING),
     ]
     assert not views[0].migrated
-    assert [assignment.recovery for assignment in new.beat().assignments] == [True, True]
+    assert [assignment.recovery for assignment in new.heartbeat().assignments] == [True, True]
 
 
-def test_a_runner_that_dies_meanwhile_is_succeeded_and_counts_as_a_loss(world: FakeCluster) -> None:
+def test_target_takes_over_from_dead_runner(world: FakeCluster) -> None:
     old, box, _new = two(world)
     drain(world, "old")
     old.lose(old.of(1))
@@ -109,71 +109,71 @@ def test_a_runner_that_dies_meanwhile_is_succeeded_and_counts_as_a_loss(world: F
 
 
 @pytest.mark.parametrize("how", ["dies", "fails", "is never ready"])
-def test_a_successor_that_comes_to_nothing_leaves_the_slot_where_it_is(world: FakeCluster, how: str) -> None:
+def test_failed_target_leaves_the_slot(world: FakeCluster, how: str) -> None:
     old, box, new = two(world)
     drain(world, "old")
     if how == "dies":
         world.run_for(4.0, (old, box))
     elif how == "fails":
         for slot in (0, 1):
-            report = new.tell(new.of(slot), pb.FAILED)
+            report = new.slot_report(new.of(slot), pb.FAILED)
             report.error.message = "no such module"
-            new.beat(report)
+            new.heartbeat(report)
     else:
         world.run_for(4.5, (old, box, new))
     assert [(view.worker, view.generation, view.target_worker) for view in box.watch().slots] == [("old", 1, "")] * 2
     if how != "dies":
-        assert new.beat().assignments == []
+        assert new.heartbeat().assignments == []
         world.run_for(3.5, (old, box, new))  # and then it is tried again, under a generation that nobody had
         assert [new.of(slot).generation for slot in (0, 1)] == [3, 3]
 
 
-def test_a_successor_whose_own_worker_drains_is_replaced_by_another(world: FakeCluster) -> None:
+def test_draining_target_is_replaced(world: FakeCluster) -> None:
     """Else the slot went there, and from there elsewhere: the loop would wait for it twice."""
     old, box, new = two(world)
     drain(world, "old")
-    new.beat(new.tell(new.of(0), pb.READY))
+    new.heartbeat(new.slot_report(new.of(0), pb.READY))
     third = world.worker("third", 2)
     assert drain(world, "new") == (0, 0)
-    assert new.beat().assignments == []
+    assert new.heartbeat().assignments == []
     assert {view.worker for view in box.watch().slots} == {"old"}
     world.run_for(0.25, (old, box, new, third))
     assert {view.target_worker for view in box.watch().slots} == {"third"}
 
 
-def test_a_successor_that_has_nobody_else_to_replace_it_goes_with_its_worker(world: FakeCluster) -> None:
+def test_last_target_leaves_with_its_worker(world: FakeCluster) -> None:
     old, box, new = two(world)
     drain(world, "old")
     drain(world, "new")
     world.run_for(0.25, (old, box, new))
     assert {(view.worker, view.target_worker) for view in box.watch().slots} == {("old", "")}
-    assert (old.beat().stuck, new.beat().stuck) == (2, 0)
+    assert (old.heartbeat().stuck, new.heartbeat().stuck) == (2, 0)
 
 
 def refuse(worker: FakeWorker, slot: int) -> None:
-    """It cannot take the slot over, it says."""
-    report = worker.tell(worker.of(slot), pb.FAILED)
+    """Report that the target cannot take the slot over."""
+    report = worker.slot_report(worker.of(slot), pb.FAILED)
     report.error.message = "no such file: /data"
-    worker.beat(report)
+    worker.heartbeat(report)
 
 
-def test_what_one_worker_could_not_take_over_goes_to_another_at_once(world: FakeCluster) -> None:
+def test_failed_target_is_replaced_at_once(world: FakeCluster) -> None:
     old, box, new = two(world)
     drain(world, "old")
     third = world.worker("third", 2)
     refuse(new, 0)
-    assert old.beat().stuck == 0  # else a worker that is to end would give up
+    assert old.heartbeat().stuck == 0  # else a worker that is to end would give up
     world.run_for(0.25, (old, box, new, third))
     assert third.of(0).is_target
     refuse(third, 0)
-    assert old.beat().stuck == 1
+    assert old.heartbeat().stuck == 1
     world.run_for(2.0, (old, box, new, third))
     assert box.watch().slots[0].target_worker == ""
     world.run_for(1.25, (old, box, new, third))
     assert box.watch().slots[0].target_worker == "third"  # where it may have been mended
 
 
-def test_a_successor_that_is_lost_is_no_reason_to_give_up_while_others_have_room(world: FakeCluster) -> None:
+def test_lost_target_is_replaced_if_possible(world: FakeCluster) -> None:
     old, box, new = two(world)
     drain(world, "old")
     third = world.worker("third", 2)
@@ -183,25 +183,25 @@ def test_a_successor_that_is_lost_is_no_reason_to_give_up_while_others_have_room
         alive.report()
     world.registry.cluster.drop_silent(world.now)
     assert "new" not in world.registry.cluster.workers
-    assert old.beat().stuck == 0
+    assert old.heartbeat().stuck == 0
     world.run_for(0.25, (old, box, third))
     assert [third.of(slot).is_target for slot in (0, 1)] == [True, True]
-    assert new.beat().register_again
+    assert new.heartbeat().register_again
 
 
-def test_a_slot_without_a_place_elsewhere_stays_and_goes_when_there_is_one(world: FakeCluster) -> None:
+def test_slot_without_capacity_elsewhere_waits(world: FakeCluster) -> None:
     old, box = world.worker("old", 2), world.open()
     old.ready()
     assert drain(world, "old") == (2, 2)
-    reply = old.beat()
+    reply = old.heartbeat()
     assert (reply.draining, reply.stuck) == (True, 2)
     new = world.worker("new", 1)
     world.run_for(0.25, (old, box, new))
-    assert len(new.beat().assignments) == 1
-    assert old.beat().stuck == 1
+    assert len(new.heartbeat().assignments) == 1
+    assert old.heartbeat().stuck == 1
 
 
-def test_a_drained_worker_gets_nothing_and_takes_slots_again_when_it_is_taken_back(world: FakeCluster) -> None:
+def test_drained_worker_gets_slots_after_undo(world: FakeCluster) -> None:
     old, box, _new = two(world)
     drain(world, "old")
     other = world.open(job="other", client_id="other")
@@ -209,72 +209,72 @@ def test_a_drained_worker_gets_nothing_and_takes_slots_again_when_it_is_taken_ba
     assert drain(world, "old", undo=True) == (2, 0)
     assert {view.target_worker for view in box.watch().slots} == {""}
     assert {view.worker for view in other.watch().slots} == {"new"}
-    assert not old.beat().draining
+    assert not old.heartbeat().draining
 
 
 def test_a_worker_asks_to_be_drained_by_itself(world: FakeCluster) -> None:
     _old, _box, new = two(world)
     request = pb.HeartbeatRequest(worker="old", session="old-1", leaving=True)
     assert world.registry.heartbeat(request).draining
-    assert len(new.beat().assignments) == 2
+    assert len(new.heartbeat().assignments) == 2
 
 
-def test_a_slot_that_has_given_out_nothing_is_just_started_elsewhere(world: FakeCluster) -> None:
+def test_slot_without_batches_just_restarts(world: FakeCluster) -> None:
     _old, box, _new = world.worker("old", 2), world.open(), world.worker("new", 2)
     drain(world, "old")
     assert [(view.worker, view.phase, view.generation) for view in box.watch().slots] == [("new", pb.STARTING, 2)] * 2
 
 
-def test_successors_are_dismissed_when_the_run_ends_or_its_box_is_gone(world: FakeCluster) -> None:
+def test_targets_end_with_the_run_or_box(world: FakeCluster) -> None:
     old, box, new = two(world)
     drain(world, "old")
     world.run_for(LIMITS.client_lease_s + 1, (old, new))
     assert not world.registry.cluster.appointed
-    assert new.beat().assignments == []
+    assert new.heartbeat().assignments == []
     box.close()
     assert world.registry.cluster.placed == 0
 
 
-def test_a_failed_slot_keeps_its_worker_and_loses_its_successor(world: FakeCluster) -> None:
+def test_failed_slot_keeps_worker_loses_target(world: FakeCluster) -> None:
     old, box, new = two(world)
     drain(world, "old")
-    report = old.tell(old.of(0), pb.FAILED)
+    report = old.slot_report(old.of(0), pb.FAILED)
     report.error.message = "the loader raised"
-    old.beat(report)
+    old.heartbeat(report)
     assert (box.watch().slots[0].phase, box.watch().slots[0].target_worker) == (pb.FAILED, "")
-    assert [assignment.slot for assignment in new.beat().assignments] == [1]
+    assert [assignment.slot for assignment in new.heartbeat().assignments] == [1]
 
 
-def test_a_generation_given_to_a_successor_is_given_to_nobody_else_after_a_restart(tmp_path: Path) -> None:
+def test_target_generation_is_never_reused(tmp_path: Path) -> None:
     world = FakeCluster(LIMITS, StateDir(tmp_path))
     old, box, new = two(world)
     drain(world, "old")
     assert new.of(0).generation == 2
     world.restart(old, new)
-    assert new.beat().assignments == []  # nobody is getting ready any more
+    assert new.heartbeat().assignments == []  # nobody is getting ready any more
     box.watch()
     old.lose(old.of(0))
     assert box.watch().slots[0].generation == 3
 
 
-def test_a_worker_tells_a_coordinator_that_was_started_anew_that_it_drains(tmp_path: Path) -> None:
+def test_worker_reports_its_drain_after_restart(tmp_path: Path) -> None:
     world = FakeCluster(LIMITS, StateDir(tmp_path))
     old, _box, _new = two(world)
     drain(world, "old")
     world.restart()
     request = pb.RegisterWorkerRequest(worker="old", session="old-1", host_id="host-a", slots=2, draining=True)
     world.registry.register_worker(request)
-    assert old.beat().draining
+    assert old.heartbeat().draining
 
 
-def test_before_a_worker_is_back_after_a_restart_its_drain_is_neither_denied_nor_taken_back(tmp_path: Path) -> None:
+def test_drain_is_unknown_until_worker_is_back(tmp_path: Path) -> None:
     world = FakeCluster(LIMITS, StateDir(tmp_path))
     old, _box, _new = two(world)
     drain(world, "old")
     world.restart()
     look = pb.DrainWorkerRequest(worker="old", look=True)
     assert world.registry.drain_worker(look).draining  # who waits for it must not hear that it was taken back
-    with pytest.raises(UnknownWorkerError, match="worker 'old' was not heard of since the coordinator was started"):
+    with pytest.raises(UnknownWorkerError, match="worker 'old' has not reported since the coordinator was started"):
         drain(world, "old", undo=True)
     old.register()
     assert not world.registry.drain_worker(look).draining
@@ -282,7 +282,7 @@ def test_before_a_worker_is_back_after_a_restart_its_drain_is_neither_denied_nor
 
 def test_an_unknown_worker_is_named(world: FakeCluster) -> None:
     world.worker("w1")
-    with pytest.raises(UnknownWorkerError, match="no worker 'w2'; there are: w1"):
+    with pytest.raises(UnknownWorkerError, match="worker must be one of w1, got 'w2'"):
         drain(world, "w2")
 
 

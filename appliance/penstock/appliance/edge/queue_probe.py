@@ -1,0 +1,64 @@
+"""Detection of calls that the event loop has not yet received: the coordinator calls itself through the same queue.
+
+A call first waits in gRPC, in a queue from which the event loop takes one at a time. On two busy cores, with 200 boxes
+that opened a run at once, calls waited there for 1 to 3 s while the loop's own timer was never 0.3 s late. A worker
+whose heartbeat waits there is not silent. So the coordinator calls itself, on a socket of its own, through the same
+queue: once that call is answered, every call that came before it has been received.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+import grpc.aio
+
+from penstock.proto.rpc.channel import connect_aio
+
+__all__ = ["QueueProbe"]
+
+_log = logging.getLogger("penstock.appliance")
+
+METHOD = "/penstock.QueueProbe/Probe"
+"""Method of the call. No service has it: the refusal is answer enough, and needs neither a token nor a rate limit."""
+LONGEST_S = 30.0
+"""Longest time in seconds that a pending call of its own may extend leases: a longer delay is another fault."""
+
+
+class QueueProbe:
+    """Measures how long calls may have been waiting in gRPC's queue.
+    Args:
+        address: "unix:/path" of a listener of this process.
+        every_s: seconds between two calls.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, address: str, every_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.address = address
+        self._every_s, self._clock = every_s, clock
+        self._received_until = clock()
+        """Time up to which every call has been received."""
+
+    def unreceived_s(self) -> float:
+        """Return the seconds of calls that may still be waiting."""
+        return min(LONGEST_S, self._clock() - self._received_until)
+
+    async def run(self) -> None:
+        """Call this process every `every_s` seconds, until cancelled."""
+        warned = False
+        async with connect_aio(self.address) as channel:
+            call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(METHOD)
+            while True:
+                sent = self._clock()
+                try:
+                    await call(b"", timeout=LONGEST_S)
+                except grpc.aio.AioRpcError as error:
+                    if error.code() not in (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.DEADLINE_EXCEEDED):
+                        sent = self._clock()  # the delay is unknown, so leases end as they would without this check
+                        if not warned:
+                            _log.warning("leases do not wait for calls that are still queued: %s", error.details())
+                            warned = True
+                self._received_until = sent
+                await asyncio.sleep(self._every_s)
