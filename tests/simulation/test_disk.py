@@ -189,14 +189,14 @@ def test_store_keeps_values_until_dropped(media: Media) -> None:
     kept, blobs = store.index()
     assert sorted(kept) == [
         (KEY, DurableSnapshot(4, 0, 10)),
-        (KEY, DurableSnapshot(4, 1, 16)),
+        (KEY, DurableSnapshot(4, 1, 17)),
         (KEY._replace(attempt=2), DurableSnapshot(9, 0, 1)),
     ]
     assert blobs == [("name", 4)]
     left: list[Drop] = [DropSnapshot(KEY, 4, 0), DropSnapshot(KEY, 77, 0), DropAttempt("job/0", 2), DropBlob("name")]
     while left:
         left = store.drop(left)
-    assert store.index() == ([(KEY, DurableSnapshot(4, 1, 16))], [])
+    assert store.index() == ([(KEY, DurableSnapshot(4, 1, 17))], [])
     assert store.snapshot(KEY, DurableSnapshot(4, 0, 10)) is None
 
 

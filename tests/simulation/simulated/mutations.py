@@ -96,7 +96,9 @@ MUTATIONS = (
         "(have.slot_request.epoch, have.slot_request.delivered, have.slot_request.total) == place",
         "True",
     ),
-    Mutation("a successor takes over before it is ready", Migrations, "target_reported", "report.phase == pb.READY", "True"),
+    Mutation(
+        "a successor takes over before it is ready", Migrations, "target_reported", "report.phase == pb.READY", "True"
+    ),
     Mutation(
         "a successor keeps its place when it is dismissed",
         ClusterState,
