@@ -18,7 +18,7 @@ from simulated.truth import PROMISES
 SEEDS = 80
 """Histories: a second of a core plays eleven. Far more than any mutation survives."""
 GROUPS = 4
-"""Number of seeds, one test each, in which every kind of fault happens; a failure names its seed."""
+"""Groups of seeds, one test each, in which every kind of fault happens; a failure names its seed."""
 CAUGHT_WITHIN = 60
 """Seeds that a mutation may survive."""
 

@@ -100,13 +100,13 @@ MUTATIONS = (
         "a successor takes over before it is ready", Migrations, "target_reported", "report.phase == pb.READY", "True"
     ),
     Mutation(
-        "a target keeps its slot when it is dismissed",
+        "a successor keeps its place when it is dismissed",
         ClusterState,
         "dismiss",
         "worker.slots.discard(slot.key)",
         "pass",
     ),
-    Mutation("a target's generation is not written down", ClusterState, "appoint", "self.journal.put(", "dict("),
+    Mutation("a successor's generation is not written down", ClusterState, "appoint", "self.journal.put(", "dict("),
     Mutation(
         "a restarted coordinator forgets who waits", recovery, "_slot", "cluster.waiting[slot.key] = slot", "pass"
     ),
