@@ -200,7 +200,7 @@ def one_cannot_stage(folder: str, which: int) -> list[str]:
     good = {f"x-{dist.get_rank()}": torch.ones(3)}
     with AsyncCheckpointer(folder, timeout_s=30) as checkpointer:
         here = dist.get_rank() == which
-        with mock.patch.object(tensor_staging, "Image", full) if here else nullcontext():
+        with mock.patch.object(tensor_staging, "SharedImage", full) if here else nullcontext():
             said = trying(lambda: checkpointer.save(2, good))
         said += trying(checkpointer.wait)
         said += trying(lambda: checkpointer.save(3, good))
