@@ -245,7 +245,7 @@ def test_what_cannot_be_a_seed_is_refused() -> None:
     for seed in (-1, 1.0, "1", None):
         with pytest.raises(InvalidArgumentError, match="seed"):
             seed_rng(seed)  # type: ignore[arg-type]
-    with pytest.raises(InvalidArgumentError, match=r"path\[1\] is 1\.5, a float"):
+    with pytest.raises(InvalidArgumentError, match=r"path\[1\] must be an integer, got 1\.5 \(float\)"):
         derive_seed(1, "a", 1.5)  # type: ignore[arg-type]
     seed_rng(np.int64(3))  # type: ignore[arg-type]
 

@@ -173,7 +173,9 @@ def test_a_receiver_that_does_not_know_the_class(registry: None) -> None:
     sent = Flattener().flatten([local(1)]).structure
     classes._by_name.clear()
     got = Structure.from_bytes(sent.to_bytes())  # a process that forwards it may
-    with pytest.raises(UnsupportedLeafError, match=r"'my local', which this process has not imported; import .*register"):
+    with pytest.raises(
+        UnsupportedLeafError, match=r"'my local', which this process has not imported; import .*register"
+    ):
         Assembler(got)
 
 

@@ -1,22 +1,22 @@
-"""What a checkpoint is on disk: names, the manifest, and how the newest good one is found.
+"""Checkpoints on disk: names, the manifest, and the search for the newest good one.
 
     FOLDER/
         step-100/               a whole checkpoint: it has this name only once everything in it is on the disk
             .metadata           torch.distributed.checkpoint's own index
             __0_0.distcp ...    its files: as many as ranks and buckets
             penstock.json       the manifest: size and checksum of each file, and the order of saves
-        step-125.tmp-4f2a9c01/  one being written, or what a stopped one left: never read
+        step-125.tmp-4f2a9c01/  one being written, or left by a stopped save: never read
         step-100.old-77e01b9d/  one that is being replaced by another save of the same step
         latest                  the name of the newest, for people and scripts
 
-A folder is renamed to `step-N` as the last thing of a save, so whatever has that name is whole. The manifest is there
-for what happens to files later: half a copy, a bad disk, a hand that slipped.
+A save renames its folder to `step-N` as its last action, so a folder with that name is whole. The manifest detects
+later damage: half a copy, a bad disk, a mistaken edit.
 
-Which of several is the newest is not the step number's to say: who goes back to step 50 and saves step 75 wants 75 next
-time, and not the 100 of the branch that was given up. Saves of a folder are numbered (`Manifest.sequence`).
+The step number does not decide which checkpoint is the newest: after a return to step 50 and a save at step 75, the
+next resume must take 75, not the 100 of the abandoned branch. Saves of a folder are numbered (`Manifest.sequence`).
 
-Who reads a checkpoint pins it (`pinned`), by a shared lock on its manifest, and who deletes checkpoints leaves those
-that are pinned for another time (`claimed`). Both locks end with their holders.
+A reader pins a checkpoint (`pinned`) by a shared lock on its manifest; a process that deletes checkpoints skips pinned
+ones until a later time (`claimed`). Both locks end with their holders.
 
 Imported by a process that has neither torch nor gRPC (client/checkpoint/saving/writer.py).
 """
@@ -74,24 +74,25 @@ MANIFEST = "penstock.json"
 METADATA = ".metadata"
 LATEST = "latest"
 FAILED = "failed.json"
-"""In a temporary folder, by rank 0's side: why its save was given up. {"save": id, "causes": {rank: why}}"""
+"""File by rank 0 in a temporary folder: why its save was abandoned. {"save": id, "causes": {rank: why}}"""
 ASKED = "alive.ask"
-"""In a temporary folder, by rank 0's side, whose training process is gone: the others are to give signs of life."""
+"""File by rank 0's writer in a temporary folder once its training process is gone: asks the others for signs of
+life."""
 LOCK = ".lock"
 FIELDS = ("name", "bytes", "xxh3", "parts")
-"""Of a file, in a manifest."""
+"""Fields of a file in a manifest."""
 CHUNK = 16 << 20
-"""Bytes that are read at a time to be verified."""
+"""Size of a read during verification, bytes."""
 BEAT_S = 1.0
-"""Seconds between the signs of life of who holds a folder's lock."""
+"""Seconds between the signs of life of a holder of a folder's lock."""
 POLL_S = 0.05
 TRIES = 3
 _STEP = re.compile(r"step-(0|[1-9][0-9]{0,18})")
 _ASIDE = re.compile(r"(step-(?:0|[1-9][0-9]{0,18}))\.(tmp|old)-[0-9a-f]+")
 _FILE = re.compile(r"\.?\w[\w.-]*", re.ASCII)
-"""A name within a checkpoint's folder, and never out of it."""
+"""Pattern of a name within a checkpoint's folder, never outside it."""
 _STOPPED = re.compile(r"\.latest\.[0-9a-f]+|\.probe-[0-9a-f]+-[0-9]+")
-"""What write_whole leaves of LATEST when it is stopped, and a rank that looks whether it can write."""
+"""Pattern of files left by a stopped write of LATEST, or by a rank's check whether it can write."""
 
 
 def step_name(step: int) -> str:
@@ -99,69 +100,69 @@ def step_name(step: int) -> str:
 
 
 def temporary_name(step: int, save: str) -> str:
-    """Of the folder that a save writes into. save: its id, hexadecimal."""
+    """Return the name of the folder that a save writes into. save: its id, hexadecimal."""
     return f"step-{step}.tmp-{save}"
 
 
 def report_name(rank: int) -> str:
-    """In a temporary folder, by another rank's side: what it has written, or why not. {"save", "files", "error"}"""
+    """Return the name of another rank's report in a temporary folder: {"save", "files", "error"}."""
     return f"rank-{rank}.json"
 
 
 def sign_name(rank: int) -> str:
-    """In a temporary folder, by another rank's side: its sign of life."""
+    """Return the name of another rank's sign of life in a temporary folder."""
     return f"rank-{rank}.alive"
 
 
 def old_name(step: int, save: str) -> str:
-    """Of a checkpoint that the save of this id replaces."""
+    """Return the name of a checkpoint that the save with this id replaces."""
     return f"step-{step}.old-{save}"
 
 
 @dataclass(frozen=True)
 class CheckpointFile:
-    """A file of a checkpoint."""
+    """File of a checkpoint."""
 
     name: str
     nbytes: int
     xxh3: str
-    """XXH3 of all of it, 128 bits, hexadecimal."""
+    """Checksum of the whole file: XXH3, 128 bits, hexadecimal."""
     parts: str = ""
-    """Of each part, which can be read and checked without the others: BEGIN:XXH3, with blanks between them; 64 bits,
-    hexadecimal. It ends where the next begins. "": not known."""
+    """Checksums of the parts, each of which can be read and checked alone: BEGIN:XXH3 (64 bits, hexadecimal), separated
+    by blanks. A part ends where the next begins. "": not known."""
 
     @property
     def spans(self) -> dict[int, tuple[int, str]]:
-        """Where a part begins -> where it ends, and its checksum."""
+        """Return begin of a part -> its end, and its checksum."""
         pairs = [part.partition(":") for part in self.parts.split()]
         begins = [int(begin) for begin, _, _ in pairs]
         ends = [*begins[1:], self.nbytes]
         return {begin: (end, pair[2]) for begin, end, pair in zip(begins, ends, pairs, strict=False)}
 
     def row(self) -> list[Any]:
-        """For JSON."""
+        """Return the fields for JSON."""
         return [self.name, self.nbytes, self.xxh3, self.parts]
 
     @classmethod
     def from_row(cls, name: Any, nbytes: Any, xxh3: Any, parts: Any) -> CheckpointFile:
-        """Raises ValueError for what `row` did not make."""
+        """Return the file of a row. Raises ValueError for values that `row` cannot return."""
         file = cls(str(name), int(nbytes), str(xxh3), str(parts))
         if not _FILE.fullmatch(file.name) or file.nbytes < 0:
-            raise ValueError(f"{file.name!r}, of {file.nbytes:,} bytes, is no file of a checkpoint's own folder")
+            raise ValueError(f"{file.name!r} of {file.nbytes:,} bytes is not a file of a checkpoint's own folder")
         return file
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds."""
+    """Content of a checkpoint."""
 
     step: int
     save: str
     """Id of the save that wrote it."""
     sequence: int
-    """Counts the saves of a folder, from 1."""
+    """Number of the save in its folder, from 1."""
     ranks: int
-    """How many processes wrote it."""
+    """Number of processes that wrote it."""
     files: tuple[CheckpointFile, ...]
 
     @property
@@ -169,7 +170,7 @@ class Manifest:
         return sum(file.nbytes for file in self.files)
 
     def encode(self) -> bytes:
-        """As JSON with a checksum of its own, which a person can read."""
+        """Return readable JSON with a checksum of its own."""
         body = {
             "format": FORMAT,
             "step": self.step,
@@ -182,14 +183,14 @@ class Manifest:
 
     @classmethod
     def decode(cls, data: bytes, where: Path) -> Manifest:
-        """Raises CheckpointCorruptError unless it is a manifest, whole and of a format that is known here."""
+        """Return the manifest. Raises CheckpointCorruptError if it is damaged or in an unknown format."""
         try:
             outer = json.loads(data)
             body: dict[str, Any] = outer["checkpoint"]
             if outer["xxh3"] != _checksum(body):
-                raise ValueError("its checksum is not that of its content")
+                raise ValueError("its checksum does not match its content")
             if body["format"] > FORMAT:
-                raise ValueError(f"format {body['format']} of a newer Penstock, which this one cannot read")
+                raise ValueError(f"its format must be <= {FORMAT}, got {body['format']} of a newer Penstock")
             files = tuple(CheckpointFile.from_row(*(file[field] for field in FIELDS)) for file in body["files"])
             return cls(int(body["step"]), str(body["save"]), int(body["sequence"]), int(body["ranks"]), files)
         except (ValueError, KeyError, TypeError) as error:
@@ -198,20 +199,20 @@ class Manifest:
 
 @dataclass(frozen=True)
 class FoundCheckpoint:
-    """A checkpoint in a folder."""
+    """Checkpoint found in a folder."""
 
     step: int
     path: Path
     manifest: Manifest | None
     damage: str
-    """ "", or what is wrong with it: a file that is missing or has another size."""
+    """Damage found: a file that is missing or has another size; "" if whole."""
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Of the checkpoint at `path`.
+    """Return the manifest of the checkpoint at `path`.
 
     Raises:
-        CheckpointNotFoundError: it has none; it is another program's, or no checkpoint.
+        CheckpointNotFoundError: it has none; it is another program's, or not a checkpoint.
         CheckpointCorruptError: it is damaged.
     """
     where = path / MANIFEST
@@ -219,15 +220,15 @@ def read_manifest(path: Path) -> Manifest:
         with open(where, "rb", opener=open_plain) as file:
             return Manifest.decode(file.read(), where)
     except FileNotFoundError:
-        raise CheckpointNotFoundError(f"{path} has no {MANIFEST}: it is no checkpoint of Penstock's") from None
+        raise CheckpointNotFoundError(f"{path} has no {MANIFEST}: it is not a checkpoint of Penstock") from None
     except OSError as error:
         raise CheckpointCorruptError(f"{where} cannot be read: {error.strerror}") from error
 
 
 def damage(path: Path, manifest: Manifest, *, contents: bool = False) -> Iterator[str]:
-    """What is wrong with the files of a checkpoint, a line for each that is not as it was written.
+    """Yield a line for each file of a checkpoint that is not as it was written.
 
-    contents: read all of them and compare checksums, not only sizes.
+    contents: read all files and compare checksums, not only sizes.
     """
     for file in manifest.files:
         where = path / file.name
@@ -244,13 +245,13 @@ def damage(path: Path, manifest: Manifest, *, contents: bool = False) -> Iterato
 
 
 def checkpoints(folder: Path, *, sizes: bool = True) -> list[FoundCheckpoint]:
-    """Those of a folder, the newest first.
+    """Return the checkpoints of a folder, the newest first.
 
-    When one was saved whose manifest is damaged nobody knows. It counts as the newest, so that nothing is passed over
-    in silence; unless `latest` names another one that is whole, which was then saved after it. One whose replacement
-    was stopped half way is listed under the name that it has until `put_back`.
+    The save time of a checkpoint with a damaged manifest is unknown. It counts as the newest, so that nothing is
+    skipped silently; unless `latest` names another one that is whole, which was then saved after it. One whose
+    replacement was stopped half way is listed under the name that it has until `put_back`.
 
-    sizes: look whether all files are there and as long as they were; without it, at manifests alone.
+    sizes: check that all files exist with their sizes; without it, read manifests alone.
     """
     found = []
     for _ in range(TRIES):  # a save that ends meanwhile may rename what was just listed
@@ -284,14 +285,14 @@ def _found(folder: Path, names: Iterable[str], sizes: bool) -> Iterator[FoundChe
 
 
 def newest(folder: Path) -> FoundCheckpoint | None:
-    """The newest checkpoint that is whole."""
+    """Return the newest checkpoint that is whole."""
     return next((one for one in checkpoints(folder) if not one.damage), None)
 
 
 def leftovers(folder: Path, *, besides: Iterable[str] = ()) -> list[Path]:
-    """What stopped saves left in a folder; not the temporary folders of the saves with the ids `besides`.
+    """Return what stopped saves left in a folder, without the temporary folders of the saves with the ids `besides`.
 
-    Nor what `put_back` is for: that is a checkpoint.
+    Checkpoints that `put_back` restores are not included.
     """
     names = _names(folder)
     asides = {name for name in names if _ASIDE.fullmatch(name) or _STOPPED.fullmatch(name)}
@@ -301,13 +302,13 @@ def leftovers(folder: Path, *, besides: Iterable[str] = ()) -> list[Path]:
 
 
 def put_back(folder: Path) -> None:
-    """Undo replacements that were stopped half way, where neither the old nor the new has the name."""
+    """Undo replacements that were stopped half way, where neither the old nor the new checkpoint has the name."""
     for name, final in _half_replaced(_names(folder)):
         os.rename(folder / name, folder / final)
 
 
 def _half_replaced(names: Iterable[str]) -> list[tuple[str, str]]:
-    """(name, the name that it had) of checkpoints that were to be replaced, and the new one has not got the name."""
+    """Return (name, former name) of checkpoints whose replacement was stopped before the new one had the name."""
     taken = set(names)
     matches = [match for match in map(_ASIDE.fullmatch, sorted(taken)) if match and match[2] == "old"]
     names_of = {match[1]: match[0] for match in matches if match[1] not in taken}
@@ -315,12 +316,12 @@ def _half_replaced(names: Iterable[str]) -> list[tuple[str, str]]:
 
 
 def surplus(steps: Iterable[int], keep_last: int | None, keep_every: int | None) -> list[int]:
-    """Which checkpoints to delete.
+    """Return the steps of the checkpoints to delete.
 
     Args:
-        steps: those that there are, the newest first.
-        keep_last: as many of the newest stay; None: all.
-        keep_every: and those whose step is a multiple of it; None: none.
+        steps: existing ones, the newest first.
+        keep_last: number of the newest to keep; None: all.
+        keep_every: keep also those whose step is a multiple of it; None: none.
     """
     if keep_last is None:
         return []
@@ -329,10 +330,9 @@ def surplus(steps: Iterable[int], keep_last: int | None, keep_every: int | None)
 
 @contextmanager
 def pinned(path: Path) -> Iterator[int]:
-    """A checkpoint that is not deleted meanwhile: a descriptor of its folder, which stays the same one if another takes
-    its name.
+    """Keep a checkpoint from being deleted within the block; yield a descriptor of its folder, valid even if renamed.
 
-    Raises CheckpointNotFoundError if it is gone, or about to go.
+    Raises CheckpointNotFoundError if it is gone, or being deleted.
     """
     with ExitStack() as held:
         try:
@@ -351,14 +351,14 @@ def pinned(path: Path) -> Iterator[int]:
 
 @contextmanager
 def claimed(path: Path) -> Iterator[bool]:
-    """Whether a checkpoint can be deleted, for nobody has pinned it; nor does anybody meanwhile."""
+    """Yield whether a checkpoint can be deleted; within the block no process can pin it then."""
     try:
         try:
             manifest = open_plain(path / MANIFEST, os.O_RDWR)
         except PermissionError:
             manifest = open_plain(path / MANIFEST)
     except OSError:
-        yield True  # no checkpoint (any more): nobody reads it
+        yield True  # not a checkpoint (any more): it has no readers
         return
     try:
         yield _free_for(manifest, fcntl.LOCK_EX)
@@ -367,13 +367,13 @@ def claimed(path: Path) -> Iterator[bool]:
 
 
 def _free_for(handle: int, kind: int) -> bool:
-    """Lock a file, if nobody else's lock is in the way."""
+    """Lock a file; return False if another process's lock prevents it."""
     try:
         fcntl.flock(handle, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError:
-        pass  # no locks here
+        pass  # the file system has no locks
     return True
 
 
@@ -381,19 +381,20 @@ def _free_for(handle: int, kind: int) -> bool:
 def locked(
     folder: Path, timeout_s: float, *, silence_s: float | None = None, heartbeats: bool = False
 ) -> Iterator[None]:
-    """Hold a folder's lock: one save at a time. It is free again when its holder ends, in whatever way.
+    """Hold a folder's lock, so that one save runs at a time. The lock is free when its holder ends, in whatever way.
 
     Args:
-        silence_s: seconds after which a holder that gives no sign of life is not waited for any longer: its machine may
-            be gone, and its lock not yet free. None: it is waited for all the same.
-        beats: give signs of life, for as long as it is held.
+        timeout_s: seconds to wait for the lock.
+        silence_s: seconds without a sign of life after which the wait for a holder ends early: its machine may be gone,
+            and its lock not yet free. None: wait for `timeout_s` in any case.
+        heartbeats: give signs of life while the lock is held.
 
-    Raises DeadlineError, naming who holds it. A file system without locks is used without.
+    Raises DeadlineError, naming the holder. On a file system without locks nothing is locked.
     """
     try:
         try:
             handle = open_plain(folder / LOCK, os.O_RDWR | os.O_CREAT)
-        except PermissionError:  # another user's: it can be held all the same
+        except PermissionError:  # another user's file can be locked too
             handle = open_plain(folder / LOCK)
     except OSError as error:
         if error.errno not in (errno.ELOOP, errno.ENXIO):
@@ -427,17 +428,17 @@ def _take(handle: int, folder: Path, timeout_s: float, silence_s: float | None) 
             silent = silence_s is not None and now - heard > silence_s
             if silent or now > deadline:
                 holder = os.pread(handle, 200, 0).decode(errors="replace").strip() or "another process"
-                why = f", of which there was no sign of life for {silence_s:g} s" if silent else ""
+                why = f", which gave no sign of life for {silence_s:g} s" if silent else ""
                 raise DeadlineError(
                     f"waited {max(timeout_s, 0):g} s for {holder}, which is writing a checkpoint into {folder}{why}"
                 ) from None
             time.sleep(POLL_S)
-        except OSError:  # no locks here
+        except OSError:  # the file system has no locks
             return
 
 
 def sign_of_life(path: Path) -> None:
-    """Leave one, for `last_sign` of anybody who sees the folder. Costs a change of a file's time."""
+    """Touch the file at `path`, for `last_sign` in any process that sees the folder."""
     with suppress(OSError):
         handle = open_plain(path, os.O_RDWR | os.O_CREAT)
         try:
@@ -447,7 +448,7 @@ def sign_of_life(path: Path) -> None:
 
 
 def last_sign(path: Path) -> int:
-    """Differs from the last time if there was another sign of life. Times of two machines are never compared."""
+    """Return a number that changes with each sign of life. Times of two machines are never compared."""
     try:
         handle = open_plain(path)  # a network file system asks its server then
     except OSError:
