@@ -97,7 +97,7 @@ def opened(
         )
     if version != FORMAT_VERSION or flags or announced != size:
         raise StateCorruptError(
-            f"bad framing of an encoded state: format {version}, flags {flags:#x}, {announced} bytes announced of {size}"
+            f"bad framing of a state: format {version}, flags {flags:#x}, {announced} bytes announced, {size} here"
         )
     tree_end = HEADER.size + tree_size
     source = source_of(view, tree_end, end)
