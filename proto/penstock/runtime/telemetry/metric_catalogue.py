@@ -85,7 +85,7 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     _coordinator("penstock_box_live", "gauge", "", _BOX, "1 if the box's training process renews its lease, else 0."),
     _coordinator("penstock_box_step", "gauge", "", _BOX, "Last step that the box reported."),
-    _coordinator("penstock_box_epoch", "gauge", "", _BOX, "Pass that it is in."),
+    _coordinator("penstock_box_epoch", "gauge", "", _BOX, "Epoch that it is in."),
     _coordinator(
         "penstock_box_steps_total", "counter", "", _BOX, "Steps since the attempt was opened: rate() of it is steps/s."
     ),
