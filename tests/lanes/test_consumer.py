@@ -96,7 +96,7 @@ def test_a_ring_and_its_descriptor_may_come_apart(pair: Pair) -> None:
     ring.close_fd()
 
 
-def test_receive_any_shows_announcements_and_the_packet_itself(pair: Pair) -> None:
+def test_receive_any_returns_announcements(pair: Pair) -> None:
     peer, consumer = pair
     announce(peer)
     batch(peer, shapes=[1, 2])
@@ -116,7 +116,7 @@ def test_receive_any_shows_announcements_and_the_packet_itself(pair: Pair) -> No
         (True, 4 * PAGE, 0, "announced as"),
     ],
 )
-def test_an_unsealed_or_wrongly_announced_ring_is_never_mapped(
+def test_unsealed_or_wrong_ring_is_never_mapped(
     pair: Pair, sealed: bool, size: int, announced: int, says: str
 ) -> None:
     peer, consumer = pair
@@ -198,7 +198,7 @@ def test_ring_numbers_only_rise(pair: Pair) -> None:
         consumer.receive()
 
 
-def test_rings_without_batches_are_not_collected_for_ever(pair: Pair) -> None:
+def test_number_of_unused_rings_is_bounded(pair: Pair) -> None:
     peer, consumer = pair
     ring = Ring.create(PAGE, 4)
     gc.collect()  # rings of earlier tests must not go during this one
@@ -214,7 +214,7 @@ def test_rings_without_batches_are_not_collected_for_ever(pair: Pair) -> None:
     assert count_rings("self") == before
 
 
-def test_the_peer_may_vanish_between_a_ring_and_its_descriptor(pair: Pair) -> None:
+def test_peer_vanishes_before_rings_descriptor(pair: Pair) -> None:
     peer, consumer = pair
     say(peer, kind=RING, ring=1, entry_bytes=PAGE, entries=4)
     assert consumer.receive() is None
@@ -254,7 +254,7 @@ def test_the_rings_of_a_box_share_its_memory() -> None:
         {"size": (1 << 32) - 1},
     ],
 )
-def test_a_batch_lies_within_a_slot_that_was_announced(pair: Pair, frame: dict[str, int]) -> None:
+def test_batch_must_lie_in_an_announced_entry(pair: Pair, frame: dict[str, int]) -> None:
     peer, consumer = pair
     announce(peer)
     batch(peer, nbytes=PAGE)
@@ -264,7 +264,7 @@ def test_a_batch_lies_within_a_slot_that_was_announced(pair: Pair, frame: dict[s
         consumer.receive()
 
 
-def test_a_batch_has_a_structure_that_was_announced(pair: Pair) -> None:
+def test_batch_must_have_announced_structure(pair: Pair) -> None:
     peer, consumer = pair
     announce(peer)
     batch(peer, structure=2)
@@ -272,7 +272,7 @@ def test_a_batch_has_a_structure_that_was_announced(pair: Pair) -> None:
         consumer.receive()
 
 
-def test_a_structure_is_not_announced_as_another_one(pair: Pair) -> None:
+def test_structure_id_is_not_announced_twice(pair: Pair) -> None:
     """Or its batches would be read by the layout that was compiled for the first."""
     peer, consumer = pair
     for data in (b"one", b"one", b"two"):
@@ -285,7 +285,7 @@ def test_a_structure_is_not_announced_as_another_one(pair: Pair) -> None:
         consumer.receive_any()
 
 
-def test_what_was_made_of_a_structure_goes_with_it(pair: Pair) -> None:
+def test_compiled_structure_is_dropped_with_it(pair: Pair) -> None:
     peer, consumer = pair
     for number in range(KNOWN_STRUCTURES + 1):
         say(peer, kind=STRUCTURE, structure=number, inline=b"one", size=3)
@@ -339,7 +339,7 @@ def test_an_unknown_kind(pair: Pair, kind: int) -> None:
         consumer.receive()
 
 
-def test_a_frame_that_does_not_fit_is_an_error_and_not_cut(pair: Pair) -> None:
+def test_frame_too_large_is_an_error_not_cut(pair: Pair) -> None:
     peer, consumer = pair
     packet = framed(a_frame(kind=END, inline=b"x" * MAX_FRAME).encode())
     peer.send(packet)
@@ -360,7 +360,7 @@ def test_frames_of_one_packet_come_one_by_one(pair: Pair) -> None:
     assert consumer.receive() is None
 
 
-def test_what_a_packet_still_holds_of_a_pass_that_was_left_is_ignored(pair: Pair) -> None:
+def test_abandoned_epochs_frames_are_ignored(pair: Pair) -> None:
     peer, consumer = pair
     announce(peer)
     abandons = {1: 0, 2: 0, 3: 0, 4: 1}
@@ -395,7 +395,7 @@ def read_now(consumer: Consumer) -> Iterator[Frame]:
         yield frame
 
 
-def test_stale_frames_are_ignored_and_errors_are_not(pair: Pair) -> None:
+def test_stale_frames_are_ignored_not_errors(pair: Pair) -> None:
     peer, consumer = pair
     announce(peer)
     batch(peer, abandons=0)
@@ -516,7 +516,7 @@ def test_acks_gather_until_the_flush(pair: Pair) -> None:
     assert (ack.delivered, list(ack.released)) == (4, [1, 1, 1, 2, 1, 3, 1, 4])
 
 
-def test_an_abandon_keeps_its_place_among_the_acks(pair: Pair) -> None:
+def test_abandon_keeps_its_order_among_acks(pair: Pair) -> None:
     peer, consumer = pair
     consumer.delivered(4)
     consumer.release([1, 4])
@@ -552,7 +552,7 @@ def test_what_waits_for_room_keeps_its_order(pair: Pair) -> None:
     assert all(len(ack.encode()) < MAX_FRAME // 2 for ack in heard)
 
 
-def test_a_vanished_peer_is_told_by_receive_not_by_flush(pair: Pair) -> None:
+def test_vanished_peer_raises_only_in_receive(pair: Pair) -> None:
     peer, consumer = pair
     announce(peer)
     batch(peer)

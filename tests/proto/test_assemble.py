@@ -168,7 +168,7 @@ def test_leaves_dropped_in_another_thread() -> None:
 @pytest.mark.parametrize(
     "batch", [None, [], 1, {"a": "x", "b": 2.0, "c": np.float32(1)}, torch.ones(0, 3), np.ones((0,)), [""]]
 )
-def test_a_batch_without_views_returns_its_slot_at_once(batch: Any) -> None:
+def test_batch_without_views_frees_entry_at_once(batch: Any) -> None:
     slot = Slot(batch)
     assert list(slot.released) == [7]
     slot.batch = None
@@ -282,7 +282,7 @@ def test_read_only_memory_is_no_ring() -> None:
         wrap_buffer(b"x" * 64)
 
 
-def test_leaves_can_be_replaced_before_the_batch_is_made() -> None:
+def test_leaves_can_be_replaced_by_move() -> None:
     flat = Flattener().flatten({"x": torch.tensor([1, 2]), "rest": ["text", None, np.arange(3)]})
     ring = Ring()
     ring.write(flat)

@@ -125,7 +125,7 @@ def test_a_region_outside_the_buffer(offset: int, nbytes: int) -> None:
         batch_digest(1, bytes(100), offset, nbytes, [])
 
 
-def test_rows_add_up_however_they_are_shared_and_each_byte_of_a_row_counts() -> None:
+def test_rows_digest_sums_over_any_split() -> None:
     def digest(batch: Any) -> int:
         flat = Flattener().flatten(batch)
         region = np.zeros(flat.nbytes, np.uint8)

@@ -67,7 +67,7 @@ def test_a_seed_leaves_other_devices_alone(monkeypatch: pytest.MonkeyPatch) -> N
     assert asked == []
 
 
-def test_nothing_is_collected_while_torch_holds_its_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_garbage_collection_under_torchs_lock(monkeypatch: pytest.MonkeyPatch) -> None:
     real, collects = torch.get_rng_state, []
 
     def state() -> torch.Tensor:
@@ -260,7 +260,7 @@ def test_derived_seeds_are_63_bits_and_stable(seed: int, path: list[int | str]) 
     seed_rng(derive_seed(seed, *path))
 
 
-def test_derived_seeds_differ_wherever_paths_differ() -> None:
+def test_derived_seeds_differ_by_path() -> None:
     paths: list[tuple[int | str, ...]] = [
         (),
         (0,),

@@ -96,7 +96,7 @@ def test_the_table_forgets_the_longest_unused() -> None:
     assert again == made[1]
 
 
-def test_two_classes_of_one_name_are_one_structure() -> None:
+def test_classes_of_one_name_are_one_structure() -> None:
     def make() -> Any:
         made = namedtuple("Made", "a b")  # type: ignore[name-match]
         made.__module__ = __name__
@@ -129,7 +129,7 @@ def test_describe() -> None:
     assert long.startswith('{"key0": float32[rank 1], ')
 
 
-def test_structures_are_frozen_and_torch_is_not_needed_to_read_them() -> None:
+def test_structures_are_frozen_and_need_no_torch() -> None:
     made = Flattener().flatten({"x": torch.ones(2)}).structure
     with pytest.raises(AttributeError):
         made.key = 1  # type: ignore[misc]
