@@ -618,7 +618,7 @@ def test_this_user_and_root_may_connect(monkeypatch: pytest.MonkeyPatch, me: int
 @pytest.mark.parametrize(("me", "peer"), [(1000, 1001), (0, 1000), (1000, (1 << 32) - 2)])
 def test_no_other_user_may(monkeypatch: pytest.MonkeyPatch, me: int, peer: int) -> None:
     monkeypatch.setattr(os, "getuid", lambda: me)
-    with pytest.raises(ProtocolError, match=f"runs as user {peer}, not as {me}"):
+    with pytest.raises(ProtocolError, match=f"must run as user {me} or root, got user {peer}"):
         check_peer(FromUser(peer))  # type: ignore[arg-type]
 
 
