@@ -35,7 +35,7 @@ _BLOCK = 512
 MAX_ENTRIES = 32
 MIN_ENTRIES = 4
 """Smallest number of entries of a ring: one being filled, one being sent, two in use by the loop."""
-FEWEST_SLOTS = 3
+FEWEST_ENTRIES = 3
 """Smallest number of entries where memory is short: with fewer, a loop that holds its last batch would leave none to
 fill."""
 GIANT_BYTES = 512 << 20
@@ -58,18 +58,18 @@ def grown(nbytes: int, previous: int, most: int) -> int:
 
 
 def ring_bytes(rings: int) -> int:
-    """Return the bytes that each of the `rings` of a box may take, unless FEWEST_SLOTS of its batches need more."""
+    """Return the bytes that each of the `rings` of a box may take, unless FEWEST_ENTRIES of its batches need more."""
     return BOX_BYTES // max(rings, 1)
 
 
 def entries_for(entry_bytes: int, limit: int = BOX_BYTES) -> int:
     """Return the number of entries of this size: RING_BYTES of them, within [MIN_ENTRIES, MAX_ENTRIES], but no more
-    than `limit` bytes, down to FEWEST_SLOTS; and one for giants."""
+    than `limit` bytes, down to FEWEST_ENTRIES; and one for giants."""
     size = max(entry_bytes, 1)
     if size >= GIANT_BYTES:
         return 1
     wanted = max(MIN_ENTRIES, min(MAX_ENTRIES, RING_BYTES // size))
-    return max(FEWEST_SLOTS, min(wanted, limit // size))
+    return max(FEWEST_ENTRIES, min(wanted, limit // size))
 
 
 class Ring:
@@ -178,7 +178,7 @@ class RingBudget:
         self._used = 0
 
     def create(self, entry_bytes: int, entries: int) -> Ring:
-        """As Ring.create. Raises OSError above the budget too."""
+        """Return a ring as Ring.create does. Raises OSError above the budget too."""
         size = max(PAGE, (entry_bytes + PAGE - 1) // PAGE * PAGE) * entries
         if self._used + size > self._limit:
             raise OSError(

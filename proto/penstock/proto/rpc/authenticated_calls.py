@@ -1,4 +1,4 @@
-"""What the two clients of penstock.proto.rpc.calls have in common: a call that only one who knows the token can answer.
+"""Authenticated calls of both clients of penstock.proto.rpc.calls: only an end that knows the token can answer.
 
 See penstock.proto.rpc.credentials.token_proof for the rule. Here it meets gRPC: the metadata that a call shows, and the
 trailing metadata in which a challenge or a proof comes back.
@@ -31,12 +31,12 @@ from penstock.proto.rpc.wire_errors import ERROR_KEY
 __all__ = ["Answer", "AuthenticatedCall", "Call", "Metadata", "Streams"]
 
 DIAGNOSE_S = 2.0
-"""Seconds for a second look at a coordinator that listens and cannot be talked to: is it TLS?"""
+"""Seconds for the diagnosis whether TLS makes calls to a listening coordinator fail."""
 
 Metadata = tuple[tuple[str, str], ...]
 Trailing = Iterable[tuple[str, str | bytes]] | None
 Answer = tuple[Any, Trailing]
-"""A reply, and what came behind it."""
+"""Reply, and its trailing metadata."""
 _RELEASE = ((PROTOCOL_KEY, str(PROTOCOL)), (VERSION_KEY, VERSION))
 
 
@@ -65,7 +65,7 @@ class AuthenticatedCall:
         raise NotImplementedError
 
     def _renew_files(self) -> None:
-        """After a call that came to nothing: connect with other certificates from here on, if there are others now.
+        """Connect with new certificates after a failed call, if the files have changed.
 
         Calls under way keep the channel that they have.
         """
@@ -73,7 +73,7 @@ class AuthenticatedCall:
             self._open()
 
     def renew_token(self) -> bool:
-        """After a refusal: whether the token's file holds another one by now, which is shown from here on."""
+        """Load the token's file again after a refusal. Return whether it has another token, which is then used."""
         token = read_again(self._token)
         if token == self._token:
             return False
@@ -81,8 +81,8 @@ class AuthenticatedCall:
         return True
 
     def stranger(self) -> PenstockError:
-        """For an answer of a process that does not know the token. The coordinator, where one was known before, may
-        still come back: until then it is away."""
+        """Return the error for an answer of a process that does not know the token. A coordinator that answered before
+        may still return: until then it is unavailable."""
         kind = CoordinatorUnavailableError if self._reached else AuthenticationError
         return kind(
             f"the process that answers at {self.address} does not prove that it knows the token: it is not the "
@@ -90,15 +90,15 @@ class AuthenticatedCall:
         )
 
     def _tls_trouble(self, error: CoordinatorUnavailableError) -> TlsError | None:
-        """Whether TLS is why there was never an answer. A coordinator that did answer once is away, whatever the
-        reason: it may be back with another certificate."""
+        """Return the TLS error that explains why there was never an answer. A coordinator that answered before is
+        unavailable, whatever the reason: it may return with another certificate."""
         if self._reached or isinstance(error, OverloadedError):
             return None
         return diagnose(self.address, self._tls, f"the coordinator at {self.address}", DIAGNOSE_S)
 
 
 class Call:
-    """One call, made until there is an answer that can be believed: see penstock.proto.rpc.credentials.token_proof."""
+    """Call that is repeated until its answer is proven: see penstock.proto.rpc.credentials.token_proof."""
 
     def __init__(self, client: AuthenticatedCall) -> None:
         self._client = client
@@ -112,7 +112,7 @@ class Call:
         self.metadata: Metadata = (("authorization", self._shown.header), *_RELEASE)
 
     def again(self, error: grpc.RpcError) -> bool:
-        """Whether to make a call that failed again, having answered the challenge that it was refused with."""
+        """Return whether to repeat a failed call, after answering the challenge that refused it."""
         if not isinstance(error, grpc.Call | grpc.aio.AioRpcError):
             return False
         trailing = error.trailing_metadata() or ()
@@ -130,7 +130,7 @@ class Call:
         return True
 
     def believe(self, trailing: Trailing) -> None:
-        """Raises an error for an answer, or an error, of one who does not know the token."""
+        """Raise an error for an answer, or an error, from an end that does not know the token."""
         if not self._shown.proven_by(_found(trailing, PROOF_KEY)):
             raise self._client.stranger()
 
@@ -150,5 +150,5 @@ class Streams(grpc.UnaryStreamClientInterceptor):
         return self._of_thread.call
 
     def trailing(self) -> Trailing:
-        """What stood at the end of this thread's last stream."""
+        """Return the trailing metadata of this thread's last stream."""
         return self._of_thread.call.trailing_metadata()  # type: ignore[no-any-return]
