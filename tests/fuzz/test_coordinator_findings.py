@@ -131,9 +131,7 @@ def test_answers_and_reports_are_bounded() -> None:
         ("slots", "box", 7),
     ],
 )
-def test_inconsistent_rows_stop_the_start(
-    tmp_path: Path, table: str, column: str, value: object
-) -> None:
+def test_inconsistent_rows_stop_the_start(tmp_path: Path, table: str, column: str, value: object) -> None:
     directory = StateDir(tmp_path)
     world = FakeCluster(directory=directory)
     world.worker("w")

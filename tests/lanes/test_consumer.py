@@ -116,9 +116,7 @@ def test_receive_any_returns_announcements(pair: Pair) -> None:
         (True, 4 * PAGE, 0, "announced as"),
     ],
 )
-def test_unsealed_or_wrong_ring_is_never_mapped(
-    pair: Pair, sealed: bool, size: int, announced: int, says: str
-) -> None:
+def test_unsealed_or_wrong_ring_is_never_mapped(pair: Pair, sealed: bool, size: int, announced: int, says: str) -> None:
     peer, consumer = pair
     fd = memfd(size, sealed=sealed)
     pass_ring(peer, fd, entries=announced)

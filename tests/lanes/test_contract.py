@@ -58,9 +58,7 @@ def test_sizes_may_change_and_be_zero(link: Link, runner: Runner) -> None:
     runner.until(delivered=len(sizes), lent=0, rings=1)
 
 
-def test_larger_batch_starts_a_larger_ring(
-    link: Link, runner: Runner
-) -> None:
+def test_larger_batch_starts_a_larger_ring(link: Link, runner: Runner) -> None:
     sizes = [1000, 5000, 5001, 30_000, 300_000, 2_000_000]
     consumer = link.connect()
     runner.batches(1, sizes)
@@ -147,9 +145,7 @@ def test_end_of_epoch_follows_its_last_batch(link: Link, runner: Runner) -> None
 
 
 @pytest.mark.parametrize("letter", ["x", "€", "𝄞"])
-def test_error_follows_last_batch_truncated(
-    link: Link, runner: Runner, letter: str
-) -> None:
+def test_error_follows_last_batch_truncated(link: Link, runner: Runner, letter: str) -> None:
     consumer = link.connect()
     runner.batches(1, [100])
     # No more than a packet of the test's control socket holds.

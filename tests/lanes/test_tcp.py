@@ -165,9 +165,7 @@ def test_near_peer_gets_cache_sized_send_buffer(ends: tuple[socket.socket, socke
 
 
 @pytest.mark.parametrize("information", ["far", "short"])
-def test_far_peer_keeps_kernels_send_buffer(
-    ends: tuple[socket.socket, socket.socket], information: str
-) -> None:
+def test_far_peer_keeps_kernels_send_buffer(ends: tuple[socket.socket, socket.socket], information: str) -> None:
     class Odd(socket.socket):
         def getsockopt(self, *what: int) -> Any:
             found: Any = super().getsockopt(*what)

@@ -1,13 +1,13 @@
 """Auth interceptor between the network and the coordinator's handlers: checks caller, role and protocol number.
 
 Every call carries "authorization" and "penstock-protocol: N" as metadata: a proof that its caller knows a token (see
-penstock.proto.rpc.credentials.token_proof), or "Bearer TOKEN" from programs that know no proof. Both are checked before
+penstock.proto.rpc.credentials.token_proof), or "Bearer TOKEN" from programs without the proof. Both are checked before
 anything of the request is read, so a call without a token costs its caller's headers and nothing else. Calls that only
 read (roles.READ_ONLY) need no protocol number. Health checks need no token: probes have none, and learn nothing but
 "serving".
 
-The clients of penstock.proto.rpc.calls add the metadata to each call themselves; interceptors would do on sync
-channels, but on asyncio ones each of them costs a task a call and hides cancellation.
+The clients of penstock.proto.rpc.calls add the metadata to each call themselves; interceptors would work on sync
+channels, but on asyncio ones each of them costs a task per call and hides cancellation.
 """
 
 from __future__ import annotations

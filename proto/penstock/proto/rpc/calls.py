@@ -1,9 +1,9 @@
-"""Calls to the coordinator: what the training job (blocking) and the worker daemon (asyncio) hold.
+"""Clients of the coordinator: a blocking one for the training job, an asyncio one for the worker daemon.
 
 Both wrap the generated stub and add what every call needs: the metadata, a deadline (no wait without one), translation
 of errors (penstock.proto.rpc.channel.translating) and the cutting of large values into parts. They keep no state and do
 not retry: only the caller knows whether it may wait for a coordinator that restarts ("reconnecting, n s") and what it
-has to say again. Every call is idempotent, so a caller may repeat any of them after CoordinatorUnavailableError or
+has to send again. Every call is idempotent, so a caller may repeat any of them after CoordinatorUnavailableError or
 DeadlineError. `deadline_s` is in seconds throughout; long polls add their `hold_s`, state queries their own deadline.
 
 A value that travels in parts is checked against the size that its header declares; a blob against its name.

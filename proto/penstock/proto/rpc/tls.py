@@ -322,8 +322,7 @@ def _reason(error: Exception) -> str:
 def no_tls_here(what: str) -> TlsError:
     """Return the error for `what`, which uses TLS while this end has none."""
     return TlsError(
-        f"{what} uses TLS, and this end does not: pass the CA, --tls-ca FILE (PENSTOCK_TLS_CA, "
-        "Appliance(tls_ca=...))"
+        f"{what} uses TLS, and this end does not: pass the CA, --tls-ca FILE (PENSTOCK_TLS_CA, Appliance(tls_ca=...))"
     )
 
 

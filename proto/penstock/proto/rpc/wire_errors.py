@@ -1,8 +1,8 @@
-"""Errors on their way between two processes: the only place where they change between their two forms.
+"""Errors between two processes: the only place that converts between exceptions and their form on the wire.
 
-A handler raises whatever it likes; `abort` turns a PenstockError into its status of the catalogue plus an ErrorDetail
-in trailing metadata, and anything else into UNKNOWN with the traceback, for a bug must be readable from where it hurts.
-`translating` is the way back: no grpc.RpcError leaves it, and every error names the address.
+A handler raises any exception; `abort` turns a PenstockError into its status of the catalogue plus an ErrorDetail
+in trailing metadata, and anything else into UNKNOWN with the traceback, so that a bug can be read at the other end.
+`translating` is the reverse: no grpc.RpcError leaves it, and every error names the address.
 """
 
 from __future__ import annotations
