@@ -507,9 +507,9 @@ def test_a_taken_port_is_named() -> None:
         ("[::]:0", "can be reached from other machines"),
         ("example.org:80", "can be reached from other machines"),
         ("no-port", 'must be "host:port" or "unix:/path"'),
-        ("host:99999", "neither"),
-        ("unix:", "neither"),
-        ("unix:x", "neither"),
+        ("host:99999", 'must be "host:port"'),
+        ("unix:", 'must be "host:port"'),
+        ("unix:x", 'must be "host:port"'),
     ],
 )
 def test_addresses_that_are_refused(listen: str, words: str) -> None:
