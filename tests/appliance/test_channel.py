@@ -482,7 +482,7 @@ def test_shared_unix_socket_folder_is_refused(tmp_path: Path) -> None:
     address = f"unix:{tmp_path}/coordinator"
     tmp_path.chmod(0o777)
     for attempt in (lambda: connect(address), lambda: asyncio.run(server_aio(address, TOKEN, lambda server: None))):
-        with pytest.raises(UnsafeBindError, match=f"{tmp_path} must be a folder of this user that no other can write"):
+        with pytest.raises(UnsafeBindError, match=f"{tmp_path} must be a folder of this user that others cannot write"):
             attempt()
     tmp_path.chmod(0o755)
     (tmp_path / "coordinator").symlink_to("/dev/null")
@@ -506,10 +506,10 @@ def test_a_taken_port_is_named() -> None:
         ("0.0.0.0:0", "without TLS token and data would cross"),
         ("[::]:0", "can be reached from other machines"),
         ("example.org:80", "can be reached from other machines"),
-        ("no-port", 'neither "host:port" nor "unix:/path"'),
-        ("host:99999", "neither"),
-        ("unix:", "neither"),
-        ("unix:x", "neither"),
+        ("no-port", 'must be "host:port" or "unix:/path"'),
+        ("host:99999", 'must be "host:port"'),
+        ("unix:", 'must be "host:port"'),
+        ("unix:x", 'must be "host:port"'),
     ],
 )
 def test_addresses_that_are_refused(listen: str, words: str) -> None:

@@ -80,7 +80,7 @@ def test_closed_run_is_readable_until_reopened(tmp_path: Path) -> None:
             async with AsyncCoordinatorClient(address, TOKEN) as client, daemon(address):
                 await client.open_run(opening())
                 await until_ready(client)
-                with pytest.raises(StateCorruptError, match="an encoded state has 40 bytes or more, this has 7"):
+                with pytest.raises(StateCorruptError, match="an encoded state must have >= 40 bytes, got 7"):
                     await client.fetch_state(newest(format=pb.STATE_JSON))
                 await client.close_run(pb.CloseRunRequest(run=RUN, attempt=1, client_id="c0", forget=True))
             async with AsyncCoordinatorClient(address, TOKEN) as client, daemon(address, say=user_state):

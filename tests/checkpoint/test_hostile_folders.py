@@ -69,7 +69,7 @@ def test_a_fifo_is_not_waited_for(folder: Path, name: str) -> None:
     os.mkfifo(path / name)
     if name == METADATA:  # whoever writes a checkpoint can say that a file is empty, as a FIFO seems to be
         rewritten(path, lambda file: replace(file, nbytes=0) if file.name == name else file)
-    with pytest.raises(CheckpointCorruptError, match=f"{name}.* cannot be read: it is no file"):
+    with pytest.raises(CheckpointCorruptError, match=f"{name}.* cannot be read: it is not a regular file"):
         restored(folder, step=1)
 
 

@@ -127,7 +127,7 @@ def test_a_box_s_part_of_the_global_batch() -> None:
     with assigned(Assignment(box=2, num_boxes=3, slot=1, num_workers_per_box=2, seed=0, first_step=1)):
         assert get_streaming_batch_size(10) == 3
         assert [get_streaming_batch_size(11, rank) for rank in range(6)] == [4, 4, 4, 4, 3, 3]
-        with pytest.raises(InvalidArgumentError, match=r"at least the number of boxes, 3, got 2"):
+        with pytest.raises(InvalidArgumentError, match=r">= the number of boxes \(3\), got 2"):
             get_streaming_batch_size(2)
         with pytest.raises(InvalidArgumentError, match=r"in \[0, 6\), got 6"):
             get_streaming_batch_size(9, 6)

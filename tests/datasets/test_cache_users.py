@@ -96,7 +96,7 @@ def test_a_lock_that_is_a_link_cuts_nothing(hold: Hold, tmp_path: Path, name: st
 def test_fifo_instead_of_a_file_is_not_awaited(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     os.mkfifo(tmp_path / "data" / "index.json")
-    with pytest.raises(ShardUnavailableError, match=r"index\.json: it is no file"):
+    with pytest.raises(ShardUnavailableError, match=r"index\.json: it is not a regular file"):
         StreamingDataset(local=tmp_path / "data")
 
 

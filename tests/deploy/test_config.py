@@ -160,7 +160,7 @@ def test_files_that_are_none(written: Path, tmp_path: Path) -> None:
         check_settings_file()
     written.unlink()
     os.mkfifo(written)  # nobody writes: it would be waited for
-    with pytest.raises(InvalidArgumentError, match="is no regular file"):
+    with pytest.raises(InvalidArgumentError, match="must be a regular file"):
         check_settings_file()
 
 

@@ -162,7 +162,7 @@ def test_tls_at_one_end_only(cluster: Any, tmp_path: Any) -> None:
         pytest.skip("the command openssl is not here to make certificates with")
     code, found = findings(cluster, "--tls-ca", Pki(tmp_path / "pki").ca)
     assert (code, found["TLS"]["level"]) == (32, "problem")
-    assert "does not speak TLS" in found["TLS"]["found"]
+    assert "does not use TLS" in found["TLS"]["found"]
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ def test_a_pulse_file_that_is_a_folder_is_a_warning(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     LivenessWriter(".").turned()
-    assert "the pulse cannot be written to ." in caplog.text
+    assert "the liveness file . cannot be written" in caplog.text
     assert list(tmp_path.iterdir()) == []
 
 
@@ -71,7 +71,7 @@ def test_what_is_not_there_or_something_else_is_named(tmp_path: Path, capsys: py
     assert main(["worker", "live", "--liveness-file", str(tmp_path / "none")]) == 1
     assert "does a worker run with this --liveness-file?" in capsys.readouterr().err
     (tmp_path / "other").write_text("something else")
-    with pytest.raises(InvalidArgumentError, match="is no liveness file"):
+    with pytest.raises(InvalidArgumentError, match="is not a worker's liveness file"):
         read_liveness(str(tmp_path / "other"))
     assert main(["coordinator", "live", "--address", "127.0.0.1:1"]) == 1
     assert "127.0.0.1:1 cannot be reached" in capsys.readouterr().err

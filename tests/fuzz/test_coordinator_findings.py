@@ -25,7 +25,7 @@ BAD_SECONDS = [math.nan, math.inf, -math.inf, -1.0, 1e300]
 HUGE = (1 << 64) - 1
 
 
-def test_seconds_that_no_clock_has_said_are_refused_and_cost_nothing() -> None:
+def test_invalid_seconds_are_refused_at_no_cost() -> None:
     """A hold of NaN seconds was a loop without a pause."""
 
     async def run() -> None:
@@ -57,7 +57,7 @@ def test_seconds_that_no_clock_has_said_are_refused_and_cost_nothing() -> None:
     asyncio.run(run())
 
 
-def test_a_snapshot_with_numbers_that_no_database_holds_is_refused() -> None:
+def test_snapshot_with_too_large_numbers_refused() -> None:
     async def run() -> None:
         async with coordinator() as address, AsyncCoordinatorClient(address, TOKEN) as client:
             for name in ("total", "epoch", "delivered", "samples", "step"):
@@ -78,7 +78,7 @@ def opening(**base: Any) -> pb.OpenRunRequest:
 
 
 @pytest.mark.parametrize("base", [{"step": HUGE}, {"epoch": HUGE}, {"total": HUGE}, {"delivered": 2, "total": 1}])
-def test_nobody_starts_where_nothing_can_be_counted_on(base: dict[str, int]) -> None:
+def test_start_beyond_counting_is_refused(base: dict[str, int]) -> None:
     """Such a position overflowed the next message that was made of it: another's heartbeat."""
     world = FakeCluster()
     with pytest.raises(InvalidArgumentError):
@@ -93,7 +93,7 @@ def test_nobody_starts_where_nothing_can_be_counted_on(base: dict[str, int]) -> 
     assert len(worker.heartbeat().assignments) == 1
 
 
-def test_a_state_beyond_all_counting_cannot_be_asked_for() -> None:
+def test_state_beyond_counting_is_refused() -> None:
     world = FakeCluster()
     worker = world.worker("w")
     world.open()
@@ -103,7 +103,7 @@ def test_a_state_beyond_all_counting_cannot_be_asked_for() -> None:
     worker.heartbeat()
 
 
-def test_answers_and_reports_do_not_fill_the_cluster() -> None:
+def test_answers_and_reports_are_bounded() -> None:
     world = FakeCluster(Limits(ends_max=100, abandoned_max=50))
     world.worker("w")
     box = world.open()
@@ -131,9 +131,7 @@ def test_answers_and_reports_do_not_fill_the_cluster() -> None:
         ("slots", "box", 7),
     ],
 )
-def test_rows_that_do_not_fit_together_stop_the_start_by_name(
-    tmp_path: Path, table: str, column: str, value: object
-) -> None:
+def test_inconsistent_rows_stop_the_start(tmp_path: Path, table: str, column: str, value: object) -> None:
     directory = StateDir(tmp_path)
     world = FakeCluster(directory=directory)
     world.worker("w")

@@ -66,7 +66,7 @@ def seqpacket() -> tuple[socket.socket, socket.socket]:
 # ---- lanes
 
 
-def test_a_frame_that_no_packet_holds_is_refused_and_not_sent_for_ever() -> None:
+def test_frame_above_packet_size_is_refused() -> None:
     producer = Producer(1 << 20)
     producer.know_structure(1, b"one")
     peer, sock = seqpacket()
@@ -80,7 +80,7 @@ def test_a_frame_that_no_packet_holds_is_refused_and_not_sent_for_ever() -> None
     peer.close()
 
 
-def test_a_frame_that_the_socket_does_not_take_costs_the_lane_and_not_the_batch() -> None:
+def test_failed_frame_costs_lane_not_batch() -> None:
     producer = Producer(1 << 20)
     producer.know_structure(1, b"one")
     small, sock = seqpacket()
@@ -101,7 +101,7 @@ def test_a_frame_that_the_socket_does_not_take_costs_the_lane_and_not_the_batch(
     small.close()
 
 
-def test_an_ack_that_the_socket_does_not_take_costs_the_lane_and_not_the_credits() -> None:
+def test_failed_ack_costs_lane_not_credits() -> None:
     peer, sock = seqpacket()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
     consumer = Consumer(sock, "slot 0")
@@ -119,7 +119,7 @@ def test_an_ack_that_the_socket_does_not_take_costs_the_lane_and_not_the_credits
 
 
 @pytest.mark.parametrize("kind", [STRUCTURE, BATCH])
-def test_a_peer_that_sends_only_what_nobody_needs_is_not_read_for_ever(kind: int) -> None:
+def test_useless_frames_are_not_read_for_ever(kind: int) -> None:
     """Announcements, or batches of an epoch that was left."""
     peer, sock = seqpacket()
     consumer = Consumer(sock, "slot 0")
@@ -150,7 +150,7 @@ def test_a_peer_that_sends_only_what_nobody_needs_is_not_read_for_ever(kind: int
         peer.close()
 
 
-def test_batches_that_come_twice_without_end_end_the_lane(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endless_duplicate_batches_end_the_lane(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.client.stream.ordered_reader.MAX_UNUSED", 20)
     rig = Rig()
     try:
@@ -166,7 +166,7 @@ def test_batches_that_come_twice_without_end_end_the_lane(monkeypatch: pytest.Mo
         rig.close()
 
 
-def test_both_ends_forget_structures_alike_by_their_bytes() -> None:
+def test_both_ends_drop_structures_alike() -> None:
     """Three of 3 MiB are more than is remembered: the first is announced anew, and nothing breaks."""
     producer = Producer(1 << 20)
     peer, sock = seqpacket()
@@ -200,7 +200,7 @@ def test_both_ends_forget_structures_alike_by_their_bytes() -> None:
     consumer.close()
 
 
-def test_a_consumer_cannot_make_its_producer_remember_without_end() -> None:
+def test_producers_memory_of_acks_is_bounded() -> None:
     producer = Producer(1 << 20)
     peer, sock = seqpacket()
     producer.attach(sock, lane_pb2.Hello())
@@ -216,7 +216,7 @@ def test_a_consumer_cannot_make_its_producer_remember_without_end() -> None:
     peer.close()
 
 
-def test_a_count_of_cuts_at_its_end_does_not_stop_the_runner() -> None:
+def test_exhausted_abandon_count_is_survived() -> None:
     producer = Producer(1 << 20)
     producer.know_structure(1, b"one")
     peer, sock = seqpacket()
@@ -231,7 +231,7 @@ def test_a_count_of_cuts_at_its_end_does_not_stop_the_runner() -> None:
     peer.close()
 
 
-def test_acks_from_another_host_do_not_gather_in_the_daemon_without_end() -> None:
+def test_remote_acks_in_the_daemon_are_bounded() -> None:
     runner, local = seqpacket()  # a runner in user code reads nothing
     listener = socket.create_server(("127.0.0.1", 0))
     far = socket.create_connection(listener.getsockname())
@@ -255,7 +255,7 @@ def test_acks_from_another_host_do_not_gather_in_the_daemon_without_end() -> Non
     runner.close()
 
 
-def test_every_step_is_announced_as_far_as_rings_reach_with_many_slots() -> None:
+def test_steps_are_announced_with_many_slots() -> None:
     slots = 16
     rig = Rig(slots)
     try:
@@ -273,7 +273,7 @@ def test_every_step_is_announced_as_far_as_rings_reach_with_many_slots() -> None
 # ---- what a daemon hears of its children
 
 
-def test_a_child_cannot_take_the_progress_page_from_under_its_daemon() -> None:
+def test_child_cannot_truncate_progress_page() -> None:
     progress_page = ProgressPage.create()
     with pytest.raises(PermissionError):
         os.ftruncate(progress_page.fd, 0)
@@ -282,7 +282,7 @@ def test_a_child_cannot_take_the_progress_page_from_under_its_daemon() -> None:
 
 
 @pytest.mark.parametrize("text", [b"[]", b"3", b'"kind"', b"{}", b'{"kind": 3}', b"[" * 100_000, b"\xff", b'{"kind": '])
-def test_a_control_message_is_an_object_that_says_its_kind(text: bytes) -> None:
+def test_control_message_is_an_object_with_kind(text: bytes) -> None:
     inbox = MessageInbox()
     head = bytearray(encode_head(ControlMessage("x"))[:13])
     head[:4] = len(text).to_bytes(4, "little")
@@ -291,7 +291,7 @@ def test_a_control_message_is_an_object_that_says_its_kind(text: bytes) -> None:
         inbox.take()
 
 
-def test_descriptors_that_nobody_announced_are_closed() -> None:
+def test_unannounced_descriptors_are_closed() -> None:
     inbox = MessageInbox()
     inbox.reader(b"", [os.memfd_create("unannounced") for _ in range(MAX_FDS)])
     with pytest.raises(ProtocolError, match=f"{MAX_FDS + 1} descriptors"):
@@ -306,7 +306,7 @@ def test_a_count_from_a_child_is_a_count(value: Any) -> None:
     assert counts(ControlMessage("point", {"total": 3}), "total") == [3]
 
 
-def test_a_state_that_nobody_would_take_is_refused_where_it_is_made() -> None:
+def test_unloadable_state_is_refused_when_made() -> None:
     class Large(bytes):
         def __len__(self) -> int:
             return MAX_PAYLOAD + 1
@@ -353,7 +353,7 @@ def _said(*raw: bytes, fds: bool = False) -> tuple[int, list[ControlMessage]]:
     return asyncio.run(run()), heard
 
 
-def test_a_child_that_talks_nonsense_is_killed_and_one_that_does_not_lives() -> None:
+def test_only_a_child_with_bad_messages_is_killed() -> None:
     good = encode_head(ControlMessage("begun"))
     assert _said(good, encode_head(ControlMessage("last")))[0] == 0
     status, heard = _said(good, b"\2\0\0\0" + bytes(9) + b"[]")
@@ -367,7 +367,7 @@ def test_a_child_that_sends_descriptors_is_killed() -> None:
     assert _said(bytes(announced), fds=True)[0] == -signal.SIGKILL
 
 
-def test_origins_without_end_do_not_fill_the_daemon() -> None:
+def test_number_of_epoch_starts_is_bounded() -> None:
     store = SlotSnapshots()
     data = bytes(MAX_BYTES)  # one object: what counts is what is kept
     for total in range(1, 200):
@@ -380,6 +380,6 @@ def test_origins_without_end_do_not_fill_the_daemon() -> None:
 @pytest.mark.parametrize(
     "value", [None, [], {}, {"restart": {}}, {"user": 1, "restart": {"epoch_start": {}, "at": [1]}}]
 )
-def test_a_base_that_was_never_one_is_a_damaged_state(value: Any) -> None:
+def test_invalid_restart_point_is_a_damaged_state(value: Any) -> None:
     with pytest.raises(StateCorruptError):
         RestartPoint.decode(encode_state(value))

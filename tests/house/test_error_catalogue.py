@@ -27,11 +27,11 @@ def tree(top: type[PenstockError]) -> Iterator[type[PenstockError]]:
 ERRORS = sorted(set(tree(PenstockError)), key=lambda error: error.__name__)
 
 
-def test_catalogue_holds_the_whole_tree_and_nothing_else() -> None:
+def test_catalogue_holds_exactly_the_tree() -> None:
     assert {name: entry.error for name, entry in CATALOGUE.items()} == {error.__name__: error for error in ERRORS}
 
 
-def test_every_error_is_public_and_in_the_picture_that_opens_the_module() -> None:
+def test_every_error_is_public_and_in_the_docs() -> None:
     names = {error.__name__ for error in ERRORS}
     assert names <= set(errors.__all__)
     assert errors.__doc__ is not None
@@ -39,7 +39,7 @@ def test_every_error_is_public_and_in_the_picture_that_opens_the_module() -> Non
 
 
 @pytest.mark.parametrize("name", CATALOGUE)
-def test_status_is_a_grpc_status_that_means_failure(name: str) -> None:
+def test_status_is_a_grpc_failure_status(name: str) -> None:
     status = CATALOGUE[name].status
     assert status in grpc.StatusCode.__members__
     assert status != "OK"
@@ -56,7 +56,7 @@ def test_error_comes_back_from_its_name(error: type[PenstockError]) -> None:
     assert str(error_named(error.__name__, "it broke")) == "it broke"
 
 
-def test_name_from_a_newer_peer_becomes_the_root_and_is_kept_in_the_message() -> None:
+def test_newer_peers_error_becomes_the_root() -> None:
     back = error_named("TomorrowsError", "it broke", "Traceback: far away")
     assert type(back) is PenstockError
     assert back.message == "TomorrowsError: it broke"
@@ -64,7 +64,7 @@ def test_name_from_a_newer_peer_becomes_the_root_and_is_kept_in_the_message() ->
 
 
 @pytest.mark.parametrize("name", ["BaseException", "SystemExit", "os.system", "Entry", ""])
-def test_name_outside_the_catalogue_is_never_looked_up_elsewhere(name: str) -> None:
+def test_error_names_come_only_from_catalogue(name: str) -> None:
     assert type(error_named(name, "it broke")) is PenstockError
 
 

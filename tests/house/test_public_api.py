@@ -277,13 +277,13 @@ class FourMethods:
         return aggregated
 
 
-def test_restartable_data_loader_is_a_protocol_that_can_be_checked_at_run_time() -> None:
+def test_restartable_data_loader_runtime_check() -> None:
     protocol = resolve("penstock.client:RestartableDataLoader")
     assert isinstance(FourMethods(), protocol)
     assert not isinstance(object(), protocol)
 
 
-def test_data_loader_checkpoint_fields_and_derived_ids() -> None:
+def test_data_loader_checkpoint_fields_and_ids() -> None:
     kind = resolve("penstock.client:DataLoaderCheckpoint")
     assert CHECKPOINT_FIELDS.keys() <= {field.name for field in dataclasses.fields(kind)}
     checkpoint = kind(**CHECKPOINT_FIELDS)
@@ -294,7 +294,7 @@ def test_data_loader_checkpoint_fields_and_derived_ids() -> None:
         checkpoint.wse_id = 0
 
 
-def test_current_assignment_is_neutral_outside_a_worker() -> None:
+def test_assignment_is_neutral_outside_a_worker() -> None:
     here = resolve("penstock.worker:current_assignment")()
     assert (here.box, here.num_boxes) == (0, 1)
     assert (here.slot, here.num_workers_per_box, here.global_worker_id) == (0, 1, 0)

@@ -83,7 +83,7 @@ def test_the_sender_takes_turns_with_the_acks(number: int) -> None:
 
 
 @pytest.mark.parametrize("asked", [[lane_pb2.LZ4], [77], [77, lane_pb2.LZ4]])
-def test_what_the_worker_lacks_is_said_once_and_the_lane_works(
+def test_missing_codec_is_logged_once(
     asked: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(sys.modules, "lz4", None)
@@ -135,7 +135,7 @@ def test_the_hello_names_what_the_receiver_has(receiver: Receiver) -> None:
     rig.close()
 
 
-def test_batches_of_any_size_however_the_bytes_come(receiver: Receiver) -> None:
+def test_batches_of_any_size_for_any_split(receiver: Receiver) -> None:
     sizes = [2048, 40_000, 5, 0, PIECE, PIECE + 1, 300_000, SLOT, SLOT - 1, 3, 700_000, 2000]
     rng = random.Random(3)
     for number in CODECS:
@@ -170,7 +170,7 @@ def check(rig: ReceiverRig, frame: Frame, total: int, size: int) -> None:
     rig.consumer.flush()
 
 
-def test_a_pass_left_in_the_middle_of_a_compressed_payload(rig: ReceiverRig) -> None:
+def test_abandon_within_a_compressed_payload(rig: ReceiverRig) -> None:
     size, number = SLOT, number_of(rig)
     rig.begin()
     for abandons in range(12):
@@ -204,7 +204,7 @@ def test_a_pass_left_in_the_middle_of_a_compressed_payload(rig: ReceiverRig) -> 
     assert len({rig.expect(total, size) for total in range(200, 200 + slots)}) == slots, "all slots are there"
 
 
-def test_what_came_whole_before_the_connection_broke_is_handed_on(rig: ReceiverRig) -> None:
+def test_whole_batches_before_break_are_forwarded(rig: ReceiverRig) -> None:
     rig.begin()
     rig.far.sendall(sent(batch(1, 700_000), number_of(rig)) + sent(batch(2, 700_000), number_of(rig))[:-1])
     rig.far.close()
@@ -254,7 +254,7 @@ def broken(number: int, case: str) -> bytes:
         ("too short", "BatchCorruptError", "a piece of 5000 bytes"),
     ],
 )
-def test_a_payload_that_cannot_be_is_an_error_with_a_name(
+def test_invalid_payload_is_a_named_error(
     rig: ReceiverRig, receiver: Receiver, case: str, name: str, says: str
 ) -> None:
     pid = receiver.pid
@@ -268,7 +268,7 @@ def test_a_payload_that_cannot_be_is_an_error_with_a_name(
     assert receiver.pid == pid
 
 
-def test_sizes_are_checked_against_the_slot_before_anything_is_allocated(rig: ReceiverRig) -> None:
+def test_sizes_are_checked_before_allocation(rig: ReceiverRig) -> None:
     rig.begin(4096)
     frame = batch(1, 1 << 39, codec=number_of(rig), wire=100)
     rig.send_in_vain(sealed(frame.encode()))
@@ -284,7 +284,7 @@ def test_sizes_are_checked_against_the_slot_before_anything_is_allocated(rig: Re
     st.integers(0, 200),
     st.integers(2048, 4096),
 )
-def test_corrupt_streams_end_their_lane_and_no_other(
+def test_corrupt_stream_ends_only_its_lane(
     receiver: Receiver, number: int, flips: list[tuple[int, int]], abandons: int, size: int
 ) -> None:
     logging.disable(logging.WARNING)

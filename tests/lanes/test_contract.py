@@ -30,7 +30,7 @@ Place = tuple[int, int]
 # ---- batches
 
 
-def test_batches_come_in_order_with_their_exact_content(link: Link, runner: Runner) -> None:
+def test_batches_come_in_order_with_exact_content(link: Link, runner: Runner) -> None:
     consumer = link.connect()
     runner.batches(1, [4096] * 300)
     for total in range(1, 301):
@@ -49,7 +49,7 @@ def test_what_a_frame_says_arrives_as_it_was_said(link: Link, runner: Runner) ->
     assert consumer.structures[frame.structure] == structure_bytes(1, 20)
 
 
-def test_sizes_may_change_from_batch_to_batch_and_be_zero(link: Link, runner: Runner) -> None:
+def test_sizes_may_change_and_be_zero(link: Link, runner: Runner) -> None:
     sizes = [0, 1, 16383, 0, 16384, 16385, 70_000, 3, 4095, 300_000, 299_999, 0, 1 << 20, 12, (1 << 20) - 1] * 3
     consumer = link.connect()
     runner.batches(1, sizes)
@@ -58,9 +58,7 @@ def test_sizes_may_change_from_batch_to_batch_and_be_zero(link: Link, runner: Ru
     runner.until(delivered=len(sizes), lent=0, rings=1)
 
 
-def test_a_larger_batch_starts_a_larger_ring_and_the_old_one_goes_when_it_is_drained(
-    link: Link, runner: Runner
-) -> None:
+def test_larger_batch_starts_a_larger_ring(link: Link, runner: Runner) -> None:
     sizes = [1000, 5000, 5001, 30_000, 300_000, 2_000_000]
     consumer = link.connect()
     runner.batches(1, sizes)
@@ -102,7 +100,7 @@ def test_many_dims_ride_behind_the_batch(link: Link, runner: Runner) -> None:
         finish(consumer, total, (frame.ring, frame.entry))
 
 
-def test_many_dims_in_every_batch_do_not_overtake_the_socket(link: Link, runner: Runner) -> None:
+def test_many_dims_do_not_overflow_the_socket(link: Link, runner: Runner) -> None:
     shapes = [(1 << 63) + index for index in range(2048)]  # 20 KiB a frame: a ring of them fills the socket
     consumer = link.connect()
     runner.batches(1, [16] * 80, shapes=shapes)
@@ -111,7 +109,7 @@ def test_many_dims_in_every_batch_do_not_overtake_the_socket(link: Link, runner:
     runner.until(delivered=80, lent=0)
 
 
-def test_structures_come_in_pieces_and_the_oldest_is_forgotten_first(link: Link, runner: Runner) -> None:
+def test_structures_in_pieces_drop_oldest_first(link: Link, runner: Runner) -> None:
     def structure(total: int) -> tuple[int, int]:
         number = total % 100 + 1
         return number, 100_000 if number % 25 == 0 else number % 7  # three pieces and more, and none at all
@@ -132,7 +130,7 @@ def test_structures_come_in_pieces_and_the_oldest_is_forgotten_first(link: Link,
 # ---- ends
 
 
-def test_the_end_of_a_pass_comes_behind_its_last_batch(link: Link, runner: Runner) -> None:
+def test_end_of_epoch_follows_its_last_batch(link: Link, runner: Runner) -> None:
     consumer = link.connect()
     runner.batches(1, [100] * 2)
     runner.work({"kind": "end", "epoch": 0, "total": 2}, {"kind": "end", "epoch": 1, "total": 2})
@@ -147,9 +145,7 @@ def test_the_end_of_a_pass_comes_behind_its_last_batch(link: Link, runner: Runne
 
 
 @pytest.mark.parametrize("letter", ["x", "€", "𝄞"])
-def test_an_error_comes_behind_the_last_batch_and_is_cut_where_it_is_too_long(
-    link: Link, runner: Runner, letter: str
-) -> None:
+def test_error_follows_last_batch_truncated(link: Link, runner: Runner, letter: str) -> None:
     consumer = link.connect()
     runner.batches(1, [100])
     # No more than a packet of the test's control socket holds.
@@ -168,7 +164,7 @@ def test_an_error_comes_behind_the_last_batch_and_is_cut_where_it_is_too_long(
     assert (again.kind, again.error.name) == (ERROR, "InputFnError")
 
 
-def test_the_producers_close_is_told_from_its_loss(link: Link, runner: Runner) -> None:
+def test_producers_close_differs_from_its_loss(link: Link, runner: Runner) -> None:
     consumer = link.connect()
     runner.batches(1, [50_000] * 3)
     runner.work({"kind": "close"})
@@ -179,7 +175,7 @@ def test_the_producers_close_is_told_from_its_loss(link: Link, runner: Runner) -
         next_frame(consumer)
 
 
-def test_the_consumers_close_is_told_from_its_loss(link: Link, runner: Runner) -> None:
+def test_consumers_close_differs_from_its_loss(link: Link, runner: Runner) -> None:
     consumer = link.connect()
     runner.batches(1, [100])
     take(consumer, 1, 100)
@@ -199,7 +195,7 @@ def test_the_consumers_close_is_told_from_its_loss(link: Link, runner: Runner) -
 # ---- credits
 
 
-def test_a_producer_never_takes_a_slot_that_was_not_released(link: Link, runner: Runner) -> None:
+def test_unreleased_entry_is_never_refilled(link: Link, runner: Runner) -> None:
     size = 2 << 20
     consumer = link.connect()
     runner.batches(1, [size] * 12)
@@ -276,7 +272,7 @@ def test_wishes_for_snapshots_and_passes_arrive(link: Link, runner: Runner) -> N
 # ---- coming back
 
 
-def test_who_comes_back_gets_what_was_not_delivered_and_nothing_is_computed_again(link: Link, runner: Runner) -> None:
+def test_reconnect_resends_undelivered_batches(link: Link, runner: Runner) -> None:
     consumer = link.connect()
     runner.batches(1, [3000] * 6)
     runner.work({"kind": "end", "epoch": 0, "total": 6})
@@ -310,7 +306,7 @@ def test_it_may_break_at_every_step(link: Link, runner: Runner) -> None:
     assert state["free"] == state["slots"]
 
 
-def test_a_slot_that_was_handed_out_is_neither_sent_again_nor_filled_again(link: Link, runner: Runner) -> None:
+def test_lent_entry_is_not_resent_or_refilled(link: Link, runner: Runner) -> None:
     size = 2 << 20
     consumer = link.connect()
     runner.batches(1, [size] * 8)
@@ -340,7 +336,7 @@ def test_a_slot_that_was_handed_out_is_neither_sent_again_nor_filled_again(link:
     runner.until(lent=0, free=4)
 
 
-def test_a_consumer_that_wants_what_was_delivered_is_refused_by_name(link: Link, runner: Runner) -> None:
+def test_request_for_delivered_batch_is_refused(link: Link, runner: Runner) -> None:
     consumer = link.connect()
     runner.batches(1, [100] * 3)
     for total in (1, 2):
@@ -442,7 +438,7 @@ def test_a_pass_left_while_the_lane_was_broken(link: Link, runner: Runner) -> No
     assert runner.until(delivered=3, lent=0)["abandoned"] == [0]
 
 
-def test_a_new_runner_meets_a_consumer_that_has_left_passes(link: Link, runner: Runner) -> None:
+def test_new_runner_and_abandoned_epochs(link: Link, runner: Runner) -> None:
     runner.batches(8, [100] * 3, epoch=2)  # it knows where it starts, and has worked ahead
     consumer = link.connect(next_total=8, abandons=2, abandon_epoch=2)
     for total in (8, 9, 10):
@@ -450,7 +446,7 @@ def test_a_new_runner_meets_a_consumer_that_has_left_passes(link: Link, runner: 
     runner.until(delivered=10, abandons=2, lent=0)
 
 
-def test_a_new_runner_that_started_in_a_pass_that_was_left(link: Link, runner: Runner) -> None:
+def test_new_runner_started_in_abandoned_epoch(link: Link, runner: Runner) -> None:
     runner.batches(8, [100] * 3, epoch=1)
     consumer = link.connect(next_total=8, abandons=2, abandon_epoch=2)
     runner.until(abandoned=[1], kept=0, lent=0)
@@ -458,7 +454,7 @@ def test_a_new_runner_that_started_in_a_pass_that_was_left(link: Link, runner: R
     finish(consumer, 8, take(consumer, 8, 100, epoch=2))
 
 
-def test_an_error_outlives_the_pass_in_which_it_came(link: Link, runner: Runner) -> None:
+def test_error_outlives_its_epoch(link: Link, runner: Runner) -> None:
     consumer = link.connect()
     runner.batches(1, [100] * 2)
     runner.work({"kind": "fail", "epoch": 0, "total": 2, "message": "it broke", "traceback": ""})
@@ -476,7 +472,7 @@ def test_an_error_outlives_the_pass_in_which_it_came(link: Link, runner: Runner)
 # ---- loss
 
 
-def test_everything_that_a_killed_runner_had_sent_is_still_read(link: Link, runner: Runner) -> None:
+def test_killed_runners_frames_are_still_read(link: Link, runner: Runner) -> None:
     size = 200_000
     consumer = link.connect()
     runner.batches(1, [size] * 20)
@@ -496,7 +492,7 @@ def test_everything_that_a_killed_runner_had_sent_is_still_read(link: Link, runn
     assert consumer.flush()
 
 
-def test_descriptors_and_memory_are_back_at_the_baseline(link: Link, runner: Runner) -> None:
+def test_descriptors_and_memory_are_released(link: Link, runner: Runner) -> None:
     def used() -> dict[str, int]:
         receiver = link.receiver.pid if link.kind == "tcp" else None
         pids = [pid for pid in (os.getpid(), runner.process.pid, receiver) if pid is not None]

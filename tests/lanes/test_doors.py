@@ -50,7 +50,7 @@ def test_who_is_refused_hears_why(
         consumer.close()
 
 
-def test_the_lanes_of_a_slot_that_has_ended_end_with_it_whoever_is_at_the_other_side() -> None:
+def test_lanes_of_an_ended_slot_end_with_it() -> None:
     """The consumer's host may have vanished, and its TCP connection not know it."""
     runners: list[socket.socket] = []
 

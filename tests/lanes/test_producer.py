@@ -77,8 +77,8 @@ def say(sock: socket.socket, producer: Producer, **ack: object) -> None:
 # ---- slots
 
 
-def test_a_batch_above_the_limit_is_refused_by_name(producer: Producer) -> None:
-    with pytest.raises(BatchTooLargeError, match="1048577 bytes is above max_batch_bytes=1048576"):
+def test_batch_above_the_limit_is_refused(producer: Producer) -> None:
+    with pytest.raises(BatchTooLargeError, match="must have <= max_batch_bytes=1048576 bytes, got 1048577"):
         producer.reserve((1 << 20) + 1)
     with pytest.raises(BatchTooLargeError):
         producer.reserve(1 << 20, dims=3000)
@@ -88,7 +88,7 @@ def test_a_batch_above_the_limit_is_refused_by_name(producer: Producer) -> None:
     producer.return_unused(slab)
 
 
-def test_rings_at_least_double_and_stop_at_the_limit(producer: Producer) -> None:
+def test_rings_double_up_to_the_limit(producer: Producer) -> None:
     sizes = []
     for nbytes in (1, PAGE + 1, 2 * PAGE + 1, 600_000, 600_000 + PAGE, 1 << 20):
         slab = producer.reserve(nbytes)
@@ -117,7 +117,7 @@ def test_returned_and_used_slots_are_counted(producer: Producer) -> None:
     sock.close()
 
 
-def test_a_slot_reserved_before_the_ring_grew_can_still_be_returned(producer: Producer) -> None:
+def test_entry_of_outgrown_ring_can_be_returned(producer: Producer) -> None:
     first = producer.reserve(10)
     second = producer.reserve(PAGE + 1)
     assert first is not None
@@ -128,7 +128,7 @@ def test_a_slot_reserved_before_the_ring_grew_can_still_be_returned(producer: Pr
     assert producer.free_slots == 32
 
 
-def test_a_reserved_slot_is_not_taken_for_free_when_a_consumer_comes(producer: Producer) -> None:
+def test_reserved_entry_stays_reserved_on_attach(producer: Producer) -> None:
     slab = producer.reserve(10)
     assert slab is not None
     sock = attach(producer, next_total=1000)
@@ -148,7 +148,7 @@ def test_dims_that_were_not_reserved_are_refused(producer: Producer) -> None:
 def test_a_structure_must_be_known(producer: Producer) -> None:
     slab = producer.reserve(10)
     assert slab is not None
-    with pytest.raises(InvalidArgumentError, match="structure 2 is not known"):
+    with pytest.raises(InvalidArgumentError, match="structure 2 must be registered"):
         producer.publish(slab, 1, 0, 2, 10, b"", 0)
 
 
@@ -200,7 +200,7 @@ def test_batches_that_more_follow_share_a_packet(producer: Producer) -> None:
     sock.close()
 
 
-def test_a_packet_is_full_at_a_quarter_of_the_ring(producer: Producer) -> None:
+def test_packet_is_full_at_a_quarter_of_ring(producer: Producer) -> None:
     sock = attach(producer)
     publish(producer, 1)
     for _ in range(3):
@@ -213,7 +213,7 @@ def test_a_packet_is_full_at_a_quarter_of_the_ring(producer: Producer) -> None:
     sock.close()
 
 
-def test_batches_that_wait_for_more_are_sent_again_to_the_next_consumer(producer: Producer) -> None:
+def test_unflushed_batches_go_to_next_consumer(producer: Producer) -> None:
     attach(producer).close()
     publish_more(producer, range(1, 4))
     sock = attach(producer)
@@ -253,15 +253,13 @@ def test_ring_ids_of_two_producers_do_not_meet() -> None:
 
 
 @pytest.mark.parametrize("data", [b"\xff", b"x" * (MAX_FRAME + 1), b"\x08"])
-def test_a_consumer_that_talks_nonsense_is_dropped_and_nothing_else_is(
-    producer: Producer, data: bytes, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_bad_consumer_alone_is_dropped(producer: Producer, data: bytes, caplog: pytest.LogCaptureFixture) -> None:
     sock = attach(producer)
     publish(producer, 1)
     sock.send(data)
     with caplog.at_level(logging.WARNING):
         producer.take_acks()
-    assert "what no consumer sends" in caplog.text
+    assert "sent an invalid ack" in caplog.text
     assert not producer.attached
     assert producer.fileno() == -1
     sock.close()
@@ -273,11 +271,11 @@ def test_a_consumer_that_talks_nonsense_is_dropped_and_nothing_else_is(
     consumer.close()
 
 
-def test_who_releases_what_was_not_delivered_is_dropped(producer: Producer, caplog: pytest.LogCaptureFixture) -> None:
+def test_release_of_undelivered_entry_drops_lane(producer: Producer, caplog: pytest.LogCaptureFixture) -> None:
     sock = attach(producer)
     slab = publish(producer, 1)
     say(sock, producer, released=[slab.ring_id, slab.entry])
-    assert "the slot of batch 1, which it had not delivered" in caplog.text
+    assert "the entry of batch 1, which it had not delivered" in caplog.text
     assert not producer.attached
     assert producer.free_slots == 31
     sock.close()
@@ -394,7 +392,7 @@ def test_random_walk_of_a_whole_life() -> None:
     producer.close()
 
 
-def test_the_last_acks_of_a_killed_consumer_are_read(producer: Producer) -> None:
+def test_last_acks_of_killed_consumer_are_read(producer: Producer) -> None:
     sock = attach(producer)
     for total in range(1, 4):
         publish(producer, total)
@@ -405,7 +403,7 @@ def test_the_last_acks_of_a_killed_consumer_are_read(producer: Producer) -> None
     assert len(producer._kept) == 1
 
 
-def test_on_ack_hears_each_ack_after_it_took_effect(producer: Producer) -> None:
+def test_on_ack_is_called_after_each_ack(producer: Producer) -> None:
     heard = []
     producer.on_ack = lambda ack: heard.append((ack.delivered, producer.delivered))
     sock = attach(producer)
@@ -417,7 +415,7 @@ def test_on_ack_hears_each_ack_after_it_took_effect(producer: Producer) -> None:
     sock.close()
 
 
-def test_what_found_no_room_goes_out_later_and_in_order(producer: Producer) -> None:
+def test_blocked_frames_are_sent_later_in_order(producer: Producer) -> None:
     sock = attach(producer)
     producer.know_structure(2, b"s" * (4 << 20))  # far more than a socket holds
     publish(producer, 1, structure=2)
@@ -439,7 +437,7 @@ def test_what_found_no_room_goes_out_later_and_in_order(producer: Producer) -> N
     consumer.close()
 
 
-def test_close_waits_for_a_slow_consumer_but_not_for_ever() -> None:
+def test_close_waits_for_slow_consumer_bounded() -> None:
     producer = Producer(1 << 20)
     sock = attach(producer)
     while not producer.blocked:
@@ -453,7 +451,7 @@ def test_close_waits_for_a_slow_consumer_but_not_for_ever() -> None:
     consumer.close()
 
 
-def test_close_of_a_lane_whose_consumer_vanished_does_not_wait() -> None:
+def test_close_without_consumer_does_not_wait() -> None:
     producer = Producer(1 << 20)
     sock = attach(producer)
     while not producer.blocked:
@@ -462,7 +460,7 @@ def test_close_of_a_lane_whose_consumer_vanished_does_not_wait() -> None:
     producer.close(1e6)
 
 
-def test_a_later_consumer_takes_the_place_of_the_earlier(producer: Producer) -> None:
+def test_later_consumer_replaces_the_earlier(producer: Producer) -> None:
     first, second = attach(producer), None
     publish(producer, 1)
     second = attach(producer)
@@ -504,7 +502,7 @@ def test_a_ring_cannot_be_resized_once_it_is_made() -> None:
 
 
 @pytest.mark.parametrize("populated", [True, False])
-def test_every_page_of_a_ring_is_there_from_the_start(monkeypatch: pytest.MonkeyPatch, populated: bool) -> None:
+def test_every_page_of_a_ring_is_allocated(monkeypatch: pytest.MonkeyPatch, populated: bool) -> None:
     if not populated:  # the kernel may leave pages out, and says nothing
         monkeypatch.delattr("mmap.MAP_POPULATE")
     ring = Ring.create(1 << 20, 4)
@@ -512,7 +510,7 @@ def test_every_page_of_a_ring_is_there_from_the_start(monkeypatch: pytest.Monkey
     ring.close_fd()
 
 
-def test_a_ring_that_there_is_no_memory_for_is_an_error_with_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ring_without_memory_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def short(fd: int, start: int, size: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

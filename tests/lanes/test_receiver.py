@@ -100,7 +100,7 @@ def stream(*frames: Frame) -> bytes:
 # ---- the way in
 
 
-def test_the_hello_goes_on_without_what_is_the_receivers_own(receiver: Receiver) -> None:
+def test_hello_is_forwarded_without_own_fields(receiver: Receiver) -> None:
     rig = Rig(
         receiver,
         run="job/0",
@@ -120,7 +120,7 @@ def test_the_hello_goes_on_without_what_is_the_receivers_own(receiver: Receiver)
     rig.close()
 
 
-def test_batches_of_any_size_however_the_bytes_come(receiver: Receiver) -> None:
+def test_batches_of_any_size_for_any_split(receiver: Receiver) -> None:
     sizes = [0, 1, 100, 16383, 16384, 16385, 40_000, 5, 300_000, 0, SLOT, SLOT - 1, 3]
     rng = random.Random(3)
     for longest in (1, 7, 5000, 100_000, 1 << 22):
@@ -150,7 +150,7 @@ def check(rig: Rig, frame: Frame, total: int, size: int) -> None:
     rig.consumer.flush()
 
 
-def test_it_hears_its_consumer_while_it_waits_for_the_network(rig: Rig) -> None:
+def test_acks_are_read_while_network_is_awaited(rig: Rig) -> None:
     rig.begin()
     data = stream(batch(1, 100_000), batch(2, 200_000))
     rig.far.sendall(data[:150_000])  # in the middle of the second
@@ -166,7 +166,7 @@ def test_it_hears_its_consumer_while_it_waits_for_the_network(rig: Rig) -> None:
     rig.expect(2, 200_000)
 
 
-def test_without_a_free_slot_it_reads_nothing_more_and_still_hears_its_consumer(rig: Rig) -> None:
+def test_full_ring_stops_reading_but_takes_acks(rig: Rig) -> None:
     rig.begin(4 << 20)
     size = 3 << 20
     data = stream(*(batch(total, size) for total in range(1, 12)))
@@ -253,7 +253,7 @@ def test_a_ring_of_each_lane_has_its_own_number(receiver: Receiver) -> None:
 # ---- ends
 
 
-def test_what_the_daemon_says_reaches_the_consumer(rig: Rig) -> None:
+def test_daemons_error_reaches_the_consumer(rig: Rig) -> None:
     error = records_pb2.ErrorDetail(name="AuthenticationError", message="no such ticket")
     rig.far.sendall(stream(a_frame(kind=ERROR, error=error)))
     rig.far.close()
@@ -263,7 +263,7 @@ def test_what_the_daemon_says_reaches_the_consumer(rig: Rig) -> None:
         next_frame(rig.consumer)
 
 
-def test_what_came_whole_before_the_connection_broke_is_handed_on(rig: Rig) -> None:
+def test_whole_batches_before_break_are_forwarded(rig: Rig) -> None:
     rig.begin()
     rig.far.sendall(stream(*(batch(total, 1000) for total in range(1, 20)))[:-1])
     rig.far.close()
@@ -276,7 +276,7 @@ def test_what_came_whole_before_the_connection_broke_is_handed_on(rig: Rig) -> N
         next_frame(rig.consumer)
 
 
-def test_more_than_the_consumers_socket_holds_is_handed_on_after_the_end(rig: Rig) -> None:
+def test_backlog_is_forwarded_after_the_end(rig: Rig) -> None:
     rig.begin()
     ends = [a_frame(kind=END, epoch=epoch, inline=b"x" * 1000) for epoch in range(2000)]
     rig.far.sendall(stream(*ends))
@@ -288,7 +288,7 @@ def test_more_than_the_consumers_socket_holds_is_handed_on_after_the_end(rig: Ri
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]", "no-such-host.invalid"])
-def test_a_daemon_that_is_not_there_is_a_lost_lane(receiver: Receiver, host: str) -> None:
+def test_missing_daemon_is_a_lost_lane(receiver: Receiver, host: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]  # nobody's, once it is closed
     sock = connect_local(receiver.start(), DEADLINE_S)
@@ -322,7 +322,7 @@ def test_what_is_no_hello_is_not_answered(receiver: Receiver, data: bytes) -> No
     sock.close()
 
 
-def test_the_last_acks_of_a_consumer_go_out_before_the_end(rig: Rig) -> None:
+def test_last_acks_are_sent_before_the_end(rig: Rig) -> None:
     rig.begin()
     rig.far.sendall(stream(batch(1, 100), batch(2, 100)))
     rig.expect(1, 100)
@@ -361,7 +361,7 @@ def test_a_consumer_that_vanishes_closes_nothing(rig: Rig) -> None:
         (stream(ONE, a_frame(kind=STRUCTURE, structure=1, inline=b"two", size=3)), "announced before as another one"),
     ],
 )
-def test_a_stream_that_cannot_be_what_it_claims_is_an_error_with_a_name(rig: Rig, data: bytes, says: str) -> None:
+def test_invalid_stream_is_a_named_error(rig: Rig, data: bytes, says: str) -> None:
     rig.send_in_vain(data)
     frame = next_frame(rig.consumer)
     assert (frame.kind, frame.error.name) == (ERROR, "ProtocolError")
@@ -370,7 +370,7 @@ def test_a_stream_that_cannot_be_what_it_claims_is_an_error_with_a_name(rig: Rig
         next_frame(rig.consumer)
 
 
-def test_what_a_consumer_does_not_read_waits_in_the_network(receiver: Receiver) -> None:
+def test_unread_batches_wait_in_the_network(receiver: Receiver) -> None:
     """A peer that says something without end fills no memory: every frame of its kind is kept until it is read."""
     rig = Rig(receiver)
     error = tcp.sealed(a_frame(kind=ERROR, total=1, inline=bytes(30_000)).encode())
@@ -385,7 +385,7 @@ def test_what_a_consumer_does_not_read_waits_in_the_network(receiver: Receiver) 
     rig.close()
 
 
-def test_a_slot_above_the_limit_is_refused_before_memory_is_taken(rig: Rig) -> None:
+def test_too_large_entry_is_refused_unallocated(rig: Rig) -> None:
     rig.begin(entry_bytes=1 << 40)
     rig.send_in_vain(tcp.sealed(batch(1, 1 << 39).encode()))
     frame = next_frame(rig.consumer)
@@ -413,7 +413,7 @@ def test_a_slot_above_the_limit_is_refused_before_memory_is_taken(rig: Rig) -> N
         max_size=8,
     )
 )
-def test_random_streams_end_their_lane_and_no_other(receiver: Receiver, pieces: list[bytes]) -> None:
+def test_random_stream_ends_only_its_lane(receiver: Receiver, pieces: list[bytes]) -> None:
     rig = Rig(receiver)
     pid = receiver.pid
     rig.send_in_vain(stream(ring(4096), ONE, batch(1, 10)) + b"".join(pieces))
@@ -504,7 +504,7 @@ def test_stop_ends_it_and_may_be_said_twice() -> None:
         connect_local(name, 1)
 
 
-def test_one_that_cannot_listen_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_receiver_that_cannot_listen_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("secrets.token_hex", lambda _: "x" * 200)
     receiver = Receiver()
     with pytest.raises(PenstockError, match="exited with status 1 before it listened"):

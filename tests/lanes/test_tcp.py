@@ -87,7 +87,7 @@ def test_what_is_no_hello(ends: tuple[socket.socket, socket.socket], sent: bytes
         tcp.read_hello(theirs, 10)
 
 
-def test_the_senders_end_tolerates_a_closed_window(ends: tuple[socket.socket, socket.socket]) -> None:
+def test_sender_tolerates_a_closed_window(ends: tuple[socket.socket, socket.socket]) -> None:
     ours, theirs = ends
     tcp.tune(ours)
     tcp.tune(theirs, user_timeout=True)
@@ -103,7 +103,7 @@ def test_the_senders_end_tolerates_a_closed_window(ends: tuple[socket.socket, so
     st.lists(st.binary(max_size=300) | st.integers(0, MAX_FRAME).map(bytes), max_size=12),
     st.lists(st.integers(1, 90_000), min_size=1, max_size=8),
 )
-def test_messages_come_whole_however_the_bytes_come(messages: list[bytes], pieces: list[int]) -> None:
+def test_messages_are_whole_for_any_split(messages: list[bytes], pieces: list[int]) -> None:
     stream = b"".join(map(sealed, messages))
     inbox, taken, at, index = tcp.SealedInbox(2 * MAX_FRAME), [], 0, 0
     while True:
@@ -159,15 +159,13 @@ def test_no_flipped_bit_of_a_message_is_missed(at: int) -> None:
 # ---- buffers
 
 
-def test_a_send_buffer_fits_into_a_cache_where_the_peer_is_near(ends: tuple[socket.socket, socket.socket]) -> None:
+def test_near_peer_gets_cache_sized_send_buffer(ends: tuple[socket.socket, socket.socket]) -> None:
     tcp.fit_send_buffer(ends[0])
     assert ends[0].getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) == 2 * tcp.NEAR_BUFFER, "the kernel doubles it"
 
 
 @pytest.mark.parametrize("information", ["far", "short"])
-def test_a_send_buffer_stays_the_kernels_where_the_peer_is_far_or_unknown(
-    ends: tuple[socket.socket, socket.socket], information: str
-) -> None:
+def test_far_peer_keeps_kernels_send_buffer(ends: tuple[socket.socket, socket.socket], information: str) -> None:
     class Odd(socket.socket):
         def getsockopt(self, *what: int) -> Any:
             found: Any = super().getsockopt(*what)

@@ -168,7 +168,7 @@ def test_leaves_dropped_in_another_thread() -> None:
 @pytest.mark.parametrize(
     "batch", [None, [], 1, {"a": "x", "b": 2.0, "c": np.float32(1)}, torch.ones(0, 3), np.ones((0,)), [""]]
 )
-def test_a_batch_without_views_returns_its_slot_at_once(batch: Any) -> None:
+def test_batch_without_views_frees_entry_at_once(batch: Any) -> None:
     slot = Slot(batch)
     assert list(slot.released) == [7]
     slot.batch = None
@@ -282,7 +282,7 @@ def test_read_only_memory_is_no_ring() -> None:
         wrap_buffer(b"x" * 64)
 
 
-def test_leaves_can_be_replaced_before_the_batch_is_made() -> None:
+def test_leaves_can_be_replaced_by_move() -> None:
     flat = Flattener().flatten({"x": torch.tensor([1, 2]), "rest": ["text", None, np.arange(3)]})
     ring = Ring()
     ring.write(flat)
@@ -316,20 +316,20 @@ def test_shapes_of_any_sequence() -> None:
 @pytest.mark.parametrize(
     ("batch", "shapes", "nbytes", "match"),
     [
-        (torch.ones(4), [4, 1], 64, "2 dims for a structure that takes 1"),
-        (torch.ones(4), [], 64, "0 dims"),
-        (torch.ones(4), [-4], 64, "negative"),
-        (torch.ones(2, 2), [-2, -2], 64, "negative"),
-        (torch.ones(4), [17], 64, "ends at 68 of a region of 64"),
-        (torch.ones(4), [1 << 64], 64, "ends at"),
-        (torch.ones(2, 2), [1 << 40, 1 << 40], 64, "ends at"),
-        (torch.ones(4), [4], 128, "take 64 bytes of a region of 128"),
-        (torch.ones(4), [0], 64, "take 0 bytes"),
-        (torch.ones(4), [4], 2 * SIZE, "in a buffer of"),
-        (torch.ones(2, 2), [0, 1 << 64], 0, "no array has dims"),
-        ("abc", [3], 0, "ends at"),
-        (5, [0], 0, "an int of 0 bytes"),
-        (1.5, [], 0, "ends at 8 of a region of 0"),
+        (torch.ones(4), [4, 1], 64, "must have 1 dims for this structure, got 2"),
+        (torch.ones(4), [], 64, "got 0"),
+        (torch.ones(4), [-4], 64, "must be >= 0, got -4"),
+        (torch.ones(2, 2), [-2, -2], 64, "must be >= 0, got -2"),
+        (torch.ones(4), [17], 64, "must end within its region of 64 bytes, got 68"),
+        (torch.ones(4), [1 << 64], 64, "must end within"),
+        (torch.ones(2, 2), [1 << 40, 1 << 40], 64, "must end within"),
+        (torch.ones(4), [4], 128, "must fill their region of 128 bytes, got 64"),
+        (torch.ones(4), [0], 64, "must fill their region of 64 bytes, got 0"),
+        (torch.ones(4), [4], 2 * SIZE, "must lie within its buffer of"),
+        (torch.ones(2, 2), [0, 1 << 64], 0, "an array with dims .* is not possible"),
+        ("abc", [3], 0, "must end within"),
+        (5, [0], 0, "an int must have 1 to 1048576 bytes, got 0"),
+        (1.5, [], 0, "must end within its region of 0 bytes, got 8"),
     ],
 )
 def test_what_does_not_fit_is_said(batch: Any, shapes: list[int], nbytes: int, match: str) -> None:
@@ -346,7 +346,7 @@ def test_bad_bytes_of_values() -> None:
     ring = Ring(4 << 20, fill=0xFF)
     with pytest.raises(ProtocolError, match="utf-8"):
         Assembler(Flattener().flatten("abc").structure).assemble([3], ring.view, 0, 64)
-    with pytest.raises(ProtocolError, match="a bool of value 255"):
+    with pytest.raises(ProtocolError, match="a bool must be 0 or 1, got 255"):
         Assembler(Flattener().flatten(True).structure).assemble([], ring.view, 0, 64)
-    with pytest.raises(ProtocolError, match="an int of 1048577 bytes"):
+    with pytest.raises(ProtocolError, match="an int must have 1 to 1048576 bytes, got 1048577"):
         Assembler(Flattener().flatten(1).structure).assemble([(1 << 20) + 1], ring.view, 0, (1 << 20) + 64)

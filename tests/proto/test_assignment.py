@@ -7,7 +7,7 @@ import os
 from penstock.proto.state.assignment import NEUTRAL, assigned, current_assignment, looked_at, set_assignment
 
 
-def test_a_sibling_that_starts_later_does_not_wipe_out_our_look() -> None:
+def test_later_sibling_keeps_the_read_mark() -> None:
     read, write = os.pipe()
     child = os.fork()
     if child == 0:

@@ -58,7 +58,7 @@ def test_closures_defaults_and_recursion() -> None:
     assert uses_module() == Config(Path("/data"), 3)
 
 
-def test_a_function_with_a_cache_goes_with_its_code() -> None:
+def test_cached_function_travels_with_its_code() -> None:
     calls: list[int] = []
 
     @functools.lru_cache(maxsize=2)
@@ -101,7 +101,7 @@ def test_a_notebook_s_functions_and_classes(monkeypatch: pytest.MonkeyPatch) -> 
     assert batch().made == [0, 2]
 
 
-def test_a_script_s_functions_go_by_their_names_in_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_script_functions_travel_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     script = types.ModuleType("__main__")
     script.__file__ = str(tmp_path / "train.py")
     Path(script.__file__).write_text("")
@@ -122,7 +122,7 @@ def test_by_name_wherever_that_can_be() -> None:
     assert decode_state(arguments) == {"args": (3,), "kwargs": {}}
 
 
-def test_what_goes_by_value_says_why_it_cannot_go_elsewhere() -> None:
+def test_by_value_is_refused_elsewhere() -> None:
     cases: list[tuple[Any, tuple[Any, ...], str, type[Exception], str]] = [
         (lambda: 1, (), "penstock_by_value:", InvalidArgumentError, "is a lambda.*write a def at the top level"),
         (functools.partial(streams.counter, 3), (), "penstock_by_value:counter", InvalidArgumentError, "partial"),

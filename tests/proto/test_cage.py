@@ -40,7 +40,7 @@ child.wait()
 """
 
 
-def test_nothing_is_done_to_strangers_and_everything_to_children() -> None:
+def test_signals_reach_children_but_no_strangers() -> None:
     said = json.loads(subprocess.run([sys.executable, "-c", INSIDE], capture_output=True, check=True, text=True).stdout)
     assert said["privileges"] == ["1"]
     assert (said["signal to a child"], said["another cage"]) == ("done", "done")

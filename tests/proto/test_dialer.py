@@ -20,7 +20,7 @@ def full() -> Iterator[tuple[str, int]]:
         yield listener.getsockname()
 
 
-def test_a_silent_host_is_tried_patiently_then_quickly(full: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_host_gets_long_then_short_tries(full: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dialer, "SOON_S", 100.0)
     dial = Dialer()
     with pytest.raises(TimeoutError, match="timed out") as patient:
@@ -35,7 +35,7 @@ def test_a_silent_host_is_tried_patiently_then_quickly(full: tuple[str, int], mo
         dial.connect(full)
 
 
-def test_a_quick_look_finds_who_is_there_and_who_refuses() -> None:
+def test_short_try_finds_listening_and_refusing() -> None:
     dial = Dialer()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         where = listener.getsockname()

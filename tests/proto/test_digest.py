@@ -121,11 +121,11 @@ def test_it_covers_the_gaps_that_write_to_clears() -> None:
 
 @pytest.mark.parametrize(("offset", "nbytes"), [(-1, 4), (0, -1), (0, 101), (100, 1), (1 << 64, 1)])
 def test_a_region_outside_the_buffer(offset: int, nbytes: int) -> None:
-    with pytest.raises(ValueError, match="in a buffer of 100"):
+    with pytest.raises(ValueError, match="within its buffer of 100"):
         batch_digest(1, bytes(100), offset, nbytes, [])
 
 
-def test_rows_add_up_however_they_are_shared_and_each_byte_of_a_row_counts() -> None:
+def test_rows_digest_sums_over_any_split() -> None:
     def digest(batch: Any) -> int:
         flat = Flattener().flatten(batch)
         region = np.zeros(flat.nbytes, np.uint8)
@@ -150,9 +150,9 @@ def test_rows_add_up_however_they_are_shared_and_each_byte_of_a_row_counts() -> 
     swapped["label"][:2] = swapped["label"][1::-1].copy()
     assert digest(swapped) != whole, "a label belongs to its image"
     flat = Flattener().flatten(rows(0, 7))
-    with pytest.raises(ValueError, match="dims for a structure"):
+    with pytest.raises(ValueError, match="dims for this structure"):
         rows_digest(flat.structure, flat.shapes[1:], bytes(flat.nbytes), 0, flat.nbytes)
-    with pytest.raises(ValueError, match="a leaf ends at"):
+    with pytest.raises(ValueError, match="a leaf must end"):
         rows_digest(flat.structure, [1 << 40, *flat.shapes[1:]], bytes(flat.nbytes), 0, flat.nbytes)
-    with pytest.raises(ValueError, match="a region of"):
+    with pytest.raises(ValueError, match="a region must lie within"):
         rows_digest(flat.structure, flat.shapes, bytes(8), 0, flat.nbytes)

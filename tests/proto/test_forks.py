@@ -55,7 +55,7 @@ def thing() -> Iterator[Thing]:
     os.close(thing.fd)
 
 
-def test_a_forked_child_writes_into_memory_of_its_own(thing: Thing) -> None:
+def test_forked_child_writes_its_own_memory(thing: Thing) -> None:
     def work() -> None:
         assert thing.map[:5] == b"ours!"
         thing.map[:5] = b"hers!"
@@ -77,7 +77,7 @@ def test_a_forked_child_cannot_speak(thing: Thing) -> None:
     assert thing.theirs.recv(64) == b"parent"
 
 
-def test_a_forked_child_without_descriptors_is_disarmed_all_the_same(thing: Thing) -> None:
+def test_child_without_descriptors_is_disarmed(thing: Thing) -> None:
     import resource
 
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -116,7 +116,7 @@ def test_a_child_that_comes_back_ends(
     assert says in capfd.readouterr().err
 
 
-def test_only_children_of_hosts_of_user_code_are_strayed() -> None:
+def test_only_children_of_user_code_hosts_stray() -> None:
     def strayed() -> None:
         os._exit(7 if forks.strayed else 8)
 
@@ -129,7 +129,7 @@ def test_only_children_of_hosts_of_user_code_are_strayed() -> None:
     assert status_of(host) == 7
 
 
-def test_children_of_ours_are_not_strayed_once_user_code_is_done(thing: Thing) -> None:
+def test_children_after_user_code_are_not_strayed(thing: Thing) -> None:
     def host() -> None:
         with forks.hosting(thing):
             user_codes = os.fork()  # the child comes back, and ends
@@ -141,7 +141,7 @@ def test_children_of_ours_are_not_strayed_once_user_code_is_done(thing: Thing) -
     assert thing.theirs.recv(64) == b"task"
 
 
-def test_what_a_process_owns_is_refused_in_its_children() -> None:
+def test_owned_objects_are_refused_in_children() -> None:
     owner = forks.OwnerProcess()
     owner.check("a loader")
 

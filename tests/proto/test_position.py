@@ -23,7 +23,7 @@ def test_slots_take_turns() -> None:
     assert position.total == [3, 2, 2]
 
 
-def test_a_slot_that_ends_at_its_turn_takes_no_step() -> None:
+def test_slot_that_ends_at_its_turn_takes_no_step() -> None:
     position = Position.start(3)
     for _ in range(3):
         position.deliver()
@@ -32,7 +32,7 @@ def test_a_slot_that_ends_at_its_turn_takes_no_step() -> None:
     assert (position.step, position.live, position.turn) == (3, [1, 2], 1)
 
 
-def test_the_last_end_begins_the_next_epoch_with_all_slots() -> None:
+def test_last_end_begins_epoch_with_all_slots() -> None:
     position = Position.start(2)
     position.deliver()
     position.deliver()
@@ -62,7 +62,7 @@ def test_the_turn_goes_on_where_it_is_carried() -> None:
     assert Position.from_proto(position.to_proto()).first == 0
 
 
-def test_two_empty_passes_in_a_row_are_an_empty_input() -> None:
+def test_two_empty_epochs_are_an_empty_input() -> None:
     position = Position.start(1)
     assert position.exhaust()
     with pytest.raises(EmptyInputError):
@@ -120,7 +120,7 @@ def test_strides_agree_with_single_steps(
 
 
 @given(walks(), st.data())
-def test_the_flight_record_is_followed_over_any_stretch(
+def test_stream_digest_over_any_stretch(
     walk: tuple[int, list[Position], dict[tuple[int, int], int], dict[int, int]], data: st.DataObject
 ) -> None:
     _, history, ends, abandoned = walk
@@ -156,13 +156,13 @@ def test_a_chain_is_known_or_not_but_never_wrong() -> None:
     assert Position.from_proto(position.to_proto()).chain is None
 
 
-def test_unknown_ends_are_taken_to_go_on_and_corrected_by_more_knowledge() -> None:
+def test_unknown_ends_count_as_unfinished() -> None:
     base = Position.start(2)
     assert advance(base, 10, {}).total == [5, 5]
     assert advance(base, 10, {(0, 0): 2}).total == [2, 8]
 
 
-def test_a_stride_of_a_million_steps_costs_rounds_not_steps() -> None:
+def test_cost_of_a_stride_is_by_ends_not_steps() -> None:
     assert advance(Position.start(7), 10**15, {}).step == 10**15
 
 
@@ -182,7 +182,7 @@ def test_the_record_survives_its_message(
 @pytest.mark.parametrize(
     ("live", "cursor", "first"), [([], 0, 0), ([2], 0, 0), ([1, 0], 0, 0), ([0, 1], 2, 0), ([0, 1], 0, 2)]
 )
-def test_a_record_that_no_round_robin_reaches_is_refused(live: list[int], cursor: int, first: int) -> None:
+def test_unreachable_record_is_refused(live: list[int], cursor: int, first: int) -> None:
     message = Position.start(2).to_proto()
     message.first = first
     del message.live[:]

@@ -29,7 +29,7 @@ def met(prover: TokenProver, end: TokenVerifier) -> Caller | Challenged | None:
     return end.caller(prover.shown.header)
 
 
-def test_both_ends_prove_the_token_and_never_send_it() -> None:
+def test_both_ends_prove_token_without_sending_it() -> None:
     prover, end = TokenProver(TOKEN), verifier()
     caller = met(prover, end)
     assert isinstance(caller, Caller)
@@ -39,13 +39,13 @@ def test_both_ends_prove_the_token_and_never_send_it() -> None:
     assert end.caller(prover.shown.header) == caller
 
 
-def test_a_wrong_token_is_refused_and_not_challenged_again() -> None:
+def test_wrong_token_is_not_challenged_again() -> None:
     prover, end = TokenProver("c" * 64), verifier()
     assert met(prover, end) is None
     assert not prover.answers(end.challenge, prover.shown)
 
 
-def test_what_was_shown_is_worthless_at_another_start() -> None:
+def test_proof_is_worthless_at_another_start() -> None:
     prover, before, after = TokenProver(TOKEN), verifier(), verifier()
     met(prover, before)
     assert after.caller(prover.shown.header) == Challenged(after.challenge)
@@ -108,7 +108,7 @@ def met_credential(token: str) -> str:
     return caller.credential
 
 
-def test_of_strangers_nothing_is_kept_and_of_callers_not_too_much() -> None:
+def test_memory_for_callers_is_bounded() -> None:
     end = verifier(TOKEN)
     for number in range(100):
         end.caller(f"Bearer {number}")

@@ -67,7 +67,7 @@ def test_a_seed_leaves_other_devices_alone(monkeypatch: pytest.MonkeyPatch) -> N
     assert asked == []
 
 
-def test_nothing_is_collected_while_torch_holds_its_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_garbage_collection_under_torchs_lock(monkeypatch: pytest.MonkeyPatch) -> None:
     real, collects = torch.get_rng_state, []
 
     def state() -> torch.Tensor:
@@ -245,7 +245,7 @@ def test_what_cannot_be_a_seed_is_refused() -> None:
     for seed in (-1, 1.0, "1", None):
         with pytest.raises(InvalidArgumentError, match="seed"):
             seed_rng(seed)  # type: ignore[arg-type]
-    with pytest.raises(InvalidArgumentError, match=r"path\[1\] is 1\.5, a float"):
+    with pytest.raises(InvalidArgumentError, match=r"path\[1\] must be an integer, got 1\.5 \(float\)"):
         derive_seed(1, "a", 1.5)  # type: ignore[arg-type]
     seed_rng(np.int64(3))  # type: ignore[arg-type]
 
@@ -260,7 +260,7 @@ def test_derived_seeds_are_63_bits_and_stable(seed: int, path: list[int | str]) 
     seed_rng(derive_seed(seed, *path))
 
 
-def test_derived_seeds_differ_wherever_paths_differ() -> None:
+def test_derived_seeds_differ_by_path() -> None:
     paths: list[tuple[int | str, ...]] = [
         (),
         (0,),

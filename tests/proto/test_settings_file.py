@@ -23,7 +23,7 @@ def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_the_named_one_then_the_users_then_the_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_named_then_user_then_machine_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PENSTOCK_CONFIG")
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
@@ -86,7 +86,7 @@ def test_one_of_another_user_is_refused(written: Path) -> None:
         ("[cluster]\ntoken_file = 7\n", r"penstock.toml:2: token_file is the path of a file"),
     ],
 )
-def test_what_has_no_meaning_is_named_with_its_line(written: Path, text: str, says: str) -> None:
+def test_unknown_setting_is_named_with_its_line(written: Path, text: str, says: str) -> None:
     written.write_text(text)
 
     def read() -> None:
@@ -102,7 +102,7 @@ def made(**given: Any) -> JobSettings:
     return JobSettings(**given)
 
 
-def test_a_job_takes_variables_then_the_file_then_defaults(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_job_takes_variables_then_file(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written.write_text(
         '[cluster]\ncoordinator = "head:7070"\ntls_ca = "ca.pem"\n\n[client]\ntimeout_s = 60\nlane = "tcp"\nseed = ""\n'
     )
@@ -119,7 +119,7 @@ def test_a_job_takes_variables_then_the_file_then_defaults(written: Path, monkey
     assert source_of(JobSettings, "job") == ""
 
 
-def test_what_is_found_names_source_and_problem_and_no_secret(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_find_names_source_and_problem_no_secret(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written.write_text("[client]\ntimeout_s = -1\nreplay = true\n")
     monkeypatch.setenv("PENSTOCK_TOKEN", "s3cret")
     found = {each.field: each for each in find(JobSettings)}

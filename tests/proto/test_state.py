@@ -284,7 +284,7 @@ def test_lazy_views_are_resolved() -> None:
     assert torch.equal(decode_state(encode_state(value.conj().imag)), torch.tensor([-2.0, 4.0]))  # type: ignore[arg-type]
 
 
-def test_parameters_and_tensors_with_gradient_come_back_plain_and_detached() -> None:
+def test_parameters_come_back_plain_and_detached() -> None:
     parameter = torch.nn.Parameter(torch.randn(3, 3))
     for value in (parameter, parameter.t(), torch.randn(2, requires_grad=True) * 2):
         back = same(value)
@@ -468,7 +468,7 @@ class Draws(torch.utils.data.IterableDataset[tuple[int, float, int]]):
 
 @pytest.mark.parametrize("dataset", [Indices, Draws])
 @pytest.mark.parametrize(("num_workers", "at"), [(0, 0), (0, 1), (0, 4), (0, 7), (2, 0), (2, 5)])
-def test_a_stateful_dataloader_resumes_from_its_decoded_state(num_workers: int, dataset: Any, at: int) -> None:
+def test_stateful_dataloader_resumes_from_decoded(num_workers: int, dataset: Any, at: int) -> None:
     def build() -> StatefulDataLoader[Any]:
         options: dict[str, Any] = {} if dataset is Draws else {"shuffle": True}
         generator = torch.Generator().manual_seed(5)
@@ -492,7 +492,7 @@ def test_a_stateful_dataloader_resumes_from_its_decoded_state(num_workers: int, 
 
 
 @pytest.mark.parametrize("count", [4, 1 << 18], ids=["small", "large"])
-def test_changing_the_source_afterwards_changes_nothing(count: int) -> None:
+def test_encoded_state_is_independent_of_source(count: int) -> None:
     value: dict[str, Any] = {
         "tensor": torch.ones(count),
         "view": torch.ones(2, count).t(),
@@ -610,7 +610,7 @@ REFUSED: list[tuple[Any, str, str, str]] = [
 
 
 @pytest.mark.parametrize(("value", "begins", "names", "remedy"), REFUSED, ids=[begins for _, begins, _, _ in REFUSED])
-def test_refusals_name_the_path_the_type_and_a_remedy(value: object, begins: str, names: str, remedy: str) -> None:
+def test_refusals_name_path_type_and_remedy(value: object, begins: str, names: str, remedy: str) -> None:
     with pytest.raises(UnsupportedStateError) as caught:
         encode_state(value)
     assert str(caught.value).startswith(begins)
@@ -633,7 +633,7 @@ def test_cycles_are_refused_with_both_paths() -> None:
         encode_state(ordered)
 
 
-def test_a_value_mentioned_twice_comes_back_as_two() -> None:
+def test_value_mentioned_twice_comes_back_as_two() -> None:
     shared = [1]
     back: Any = decode_state(encode_state([shared, shared]))
     assert back == [[1], [1]]

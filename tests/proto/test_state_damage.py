@@ -137,7 +137,7 @@ TOO_LARGE: list[list[object]] = [
 
 
 @pytest.mark.parametrize("node", TOO_LARGE, ids=str)
-def test_sizes_are_checked_before_anything_is_allocated(node: list[object]) -> None:
+def test_sizes_are_checked_before_allocation(node: list[object]) -> None:
     for read in (decode_state, state_as_json):
         with pytest.raises(StateCorruptError, match=r"\d bytes announced, 16 left"):
             read(seal(json.dumps({"$": node}).encode(), bytes(16)))
@@ -196,13 +196,13 @@ def test_bombs_are_corrupt() -> None:
     for tree in (b"[" * 100_000, b'{"$":["tuple",' * 100_000, b"[" * 200 + b"]" * 200, b"9" * 10_000):
         with pytest.raises(StateCorruptError):
             decode_state(seal(tree))
-    with pytest.raises(StateCorruptError, match="mentioned nowhere"):
+    with pytest.raises(StateCorruptError, match="does not mention"):
         decode_state(seal(b"1", bytes(16)))
     with pytest.raises(StateCorruptError, match="framing"):
         decode_state(seal(b"1", flags=1))
 
 
-def test_a_wide_dtype_without_items_allocates_nothing() -> None:
+def test_empty_wide_dtype_allocates_nothing() -> None:
     node = {"$": ["array", "|S2147483647", 0, 2**20]}
     tracemalloc.start()  # numpy reports its allocations there
     try:

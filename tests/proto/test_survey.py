@@ -166,7 +166,7 @@ def test_limits() -> None:
     for _ in range(5):
         deep = (deep,)
     assert Flattener(max_depth=5).flatten(deep).structure.describe() == "(((((int,),),),),)"
-    with pytest.raises(UnsupportedLeafError, match=r"batch\[0\]\[0\]\[0\]\[0\] is a tuple inside 4 others"):
+    with pytest.raises(UnsupportedLeafError, match=r"batch\[0\]\[0\]\[0\]\[0\] is a tuple nested in 4 containers"):
         Flattener(max_depth=4).flatten(deep)
     Flattener(max_leaves=3).flatten([1, 2, {"a": 3}, None, []])
     with pytest.raises(UnsupportedLeafError, match=r"batch\[2\]\['b'\] is a int: leaf number 4 of 3"):

@@ -454,7 +454,7 @@ def test_deepest_and_widest() -> None:
     assert got == [None] * 10 + [0.5] * MAX_LEAVES
 
 
-def test_flatten_survives_a_default_device_and_inference_mode() -> None:
+def test_flatten_under_default_device() -> None:
     torch.set_default_device("meta")
     try:
         got = trip({"x": torch.ones(3, device="cpu"), "y": torch.empty(0, 3, device="cpu"), "z": 1}, copy=True)

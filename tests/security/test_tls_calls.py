@@ -75,10 +75,10 @@ def test_the_expected_name_can_be_another_than_the_address(start: Starter, pki: 
     elsewhere = pki.issue("elsewhere", "DNS:penstock")
     address = start.coordinator(*tls_flags(pki.ca, elsewhere)).line
     ask(address, load_tls(pki.ca, pair.cert, pair.key, "penstock"))
-    for name, expected in (("", "the address that it was reached at"), ("other", "tls_name=other")):
+    for name, expected in (("", "the address that was called"), ("other", "tls_name=other")):
         for error in errors_of(address, load_tls(pki.ca, pair.cert, pair.key, name)):
             assert isinstance(error, TlsError)
-            assert f"{address} shows a certificate of another name than {expected}" in error.message
+            assert f"{address} shows a certificate for another name than {expected}" in error.message
 
 
 def no_tls(pki: Pki, pair: Pair) -> Tls | None:
@@ -101,8 +101,8 @@ def other_ca(pki: Pki, pair: Pair) -> Tls | None:
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        (no_tls, "speaks TLS, and this end was not told to: give it the CA, --tls-ca FILE"),
-        (no_certificate, "asks for a certificate and this end has none"),
+        (no_tls, "uses TLS, and this end does not: pass the CA, --tls-ca FILE"),
+        (no_certificate, "requests a certificate and this end has none"),
         (unknown_certificate, r"does not accept the certificate tls_cert=.*stranger\.pem"),
         (other_ca, r"shows a certificate that is not signed by tls_ca=.*other-ca\.pem"),
     ],
@@ -117,7 +117,7 @@ def test_who_is_not_let_in_hears_why_at_once(mutual: str, pki: Pki, pair: Pair, 
 def test_tls_to_a_plain_coordinator(plain: str, pki: Pki, pair: Pair) -> None:
     for error in errors_of(plain, load_tls(pki.ca, pair.cert, pair.key)):
         assert isinstance(error, TlsError)
-        assert f"{plain} does not speak TLS, which this end was told to use (tls_ca={pki.ca})" in error.message
+        assert f"{plain} does not use TLS, and this end does (tls_ca={pki.ca})" in error.message
 
 
 def test_a_coordinator_that_was_reached_once_is_away_whatever_comes_in_its_place(

@@ -69,23 +69,23 @@ def test_both_ends_agree(mutual: Tls) -> None:
 
 def test_tls_at_one_end_only(mutual: Tls) -> None:
     name, message = heard(None, mutual)
-    assert (name, "this worker's lane speaks TLS, and this end was not told to" in message) == ("TlsError", True)
+    assert (name, "this worker's lane uses TLS, and this end does not" in message) == ("TlsError", True)
     name, message = heard(mutual, None)
-    assert (name, "does not speak TLS, which this end was told to use" in message) == ("TlsError", True)
+    assert (name, "does not use TLS, and this end does" in message) == ("TlsError", True)
 
 
 def test_certificates_that_are_not_good_enough(pki: Pki, pair: Pair, mutual: Tls) -> None:
     stranger = pki.self_signed("lane-stranger")
     elsewhere = pki.issue("lane-elsewhere", "DNS:penstock")
     for ours, theirs, says in (
-        (load_tls(pki.ca), mutual, "asks for a certificate and this end has none"),
+        (load_tls(pki.ca), mutual, "requests a certificate and this end has none"),
         (
             load_tls(pki.ca, stranger.cert, stranger.key),
             mutual,
             f"does not accept the certificate tls_cert={stranger.cert}",
         ),
         (mutual, load_tls(pki.ca, stranger.cert, stranger.key), "shows a certificate that is not signed by tls_ca="),
-        (mutual, load_tls(pki.ca, elsewhere.cert, elsewhere.key), "of another name than the address"),
+        (mutual, load_tls(pki.ca, elsewhere.cert, elsewhere.key), "for another name than the address"),
         (load_tls(pki.ca, pair.cert, pair.key, "penstock"), load_tls(pki.ca, elsewhere.cert, elsewhere.key), ""),
     ):
         name, message = heard(ours, theirs)

@@ -94,7 +94,7 @@ def test_where_the_token_comes_from(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert read_token("worker") == "from-environment"
     assert read_token("worker", file=file) == "from-file"
     assert read_token("worker", "given", file) == "given"
-    with pytest.raises(AuthenticationError, match="PENSTOCK_TOKEN holds no token for the role client, only for worker"):
+    with pytest.raises(AuthenticationError, match="PENSTOCK_TOKEN has no token for the role client, only for worker"):
         read_token("client")
 
 

@@ -52,7 +52,7 @@ def table() -> str:
     return "\n".join(lines)
 
 
-def test_the_documented_table_is_that_of_the_catalogue() -> None:
+def test_documented_table_matches_catalogue() -> None:
     assert table() in DOCS.read_text(), f"docs/metrics.md should hold:\n{table()}"
 
 
@@ -67,7 +67,7 @@ def test_what_is_read_must_be_in_the_catalogue() -> None:
         found.add("penstock_slot_queue_batches", 1, run="r", box=0)
 
 
-def test_without_prometheus_client_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_prometheus_client_names_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(InvalidArgumentError, match=r"pip install 'penstock\[metrics\]'"):
         metrics_route(Collector(lambda: MetricReadings("worker")))
@@ -91,7 +91,7 @@ def fleet(boxes: int, slots: int) -> pb.StatusReply:
     return reply
 
 
-def test_a_coordinators_series_do_not_grow_with_the_fleet() -> None:
+def test_coordinators_series_do_not_grow() -> None:
     vitals = CoordinatorCounters(CallCounters(), Histogram([1.0]), 0, 0, {})
 
     def size(slots: int) -> int:
@@ -100,7 +100,7 @@ def test_a_coordinators_series_do_not_grow_with_the_fleet() -> None:
     assert size(1) == size(625) < 250  # 10,000 slots
 
 
-def test_slots_of_a_box_that_is_gone_wait_for_no_worker_and_what_was_counted_stays() -> None:
+def test_slots_of_a_lost_box_and_its_counters() -> None:
     """Else an alert would want more workers for a job that was killed."""
     reply = fleet(2, 3)
     gone = reply.runs[0].boxes[1]

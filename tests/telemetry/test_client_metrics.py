@@ -38,7 +38,7 @@ def free_ports() -> int:
             return port
 
 
-def test_each_rank_of_a_host_takes_the_port_after_the_one_before() -> None:
+def test_ranks_of_a_host_take_successive_ports() -> None:
     port = free_ports()
     url = open_web(f"127.0.0.1:{port}", 1, "", None)
     assert url == f"http://127.0.0.1:{port + 1}/metrics"
@@ -46,7 +46,7 @@ def test_each_rank_of_a_host_takes_the_port_after_the_one_before() -> None:
         assert b'penstock_build_info{process="client"' in answer.read()
 
 
-def test_a_port_in_use_is_named_with_the_rule_for_ranks() -> None:
+def test_port_in_use_error_names_rule_for_ranks() -> None:
     port = free_ports()
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", port + 1))
@@ -62,7 +62,7 @@ def test_a_process_has_one_server() -> None:
         open_web("127.0.0.1:9400", 3, "", None)
 
 
-def test_beyond_this_machine_there_must_be_tls_and_a_token_that_can_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remote_access_needs_tls_and_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(AuthenticationError, match="no token for the role admin, only for client"):
         Appliance("127.0.0.1:1", job="j", http="0.0.0.0:0", token="client:abc")
     with pytest.raises(UnsafeBindError, match=r"give tls_cert and tls_key, or register penstock\.client\.metrics"):
@@ -72,7 +72,7 @@ def test_beyond_this_machine_there_must_be_tls_and_a_token_that_can_read(monkeyp
         Appliance("127.0.0.1:1", job="j", http="127.0.0.1:0", token="abc")
 
 
-def test_traces_that_cannot_be_had_are_an_error_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_opentelemetry_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.instrumentation.grpc", None)
     with pytest.raises(InvalidArgumentError, match=r"pip install 'penstock\[otel\]'"):
         Appliance("127.0.0.1:1", job="j", otel=True, token="abc")

@@ -67,7 +67,7 @@ def test_no_face_says_what_another_does_not() -> None:
             assert word not in text, name
 
 
-def test_a_lost_worker_is_lost_to_metrics_and_doctor() -> None:
+def test_metrics_and_doctor_agree_on_lost_worker() -> None:
     found = readings(status(), CoordinatorCounters(CallCounters(), Histogram([1.0]), 0, 0, {}))
     workers = {
         sample.labels["phase"]: sample.value

@@ -108,7 +108,7 @@ def test_panels_do_not_overlap_and_fit(dashboard: dict[str, Any]) -> None:
         taken |= cells
 
 
-def test_the_data_source_and_the_run_are_variables(dashboard: dict[str, Any]) -> None:
+def test_data_source_and_run_are_variables(dashboard: dict[str, Any]) -> None:
     source, run = dashboard["templating"]["list"]
     assert (source["name"], source["type"], source["query"]) == ("datasource", "datasource", "prometheus")
     assert run["name"] == "run"

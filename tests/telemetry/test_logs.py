@@ -19,7 +19,7 @@ def record(message: str, *args: Any, **extra: Any) -> logging.LogRecord:
     return logger.makeRecord("penstock.test", logging.WARNING, __file__, 1, message, args, None, extra=extra)
 
 
-def test_a_line_of_json_says_when_who_and_about_what() -> None:
+def test_json_line_has_time_process_and_subject() -> None:
     made = record("lost %s", "it", **about(run="lm/0", attempt=2, box=0, slot=3, generation=4, step=50))
     made.created, made.msecs = 1_000_000_000.25, 250.0
     line = json.loads(JsonLines({"process": "worker", "worker": "w1"}).format(made))
@@ -40,7 +40,7 @@ def test_a_line_of_json_says_when_who_and_about_what() -> None:
     }
 
 
-def test_whatever_is_in_a_record_its_json_is_one_line_of_printable_ascii() -> None:
+def test_json_of_any_record_is_one_ascii_line() -> None:
     try:
         raise ValueError(NASTY)
     except ValueError:
@@ -77,7 +77,7 @@ def test_text_cannot_be_forged_by_a_field() -> None:
     assert all(line.startswith("    ") for line in more)
 
 
-def test_a_logger_about_something_keeps_what_a_call_adds(caplog: pytest.LogCaptureFixture) -> None:
+def test_subject_logger_keeps_extra_of_a_call(caplog: pytest.LogCaptureFixture) -> None:
     log = SubjectLogger(logging.getLogger("penstock.test"), run="lm/0", box=1)
     log.warning("saved", extra=about(step=7))
     (made,) = caplog.records

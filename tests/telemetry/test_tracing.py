@@ -16,7 +16,7 @@ print("ended", flush=True)
 """
 
 
-def test_a_process_whose_collector_is_gone_or_silent_ends_within_the_time_to_flush() -> None:
+def test_process_ends_in_time_without_collector() -> None:
     """OpenTelemetry would try for 7 s where nobody listens, and for 10 s where nobody answers."""
     with socket.create_server(("127.0.0.1", 0)) as silent, socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # and does not listen

@@ -1,32 +1,32 @@
 """Every error of Penstock, as one tree, and the one catalogue that carries errors over gRPC.
 
     PenstockError
-    ├── InvalidArgumentError (ValueError)      a value that cannot be meant
+    ├── InvalidArgumentError (ValueError)      an invalid value
     │   └── UnsafeBindError                    listening beyond this machine without TLS
     ├── PortTakenError (OSError)               the address to listen on is in use
     ├── ForkedProcessError (RuntimeError)      used in a forked child of the process that it belongs to
     ├── AmbiguousContextError (RuntimeError)   several are open, and none of them around this thread
     ├── JournalError                           the coordinator's state on disk cannot be read or written
     ├── batches
-    │   ├── UnsupportedLeafError (TypeError)   a batch holds something that is no tensor, array or scalar
+    │   ├── UnsupportedLeafError (TypeError)   a batch holds a value that is not a tensor, array or scalar
     │   ├── StructureChangedError              strict mode: the tree or a dtype changed between batches
     │   ├── BatchTooLargeError                 a batch above max_batch_bytes
-    │   ├── BatchCorruptError                  a batch that is not what was made, however often it is fetched
-    │   └── EmptyInputError (RuntimeError)     an input without a single batch
+    │   ├── BatchCorruptError                  a batch is damaged, however often it is fetched
+    │   └── EmptyInputError (RuntimeError)     an input without any batch
     ├── DatasetError                           a dataset that cannot be read as it is: its index, columns or settings
-    │   ├── ShardCorruptError                  a shard that is not what its index says, or not readable
+    │   ├── ShardCorruptError                  a shard that does not match its index, or is not readable
     │   └── ShardUnavailableError              a file that could not be fetched; names its address, and why
     ├── state
     │   ├── UnsupportedStateError (TypeError)  a state holds an object that has no safe encoding
-    │   ├── StateCorruptError (ValueError)     checksum or framing does not hold
+    │   ├── StateCorruptError (ValueError)     checksum or framing does not match
     │   ├── StateVersionError                  written by a newer Penstock
-    │   ├── StateMismatchError                 a state of another loader, seed or shape
+    │   ├── StateMismatchError                 a state of another loader, seed or topology
     │   ├── StateUnavailableError (RuntimeError)  the step was not delivered, or is no longer kept
     │   ├── NotRestartableError (RuntimeError) the loader cannot be saved as asked
     │   └── ReplayMismatchError                a restored loader does not reproduce its batches
     ├── CheckpointError (RuntimeError)         a checkpoint that could not be written or read; names rank and cause
-    │   ├── CheckpointCorruptError             its files are not what its manifest says
-    │   └── CheckpointNotFoundError (FileNotFoundError)  there is none, or not the one that was asked for
+    │   ├── CheckpointCorruptError             its files do not match its manifest
+    │   └── CheckpointNotFoundError (FileNotFoundError)  there is none, or not the requested one
     ├── user code
     │   ├── InputFnError                       input_fn or its loader raised; carries the remote traceback
     │   ├── MemoryLimitError                   a runner holds more than --runner-memory, again and again
@@ -34,21 +34,21 @@
     │   └── InputFnNotAllowedError             the module is under none of the worker's allowed prefixes
     ├── run
     │   ├── UnknownRunError, BoxOutOfRangeError (ValueError), BoxTakenError, SupersededError
-    │   ├── UnknownWorkerError                 no worker of that name is there
-    │   ├── TopologyError                      re-opened with another shape and no state for it
+    │   ├── UnknownWorkerError                 no worker has that name
+    │   ├── TopologyError                      re-opened with another topology and no state for it
     │   ├── VersionSkewError                   the two ends speak different protocol versions
     │   ├── AuthenticationError                token missing or wrong
-    │   ├── NotPermittedError                  the token is good for another role
+    │   ├── NotPermittedError                  the token is for another role
     │   └── TlsError                           a certificate that cannot be used or trusted; TLS at one end only
     └── peers
         ├── CoordinatorUnavailableError (ConnectionError)
-        │   └── OverloadedError                asked for too much at a time; says when to come back
-        ├── DeadlineError (TimeoutError)       a wait that ran out; names who was waited for
+        │   └── OverloadedError                too many requests at a time; says when to retry
+        ├── DeadlineError (TimeoutError)       a wait that ran out; names the awaited process
         │   └── NoWorkersError                 slots that no worker could take
         ├── WorkerLostError                    a worker died and its slot could not be recovered
-        ├── LaneClosedError                    we closed it
+        ├── LaneClosedError                    this side closed it
         ├── LaneLostError (ConnectionError)    the peer vanished
-        └── ProtocolError                      bytes from a peer that cannot be what they claim
+        └── ProtocolError                      invalid bytes from a peer
 
 No `grpc.RpcError` leaves Penstock: `penstock.proto.rpc.channel` translates both ways with CATALOGUE. A remote
 traceback travels with its error and is shown with it; nothing is unpickled to rebuild an exception.
@@ -114,7 +114,7 @@ __all__ = [
 
 
 class PenstockError(Exception):
-    """Root of the tree. `remote_traceback` is the other process's traceback as text, "" for a local error."""
+    """Root of the tree. `remote_traceback`: the other process's traceback as text, "" for a local error."""
 
     def __init__(self, message: str = "", *, remote_traceback: str = "") -> None:
         super().__init__(message)
@@ -129,11 +129,11 @@ class PenstockError(Exception):
 
 
 class InvalidArgumentError(PenstockError, ValueError):
-    """A value that cannot be meant."""
+    """An argument, flag, variable or setting has an invalid value; names it, the allowed values and the one it got."""
 
 
 class UnsafeBindError(InvalidArgumentError):
-    """Listening where other machines can reach, without TLS and without being told that the network is trusted."""
+    """A server would listen where other machines can reach it, without TLS and without `insecure`."""
 
 
 class PortTakenError(PenstockError, OSError):
@@ -141,11 +141,11 @@ class PortTakenError(PenstockError, OSError):
 
 
 class ForkedProcessError(PenstockError, RuntimeError):
-    """Something of a process is used in a child that it forked; names both processes."""
+    """An object of a process is used in a child that it forked; names both processes."""
 
 
 class AmbiguousContextError(PenstockError, RuntimeError):
-    """Several appliances, or executors, are open, and none of them in this thread's context: name the one you mean."""
+    """Several appliances, or executors, are open, and none of them in this thread's context: pass the one to use."""
 
 
 class JournalError(PenstockError):
@@ -153,7 +153,7 @@ class JournalError(PenstockError):
 
 
 class UnsupportedLeafError(PenstockError, TypeError):
-    """A batch holds something that is no tensor, array or scalar; names the leaf's path and type."""
+    """A batch holds a value that is not a tensor, array or scalar; names the leaf's path and type."""
 
 
 class StructureChangedError(PenstockError):
@@ -165,7 +165,7 @@ class BatchTooLargeError(PenstockError):
 
 
 class BatchCorruptError(PenstockError):
-    """What a lane brings is not what was sent, or a batch not what was made, however often it is fetched."""
+    """A batch differs from the one that was made or sent, however often it is fetched."""
 
 
 class EmptyInputError(PenstockError, RuntimeError):
@@ -173,11 +173,11 @@ class EmptyInputError(PenstockError, RuntimeError):
 
 
 class DatasetError(PenstockError):
-    """A dataset that cannot be read as it is; names where it lies, and what is wrong with it."""
+    """A dataset cannot be read; names its location and the cause."""
 
 
 class ShardCorruptError(DatasetError):
-    """A shard's size, hash or content is not what the index says; names the file, expected and found."""
+    """A shard's size, hash or content does not match the index; names the file, expected and found."""
 
 
 class ShardUnavailableError(DatasetError):
@@ -197,11 +197,11 @@ class StateVersionError(PenstockError):
 
 
 class StateMismatchError(PenstockError):
-    """A state belongs to another loader, seed or shape; names both."""
+    """A state belongs to another loader, seed or topology; names both."""
 
 
 class StateUnavailableError(PenstockError, RuntimeError):
-    """No state can be had for this step; names the steps that can."""
+    """No state is available for this step; names the available steps."""
 
 
 class NotRestartableError(PenstockError, RuntimeError):
@@ -209,7 +209,7 @@ class NotRestartableError(PenstockError, RuntimeError):
 
 
 class ReplayMismatchError(PenstockError):
-    """A restored loader yields other batches than were delivered; names loader and step."""
+    """Batches of a restored loader differ from those delivered; names loader and step."""
 
 
 class CheckpointError(PenstockError, RuntimeError):
@@ -217,11 +217,11 @@ class CheckpointError(PenstockError, RuntimeError):
 
 
 class CheckpointCorruptError(CheckpointError):
-    """A checkpoint's files are not what its manifest says; names the file, expected and found."""
+    """Files of a checkpoint do not match its manifest; names the file, expected and found."""
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
-    """There is no checkpoint, or not the one that was asked for; names those that there are."""
+    """A folder has no checkpoint, or not the requested one; names the existing ones."""
 
 
 class InputFnError(PenstockError):
@@ -241,11 +241,11 @@ class InputFnNotAllowedError(PenstockError):
 
 
 class UnknownRunError(PenstockError):
-    """The coordinator knows no such run."""
+    """The coordinator has no run of that name."""
 
 
 class UnknownWorkerError(PenstockError):
-    """The coordinator knows no worker of that name."""
+    """The coordinator has no worker of that name."""
 
 
 class BoxOutOfRangeError(PenstockError, ValueError):
@@ -257,11 +257,11 @@ class BoxTakenError(PenstockError):
 
 
 class SupersededError(PenstockError):
-    """A newer attempt of the run has taken over; this one is fenced."""
+    """A newer attempt of the run has replaced this one, which is fenced."""
 
 
 class TopologyError(PenstockError):
-    """The run was re-opened with another shape and no state for it."""
+    """The run was re-opened with another topology and no state for it."""
 
 
 class VersionSkewError(PenstockError):
@@ -273,11 +273,11 @@ class AuthenticationError(PenstockError):
 
 
 class NotPermittedError(PenstockError):
-    """The token is good for another role than the call takes."""
+    """The token is for another role than the call requires."""
 
 
 class TlsError(PenstockError):
-    """A certificate or key that cannot be used or is not trusted, or TLS at one end only; names the file and remedy."""
+    """A certificate or key is not usable or not trusted, or only one end uses TLS; names the file and remedy."""
 
 
 class CoordinatorUnavailableError(PenstockError, ConnectionError):
@@ -285,20 +285,20 @@ class CoordinatorUnavailableError(PenstockError, ConnectionError):
 
 
 class OverloadedError(CoordinatorUnavailableError):
-    """The coordinator is asked for too much at a time. Nothing was changed; the call may be repeated after a while."""
+    """The coordinator gets too many requests at a time. Nothing was changed; retry the call after a while."""
 
     LONGEST_S = 60.0
-    """No hint from a peer makes this end wait longer."""
+    """Longest wait that a peer's hint can cause, seconds."""
     retry_after_s: float = 1.0
-    """Seconds after which the call will be taken."""
+    """Seconds after which the call will be accepted."""
 
 
 class DeadlineError(PenstockError, TimeoutError):
-    """A wait ran out; names who was waited for, and how long."""
+    """A wait ran out; names the awaited process and the seconds."""
 
 
 class NoWorkersError(DeadlineError):
-    """No worker took the slots in time; says how many are missing."""
+    """No worker took the slots in time; names the number of missing ones."""
 
 
 class WorkerLostError(PenstockError):
@@ -314,19 +314,19 @@ class LaneLostError(PenstockError, ConnectionError):
 
 
 class ProtocolError(PenstockError):
-    """Bytes from a peer that cannot be what they claim."""
+    """Bytes from a peer are invalid."""
 
 
 @dataclass(frozen=True)
 class CatalogueEntry:
-    """One row of the catalogue."""
+    """Row of the catalogue."""
 
     error: type[PenstockError]
     status: str
     """Name of the grpc.StatusCode."""
 
 
-# Keyed by the class name, which is also what travels: a peer's name is looked up here and nowhere else.
+# Keyed by the class name, which also travels: a peer's name is looked up only here.
 CATALOGUE: dict[str, CatalogueEntry] = {
     entry.error.__name__: entry
     for entry in (
@@ -382,7 +382,7 @@ CATALOGUE: dict[str, CatalogueEntry] = {
 
 
 def error_named(name: str, message: str, remote_traceback: str = "") -> PenstockError:
-    """The error that a peer named; an unknown name (a newer peer's) becomes a plain PenstockError that says it."""
+    """Return the error that a peer named; an unknown name (a newer peer's) becomes a PenstockError that contains it."""
     entry = CATALOGUE.get(name)
     if entry is None:
         return PenstockError(f"{name}: {message}", remote_traceback=remote_traceback)
@@ -390,5 +390,5 @@ def error_named(name: str, message: str, remote_traceback: str = "") -> Penstock
 
 
 def format_remote(error: BaseException) -> str:
-    """The traceback text that travels with an error: this process's, below any that it already carries."""
+    """Return the traceback text that travels with an error: this process's, after any that it already carries."""
     return "".join(_traceback.format_exception(error))

@@ -1,1 +1,1 @@
-"""What every process needs and no peer sees: settings, telemetry, processes, files."""
+"""Parts that every process needs and peers do not see: settings, telemetry, processes, files."""

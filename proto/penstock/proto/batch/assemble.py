@@ -1,13 +1,13 @@
-"""The receiving half of flatten.py: shapes and a region of memory -> a batch of views.
+"""Receiving half of flatten.py: shapes and a region of memory -> a batch of views.
 
 Each tensor and array of an assembled batch wraps its own slice of the ring, so that `torch.save` of one leaf saves
-that leaf. All have one `_Region` as their base object, whose death (of the last leaf and the last view of a leaf)
-appends the batch's token to `release`: no lock (the garbage collector may run inside one), no socket, and nothing in a
-forked child, which drops views too. A weakref.finalize does the same for 1.2 us more.
+that leaf. All have one `_Region` as their base object. When the last leaf and the last view of a leaf are gone, the
+region is deleted and appends the batch's token to `release`. It takes no lock (the garbage collector may run inside
+one), uses no socket, and does nothing in a forked child, which drops views too. A weakref.finalize costs 1.2 us more.
 
 numpy shortens a chain of bases when a base's own base has the type of the new array. That is why the region and the
-ring beneath it are two subclasses of ndarray: with a plain array as ring, every leaf would hang on the ring and the
-region would die at once (a test keeps watch).
+ring beneath it are two subclasses of ndarray: with a plain array as ring, the ring would become the base of every leaf
+and the region would be deleted at once (a test holds this).
 
 Everything here but the compiled structure comes from a peer. Dims are multiplied as Python ints, so nothing overflows,
 and compared with the region before memory is touched; a hostile peer gets a ProtocolError.
@@ -38,7 +38,7 @@ _U8: Final = np.dtype(np.uint8)
 
 
 def _carrier(dtype: torch.dtype) -> tuple[np.dtype[Any], torch.dtype | None]:
-    """The numpy dtype under which memory becomes a tensor, and the dtype to view that as where the two lack a match."""
+    """Return the numpy dtype that memory is read as, and the torch dtype to view the tensor as (None: it matches)."""
     try:
         native = np.dtype(TORCH_NAMES[dtype])
         if torch.from_numpy(np.empty(0, native)).dtype is dtype:
@@ -49,17 +49,17 @@ def _carrier(dtype: torch.dtype) -> tuple[np.dtype[Any], torch.dtype | None]:
 
 
 CARRIERS: Final = {dtype: _carrier(dtype) for dtype in TORCH_NAMES}
-"""How each dtype that travels is laid over memory by way of numpy."""
+"""torch dtype -> the numpy dtype that its memory is read as, and the dtype to view the tensor as (None: it matches)."""
 
 
 class _Ring(np.ndarray[Any, np.dtype[np.uint8]]):
-    """A whole ring, see wrap_buffer."""
+    """Bytes of a whole ring, see wrap_buffer."""
 
     __slots__ = ()
 
 
 class _Region(np.ndarray[Any, np.dtype[np.uint8]]):
-    """The base object of all views of one batch. A user's own view of it has no `release` and does nothing."""
+    """Base object of all views of one batch. A user's own view of it has no `release` and does nothing."""
 
     __slots__ = ("pid", "release", "token")
 
@@ -76,25 +76,25 @@ class _Region(np.ndarray[Any, np.dtype[np.uint8]]):
 
 
 def wrap_buffer(buffer: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """The bytes of an mmap or another writable buffer in the form that `Assembler.assemble` takes fastest.
+    """Return the bytes of an mmap or another writable buffer in the form that `Assembler.assemble` takes fastest.
 
-    Made once per ring. While it or a view of a batch lives, `mmap.close()` raises BufferError instead of pulling
-    the memory from under them. Raises InvalidArgumentError for read-only memory.
+    Call it once per ring. While the result or a view of a batch exists, `mmap.close()` raises BufferError instead of
+    unmapping memory in use. Raises InvalidArgumentError for read-only memory.
     """
     ring = np.frombuffer(buffer, _U8).view(_Ring)
     if not ring.flags.writeable:
-        raise InvalidArgumentError("a ring is writable memory; this buffer is not")
+        raise InvalidArgumentError("buffer must be writable memory, got read-only memory")
     return ring
 
 
-# What an Assembler does for a leaf.
+# Kinds of steps of an Assembler, one for each leaf.
 _TENSOR, _ARRAY, _SCALAR, _FLOAT, _BOOL, _BYTES = range(6)
 
 
 class Assembler:
-    """Shapes and a region -> a batch, for one structure; compiled once, then used for every batch of it.
+    """Assembler of batches of one structure; compiled once, then used for every batch of it.
 
-    Raises UnsupportedLeafError if the structure names a class that this process does not know (see
+    Raises UnsupportedLeafError if the structure names a class that this process has not imported or registered (see
     penstock.proto.batch.classes) or a dtype that its torch lacks.
     """
 
@@ -118,14 +118,14 @@ class Assembler:
         copy: bool = False,
         move: Callable[[list[Any]], list[Any]] | None = None,
     ) -> Any:
-        """The batch whose region is `nbytes` at `offset` of `buffer`.
+        """Return the batch whose region is `nbytes` at `offset` of `buffer`.
 
         shapes: FlatBatch.shapes. buffer: writable memory, best the result of wrap_buffer. offset: bytes, a multiple
-        of 64. nbytes: exactly FlatBatch.nbytes. Tensors and arrays are writable views of the buffer; `token` is
-        appended to `release` exactly once, when the last of them and of their views is gone, or before the return if
+        of 64. nbytes: exactly FlatBatch.nbytes. Tensors and arrays are writable views of the buffer. `token` is
+        appended to `release` exactly once: when the last of them and of their views is gone, or before the return if
         there are none or they are copies (`copy`). A forked child appends nothing. `move` is called with all leaves in
-        order, and the batch is made of those that it returns instead: who passes it keeps the region as long as it
-        needs, and passes no `release`.
+        order and returns those to build the batch from; its caller keeps the region as long as `move` needs it, and
+        passes no `release`.
 
         Raises ProtocolError if shapes, nbytes and the bytes do not fit together; then nothing is appended.
         """
@@ -133,11 +133,13 @@ class Assembler:
         if type(shapes) is not list:
             shapes = list(shapes)
         if len(shapes) != self._dims:
-            raise ProtocolError(f"{len(shapes)} dims for a structure that takes {self._dims}")
+            raise ProtocolError(f"shapes must have {self._dims} dims for this structure, got {len(shapes)}")
         if shapes and min(shapes) < 0:
-            raise ProtocolError(f"a negative dim: {min(shapes)}")
+            raise ProtocolError(f"dims must be >= 0, got {min(shapes)}")
         if offset < 0 or nbytes < 0 or offset + nbytes > ring.size:
-            raise ProtocolError(f"a region of {nbytes} bytes at {offset} in a buffer of {ring.size}")
+            raise ProtocolError(
+                f"a region must lie within its buffer of {ring.size} bytes, got {nbytes} bytes at {offset}"
+            )
         memory = ring.data if self._scalars else None
         values: list[Any] = []
         region: Any = None
@@ -151,7 +153,7 @@ class Assembler:
                 shape = []
                 size = itemsize
             if start + size > nbytes:
-                raise ProtocolError(f"a leaf ends at {start + size} of a region of {nbytes} bytes")
+                raise ProtocolError(f"a leaf must end within its region of {nbytes} bytes, got {start + size}")
             if kind <= _ARRAY:
                 if size:
                     if region is None:
@@ -172,7 +174,7 @@ class Assembler:
                 values.append(_scalar(kind, memory, offset + start, size, dtype, extra))
             start += (size + 63) & -64
         if start != nbytes:
-            raise ProtocolError(f"the leaves take {start} bytes of a region of {nbytes}")
+            raise ProtocolError(f"the leaves must fill their region of {nbytes} bytes, got {start}")
         if move is not None:
             values = move(values)
         batch = self._build(iter(values))
@@ -187,35 +189,34 @@ class Assembler:
 
 
 def _empty(shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-    """A fresh array without elements."""
+    """Return a fresh array without elements."""
     try:
         return np.ndarray(shape, dtype, bytearray())  # without a buffer numpy 1 allocates an item, of any width
     except (ValueError, OverflowError) as error:
-        raise ProtocolError(f"no array has dims {str(list(shape))[:200]}: {error}") from None
+        raise ProtocolError(f"an array with dims {str(list(shape))[:200]} is not possible: {error}") from None
 
 
 def _scalar(kind: int, memory: Any, start: int, size: int, dtype: Any, decode: Any) -> Any:
-    """A value that is copied out of the region."""
+    """Return a value copied out of the region."""
     if kind == _FLOAT:
         return _unpack_float(memory, start)[0]
     if kind == _SCALAR:
         return np.ndarray((), dtype, memory, start)[()]
-    data = memory[
-        start : start + size
-    ].tobytes()  # a copy first: the peer could change the bytes while they are decoded
+    # Copied first: the peer could change the bytes while they are decoded.
+    data = memory[start : start + size].tobytes()
     if kind == _BYTES:
         try:
             return decode(data)
         except ValueError as error:
-            raise ProtocolError(f"a leaf that cannot be: {str(error)[:200]}") from None
+            raise ProtocolError(f"invalid leaf: {str(error)[:200]}") from None
     if data > b"\1":
-        raise ProtocolError(f"a bool of value {data[0]}")
+        raise ProtocolError(f"a bool must be 0 or 1, got {data[0]}")
     return data == b"\1"
 
 
 def _to_int(data: bytes) -> int:
     if not 0 < len(data) <= MAX_INT_BYTES:
-        raise ValueError(f"an int of {len(data)} bytes")
+        raise ValueError(f"an int must have 1 to {MAX_INT_BYTES} bytes, got {len(data)}")
     return int.from_bytes(data, "little", signed=True)
 
 
@@ -239,13 +240,13 @@ _Step = tuple[int, int, int, Any, Any]
 
 
 def _step(leaf: Leaf) -> _Step:
-    """One leaf of the plan: what to do, dims in shapes, bytes an element, numpy dtype, tensor dtype or decoder."""
+    """Return a leaf's step: kind, dims in shapes, bytes of an element, numpy dtype, tensor dtype or decoder."""
     if leaf.kind == "t":
         dtype = getattr(torch, leaf.dtype, None)
         if dtype not in CARRIERS:
             raise UnsupportedLeafError(
-                f"the batch holds a tensor of {leaf.dtype}, which this torch ({torch.__version__}) lacks; "
-                "install the workers' torch here"
+                f"the batch holds a tensor of dtype {leaf.dtype}, which this torch ({torch.__version__}) lacks; "
+                "install the workers' version of torch here"
             )
         return (_TENSOR, leaf.rank, leaf.itemsize, *CARRIERS[dtype])
     if leaf.kind in "an":
@@ -255,7 +256,7 @@ def _step(leaf: Leaf) -> _Step:
 
 
 def _builder(tree: Tree) -> Callable[[Iterator[Any]], Any]:
-    """A function that takes the leaves of `tree` off an iterator and returns the tree of them."""
+    """Return a function that takes the leaves of `tree` off an iterator and returns the tree of them."""
     if tree is None:
         return lambda leaves: None
     if isinstance(tree, Leaf):

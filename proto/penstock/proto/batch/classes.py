@@ -1,9 +1,9 @@
-"""Names of namedtuple and dataclass types: how they travel, and who may be found by one.
+"""Names of namedtuple and dataclass types: how they travel, and which classes a name may find.
 
-A batch may hold instances of a user's namedtuple or dataclass. What travels is a name and the field names, never
-code. The receiver looks the name up among the classes this process has already imported, or those it registered;
-nothing is imported because a peer says so. That also rules out attribute access that could import as a side effect
-(a module's `__getattr__`, importlib's lazy modules): only the plain `__dict__` of modules and classes is read.
+A batch may hold instances of a user's namedtuple or dataclass. The class name and the field names travel, never code.
+The receiver looks the name up among the classes that its process has already imported or registered; a peer cannot
+cause an import. Attribute access that could import as a side effect (a module's `__getattr__`, importlib's lazy
+modules) is avoided too: only the plain `__dict__` of modules and classes is read.
 
 A class is found for a peer only if it is a namedtuple or dataclass with exactly the announced fields, so a name
 cannot reach anything else. Instances are rebuilt without running `__new__`, `__init__` or `__post_init__`.
@@ -34,14 +34,14 @@ __all__ = [
 ]
 
 MAIN_MODULES: Final = ("__main__", "__mp_main__", "penstock_main")
-"""The names of one and the same user script in different processes."""
+"""Names of one and the same user script in different processes."""
 
 MAX_NAME: Final = 1024
 """Longest class name, in characters."""
 
 T = TypeVar("T", bound=type)
 RecordKind = Literal["nt", "dc"]
-"""namedtuple or dataclass."""
+"""Kind of record: namedtuple or dataclass."""
 
 _WORDS: Final = {"nt": "namedtuple", "dc": "dataclass"}
 
@@ -50,15 +50,15 @@ _names: dict[type, str] = {}
 
 
 def qualified(cls: type) -> str:
-    """`module.qualname` of a class for messages; builtins without their module."""
+    """Return `module.qualname` of a class for messages; builtins without their module."""
     return cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
 
 
 def class_fields(cls: type) -> tuple[RecordKind, tuple[str, ...]] | None:
-    """What kind of record `cls` is and the names of its fields in order; None if it is no namedtuple or dataclass.
+    """Return the kind of record that `cls` is and its field names in order; None if it is neither kind.
 
-    A dataclass that is abstract or has a base which `object.__new__` cannot make (dict or another class written in C)
-    is none: it could not be rebuilt from its fields.
+    A dataclass that is abstract, or has a base that `object.__new__` cannot make (dict or another class written in C),
+    does not count: it could not be rebuilt from its fields.
     """
     if issubclass(cls, tuple):
         names = getattr(cls, "_fields", None)
@@ -83,11 +83,11 @@ def register_class(cls: T, name: str | None = None) -> T:
     Raises InvalidArgumentError if `cls` is neither a namedtuple nor a dataclass, or `name` belongs to another class.
     """
     if not isinstance(cls, type) or class_fields(cls) is None:
-        raise InvalidArgumentError(f"register_class: {cls!r} is neither a namedtuple nor a dataclass")
+        raise InvalidArgumentError(f"register_class: cls must be a namedtuple or a dataclass, got {cls!r}")
     if name is None:
         name = f"{cls.__module__}:{cls.__qualname__}"
     if not name or len(name) > MAX_NAME:
-        raise InvalidArgumentError(f"register_class: a name has 1 to {MAX_NAME} characters, not {len(name)}")
+        raise InvalidArgumentError(f"register_class: name must have 1 to {MAX_NAME} characters, got {len(name)}")
     holder = _by_name.get(name)
     if holder is not None and holder is not cls:
         if (holder.__module__, holder.__qualname__) != (cls.__module__, cls.__qualname__):
@@ -99,26 +99,26 @@ def register_class(cls: T, name: str | None = None) -> T:
 
 
 def class_name(cls: type) -> str:
-    """The name under which instances of `cls` travel: the registered one, or "module:qualname"."""
+    """Return the name under which instances of `cls` travel: the registered one, or "module:qualname"."""
     return _names.get(cls) or f"{cls.__module__}:{cls.__qualname__}"
 
 
 def resolve_class(name: str, kind: RecordKind, fields: tuple[str, ...]) -> type:
-    """The class a name stands for in this process, checked to be a `kind` with exactly these `fields`.
+    """Return the class of this name in this process, checked to be a `kind` with exactly these `fields`.
 
-    Raises UnsupportedLeafError that says what was looked for and what to do.
+    Raises UnsupportedLeafError that names the class and the remedy.
     """
     found = _by_name.get(name)
     if found is None:
         found = _imported(name)
     if found is None:
         raise UnsupportedLeafError(
-            f"the batch holds a {_WORDS[kind]} {name!r}, which this process does not know; import its module here "
+            f"the batch holds a {_WORDS[kind]} {name!r}, which this process has not imported; import its module here "
             f"before iterating, or call register_class(cls, {name!r}) on both sides"
         )
     known = class_fields(found)
     if known != (kind, fields):
-        have = "no namedtuple or dataclass" if known is None else f"a {_WORDS[known[0]]} with fields {list(known[1])}"
+        have = "another kind of class" if known is None else f"a {_WORDS[known[0]]} with fields {list(known[1])}"
         raise UnsupportedLeafError(
             f"the batch holds a {_WORDS[kind]} {name!r} with fields {list(fields)}, but here {name!r} is {have}; "
             "run the same version of its module on both sides"
@@ -127,7 +127,7 @@ def resolve_class(name: str, kind: RecordKind, fields: tuple[str, ...]) -> type:
 
 
 def _imported(name: str) -> type | None:
-    """The class at "module:qualname", by the `__dict__`s of what is already imported."""
+    """Return the class at "module:qualname" by the `__dict__`s of modules that are already imported."""
     module_name, colon, qualname = name.partition(":")
     if not colon:
         return None

@@ -1,21 +1,22 @@
-"""The cheap fingerprint of a delivered batch, kept in the stream digest and compared after a replay.
+"""Cheap digest of a delivered batch, kept in the stream digest and compared after a replay.
 
-It tells a wrong batch from the right one; it is no checksum of every byte. It covers the structure, all shapes, and
-of the data everything up to 64 KiB, above that the first and last 4 KiB and from 64 to 127 words of 8 bytes spread
-between: a batch of other samples differs in nearly all of them, and it costs 1 to 2 us at any size, where all of
-1 MiB takes 9 to 18. Up to 64 KiB, right after they were written, all bytes cost no more than the sample. The words
-lie an odd number of words apart, so that with rows of a power of two (images, padded sequences) they do not all fall
-on one column. With Cover.FULL it covers every byte of any batch.
+It distinguishes a wrong batch from the right one; it is not a checksum of every byte. It covers the structure, all
+shapes, and data up to 64 KiB in full. Of larger data it covers the first and last 4 KiB and 64 to 127 words of 8 bytes
+spread between: a batch of other samples differs in nearly all of them, and the digest costs 1 to 2 us at any size,
+where all of 1 MiB takes 9 to 18. Up to 64 KiB, right after they were written, all bytes cost no more than the sample.
+The words lie an odd number of words apart, so that with rows of a power of two (images, padded sequences) they do not
+all fall on one column. With DigestCover.FULL it covers every byte of any batch.
 
 The stream digest is the chain of a box's digests in the order of delivery (penstock.proto.state.position): equal chains
 at a step are equal streams up to it.
 
-With Cover.ROWS the digest is a sum over the rows of the batch, of every byte of each row in all tensors and arrays that
-have as many rows. It says which rows a step delivered, however they are shared among boxes; what is no row (a number, a
-text, a tensor of other length) and the order of the rows within the batch it does not cover.
+With DigestCover.ROWS the digest is a sum over the rows of the batch, of every byte of each row in all tensors and
+arrays that have as many rows. It identifies the rows that a step delivered, however they are shared among boxes. It
+does not cover the order of the rows within the batch, nor values that are not rows (a number, a text, a tensor of other
+length).
 
-It is computed once, by the runner, when the batch lies in its ring. From there on the frame carries it, and whoever
-hands the batch out compares it with the bytes: see penstock.client.stream.lane_reader.
+The runner computes it once, when the batch lies in its ring. The frame carries it, and the reader that delivers the
+batch compares it with the bytes: see penstock.client.stream.lane_reader.
 
 xxh3 of the same bytes is the same on every machine of one byte order; Python's own hash() is not.
 """
@@ -49,7 +50,7 @@ __all__ = [
 
 
 class DigestCover(IntEnum):
-    """What a digest covers; as it stands in a BATCH frame's flags."""
+    """Bytes of a batch that its digest covers; the numbers are those of a BATCH frame's flags."""
 
     SAMPLE = 0
     FULL = 1
@@ -57,33 +58,33 @@ class DigestCover(IntEnum):
 
 
 def cover_of(options: records_pb2.Options) -> DigestCover:
-    """The one that a run's options ask for."""
+    """Return the cover that a run's options ask for."""
     if options.row_digest:
         return DigestCover.ROWS
     return DigestCover.FULL if options.full_digest else DigestCover.SAMPLE
 
 
 MASK: Final = (1 << 64) - 1
-"""Sums of digests are taken modulo 2^64."""
+"""Mask for sums of digests, which are taken modulo 2^64."""
 
 FULL_BELOW: Final = 64 << 10
-"""Bytes up to which a region is covered in full."""
+"""Largest region that is covered in full, bytes."""
 
 EDGE: Final = 4 << 10
-"""Bytes at each end of a larger one."""
+"""Length covered at each end of a larger region, bytes."""
 
 WORDS: Final = 64
-"""Of 8 bytes each, between the ends, at least."""
+"""Smallest number of words of 8 bytes covered between the ends."""
 
 _LAYOUTS_KEPT: Final = 1024
 _layouts: dict[tuple[int, int, tuple[int, ...]], tuple[int, bytes]] = {}
-"""Those of the layouts seen last, for a stream has few of them."""
+"""Number of layouts remembered, those seen last; a stream has few of them."""
 _DIMS_KEPT: Final = 64 << 10
-"""Bytes of dims that a reader remembers; as shapes they take about six times as much."""
+"""Largest size of the dims that a reader remembers, bytes; as shapes they take about six times as much."""
 
 
 def layout(structure_key: int, nbytes: int, shapes: Sequence[int]) -> tuple[int, bytes]:
-    """The seed of a batch's digest, and its shapes as they travel. structure_key: Structure.key."""
+    """Return the seed of a batch's digest, and its shapes as they travel. structure_key: Structure.key."""
     key = structure_key, nbytes, tuple(shapes)
     found = _layouts.get(key)
     if found is None:
@@ -95,7 +96,7 @@ def layout(structure_key: int, nbytes: int, shapes: Sequence[int]) -> tuple[int,
 
 
 class Layouts:
-    """The same for who receives batches of one structure: from shapes as they travel."""
+    """Cache of `layout` for a receiver of batches of one structure, by shapes as they travel."""
 
     __slots__ = ("_held", "_key", "_known")
 
@@ -105,7 +106,7 @@ class Layouts:
         self._held = 0
 
     def find(self, nbytes: int, dims: bytes) -> tuple[list[int], int]:
-        """The shapes, not to be changed, and the seed of the digest. `dims` are whole numbers of 8 bytes."""
+        """Return the shapes, not to be changed, and the seed of the digest. dims: integers of 8 bytes."""
         found = self._known.get((nbytes, dims))
         if found is None:
             shapes = list(struct.unpack(f"<{len(dims) >> 3}Q", dims))
@@ -123,7 +124,7 @@ class Layouts:
 def batch_digest(
     structure_key: int, region: Any, offset: int, nbytes: int, shapes: Sequence[int], full: bool = False
 ) -> int:
-    """The digest of the batch whose data are `nbytes` at `offset` of the buffer `region`; unsigned, 64 bits.
+    """Return the digest of the batch whose data are `nbytes` at `offset` of the buffer `region`; unsigned, 64 bits.
 
     structure_key: Structure.key. shapes: FlatBatch.shapes. full: cover every byte. Padding between leaves is covered:
     FlatBatch.write_to zeroes it. Raises ValueError if the region does not lie in the buffer.
@@ -137,12 +138,12 @@ def _checked(region: Any, offset: int, nbytes: int) -> memoryview:
     if memory.format != "B" or memory.ndim != 1:
         memory = memory.cast("B")
     if offset < 0 or nbytes < 0 or offset + nbytes > len(memory):
-        raise ValueError(f"a region of {nbytes} bytes at {offset} in a buffer of {len(memory)}")
+        raise ValueError(f"a region must lie within its buffer of {len(memory)} bytes, got {nbytes} bytes at {offset}")
     return memory
 
 
 def rows_in(structure: Structure, shapes: Sequence[int]) -> int:
-    """Rows of the first tensor or array that has a dimension; 1 if there is none. shapes: FlatBatch.shapes."""
+    """Return the rows of the first tensor or array that has a dimension; 1 if none has. shapes: FlatBatch.shapes."""
     dims = 0
     for leaf in structure.leaves:
         if leaf.rank:
@@ -152,13 +153,13 @@ def rows_in(structure: Structure, shapes: Sequence[int]) -> int:
 
 
 def rows_digest(structure: Structure, shapes: Sequence[int], region: Any, offset: int, nbytes: int) -> int:
-    """The sum, modulo 2^64, of the digests of the rows of the batch whose data lie there in the buffer `region`.
+    """Return the sum, modulo 2^64, of the digests of the rows of the batch at `offset` of the buffer `region`.
 
     A row's digest is xxh3_64 of its bytes in the first tensor or array, which seeds that of its bytes in the next, and
-    so on; the first seed is that of the structure. Raises ValueError for shapes that are not those of `nbytes`.
+    so on; the first seed is that of the structure. Raises ValueError for shapes that do not match `nbytes`.
     """
     if len(shapes) != structure.dims:
-        raise ValueError(f"{len(shapes)} dims for a structure that takes {structure.dims}")
+        raise ValueError(f"shapes must have {structure.dims} dims for this structure, got {len(shapes)}")
     memory = _checked(region, offset, nbytes)
     count = rows_in(structure, shapes)
     columns: list[tuple[int, int]] = []
@@ -168,7 +169,7 @@ def rows_digest(structure: Structure, shapes: Sequence[int], region: Any, offset
         at += leaf.dims
         size = prod(shape, start=leaf.itemsize)
         if start + size > nbytes:
-            raise ValueError(f"a leaf ends at {start + size} of a region of {nbytes} bytes")
+            raise ValueError(f"a leaf must end within its region of {nbytes} bytes, got {start + size}")
         if leaf.rank and size and shape[0] == count:
             columns.append((offset + start, size // count))
         start += (size + 63) & -64
@@ -183,13 +184,13 @@ def rows_digest(structure: Structure, shapes: Sequence[int], region: Any, offset
 
 
 def region_digest(seed: int, memory: memoryview, offset: int, nbytes: int, full: bool) -> int:
-    """The digest of the batch at this place of `memory`, bytes that are known to be there. seed: that of its layout."""
+    """Return the digest of the batch at `offset` of `memory`, without a check of bounds. seed: its layout's."""
     end = offset + nbytes
     if full or nbytes <= FULL_BELOW:
         return xxh3_64_intdigest(memory[offset:end], seed)
     inner = (nbytes - 2 * EDGE) & -8
     step = max(1, inner // 8 // WORDS - 1) | 1  # odd, and no larger
     sample = memory[offset + EDGE : offset + EDGE + inner].cast("Q")[::step].tobytes()
-    # Each part seeds the next: one call less for each than an object that is updated.
+    # Each part seeds the next: one call fewer per part than updating a hash object.
     head = xxh3_64_intdigest(memory[offset : offset + EDGE], seed)
     return xxh3_64_intdigest(memory[end - EDGE : end], xxh3_64_intdigest(sample, head))

@@ -2,24 +2,24 @@
 
     runner:    flat = flattener.flatten(batch)          the structure (interned), the shapes, the bytes needed
                flat.write_to(address)                   the one memcpy, straight into the ring; none for a leaf that
-                                                        was built at its place there (penstock.worker.collate)
+                                                        was built at its position there (penstock.worker.collate)
     receiver:  assembler = Assembler(structure)         once per structure
-               batch = assembler.assemble(shapes, ring, offset, nbytes, released, slot)
+               batch = assembler.assemble(shapes, ring, offset, nbytes, released, entry)
 
-This is the hot path, and everything here is shaped by microseconds. `flatten` makes one epoch that collects leaves,
-shapes and a *signature* (types, keys, dtypes, ranks in order); only a signature not seen lately builds a Structure.
-Nothing is checked twice: a batch with a known signature can hold no unsupported dtype. When the epoch meets anything
-it does not like it gives up, and the slow pass, which knows paths, says what and where. Copies are `memmove`: as
-fast as torch's `copy_` (1 MiB 18 us, 8 MiB 220 us into a warm ring, both; 2-core AMD EPYC), with 1.2 us less around
-it. Up to 256 KiB it keeps the interpreter lock, for a thread that waits for it might hold it for 5 ms.
+This is the hot path, where each microsecond counts. `flatten` makes one traversal that collects leaves, shapes and a
+*signature* (types, keys, dtypes, ranks in order); only a signature not seen lately builds a Structure. Nothing is
+checked twice: a batch with a known signature can hold no unsupported dtype. When this fast traversal meets a value that
+it does not handle it stops, and the slow one (tree.py), which keeps paths, names the value and where it is. Copies are
+`memmove`: as fast as torch's `copy_` (1 MiB 18 us, 8 MiB 220 us into a warm ring, both; 2-core AMD EPYC), with 1.2 us
+less overhead. A copy up to 256 KiB keeps the interpreter lock: a thread that took it might hold it for 5 ms.
 
-The receiving half, and how a slot comes back when its last view has died, is assemble.py.
+The receiving half, and how an entry is released when its last view is gone, is assemble.py.
 
 **What travels.** torch.Tensor (CPU, strided, plain dtypes), numpy arrays and scalars, str, bytes, int, float, bool,
 None in dict, OrderedDict, list, tuple, namedtuple and dataclass. Exactly these types come back; other subclasses are
 refused, because they could not be rebuilt faithfully (defaultdict, IntEnum, ModelOutput: the message says how to
-convert), with three exceptions that come back as what they wrap: nn.Parameter as Tensor, numpy.memmap as ndarray, and
-dataclass or namedtuple instances lose attributes that are no fields. Values, dtype and shape are exact, to the bit;
+convert). There are three exceptions: nn.Parameter comes back as Tensor, numpy.memmap as ndarray, and dataclass or
+namedtuple instances lose attributes that are not fields. Values, dtype and shape are exact, to the bit;
 memory layout is not kept (leaves arrive contiguous in C order), nor is requires_grad, and two leaves that shared memory
 arrive apart.
 """
@@ -61,10 +61,10 @@ __all__ = [
 ]
 
 HOLD_LOCK_UP_TO: Final = 256 << 10
-"""Bytes; about 5 us of memmove. Larger copies release the interpreter lock."""
+"""Largest copy that keeps the interpreter lock, bytes; about 5 us of memmove."""
 
 PAD_UP_TO: Final = 4096
-"""Bytes; str, bytes and int up to here are padded in Python, which is cheaper than clearing the rest by a call."""
+"""Largest str, bytes or int that is padded in Python, bytes: cheaper than clearing the gap by a call."""
 
 _Tensor, _Parameter, _strided = torch.Tensor, torch.nn.Parameter, torch.strided
 _ndarray, _memmap, _generic = np.ndarray, np.memmap, np.generic
@@ -73,7 +73,7 @@ _TRUE, _FALSE = b"\1".ljust(ALIGN, b"\0"), bytes(ALIGN)
 
 
 def _libc(name: str, second: type) -> Callable[[int, Any, int], None]:
-    """A libc function that is called without releasing the interpreter lock."""
+    """Return a libc function that is called without releasing the interpreter lock."""
     function = getattr(ctypes.PyDLL(None), name)
     function.argtypes = (ctypes.c_void_p, second, ctypes.c_size_t)
     function.restype = None
@@ -90,7 +90,7 @@ _WRITE: Final = 0x200
 
 
 class FlatBatch:
-    """A batch ready to be written; made by `Flattener.flatten`. It holds the leaves, so drop it after writing."""
+    """Batch ready to be written; made by `Flattener.flatten`. It holds the leaves, so drop it after writing."""
 
     __slots__ = ("_held", "_sizes", "_sources", "nbytes", "shapes", "structure")
 
@@ -119,8 +119,8 @@ class FlatBatch:
     def write_to(self, address: int) -> None:
         """Copy all leaves to the `nbytes` of memory at `address`; gaps between leaves become zero.
 
-        A leaf that lies at its place already, see `settle`, stays as it is. The caller answers for the memory: too
-        little of it is a crash. May be called again.
+        A leaf that is already at its position, see `settle`, is not copied. The caller must provide `nbytes` of
+        writable memory: less of it crashes the process. May be called again.
         """
         memory: Any = None
         start = 0
@@ -136,7 +136,7 @@ class FlatBatch:
                 if kind is bytes:
                     end = start + len(source)
                     memory[start:end] = source
-                    if end - start > size:  # it was padded when it was made
+                    if end - start > size:  # already padded
                         start = end
                         continue
                 elif kind is _Tensor:
@@ -149,50 +149,50 @@ class FlatBatch:
                 _fill_holding(address + start, 0, gap)
                 start += gap
 
-    def settle(self, slot: np.ndarray[Any, np.dtype[np.uint8]]) -> int:
-        """Let go of the leaves that lie in `slot`, each exactly where `write_to` would put it, and count them.
+    def settle(self, entry: np.ndarray[Any, np.dtype[np.uint8]]) -> int:
+        """Drop the leaves that lie in `entry` exactly where `write_to` would put them; return their count.
 
-        slot: 1-d, contiguous, the memory that the batch may be written to. Returns -1, and changes nothing, if a leaf
-        reaches into `slot` anywhere else: writing one leaf there could destroy another before it is copied.
+        entry: 1-d, contiguous, the memory that the batch may be written to. Returns -1, and changes nothing, if a leaf
+        overlaps `entry` anywhere else: writing one leaf there could destroy another before it is copied.
 
-        From here on the batch does not keep the leaves it counted alive, but their bytes are still what `write_to`
-        reads, wherever it writes: the caller keeps the memory as it is until then.
+        Afterwards the batch no longer keeps the counted leaves alive, but `write_to` still reads their bytes, wherever
+        it writes: the caller must leave the memory unchanged until then.
         """
-        low, inside = _address(slot), self._inside(slot)
+        low, inside = _address(entry), self._inside(entry)
         if not all(fits for _, _, fits in inside):
             return -1
         if inside:
-            high = low + slot.nbytes
+            high = low + entry.nbytes
             self._held = [leaf for leaf in self._held if not low <= leaf.data_ptr() < high]
-            for index, place, _ in inside:
-                self._sources[index] = low + place
+            for index, offset, _ in inside:
+                self._sources[index] = low + offset
         return len(inside)
 
-    def places(self, slot: np.ndarray[Any, np.dtype[np.uint8]]) -> list[tuple[int, int]]:
-        """(bytes from the start, bytes) of where `write_to` puts each of the leaves that now reach into `slot`."""
-        return [(place, self._sizes[index]) for index, place, _ in self._inside(slot)]
+    def places(self, entry: np.ndarray[Any, np.dtype[np.uint8]]) -> list[tuple[int, int]]:
+        """Return (offset, bytes) at which `write_to` puts each of the leaves that now overlap `entry`."""
+        return [(offset, self._sizes[index]) for index, offset, _ in self._inside(entry)]
 
-    def _inside(self, slot: np.ndarray[Any, np.dtype[np.uint8]]) -> list[tuple[int, int, bool]]:
-        """The leaves that reach into `slot`: number, place from its start, and whether it lies just there."""
-        low = _address(slot)
-        high = low + slot.nbytes
+    def _inside(self, entry: np.ndarray[Any, np.dtype[np.uint8]]) -> list[tuple[int, int, bool]]:
+        """Return the leaves that overlap `entry`: index, offset where it belongs, and whether it lies there."""
+        low = _address(entry)
+        high = low + entry.nbytes
         found: list[tuple[int, int, bool]] = []
-        place = 0
+        offset = 0
         for index, (source, size) in enumerate(zip(self._sources, self._sizes, strict=True)):
             kind = type(source)
             if not size or kind is bytes:
                 pass
             elif kind is int:
                 if source < high and low < source + size:
-                    found.append((index, place, source == low + place))
+                    found.append((index, offset, source == low + offset))
             elif kind is _Tensor:
                 storage = source.untyped_storage()
                 start = storage.data_ptr()
                 if start < high and low < start + storage.nbytes():
-                    found.append((index, place, False))
-            elif np.may_share_memory(source, slot):
-                found.append((index, place, source.flags.c_contiguous and _address(source) == low + place))
-            place += (size + 63) & -64
+                    found.append((index, offset, False))
+            elif np.may_share_memory(source, entry):
+                found.append((index, offset, source.flags.c_contiguous and _address(source) == low + offset))
+            offset += (size + 63) & -64
         return found
 
 
@@ -208,7 +208,7 @@ def _copy_strided(source: torch.Tensor, memory: memoryview, start: int) -> None:
 
 
 class Flattener:
-    """Batches -> FlatBatch, for one stream of batches and one thread.
+    """Flattener of batches into FlatBatch, for one stream of batches and one thread.
 
     strict: every batch must have the structure of the first. max_leaves and max_depth: limits of one batch, at most
     65,536 and 64, which is what a receiver accepts. max_structures: how many structures are kept; a batch that returns
@@ -224,9 +224,9 @@ class Flattener:
     ) -> None:
         for name, value, limit in (("max_leaves", max_leaves, MAX_LEAVES), ("max_depth", max_depth, MAX_DEPTH)):
             if not 1 <= value <= limit:
-                raise InvalidArgumentError(f"{name} lies between 1 and {limit}, not at {value}")
+                raise InvalidArgumentError(f"{name} must be in [1, {limit}], got {value}")
         if max_structures < 1:
-            raise InvalidArgumentError(f"max_structures is at least 1, not {max_structures}")
+            raise InvalidArgumentError(f"max_structures must be >= 1, got {max_structures}")
         self._strict = strict
         self._max_leaves = max_leaves
         self._max_depth = max_depth
@@ -238,7 +238,7 @@ class Flattener:
         self._records: dict[type, Callable[[Any], Sequence[Any]]] = {}
 
     def flatten(self, batch: Any) -> FlatBatch:
-        """One pass over a batch; copies no tensor or array. Neither may change until the result is written.
+        """Traverse a batch once, without copying tensors or arrays. Neither may change until the result is written.
 
         Raises UnsupportedLeafError, with path and type, for what cannot travel; StructureChangedError if strict.
         """
@@ -269,10 +269,10 @@ class Flattener:
         held: list[Any],
         depth: int,
     ) -> None:
-        """Collect the children of one container. Any exception means: let the slow pass say what is wrong.
+        """Collect the children of one container. After any exception the slow traversal finds the error to raise.
 
-        Two values give the same signature only if they have the same structure: it is a prefix code, in which
-        a container says its type and how many children follow, and keys come after their types (1 == True).
+        Two values give the same signature only if they have the same structure. It is a prefix code: a container writes
+        its type and its number of children first, and keys come after their types (1 == True).
         """
         for value in values:
             cls = type(value)
@@ -344,7 +344,7 @@ class Flattener:
             raise _give_up()
 
     def _record(self, cls: type) -> Callable[[Any], Sequence[Any]]:
-        """How to get at the fields of a namedtuple or dataclass."""
+        """Return a getter of the fields of a namedtuple or dataclass."""
         record = class_fields(cls)
         if record is None:
             raise _give_up()
@@ -355,13 +355,13 @@ class Flattener:
             values_of = attrgetter(*names)
         else:
             values_of = lambda value: [getattr(value, name) for name in names]  # noqa: E731
-        if len(self._records) >= 256:  # classes made on the fly must not pile up
+        if len(self._records) >= 256:  # classes made on the fly must not accumulate
             self._records.clear()
         self._records[cls] = values_of
         return values_of
 
     def _intern(self, batch: Any, signature: list[Any]) -> Structure:
-        """The Structure of a signature: the one in the table, or a new one that replaces the longest unused."""
+        """Return the Structure of a signature: the one in the table, or a new one that evicts the longest unused."""
         key = tuple(signature)
         try:
             structure = self._table.get(key)
@@ -369,12 +369,12 @@ class Flattener:
             structure = None
         if structure is None:
             structure = Structure.of(survey(batch, self._max_leaves, self._max_depth))
-            # Another signature may mean the same: two classes of one name, or an array that numpy spells otherwise.
+            # Another signature may have the same structure: two classes of one name, or numpy's two names of a dtype.
             structure = next((known for known in self._table.values() if known == structure), structure)
             if self._strict and self._first is not None and structure is not self._first:
                 raise StructureChangedError(
                     f"the batch is {structure.describe()}, but the first one was {self._first.describe()}; "
-                    "strict mode allows no other tree, dtype or rank"
+                    "in strict mode all batches must have the same tree, dtypes and ranks"
                 )
             self._table[key] = structure
             if len(self._table) > self._max_structures:
@@ -388,7 +388,7 @@ class Flattener:
 
 
 def _give_up() -> UnsupportedLeafError:
-    """The fast pass met something it does not take; seen by nobody unless the slow pass then finds nothing wrong."""
+    """Return the error of the fast traversal; raised to the user only if the slow one then finds nothing wrong."""
     return UnsupportedLeafError("the batch changed while it was read")
 
 

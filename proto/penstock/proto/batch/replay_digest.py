@@ -1,4 +1,4 @@
-"""The digest of a batch that is replayed and goes nowhere: flattened into memory of our own instead of a ring."""
+"""Digest of a batch that is replayed and not sent: flattened into private memory instead of a ring."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["ReplayDigest"]
 
 
 class ReplayDigest:
-    """Flattens batches into a scratch buffer, which grows as needed."""
+    """Digests of batches, which are flattened into a scratch buffer that grows as needed."""
 
     def __init__(self, flattener: Flattener | None = None, *, cover: DigestCover = DigestCover.SAMPLE) -> None:
         self._flattener = flattener or Flattener()
@@ -20,7 +20,7 @@ class ReplayDigest:
         self._buffer = ctypes.create_string_buffer(1 << 16)
 
     def take(self, batch: Any) -> tuple[int, int]:
-        """(digest, samples) of a batch, as its delivery would have recorded them."""
+        """Return (digest, samples) of a batch, as its delivery would have recorded them."""
         flat = self._flattener.flatten(batch)
         if flat.nbytes > len(self._buffer):
             self._buffer = ctypes.create_string_buffer(2 * flat.nbytes)

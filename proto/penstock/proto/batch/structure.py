@@ -1,10 +1,10 @@
-"""The part of a batch that does not change from batch to batch, and how it is announced to a peer.
+"""Structure of a batch, the part that does not change from batch to batch, and its encoding for peers.
 
-A `Structure` is the tree of containers, and for each leaf its kind, dtype and rank. Shapes and values are no part of
-it: they ride with each batch, so variable lengths and changing strings announce nothing new. The two ends agree on a
+A `Structure` is the tree of containers, and for each leaf its kind, dtype and rank. Shapes and values are not part of
+it: they travel with each batch, so variable lengths and changing strings announce nothing new. The two ends agree on a
 Structure once and then name it by an id.
 
-On the wire it is JSON: a format number and one node. JSON because it is safe to read from anyone, keeps int, str,
+On the wire it is JSON: a format number and one node. JSON because it is safe to read from any peer, keeps int, str,
 bool and None keys apart, and is read once per structure, where speed does not count. `from_bytes` accepts only what
 `to_bytes` would write, so a structure has one encoding and the hash of that encoding (`key`) is its identity.
 
@@ -16,8 +16,8 @@ bool and None keys apart, and is read once per structure, where speed does not c
     ["d"|"od",keys,nodes]       dict, OrderedDict        ["l"|"u",nodes]       list, tuple
     ["nt"|"dc",name,fields,nodes]                        namedtuple, dataclass
 
-This module knows dtypes by name only and does not import torch, so that a process that merely forwards batches
-can check and describe them.
+This module handles dtypes by name only and does not import torch, so that a process that only forwards batches can
+check and describe them.
 """
 
 from __future__ import annotations
@@ -59,32 +59,33 @@ __all__ = [
 ]
 
 ALIGN: Final = 64
-"""Bytes; every leaf starts at a multiple: a cache line, the widest vector load, torch's own alignment."""
+"""Alignment of every leaf, bytes: a cache line, the widest vector load, torch's own alignment."""
 
 MAX_LEAVES: Final = 65_536
 MAX_VALUES: Final = 4 * MAX_LEAVES
-"""Leaves, containers and Nones together: what a batch may hold, and so what may be announced."""
+"""Largest number of leaves, containers and Nones together in a batch, and so in an announced structure."""
 
 MAX_DEPTH: Final = 64
-"""Containers inside each other; far below the interpreter's recursion limit, so neither side can be made to hit it."""
+"""Largest nesting of containers; far below the interpreter's recursion limit, so that neither side can reach it."""
 
 MAX_RANK: Final = 32
-"""Dimensions of one leaf: what every supported numpy can hold."""
+"""Largest number of dimensions of a leaf: every supported numpy can hold as many."""
 
 MAX_INT_BYTES: Final = 1 << 20
-"""Bytes of one Python int leaf."""
+"""Largest size of one Python int leaf, bytes."""
 
 MAX_STRUCTURE_BYTES: Final = 4 << 20
 MAX_BRACKETS: Final = 1 << 19
-"""An announcement beyond these is refused before it is parsed; 65,536 dicts of one leaf take 2**18 brackets."""
+"""Limits of an announcement, which is refused above them before it is parsed; 65,536 dicts of one leaf take 2**18
+brackets."""
 
 MAX_TEXT: Final = 2000
-"""Characters of describe()."""
+"""Largest length of describe(), characters."""
 
 FORMAT: Final = 1
 
-# Names, for a process without torch; bytes an element. Sub-byte (uint4), bits8 and quantized dtypes are left out:
-# torch itself cannot copy the former, and the latter are nothing without their scales.
+# Names, for a process without torch, and bytes of an element. Sub-byte (uint4), bits8 and quantized dtypes are left
+# out: torch itself cannot copy the former, and the latter mean nothing without their scales.
 TORCH_DTYPES: Final[dict[str, int]] = {
     "bool": 1, "uint8": 1, "int8": 1, "uint16": 2, "int16": 2, "uint32": 4, "int32": 4, "uint64": 8, "int64": 8,
     "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "complex32": 4, "complex64": 8, "complex128": 16,
@@ -99,7 +100,7 @@ _NUMPY_NAME = re.compile(
 
 Key = str | int | bool | None
 Path = tuple["Path", str] | None
-"""Where a value stands in its batch, innermost step last; rendered only when an error names it."""
+"""Path of a value in its batch, innermost step last; rendered only when an error names it."""
 
 _SCALARS = {"s": "str", "b": "bytes", "i": "int", "f": "float", "o": "bool", "S": "numpy.str_", "B": "numpy.bytes_"}
 _ONE_DIM = frozenset("sbiSB")
@@ -107,12 +108,12 @@ _ARRAYS = frozenset("ta")
 
 
 def padded(nbytes: int) -> int:
-    """`nbytes` rounded up to the alignment of leaves."""
+    """Return `nbytes` rounded up to the alignment of leaves."""
     return (nbytes + ALIGN - 1) & -ALIGN
 
 
 def render_path(path: Path) -> str:
-    """A path as Python would write it: `batch['images'][3].label`."""
+    """Return a path as Python would write it: `batch['images'][3].label`."""
     steps: list[str] = []
     while path is not None:
         path, step = path
@@ -121,43 +122,43 @@ def render_path(path: Path) -> str:
 
 
 def numpy_dtype_name(dtype: np.dtype[Any]) -> str:
-    """The name of a dtype on the wire: numpy's `str` form with byte order, "<q" for the C long long it hides."""
+    """Return a dtype's name on the wire: numpy's `str` form with byte order, "<q" for the C long long it hides."""
     name = dtype.str
     return name if np.dtype(name).char == dtype.char else name[0] + dtype.char
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """The dtype a peer named. Raises ValueError for every name that numpy_dtype_name does not give."""
+    """Return the dtype that a peer named. Raises ValueError for a name that numpy_dtype_name does not return."""
     if not _NUMPY_NAME.fullmatch(name):
-        raise ValueError(f"{name[:80]!r} names no dtype that may travel")
+        raise ValueError(f"{name[:80]!r} is not the name of a dtype that may travel")
     try:
         dtype = np.dtype(name)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{name!r} names no dtype: {error}") from None
+        raise ValueError(f"{name!r} is not the name of a dtype: {error}") from None
     if numpy_dtype_name(dtype) != name:
-        raise ValueError(f"{name!r} is not how this dtype is written")
+        raise ValueError(f"{name!r} is not the canonical name of its dtype")
     return dtype
 
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """One value whose data ride in the region."""
+    """Value whose data travel in the region."""
 
     kind: str
-    """t tensor, a array, n numpy scalar, or one of the letters of the essay."""
+    """Kind of leaf: t tensor, a array, n numpy scalar, or one of the letters in this module's docstring."""
     dtype: str = ""
-    """torch name for t, numpy name for a and n, else ""."""
+    """Name of the dtype: torch's for t, numpy's for a and n, else ""."""
     rank: int = 0
-    """Dimensions, for t and a."""
+    """Number of dimensions, for t and a."""
 
     @property
     def dims(self) -> int:
-        """How many numbers it takes in `shapes`: its rank; for str, bytes and int one, the byte length; else none."""
+        """Return the count of its numbers in `shapes`: its rank; 1 (byte length) for str, bytes and int; else 0."""
         return self.rank if self.kind in _ARRAYS else int(self.kind in _ONE_DIM)
 
     @property
     def itemsize(self) -> int:
-        """Bytes of one element; of all of it where it takes no dims."""
+        """Return the bytes of one element; of the whole value where it takes no dims."""
         if self.kind == "t":
             return TORCH_DTYPES[self.dtype]
         if self.kind in "an":
@@ -167,15 +168,15 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One container."""
+    """Container of the tree."""
 
     kind: str
-    """d dict, od OrderedDict, l list, u tuple, nt namedtuple, dc dataclass."""
+    """Kind of container: d dict, od OrderedDict, l list, u tuple, nt namedtuple, dc dataclass."""
     children: tuple[Tree, ...]
     keys: tuple[Key, ...] = ()
-    """Keys of a dict or names of the fields, as many as children; () for list and tuple."""
+    """Keys of a dict or names of the fields, one for each child; () for list and tuple."""
     name: str = ""
-    """Of the class, for nt and dc."""
+    """Name of the class, for nt and dc; else ""."""
 
 
 Tree = Leaf | Node | None
@@ -183,14 +184,14 @@ Tree = Leaf | Node | None
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """The unchanging part of a batch; equal and hashed by its encoding. Make one with `of` or `from_bytes`."""
+    """Unchanging part of a batch; equal and hashed by its encoding. Make one with `of` or `from_bytes`."""
 
     encoded: bytes
     key: int = field(compare=False)
-    """64-bit xxh3 of `encoded`: the same in every process."""
+    """Hash of `encoded` (xxh3, 64 bits): the same in every process."""
     tree: Tree = field(compare=False, repr=False)
     leaves: tuple[Leaf, ...] = field(compare=False, repr=False)
-    """In the order of their data in the region: depth first."""
+    """Leaves in the order of their data in the region: depth first."""
     dims: int = field(compare=False)
     """Length of a batch's `shapes`."""
 
@@ -199,7 +200,10 @@ class Structure:
 
     @classmethod
     def of(cls, tree: Tree) -> Structure:
-        """The structure of a tree made in this process. Raises UnsupportedLeafError if it is too long to announce."""
+        """Return the structure of a tree made in this process.
+
+        Raises UnsupportedLeafError if it is too long to announce.
+        """
         text = json.dumps([FORMAT, _plain(tree)], ensure_ascii=False, separators=(",", ":"))
         encoded = text.encode("utf-8", "surrogatepass")
         problem = _too_long(encoded)
@@ -209,51 +213,51 @@ class Structure:
         return cls(encoded, xxhash.xxh3_64_intdigest(encoded), tree, leaves, sum(leaf.dims for leaf in leaves))
 
     def to_bytes(self) -> bytes:
-        """Compact JSON, UTF-8 (lone surrogates in keys as three bytes each)."""
+        """Return compact JSON in UTF-8 (lone surrogates in keys as three bytes each)."""
         return self.encoded
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview) -> Structure:
-        """The structure a peer announced. Classes are not looked up here: a forwarding process need not know them.
+        """Return the structure that a peer announced. Classes are not looked up: a forwarding process lacks them.
 
         Raises ProtocolError for anything that `to_bytes` would not have written.
         """
         data = bytes(data) if len(data) <= MAX_STRUCTURE_BYTES else b""
         problem = _too_long(data) if data else f"0 or more than {MAX_STRUCTURE_BYTES} bytes"
         if problem:
-            raise ProtocolError(f"a structure of {problem}")
+            raise ProtocolError(f"invalid structure: {problem}")
         try:
             raw = json.loads(data.decode("utf-8", "surrogatepass"), parse_float=_refuse, parse_constant=_refuse)
         except (ValueError, RecursionError) as error:
-            raise ProtocolError(f"a structure that is no JSON: {str(error)[:200]}") from None
+            raise ProtocolError(f"a structure must be JSON: {str(error)[:200]}") from None
         if type(raw) is not list or len(raw) != 2 or type(raw[0]) is not int:
-            raise ProtocolError("a structure is a list of a format number and a node")
+            raise ProtocolError("a structure must be a list of a format number and a node")
         if raw[0] != FORMAT:
-            raise ProtocolError(f"a structure of format {str(raw[0])[:20]}; this Penstock reads {FORMAT}")
+            raise ProtocolError(f"a structure's format must be {FORMAT} for this Penstock, got {str(raw[0])[:20]}")
         count = [0, 0]
         try:
             structure = cls.of(_tree(raw[1], None, 0, count))
         except UnsupportedLeafError as error:
             raise ProtocolError(str(error)) from None
         if structure.encoded != data:
-            raise ProtocolError("a structure that is not in its one canonical encoding")
+            raise ProtocolError("a structure must be in its one canonical encoding")
         return structure
 
     def describe(self) -> str:
-        """For messages: `{"x": float32[rank 2], "y": int64[rank 1]}`, cut at 2,000 characters."""
+        """Return text for messages: `{"x": float32[rank 2], "y": int64[rank 1]}`, cut at 2,000 characters."""
         text = _describe(self.tree, [MAX_TEXT])
         return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 3] + "..."
 
 
 def required_nbytes(structure: Structure, shapes: Sequence[int]) -> int:
-    """Bytes of the region that a batch with these `shapes` takes: what `FlatBatch.nbytes` says.
+    """Return the bytes of the region of a batch with these `shapes`, equal to `FlatBatch.nbytes`.
 
-    Raises ProtocolError if the number of dims or one of them cannot be meant.
+    Raises ProtocolError if the number of dims or one of them is invalid.
     """
     if len(shapes) != structure.dims:
-        raise ProtocolError(f"{len(shapes)} dims for a structure that takes {structure.dims}")
+        raise ProtocolError(f"shapes must have {structure.dims} dims for this structure, got {len(shapes)}")
     if structure.dims and min(shapes) < 0:
-        raise ProtocolError(f"a negative dim: {min(shapes)}")
+        raise ProtocolError(f"dims must be >= 0, got {min(shapes)}")
     at = total = 0
     for leaf in structure.leaves:
         total += padded(prod(shapes[at : at + leaf.dims], start=leaf.itemsize))
@@ -281,7 +285,7 @@ def _leaves(tree: Tree) -> Iterator[Leaf]:
 
 
 def _plain(tree: Tree) -> Any:
-    """A tree as JSON values."""
+    """Return a tree as JSON values."""
     if tree is None:
         return None
     if isinstance(tree, Leaf):
@@ -297,7 +301,7 @@ def _plain(tree: Tree) -> Any:
 
 
 def _tree(raw: Any, path: Path, depth: int, count: list[int]) -> Tree:
-    """JSON values as a tree; every wrong one is a ProtocolError with its path. count: leaves, and all values."""
+    """Return JSON values as a tree. Raises ProtocolError with the path of a wrong one. count: leaves, all values."""
     count[1] += 1
     if count[1] > MAX_VALUES:
         raise _wrong(path, f"more than {MAX_VALUES} values")
@@ -306,7 +310,7 @@ def _tree(raw: Any, path: Path, depth: int, count: list[int]) -> Tree:
     if type(raw) is str and raw in _SCALARS:
         return _counted(Leaf(raw), path, count)
     if type(raw) is not list or not raw or type(raw[0]) is not str:
-        raise _wrong(path, "no node")
+        raise _wrong(path, "not a node")
     kind, *rest = raw
     if kind in ("t", "a", "n"):
         return _counted(_array_leaf(kind, rest, path), path, count)
@@ -314,7 +318,7 @@ def _tree(raw: Any, path: Path, depth: int, count: list[int]) -> Tree:
         raise _wrong(path, f"deeper than {MAX_DEPTH}")
     shape = {"l": 1, "u": 1, "d": 2, "od": 2, "nt": 3, "dc": 3}.get(kind)
     if shape != len(rest) or any(type(part) is not list for part in rest[-min(shape, 2) :]):
-        raise _wrong(path, "no node")
+        raise _wrong(path, "not a node")
     nodes, keys = rest[-1], rest[-2] if shape != 1 else []
     name = rest[0] if shape == 3 else ""
     if shape != 1 and len(keys) != len(nodes):
@@ -325,42 +329,42 @@ def _tree(raw: Any, path: Path, depth: int, count: list[int]) -> Tree:
     if len(set(keys)) != len(keys):
         raise _wrong(path, "two equal keys")
     if shape == 3 and (type(name) is not str or not 0 < len(name) <= 1024):
-        raise _wrong(path, "no class name")
+        raise _wrong(path, "a missing or too long class name")
     if shape == 3 and not all(key.isidentifier() for key in keys):
-        raise _wrong(path, "a field that is no identifier")
+        raise _wrong(path, "a field name that is not an identifier")
     steps = path_steps(kind, keys, len(nodes))
     children = tuple(_tree(node, (path, step), depth + 1, count) for node, step in zip(nodes, steps, strict=True))
     return Node(kind, children, tuple(keys), name)
 
 
 def path_steps(kind: str, keys: Sequence[Key], count: int) -> Iterator[str]:
-    """The steps from a container of a Node's `kind` to its children, for a Path."""
+    """Return the steps from a container of a Node's `kind` to its children, for a Path."""
     if kind in ("l", "u"):
         return (f"[{i}]" for i in range(count))
     return (f"[{key!r}]" for key in keys) if kind in ("d", "od") else (f".{key}" for key in keys)
 
 
 def allowed_key(key: object) -> bool:
-    """Whether a dict key other than a str may travel."""
+    """Return whether a dict key other than a str may travel."""
     return key is None or type(key) is bool or (type(key) is int and -(1 << 63) <= key < 1 << 63)
 
 
 def _array_leaf(kind: str, rest: list[Any], path: Path) -> Leaf:
     if len(rest) != (1 if kind == "n" else 2) or type(rest[0]) is not str:
-        raise _wrong(path, "no leaf")
+        raise _wrong(path, "not a leaf")
     name, rank = rest[0], 0 if kind == "n" else rest[1]
     if type(rank) is not int or not 0 <= rank <= MAX_RANK:
         raise _wrong(path, f"a rank outside 0 to {MAX_RANK}")
     if kind == "t":
         if name not in TORCH_DTYPES:
-            raise _wrong(path, f"no tensor dtype that may travel: {name[:80]!r}")
+            raise _wrong(path, f"{name[:80]!r} is not a tensor dtype that may travel")
     else:
         try:
             dtype = numpy_dtype(name)
         except ValueError as error:
             raise _wrong(path, str(error)) from None
         if kind == "n" and (dtype.kind in "SU" or dtype.byteorder == (">" if sys.byteorder == "little" else "<")):
-            raise _wrong(path, f"no scalar has dtype {name!r}")
+            raise _wrong(path, f"a scalar cannot have dtype {name!r}")
     return Leaf(kind, name, rank)
 
 
@@ -372,11 +376,11 @@ def _counted(leaf: Leaf, path: Path, count: list[int]) -> Leaf:
 
 
 def _wrong(path: Path, what: str) -> ProtocolError:
-    return ProtocolError(f"a structure that cannot be: {render_path(path)}: {what}")
+    return ProtocolError(f"invalid structure: {render_path(path)}: {what}")
 
 
-def _describe(tree: Tree, room: list[int]) -> str:
-    """Text of a tree; `room` is what is left of the characters, so that a huge structure costs no more than its cut."""
+def _describe(tree: Tree, budget: list[int]) -> str:
+    """Return the text of a tree. `budget`: characters left, so that a huge structure costs no more than its cut."""
     if isinstance(tree, Leaf):
         text = (
             _SCALARS.get(tree.kind)
@@ -386,14 +390,14 @@ def _describe(tree: Tree, room: list[int]) -> str:
                 "n": f"numpy scalar {tree.dtype}",
             }[tree.kind]
         )
-        room[0] -= len(text)
+        budget[0] -= len(text)
         return text
     if tree is None:
         return "None"
     parts: list[tuple[str, int]] = []
     labelled = tree.kind not in ("l", "u")
     for i, child in enumerate(tree.children):
-        if room[0] <= 0:
+        if budget[0] <= 0:
             parts.append(("...", 1))
             break
         label = ""
@@ -401,12 +405,12 @@ def _describe(tree: Tree, room: list[int]) -> str:
             key = tree.keys[i]
             label = (json.dumps(key) if isinstance(key, str) else repr(key)) + ": "
             label = f"{key}=" if tree.kind in ("nt", "dc") else label
-            room[0] -= len(label)
-        before = room[0]
-        text = label + _describe(child, room)
+            budget[0] -= len(label)
+        before = budget[0]
+        text = label + _describe(child, budget)
         if parts and parts[-1][0] == text:
             parts[-1] = (text, parts[-1][1] + 1)
-            room[0] = before  # a run of equal elements is written once
+            budget[0] = before  # a run of equal elements is written once
         else:
             parts.append((text, 1))
     inside = ", ".join(text if times == 1 else f"{text} x {times}" for text, times in parts)

@@ -1,7 +1,7 @@
-"""The slow pass over a batch: its tree, or the one error that names the first value that cannot travel.
+"""Slow traversal of a batch: returns its tree, or raises the error that names the first value that cannot travel.
 
-`tensors.Flattener` runs it for a batch whose signature it has not seen lately and for one that its fast pass gave up
-on. It knows the path of every value, so each refusal says where, what and how to convert.
+`flatten.Flattener` runs it for a batch whose signature it has not seen lately and for one at which its fast traversal
+stopped. It keeps the path of every value, so each error names the path, the type and the conversion.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ __all__ = ["TORCH_NAMES", "survey"]
 TORCH_NAMES: dict[torch.dtype, str] = {
     getattr(torch, name): name for name in TORCH_DTYPES if isinstance(getattr(torch, name, None), torch.dtype)
 }
-"""This torch's dtypes that travel."""
+"""Names of the dtypes of this torch that travel."""
 
 _PLAIN = {str: Leaf("s"), bytes: Leaf("b"), float: Leaf("f"), bool: Leaf("o")}
 
 
 def survey(batch: Any, max_leaves: int, max_depth: int) -> Tree:
-    """The tree of a batch, with at most `max_leaves` leaves (and four times as many values, containers included)
-    and `max_depth` containers inside each other.
+    """Return the tree of a batch with at most `max_leaves` leaves (and four times as many values, containers included)
+    and at most `max_depth` nested containers.
 
     Raises UnsupportedLeafError with the path and type of the first value that cannot travel.
     """
@@ -103,7 +103,7 @@ class _Survey:
             resolve_class(name, kind, fields)
         except UnsupportedLeafError:
             _refuse(
-                path, value, f": {name!r} does not lead back to this class, so no other process could find it; define "
+                path, value, f": {name!r} does not resolve to this class, so other processes cannot find it; define "
                 "it at the top of its module, or name it by penstock.proto.batch.flatten.register_class on both sides"
             )  # fmt: skip
         if kind == "nt":
@@ -125,7 +125,7 @@ class _Survey:
 
     def _check_depth(self, value: Any, path: Path, depth: int) -> None:
         if depth >= self._max_depth:
-            _refuse(path, value, f" inside {depth} others, which is the limit; does the batch contain itself?")
+            _refuse(path, value, f" nested in {depth} containers, which is the limit; does the batch contain itself?")
 
 
 def _leaf(value: Any, path: Path) -> Leaf:
@@ -212,4 +212,4 @@ def _remedy(value: Any) -> str:
         return "a subclass would lose its type; pass the plain int, float, str or bytes"
     if callable(value):
         return "code is not sent; call it in input_fn"
-    return "turn it into tensors, arrays, str or numbers in input_fn, or make it a dataclass of those"
+    return "convert it to tensors, arrays, str or numbers in input_fn, or make it a dataclass of those"

@@ -1,16 +1,16 @@
-"""The end of a lane that reads: the training loop's, and towards another host the sender's.
+"""Consumer: the end of a lane that reads; the training loop's, and for another host the sender's.
 
 The hot path is one `recv_into` for a packet of frames, and for each of them one `unpack` and the checks that keep a
-wrong peer from steering reads outside its ring; everything rarer stands below it. Two things are shaped by what a peer
-may be doing meanwhile:
+faulty peer from causing reads outside its ring; everything rarer is below it. Two rules follow from what a peer may be
+doing meanwhile:
 
-A ring's descriptor comes in the packet behind its RING frame. The producer may have had room for the one and not for
-the other, and be inside user code for minutes since; so this end never waits for the second packet, it only
-remembers that the next one must be it.
+A ring's descriptor comes in the packet after its RING frame. The producer's socket may have taken only the first, and
+the producer may then be in user code for minutes; so this end never waits for the second packet, it only records that
+the next one must be it.
 
-Acks gather in one message until `flush`. While an earlier one waits for room they go on gathering, so a producer that
-does not read costs no memory here; only an abandon, whose place among the others counts, closes the message at once.
-Whoever passes on what another process says (the sender) bounds it by `backlog`.
+Acks gather in one message until `flush`. While an earlier message waits for the socket they keep gathering, so a
+producer that does not read costs no memory here; only an abandon, whose order among the others matters, closes the
+message at once. The sender, which forwards another process's acks, bounds them by `backlog`.
 """
 
 from __future__ import annotations
@@ -50,27 +50,27 @@ _log = logging.getLogger(__name__)
 _length = HEAD.unpack_from
 _ANNOUNCEMENTS = frozenset((RING, STRUCTURE))
 _GROUP = 2048
-"""Numbers of one kind in one ack, so that it stays far below MAX_FRAME. Even: they come in pairs."""
+"""Largest count of numbers of one kind in one ack, which keeps it far below MAX_FRAME. Even: they come in pairs."""
 
 
 class Consumer:
-    """The end that reads. Holds the lane's socket, the mapped rings and the structures announced so far.
+    """End that reads. Holds the lane's socket, the mapped rings and the structures announced so far.
 
-    Frames are read when the caller wants one, a packet at a time: what has not been read waits in the socket, which is
-    as deep as the ring.
+    Frames are read on request, a packet at a time; unread ones wait in the socket, which is as deep as the ring.
     """
 
     def __init__(self, sock: socket.socket, name: str) -> None:
         self.name = name
-        """For messages: which worker, box and slot is at the other end."""
+        """Name for messages: worker, box and slot at the other end."""
         self.rings: dict[int, Ring] = {}
-        """By id, those that a frame may still name: the one of the last batch and newer ones."""
+        """Id -> ring, for those that a frame may still name: the one of the last batch and newer ones."""
         self.structures: dict[int, bytes] = {}
         self.compiled: dict[int, Any] = {}
-        """What the reader has made of `structures`, by id; it goes when a structure is forgotten or announced again."""
+        """Id -> the reader's object for a structure; dropped when the structure is forgotten or announced again."""
         self.closed = False
         self.abandons = 0
-        """Passes left so far, over all connections of this slot: set it from the previous consumer's."""
+        """Number of abandoned epochs so far, over all connections of this worker slot: copy it from the previous
+        consumer."""
         sock.setblocking(False)
         self._sock = sock
         self._buffer = bytearray(MAX_PACKET)
@@ -80,10 +80,10 @@ class Consumer:
         self._ring: Ring | None = None
         self._newest = 0
         self._unused = 0  # frames since the last batch, or the end of an epoch
-        self._reset = False  # the peer was killed; what it had sent is still to be read
+        self._reset = False  # the peer was killed; its earlier data is still to be read
         self._coming: Frame | None = None  # a RING whose descriptor the next packet holds
         self._pieces = StructurePieces()
-        # What the next ack will say.
+        # Content of the next ack.
         self._delivered = self._open_epochs = self._abandon = 0
         self._released: list[int] = []
         self._wanted: list[int] = []
@@ -102,13 +102,13 @@ class Consumer:
     # ---- frames
 
     def receive(self) -> Frame | None:
-        """The next BATCH, END, ERROR or CLOSE frame, or None while none is there.
+        """Return the next BATCH, END, ERROR or CLOSE frame, or None while there is none.
 
-        END and ERROR may come again after a reconnect: they are resent until a later batch was delivered.
+        END and ERROR may come again after a reconnect: they are resent until a later batch is delivered.
 
         Raises:
-            LaneLostError: the peer vanished, after everything it sent has been read.
-            ProtocolError: it sent what no producer sends.
+            LaneLostError: the peer vanished; raised after everything it sent has been read.
+            ProtocolError: it sent invalid frames.
         """
         while True:
             frame = self.receive_any()
@@ -116,7 +116,7 @@ class Consumer:
                 return frame
 
     def receive_any(self) -> Frame | None:
-        """Like `receive`, but RING (once its descriptor is here) and STRUCTURE frames too, for who passes frames on.
+        """Return also RING (once its descriptor arrived) and STRUCTURE frames, for a caller that forwards frames.
 
         `framed` is the frame as it came.
         """
@@ -144,15 +144,15 @@ class Consumer:
             if kind == BATCH:
                 if frame.abandons < self.abandons:
                     self._unused += 1
-                    continue  # of an epoch that the loop has left: the producer has taken its slot back already
+                    continue  # of an abandoned epoch: the producer has taken its entry back already
                 ring = self._ring if frame.ring == self._ring_id else self._turn_to(frame.ring)
-                # `size` is how many dims ride behind the batch in its slot.
+                # `size` is the number of dims after the batch in its entry.
                 if ring is None or frame.entry >= ring.entries or frame.nbytes + 8 * frame.size > ring.entry_bytes:
                     raise ProtocolError(
-                        f"{self.name}: a batch of {frame.nbytes} bytes in no ring entry that was announced"
+                        f"{self.name}: a batch of {frame.nbytes} bytes must lie in an announced ring entry"
                     )
                 if frame.structure not in self.structures:
-                    raise ProtocolError(f"{self.name}: a batch of structure {frame.structure}, never announced")
+                    raise ProtocolError(f"{self.name}: structure {frame.structure} of a batch was not announced")
                 self._unused = 0
                 return frame
             if kind == RING:
@@ -176,16 +176,16 @@ class Consumer:
 
     @property
     def framed(self) -> memoryview:
-        """The frame received last as it came, with its length in front; valid until the next call."""
+        """Return the last received frame as it came, with its length in front; valid until the next call."""
         return self._view[self._begin : self._at]
 
     @property
     def frame_bytes(self) -> bytes:
-        """The frame received last as it came, without that length."""
+        """Return the last received frame as it came, without that length."""
         return self._view[self._begin + HEAD.size : self._at].tobytes()
 
     def _receive_packet(self) -> bool:
-        """The next packet into the buffer. False while none is there."""
+        """Receive the next packet into the buffer. Return False while there is none."""
         try:
             size = self._sock.recv_into(self._buffer, MAX_PACKET, socket.MSG_TRUNC)
         except BlockingIOError:
@@ -204,7 +204,7 @@ class Consumer:
         return True
 
     def _after_error(self, error: OSError) -> int | None:
-        """A killed peer shows as ECONNRESET once, before its last frames: read on until the end of file."""
+        """Handle an error of a receive. A killed peer causes one ECONNRESET before its last frames: read on."""
         if self.closed:
             raise LaneClosedError(f"{self.name}: the lane is closed") from None
         try:
@@ -215,7 +215,7 @@ class Consumer:
             raise LaneLostError(f"{self.name}: the peer vanished: {error}") from error
 
     def _turn_to(self, ring_id: int) -> Ring | None:
-        """A batch in another ring than the last one. Producers never go back to an older ring: let those go."""
+        """Switch to the ring of a batch. Producers never return to an older ring: drop those."""
         ring = self.rings.get(ring_id)
         if ring is not None:
             self._ring_id, self._ring = ring_id, ring
@@ -229,7 +229,7 @@ class Consumer:
         self._coming = frame
 
     def _take_ring(self, frame: Frame) -> Frame | None:
-        """The ring whose frame came last, once its descriptor is here."""
+        """Return the RING frame received last, once its descriptor has arrived and is mapped."""
         try:
             data, fds, _, _ = socket.recv_fds(self._sock, 8, 4, socket.MSG_CMSG_CLOEXEC)
         except BlockingIOError:
@@ -238,7 +238,7 @@ class Consumer:
             if self.closed:
                 raise LaneClosedError(f"{self.name}: the lane is closed") from None
             if isinstance(error, ConnectionResetError) and not self._reset:
-                self._reset = True  # shows once, before the last packets
+                self._reset = True  # occurs once, before the last packets
                 return self._take_ring(frame)
             raise LaneLostError(f"{self.name}: the ring's descriptor did not come: {error}") from error
         try:
@@ -275,41 +275,41 @@ class Consumer:
     # ---- acks
 
     def delivered(self, total: int) -> None:
-        """The training loop was handed everything up to `total`. Sent with the next flush."""
+        """Record that everything up to `total` was delivered. Sent with the next flush."""
         self._delivered = total
         self._dirty = True
 
     def release(self, entries: Iterable[int]) -> None:
-        """Ring slots of delivered batches whose last view has died: ring, slot, ring, slot ... Sent with the next
-        flush. Not of batches that an abandon overtook before they were delivered: the producer has those back already.
+        """Release entries of delivered batches whose last view is gone: ring, entry, ring, entry ... Sent with the next
+        flush. Do not release batches abandoned before delivery: the producer has taken their entries back already.
         """
         self._released += entries
         self._dirty = True
 
     def open_epochs(self, epoch: int) -> None:
-        """Passes up to `epoch` may be opened."""
+        """Allow the producer to open epochs up to `epoch`."""
         self._open_epochs = epoch
         self._dirty = True
 
     def abandon(self, epoch: int) -> None:
-        """The loop left this epoch. Goes out at once, behind all earlier acks."""
+        """Abandon this epoch. Sent at once, after all earlier acks."""
         self.abandons += 1
         self._abandon = epoch + 1
         self._seal()
         self.flush()
 
     def want(self, pairs: Iterable[int]) -> None:
-        """Snapshots that will be asked for: step, total, step, total ..."""
+        """Request snapshots: step, total, step, total ..."""
         self._wanted += pairs
         self._dirty = True
 
     @property
     def backlog(self) -> int:
-        """Messages, and numbers in the one that gathers, that the producer has not taken yet."""
+        """Return the count of unsent messages and of numbers in the message that gathers."""
         return len(self._unsent) + len(self._released) + len(self._wanted)
 
     def flush(self) -> bool:
-        """Send the acks gathered so far; never blocks. False if some wait for room in the socket."""
+        """Send the acks gathered so far; never blocks. Return False if some do not fit in the socket."""
         unsent = self._unsent
         if self.closed:
             return True
@@ -320,8 +320,8 @@ class Consumer:
                 except BlockingIOError:
                     return False
                 except OSError as error:
-                    # The peer is gone; receive() says so after its last frames. For any other reason an ack is lost
-                    # all the same, and with it credits, so the lane is: the next one says everything again.
+                    # The peer is gone; receive() raises after its last frames. For any other reason an ack is lost too,
+                    # and with it credits, so the lane is closed: the next one sends everything again.
                     if error.errno not in LOST:
                         _log.warning("%s: an ack could not be sent, the lane is closed: %s", self.name, error)
                         self._sock.shutdown(socket.SHUT_RDWR)
@@ -334,7 +334,7 @@ class Consumer:
             self._seal()
 
     def _seal(self) -> None:
-        """Close the message that acks gather in. Of too many numbers, the first go ahead in messages of their own."""
+        """Close the message that acks gather in. Of too many numbers, the first are sent in earlier messages."""
         unsent, released, wanted = self._unsent, self._released, self._wanted
         while len(released) > _GROUP or len(wanted) > _GROUP:
             first = Ack(self._delivered, released=released[:_GROUP], wanted=wanted[:_GROUP])
@@ -347,14 +347,14 @@ class Consumer:
         self._begin_ack()
 
     def _begin_ack(self) -> None:
-        """Nothing is to be said so far."""
+        """Begin an empty ack."""
         self._delivered = self._open_epochs = self._abandon = 0
         self._released.clear()
         self._wanted.clear()
         self._leaving = self._dirty = False
 
     def close(self, *, say_so: bool = True) -> None:
-        """Leave. Rings stay mapped while views of them live."""
+        """Close the lane. Rings stay mapped while views of them exist."""
         if self.closed:
             return
         if say_so:

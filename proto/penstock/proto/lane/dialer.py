@@ -1,9 +1,9 @@
-"""Connecting to a worker's host: patiently, and quickly where it has just fallen silent.
+"""Connects to a worker's host, with a short timeout if the host has just fallen silent.
 
-A first connection may have a long way: it gets `CONNECT_S`, in which the kernel asks twice. A host that has
-acknowledged nothing for two seconds, or has not answered such a try, gets a quick look from each of its lanes before
-another worker is asked for: a few connections, `AGAIN_S` apart, so that one packet that is lost moves no slot, and for
-as long as three of its round trips. After `SOON_S` tries are patient again.
+A first connection may have a long round trip: it gets `CONNECT_S`, in which the kernel sends two SYNs. A host that has
+acknowledged nothing for two seconds, or has not answered such a try, gets a short try from each of its lanes before
+another worker is requested: a few connections, `AGAIN_S` apart, so that one lost packet moves no slot, and for three of
+its round trips. After `SOON_S` tries have the long timeout again.
 """
 
 from __future__ import annotations
@@ -17,33 +17,34 @@ from penstock.proto.lane.tcp import round_trip_s
 __all__ = ["Dialer"]
 
 CONNECT_S = 1.25
-"""Seconds to connect to one address of a daemon: the kernel asks once more after one. A consumer comes back at once."""
+"""Timeout of a connection to an address of a daemon, seconds: the kernel repeats a SYN after one. A consumer retries at
+once."""
 LOOK_S = 0.45
-"""Seconds of a quick look, where three round trips are less."""
+"""Shortest timeout of a short try, seconds, where three round trips are less."""
 AGAIN_S = 0.12
-"""Seconds between its connections."""
+"""Seconds between the connections of a short try."""
 SOON_S = 1.0
-"""Seconds after it fell silent, within which a try is a quick look."""
+"""Seconds after a host fell silent in which tries are short."""
 _MOST = 64
-"""Hosts that are remembered; the oldest are forgotten first."""
+"""Largest number of hosts remembered; the oldest are dropped first."""
 
 
 class Dialer:
-    """Of one process. Threads may connect at the same time."""
+    """Dialer of one process. Threads may connect at the same time."""
 
     def __init__(self) -> None:
         self._silent: dict[tuple[str, int], tuple[float, float]] = {}
-        """Address -> (seconds of a quick look, until when)."""
+        """Address -> (timeout of a short try in seconds, when it ends)."""
 
     def fell_silent(self, where: tuple[str, int], sock: socket.socket | None = None) -> None:
-        """It has acknowledged nothing for long. `sock`: the connection of which that is known."""
+        """Record that a host has acknowledged nothing for long. `sock`: the connection that showed it."""
         rtt = 0.0 if sock is None else round_trip_s(sock)
         self._silent[where] = min(CONNECT_S, max(LOOK_S, 3 * rtt)), time.monotonic() + SOON_S
         for old in list(self._silent)[:-_MOST]:
             self._silent.pop(old, None)
 
     def connect(self, where: tuple[str, int]) -> socket.socket:
-        """Return a connection, which blocks. Raises OSError; TimeoutError if nothing was heard."""
+        """Return a connection, which blocks. Raises OSError; TimeoutError if nothing answered."""
         look_s, until = self._silent.get(where, (0.0, 0.0))
         if time.monotonic() < until:
             return _look(where, look_s)
@@ -55,7 +56,7 @@ class Dialer:
 
 
 def _look(where: tuple[str, int], look_s: float) -> socket.socket:
-    """Return the first of several connections that comes about."""
+    """Return the first of several connections that succeeds."""
     targets = socket.getaddrinfo(*where, type=socket.SOCK_STREAM)
     began, poll = time.monotonic(), select.poll()
     trying: dict[int, socket.socket] = {}

@@ -1,11 +1,11 @@
-"""Frames on their way to a consumer of the local lane: several to a packet.
+"""Queue of frames to a consumer of the local lane, sent several to a packet.
 
-What costs most about a small batch on the local lane is neither its bytes nor its frame but waking the consumer: 5 us
-of the producer's time for each packet that a sleeping peer is sent (2-core AMD EPYC, a virtual machine), beside 7 us
-for everything else. So frames gather here until `flush`, and go out as one packet: one system call, one wake-up.
+The largest cost of a small batch on the local lane is neither its bytes nor its frame but waking the consumer: 5 us of
+the producer's time for each packet to a sleeping peer (2-core AMD EPYC, a virtual machine), against 7 us for everything
+else. So frames gather here until `flush`, and are sent as one packet: one system call, one wake-up.
 
-A packet is whole frames, each with its length in front as over TCP, at most MAX_PACKET bytes. A descriptor travels
-alone behind the packet that ends with its RING frame.
+A packet holds whole frames, each with its length in front as over TCP, at most MAX_PACKET bytes. A descriptor travels
+alone, after the packet that ends with its RING frame.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["Outbox"]
 
 
 class Outbox:
-    """Framed messages and descriptors, in order; `len()` is how many have not been sent."""
+    """Queue of framed messages and descriptors, in order; `len()` is the number not yet sent."""
 
     __slots__ = ("_unsent",)
 
@@ -32,9 +32,9 @@ class Outbox:
         return len(self._unsent)
 
     def add(self, message: bytes | int) -> None:
-        """A framed message, or a file descriptor.
+        """Queue a framed message, or a file descriptor.
 
-        Raises ProtocolError for a message that no packet holds: one that another peer had made, for none of ours does.
+        Raises ProtocolError for a message larger than a packet, which only another peer can have made.
         """
         if not isinstance(message, int) and len(message) > MAX_PACKET:
             raise ProtocolError(f"a frame of {len(message)} bytes, above the limit of {MAX_PACKET}")
@@ -46,8 +46,8 @@ class Outbox:
     def flush(self, sock: socket.socket) -> None:
         """Send as much as the socket takes; never blocks.
 
-        Raises OSError when the peer is gone, or the socket takes no more for another reason: what is left of the order
-        cannot be kept then, so nothing is left to be sent.
+        Raises OSError when the peer is gone, or the socket fails for another reason: the order cannot be kept then, so
+        the queue is cleared.
         """
         unsent = self._unsent
         try:
@@ -71,7 +71,7 @@ class Outbox:
             raise
 
     def _packet(self) -> list[bytes]:
-        """The first messages, as many as one packet holds."""
+        """Return the first messages that fit one packet."""
         packet: list[bytes] = []
         room = MAX_PACKET
         for message in islice(self._unsent, None):

@@ -1,13 +1,13 @@
-"""The end of a lane that owns the rings: the runner's, and towards its consumer the receiver's.
+"""Producer: the end of a lane that owns the rings; the runner's, and for its consumer the receiver's.
 
-A ring entry is in one of four states, and all of this module is about moving it between them exactly once:
+A ring entry is in one of four states, and this module moves it between them exactly once:
 
     free ── reserve ──> reserved ── publish ──> kept ── Ack.delivered ──> lent ── Ack.released ──> free
-                            └─ return_unused ─> free       └─ Ack.abandon_epoch, or a stale pass ──> free
+                            └─ return_unused ─> free       └─ Ack.abandon_epoch, or a stale epoch ──> free
 
-A *kept* batch was sent but not handed to the training loop: it is sent again to a consumer that comes back, with
-nothing computed again. A *lent* one is the loop's, which may have written into it: it is never sent again, and its
-slot is not touched until the consumer says so, or comes back without naming it in Hello.held.
+A *kept* batch was sent but not delivered to the training loop: it is sent again to a consumer that reconnects, with
+nothing computed again. A *lent* one belongs to the loop, which may have written into it: it is never sent again, and
+its entry is not reused until the consumer releases it, or reconnects without naming it in Hello.held.
 
 Ring ids start at a random number, so that a view of another producer's ring (an older generation of the runner, a
 receiver's earlier connection) can never be taken for one of this producer's.
@@ -57,19 +57,19 @@ __all__ = ["FreeEntry", "Producer", "check_size"]
 _log = logging.getLogger(__name__)
 
 GROUPS = 4
-"""Packets that a ring's worth of batches travels in at least: of four, one can be on its way back while one is read,
-one sent and one filled."""
+"""Smallest number of packets for a ring of batches: of four, one can be released while one is read, one sent and one
+filled."""
 CROWD = 1024
-"""Frames that wait for a consumer which does not read. A ring has 32 slots: more are a large structure's pieces, or
-what a peer says without end."""
+"""Largest number of frames that wait for a consumer that does not read. A ring has 32 entries: more are the pieces of a
+large structure, or a peer that sends without end."""
 MOST_WANTED = 4096
-"""Snapshots announced and not yet taken: an honest consumer names a hundred or two."""
+"""Largest number of snapshots announced and not yet taken: an honest consumer names a hundred or two."""
 MOST_ABANDONED = 1 << 16
-"""Passes left that the runner has not taken note of yet; it may be in user code for long."""
+"""Largest number of abandoned epochs that the runner has not processed yet; it may be in user code for long."""
 MOST_ABANDONS = (1 << 32) - 1
-"""What Frame.cut can hold."""
+"""Largest value of Frame.abandons."""
 _RESERVED = 1 << 64
-"""Stands for the total of a slot that is being filled: above any total, so nothing takes it for delivered."""
+"""Total of an entry that is being filled: above any real total, so that it never counts as delivered."""
 
 
 def check_size(nbytes: int, most: int) -> None:
@@ -82,7 +82,7 @@ def check_size(nbytes: int, most: int) -> None:
 
 @dataclass(slots=True)
 class FreeEntry:
-    """A ring entry that the producer may fill."""
+    """Ring entry that the producer may fill."""
 
     ring_id: int
     entry: int
@@ -90,36 +90,36 @@ class FreeEntry:
 
     @property
     def offset(self) -> int:
-        """Bytes from the start of the ring's mapping."""
+        """Return its offset in the ring's mapping, bytes."""
         return self.entry * self.ring.entry_bytes
 
     @property
     def view(self) -> memoryview:
-        """All of the slot."""
+        """Return the memory of the whole entry."""
         start = self.entry * self.ring.entry_bytes
         return self.ring.view[start : start + self.ring.entry_bytes]
 
 
 @dataclass(slots=True)
 class _Kept:
-    """A frame that may have to be sent again."""
+    """Frame that may have to be sent again."""
 
     total: int
     epoch: int
     message: bytes
-    """The frame, with its length in front."""
+    """Frame with its length in front."""
     slab: FreeEntry | None
-    """None for END and ERROR."""
+    """Ring entry of a BATCH; None for END and ERROR."""
     structure: int
     last: bool = False
-    """ERROR: nothing comes after it, so it outlives the epoch that it came in."""
+    """True for ERROR: nothing comes after it, so it outlives its epoch."""
 
 
 class Producer:
-    """The end that owns the rings. One for each slot and generation, whatever consumers come and go.
+    """End that owns the rings. One for each worker slot and generation, for all of its consumers in turn.
 
-    `max_batch_bytes` bounds the slots of its rings, `ring_bytes` is what a ring may take (see ring.entries_for),
-    `budget` what they and those of others may take together.
+    `max_batch_bytes` limits the entries of its rings, `ring_bytes` the size of a ring (see ring.entries_for), `budget`
+    the size of all rings of the process together.
     """
 
     def __init__(self, max_batch_bytes: int, ring_bytes: int = BOX_BYTES, budget: RingBudget | None = None) -> None:
@@ -127,18 +127,19 @@ class Producer:
         self.max_batch_bytes = max_batch_bytes
         self.ring_bytes = ring_bytes
         self.open_epochs = 0
-        """Passes up to this epoch may be opened."""
+        """Largest epoch that may be opened."""
         self.abandoned: deque[int] = deque()
-        """Epochs that the consumer left; the runner takes them from here, goes on with the epoch after the last of them
-        and ignores those that it has left behind already."""
+        """Epochs that the consumer abandoned; the runner takes them from here, continues with the epoch after the last
+        of them and ignores those that are past already."""
         self.wanted: dict[int, list[int]] = {}
-        """total -> steps for which the consumer will ask for the state after that batch."""
+        """total -> steps for which the consumer will request the state after that batch."""
         self.delivered = 0
-        """Largest total that the training loop was handed."""
+        """Largest total delivered to the training loop."""
         self.closed = False
-        """The consumer said that it goes away on purpose."""
+        """True once the consumer has closed the lane on purpose."""
         self.abandons = 0
-        """Abandons seen; frames carry it, so that the consumer can tell an epoch it left from the one that follows."""
+        """Number of abandons received; frames carry it, so that the consumer can distinguish abandoned epochs'
+        frames."""
         self.on_ack: Callable[[Ack], None] | None = None
         """Called with each ack once it has been applied, for who passes them on."""
         self._sent_total = 0
@@ -148,9 +149,9 @@ class Producer:
         self._rings: dict[int, Ring] = {}
         self._next_ring = 1 + secrets.randbits(31)
         self._current = 0
-        self._group = 1  # frames that may gather in one packet
+        self._group = 1  # largest number of frames in one packet
         self._free: list[int] = []
-        self._lent: dict[int, dict[int, int]] = {}  # ring -> slot -> total, for all slots that are not free
+        self._lent: dict[int, dict[int, int]] = {}  # ring -> entry -> total, for all entries not free
         self._kept: deque[_Kept] = deque()
         self._unsent = Outbox()
         self._structures: dict[int, bytes] = {}
@@ -165,23 +166,23 @@ class Producer:
         return self._sock is not None
 
     def fileno(self) -> int:
-        """The socket to poll, -1 while no consumer is attached."""
+        """Return the socket to poll, -1 while no consumer is attached."""
         return -1 if self._sock is None else self._sock.fileno()
 
     @property
     def blocked(self) -> bool:
-        """Frames are left after a `flush`: poll for writing too, and `flush` again."""
+        """Return whether frames are left after a `flush`: poll for writing too, and `flush` again."""
         return len(self._unsent) > 0
 
     @property
     def crowded(self) -> bool:
-        """More frames wait for the consumer than batches of a ring could: take none from whoever sends them."""
+        """Return whether more frames wait than a ring has batches: then take none from their sender."""
         return len(self._unsent) > CROWD
 
     def attach(self, sock: socket.socket, hello: lane_pb2.Hello) -> None:
-        """Take on a consumer, dropping the one before: send again what it has not delivered, from the ring.
+        """Attach a consumer, dropping the one before, and send undelivered batches again from the ring.
 
-        One that asks for batches that were delivered already gets an ERROR frame, and this end stays alone.
+        A consumer that requests batches that were delivered already gets an ERROR frame and is not attached.
         """
         self.detach()
         sock.setblocking(False)
@@ -189,8 +190,8 @@ class Producer:
         if wanted <= self.delivered or hello.abandons < self.abandons:
             self._refuse(
                 sock,
-                f"a consumer came back for batch {wanted} with {hello.abandons} epochs left, after batch "
-                f"{self.delivered} was delivered and {self.abandons} epochs were left",
+                f"a consumer requested batch {wanted} with {hello.abandons} epochs abandoned, after batch "
+                f"{self.delivered} was delivered and {self.abandons} epochs were abandoned",
             )
             return
         self.closed = False
@@ -219,22 +220,21 @@ class Producer:
         self.flush()
 
     def forked(self) -> None:
-        """See penstock.runtime.process.forks: the child writes into rings of its own, and its consumer hears
-        nothing."""
+        """See penstock.runtime.process.forks: the child writes into its own rings, and sends the consumer nothing."""
         for ring in self._rings.values():
             ring.forked()
         silence(self.fileno())
         self.detach()
 
     def detach(self) -> None:
-        """Forget the consumer; everything it has not delivered is kept."""
+        """Detach the consumer; everything that it has not delivered is kept."""
         if self._sock is not None:
             self._sock.close()
             self._sock = None
         self._unsent.clear()
 
     def take_acks(self) -> None:
-        """Read what the consumer said; never blocks. A consumer that vanished or talks nonsense is detached."""
+        """Read the consumer's acks; never blocks. A consumer that vanished or sends invalid acks is detached."""
         tries = 2
         while (sock := self._sock) is not None:
             try:
@@ -244,7 +244,7 @@ class Producer:
             except OSError:
                 tries -= 1
                 if tries:
-                    continue  # a killed peer shows as ECONNRESET once, before its last acks
+                    continue  # a killed peer causes ECONNRESET once, before its last acks
                 size = 0
             if not size:
                 self.detach()
@@ -259,15 +259,15 @@ class Producer:
                     )
                 self._apply(ack)
             except ProtocolError as error:
-                # Not this end's failure: the batches are kept for a consumer that can be understood.
-                _log.warning("a lane was closed: its consumer sent what no consumer sends: %s", str(error))
+                # Not this end's failure: the batches are kept for a valid consumer.
+                _log.warning("a lane was closed: its consumer sent an invalid ack: %s", str(error))
                 self.detach()
                 return
             if self.on_ack is not None:
                 self.on_ack(ack)
 
     def flush(self) -> None:
-        """Send what is queued as far as the socket takes it; never blocks."""
+        """Send queued frames as far as the socket takes them; never blocks."""
         if self._sock is None:
             self._unsent.clear()
             return
@@ -276,16 +276,16 @@ class Producer:
         except OSError as error:
             if error.errno in LOST:
                 return  # its last acks may still be readable; take_acks sees the end of file after them
-            # No buffers, too many descriptors on their way: frames are lost, so the lane is, and the next one gets all.
+            # No buffers, too many descriptors in flight: frames are lost, so the lane is closed, and the next gets all.
             _log.warning("a lane was closed: a frame could not be sent: %s", error)
             self.detach()
 
     # ---- batches
 
     def reserve(self, nbytes: int, dims: int = 0) -> FreeEntry | None:
-        """A slot for a batch of `nbytes` whose shapes have `dims` numbers, or None while all are taken.
+        """Return an entry for a batch of `nbytes` whose shapes have `dims` numbers, or None while all are taken.
 
-        A batch that fits no slot starts a larger ring. Publish the slot, or return it, before the next `reserve`.
+        A batch larger than an entry starts a larger ring. Publish or return the entry before the next `reserve`.
 
         Raises BatchTooLargeError above max_batch_bytes.
         """
@@ -298,19 +298,19 @@ class Producer:
         return self.reserve_current()
 
     def reserve_current(self) -> FreeEntry | None:
-        """A slot of the ring as it is, or None while all are taken; None before the first batch, too.
+        """Return an entry of the current ring, or None while all are taken or before the first batch.
 
-        For who builds a batch in the slot before its size is known. Such a slot may stay reserved beside another.
+        For a batch that is built in the entry before its size is known. Such an entry may stay reserved beside another.
         """
         ring = self._rings.get(self._current)
         if ring is None or not self._free:
             return None
-        entry = self._free.pop()  # the last one back: most likely still in the cache
+        entry = self._free.pop()  # the last one released: most likely still in the cache
         self._lent[self._current][entry] = _RESERVED
         return FreeEntry(self._current, entry, ring)
 
     def is_current(self, slab: FreeEntry) -> bool:
-        """Whether `slab` is of the ring that batches go into now: in an outgrown one none may be published any more."""
+        """Return whether `slab` is of the current ring: entries of an outgrown one must not be published any more."""
         return slab.ring_id == self._current
 
     @property
@@ -319,25 +319,25 @@ class Producer:
 
     @property
     def ring_slots(self) -> int:
-        """Slots of the current ring, 0 before the first batch."""
+        """Return the number of entries of the current ring, 0 before the first batch."""
         ring = self._rings.get(self._current)
         return 0 if ring is None else ring.entries
 
     @property
     def entry_bytes(self) -> int:
-        """Bytes of a slot of the current ring, 0 before the first batch."""
+        """Return the bytes of an entry of the current ring, 0 before the first batch."""
         ring = self._rings.get(self._current)
         return 0 if ring is None else ring.entry_bytes
 
     def knows_structure(self, structure: int) -> bool:
-        """Whether `know_structure` is not needed before a batch of this structure."""
+        """Return whether a batch of this structure does not need `know_structure` first."""
         return structure in self._structures
 
     def know_structure(self, structure: int, data: bytes) -> None:
-        """Make a structure known under an id before a batch that uses it.
+        """Register a structure under an id before a batch that uses it.
 
-        Not only once: of more than KNOWN_STRUCTURES the oldest that no batch needs are forgotten, or a loader whose
-        every batch has another structure would fill the memory. Cheap enough to be called before each `publish`.
+        Once is not enough: above KNOWN_STRUCTURES the oldest that no batch needs are dropped, or a loader whose every
+        batch has another structure would fill the memory. Cheap enough to be called before each `publish`.
         """
         known = self._structures
         if structure not in known and (
@@ -364,10 +364,10 @@ class Producer:
         more: bool = False,
         cover: DigestCover = DigestCover.SAMPLE,
     ) -> None:
-        """Send the batch that was written into `slab`, and keep it until it was delivered.
+        """Send the batch that was written into `slab`, and keep it until it is delivered.
 
-        dims: its topology, packed (frames.pack_shapes). more: another one follows at once, or `flush` is called: it may
-        go in one packet with the next. cover: what `digest` covers.
+        dims: its shapes, packed (frames.pack_shapes). more: another one follows at once, or `flush` is called: it may
+        go in one packet with the next. cover: the cover of `digest`.
         """
         count = len(dims) >> 3
         if count > LONG_SHAPES:
@@ -383,8 +383,8 @@ class Producer:
         self._keep_and_send(slab, total, epoch, structure, message, more)
 
     def forward(self, slab: FreeEntry, frame: Frame, more: bool = False) -> None:
-        """Send a BATCH frame that another producer made; only its place is changed to `slab`, where it lies as it is
-        and in no codec. more: as in `publish`."""
+        """Send a BATCH frame that another producer made, with its entry changed to `slab`, where the batch lies
+        uncompressed. more: as in `publish`."""
         _, _, flags, _, _, structure, abandons, size, total, epoch, nbytes, digest, _, dims = frame
         message = framed_batch(
             flags, slab.ring_id, slab.entry, structure, abandons, size, total, epoch, nbytes, digest, dims
@@ -402,29 +402,29 @@ class Producer:
         self._send(message, more)
 
     def return_unused(self, slab: FreeEntry) -> None:
-        """Give a reserved slot back without publishing it."""
+        """Return a reserved entry without publishing it."""
         self._give_back(slab.ring_id, slab.entry)
 
     def end(self, epoch: int, total: int) -> None:
-        """The epoch `epoch` is over; `total` is the last batch so far."""
+        """Send the end of the epoch `epoch`; `total` is the last batch so far."""
         self.forward_end(Frame(END, epoch=epoch, total=total, abandons=self.abandons))
 
     def fail(self, epoch: int, total: int, error: records_pb2.ErrorDetail) -> None:
-        """The input failed after batch `total`: the last frame."""
+        """Send that the input failed after batch `total`, as the last frame."""
         self.forward_end(
             Frame(ERROR, epoch=epoch, total=total, abandons=self.abandons, rest=_that_fits(error).SerializeToString())
         )
 
     def forward_end(self, frame: Frame) -> None:
-        """Send an END, ERROR or CLOSE frame; the first two are kept until a later batch was delivered."""
+        """Send an END, ERROR or CLOSE frame; the first two are kept until a later batch is delivered."""
         message = framed(frame.encode())
         if frame.kind != CLOSE:
             self._kept.append(_Kept(frame.total, frame.epoch, message, None, 0, frame.kind == ERROR))
         self._send(message)
 
     def close(self, timeout: float = 1.0, *, say_so: bool = True) -> None:
-        """Leave for good, and say that it is on purpose. Waits at most `timeout` seconds for a consumer that is slow to
-        read. What it was sent stays readable to it."""
+        """Close the lane for good, and report that to the consumer. Waits at most `timeout` seconds for a slow
+        consumer, which can still read everything sent."""
         if self._sock is not None and say_so:
             self.forward_end(Frame(CLOSE))
             deadline = time.monotonic() + timeout
@@ -475,7 +475,7 @@ class Producer:
     def _announce_structure(self, structure: int) -> None:
         data = self._structures.get(structure)
         if data is None:
-            raise InvalidArgumentError(f"structure {structure} is not known, or no longer: see know_structure")
+            raise InvalidArgumentError(f"structure {structure} must be registered by know_structure before its batch")
         self._announced[structure] = data
         forget_oldest(self._announced)
         for start in range(0, max(len(data), 1), PIECE):
@@ -493,11 +493,11 @@ class Producer:
         sock.close()
 
     def _catch_up(self, hello: lane_pb2.Hello) -> None:
-        """The consumer has left epochs that this end did not hear of.
+        """Apply epochs that the consumer abandoned without this end's knowledge.
 
-        Usually the lane broke with the abandon on its way: all that is kept is of an epoch that was left, or counted on
-        from one. But a producer that meets its first consumer may have started behind all that, and then what it
-        has made is wanted: it only has to say so.
+        Usually the lane broke before the abandon arrived: everything kept is of an abandoned epoch, or follows one. But
+        a producer with its first consumer may have started after all of them, and then its batches are wanted: it only
+        has to take over the count.
         """
         left = hello.abandon_epoch - 1
         fresh = not self._met and all(kept.epoch > left for kept in self._kept)
@@ -521,7 +521,7 @@ class Producer:
             self.open_epochs = ack.open_epochs
         if ack.abandon_epoch:
             if self.abandons >= MOST_ABANDONS or len(self.abandoned) >= MOST_ABANDONED:
-                raise ProtocolError(f"it left its epoch {self.abandons} times, {len(self.abandoned)} of them unheard")
+                raise ProtocolError(f"it abandoned {self.abandons} epochs, {len(self.abandoned)} of them unprocessed")
             self.abandons += 1
             self._drop_kept()
             self.abandoned.append(ack.abandon_epoch - 1)
@@ -538,16 +538,16 @@ class Producer:
             self.closed = True
 
     def _deliver(self, total: int) -> None:
-        """Forget what need not be sent again. Its slots stay lent until released."""
+        """Drop frames that need not be sent again. Their entries stay lent until released."""
         self.delivered = max(self.delivered, total)
         kept = self._kept
         while kept and kept[0].total <= self.delivered:
             if kept[0].slab is None and kept[0].total == self.delivered:
-                return  # an END or ERROR right behind the last delivered batch
+                return  # an END or ERROR right after the last delivered batch
             kept.popleft()
 
     def _drop_kept(self) -> None:
-        """The consumer left the epoch: nothing of it, or of one opened ahead of it, will be delivered any more."""
+        """Drop all kept frames of an abandoned epoch and of those opened ahead of it, which will not be delivered."""
         dropped, self._kept = self._kept, deque(kept for kept in self._kept if kept.last)
         for kept in dropped:
             if kept.slab is not None:
@@ -556,9 +556,9 @@ class Producer:
     def _release(self, ring_id: int, entry: int) -> None:
         total = self._lent.get(ring_id, {}).get(entry)
         if total is None:
-            return  # said twice, or of a ring that is not, or no longer, this producer's
+            return  # repeated, or of a ring that is not, or no longer, this producer's
         if total > self.delivered:
-            raise ProtocolError(f"it released the slot of batch {total}, which it had not delivered")
+            raise ProtocolError(f"it released the entry of batch {total}, which it had not delivered")
         self._give_back(ring_id, entry)
 
     def _give_back(self, ring_id: int, entry: int) -> None:
@@ -569,14 +569,14 @@ class Producer:
             self._retire(ring_id)
 
     def _retire(self, ring_id: int) -> None:
-        """Let an outgrown ring go once none of its slots is lent."""
+        """Drop an outgrown ring once none of its entries is lent."""
         if ring_id in self._rings and ring_id != self._current and not self._lent[ring_id]:
             self._rings.pop(ring_id).close_fd()
             del self._lent[ring_id]
 
 
 def _that_fits(error: records_pb2.ErrorDetail) -> records_pb2.ErrorDetail:
-    """An error whose frame stays below MAX_FRAME: of a long traceback the end tells more."""
+    """Return the error truncated so that its frame stays below MAX_FRAME: the end of a long traceback matters more."""
     return records_pb2.ErrorDetail(
         name=error.name[:256],
         message=error.message.encode()[:16384].decode(errors="ignore"),

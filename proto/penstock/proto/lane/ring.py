@@ -1,16 +1,16 @@
-"""The ring: equal slots of shared memory that one process fills and another reads in place.
+"""Ring: equal entries of shared memory that one process fills and another reads in place.
 
-One `memfd` a ring: it has no name, so nothing is left under /dev/shm and nothing collides, and the kernel frees it with
-the last process that holds it. It is sealed against shrinking, growing and further seals before anybody else sees it,
+A ring is one `memfd`: it has no name, so nothing is left under /dev/shm and nothing collides, and the kernel frees it
+with the last process that holds it. It is sealed against shrinking, growing and further seals before it is passed on,
 and the reader checks those seals before it maps: a ring that its peer could truncate would kill the reader with SIGBUS.
 
 Its maker allocates all pages, so that a lack of memory is an error and not a SIGBUS later, and they are faulted in when
-the ring is mapped: page faults on fresh shared memory, not the copy, are what makes torch's own DataLoader slow at
-large batches. The reader checks that they are there: of a ring with holes, which costs its maker nothing at any size,
-the reader would be charged for every page.
+the ring is mapped: page faults on fresh shared memory, not the copy, make torch's own DataLoader slow at large batches.
+The reader checks that the pages exist: a ring with holes costs its maker nothing at any size, while the reader would be
+charged for every page.
 
-A mapping is never closed by hand. Tensors that the training loop still holds are views of it, so it lives exactly as
-long as the last of them; `Ring` only ever drops its own reference.
+A mapping is never closed explicitly. Tensors that the training loop still holds are views of it, so it exists exactly
+as long as the last of them; `Ring` only drops its own reference.
 """
 
 from __future__ import annotations
@@ -31,54 +31,55 @@ __all__ = ["MAX_ENTRIES", "Ring", "RingBudget", "entries_for", "grown", "ring_by
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 PAGE = mmap.PAGESIZE
 _BLOCK = 512
-"""Bytes of what st_blocks counts, on every filesystem."""
+"""Unit of st_blocks, bytes, on every filesystem."""
 MAX_ENTRIES = 32
 MIN_ENTRIES = 4
-"""One being filled, one on its way, two that the loop looks at."""
-FEWEST_SLOTS = 3
-"""Where memory is short: with one less, a loop that still holds its last batch would leave none to be filled."""
+"""Smallest number of entries of a ring: one being filled, one being sent, two in use by the loop."""
+FEWEST_ENTRIES = 3
+"""Smallest number of entries where memory is short: with fewer, a loop that holds its last batch would leave none to
+fill."""
 GIANT_BYTES = 512 << 20
-"""A batch from this size on has its ring for itself: one entry on each side, out of which the loop gets a copy. Three
-entries, and as many in the receiver, would take six times its size, all of it allocated whole."""
+"""Smallest batch, bytes, that has a ring for itself: one entry on each side, of which the loop gets a copy. Three
+entries, and as many in the receiver, would take six times its size, all of it allocated."""
 RING_BYTES = 8 << 20
-"""What a ring aims for: small enough to stay in the last-level cache, so that the reader finds the bytes there."""
+"""Target size of a ring, bytes: small enough to stay in the last-level cache, where the reader finds the bytes."""
 LOOKED_AT_BYTES = 64 << 20
-"""Rings above this size are made only where memory is free. The look takes 0.1 to 0.4 ms."""
+"""Largest ring, bytes, that is made without a check of free memory. The check takes 0.1 to 0.4 ms."""
 MOST_OF_FREE = 0.75
 BOX_BYTES = 512 << 20
-"""What all rings of a box aim for together: 64 worker slots with 8 MiB each."""
+"""Target size of all rings of a box together, bytes: 64 worker slots with 8 MiB each."""
 
 
 def grown(nbytes: int, previous: int, most: int) -> int:
-    """Bytes of a slot for batches of `nbytes` where one of `previous` has become too small: twice that, lest each batch
-    that is a little larger starts another ring; a giant gets what it needs."""
+    """Return the bytes of an entry for batches of `nbytes` where `previous` is too small: twice that, so that slightly
+    larger batches do not each start another ring; a giant batch gets exactly what it needs."""
     doubled = min(2 * previous, GIANT_BYTES - PAGE)
     return min(max(nbytes, doubled), max(most, nbytes))
 
 
 def ring_bytes(rings: int) -> int:
-    """Bytes that each of the `rings` of a box may take, unless even FEWEST_SLOTS of its batches need more."""
+    """Return the bytes that each of the `rings` of a box may take, unless FEWEST_ENTRIES of its batches need more."""
     return BOX_BYTES // max(rings, 1)
 
 
 def entries_for(entry_bytes: int, limit: int = BOX_BYTES) -> int:
-    """How many slots a ring of this slot size gets: RING_BYTES worth, within [MIN_ENTRIES, MAX_ENTRIES]; but no more
-    than `limit` bytes, down to FEWEST_SLOTS; and one for giants."""
+    """Return the number of entries of this size: RING_BYTES of them, within [MIN_ENTRIES, MAX_ENTRIES], but no more
+    than `limit` bytes, down to FEWEST_ENTRIES; and one for giants."""
     size = max(entry_bytes, 1)
     if size >= GIANT_BYTES:
         return 1
     wanted = max(MIN_ENTRIES, min(MAX_ENTRIES, RING_BYTES // size))
-    return max(FEWEST_SLOTS, min(wanted, limit // size))
+    return max(FEWEST_ENTRIES, min(wanted, limit // size))
 
 
 class Ring:
-    """A mapped ring of `entries` slots of `entry_bytes` bytes (a multiple of the page size).
+    """Mapped ring of `entries` entries of `entry_bytes` bytes each (a multiple of the page size).
 
     Attributes:
         fd: the memfd, -1 once dropped.
         map: the shared, writable mapping; views are cut from it.
         view: a memoryview of all of it.
-        address: where it starts in this process, in bytes.
+        address: its start in this process, bytes.
     """
 
     def __init__(self, fd: int, entry_bytes: int, entries: int) -> None:
@@ -96,10 +97,10 @@ class Ring:
 
     @classmethod
     def create(cls, entry_bytes: int, entries: int) -> Ring:
-        """A new, sealed, zeroed ring; `entry_bytes` is rounded up to whole pages.
+        """Return a new, sealed, zeroed ring; `entry_bytes` is rounded up to whole pages.
 
-        Raises OSError if memory is short. It is looked at beforehand: all pages are taken at once, and what is too much
-        would have the kernel kill some process for it. In the receiver their number is a peer's word.
+        Raises OSError if memory is short. Free memory is checked first: all pages are taken at once, and too many would
+        make the kernel kill some process. In the receiver a peer chooses their number.
         """
         entry_bytes = max(PAGE, (entry_bytes + PAGE - 1) // PAGE * PAGE)
         size = entry_bytes * entries
@@ -112,7 +113,7 @@ class Ring:
         fd = os.memfd_create("penstock-ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, size)
-            os.posix_fallocate(fd, 0, size)  # MAP_POPULATE alone passes over what it cannot have
+            os.posix_fallocate(fd, 0, size)  # MAP_POPULATE alone ignores pages that it cannot get
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
             return cls(fd, entry_bytes, entries)
         except OSError as error:
@@ -126,24 +127,25 @@ class Ring:
     def open(cls, fd: int, entry_bytes: int, entries: int) -> Ring:
         """Map a ring that a peer made.
 
-        Raises ProtocolError unless it is sealed, as large as the peer says and there; LaneLostError where this process
-        cannot map it, for want of address space, say: the peer has done nothing wrong.
+        Raises ProtocolError unless it is sealed, as large as announced and fully allocated; LaneLostError where this
+        process cannot map it, for example for lack of address space: that is not the peer's fault.
         """
         try:
             seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
         except OSError as error:
-            raise ProtocolError(f"the ring that a peer passed is no memfd: {error}") from error
+            raise ProtocolError(f"the ring that a peer passed is not a memfd: {error}") from error
         if seals & _SEALS != _SEALS:
             raise ProtocolError("the ring that a peer passed is not sealed: it could be truncated under its reader")
         status = os.fstat(fd)
         size = status.st_size
         if entry_bytes <= 0 or entries <= 0 or entry_bytes % PAGE or size != entry_bytes * entries:
-            raise ProtocolError(f"a ring of {size} bytes was announced as {entries} slots of {entry_bytes} bytes")
+            raise ProtocolError(f"a ring of {size} bytes was announced as {entries} entries of {entry_bytes} bytes")
         if entries > MAX_ENTRIES:
-            raise ProtocolError(f"a ring of {entries} slots, above the {MAX_ENTRIES} that any has")
-        # Half, for st_blocks is no promise (once it was a page short), and half of it costs the maker what it costs us.
+            raise ProtocolError(f"a ring must have <= {MAX_ENTRIES} entries, got {entries}")
+        # Half, because st_blocks is not exact (once it was a page short), and half of it costs the maker as much as
+        # this end.
         if status.st_blocks * _BLOCK < size // 2:
-            raise ProtocolError(f"a ring of {size} bytes of which {status.st_blocks * _BLOCK} are there")
+            raise ProtocolError(f"a ring of {size} bytes must be allocated, got {status.st_blocks * _BLOCK} bytes")
         try:
             return cls(fd, entry_bytes, entries)
         except PermissionError as error:  # sealed against writing, or opened for reading only
@@ -158,17 +160,17 @@ class Ring:
             silence(self.fd)
 
     def close_fd(self) -> None:
-        """Give up the descriptor; the mapping stays while anything looks at it."""
+        """Close the descriptor; the mapping stays while views of it exist."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
 
 
 class RingBudget:
-    """Bytes that all rings of a process may take together, as long as anything looks at them. For rings whose sizes are
-    a peer's word: each would fit into the memory that is free, and the last one into none.
+    """Budget of bytes for all rings of a process together, while views of them exist. For rings whose sizes a peer
+    chooses: each alone fits into the free memory, but all together do not.
 
-    limit: by default, a part of the memory that is free now.
+    limit: bytes; by default a part of the memory that is free now.
     """
 
     def __init__(self, limit: int = 0) -> None:
@@ -176,7 +178,7 @@ class RingBudget:
         self._used = 0
 
     def create(self, entry_bytes: int, entries: int) -> Ring:
-        """As Ring.create. Raises OSError above the budget too."""
+        """Return a ring as Ring.create does. Raises OSError above the budget too."""
         size = max(PAGE, (entry_bytes + PAGE - 1) // PAGE * PAGE) * entries
         if self._used + size > self._limit:
             raise OSError(

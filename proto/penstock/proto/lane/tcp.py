@@ -1,19 +1,19 @@
-"""The lane's frames over TCP: each sealed, and behind a BATCH frame its payload.
+"""Frames of a lane over TCP: each sealed, and a BATCH frame followed by its payload.
 
-Towards the consumer flow frames and payloads, towards the producer one Hello and then acks. The sender and the receiver
-share this framing and nothing else. A stream has no packet borders, so both read into an `SealedInbox`: one large
-receive takes in many small messages, and what is whole is handed out in place.
+Frames and payloads flow to the consumer, one Hello and then acks to the producer. The sender and the receiver share
+this framing and nothing else. A stream has no packet borders, so both read into a `SealedInbox`: one large receive
+takes in many small messages, and whole messages are returned in place.
 
-**What arrives is what was sent.** TCP's own checksum has 16 bits, and a switch or a proxy that damages a packet mends
-it. So each message carries its length twice (a damaged one would have its reader wait for bytes that nobody sends) and
-an xxh3 of itself, and so does each payload of which the batch's own digest does not cover every byte. All that differs
-is a BatchCorruptError: the connection is given up, and the consumer fetches again what it has not had. xxh3 takes 16 us
-for 1 MiB (60 GB/s from a cache, 33 from memory, on a 2-core AMD EPYC); crc32c in hardware takes 37.
+**Damage is detected.** TCP's own checksum has 16 bits, and a switch or a proxy that damages a packet recomputes it. So
+each message carries its length twice (with a damaged one its reader would wait for bytes that never come) and an xxh3
+of itself, and so does each payload whose batch digest does not cover every byte. Any difference is a BatchCorruptError:
+the connection is closed, and the consumer fetches again what it has not received. xxh3 takes 16 us for 1 MiB (60 GB/s
+from a cache, 33 from memory, on a 2-core AMD EPYC); crc32c in hardware takes 37.
 
-Dead peers. Keepalive finds one while nothing is under way, TCP_USER_TIMEOUT one that does not acknowledge what was
-sent. The latter is for the receiver's end only: the kernel counts a closed window as silence too, and the sender's peer
-closes its window for as long as its training loop pauses. A sender whose peer is gone holds nothing but its own
-memory until the kernel gives up on what it could not send, after a quarter of an hour at most.
+Dead peers. Keepalive detects one while the lane is idle, TCP_USER_TIMEOUT one that does not acknowledge data. The
+latter is for the receiver's end only: the kernel counts a closed window as silence too, and the sender's peer closes
+its window while its training loop pauses. A sender whose peer is gone holds only its own memory until the kernel gives
+up, after a quarter of an hour at most.
 """
 
 from __future__ import annotations
@@ -45,28 +45,29 @@ __all__ = [
 ]
 
 SEAL = struct.Struct("<IIQ")
-"""In front of a message: its length, the complement of that, and its xxh3."""
+"""Seal in front of a message: its length, the complement of that, and its xxh3."""
 CHECK_BYTES = 8
-"""Behind a payload: its xxh3, little endian."""
+"""Size of the check after a payload, bytes: its xxh3, little endian."""
 _ALL = (1 << 32) - 1
 _SEAL_BYTES, _seal, _unseal = SEAL.size, SEAL.pack, SEAL.unpack_from
 
 KEEPALIVE_IDLE_S, KEEPALIVE_EVERY_S, KEEPALIVE_TRIES = 10, 5, 4
 PROBE_EVERY_S, USER_TIMEOUT_S = 1, 2
-"""Of the receiver's end: a kernel that acknowledges nothing for so long is out of reach. Another lane, from here or to
-another worker, costs less than to wait for this one."""
+"""Seconds without acknowledgement after which the receiver's end counts its peer as unreachable. Another lane, from
+here or to another worker, costs less than waiting for this one."""
 NEAR_US = 100
-"""Microseconds of the shortest round trip so far, up to which a peer is near."""
+"""Longest round trip of a near peer, microseconds, by the shortest one measured."""
 NEAR_BUFFER = 256 << 10
-"""Bytes, which the kernel doubles for what it needs itself. Half of it is slower, twice of it no better."""
+"""Send buffer for a near peer, bytes, which the kernel doubles for its own use. Half of it is slower, twice no
+better."""
 _MIN_RTT_AT = 148
-"""Where tcpi_min_rtt stands in Linux's struct tcp_info."""
+"""Offset of tcpi_min_rtt in Linux's struct tcp_info."""
 _NO_RTT_US = (1 << 32) - 1
-"""It, of a connection that has measured none."""
+"""Value of tcpi_min_rtt before any measurement."""
 
 
 def tune(sock: socket.socket, *, user_timeout: bool = False) -> None:
-    """Small messages at once, and dead peers found."""
+    """Set options so that small messages are sent at once and dead peers are detected."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S)
@@ -79,28 +80,28 @@ def tune(sock: socket.socket, *, user_timeout: bool = False) -> None:
 
 
 def unreachable(address: str, error: OSError) -> DeadlineError | LaneLostError:
-    """What is said of an address to which no connection came about: a DeadlineError if nothing was heard of it."""
+    """Return the error of a failed connection to an address: a DeadlineError if nothing answered."""
     kind = DeadlineError if isinstance(error, TimeoutError) else LaneLostError
     return kind(f"no connection to {address}: {error}")
 
 
 def silence(address: str, error: OSError) -> DeadlineError | None:
-    """The same of a connection that the kernel gave up, for nothing is acknowledged. None: it just ended."""
+    """Return the error of a connection that the kernel gave up without acknowledgements. None: it just ended."""
     if error.errno not in (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH):
         return None
     return DeadlineError(f"{address} has acknowledged nothing for {USER_TIMEOUT_S} s: {error}")
 
 
 def sealed(message: bytes | memoryview) -> bytes:
-    """A message as it travels."""
+    """Return a message with its seal in front."""
     size = len(message)
     return _seal(size, size ^ _ALL, xxh3_64_intdigest(message)) + message
 
 
 def length_of(seal: bytes | bytearray | memoryview, at: int = 0) -> int:
-    """Bytes of the message behind this seal, at most MAX_FRAME.
+    """Return the bytes of the message after this seal, at most MAX_FRAME.
 
-    Raises BatchCorruptError for a seal that is damaged, or none; ProtocolError for one of too long a message.
+    Raises BatchCorruptError for a damaged or missing seal, ProtocolError for that of too long a message.
     """
     size, complement, _ = SEAL.unpack_from(seal, at)
     if size ^ complement != _ALL:
@@ -114,30 +115,30 @@ def length_of(seal: bytes | bytearray | memoryview, at: int = 0) -> int:
 
 
 def check_message(seal: bytes | bytearray | memoryview, at: int, message: bytes | memoryview) -> None:
-    """Raises BatchCorruptError if this is not what was sealed."""
+    """Raise BatchCorruptError if the message does not match its seal."""
     if SEAL.unpack_from(seal, at)[2] != xxh3_64_intdigest(message):
         raise BatchCorruptError(f"a message of {len(message)} bytes was damaged on its way")
 
 
 def is_checked(frame: Frame) -> bool:
-    """Whether CHECK_BYTES follow the payload of this BATCH: where the digest of the batch does not cover every byte of
-    it, and where those that travel are to be unpacked first."""
+    """Return whether CHECK_BYTES follow the payload of this BATCH: if the batch's digest does not cover every byte, or
+    if the payload is compressed."""
     return frame.codec != 0 or frame.nbytes > FULL_BELOW or frame.flags == DigestCover.ROWS
 
 
 def check_of(hasher: xxh3_64) -> bytes:
-    """What travels behind a payload that `hasher` has seen."""
+    """Return the check after the payload that `hasher` has hashed."""
     return hasher.intdigest().to_bytes(CHECK_BYTES, "little")
 
 
 def read_hello(sock: socket.socket, timeout: float) -> lane_pb2.Hello:
-    """The Hello that opens a TCP lane, and not a byte more; `timeout` seconds for all of it, also where it trickles.
+    """Return the Hello that opens a TCP lane, reading no further byte; `timeout` seconds for all of it, however slow.
 
     Raises:
         DeadlineError: it did not come in time.
         LaneLostError: the peer vanished.
         BatchCorruptError: it was damaged on its way.
-        ProtocolError: it is no Hello.
+        ProtocolError: it is not a Hello.
     """
     deadline = time.monotonic() + timeout
     reading = HelloReader()
@@ -157,16 +158,16 @@ def read_hello(sock: socket.socket, timeout: float) -> lane_pb2.Hello:
 
 
 class HelloReader:
-    """Puts the Hello that opens a TCP lane together, however its bytes come. Raises as `read_hello`."""
+    """Assembler of the Hello that opens a TCP lane from pieces of any size. Raises as `read_hello`."""
 
     def __init__(self) -> None:
         self.missing = SEAL.size
-        """Bytes to receive next, at most; 0 once it is whole."""
+        """Largest number of bytes to receive next; 0 once it is whole."""
         self._data = b""
         self._seal = b""
 
     def add(self, piece: bytes) -> None:
-        """What was received of the missing; nothing means that the peer is gone."""
+        """Add received bytes; none means that the peer is gone."""
         if not piece:
             raise LaneLostError("the peer of a lane vanished before its hello")
         self._data += piece
@@ -188,9 +189,9 @@ class HelloReader:
 
 
 def fit_send_buffer(sock: socket.socket) -> None:
-    """Where the peer is near, keep what is on its way small enough for a processor's cache. `sock` is connected.
+    """Limit unsent data to a near peer to the size of a processor's cache. `sock` is connected.
 
-    Left alone, the kernel lets 4 MiB be on their way, which then go through memory: on the loopback, 8 MiB batches took
+    By default the kernel has 4 MiB in flight, which then go through memory: on the loopback, 8 MiB batches took
     1,370 us of the sender's processor instead of 1,050. A bounded buffer also bounds the speed, to its size in each
     round trip; at NEAR_US that is 3 GB/s, more than a lane moves, so a peer further away keeps the kernel's choice.
     """
@@ -200,7 +201,7 @@ def fit_send_buffer(sock: socket.socket) -> None:
 
 
 def round_trip_s(sock: socket.socket) -> float:
-    """Seconds to the peer and back, 0 if the kernel does not know. `sock` is or was connected."""
+    """Return the round trip to the peer, seconds, 0 if the kernel has none. `sock` is or was connected."""
     return min(_min_rtt_us(sock) or 0, _NO_RTT_US) % _NO_RTT_US / 1e6
 
 
@@ -210,10 +211,10 @@ def _min_rtt_us(sock: socket.socket) -> int | None:
 
 
 class SealedInbox:
-    """Bytes of a stream on their way in, and the whole messages among them."""
+    """Buffer of received bytes of a stream, and the whole messages in it."""
 
     def __init__(self, capacity: int = 4 * MAX_FRAME) -> None:
-        """`capacity` bytes, more than the longest message."""
+        """Allocate `capacity` bytes, more than the longest message."""
         self._buffer = memoryview(bytearray(capacity))
         self._start = self._end = 0
 
@@ -221,7 +222,7 @@ class SealedInbox:
         return self._end - self._start
 
     def take_check(self, hasher: xxh3_64) -> bool:
-        """Compare the check behind a payload with what `hasher` has seen of it; False while it is incomplete.
+        """Compare the check after a payload with `hasher`'s value for it; return False while it is incomplete.
 
         Raises BatchCorruptError if they differ.
         """
@@ -234,7 +235,7 @@ class SealedInbox:
         return True
 
     def room(self, limit: int) -> memoryview:
-        """Where to receive the next bytes: at most `limit`, and never none. Say how many came with `add`."""
+        """Return the buffer for the next bytes: at most `limit`, never empty. Report the received count to `add`."""
         if self._start == self._end:
             self._start = self._end = 0
         elif len(self._buffer) - self._end < SEAL.size + MAX_FRAME:
@@ -244,11 +245,11 @@ class SealedInbox:
         return self._buffer[self._end : self._end + limit]
 
     def add(self, size: int) -> None:
-        """`size` bytes were received into `room`."""
+        """Count `size` bytes received into the buffer of `room`."""
         self._end += size
 
     def take(self) -> memoryview | None:
-        """The next whole message, valid until the next `room`; None while it is incomplete.
+        """Return the next whole message, valid until the next `room`; None while it is incomplete.
 
         Raises BatchCorruptError if it was damaged on its way, ProtocolError if it is longer than any frame.
         """
@@ -258,7 +259,7 @@ class SealedInbox:
             return None
         size, complement, check = _unseal(buffer, begin)
         if size ^ complement != _ALL or size > MAX_FRAME:
-            length_of(buffer, begin)  # says which
+            length_of(buffer, begin)  # raises the right error
         stop = start + size
         if stop > self._end:
             return None
@@ -269,7 +270,7 @@ class SealedInbox:
         return message
 
     def take_bytes(self, limit: int) -> memoryview:
-        """Up to `limit` bytes of payload that have arrived, as they are; valid until the next `room`."""
+        """Return up to `limit` received bytes of a payload; valid until the next `room`."""
         start = self._start
         self._start = min(self._end, start + limit)
         return self._buffer[start : self._start]

@@ -1,14 +1,15 @@
-"""A lane's TCP connection under TLS, in the shape of the plain socket that sender and receiver are written for.
+"""TLS over a lane's TCP connection, with the interface of the plain socket that sender and receiver use.
 
 `TlsSocket` differs from Python's in four ways. Where nothing can be read or written now it raises BlockingIOError, as
-sockets do. It has `sendmsg` and `recvmsg_into`, over several buffers. What OpenSSL took in hand and could not send it
-keeps and sends first next time, for OpenSSL insists on that; the caller may hand in the same bytes in other pieces. And
-`shutdown` ends the TCP direction and leaves reading alone.
+sockets do. It has `sendmsg` and `recvmsg_into`, over several buffers. It keeps bytes that OpenSSL began but could not
+send, and sends them first next time, as OpenSSL requires; the caller may pass the same bytes in other pieces. And
+`shutdown` ends the TCP direction and does not affect reading.
 
-One receive brings at most one record, 16 KiB; what of it did not fit stays inside, where no poll can see it: ask
-`pending`. Small buffers are sent together, for each record costs 22 bytes and a turn of the cipher.
+One receive returns at most one record, 16 KiB; the part of it that did not fit stays inside, invisible to poll: call
+`pending`. Small buffers are sent together, because each record costs 22 bytes and a call of the cipher.
 
-A connection that just ends is no error here: lanes have frames for their ends, and one without is a lost peer.
+A connection that just ends is not an error here: lanes have frames for their ends, and an end without one is a lost
+peer.
 """
 
 from __future__ import annotations
@@ -34,26 +35,26 @@ __all__ = [
 
 
 def check_damage(error: OSError, *, heard: bool) -> None:
-    """Raises BatchCorruptError if TLS found damage. heard: something has come: whatever it cannot read is that."""
+    """Raise BatchCorruptError if TLS found damage. heard: data arrived before, so any TLS error is damage."""
     ended = isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError | ssl.SSLSyscallError)
     if is_damage(error) or (heard and isinstance(error, ssl.SSLError) and not ended):
-        raise BatchCorruptError(f"what TLS carries was damaged on its way: {error}") from error
+        raise BatchCorruptError(f"TLS data was damaged on its way: {error}") from error
 
 
 JOINED = 16 << 10
-"""Bytes up to which small buffers are sent together: one record."""
+"""Size up to which small buffers are sent together, bytes: one record."""
 AT_ONCE = 256 << 10
-"""Bytes given to OpenSSL in one call, which makes records of them without a turn through Python for each."""
+"""Bytes passed to OpenSSL in one call, which makes records of them without a return to Python for each."""
 PEEKED = 3
-"""Bytes that tell a TLS client from one of ours: a handshake record begins with 22, 3, 1 (or more), a Hello with its
-length, whose third byte is 0 wherever the first two are 22, 3."""
+"""Number of bytes that distinguish a TLS client from a plain one: a handshake record begins with 22, 3, 1 (or more), a
+Hello with its length, whose third byte is 0 wherever the first two are 22, 3."""
 
 
 class TlsSocket(WrappedSocket):
-    """See the module. Made by an SSLContext whose `sslsocket_class` it is."""
+    """Socket as the module describes. Made by an SSLContext whose `sslsocket_class` it is."""
 
     _held: bytes | memoryview | None = None
-    """What OpenSSL has begun to send."""
+    """Bytes that OpenSSL has begun to send."""
 
     def recv_into(self, buffer: Any, nbytes: int | None = None, flags: int = 0) -> int:
         try:
@@ -64,7 +65,7 @@ class TlsSocket(WrappedSocket):
     def recvmsg_into(  # type: ignore[override]  # Python has left it out
         self, buffers: Iterable[Any], *_: Any
     ) -> tuple[int, list[Any], int, Any]:
-        """Into the first buffer alone: what comes behind it is in the next receive."""
+        """Receive into the first buffer alone; later bytes come with the next receive."""
         return self.recv_into(next(iter(buffers))), [], 0, None
 
     def send(self, data: Any, flags: int = 0) -> int:
@@ -87,7 +88,7 @@ class TlsSocket(WrappedSocket):
 
 
 def _first_of(buffers: Iterable[Any]) -> bytes | memoryview:
-    """What to send next of them: much of a large one, or small ones together."""
+    """Return the next bytes to send: a part of a large buffer, or small ones together."""
     joined = bytearray()
     for buffer in buffers:
         view = memoryview(buffer)
@@ -107,9 +108,9 @@ def _wrapped(context: ssl.SSLContext, sock: socket.socket, **options: Any) -> Tl
 
 
 def connect_tls(sock: socket.socket, tls: Tls, host: str) -> TlsSocket:
-    """TLS over a connection that this end began; the socket's timeout is that of each of the handshake's turns.
+    """Return TLS over a connection that this end began; the socket's timeout applies to each turn of the handshake.
 
-    Raises OSError: `tls.explain` says which. The socket is closed then.
+    Raises OSError, which `tls.explain` explains. The socket is closed then.
     """
     wrapped = _wrapped(tls.client_context(), sock, server_hostname=tls.expected("worker") or host)
     try:
@@ -121,14 +122,14 @@ def connect_tls(sock: socket.socket, tls: Tls, host: str) -> TlsSocket:
 
 
 def looks_like_tls(first: bytes) -> bool:
-    """Whether these PEEKED bytes begin a TLS handshake and not a Hello of ours."""
+    """Return whether these PEEKED bytes begin a TLS handshake and not a Hello."""
     return first[:2] == b"\x16\x03" and first[2] > 0
 
 
 async def accept_tls(sock: socket.socket, context: ssl.SSLContext) -> TlsSocket:
-    """TLS over a non-blocking connection that was accepted. The caller has a deadline around it.
+    """Return TLS over an accepted non-blocking connection. The caller sets a deadline around it.
 
-    Raises TlsError for a peer that cannot be let in. The socket is closed then.
+    Raises TlsError for a refused peer. The socket is closed then.
     """
     wrapped = _wrapped(context, sock, server_side=True)
     try:
@@ -149,14 +150,14 @@ async def accept_tls(sock: socket.socket, context: ssl.SSLContext) -> TlsSocket:
 
 
 def accept_tls_blocking(sock: socket.socket, context: ssl.SSLContext) -> TlsSocket:
-    """The same for a program of its own: benchmarks, and tests that play the daemon."""
+    """Return the same over a blocking connection, for benchmarks and tests that act as the daemon."""
     wrapped = _wrapped(context, sock, server_side=True)
     wrapped.do_handshake()
     return wrapped
 
 
 async def when_readable(sock: socket.socket) -> None:
-    """Returns when something can be received."""
+    """Wait until something can be received."""
     loop = asyncio.get_running_loop()
     await _when(sock, loop.add_reader, loop.remove_reader)
 

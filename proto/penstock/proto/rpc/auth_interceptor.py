@@ -1,13 +1,13 @@
-"""What stands between the network and the coordinator's handlers: who calls, as what, and in which protocol.
+"""Auth interceptor between the network and the coordinator's handlers: checks caller, role and protocol number.
 
 Every call carries "authorization" and "penstock-protocol: N" as metadata: a proof that its caller knows a token (see
-penstock.proto.rpc.credentials.token_proof), or "Bearer TOKEN" from programs that know no proof. Both are checked before
+penstock.proto.rpc.credentials.token_proof), or "Bearer TOKEN" from programs without the proof. Both are checked before
 anything of the request is read, so a call without a token costs its caller's headers and nothing else. Calls that only
 read (roles.READ_ONLY) need no protocol number. Health checks need no token: probes have none, and learn nothing but
 "serving".
 
-The clients of penstock.proto.rpc.calls add the metadata to each call themselves; interceptors would do on sync
-channels, but on asyncio ones each of them costs a task a call and hides cancellation.
+The clients of penstock.proto.rpc.calls add the metadata to each call themselves; interceptors would work on sync
+channels, but on asyncio ones each of them costs a task per call and hides cancellation.
 """
 
 from __future__ import annotations
@@ -45,26 +45,26 @@ __all__ = ["SERVICE", "AuthInterceptor", "alone", "credential"]
 SERVICE = "penstock.proto.v1.Coordinator"
 _OURS = f"/{SERVICE}/"
 _HEALTH = f"/{health.SERVICE_NAME}/Check"
-"""Not Watch, a stream that anybody could leave open."""
+"""Health check without a token; not Watch, a stream that any caller could leave open."""
 REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 """Served where grpcio-reflection is installed: see reflection.py."""
 _Context = grpc.aio.ServicerContext[Any, Any]
 _SHOWN_NAMES = "x509_subject_alternative_name"
-"""What gRPC calls the names in a caller's certificate."""
+"""Property of gRPC with the names in a caller's certificate."""
 MAX_SHOWN = 200
-"""Characters of what a peer says of itself in an error."""
+"""Longest text of a peer about itself in an error, characters."""
 
 
 class AuthInterceptor(grpc.GenericRpcHandler):
-    """Token, role, protocol number and error translation, around every method but health.
+    """Checks of token, role and protocol number, and translation of errors, around every method but health.
 
     To services it looks like the server that they are added to; to the server it is the only handler. An interceptor
     would do the same in a task and some awaits for each call, 40 us, a third of what gRPC itself takes.
 
-    door: knows the tokens.
-    calls: where answered calls are counted.
-    connections: told by which of them calls come, and whether with a token.
-    tls: says what callers' certificates must be for, if they are asked for any.
+    door: verifier of tokens.
+    calls: counters of answered calls.
+    connections: record of the connections of calls, and whether they showed a token.
+    tls: names that callers' certificates must have, if certificates are requested.
     """
 
     def __init__(
@@ -108,19 +108,19 @@ class AuthInterceptor(grpc.GenericRpcHandler):
         return None
 
     def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
-        """What a generated `add_..._to_server` calls first; the same methods come by name in the next call."""
+        """Do nothing: a generated `add_..._to_server` passes the same methods by name in the next call."""
 
     def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
-        """Takes a service's methods in."""
+        """Add a service's methods."""
         connection = partial(self._connections.heard, proven=service != health.SERVICE_NAME)
         for name, handler in handlers.items():
             heard = partial(self._heard, name, connection)
             self._handlers[f"/{service}/{name}"] = _translated(name, handler, self._calls, heard)
 
     def _heard(self, name: str, connection: Callable[[str], None], context: _Context) -> None:
-        """Note who makes a call that was let in, and prove this end to them.
+        """Record the caller of an accepted call, and send this end's proof.
 
-        Raises NotPermittedError if their certificate is for another role: gRPC tells of it no earlier.
+        Raises NotPermittedError if its certificate is for another role: gRPC does not report it earlier.
         """
         connection(context.peer())
         caller = self._caller(dict(context.invocation_metadata() or ()))
@@ -173,7 +173,7 @@ def alone() -> bool:
 
 
 def credential() -> str:
-    """Which token the caller has whose call is being answered, by its digest; "" outside of a call."""
+    """Return the digest of the token of the call that is being answered; "" outside of a call."""
     return _credential.get()
 
 
@@ -182,12 +182,12 @@ def _proof(caller: Caller | None) -> tuple[tuple[str, str], ...]:
 
 
 def _short(said: object) -> str:
-    """What a peer said, safe to print."""
+    """Return a peer's text, safe to print."""
     return ascii(str(said)[:MAX_SHOWN])[1:-1]
 
 
 def _refusing(error: PenstockError, trailing: tuple[tuple[str, str], ...]) -> grpc.RpcMethodHandler[Any, Any]:
-    """Stream to stream, whatever the method is: this kind reads nothing before it answers."""
+    """Return a refusing handler, stream to stream for any method: this kind reads nothing before it answers."""
 
     async def refuse(_: Any, context: _Context) -> AsyncIterator[None]:
         context.set_trailing_metadata(trailing)
@@ -198,31 +198,31 @@ def _refusing(error: PenstockError, trailing: tuple[tuple[str, str], ...]) -> gr
 
 
 def _reading(name: str, parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    """`parse`, with an error of ours for bytes that are no request of this method."""
+    """Return `parse` with an error of ours for bytes that are not a request of this method."""
 
     def read(data: bytes) -> Any:
         try:
             return parse(data)
         except DecodeError as error:
-            raise InvalidArgumentError(f"{name}: the {len(data)} bytes that came are no request of it") from error
+            raise InvalidArgumentError(f"{name}: the {len(data)} received bytes are not a request of it") from error
 
     return read
 
 
 def _serialised(serialise: Callable[[Any], bytes], said: Any) -> bytes:
-    """What a handler yields may be serialised already: once, for many callers."""
+    """Return the serialised reply; a handler may yield one that is serialised already, once for many callers."""
     return said if isinstance(said, bytes) else serialise(said)
 
 
 class _Call:
-    """One that is being answered."""
+    """Call that is being answered."""
 
     status = "OK"
 
 
 @contextmanager
 def _counted(calls: CallCounters, method: str) -> Iterator[_Call]:
-    """Enters a call into the tally when it is over. One that is neither answered nor refused was cancelled."""
+    """Count a call when it is over. One that is neither answered nor refused was cancelled."""
     began, call = time.perf_counter(), _Call()
     try:
         yield call
@@ -238,7 +238,7 @@ def _counted(calls: CallCounters, method: str) -> Iterator[_Call]:
 def _translated(
     name: str, handler: Any, calls: CallCounters, heard: Callable[[_Context], None]
 ) -> grpc.RpcMethodHandler[Any, Any]:
-    """`handler` with its errors put into status and trailing metadata. `heard`: told of each call."""
+    """Return `handler` with its errors put into status and trailing metadata. `heard`: called for each call."""
     read = _reading(name, handler.request_deserializer)
     # A request that is no stream is read here: what a deserializer raises before the handler runs would be UNKNOWN to
     # the caller, and a traceback in our log.

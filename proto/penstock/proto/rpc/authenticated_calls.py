@@ -1,4 +1,4 @@
-"""What the two clients of penstock.proto.rpc.calls have in common: a call that only one who knows the token can answer.
+"""Authenticated calls of both clients of penstock.proto.rpc.calls: only an end that knows the token can answer.
 
 See penstock.proto.rpc.credentials.token_proof for the rule. Here it meets gRPC: the metadata that a call shows, and the
 trailing metadata in which a challenge or a proof comes back. Parts of a stream are taken only behind a proof in the
@@ -34,12 +34,12 @@ __all__ = ["Answer", "AuthenticatedCall", "Call", "Metadata", "Streams"]
 SHOWN = 200
 """Characters of a stranger's words in an error."""
 DIAGNOSE_S = 2.0
-"""Seconds for a second look at a coordinator that listens and cannot be talked to: is it TLS?"""
+"""Seconds for the diagnosis whether TLS makes calls to a listening coordinator fail."""
 
 Metadata = tuple[tuple[str, str], ...]
 Trailing = Iterable[tuple[str, str | bytes]] | None
 Answer = tuple[Any, Trailing]
-"""A reply, and what came behind it."""
+"""Reply, and its trailing metadata."""
 _RELEASE = ((PROTOCOL_KEY, str(PROTOCOL)), (VERSION_KEY, VERSION))
 _OWN_CODES = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
 """Statuses that gRPC itself gives a call that no coordinator answered. None of them ends a caller."""
@@ -70,7 +70,7 @@ class AuthenticatedCall:
         raise NotImplementedError
 
     def _renew_files(self) -> None:
-        """After a call that came to nothing: connect with other certificates from here on, if there are others now.
+        """Connect with new certificates after a failed call, if the files have changed.
 
         Calls under way keep the channel that they have.
         """
@@ -78,7 +78,7 @@ class AuthenticatedCall:
             self._open()
 
     def renew_token(self) -> bool:
-        """After a refusal: whether the token's file holds another one by now, which is shown from here on."""
+        """Load the token's file again after a refusal. Return whether it has another token, which is then used."""
         token = read_again(self._token)
         if token == self._token:
             return False
@@ -95,15 +95,15 @@ class AuthenticatedCall:
         )
 
     def _tls_trouble(self, error: CoordinatorUnavailableError) -> TlsError | None:
-        """Whether TLS is why there was never an answer. A coordinator that did answer once is away, whatever the
-        reason: it may be back with another certificate."""
+        """Return the TLS error that explains why there was never an answer. A coordinator that answered before is
+        unavailable, whatever the reason: it may return with another certificate."""
         if self._reached or isinstance(error, OverloadedError):
             return None
         return diagnose(self.address, self._tls, f"the coordinator at {self.address}", DIAGNOSE_S)
 
 
 class Call:
-    """One call, made until there is an answer that can be believed: see penstock.proto.rpc.credentials.token_proof."""
+    """Call that is repeated until its answer is proven: see penstock.proto.rpc.credentials.token_proof."""
 
     def __init__(self, client: AuthenticatedCall) -> None:
         self._client = client
@@ -117,7 +117,7 @@ class Call:
         self.metadata: Metadata = (("authorization", self._shown.header), *_RELEASE)
 
     def again(self, error: grpc.RpcError) -> bool:
-        """Whether to make a call that failed again, having answered the challenge that it was refused with."""
+        """Return whether to repeat a failed call, after answering the challenge that refused it."""
         if not isinstance(error, grpc.Call | grpc.aio.AioRpcError):
             return False
         trailing = error.trailing_metadata() or ()
@@ -165,7 +165,7 @@ class Streams(grpc.UnaryStreamClientInterceptor):
         return self._of_thread.call.initial_metadata()  # type: ignore[no-any-return]
 
     def trailing(self) -> Trailing:
-        """What stood at the end of this thread's last stream."""
+        """Return the trailing metadata of this thread's last stream."""
         return self._of_thread.call.trailing_metadata()  # type: ignore[no-any-return]
 
     def cancel(self) -> None:

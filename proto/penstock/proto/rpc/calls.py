@@ -1,9 +1,9 @@
-"""Calls to the coordinator: what the training job (blocking) and the worker daemon (asyncio) hold.
+"""Clients of the coordinator: a blocking one for the training job, an asyncio one for the worker daemon.
 
 Both wrap the generated stub and add what every call needs: the metadata, a deadline (no wait without one), translation
 of errors (penstock.proto.rpc.channel.translating) and the cutting of large values into parts. They keep no state and do
 not retry: only the caller knows whether it may wait for a coordinator that restarts ("reconnecting, n s") and what it
-has to say again. Every call is idempotent, so a caller may repeat any of them after CoordinatorUnavailableError or
+has to send again. Every call is idempotent, so a caller may repeat any of them after CoordinatorUnavailableError or
 DeadlineError. `deadline_s` is in seconds throughout; long polls add their `hold_s`, state queries their own deadline.
 
 A value that travels in parts is checked against the size that its header declares; a blob against its name.
@@ -54,16 +54,16 @@ _Header = TypeVar("_Header", pb.SnapshotHeader, pb.WorkerRecord)
 
 @dataclass
 class FetchedState:
-    """The state of a run at a step."""
+    """State of a run at a step."""
 
     records: list[tuple[pb.WorkerRecord, bytes]] = field(default_factory=list)
-    """One per worker of every box, by global_worker_id: the record and its envelope."""
+    """Records and envelopes, one per worker of every box, by global_worker_id."""
     positions: dict[int, records_pb2.BoxPosition] = field(default_factory=dict)
-    """Box -> where it stands at the step."""
+    """Box -> its position at the step."""
 
 
 def blob_name(data: bytes) -> str:
-    """The name under which the coordinator keeps these bytes."""
+    """Return the name under which the coordinator keeps these bytes."""
     return hashlib.sha256(data).hexdigest()
 
 
@@ -71,14 +71,14 @@ def blob_name(data: bytes) -> str:
 
 
 def pieces(data: bytes) -> Iterator[bytes]:
-    """`data` in pieces of CHUNK bytes; none for no bytes."""
+    """Yield `data` in pieces of CHUNK bytes; none for no bytes."""
     view = memoryview(data)
     for start in range(0, len(view), CHUNK):
         yield bytes(view[start : start + CHUNK])
 
 
 def _first(data: bytes) -> tuple[bytes, Iterator[bytes]]:
-    """What goes with the header, so that a small value is one message, and the rest."""
+    """Return the bytes that go with the header, so that a small value is one message, and the rest."""
     if len(data) <= CHUNK:
         return data, iter(())
     return b"", pieces(data)
@@ -127,7 +127,7 @@ async def _async(parts: Iterable[_Part]) -> AsyncIterator[_Part]:
 
 
 class Gather(Generic[_Header]):
-    """Puts headers and the data parts that follow them together again. Raises ProtocolError when sizes do not agree."""
+    """Assembler of headers and the data parts that follow them. Raises ProtocolError when sizes do not match."""
 
     def __init__(self, what: str, size_of: Callable[[Any], int]) -> None:
         self._what = what
@@ -195,12 +195,12 @@ _Part = TypeVar("_Part")
 _Reply = TypeVar("_Reply")
 
 _unusable: ForkedProcessError | None = None
-"""Why this process, a forked child of one that was connected, cannot call a coordinator."""
+"""Error of calls in this process, a forked child of a connected one."""
 
 
 class CoordinatorClient(AuthenticatedCall):
-    """Blocking calls, for training jobs and the command line. Thread safe; `close` from any thread ends pending calls
-    with LaneClosedError."""
+    """Client with blocking calls, for training jobs and the command line. Thread safe; `close` from any thread ends
+    pending calls with LaneClosedError."""
 
     def __init__(self, address: str, token: str, *, tls: Tls | None = None, deadline_s: float = DEADLINE_S) -> None:
         if _unusable is not None:
@@ -252,7 +252,7 @@ class CoordinatorClient(AuthenticatedCall):
                     return reply
 
     def _ask(self, method: str, deadline_s: float, request: Callable[[], Any], _: type[_Reply]) -> _Reply:
-        """The reply to a request, or to a stream of parts, which is made anew for each try."""
+        """Return the reply to a request, or to a stream of parts, which is made anew for each try."""
 
         def once(call: Call) -> Answer:
             make = getattr(self._stub, method).with_call
@@ -289,9 +289,9 @@ class CoordinatorClient(AuthenticatedCall):
         self.close()
 
     def reach(self, timeout_s: float) -> bool:
-        """Wait until there is a connection, or the time is over: what to do instead of sleeping after a
-        CoordinatorUnavailableError. A blocking channel only works on its connection while a call waits for it; between
-        calls that fail at once it would stay where it is for 5 s, whatever happens at the other end."""
+        """Wait until there is a connection, or the time is over. Call it instead of sleeping after a
+        CoordinatorUnavailableError: a blocking channel reconnects only while a call waits for it; between calls that
+        fail at once it would stay disconnected for 5 s."""
         try:
             self._health.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s, wait_for_ready=True)
         except grpc.RpcError:
@@ -301,7 +301,7 @@ class CoordinatorClient(AuthenticatedCall):
         return True
 
     def open_run(self, request: pb.OpenRunRequest, *, deadline_s: float | None = None) -> pb.OpenRunReply:
-        """Large loader arguments go ahead as a blob. See OpenRunRequest for what opens, joins and supersedes."""
+        """Open a run; large loader arguments are sent first as a blob. See OpenRunRequest for the rules."""
         deadline_s = deadline_s or self.deadline_s
         arguments = request.loader.arguments
         if len(arguments) > ARGUMENTS_INLINE:
@@ -332,7 +332,7 @@ class CoordinatorClient(AuthenticatedCall):
         return gather.all()
 
     def put_blob(self, data: bytes, run_hint: str = "", *, deadline_s: float = TRANSFER_DEADLINE_S) -> str:
-        """Keeps the bytes at the coordinator for the run "job/ordinal"; returns their name (for Resume.blob).
+        """Store the bytes at the coordinator for the run "job/ordinal"; return their name (for Resume.blob).
 
         Boxes that put the same bytes send them once, if the first has ended when the others begin."""
         return self._ask("PutBlob", deadline_s, partial(blob_parts, data, run_hint), pb.PutBlobReply).blob
@@ -345,7 +345,7 @@ class CoordinatorClient(AuthenticatedCall):
     def get_blob_into(
         self, name: str, write: Callable[[bytes], None], *, deadline_s: float = TRANSFER_DEADLINE_S
     ) -> None:
-        """Give the bytes to `write` as they come. They are the blob's only if this returns."""
+        """Pass the bytes to `write` as they come. They are verified only once this returns."""
         digest = hashlib.sha256()
 
         def take(part: pb.BlobPart) -> None:
@@ -361,19 +361,19 @@ class CoordinatorClient(AuthenticatedCall):
         return self._ask("Status", deadline_s, lambda: pb.StatusRequest(), pb.StatusReply)
 
     def drain(self, worker: str, *, undo: bool = False, look: bool = False) -> pb.DrainWorkerReply:
-        """Have a worker drained, or take slots again; or only look how far it is."""
+        """Drain a worker, or undo that; `look`: only return the progress."""
         request = pb.DrainWorkerRequest(worker=worker, undo=undo, look=look)
         return self._ask("DrainWorker", self.deadline_s, lambda: request, pb.DrainWorkerReply)
 
     def fetch_histories(self, run: str, box: int) -> list[pb.History]:
-        """Of all attempts that are remembered, oldest first; empty for a run or box that is not known."""
+        """Return the histories of all remembered attempts, oldest first; empty for an unknown run or box."""
         request = pb.FetchHistoryRequest(run=run, box=box)
         parts: list[pb.HistoryPart] = []
         self._read("FetchHistory", self.deadline_s, request, parts.append)
         return [part.history for part in parts]
 
     def fetch_snapshot(self, header: pb.SnapshotHeader, *, deadline_s: float = TRANSFER_DEADLINE_S) -> bytes:
-        """The bytes of a snapshot that a history named. StateUnavailableError: it is not kept any more."""
+        """Return the bytes of a snapshot that a history named. Raises StateUnavailableError if it is no longer kept."""
         request = pb.FetchHistoryRequest(snapshot=header)
         parts: list[pb.HistoryPart] = []
         self._read("FetchHistory", deadline_s, request, parts.append)
@@ -381,7 +381,7 @@ class CoordinatorClient(AuthenticatedCall):
 
 
 class AsyncCoordinatorClient(AuthenticatedCall):
-    """Calls for the running event loop, for worker daemons. Make it inside the loop."""
+    """Client for the running event loop, for worker daemons. Make it inside the loop."""
 
     def __init__(self, address: str, token: str, *, tls: Tls | None = None, deadline_s: float = DEADLINE_S) -> None:
         super().__init__(address, token, tls, deadline_s)
@@ -425,7 +425,7 @@ class AsyncCoordinatorClient(AuthenticatedCall):
             raise
 
     async def _ask(self, method: str, deadline_s: float, request: Callable[[], Any], _: type[_Reply]) -> _Reply:
-        """The reply to a request, or to a stream of parts, which is made anew for each try."""
+        """Return the reply to a request, or to a stream of parts, which is made anew for each try."""
 
         async def once(call: Call) -> Answer:
             sent = _sendable(self.address, method, request())
@@ -465,7 +465,7 @@ class AsyncCoordinatorClient(AuthenticatedCall):
         await self._ask("DeregisterWorker", self.deadline_s, lambda: request, pb.DeregisterWorkerReply)
 
     async def drain(self, worker: str, *, undo: bool = False) -> pb.DrainWorkerReply:
-        """Have a worker drained, or take slots again."""
+        """Drain a worker, or undo that."""
         return await self._ask(
             "DrainWorker", self.deadline_s, lambda: pb.DrainWorkerRequest(worker=worker, undo=undo), pb.DrainWorkerReply
         )
@@ -473,7 +473,7 @@ class AsyncCoordinatorClient(AuthenticatedCall):
     async def put_snapshot(
         self, header: pb.SnapshotHeader, data: bytes, *, deadline_s: float = TRANSFER_DEADLINE_S
     ) -> pb.PutSnapshotReply:
-        """Returns when the snapshot is on disk, or was refused for want of room (reply.refused says why; the older
+        """Wait until the snapshot is on disk, or refused for lack of space (reply.refused has the reason; the older
         ones stay). Raises SupersededError for one of an old generation."""
         return await self._ask(
             "PutSnapshot", deadline_s, lambda: _async(snapshot_parts(header, data)), pb.PutSnapshotReply
@@ -482,7 +482,7 @@ class AsyncCoordinatorClient(AuthenticatedCall):
     async def get_snapshots(
         self, request: pb.GetSnapshotsRequest, *, deadline_s: float = TRANSFER_DEADLINE_S
     ) -> list[tuple[pb.SnapshotHeader, bytes]]:
-        """All that are kept of the slot, oldest first."""
+        """Return all kept snapshots of the slot, oldest first."""
         gather = _snapshot_gather()
 
         def take(part: pb.SnapshotPart) -> None:

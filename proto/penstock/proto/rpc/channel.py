@@ -1,11 +1,11 @@
-"""The only place that opens a gRPC channel or server.
+"""Channels and servers of gRPC: the only module that opens them.
 
-Why one place. Four things must agree between the two ends of every connection, and each fails quietly when it does
-not: keepalive (a client that pings more often than its server allows is thrown out), message caps, who may call
-(token, certificate) and what is spoken (protocol number). They stand here side by side, client and server.
+Four settings must match between the two ends of every connection, and each fails silently when it does not: keepalive
+(a server disconnects a client that pings more often than it allows), message limits, authentication (token,
+certificate) and the protocol number. They are here side by side, client and server.
 
-The parts live in addresses.py, errors' way over the wire in wire_errors.py, tokens.py and roles.py (who may call what),
-auth_interceptor.py (what stands before every handler), tls.py; the rest of Penstock takes them from here.
+The parts are in addresses.py, wire_errors.py (errors between processes), tokens.py and roles.py (who may call what),
+auth_interceptor.py (checks before every handler) and tls.py; the rest of Penstock imports them from here.
 """
 
 from __future__ import annotations
@@ -62,21 +62,21 @@ __all__ = [
 ]
 
 CHUNK = 512 * 1024
-"""Bytes of a data part. Whatever can be large is cut into these, so that no message comes near its cap."""
+"""Size of a data part, bytes. Large values are cut into these, so that messages stay far below their limit."""
 
 REQUEST_MAX = 4 * 1024 * 1024
-"""Largest request that the coordinator takes (gRPC's own default, made explicit)."""
+"""Largest request that the coordinator accepts, bytes (gRPC's own default, made explicit)."""
 REPLY_MAX = 32 * 1024 * 1024
-"""Largest reply that a peer of the coordinator takes: a heartbeat's reply holds a loader's spec per slot."""
+"""Largest reply that a peer of the coordinator accepts, bytes: a heartbeat's reply holds a loader's spec per slot."""
 
 RENEW_S = 2.0
-"""Seconds between two looks at the file of tokens: one that is taken out of it is good for so long at most."""
+"""Seconds between checks of the token file: a removed token stays valid for at most so long."""
 
-# A coordinator that does not answer a ping for 2 s, 2 s after its last byte, is gone: half-open TCP and SIGSTOP show
-# within 4 s, so that one that is started elsewhere is found while leases last. gRPC's own threads answer pings, however
-# busy ours are. The last of the three is what ends it: else gRPC waits a minute for the answer to a ping.
-# The coordinator itself has leases, which find the same by silence; its pings only free the connections of those that
-# are gone. A peer that is merely busy must not lose its connection by them, or it would have more to do.
+# A coordinator that does not answer a ping for 2 s, 2 s after its last byte, is gone: half-open TCP and SIGSTOP are
+# detected within 4 s, so that a coordinator started elsewhere is found while leases last. gRPC's own threads answer
+# pings, however busy ours are. The last of the three ends the connection: otherwise gRPC waits a minute for the answer.
+# The coordinator itself has leases, which detect silence; its pings only free the connections of lost peers. A peer
+# that is merely busy must not lose its connection by them, or it would have more to do.
 _FIND_GONE = (
     ("grpc.keepalive_time_ms", 2_000),
     ("grpc.keepalive_timeout_ms", 2_000),
@@ -92,17 +92,17 @@ _CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
     ("grpc.max_receive_message_length", REPLY_MAX),
     ("grpc.max_metadata_size", METADATA_MAX),
     ("grpc.absolute_max_metadata_size", 2 * METADATA_MAX),
-    # A coordinator is inside the cluster; a proxy for the outside world (http_proxy) is never the way to it.
+    # A coordinator is inside the cluster; a proxy for the outside world (http_proxy) is never used.
     ("grpc.enable_http_proxy", 0),
     # A restarted coordinator is found again within a second: callers retry, gRPC's own backoff goes up to 2 minutes.
     ("grpc.initial_reconnect_backoff_ms", 100),
-    # This one is also how long a connection may take to be made. A coordinator that thousands of daemons come back to
-    # at once takes seconds; to give up and begin anew would only make it more. But while a machine that has vanished is
-    # tried, its name is not looked up again.
+    # This is also the timeout of a connection. A coordinator to which thousands of daemons reconnect at once takes
+    # seconds; a restart of the attempt would only add load. But while a machine that has vanished is tried, its name is
+    # not looked up again.
     ("grpc.min_reconnect_backoff_ms", 3_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
-    # One that comes back at another address under its name is found as soon: gRPC asks again for the name's addresses
-    # after a connection that failed, and no more often than this; its default is 30 s, longer than every lease.
+    # A coordinator at a new address under its name is found as soon: gRPC resolves the name again after a failed
+    # connection, at most at this interval; its default is 30 s, longer than every lease.
     ("grpc.dns_min_time_between_resolutions_ms", 1_000),
     # Two channels of one process are two connections; sharing one would let a closed client disturb another.
     ("grpc.use_local_subchannel_pool", 1),
@@ -110,21 +110,21 @@ _CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
 _SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     *_COMMON,
     *_FREE_GONE,
-    # The server's side of the bargain: without it a client that pings more often than every 5 minutes is thrown out.
+    # The server's part: without it a client that pings more often than every 5 minutes is disconnected.
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 1_000),
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.max_send_message_length", REPLY_MAX),
     ("grpc.max_receive_message_length", REQUEST_MAX),
-    # gRPC unpacks a compressed message before it measures it: 300 KiB can be 300 MiB. Our callers compress nothing, so
-    # what is compressed is left so, and is no request.
+    # gRPC unpacks a compressed message before it measures it: 300 KiB can be 300 MiB. Our callers do not compress, so
+    # compressed messages are not unpacked, and are not valid requests.
     ("grpc.per_message_decompression", 0),
     # One limit: between this pair gRPC refuses at random. Callers send a token, of 4 KiB at most, and two short words.
     ("grpc.max_metadata_size", METADATA_MAX),
     ("grpc.absolute_max_metadata_size", METADATA_MAX),
-    # Who connects has so long for TLS and HTTP/2; the default of two minutes would let silent peers pile up.
+    # Deadline of a new connection for TLS and HTTP/2; the default of two minutes would let silent peers accumulate.
     ("grpc.server_handshake_timeout_ms", 10_000),
-    # One that has shown its token and then makes no call (connection_limits.py looks after the others). Daemons and
-    # training jobs always have one under way; whoever comes back later connects again, unseen.
+    # Limit of a connection with a proven token and no call (connection_limits.py ends the others). Daemons and training
+    # jobs always have a call under way; other callers reconnect transparently.
     ("grpc.max_connection_idle_ms", 300_000),
     # With the default, a second coordinator on the same port would silently take half of the connections.
     ("grpc.so_reuseport", 0),
@@ -146,11 +146,11 @@ def _options(tls: Tls | None) -> tuple[tuple[str, int | str], ...]:
 
 
 def connect(address: str, tls: Tls | None = None, *below: Any) -> grpc.Channel:
-    """A blocking channel to the coordinator. Opens no connection yet; use it through calls.CoordinatorClient.
+    """Return a blocking channel to the coordinator. It opens no connection yet; use it through calls.CoordinatorClient.
 
     below: interceptors, nearer to the network than those of traces.
 
-    Raises InvalidArgumentError for what is no address, UnsafeBindError for a Unix socket that another user controls.
+    Raises InvalidArgumentError for an invalid address, UnsafeBindError for a Unix socket that another user controls.
     """
     check_address(address)
     refuse_strangers(address)
@@ -162,7 +162,7 @@ def connect(address: str, tls: Tls | None = None, *below: Any) -> grpc.Channel:
 
 
 def connect_aio(address: str, tls: Tls | None = None) -> grpc.aio.Channel:
-    """The same for the running event loop; use it through calls.AsyncCoordinatorClient."""
+    """Return the same for the running event loop; use it through calls.AsyncCoordinatorClient."""
     check_address(address)
     refuse_strangers(address)
     interceptors = tracing.aio_client_interceptors()
@@ -176,19 +176,19 @@ def connect_aio(address: str, tls: Tls | None = None) -> grpc.aio.Channel:
 
 @dataclass
 class RunningServer:
-    """A running server."""
+    """Running server."""
 
     server: grpc.aio.Server
     address: str
-    """Where it listens, with the port that it really has; give this one to `connect`."""
+    """Address that it listens on, with its real port; pass this one to `connect`."""
     health: health.aio.HealthServicer
     tasks: Sequence[asyncio.Task[None]] = ()
-    """End connections that show no token, and look for new tokens."""
+    """Tasks that end connections without a token, and load new tokens."""
     files: Renewing | None = None
-    """What it shows."""
+    """Certificate files of the server."""
 
     async def stop(self, grace_s: float) -> None:
-        """NOT_SERVING first, then no new calls, then up to `grace_s` seconds for those under way."""
+        """Stop: report NOT_SERVING, then refuse new calls, then wait up to `grace_s` seconds for those under way."""
         for task in self.tasks:
             task.cancel()
         await self.health.enter_graceful_shutdown()
@@ -205,11 +205,11 @@ async def server_aio(
     calls: CallCounters | None = None,
     inner: str | None = None,
 ) -> RunningServer:
-    """Starts a server on the running event loop.
+    """Start a server on the running event loop.
 
     Args:
         listen: address; port 0 takes a free one.
-        tokens: what callers must show, and in which role: see penstock.proto.rpc.credentials.tokens.
+        tokens: tokens of callers, with their roles: see penstock.proto.rpc.credentials.tokens.
         register: adds the services to what it is given, which stands for the server.
         tls: what to show; with a CA in it callers must show a certificate too.
         insecure: allows an address that other machines can reach without TLS.
@@ -255,14 +255,14 @@ async def server_aio(
 
 
 async def _renew(door: TokenVerifier) -> None:
-    """Until cancelled: take up the tokens that the file of them holds."""
+    """Load new tokens from their file periodically, until cancelled."""
     while True:
         await asyncio.sleep(RENEW_S)
         door.renew()
 
 
 def _server_credentials(files: Renewing) -> grpc.ServerCredentials:
-    """gRPC asks before each handshake whether there is something new to show and to trust."""
+    """Return credentials that gRPC renews before each handshake."""
 
     def made() -> Any:
         tls = files.tls
@@ -276,7 +276,7 @@ def _server_credentials(files: Renewing) -> grpc.ServerCredentials:
 
 
 def _answers(listen: str) -> bool:
-    """Does somebody listen on this Unix socket? gRPC would take its name over without a word."""
+    """Return whether a process listens on this Unix socket: gRPC would silently take its name over."""
     path = socket_path(listen)
     if path is None:
         return False
@@ -289,7 +289,7 @@ def _answers(listen: str) -> bool:
 
 
 def _why_not_bound(listen: str) -> PenstockError:
-    """gRPC says only "failed to bind": ask the kernel once more for the reason."""
+    """Return the reason of gRPC's "failed to bind", by binding once more."""
     if (path := socket_path(listen)) is not None:
         return InvalidArgumentError(
             f"{path} must be at most 107 bytes long and in a folder that exists, to listen there"

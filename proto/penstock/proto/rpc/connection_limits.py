@@ -1,13 +1,13 @@
-"""Ends connections to a gRPC server that show no token, so that they cannot keep others out.
+"""Limits on connections to a gRPC server that show no token, so that they cannot exclude others.
 
-gRPC takes whoever connects, and has no limit for it: a connection costs a descriptor and some 50 KiB before anything is
-shown, and a thousand silent ones were the end of a coordinator. So this looks at the process's own sockets, twice a
-second or less often. A connection that no call has come by in `DEADLINE_S` is shut down, which gRPC takes for its
-peer's end. Where those that have shown no token take more than their share of the descriptors, the address that has
-most of them loses its oldest, until they do not: who floods pushes itself out. The log tells, a line in `LOG_EVERY_S`.
+gRPC accepts every connection, without a limit: one costs a descriptor and some 50 KiB before any token, and a thousand
+silent ones stopped a coordinator. So this checks the process's own sockets, twice a second or less often. A connection
+without a call in `DEADLINE_S` is shut down, which gRPC treats as its peer's end. Where connections without a token
+exceed their share of the descriptors, the address that has most of them loses its oldest, until they do not: a flood
+closes its own connections. The log gets a line in `LOG_EVERY_S`.
 
 A call with a token proves its connection for as long as that lasts; a health check, which needs none, only shows that
-it is not silent. What has been proven and makes no call is gRPC's to end (channel.py).
+it is not silent. gRPC ends proven connections without calls (channel.py).
 """
 
 from __future__ import annotations
@@ -29,27 +29,28 @@ from urllib.parse import unquote
 __all__ = ["Connection", "Connections", "raise_file_limit", "surplus"]
 
 DEADLINE_S = 10.0
-"""Without a call. As long as gRPC gives TLS and HTTP/2 to be agreed on."""
+"""Seconds without a call after which a connection ends; gRPC's own limit for TLS and HTTP/2 is as long."""
 EVERY_S = 0.5
-"""Between two looks, at least. One that floods has taken all descriptors within this time."""
+"""Shortest time between two checks, seconds. A flood takes all descriptors within this time."""
 COST_SHARE = 0.01
-"""Of one core's time, for looking: with 10,000 connections a look takes some 30 ms."""
+"""Largest share of one core's time for checks: with 10,000 connections a check takes some 30 ms."""
 LOG_EVERY_S = 10.0
 SHARE = 0.25
-"""Of all descriptors, for connections that have shown no token; those of a whole fleet that comes back find room."""
+"""Share of all descriptors for connections without a token; enough for a whole fleet that reconnects."""
 UNPROVEN_MAX = 8192
-"""Such connections, however many descriptors there are: gRPC holds about 50 KiB for each."""
+"""Largest number of such connections, for any number of descriptors: gRPC holds about 50 KiB for each."""
 FILES_MAX = 1 << 20
-"""Descriptors that are asked for: where the hard limit is no limit, some libraries would make tables of that size."""
+"""Largest limit of descriptors that is set: with an unlimited hard limit, some libraries would make tables of its
+size."""
 
 log = logging.getLogger("penstock.connections")
 
 Peer = tuple[str, int]
-"""Address and port."""
+"""Peer: address and port."""
 
 
 def raise_file_limit() -> None:
-    """Raises this process's limit of descriptors as far as it may: each connection takes one."""
+    """Raise this process's limit of descriptors as far as allowed: each connection takes one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = FILES_MAX if hard == resource.RLIM_INFINITY else min(hard, FILES_MAX)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -59,24 +60,24 @@ def raise_file_limit() -> None:
 
 @dataclass(frozen=True)
 class Connection:
-    """One that was accepted."""
+    """Accepted connection."""
 
     link: str
-    """What /proc says of its descriptor: its socket's number, which no other socket has."""
+    """Link of its descriptor in /proc: the socket's number, which is unique."""
     peer: Peer
     since: float
-    """When it was seen first."""
+    """Time of the first check that found it, seconds."""
     fd: int
 
 
 def surplus(unproven: Iterable[Connection], silent: set[Peer], now: float, most: int) -> list[Connection]:
-    """Those to end.
+    """Return the connections to end.
 
     Args:
-        unproven: that have shown no token.
+        unproven: connections that have shown no token.
         silent: peers of those that have made no call at all.
-        now: on the clock of `Connection.since`.
-        most: so many may stay.
+        now: time on the clock of `Connection.since`, seconds.
+        most: largest number of unproven ones that may stay.
     """
     left = sorted(unproven, key=lambda one: one.since)
     ended = [one for one in left if one.peer in silent and now - one.since > DEADLINE_S]
@@ -89,7 +90,7 @@ def surplus(unproven: Iterable[Connection], silent: set[Peer], now: float, most:
     while count > most:
         most_of_one = max(by_address.values(), key=len)
         others = sorted(map(len, by_address.values()))[-2] if len(by_address) > 1 else 0
-        # Down to what the next one has, and at least one: as many steps as there are addresses, not connections.
+        # Down to the count of the next address, and at least one: steps by addresses, not by connections.
         some = max(1, min(count - most, len(most_of_one) - others))
         ended += most_of_one[:some]
         del most_of_one[:some]
@@ -98,7 +99,7 @@ def surplus(unproven: Iterable[Connection], silent: set[Peer], now: float, most:
 
 
 def _address(host: str) -> str:
-    """As gRPC and the kernel both may write it, in one form."""
+    """Return the address in one form for the spellings of gRPC and the kernel."""
     try:
         found = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
@@ -109,7 +110,7 @@ def _address(host: str) -> str:
 
 
 def _peer_of(said: str) -> Peer | None:
-    """Of what gRPC calls a peer: "ipv4:10.0.0.1:5", "ipv6:%5B::1%5D:5"; None for a Unix socket."""
+    """Return the peer of gRPC's name for it: "ipv4:10.0.0.1:5", "ipv6:%5B::1%5D:5"; None for a Unix socket."""
     scheme, _, rest = unquote(said).partition(":")
     host, _, port = rest.rpartition(":")
     if scheme not in ("ipv4", "ipv6") or not port.isdecimal():
@@ -118,7 +119,7 @@ def _peer_of(said: str) -> Peer | None:
 
 
 class Connections:
-    """Those to a server of this process.
+    """Connections to a server of this process.
 
     clock: monotonic seconds.
     """
@@ -127,25 +128,25 @@ class Connections:
         self._clock = clock
         self._port = 0
         self._heard: dict[str, Peer | None] = {}
-        """What gRPC calls a peer that has made a call -> who that is."""
+        """gRPC's name of a peer that has made a call -> the peer."""
         self._proven: set[Peer | None] = set()
-        """Those that have shown a token."""
+        """Peers that have shown a token."""
         self._known: dict[str, Connection] = {}
         self._missing: set[str] = set()
-        """Of `_heard`: those without a connection at the last look."""
+        """Names in `_heard` without a connection at the last check."""
         self._logged_at = -LOG_EVERY_S
         self._ended: Counter[str] = Counter()
-        """By address, since the last line of the log."""
+        """Address -> connections ended since the last line of the log."""
 
     def heard(self, peer: str, *, proven: bool) -> None:
-        """A call has come, with a token or one that needs none. Called for each: it is one look into a dict."""
+        """Record a call, with a token or one that needs none. Called for each call: one lookup in a dict."""
         if peer not in self._heard:
             self._heard[peer] = _peer_of(peer)
         if proven:
             self._proven.add(self._heard[peer])
 
     async def watch(self, port: int) -> None:
-        """Looks at the connections to `port` again and again, for ever."""
+        """Check the connections to `port` periodically, until cancelled."""
         self._port = port
         while True:
             began = time.perf_counter()
@@ -154,10 +155,10 @@ class Connections:
             await asyncio.sleep(max(EVERY_S, (time.perf_counter() - began) / COST_SHARE))
 
     def look(self) -> set[str]:
-        """Ends what has to be. Returns those of `_heard` whose connections are gone."""
+        """End connections above the limits. Return the names in `_heard` whose connections are gone."""
         now = self._clock()
         found = self._found(now)
-        heard = self._heard.copy()  # in one step, beside the event loop
+        heard = self._heard.copy()  # atomic, because the event loop runs at the same time
         unproven = [one for one in found.values() if one.peer not in self._proven]
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         most = UNPROVEN_MAX if soft == resource.RLIM_INFINITY else min(UNPROVEN_MAX, int(SHARE * soft))

@@ -1,7 +1,7 @@
-"""gRPC's server reflection: a caller asks which methods there are, and needs no .proto files (grpcurl, Postman).
+"""gRPC's server reflection: a caller can list the methods, and needs no .proto files (grpcurl, Postman).
 
-Optional: it is served where the package grpcio-reflection is installed, `pip install 'penstock[reflection]'`. It tells
-what coordinator.proto tells, and only to callers with a token, of whichever role.
+Optional: it is served where the package grpcio-reflection is installed, `pip install 'penstock[reflection]'`. It
+returns the content of coordinator.proto, only to callers with a token of any role.
 """
 
 from __future__ import annotations

@@ -1,20 +1,19 @@
-"""TLS: which files this end was given, whether they can serve, and why another end does not take them.
+"""TLS: the files of this end, their check, and the reasons why another end refuses them.
 
-Three files and a name serve every process: `ca`, what the other end's certificate must be signed by; `cert` and `key`,
-what this end shows; `name`, what to expect in the other end's certificate instead of the address that it was reached
-at. A `*` in the name stands for the other end's role: with *.penstock the coordinator must be coordinator.penstock, a
-worker worker.penstock, and who calls them with a certificate worker.penstock, client.penstock or admin.penstock.
+Three files and a name serve every process: `ca`, the signer of the other end's certificate; `cert` and `key`, the
+certificate of this end; `name`, the name expected in the other end's certificate instead of the address that was
+called. A `*` in the name is the other end's role: with *.penstock the coordinator must be coordinator.penstock, a
+worker worker.penstock, and their callers with a certificate worker.penstock, client.penstock or admin.penstock.
 
-A coordinator needs cert and key, and asks its callers for certificates if it has a ca; a training job or an operator's
-command needs the ca, and a certificate where it is asked for one; a worker, which calls the coordinator and is called
-for lanes, needs all three.
+A coordinator needs cert and key, and requests certificates of its callers if it has a ca; a training job or an
+operator's command needs the ca, and a certificate where one is requested; a worker, which calls the coordinator and
+accepts lanes, needs all three.
 
-Files are read at the start, and again when somebody connects (`Renewing`). Each is checked then, by a handshake of this
-process with itself, for OpenSSL finds a key that does not fit or a certificate that has run out better than any code of
-ours. What can only be found out with the other end there (a CA that it does not know, another name, no TLS at all)
-comes out as a TlsError too, with the remedy: see `explain`.
+Files are read at the start, and again at each connection (`Renewing`). Each is checked then, by a handshake of this
+process with itself: OpenSSL finds a wrong key or an expired certificate better than code of ours. Errors that only the
+other end shows (an unknown CA, another name, no TLS at all) become a TlsError too, with the remedy: see `explain`.
 
-gRPC brings a TLS of its own; `Tls` keeps the bytes for it. Lanes use Python's, with TLS 1.3 only: both ends are ours.
+gRPC has a TLS of its own; `Tls` keeps the bytes for it. Lanes use Python's, with TLS 1.3 only: both ends are ours.
 """
 
 from __future__ import annotations
@@ -51,15 +50,15 @@ _log = logging.getLogger("penstock.tls")
 _Role = TypeVar("_Role", bound=str)
 
 MAX_FILE = 1 << 20
-"""Bytes of a certificate file: a whole bundle of public CAs has a fifth."""
+"""Largest certificate file, bytes: a whole bundle of public CAs has a fifth."""
 _EXPIRED, _NOT_YET, _OTHER_NAME = (10,), (9,), (62, 64)
-"""X509_V_ERR_... numbers of a verification that failed."""
+"""Numbers X509_V_ERR_... of failed verifications."""
 _UNKNOWN_CA = (2, 18, 19, 20, 21, 24)
 
 
 @dataclass(frozen=True)
 class Tls:
-    """The files, read and found good. Made by `load_tls`."""
+    """Checked content of the files. Made by `load_tls`."""
 
     ca_file: str = ""
     cert_file: str = ""
@@ -71,50 +70,50 @@ class Tls:
 
     @property
     def by_role(self) -> bool:
-        """Whether certificates name the role of who shows them."""
+        """Return whether certificates name the role of their owner."""
         return "*" in self.name
 
     def expected(self, role: str) -> str:
-        """The name in the certificate of an end in this role; "" = the address that it is reached at."""
+        """Return the name in the certificate of an end in this role; "" = the address that was called."""
         return self.name.replace("*", role)
 
     def check_own(self, role: str) -> None:
-        """TlsError if what this end shows does not name the role that it serves in."""
+        """Raise TlsError if this end's certificate does not name its role."""
         if self.by_role and self.expected(role) not in own_names(self):
             raise TlsError(
-                f"tls_cert={self.cert_file} is not a certificate of the name {self.expected(role)}, which callers of a "
-                f"{role} expect with tls_name={self.name}: make one (docs/security.md)"
+                f"tls_cert={self.cert_file} is not a certificate for the name {self.expected(role)}, which callers of "
+                f"a {role} expect with tls_name={self.name}: make one (docs/security.md)"
             )
 
     def roles_named(self, names: Iterable[str], roles: Iterable[_Role]) -> frozenset[_Role]:
-        """Those of the roles that a certificate with these names is for; all where certificates name none."""
+        """Return the roles that a certificate with these names is for; all where certificates do not name roles."""
         if not self.by_role:
             return frozenset(roles)
         shown = set(names)
         return frozenset(role for role in roles if self.expected(role) in shown)
 
     def for_server(self) -> Tls:
-        """Self. TlsError if it cannot be shown to callers."""
+        """Return self. Raises TlsError without a certificate to show to callers."""
         if not self.cert:
             raise TlsError(
-                f"tls_ca={self.ca_file} alone makes no server: who listens shows a certificate, so give --tls-cert and "
-                "--tls-key too (PENSTOCK_TLS_CERT, PENSTOCK_TLS_KEY)"
+                f"a server with tls_ca={self.ca_file} also needs tls_cert and tls_key: pass --tls-cert and "
+                "--tls-key (PENSTOCK_TLS_CERT, PENSTOCK_TLS_KEY)"
             )
         return self
 
     def for_client(self) -> Tls:
-        """Self. TlsError if the other end could not be checked with it."""
+        """Return self. Raises TlsError without a CA to check the other end with."""
         if not self.ca:
             raise TlsError(
-                "TLS without a CA would trust anybody: give tls_ca, the file with what the other end's certificate is "
-                "signed by (--tls-ca, PENSTOCK_TLS_CA)"
+                "TLS without a CA would trust every server: pass tls_ca, the file of the CA that signed the other "
+                "end's certificate (--tls-ca, PENSTOCK_TLS_CA)"
             )
         return self
 
     def server_context(self) -> ssl.SSLContext:
-        """For a lane's accepting end. Certificates are asked for if there is a CA."""
+        """Return the context of a lane's accepting end. It requests certificates if there is a CA."""
         context = _context(ssl.PROTOCOL_TLS_SERVER)
-        # Nobody resumes a lane's session, and a ticket is a write that nothing waits for.
+        # Lanes do not resume sessions, and a ticket is a write that nothing waits for.
         context.num_tickets = 0
         _show(context, self)
         if self.ca:
@@ -123,7 +122,7 @@ class Tls:
         return context
 
     def client_context(self) -> ssl.SSLContext:
-        """For a connecting end."""
+        """Return the context of a connecting end."""
         context = _context(ssl.PROTOCOL_TLS_CLIENT)
         _trust(context, self)
         if self.cert:
@@ -132,14 +131,14 @@ class Tls:
 
 
 def load_tls(ca: str = "", cert: str = "", key: str = "", name: str = "") -> Tls | None:
-    """The files, each "" if there is none; None without any. TlsError names the file and the remedy."""
+    """Return the content of the files, each "" if absent; None without any. Raises TlsError with file and remedy."""
     if not (ca or cert or key):
         if name:
-            raise TlsError(f"tls_name={name} without tls_ca: there is no certificate that could bear the name")
+            raise TlsError(f"tls_name={name} needs tls_ca too: without it no certificate is checked for the name")
         return None
     if bool(cert) != bool(key):
         has, lacks = ("tls_cert", "tls_key") if cert else ("tls_key", "tls_cert")
-        raise TlsError(f"{has}={cert or key} without {lacks}: a certificate and its key go together")
+        raise TlsError(f"{has}={cert or key} needs {lacks} too: pass a certificate and its key together")
     tls = Tls(ca, cert, key, name, *(_read(what, file) for what, file in _files(ca, cert, key)))
     if ca:
         _trust(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), tls)
@@ -149,27 +148,27 @@ def load_tls(ca: str = "", cert: str = "", key: str = "", name: str = "") -> Tls
 
 
 class Renewing:
-    """Files that may be replaced while a process runs. What is not good is told of in the log and not taken up.
+    """Files that may be replaced while a process runs. Invalid ones are logged and not used.
 
-    role: in which this end serves; "" = in none.
+    role: role of this end as a server; "" = none.
     """
 
     def __init__(self, tls: Tls, role: str = "") -> None:
         self.tls = tls
         self.expires_at = expires(tls).timestamp() if role else 0.0
-        """Unix time until when the certificate of who serves is valid."""
+        """Expiry of the serving end's certificate, Unix time."""
         self._role = role
         self._told = ""
         self._lock = threading.Lock()
 
     def renew(self) -> bool:
-        """Read the files again. Whether there are others than before, and good ones: `tls` has them then."""
+        """Read the files again. Return whether they changed and are valid; `tls` has them then."""
         with self._lock:
             try:
                 tls = self._read()
             except TlsError as error:
                 if error.message != self._told:
-                    _log.warning("goes on with the certificates that it has: %s", error.message)
+                    _log.warning("keeps its current certificates: %s", error.message)
                 self._told = error.message
                 return False
             self._told = ""
@@ -177,16 +176,16 @@ class Renewing:
                 return False
             self.tls = tls
             self.expires_at = expires(tls).timestamp() if self._role else 0.0
-            _log.info("took up the certificates that the files hold now")
+            _log.info("loaded the new certificates from the files")
             return True
 
     def renewed(self) -> Tls:
-        """What holds after another look at the files."""
+        """Return the current files after reading them again."""
         self.renew()
         return self.tls
 
     def _read(self) -> Tls | None:
-        """None if the files hold what they held."""
+        """Return the content; None if the files are unchanged."""
         held = self.tls
         files = _files(held.ca_file, held.cert_file, held.key_file)
         if tuple(_read(what, file) for what, file in files) == (held.ca, held.cert, held.key):
@@ -207,26 +206,26 @@ def _read(what: str, file: str) -> bytes:
     try:
         with Path(file).open("rb") as opened:
             if what == "tls_key" and os.fstat(opened.fileno()).st_mode & stat.S_IRWXO:
-                raise TlsError(f"{what}={file}: anybody on this machine can read the key: chmod 600 {file}")
+                raise TlsError(f"{what}={file}: other users of this machine can read the key: chmod 600 {file}")
             data = opened.read(MAX_FILE + 1)
     except OSError as error:
         raise TlsError(f"{what}={file} cannot be read: {error.strerror}") from error
     if len(data) > MAX_FILE or b"-----BEGIN " not in data:
-        raise TlsError(f"{what}={file} is no PEM file of a certificate or key")
+        raise TlsError(f"{what}={file} must be a PEM file of a certificate or key")
     return data
 
 
 class WrappedSocket(ssl.SSLSocket):
-    """What our contexts make of a connection. `wrap_socket` of one that the other end has reset reads from it, and does
-    not close what it made when that fails."""
+    """Socket that our contexts make. For a connection that the other end has reset, Python's `wrap_socket` reads from
+    the new socket, and does not close it when that fails."""
 
     def getpeername(self) -> Any:
         try:
             return super().getpeername()
         except OSError as error:
-            if self.version() is None:  # it is wrap_socket that asks
+            if self.version() is None:  # called by wrap_socket
                 self.close()
-                raise ConnectionResetError("the other end hung up before TLS began") from error
+                raise ConnectionResetError("the other end closed the connection before TLS began") from error
             raise
 
 
@@ -242,7 +241,7 @@ def _trust(context: ssl.SSLContext, tls: Tls) -> None:
     try:
         context.load_verify_locations(cadata=tls.ca.decode("ascii", "replace"))
     except (ssl.SSLError, ValueError) as error:
-        raise TlsError(f"tls_ca={tls.ca_file} holds no certificate that can be read: {_reason(error)}") from error
+        raise TlsError(f"tls_ca={tls.ca_file} has no readable certificate: {_reason(error)}") from error
 
 
 def _show(context: ssl.SSLContext, tls: Tls) -> None:
@@ -252,7 +251,7 @@ def _show(context: ssl.SSLContext, tls: Tls) -> None:
     except ssl.SSLError as error:
         if error.reason == "KEY_VALUES_MISMATCH":
             raise TlsError(
-                f"tls_key={tls.key_file} is not the key of the certificate tls_cert={tls.cert_file}: give the two that "
+                f"tls_key={tls.key_file} is not the key of the certificate tls_cert={tls.cert_file}: pass the two that "
                 "were made together"
             ) from error
         raise TlsError(
@@ -264,23 +263,22 @@ def _show(context: ssl.SSLContext, tls: Tls) -> None:
 
 
 def dns_names(certificate: Mapping[str, Any]) -> list[str]:
-    """The names in what `ssl` tells of a certificate."""
+    """Return the DNS names in a certificate, as `ssl` returns it."""
     return [value for kind, value in certificate.get("subjectAltName", ()) if kind == "DNS"]
 
 
 def own_names(tls: Tls) -> list[str]:
-    """The names in our certificate."""
+    """Return the names in this end's certificate."""
     return dns_names(_rehearse(tls))
 
 
 def expires(tls: Tls) -> datetime.datetime:
-    """Until when our certificate is valid."""
+    """Return the expiry of this end's certificate."""
     return datetime.datetime.fromtimestamp(ssl.cert_time_to_seconds(str(_rehearse(tls)["notAfter"])), datetime.UTC)
 
 
 def _rehearse(tls: Tls) -> dict[str, Any]:
-    """A handshake with ourselves that trusts our own certificate: is it valid today, and its key the right one? What
-    stands in it."""
+    """Do a handshake with ourselves that trusts our own certificate, to check its dates and key. Return its content."""
     server, client = tls.server_context(), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     server.verify_mode = ssl.CERT_NONE
     client.check_hostname = False
@@ -310,7 +308,7 @@ def _verification(error: ssl.SSLCertVerificationError) -> str:
         return f"the certificate has expired (it is {now:%Y-%m-%d %H:%M} UTC here): make a new one"
     if error.verify_code in _NOT_YET:
         return f"the certificate is not valid yet (it is {now:%Y-%m-%d %H:%M} UTC here): is the clock right?"
-    return f"the certificate is not good: {error.verify_message}"
+    return f"the certificate is invalid: {error.verify_message}"
 
 
 def _reason(error: Exception) -> str:
@@ -322,78 +320,77 @@ def _reason(error: Exception) -> str:
 
 
 def no_tls_here(what: str) -> TlsError:
-    """`what` speaks TLS and this end was told of none."""
+    """Return the error for `what`, which uses TLS while this end has none."""
     return TlsError(
-        f"{what} speaks TLS, and this end was not told to: give it the CA, --tls-ca FILE (PENSTOCK_TLS_CA, "
-        "Appliance(tls_ca=...))"
+        f"{what} uses TLS, and this end does not: pass the CA, --tls-ca FILE (PENSTOCK_TLS_CA, Appliance(tls_ca=...))"
     )
 
 
 _DAMAGED = ("BAD_RECORD_MAC", "DECODE_ERROR", "BAD_SIGNATURE", "DIGEST_CHECK_FAILED")
-"""What OpenSSL says of damaged bytes, and its alerts when the other end has found some. Not DECRYPT_ERROR: that alert
+"""Reasons of OpenSSL for damaged bytes, and its alerts when the other end has found some. Not DECRYPT_ERROR: that alert
 also comes for a certificate of a CA that was made anew under its old name."""
 
 
 def explain(error: OSError, what: str, tls: Tls) -> TlsError | None:
-    """What went wrong in a handshake with `what` that this end began; None if it was not TLS that failed.
+    """Return the error of a handshake with `what` that this end began; None if TLS was not the cause.
 
-    Also for the first read after it: with TLS 1.3 the other end's opinion of our certificate comes only then.
+    Also for the first read after it: with TLS 1.3 the other end's refusal of our certificate comes only then.
     """
     if isinstance(error, ssl.SSLCertVerificationError):
         if error.verify_code in _OTHER_NAME:
-            expected = f"tls_name={tls.name}" if tls.name else "the address that it was reached at"
+            expected = f"tls_name={tls.name}" if tls.name else "the address that was called"
             expected += " with its role for *" if tls.by_role else ""
             return TlsError(
-                f"{what} shows a certificate of another name than {expected}: make one with that name "
-                "(subjectAltName), or say with --tls-name (PENSTOCK_TLS_NAME) which one it has"
+                f"{what} shows a certificate for another name than {expected}: make one with that name "
+                "(subjectAltName), or pass the name that it has with --tls-name (PENSTOCK_TLS_NAME)"
             )
         if error.verify_code in _UNKNOWN_CA:
             return TlsError(
-                f"{what} shows a certificate that is not signed by tls_ca={tls.ca_file}: give the CA that signed it "
+                f"{what} shows a certificate that is not signed by tls_ca={tls.ca_file}: pass the CA that signed it "
                 f"({error.verify_message})"
             )
-        return TlsError(f"{what} shows a certificate that is not good: {_verification(error)}")
+        return TlsError(f"{what} shows an invalid certificate: {_verification(error)}")
     if not isinstance(error, ssl.SSLError) or isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):
         return None
     reason = str(error.reason)
     if "ALERT" in reason:
         return refused_by(what, tls, reason.partition("ALERT_")[2])
     return TlsError(
-        f"{what} does not speak TLS, which this end was told to use (tls_ca={tls.ca_file}): start it with --tls-cert "
+        f"{what} does not use TLS, and this end does (tls_ca={tls.ca_file}): start it with --tls-cert "
         f"and --tls-key, or leave tls_ca out here ({_reason(error)})"
     )
 
 
 def is_damage(error: OSError) -> bool:
-    """Whether TLS found that bytes of an established connection, or of a handshake, had been damaged on their way."""
+    """Return whether TLS found damaged bytes, in an established connection or in a handshake."""
     reason = str(error.reason) if isinstance(error, ssl.SSLError) else ""
     return any(sign in reason for sign in _DAMAGED)
 
 
 def refused_by(what: str, tls: Tls, reason: str = "") -> TlsError:
-    """`what` speaks TLS and closed the connection over what it was shown."""
+    """Return the error for `what`, which uses TLS and refused this end's certificate."""
     why = f" ({reason.replace('_', ' ').lower()})" if reason else ""
     if not tls.cert:
         return TlsError(
-            f"{what} asks for a certificate and this end has none{why}: give --tls-cert and --tls-key "
+            f"{what} requests a certificate and this end has none{why}: pass --tls-cert and --tls-key "
             "(PENSTOCK_TLS_CERT, PENSTOCK_TLS_KEY, Appliance(tls_cert=..., tls_key=...))"
         )
     return TlsError(
         f"{what} does not accept the certificate tls_cert={tls.cert_file}{why}: it must be valid, and signed by the CA "
-        "that the other end was given as tls_ca"
+        "that the other end has as tls_ca"
     )
 
 
 def host_of(address: str) -> tuple[str, int]:
-    """Host and port of "host:port"; an IPv6 host without its brackets."""
+    """Return host and port of "host:port"; an IPv6 host without its brackets."""
     host, _, port = address.rpartition(":")
     return host.strip("[]"), int(port)
 
 
 def diagnose(address: str, tls: Tls | None, what: str, timeout_s: float) -> TlsError | None:
-    """Why a coordinator that listens cannot be talked to, if TLS is the reason; None if it is not, or is not known.
+    """Return why calls to a listening coordinator fail, if TLS is the reason; None if it is not, or unknown.
 
-    gRPC says "Socket closed" to all of it, so this connects once more, to look.
+    gRPC reports "Socket closed" in all cases, so this connects once more to find out.
     """
     if socket_path(address) is not None:
         return None
@@ -414,7 +411,7 @@ def diagnose(address: str, tls: Tls | None, what: str, timeout_s: float) -> TlsE
                 wrapped.do_handshake()
                 if tls is None:
                     return no_tls_here(what)
-                # A gRPC server opens with its settings as soon as it is content with us.
+                # A gRPC server sends its settings first, as soon as it accepts this end.
                 return None if wrapped.recv(1) else refused_by(what, tls)
         except ConnectionError:
             return None

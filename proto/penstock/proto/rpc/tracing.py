@@ -1,12 +1,12 @@
-"""OpenTelemetry spans of control calls, for those who ask for them.
+"""OpenTelemetry spans of control calls, if enabled.
 
-`start` is called once, by a process that was told to (PENSTOCK_OTEL or --otel); until then nothing of OpenTelemetry is
-imported, and penstock.proto.rpc.channel, which opens every channel and server, gets them back as they are. Where spans
-go, and how many are kept, is the business of the standard OTEL_* variables.
+A process with PENSTOCK_OTEL or --otel calls `start` once; until then nothing of OpenTelemetry is imported, and
+penstock.proto.rpc.channel, which opens every channel and server, gets them back unchanged. The standard OTEL_*
+variables decide where spans go, and how many are kept.
 
 The context of a call travels in its metadata, so a span of the coordinator is a child of its caller's. Heartbeat and
-WatchRun have no spans: they are held until there is news and repeated for ever, and would be all that one sees. No span
-holds metadata, where the token is; of a request it holds run, box and slot. Runners never come here: they have no gRPC.
+WatchRun have no spans: they are held until there is news and repeated for ever, and would hide all others. No span
+holds metadata, where the token is; of a request it holds run, box and slot. Runners have no spans: they have no gRPC.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ if TYPE_CHECKING:
 __all__ = ["aio_client_interceptors", "aio_server_interceptors", "note", "start", "traced"]
 
 UNTRACED = frozenset(("Heartbeat", "WatchRun", "Check"))
-"""Long polls, and the health check."""
+"""Methods without spans: long polls, and the health check."""
 NOTED = ("run", "attempt", "box", "slot", "generation", "step", "worker")
 """Fields of requests that become attributes."""
 FLUSH_S = 2.0
-"""For what is still to be sent when the process ends. OpenTelemetry itself would try for half a minute."""
+"""Deadline for sending spans when the process ends, seconds. OpenTelemetry itself would try for half a minute."""
 
 _provider: TracerProvider | None = None
 
 
 def start(service: str) -> None:
-    """Trace the calls of this process from now on, under this `service.name` unless OTEL_SERVICE_NAME says another.
+    """Trace the calls of this process from now on, under this `service.name` unless OTEL_SERVICE_NAME is set.
 
     Raises InvalidArgumentError where OpenTelemetry is not installed.
     """
@@ -60,7 +60,7 @@ def start(service: str) -> None:
             f"traces need OpenTelemetry, of which {error.name} is not installed: pip install 'penstock[otel]'"
         ) from error
     about = {"service.name": service, "service.version": VERSION, "host.name": socket.gethostname()}
-    # What the environment says of the resource wins.
+    # The environment's description of the resource wins.
     exporter = OTLPSpanExporter()
     provider = TracerProvider(resource=Resource(about).merge(OTELResourceDetector().detect()), shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(exporter))
@@ -69,10 +69,10 @@ def start(service: str) -> None:
 
 
 def _flush_at_exit(provider: TracerProvider, exporter: SpanExporter) -> None:
-    """Send what is left when this process ends, if that can be done within FLUSH_S.
+    """Send the remaining spans when this process ends, within FLUSH_S.
 
-    Neither the flush nor the shutdown of the provider keeps to a time, but the exporter gives up when it is shut down
-    itself. That takes a thread, which must be there before: none can be started at the end of a process.
+    Neither the flush nor the shutdown of the provider has a deadline, but the exporter stops when it is shut down
+    itself. That takes a thread, which must exist before: none can be started at the end of a process.
     """
     pid, ending = os.getpid(), threading.Event()
 
@@ -82,7 +82,7 @@ def _flush_at_exit(provider: TracerProvider, exporter: SpanExporter) -> None:
         exporter.shutdown()
 
     def end() -> None:
-        if os.getpid() == pid:  # a forked child has not got the thread
+        if os.getpid() == pid:  # a forked child does not have the thread
             ending.set()
             provider.shutdown()
 
@@ -91,7 +91,7 @@ def _flush_at_exit(provider: TracerProvider, exporter: SpanExporter) -> None:
 
 
 def _is_traced(details: Any) -> bool:
-    """A filter of the interceptors: of what gRPC knows of a call, they have different kinds in hand."""
+    """Return whether a call is traced. gRPC passes different kinds of details to different interceptors."""
     method = getattr(details, "full_method", None) or details.method
     name = method.decode() if isinstance(method, bytes) else str(method)
     return name.rpartition("/")[2] not in UNTRACED
@@ -108,7 +108,7 @@ def _attributes(request: Any) -> dict[str, Any]:
 
 
 def note(request: Any) -> None:
-    """Put what a request is about into the span of the call that is being answered."""
+    """Add a request's run, box and slot to the span of the call that is being answered."""
     if _provider is not None:
         from opentelemetry import trace
 
@@ -120,7 +120,7 @@ def _on_request(span: Any, request: Any) -> None:
 
 
 def _theirs() -> Any:
-    """OpenTelemetry's instrumentation of gRPC, which is not typed."""
+    """Return OpenTelemetry's instrumentation of gRPC, which is not typed."""
     from opentelemetry.instrumentation import grpc as theirs
     from opentelemetry.instrumentation.grpc import grpcext as _grpcext  # noqa: F401
 
@@ -128,7 +128,7 @@ def _theirs() -> Any:
 
 
 def traced(channel: grpc.Channel) -> grpc.Channel:
-    """The channel, with spans for its calls if this process traces them."""
+    """Return the channel, with spans for its calls if this process traces them."""
     if _provider is None:
         return channel
     theirs = _theirs()
@@ -139,14 +139,14 @@ def traced(channel: grpc.Channel) -> grpc.Channel:
 
 
 def aio_client_interceptors() -> list[grpc.aio.ClientInterceptor] | None:
-    """For an asyncio channel; None if this process traces nothing."""
+    """Return the interceptors of an asyncio channel; None if this process traces nothing."""
     if _provider is None:
         return None
     return [*_theirs().aio_client_interceptors(_provider, _is_traced, _on_request), ErrorInterceptor()]
 
 
 def aio_server_interceptors() -> list[grpc.aio.ServerInterceptor] | None:
-    """For an asyncio server; None if this process traces nothing."""
+    """Return the interceptors of an asyncio server; None if this process traces nothing."""
     if _provider is None:
         return None
     return [_theirs().aio_server_interceptor(_provider, _is_traced)]

@@ -1,4 +1,4 @@
-"""What this end says of itself in every call: its release, and the control protocol that it speaks."""
+"""Version of this end in every call: its release, and the number of its control protocol."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from importlib import metadata as _package
 __all__ = ["PROTOCOL", "PROTOCOL_KEY", "VERSION", "VERSION_KEY"]
 
 PROTOCOL = 3
-"""Number of the control protocol. Peers of another number are refused at their first call. 2: a worker is given a key
-that tickets are checked with, not a ticket."""
+"""Number of the control protocol. Peers with another number are refused at their first call. 2: a worker gets a key
+to check tickets with, not a ticket."""
 
 try:
     VERSION = _package.version("penstock")
-except _package.PackageNotFoundError:  # run from a source tree that was never installed
+except _package.PackageNotFoundError:  # run from a source tree that is not installed
     VERSION = "0.1.0"
 
 PROTOCOL_KEY = "penstock-protocol"

@@ -1,8 +1,8 @@
-"""Errors on their way between two processes: the only place where they change between their two forms.
+"""Errors between two processes: the only place that converts between exceptions and their form on the wire.
 
-A handler raises whatever it likes; `abort` turns a PenstockError into its status of the catalogue plus an ErrorDetail
-in trailing metadata, and anything else into UNKNOWN with the traceback, for a bug must be readable from where it hurts.
-`translating` is the way back: no grpc.RpcError leaves it, and every error names the address.
+A handler raises any exception; `abort` turns a PenstockError into its status of the catalogue plus an ErrorDetail
+in trailing metadata, and anything else into UNKNOWN with the traceback, so that a bug can be read at the other end.
+`translating` is the reverse: no grpc.RpcError leaves it, and every error names the address.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ METADATA_MAX = 64 * 1024
 NAME_KEEP = 256
 MESSAGE_KEEP = 8 * 1024
 TRACEBACK_KEEP = 24 * 1024
-"""Characters kept of an error's message and remote traceback; with base64 on top they stay below METADATA_MAX."""
+"""Limit of an error's message and remote traceback, characters; with base64 on top they stay below METADATA_MAX."""
 
 ERROR_KEY = "penstock-error-bin"
 RETRY_KEY = "penstock-retry-after-ms"
-"""With an OverloadedError: when the call will be taken."""
+"""Trailing metadata of an OverloadedError: seconds until the call will be accepted."""
 
 
 def _middle_out(text: str, keep: int) -> str:
-    """`text` in at most about `keep` bytes: the ends stay, for a traceback says at its ends where and why."""
+    """Return `text` in at most about `keep` bytes: both ends stay, where a traceback has its place and cause."""
     raw = text.encode(errors="backslashreplace")
     if len(raw) <= keep:
         return raw.decode()
@@ -61,7 +61,7 @@ def _middle_out(text: str, keep: int) -> str:
 
 
 def detail_of(error: BaseException) -> records_pb2.ErrorDetail:
-    """The error as a message, for fields of type ErrorDetail and for trailing metadata.
+    """Return the error as a message, for fields of type ErrorDetail and for trailing metadata.
 
     A PenstockError keeps its name and the remote traceback that it brought along; anything else is a bug or a user's
     exception that nobody named, so it becomes a PenstockError that carries this process's traceback.
@@ -92,7 +92,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def error_of(detail: records_pb2.ErrorDetail) -> PenstockError:
-    """The way back from `detail_of`."""
+    """Return the error of a message from `detail_of`."""
     return error_named(detail.name, detail.message, detail.remote_traceback)
 
 
@@ -106,7 +106,7 @@ def _error_of_rpc(error: grpc.RpcError, address: str, method: str, deadline_s: f
             try:
                 found = error_of(records_pb2.ErrorDetail.FromString(value))
             except DecodeError:
-                break  # a peer's nonsense: the status still says something
+                break  # an invalid detail: the status is still useful
             if isinstance(found, OverloadedError):
                 found.retry_after_s = _retry_after(trailing)
             return found
@@ -129,7 +129,7 @@ def _error_of_rpc(error: grpc.RpcError, address: str, method: str, deadline_s: f
 
 
 def _retry_after(trailing: tuple[Any, ...]) -> float:
-    """The hint that came along, seconds, within reason."""
+    """Return the hint in the metadata, seconds, within limits."""
     for key, value in trailing:
         if key == RETRY_KEY and isinstance(value, str) and value.isdecimal() and len(value) < 10:
             return min(int(value) / 1000, OverloadedError.LONGEST_S)
@@ -138,7 +138,7 @@ def _retry_after(trailing: tuple[Any, ...]) -> float:
 
 @contextmanager
 def translating(address: str, method: str, deadline_s: float, closed: Callable[[], bool]) -> Iterator[None]:
-    """Around a call, sync or awaited: whatever gRPC raises comes out as an error of ours, chained to its cause.
+    """Translate every error of gRPC within the block, around a sync or awaited call, chained to its cause.
 
     Args:
         address: of the coordinator, for messages.
@@ -165,7 +165,7 @@ def translating(address: str, method: str, deadline_s: float, closed: Callable[[
 
 
 async def answer_of(call: grpc.aio.StreamUnaryCall[Any, _Reply]) -> _Reply:
-    """`await call`, and if it failed the status that the server sent.
+    """Return the reply of `await call`; if it failed, raise the status that the server sent.
 
     A server may refuse while parts are still being written, and a write to a call that is over fails. gRPC for asyncio
     (up to 1.85 at least) then puts INTERNAL in the place of the status that had come, and the reason is lost. The real
@@ -184,7 +184,7 @@ async def answer_of(call: grpc.aio.StreamUnaryCall[Any, _Reply]) -> _Reply:
 
 
 class ErrorInterceptor(grpc.aio.StreamUnaryClientInterceptor):
-    """`answer_of` below other interceptors: OpenTelemetry's hand a call over when it has ended, which is too late."""
+    """Interceptor with `answer_of` below others: OpenTelemetry's return a call once it has ended, which is too late."""
 
     async def intercept_stream_unary(self, continuation: Any, client_call_details: Any, request_iterator: Any) -> Any:
         call = await continuation(client_call_details, request_iterator)
@@ -193,7 +193,7 @@ class ErrorInterceptor(grpc.aio.StreamUnaryClientInterceptor):
 
 
 def _ended_with(call: Any) -> grpc.aio.AioRpcError:
-    """The status of a call that is over, as it is now."""
+    """Return the status of a call that is over."""
     trailing = grpc.aio.Metadata(*(_at_once(call.trailing_metadata()) or ()))
     return grpc.aio.AioRpcError(
         _at_once(call.code()), grpc.aio.Metadata(), trailing, details=_at_once(call.details()) or ""
@@ -201,7 +201,7 @@ def _ended_with(call: Any) -> grpc.aio.AioRpcError:
 
 
 def _at_once(asked: Coroutine[Any, Any, Any]) -> Any:
-    """The result of a coroutine that has nothing to wait for."""
+    """Return the result of a coroutine that has nothing to wait for."""
     try:
         asked.send(None)
     except StopIteration as done:
@@ -211,12 +211,12 @@ def _at_once(asked: Coroutine[Any, Any, Any]) -> Any:
 
 
 def status_of(error: Exception) -> str:
-    """Name of the gRPC status that a call ends with by this error."""
+    """Return the name of the gRPC status of a call that ends with this error."""
     return CATALOGUE[detail_of(error).name].status
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception) -> NoReturn:
-    """Ends the call with the error."""
+    """End the call with the error."""
     detail = detail_of(error)
     status = grpc.StatusCode[CATALOGUE[detail.name].status]
     first_line = detail.message.partition("\n")[0][:1000]  # the whole message is in the detail

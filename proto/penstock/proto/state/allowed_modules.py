@@ -1,6 +1,7 @@
-"""Which input_fn a worker may run: its operator lists prefixes of modules.
+"""Allowed modules of a worker: prefixes of the modules whose input_fn it may run, listed by its operator.
 
-The worker enforces it. The coordinator asks too, so that it does not give a slot to a worker that must refuse it.
+The worker enforces them. The coordinator checks them too, so that it does not assign a slot to a worker that must
+refuse it.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ __all__ = ["module_of", "under"]
 
 
 def module_of(input_fn: str) -> str:
-    """The module of "module:qualname"."""
+    """Return the module of "module:qualname"."""
     return input_fn.partition(":")[0]
 
 
 def under(module: str, prefixes: Iterable[str]) -> bool:
-    """Whether the module is one of the prefixes or lies below one; "*" is every module."""
+    """Return whether the module is one of the prefixes or below one; "*" is every module."""
     return any(prefix == "*" or module == prefix or module.startswith(prefix + ".") for prefix in prefixes)

@@ -1,9 +1,9 @@
-"""Callables and arguments by value: pickles for this machine's own processes, and for no others.
+"""Callables and arguments by value: pickles for this machine's own processes only.
 
-What has a name that can be imported travels as that name. What has none (a lambda, a local function, a function or a
-class of a notebook) travels as its code, with the values that it holds, as cloudpickle does it: both ends are the same
-interpreter of the same user. The training script's own functions and classes go by their names in it, and are found in
-the script as workers load it.
+An object with an importable name travels as that name. Others (a lambda, a local function, a function or a class of a
+notebook) travel as code with the values that they hold, by cloudpickle: both ends are the same interpreter of the same
+user. The training script's own functions and classes travel by their names and are looked up in the script as workers
+load it.
 
 Only an embedded worker loads this; see penstock.worker.processes.user_code.
 """
@@ -48,16 +48,16 @@ def load(data: bytes, main: Callable[[], types.ModuleType]) -> Any:
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     last = ""
-    """The function or class that was come to last."""
+    """Name of the function or class pickled last, for errors."""
 
     def reducer_override(self, value: Any) -> Any:
-        """A function behind lru_cache would go by a name that workers do not have."""
+        """Reduce a function behind lru_cache to its code: by default it travels by a name that workers do not have."""
         if type(value) is functools._lru_cache_wrapper and not _is_importable(value):
             return _cached, (value.__wrapped__, value.cache_parameters())
         return super().reducer_override(value)
 
     def persistent_id(self, value: Any) -> tuple[str, ...] | None:
-        """The training script's own functions and classes by name; its module has another one in workers."""
+        """Return the name of a function or class of the training script, whose module has another name in workers."""
         if isinstance(value, type | types.FunctionType) and not str(value.__module__).startswith("cloudpickle"):
             self.last = value.__qualname__
         if not isinstance(value, type | types.FunctionType) or value.__module__ not in _MAIN_NAMES:

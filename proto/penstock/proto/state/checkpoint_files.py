@@ -81,7 +81,7 @@ LOCK = ".lock"
 FIELDS = ("name", "bytes", "xxh3", "parts")
 """Fields of a file in a manifest."""
 CHUNK = 16 << 20
-"""Bytes that are read at a time to be verified."""
+"""Size of a read during verification, bytes."""
 BEAT_S = 1.0
 """Seconds between signs of life of the process that holds a folder's lock."""
 POLL_S = 0.05
@@ -89,7 +89,7 @@ TRIES = 3
 _STEP = re.compile(r"step-(0|[1-9][0-9]{0,18})")
 _ASIDE = re.compile(r"(step-(?:0|[1-9][0-9]{0,18}))\.(tmp|old)-[0-9a-f]+")
 _FILE = re.compile(r"\.?\w[\w.-]*", re.ASCII)
-"""A name within a checkpoint's folder, and never out of it."""
+"""Pattern of a name within a checkpoint's folder, never outside it."""
 _STOPPED = re.compile(r"\.latest\.[0-9a-f]+|\.probe-[0-9a-f]+-[0-9]+")
 """Leftovers of a stopped write of LATEST, and of a rank's test whether it can write."""
 
@@ -120,7 +120,7 @@ def old_name(step: int, save: str) -> str:
 
 @dataclass(frozen=True)
 class CheckpointFile:
-    """A file of a checkpoint."""
+    """File of a checkpoint."""
 
     name: str
     nbytes: int
@@ -190,7 +190,7 @@ class Manifest:
             if outer["xxh3"] != _checksum(body):
                 raise ValueError("its checksum differs from that of its content")
             if body["format"] > FORMAT:
-                raise ValueError(f"format {body['format']} of a newer Penstock, which this one cannot read")
+                raise ValueError(f"its format must be <= {FORMAT}, got {body['format']} of a newer Penstock")
             files = tuple(CheckpointFile.from_row(*(file[field] for field in FIELDS)) for file in body["files"])
             return cls(int(body["step"]), str(body["save"]), int(body["sequence"]), int(body["ranks"]), files)
         except (ValueError, KeyError, TypeError) as error:
@@ -199,7 +199,7 @@ class Manifest:
 
 @dataclass(frozen=True)
 class FoundCheckpoint:
-    """A checkpoint in a folder."""
+    """Checkpoint found in a folder."""
 
     step: int
     path: Path
@@ -373,7 +373,7 @@ def _free_for(handle: int, kind: int) -> bool:
     except BlockingIOError:
         return False
     except OSError:
-        pass  # no locks here
+        pass  # the file system has no locks
     return True
 
 
@@ -429,12 +429,12 @@ def _take(handle: int, folder: Path, timeout_s: float, silence_s: float | None) 
             silent = silence_s is not None and now - heard > silence_s
             if silent or now > deadline:
                 holder = os.pread(handle, 200, 0).decode(errors="replace").strip() or "another process"
-                why = f", of which there was no sign of life for {silence_s:g} s" if silent else ""
+                why = f", which gave no sign of life for {silence_s:g} s" if silent else ""
                 raise DeadlineError(
                     f"waited {max(timeout_s, 0):g} s for {holder}, which is writing a checkpoint into {folder}{why}"
                 ) from None
             time.sleep(POLL_S)
-        except OSError:  # no locks here
+        except OSError:  # the file system has no locks
             return
 
 

@@ -24,15 +24,15 @@ Preserved exactly: None, bool, int, float, complex, str, bytes, bytearray, list,
 any encodable hashable key), OrderedDict, slice, range, torch.Tensor of every unquantized strided dtype, torch.Size,
 torch.dtype, torch.device, numpy arrays and scalars without object or structured dtypes, np.dtype. Decided on purpose:
 
-* Types are matched exactly. A namedtuple, defaultdict, IntEnum or np.matrix is refused: to bring it back as its base
-  class would be a silent change. The error names the key path as a Python expression, the type, and a remedy.
+* Types are matched exactly. A namedtuple, defaultdict, IntEnum or np.matrix is refused: decoding it as its base class
+  would be a silent change. The error names the key path as a Python expression, the type, and a remedy.
 * Tensors come back on the CPU, detached and contiguous. An nn.Parameter comes back as a plain tensor: that is what
   `nn.Module.state_dict()` and optimizers hold, and `load_state_dict` copies values. Arrays come back in C order.
 * An OrderedDict keeps the `_metadata` attribute that `nn.Module.state_dict()` puts on it (load_state_dict migrates old
   modules by it). Any other attribute is refused.
 * Shared references are not preserved: an object mentioned twice comes back as two. A cycle is refused, and so is
   nesting deeper than MAX_DEPTH. The sign and payload of a lone NaN are not promised; in tensors and arrays they are.
-* What is decoded owns its memory, is writable, and shares nothing with the input.
+* Decoded values own their memory, are writable, and share nothing with the input.
 * Blobs are little-endian (numpy dtypes name their own order), like every machine that PyTorch is built for.
 
 Speed decides some of the style: one function a type, found by exact type, and no object per value. Tensors are copied
@@ -79,7 +79,7 @@ _DIRECT_FROM = 1 << 20  # bytes from which a tensor is written straight from its
 
 
 def encode_state(value: object) -> bytes:
-    """The envelope of `value`. Equal values mostly give equal bytes (sets of one plain type are sorted).
+    """Return the envelope of `value`. Equal values mostly give equal bytes (sets of one plain type are sorted).
 
     Raises UnsupportedStateError for an object without a safe encoding, a cycle, or nesting beyond MAX_DEPTH.
     """
@@ -91,7 +91,7 @@ def encode_state(value: object) -> bytes:
     tree = _JSON.encode(node).encode("utf-8", "surrogatepass")
     tree += b" " * (-len(tree) % ALIGN)
     total = HEADER.size + len(tree) + blobs.size
-    # A preallocated BytesIO gives up its buffer without a copy, so bulk is copied once and hashed where it lies.
+    # A preallocated BytesIO returns its buffer without a copy, so bulk data is copied once and hashed in place.
     out = io.BytesIO()
     out.seek(total)
     out.write(bytes(CHECKSUM_BYTES))
@@ -106,9 +106,9 @@ def encode_state(value: object) -> bytes:
 
 
 def decode_state(data: bytes | bytearray | memoryview) -> object:
-    """The value in an envelope. Its tensors, arrays and bytearrays own their memory.
+    """Return the value in an envelope. Its tensors, arrays and bytearrays own their memory.
 
-    Raises StateCorruptError for bytes that no encode_state wrote (whatever they are: nothing in them is trusted, and no
+    Raises StateCorruptError for bytes that encode_state did not write (nothing in them is trusted, and no announced
     size is allocated that they do not hold), StateVersionError for the envelope of a newer format.
     """
     return opened(data, _Source, lambda node, source: _unpack(node, source, 0))
@@ -118,7 +118,7 @@ def decode_state(data: bytes | bytearray | memoryview) -> object:
 
 
 class _Blobs:
-    """The bulk met so far, in order; `parts` also holds the padding and keeps alive what it points to."""
+    """Blobs collected so far, in order; `parts` also holds the padding and keeps the referenced memory alive."""
 
     __slots__ = ("parts", "size")
 
@@ -134,7 +134,7 @@ class _Blobs:
 
 
 class _RefusedError(Exception):
-    """Why a value has no encoding. Containers add their steps on the way out, so that the good path pays nothing."""
+    """Reason why a value has no encoding. Containers add their steps on the way out, so that success costs nothing."""
 
     def __init__(self, reason: str, *, too_deep: bool = False) -> None:
         self.reason = reason
@@ -147,7 +147,7 @@ class _RefusedError(Exception):
     def explain(self) -> str:
         path, seen = "state", dict[int, str]()
         for owner, prefix, suffix in reversed(self.steps):
-            if self.too_deep and id(owner) in seen:  # only a value that never ends is sure to show its cycle
+            if self.too_deep and id(owner) in seen:  # only an endless value is certain to repeat an owner
                 return (
                     f"{path} refers back to {seen[id(owner)]}: a cycle cannot be encoded. "
                     "Store a key or an index instead of the reference."
@@ -190,7 +190,7 @@ def _pack_bytes(value: bytes | bytearray, blobs: _Blobs, depth: int) -> Node:
 
 
 def _pack_numbers(value: list[object] | tuple[object, ...], blobs: _Blobs) -> Node | None:
-    """One blob for a run of plain ints that fit 64 bits, or of floats; None if it is anything else."""
+    """Return one blob for a run of plain ints that fit 64 bits, or of floats; None for anything else."""
     first, count = type(value[0]), len(value)
     if first not in _NUMBERS or not {first}.issuperset(map(type, value)):
         return None
@@ -242,7 +242,7 @@ def _pack_set(value: set[object] | frozenset[object], blobs: _Blobs, depth: int)
 
 
 def _pack_body(value: dict[object, object], blobs: _Blobs, depth: int) -> Node:
-    """A dict as an object if all its keys are str, as a list of key, value, key, value otherwise."""
+    """Return a dict as an object if all its keys are str, else as a list of key, value, key, value."""
     _check_depth(depth)
     plain = _STR.issuperset(map(type, value))
     body: dict[str, Node] = {}
@@ -327,7 +327,7 @@ def _numpy_spec(dtype: np.dtype[Any]) -> str:
 
 @lru_cache(maxsize=256)
 def _spec(dtype: np.dtype[Any], char: str) -> str:
-    """dtype.str, or "" if it does not lead back. `char` keeps long long apart from int64, to which it is equal."""
+    """Return dtype.str, or "" if that names another dtype. `char` distinguishes long long from the equal int64."""
     spec = dtype.str[0] + char if char in "qQ" else dtype.str
     return spec if _NUMPY_SPEC.fullmatch(spec) and np.dtype(spec) == dtype and np.dtype(spec).char == char else ""
 
@@ -463,7 +463,7 @@ def _typed(node: Node, kind: type[Any]) -> Any:
 
 def _size(node: Node) -> int:
     if type(node) is not int or node < 0:
-        raise ValueError(f"{node!r} is no size")
+        raise ValueError(f"{node!r} is not a size")
     return node
 
 

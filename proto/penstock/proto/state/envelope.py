@@ -1,6 +1,6 @@
-"""The frame of an encoded state: header, tree, blobs, checksum. What is in it, codec.py and state_json.py say.
+"""Envelope of an encoded state: header, tree, blobs, checksum. codec.py and state_json.py read the content.
 
-Apart from them, so that a process without torch can open it. The layout stands in codec.py.
+It is separate from them so that a process without torch can open it. The layout is in codec.py.
 """
 
 from __future__ import annotations
@@ -27,23 +27,24 @@ __all__ = [
 ]
 
 FORMAT_VERSION = 1
-"""The format that encode_state writes, and the newest that is read."""
+"""Format that encode_state writes, and the newest that is read."""
 MAX_DEPTH = 128
-"""Containers within containers, at most; keeps both directions well inside Python's recursion limit."""
+"""Largest nesting of containers; keeps encoding and decoding well inside Python's recursion limit."""
 MAGIC = b"PENSTATE"
 HEADER = struct.Struct("<8sIIQQ")
 CHECKSUM_BYTES = 8
 ALIGN = 16
-"""The widest numpy item (long double); decoding copies anyway, so a cache line would only waste bytes."""
+"""Alignment of blobs, bytes: the widest numpy item (long double). Decoding copies, so a cache line only wastes
+bytes."""
 
 Node: TypeAlias = Any
-"""What json can write: None, bool, int, float, str, list, dict."""
+"""Value that json can write: None, bool, int, float, str, list, dict."""
 
 _Value = TypeVar("_Value")
 
 
 class EnvelopeReader:
-    """The blobs, taken in order. Any exception that decoding raises becomes a StateCorruptError."""
+    """Reader of the blobs, in order. Any exception that decoding raises becomes a StateCorruptError."""
 
     __slots__ = ("end", "position", "view")
 
@@ -51,7 +52,7 @@ class EnvelopeReader:
         self.view, self.position, self.end = view, position, end
 
     def take(self, nbytes: int) -> int:
-        """The offset of the next `nbytes` bytes; nothing is allocated before they are known to be there."""
+        """Return the offset of the next `nbytes` bytes, after checking that they exist and before any allocation."""
         start = self.position
         if not 0 <= nbytes <= self.end - start:
             raise ValueError(f"{nbytes} bytes announced, {self.end - start} left")
@@ -71,24 +72,24 @@ def opened(
     source_of: Callable[[memoryview, int, int], _Source],
     unpack: Callable[[Node, _Source], _Value],
 ) -> _Value:
-    """What `unpack` makes of the tree in an envelope and of its blobs.
+    """Return `unpack`'s result for the tree and the blobs of an envelope.
 
-    Raises StateCorruptError for bytes that no encode_state wrote (whatever they are: nothing in them is trusted, and no
+    Raises StateCorruptError for bytes that encode_state did not write (nothing in them is trusted, and no announced
     size is allocated that they do not hold), StateVersionError for the envelope of a newer format.
     """
     view = memoryview(data)
     view = view.cast("B") if view.c_contiguous else memoryview(view.tobytes())
     size = len(view)
     if size < HEADER.size + CHECKSUM_BYTES:
-        raise StateCorruptError(f"an encoded state has {HEADER.size + CHECKSUM_BYTES} bytes or more, this has {size}")
+        raise StateCorruptError(f"an encoded state must have >= {HEADER.size + CHECKSUM_BYTES} bytes, got {size}")
     magic, version, flags, tree_size, blob_size = HEADER.unpack_from(view)
     if magic != MAGIC:
-        raise StateCorruptError(f"not an encoded state: it begins with {magic!r}, not {MAGIC!r}")
+        raise StateCorruptError(f"an encoded state must begin with {MAGIC!r}, got {magic!r}")
     end = size - CHECKSUM_BYTES
     announced = HEADER.size + tree_size + blob_size + CHECKSUM_BYTES
     if xxhash.xxh3_64_digest(view[:end]) != view[end:]:
         hint = f" (its header announces {announced} bytes, it has {size})" if announced != size else ""
-        raise StateCorruptError(f"the checksum of an encoded state does not hold{hint}")
+        raise StateCorruptError(f"the checksum of an encoded state does not match its content{hint}")
     if version > FORMAT_VERSION:
         raise StateVersionError(
             f"this state is in format {version}, written by a newer Penstock; this one reads formats up to "
@@ -96,17 +97,17 @@ def opened(
         )
     if version != FORMAT_VERSION or flags or announced != size:
         raise StateCorruptError(
-            f"bad framing of an encoded state: format {version}, flags {flags:#x}, {announced} bytes said, {size} here"
+            f"bad framing of a state: format {version}, flags {flags:#x}, {announced} bytes announced, {size} here"
         )
     tree_end = HEADER.size + tree_size
     source = source_of(view, tree_end, end)
     try:
         value = unpack(_JSON.decode(str(view[HEADER.size : tree_end], "utf-8", "surrogatepass")), source)
         if source.position != end:
-            raise ValueError(f"{end - source.position} bytes of blobs are mentioned nowhere")
+            raise ValueError(f"the tree does not mention {end - source.position} bytes of blobs")
     except MemoryError:
         raise
-    except Exception as error:  # the checksum holds, so these bytes were made by something else, or to do harm
+    except Exception as error:  # the checksum matches: another program made these bytes, or they were made to do harm
         raise StateCorruptError(f"malformed content of an encoded state: {type(error).__name__}: {error}") from error
     return value
 

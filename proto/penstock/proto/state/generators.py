@@ -1,9 +1,9 @@
-"""The three random generators of a process as bytes: Python's `random`, numpy's legacy global, torch's CPU default.
+"""States of a process's random generators as bytes: Python's `random`, numpy's legacy global, torch's CPU default.
 
-A runner takes these around `iter(loader)` and with every snapshot (DESIGN, section 4), so the encoding is a fixed
-binary record and not the general envelope of `penstock.proto.state.codec`: one layout to check, no tree. It holds all
-that the generators hold: the positions inside a twister's block, and the second gaussian that `random.gauss` and
-`numpy.random.normal` keep for their next call (without which a resume goes wrong after every odd number of draws).
+A runner captures them around `iter(loader)` and with every snapshot, so the encoding is a fixed binary record and not
+the general envelope of `penstock.proto.state.codec`: one layout to check, no tree. It includes the positions inside a
+twister's block and the second gaussian that `random.gauss` and `numpy.random.normal` keep for their next call (without
+it a resume would differ after every odd number of draws).
 
     offset  size  field                                        all integers little-endian
     0       8     magic                                        b"PENRNGST"
@@ -20,8 +20,8 @@ that the generators hold: the positions inside a twister's block, and the second
 
 CUDA generators are not here: the processes that run input code have no CUDA.
 
-Seeding is derivation by hashing, never arithmetic: seed + rank makes neighbours share streams. One caveat is torch's:
-its CPU generator keeps only the low 32 bits of a seed, so of n seeds two coincide with a probability of n^2 / 2^33.
+Seeds are derived by hashing, never by arithmetic: with seed + rank neighbours share streams. torch's CPU generator
+keeps only the low 32 bits of a seed, so two of n seeds coincide with a probability of n^2 / 2^33.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from penstock.proto.errors import InvalidArgumentError, StateCorruptError, State
 __all__ = ["RNG_FORMAT_VERSION", "capture_rng", "derive_seed", "restore_rng", "seed_rng", "torch_rng_state"]
 
 RNG_FORMAT_VERSION = 1
-"""The format that this module writes, and the newest that it reads."""
+"""Format that this module writes, and the newest that it reads."""
 
 _MAGIC = b"PENRNGST"
 _HEADER = struct.Struct("<8sIIddII")
@@ -53,7 +53,7 @@ _PYTHON_GAUSS, _NUMPY_GAUSS = 1, 2
 
 
 def capture_rng() -> bytes:
-    """The states of the three generators: 10,100 bytes, in 37 us (24 of them in numpy's get_state()).
+    """Return the states of the three generators: 10,100 bytes, in 37 us (24 of them in numpy's get_state()).
 
     Raises UnsupportedStateError if numpy's global generator was replaced by one that is not MT19937.
     """
@@ -65,7 +65,7 @@ def capture_rng() -> bytes:
             " it. Keep a np.random.Generator of your own instead, and save its .bit_generator.state."
         )
     words: bytes = numpy["state"]["key"].astype("<u4", copy=False).tobytes()
-    torch_state = torch_rng_state().numpy().tobytes()  # numpy() on a fresh copy: nobody else's storage
+    torch_state = torch_rng_state().numpy().tobytes()  # numpy() on a fresh copy: not the user's storage
     header = _HEADER.pack(
         _MAGIC,
         RNG_FORMAT_VERSION,
@@ -80,10 +80,10 @@ def capture_rng() -> bytes:
 
 
 def torch_rng_state() -> torch.Tensor:
-    """torch.get_rng_state(), with no garbage collected meanwhile.
+    """Return torch.get_rng_state(), called with garbage collection off.
 
-    It holds the generator's lock while it makes a Python object. A finalizer that is run just then, and wants the
-    generator too, as that of a stream with randomness of its own does, would wait for its own thread, for ever.
+    It holds the generator's lock while it makes a Python object. A finalizer that runs at that moment and uses the
+    generator too, such as that of a stream with its own randomness, would deadlock with its own thread.
     """
     collects = gc.isenabled()
     gc.disable()
@@ -95,18 +95,20 @@ def torch_rng_state() -> torch.Tensor:
 
 
 def restore_rng(data: bytes | bytearray | memoryview) -> None:
-    """Set the three generators to what capture_rng() saw. All of `data` is checked first: all are set, or none.
+    """Set the three generators to the states from capture_rng(). All of `data` is checked first: all are set, or none.
 
-    Raises StateCorruptError for bytes that no capture_rng() wrote, StateVersionError for those of a newer Penstock,
-    UnsupportedStateError if numpy's global generator was replaced by one that is not MT19937.
+    Raises StateCorruptError for bytes that capture_rng() did not write, StateVersionError for those of a newer
+    Penstock, UnsupportedStateError if numpy's global generator was replaced by one that is not MT19937.
     """
     view = memoryview(data)
     view = view.cast("B") if view.c_contiguous else memoryview(view.tobytes())
     if len(view) < _FIXED or view[:8] != _MAGIC:
-        raise StateCorruptError(f"not a captured random state: {len(view)} bytes that begin with {bytes(view[:8])!r}")
+        raise StateCorruptError(
+            f"a captured random state must begin with its magic, got {len(view)} bytes with {bytes(view[:8])!r}"
+        )
     end = len(view) - _CHECKSUM_BYTES
     if xxhash.xxh3_64_digest(view[:end]) != view[end:]:
-        raise StateCorruptError(f"the checksum of a captured random state of {len(view)} bytes does not hold")
+        raise StateCorruptError(f"the checksum of a captured random state of {len(view)} bytes does not match")
     _, version, flags, python_gauss, numpy_gauss, position, torch_size = _HEADER.unpack_from(view)
     if version > RNG_FORMAT_VERSION:
         raise StateVersionError(
@@ -118,10 +120,10 @@ def restore_rng(data: bytes | bytearray | memoryview) -> None:
         version != RNG_FORMAT_VERSION
         or flags & ~(_PYTHON_GAUSS | _NUMPY_GAUSS)
         or len(view) != _FIXED + torch_size
-        or position > _WORDS  # numpy would read behind its block
+        or position > _WORDS  # numpy would read beyond its block
         or python[-1] > _WORDS
     ):
-        raise StateCorruptError("a captured random state holds fields that no generator has")
+        raise StateCorruptError("a captured random state holds values that a generator cannot have")
     start = _HEADER.size + _PYTHON.size
     words = np.frombuffer(view, "<u4", _WORDS, start).astype(np.uint32)
     torch_state = torch.from_numpy(np.frombuffer(view, np.uint8, torch_size, start + 4 * _WORDS).copy())
@@ -151,7 +153,7 @@ def seed_rng(seed: int) -> None:
     """
     seed = _integer(seed, "seed")
     if seed < 0:
-        raise InvalidArgumentError(f"seed is {seed}; it must not be negative")
+        raise InvalidArgumentError(f"seed must be >= 0, got {seed}")
     for_numpy, for_torch = np.random.SeedSequence(seed).spawn(2)
     random.seed(seed)
     np.random.seed(for_numpy.generate_state(8))
@@ -161,7 +163,7 @@ def seed_rng(seed: int) -> None:
 
 
 def derive_seed(seed: int, *path: int | str) -> int:
-    """A seed in [0, 2**63) for one place, such as `derive_seed(run_seed, "shuffle", epoch)`; the same for ever.
+    """Return a seed in [0, 2**63) for one use, such as `derive_seed(run_seed, "shuffle", epoch)`; never changes.
 
     BLAKE2b (RFC 7693, M.-J. Saarinen and J.-P. Aumasson, 2015) with a digest of 8 bytes, personalised as
     b"penstock.seed", over the parts in order, each as type (b"i" or b"s"), length (8 bytes, little-endian) and content
@@ -183,4 +185,4 @@ def _integer(value: object, name: str) -> int:
     try:
         return operator.index(value)  # type: ignore[arg-type]
     except TypeError:
-        raise InvalidArgumentError(f"{name} is {value!r}, a {type(value).__name__}; an integer is needed") from None
+        raise InvalidArgumentError(f"{name} must be an integer, got {value!r} ({type(value).__name__})") from None

@@ -1,18 +1,18 @@
-"""Where a box stands in its stream: the round robin over slots as pure arithmetic.
+"""Position of a box in its stream: the round robin over slots as pure arithmetic.
 
-The rule (DESIGN section 4): deliver from the slot under the cursor, then move on to the next live slot; a slot whose
-input ends at its turn leaves the live slots without taking a step; when none is left the epoch ends and the next epoch
-starts with all slots live and the cursor at 0. Where only the loader's own methods can resume it (`carry`), the cursor
-goes on instead: such a loader counts the samples of all workers, and deals its batches to workers that are asked in
-turn for as long as the launch goes on.
+The rule: deliver from the slot under the cursor, then move to the next live slot. A slot whose input ends at its turn
+leaves the live slots without taking a step. When none is left the epoch ends, and the next one starts with all slots
+live and the cursor at 0. Where only the loader's own methods can resume it (`carry`), the cursor keeps its place in the
+rotation instead: such a loader counts the samples of all workers, and deals its batches to workers in turn for the
+whole launch.
 
 The training loop follows this rule one step at a time (`turn`, `deliver`, `exhaust`, `abandon_epoch`). The coordinator,
-asked for the state at a step, follows it in strides (`advance`), from where the attempt started and from what is known
-of the slots' ends: the record is a function of those, so every rank gets the same one. Counting is the truth here;
+asked for the state at a step, follows it in strides (`advance`), from the attempt's start and the known ends of slots:
+the record is a function of those, so every rank gets the same one. The counts are authoritative:
 `worker_step(S) = S // W + (k < S % W)` holds only as long as every slot is live.
 
-A position carries the stream digest of its box: the chain of the digests of all batches in order. Whoever has the
-digests goes on with it (`deliver`, `advance`); without them it is unknown, never wrong.
+A position carries the stream digest of its box: the chain of the digests of all batches in order. Code that has the
+digests extends it (`deliver`, `chain_at`); without them it is unknown, never wrong.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from penstock.proto.v1 import records_pb2
 __all__ = ["EPOCHS_AHEAD", "MOST", "Position", "advance", "chain_at"]
 
 MOST = 1 << 62
-"""The highest step, epoch or count that a position may come with: what is added to it still fits 64 bits."""
+"""Highest step, epoch or count of a position that is read: sums with it still fit 64 bits."""
 EPOCHS_AHEAD = 64
-"""Passes that workers may run ahead where epochs follow each other. A ring has at most 32 slots, so only empty epochs
-come near it; they take no slot, and without a bound a worker with an empty input would send their ends for ever."""
+"""Largest number of epochs that a worker may be ahead. A ring has at most 32 entries, so only empty epochs reach it:
+they take no entry, and without a limit a worker with an empty input would send their ends for ever."""
 _pack_link = struct.Struct("<QQ").pack
 _pack_step = struct.Struct("<Q").pack
 
@@ -43,7 +43,7 @@ def _linked(chain: int | None, digest: int | None) -> int | None:
 
 
 def _added(chain: int | None, digest: int | None, step: int) -> int | None:
-    """Steps have factors of their own, so that it tells in which one a row came."""
+    """Return the chain by rows. Each step has its own factor, so that the chain shows which step delivered a row."""
     if digest is None or chain is None:
         return None
     return (chain + (xxh3_64_intdigest(_pack_step(step)) | 1) * digest) & MASK
@@ -51,7 +51,7 @@ def _added(chain: int | None, digest: int | None, step: int) -> int | None:
 
 @dataclass
 class Position:
-    """A box's record. Steps and counts are batches; slots are 0-based; epochs count from 0."""
+    """Record of a box. Steps and counts are batches; slots are 0-based; epochs count from 0."""
 
     step: int
     """Batches of the box over the whole life of the run."""
@@ -61,26 +61,26 @@ class Position:
     cursor: int
     """Index into `live` of the slot whose turn it is."""
     delivered: list[int]
-    """Per slot, batches in this epoch."""
+    """Batches of each slot in this epoch."""
     total: list[int]
-    """Per slot, batches in all: its worker_step."""
+    """Batches of each slot over the run: its worker_step."""
     chain: int | None = field(default=0, compare=False)
-    """chain(0) = 0, chain(n) = xxh3_64(little-endian u64 chain(n - 1), u64 digest of batch n); None: not known. With
-    `by_rows` chain(n) = chain(n - 1) + (xxh3_64(little-endian u64 n) | 1) * digest, modulo 2^64."""
+    """Stream digest: chain(0) = 0, chain(n) = xxh3_64(little-endian u64 chain(n - 1), u64 digest of batch n); None: not
+    known. With `by_rows` chain(n) = chain(n - 1) + (xxh3_64(little-endian u64 n) | 1) * digest, modulo 2^64."""
     by_rows: bool = field(default=False, compare=False)
-    """Digests are sums over rows: the chains of all boxes add up to that of the stream, on any number of boxes."""
+    """True if digests are sums over rows: the boxes' chains then add up to the stream's, on any number of boxes."""
     first: int | None = field(default=None, compare=False)
-    """The slot that this epoch began with, if the turn goes on over the ends of epochs; None: each begins with 0."""
+    """Slot that this epoch began with, if the rotation continues across epochs; None: each epoch begins with slot 0."""
     ended_before: bool = field(default=False, compare=False)
-    """True once an epoch of this object's life has ended without a single step; see `exhaust`."""
+    """True if the epoch before ended without a single step; see `exhaust`."""
 
     @classmethod
     def start(cls, num_slots: int, *, step: int = 0, epoch: int = 0) -> Position:
-        """All slots live and nothing delivered by any of them."""
+        """Return a position with all slots live and nothing delivered."""
         if num_slots < 1:
-            raise InvalidArgumentError(f"a box needs at least one worker slot, not {num_slots}")
+            raise InvalidArgumentError(f"a box must have >= 1 worker slots, got {num_slots}")
         if step > MOST or epoch > MOST:
-            raise InvalidArgumentError(f"a start at step {step} of epoch {epoch}, beyond what can be counted")
+            raise InvalidArgumentError(f"step and epoch must be <= {MOST}, got step {step} of epoch {epoch}")
         return cls(step, epoch, list(range(num_slots)), 0, [0] * num_slots, [0] * num_slots)
 
     def copy(self) -> Position:
@@ -98,17 +98,17 @@ class Position:
         )
 
     def carry(self) -> None:
-        """From now on the turn goes on over the ends of epochs."""
+        """Make the rotation continue across epochs from now on."""
         if self.first is None:
             self.first = 0
 
     @property
     def turn(self) -> int:
-        """The slot under the cursor."""
+        """Return the slot under the cursor."""
         return self.live[self.cursor]
 
     def deliver(self, digest: int | None = None) -> None:
-        """The slot under the cursor handed over a batch of this digest."""
+        """Count a batch with this digest, delivered by the slot under the cursor."""
         slot = self.live[self.cursor]
         self.step += 1
         self.chain = _added(self.chain, digest, self.step) if self.by_rows else _linked(self.chain, digest)
@@ -117,9 +117,9 @@ class Position:
         self.cursor = (self.cursor + 1) % len(self.live)
 
     def exhaust(self) -> bool:
-        """The slot under the cursor ended at its turn. True if that ended the epoch: the next epoch has begun.
+        """End the slot under the cursor at its turn. Return True if that ended the epoch; the next one has then begun.
 
-        Two epochs in a row without any batch are an empty input: EmptyInputError, for the loop would never end.
+        Raises EmptyInputError for two epochs in a row without any batch: the loop would never end.
         """
         del self.live[self.cursor]
         if self.live:
@@ -129,13 +129,13 @@ class Position:
             self.first = (self.first + sum(self.delivered)) % len(self.total)
         empty = not any(self.delivered)
         if empty and self.ended_before:
-            raise EmptyInputError("the input yields no batch")
+            raise EmptyInputError("the input yields no batches")
         self._next_epoch()
         self.ended_before = empty
         return True
 
     def abandon_epoch(self) -> None:
-        """The loop left the epoch before its end; the next epoch begins, with the slot that this one began with."""
+        """Begin the next epoch before the end of this one, with the slot that this one began with."""
         self._next_epoch()
 
     def _next_epoch(self) -> None:
@@ -162,7 +162,7 @@ class Position:
 
     @classmethod
     def from_proto(cls, message: records_pb2.BoxPosition) -> Position:
-        """Raises InvalidArgumentError for a record that no round robin can have reached."""
+        """Return the position. Raises InvalidArgumentError for a record that a round robin cannot reach."""
         position = cls(
             message.step,
             message.epoch,
@@ -176,15 +176,17 @@ class Position:
         )
         count = len(position.total)
         if not position.live or sorted(set(position.live)) != position.live or position.live[-1] >= count:
-            raise InvalidArgumentError(f"position with live slots {position.live} of {count}")
+            raise InvalidArgumentError(f"live slots must be rising and < {count}, got {position.live}")
         if position.cursor >= len(position.live):
-            raise InvalidArgumentError(f"position with cursor {position.cursor} over {len(position.live)} live slots")
+            raise InvalidArgumentError(f"cursor must be < {len(position.live)} live slots, got {position.cursor}")
         if position.first is not None and position.first >= count:
-            raise InvalidArgumentError(f"position in an epoch that began with slot {position.first} of {count}")
+            raise InvalidArgumentError(f"first slot must be < {count}, got {position.first}")
         if max(position.step, position.epoch, *position.total) > MOST:
-            raise InvalidArgumentError(f"position at step {position.step}, epoch {position.epoch}: beyond {MOST}")
+            raise InvalidArgumentError(
+                f"counts of a position must be <= {MOST}, got step {position.step}, epoch {position.epoch}"
+            )
         if any(d > t for d, t in zip(position.delivered, position.total, strict=True)):
-            raise InvalidArgumentError("position with more batches in its epoch than in all")
+            raise InvalidArgumentError("batches of a slot's epoch must be <= its total")
         return position
 
 
@@ -194,18 +196,17 @@ def advance(
     ends: Mapping[tuple[int, int], int],
     abandoned: Mapping[int, int] | None = None,
 ) -> Position:
-    """The record of the box at `step`, from `base` and what is known of ends.
+    """Return the record of the box at `step`, from `base` and the known ends of epochs.
 
     Args:
-        base: where to start from; not changed.
-        step: absolute, at least `base.step`.
-        ends: (slot, epoch) -> the slot's total when that epoch ended. An epoch that is not listed is taken to go on;
-        ask
-            again once more is known.
-        cuts: epoch -> the last step taken in it before the loop left it by `break`.
+        base: position to start from; not changed.
+        step: absolute, >= `base.step`.
+        ends: (slot, epoch) -> the slot's total when that epoch ended. An epoch that is not listed counts as unfinished;
+            call again once more ends are known.
+        abandoned: epoch -> the last step taken in it before the loop abandoned it by `break`.
 
-    The result is lazy, as the loop is: an end is noticed only by the step that meets it. Cost: one round for each end
-    that is passed, whatever the number of steps. Its chain is unknown if it took a step: see `chain_at`.
+    The result is lazy, as the loop is: an end is noticed only by the step that meets it. Cost: one iteration for each
+    end met, whatever the number of steps. Its chain is unknown if it took a step: see `chain_at`.
     """
     if step < base.step:
         raise InvalidArgumentError(f"step {step} lies before step {base.step}, where this attempt started")
@@ -247,9 +248,9 @@ def chain_at(
     abandoned: Mapping[int, int],
     digests: Mapping[tuple[int, int], int],
 ) -> int | None:
-    """The chain of the box at `step`: the way of `advance`, a step at a time, over digests by (slot, total).
+    """Return the chain of the box at `step`: like `advance`, one step at a time, over digests by (slot, total).
 
-    None if the chain is not known at `base`, or one of the digests is not.
+    Returns None if the chain is not known at `base`, or one of the digests is not.
     """
     at = base.copy()
     while at.step < step and at.chain is not None:

@@ -1,8 +1,8 @@
-"""The protocol that a restartable loader follows, and what it may ask while it is being saved.
+"""Protocol of a restartable loader, and the context that it may read while it is being saved.
 
-A loader's abilities are counted by its methods: four (`RestartableDataLoader`) resume on any number of workers through
-the user's own code, and load nothing but what it made for that; two (`state_dict` and `load_state_dict`) resume on the
-same topology; none can only be replayed.
+The loader's methods decide how it can resume. With four (`RestartableDataLoader`) it resumes on any number of workers
+through the user's own code, and loads only states that this code made. With two (`state_dict` and `load_state_dict`) it
+resumes on the same topology. Without them it can only be replayed.
 """
 
 from __future__ import annotations
@@ -30,67 +30,66 @@ __all__ = [
 
 @runtime_checkable
 class RestartableDataLoader(Protocol):
-    """A loader whose position can be saved and restored, on any number of workers.
+    """Loader whose position can be saved and restored, on any number of workers.
 
-    `strict` is optional, but on both methods that take it or on neither; on one alone it is a TypeError.
+    `strict` is optional, but both methods that take it must have it, or neither; on one alone it is a TypeError.
 
-    A loader of any kind, or its iterator, may also have `skip_batch()`: pass over the next batch without making it,
-    with all that counts and is random moved on as if it had been made; StopIteration if the epoch is over. It is called
-    for a batch that kills the process that makes it, where the job asks to leave such ones out
-    (Appliance(poison="skip")).
+    A loader of any kind, or its iterator, may also have `skip_batch()`: it skips the next batch without making it, and
+    advances all counters and random generators as if it had; it raises StopIteration if the epoch is over. It is called
+    for a batch that kills the process that makes it, where the job skips such batches (Appliance(poison="skip")).
 
-    Three more things it may have, as attributes of its class; none is needed:
+    Its class may have three more attributes; none is required:
 
-    loads_own_state = True: load_state_dict also takes what `state_dict` returned, on the worker that it came from. A
-    lost runner is then replaced from a state that was proven, and not by replay from where the launch began.
+    loads_own_state = True: load_state_dict also accepts what `state_dict` returned on the same worker. A lost runner is
+    then replaced from a verified state, and not by replay from the start of the launch.
 
-    exact_states = True: each state leads to just the batches that follow it, over the ends of epochs too, and drawing
-    the same random numbers. Nothing is proven then, but once at the beginning of a run.
+    exact_states = True: each state leads to exactly the batches that follow it, across epochs too, with the same random
+    numbers. States are then verified only once, at the beginning of a run.
 
-    advance_state(state_dict, batches): a static method that returns the state so many batches further in the same
-    epoch. A state between two snapshots is then had without making a batch; the generators are taken to be unchanged,
-    so it is for loaders whose batches do not draw from those of the process. A loader for which that does not hold sets
-    its own attribute advance_state to None.
+    advance_state(state_dict, batches): a static method that returns the state that many batches further in the same
+    epoch. A state between two snapshots is then computed without making a batch. The generators are assumed to be
+    unchanged, so it is for loaders whose batches do not draw from those of the process. A loader for which that does
+    not hold sets its own attribute advance_state to None.
     """
 
     def state_dict(self) -> Any:
-        """This worker's state after the batches it has yielded so far. May call `get_worker_state()` once."""
+        """Return this worker's state after the batches yielded so far. May call `get_worker_state()` once."""
 
     def load_state_dict(self, state_dict: Any, strict: bool = True) -> None:
-        """Take on a state that `deaggregate_state_dict` returned."""
+        """Load a state that `deaggregate_state_dict` returned."""
 
     def aggregate_state_dict(self, worker_states: list[Any]) -> Any:
-        """One state from those of all workers, in order of global_worker_id."""
+        """Return one state from those of all workers, in order of global_worker_id."""
 
     def deaggregate_state_dict(self, aggregated: Any, strict: bool = True) -> Any:
-        """This worker's state from the aggregated one. Runs on every worker."""
+        """Return this worker's state from the aggregated one. Runs on every worker."""
 
 
 @dataclass(frozen=True)
 class DataLoaderCheckpoint:
-    """One worker's part of a checkpoint. Field names follow the system that introduced them: a CSX is a box."""
+    """Part of a checkpoint for one worker. Field names follow the system that introduced them: a CSX is a box."""
 
     local_worker_id: int
-    """Which worker of its box the loader takes itself for, 0-based: its slot's number, but where the job was resumed
-    between two turns of the workers and the slot whose turn it was became worker 0."""
+    """Number of the worker in its box, 0-based: its slot's number, except where the job was resumed between two turns
+    of the workers: there the slot whose turn it was is worker 0."""
     num_workers_per_csx: int
     num_csx: int
-    """Boxes."""
+    """Number of boxes."""
     wse_id: int
-    """The worker's box, 0-based."""
+    """Number of the worker's box, 0-based."""
     appliance_step: int
-    """Batches that the box's training loop was handed in this launch of the job, from 0. A runner that is replaced
-    goes on counting; a launch that resumes from a saved state counts from 0 again, but where the loader had to be made
-    again from the beginning: then it counts from there, and has been given no state."""
+    """Batches delivered to the box's training loop in this launch of the job, from 0. A replaced runner continues the
+    count. A launch that resumes from a saved state counts from 0 again; if the loader had to be made again from the
+    beginning, without a state, it counts from there."""
     worker_step: int
     """Batches of this worker in this launch."""
     samples_streamed: int
     """Samples (rows of the first dimension) in those batches. A loader whose state counts all samples adds those of
-    the state that it was loaded with."""
+    the loaded state."""
     user_state_dict: Any = None
-    """What the loader's state_dict() returned."""
+    """State that the loader's state_dict() returned."""
     lifetime_appliance_step: int = 0
-    """Batches that the box's training loop was handed in all launches: the step of `state_dict()`."""
+    """Batches delivered to the box's training loop in all launches: the step of `state_dict()`."""
     lifetime_worker_step: int = 0
     """Batches of this worker in all launches since the numbers of boxes and workers last changed."""
     lifetime_samples_streamed: int = 0
@@ -98,17 +97,17 @@ class DataLoaderCheckpoint:
 
     @property
     def global_worker_id(self) -> int:
-        """wse_id * num_workers_per_csx + local_worker_id."""
+        """Return wse_id * num_workers_per_csx + local_worker_id."""
         return self.wse_id * self.num_workers_per_csx + self.local_worker_id
 
     @property
     def total_num_workers(self) -> int:
-        """num_workers_per_csx * num_csx."""
+        """Return num_workers_per_csx * num_csx."""
         return self.num_workers_per_csx * self.num_csx
 
 
 class WorkerContext:
-    """A DataLoaderCheckpoint offered to one state_dict() call; remembers whether it was read."""
+    """DataLoaderCheckpoint offered to one state_dict() call; records whether it was read."""
 
     def __init__(self, checkpoint: DataLoaderCheckpoint) -> None:
         self._checkpoint: DataLoaderCheckpoint | None = checkpoint
@@ -127,7 +126,7 @@ _context: ContextVar[WorkerContext | None] = ContextVar("penstock_worker_context
 
 @contextmanager
 def worker_state(checkpoint: DataLoaderCheckpoint) -> Iterator[WorkerContext]:
-    """While open, `get_worker_state()` returns `checkpoint`, once."""
+    """Make `get_worker_state()` return `checkpoint`, once, within the block."""
     context = WorkerContext(checkpoint)
     token = _context.set(context)
     try:
@@ -137,10 +136,10 @@ def worker_state(checkpoint: DataLoaderCheckpoint) -> Iterator[WorkerContext]:
 
 
 def get_worker_state() -> DataLoaderCheckpoint:
-    """Which worker is being saved, and at which step. Only inside `state_dict()`, and once in each call.
+    """Return the worker that is being saved and its step. Call it only inside `state_dict()`, once in each call.
 
     Raises:
-        RuntimeError: elsewhere, or on a second call.
+        RuntimeError: called elsewhere, or a second time.
     """
     context = _context.get()
     if context is None:
@@ -153,19 +152,19 @@ _FOUR = (*_TWO, "aggregate_state_dict", "deaggregate_state_dict")
 
 
 def state_methods(loader: object) -> int:
-    """How many of the four methods the loader has, in steps that mean something: 4, 2 or 0."""
+    """Return the number of state methods that count: 4, 2 or 0."""
     if all(callable(getattr(loader, name, None)) for name in _FOUR):
         return 4
     return 2 if all(callable(getattr(loader, name, None)) for name in _TWO) else 0
 
 
 def by_own_methods(capabilities: records_pb2.LoaderCapabilities) -> bool:
-    """Whether load_state_dict takes only what deaggregate_state_dict returns."""
+    """Return whether load_state_dict takes only what deaggregate_state_dict returns."""
     return capabilities.state_methods == 4 and not capabilities.loads_own_state
 
 
 def takes_strict(loader: object) -> bool:
-    """Whether load_state_dict (and deaggregate_state_dict, with four methods) take `strict`.
+    """Return whether load_state_dict (and deaggregate_state_dict, with four methods) take `strict`.
 
     Raises:
         TypeError: only one of the two does.

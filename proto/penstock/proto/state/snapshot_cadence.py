@@ -1,4 +1,4 @@
-"""How often to take a snapshot: every step while that costs under 1% of the time, less often otherwise."""
+"""Cadence of snapshots: every step while that costs under 1% of the time, less often otherwise."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from contextlib import contextmanager
 __all__ = ["SnapshotCadence"]
 
 SHARE = 0.01
-"""Of the runner's time that unasked snapshots may take."""
+"""Largest share of the runner's time for snapshots that nothing requested."""
 
 
 class SnapshotCadence:
-    """Knows what the last snapshots cost, and says when the next is due. Seconds of the monotonic clock."""
+    """Schedule of snapshots by the cost of the last one. Times are seconds of the monotonic clock."""
 
     def __init__(self) -> None:
         self.stopped = False
-        """No more snapshots: the loader has no state, or cannot give it."""
+        """True once no more snapshots are due: the loader has no state, or cannot return it."""
         self._next = 0.0
         self._taken = 0
 
     def due(self, now: float) -> bool:
-        """The first two are always due: the check of a restored snapshot needs an early one."""
+        """Return whether a snapshot is due. The first two are: the check of a restored one needs an early one."""
         return not self.stopped and (now >= self._next or self._taken < 2)
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """Around a snapshot."""
+        """Measure the snapshot taken within the block."""
         started = time.monotonic()
         yield
         ended = time.monotonic()

@@ -1,7 +1,7 @@
-"""An encoded state as JSON, for programs that are not written in Python: whole, and without torch or numpy.
+"""An encoded state as JSON, for programs that are not written in Python: complete, and without torch or numpy.
 
-JSON knows no tensors, bytes, NaN or keys that are not text. Such a value becomes an object with the key "$", which says
-what it is. All bytes are base64, little-endian as they lie in memory:
+JSON has no tensors, bytes, NaN or keys that are not text. Such a value becomes an object with the key "$", which names
+its type. All bytes are base64, little-endian as they lie in memory:
 
     {"$": "tensor", "dtype": "int64", "shape": [3], "base64": "..."}     torch's name of the type
     {"$": "array", "dtype": "<f4", "shape": [2, 2], "base64": "..."}     numpy's; a numpy scalar has the shape []
@@ -14,9 +14,9 @@ what it is. All bytes are base64, little-endian as they lie in memory:
     {"$": "slice" | "range", "value": [start, stop, step]}
     {"$": "dtype" | "np.dtype" | "device", "value": "float32"}
 
-Lists, tuples and torch.Size are lists, an OrderedDict is a dict. There is no way back: a state is loaded from its
-envelope, which keeps what JSON cannot. An integer of 64 bits is a JSON number: a reader that makes doubles of these, as
-JavaScript's does, loses digits beyond 2^53.
+Lists, tuples and torch.Size are lists, an OrderedDict is a dict. JSON cannot be converted back: a state is loaded from
+its envelope, which keeps everything. An integer of 64 bits is a JSON number: a reader that converts it to a double,
+such as JavaScript's, loses digits beyond 2^53.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _ITEM = re.compile(r"[<>|]([a-zA-Z])(\d*)(?:\[.*\])?", re.ASCII)
 
 
 def state_as_json(data: bytes) -> bytes:
-    """The value in an envelope as JSON in UTF-8. Raises StateCorruptError, StateVersionError."""
+    """Return the value in an envelope as JSON in UTF-8. Raises StateCorruptError, StateVersionError."""
     if not data:
         return b"null"
     return opened(data, EnvelopeReader, _written)
@@ -99,19 +99,19 @@ def _ordered(node: Node, source: EnvelopeReader, depth: int) -> Any:
 def _shaped(kind: str, node: Node, source: EnvelopeReader, itemsize: int) -> Any:
     shape = node[2:]
     if any(type(dim) is not int or dim < 0 for dim in shape):
-        raise ValueError(f"{shape!r} is no shape")
+        raise ValueError(f"{shape!r} is not a shape")
     data = _base64(source, math.prod(shape) * itemsize)
     return {"$": kind, "dtype": node[1], "shape": shape, "base64": data}
 
 
 def _tensor_item(dtype: str) -> int:
-    """Bytes of an item: the bits that end the name, or stand before what tells kinds of them apart (float8_e4m3fn)."""
+    """Return the bytes of an item, from the bits in the name: at its end, or before a variant (float8_e4m3fn)."""
     found = re.search(r"\d+", dtype, re.ASCII)
     return _BITS[dtype] // 8 if dtype in _BITS else max(8, int(found[0]) if found else 0) // 8
 
 
 def _array_item(spec: str) -> int:
-    """Bytes of an item of a numpy type: those it says, 8 of a time, 4 of a letter of text, 8 of a long long."""
+    """Return the bytes of a numpy item: as named; 8 for a time, 4 for a letter of text, 8 for a long long."""
     found = _ITEM.fullmatch(spec)
     if found is None:
         raise ValueError(f"numpy dtype {spec!r}")

@@ -1,7 +1,7 @@
-"""The settings of a training job: the arguments of an Appliance that have variables and may stand in the settings file.
+"""Settings of a training job: the arguments of an Appliance that have variables and may be in the settings file.
 
 They are described here, and not in the client, so that `penstock config` can show what a job would run with, without
-torch. Between a variable and the settings file stands what torchrun sets: see penstock.client.api.appliance_settings.
+torch. torchrun's variables rank between a variable and the settings file: see penstock.client.api.appliance_settings.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ONE_JOB = "it belongs to one job, not to all that read this file: pass it to Ap
 
 
 class TlsFiles(Section):
-    """Of everything that listens for others or calls the coordinator. The files hold no secret in their names."""
+    """TLS settings of every process that listens or calls the coordinator. The files' names are not secret."""
 
     model_config = SettingsConfigDict(env_prefix="PENSTOCK_")
     table: ClassVar[str] = CLUSTER
@@ -40,9 +40,9 @@ class TlsFiles(Section):
 
 
 class JobSettings(TlsFiles):
-    """Of `Appliance(...)`."""
+    """Settings of `Appliance(...)`."""
 
-    # Never the bare name: JOB, SEED and DEVICE are other people's variables.
+    # Never the bare name: other programs use the variables JOB, SEED and DEVICE.
     model_config = SettingsConfigDict(populate_by_name=True, env_prefix="PENSTOCK_")
     table: ClassVar[str] = "client"
     places: ClassVar[Mapping[str, tuple[str, str]]] = {
@@ -130,11 +130,11 @@ class JobSettings(TlsFiles):
 CLUSTER_KEYS = frozenset(
     {*(key for table, key in JobSettings.places.values() if table == CLUSTER), "token_file", "log_format", "otel"}
 )
-"""What [cluster] may hold."""
+"""Keys of [cluster]."""
 
 
 def check_file() -> None:
-    """Raises InvalidArgumentError for a setting in [cluster] or [client] that there is not."""
+    """Raise InvalidArgumentError for an unknown setting in [cluster] or [client]."""
     file = read_settings_file()
     if file is None:
         return

@@ -1,11 +1,11 @@
-"""What a set of settings is: fields with a description, found in arguments, then variables, then the settings file.
+"""Sets of settings: fields with a description, found in arguments, then variables, then the settings file.
 
 Shared by the daemons and commands (penstock.deploy.console.daemon_settings) and the training job
 (penstock.runtime.config.job_settings), so that one file and one environment serve all of them by the same rules.
-pydantic-settings takes arguments and variables as they are, and decides what wins. What it cannot do is done here: a
-file that is found and trusted by our rules, whose values must have the types of their settings; saying which of several
-places a value came from, as an error, `penstock config` and a daemon's log must; and showing every setting by itself,
-also where others are wrong. Its command line is not used: flags are Typer's, like all others, made from the same fields
+pydantic-settings reads arguments and variables, and decides which wins. This module does what it cannot: it reads a
+file that is found and trusted by our rules, whose values must have the types of their settings; it names the source of
+each value, for errors, `penstock config` and a daemon's log; and it shows every setting by itself,
+also where others are wrong. The command line of pydantic-settings is not used: Typer's flags are made from these fields
 (penstock.deploy.console.options).
 """
 
@@ -43,42 +43,42 @@ __all__ = [
 
 
 IN_MEMORY = ":memory:"
-"""Stands where a path may, and is none."""
+"""Value in place of a path that means no file."""
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Of a field: what its value is, as help shows it: SECONDS, HOST:PORT."""
+    """Unit of a field's value, as help shows it: SECONDS, HOST:PORT."""
 
     name: str
 
 
 class IsPath:
-    """Of a field: in the settings file it is relative to that file."""
+    """Mark of a field that is a path: in the settings file it is relative to that file."""
 
 
 FilePath = Annotated[str, IsPath(), Unit("FILE")]
 
 
 class IsList:
-    """Of a field whose text is a list with commas: in the settings file it may be a list of TOML, and a flag for one of
-    its items may be given again."""
+    """Mark of a field whose text is a list with commas: in the settings file it may be a list of TOML, and a flag for
+    one of its items may be given again."""
 
 
 class Section(BaseSettings):
-    """A set of settings. Subclasses name their variables by `env_prefix`, and their section of the settings file."""
+    """Set of settings. Subclasses name their variables by `env_prefix`, and their section of the settings file."""
 
     model_config = SettingsConfigDict(frozen=True, extra="forbid", env_ignore_empty=True)
     table: ClassVar[str] = ""
-    """The section of the settings file; "" = they are in none."""
+    """Section of the settings file; "" = none."""
     places: ClassVar[Mapping[str, tuple[str, str]]] = {}
-    """Field -> section and key of the settings file, where that is another than its own."""
+    """Field -> section and key of the settings file, where they are not its own."""
     not_in_file: ClassVar[Mapping[str, str]] = {}
     """Fields that do not go into the file, with the reason."""
 
     @classmethod
     def place(cls, field: str) -> tuple[str, str] | None:
-        """Section and key of the settings file for a field; None if it cannot stand there."""
+        """Return the section and key of the settings file for a field; None if it cannot be there."""
         if not cls.table or field in cls.not_in_file:
             return None
         return cls.places.get(field, (cls.table, field))
@@ -92,12 +92,12 @@ class Section(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Arguments, then variables, then the settings file."""
+        """Return the sources in order: arguments, then variables, then the settings file."""
         return init_settings, env_settings, _FromFile(cls)
 
 
 class _FromFile(InitSettingsSource):
-    """The section's values in the settings file."""
+    """Source of the section's values in the settings file."""
 
     def __init__(self, section: type[Section]) -> None:
         file = read_settings_file() if section.table else None
@@ -106,9 +106,9 @@ class _FromFile(InitSettingsSource):
 
 @dataclass(frozen=True, repr=False)
 class OtherType:
-    """A value of the settings file that is of another type than its setting. pydantic would make a number of a text or
-    a truth value in silence, as it must for variables, and is strict for all sources or for none; this it refuses, with
-    its own words."""
+    """Value of the settings file whose type is not that of its setting. pydantic would silently convert a text or a
+    truth value to a number, as it must for variables, and is strict for all sources or for none. It refuses this
+    object, with its own message."""
 
     value: Any
 
@@ -117,7 +117,7 @@ class OtherType:
 
 
 def _fits(annotation: Any, value: Any) -> bool:
-    """Whether a value of TOML is of the type of a setting, as far as that is a plain one."""
+    """Return whether a value of TOML has the type of a setting, as far as that is a plain one."""
     kinds = set(get_args(annotation) or (annotation,)) - {NoneType}
     if kinds - {bool, int, float, str}:
         return True
@@ -125,7 +125,7 @@ def _fits(annotation: Any, value: Any) -> bool:
 
 
 def from_file(section: type[Section], file: SettingsFile) -> dict[str, Any]:
-    """What the file says of the fields of a section. Lists are one text, as in variables; paths are whole."""
+    """Return the file's values for the fields of a section. Lists are one text, as in variables; paths are absolute."""
     found: dict[str, Any] = {}
     for name, info in section.model_fields.items():
         place = section.place(name)
@@ -143,7 +143,7 @@ def from_file(section: type[Section], file: SettingsFile) -> dict[str, Any]:
 
 
 def variables(section: type[Section], field: str) -> list[str]:
-    """The environment variables of a field, the first that is set counts."""
+    """Return the environment variables of a field; the first that is set counts."""
     alias = section.model_fields[field].validation_alias
     if isinstance(alias, AliasChoices):
         return [str(choice) for choice in alias.choices]
@@ -151,12 +151,12 @@ def variables(section: type[Section], field: str) -> list[str]:
 
 
 def variable(section: type[Section], field: str) -> str:
-    """The first of them."""
+    """Return the first variable of a field."""
     return variables(section, field)[0]
 
 
 def stated(section: type[Section]) -> dict[str, tuple[str, Any]]:
-    """Field -> a variable or FILE:LINE, and what it says there. The rest has its default, or comes as an argument."""
+    """Return field -> source (a variable or FILE:LINE) and value. Other fields have defaults, or come as arguments."""
     file = read_settings_file() if section.table else None
     found: dict[str, tuple[str, Any]] = {}
     for field, value in (from_file(section, file) if file else {}).items():
@@ -173,24 +173,24 @@ def stated(section: type[Section]) -> dict[str, tuple[str, Any]]:
 
 
 def source_of(section: type[Section], field: str) -> str:
-    """Where a field that was no argument came from: a variable, FILE:LINE, or ""; then it is the default."""
+    """Return the source of a field that was not an argument: a variable, FILE:LINE, or "" for the default."""
     return stated(section).get(field, ("", None))[0]
 
 
 @dataclass(frozen=True)
 class ResolvedSetting:
-    """A setting as it holds."""
+    """Setting with its value and source."""
 
     field: str
     value: Any
     source: str
-    """A variable, FILE:LINE or "default"; "" = it is missing."""
+    """Source: a variable, FILE:LINE or "default"; "" = the setting is missing."""
     problem: str = ""
-    """Why the value cannot be meant."""
+    """Reason why the value is invalid."""
 
 
 def find(section: type[Section]) -> list[ResolvedSetting]:
-    """Every setting but secrets, each by itself: one that is wrong or missing hides none of the others."""
+    """Return every setting but secrets, each read by itself: a wrong or missing one does not hide the others."""
     problems: dict[str, tuple[str, Any]] = {}
     values: dict[str, Any] = {}
     try:
@@ -213,7 +213,7 @@ def find(section: type[Section]) -> list[ResolvedSetting]:
 
 
 def field_of(section: type[Section], place: tuple[Any, ...]) -> str:
-    """The field that an error of pydantic is about; it knows some by their variables."""
+    """Return the field that an error of pydantic is about; pydantic names some by their variables."""
     name = str(place[0]) if place else "?"
     for field in section.model_fields:
         if name == field or name.upper() in variables(section, field):
@@ -222,6 +222,6 @@ def field_of(section: type[Section], place: tuple[Any, ...]) -> str:
 
 
 def reason_of(detail: Any) -> str:
-    """What pydantic says is wrong with a value, to stand after it."""
+    """Return pydantic's reason why a value is wrong, to follow the value."""
     reason = str(detail["msg"]).removeprefix("Value error, ")
     return "it " + reason.removeprefix("Input ") if reason.startswith("Input ") else reason

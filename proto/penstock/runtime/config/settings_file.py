@@ -1,22 +1,22 @@
 """The settings file: one TOML file for coordinator, workers, training jobs and commands of a machine.
 
     [cluster]          what all of them share: where the coordinator is, the TLS files, the file of the token
-    [coordinator]      what `penstock coordinator` can be told
-    [worker]           what `penstock worker` can be told
+    [coordinator]      settings of `penstock coordinator`
+    [worker]           settings of `penstock worker`
     [client]           defaults of Appliance(...)
-    [up]               what `penstock up` and `penstock down` can be told
+    [up]               settings of `penstock up` and `penstock down`
 
 It is the one that PENSTOCK_CONFIG (`--config`) names, else ~/.config/penstock/config.toml, else
-/etc/penstock/penstock.toml: the first that is there, and nothing is merged. The working directory is not looked at: the
-file says to which address the token is sent and what code may run, so it must not come with a folder that somebody
-else filled. For the same reason one that other users can change, or that belongs to another user than root or our own,
-is refused. PENSTOCK_CONFIG=/dev/null stands for no file.
+/etc/penstock/penstock.toml: the first that exists, and nothing is merged. The working directory is not searched: the
+file decides to which address the token is sent and what code may run, so it must not come with a folder that another
+user filled. For the same reason a file that other users can change, or that belongs to a user other than root or this
+one, is refused. PENSTOCK_CONFIG=/dev/null means no file.
 
-It is read here, and not by TomlConfigSettingsSource of pydantic-settings: that does not say where a value stands,
-passes over a file that is not there, and opens whatever it is given.
+It is read here, and not by TomlConfigSettingsSource of pydantic-settings, which does not name the line of a value,
+skips a missing file, and opens any kind of file.
 
-A secret never stands in it, for such files get copied, mounted and committed: `token` is an error that says where
-tokens go. Paths in it are relative to its own folder, not to where a daemon happens to be started, and may begin
+It must not hold secrets, because such files get copied, mounted and committed: `token` is an error that names the place
+for tokens. Paths in it are relative to its own folder, not to where a daemon happens to be started, and may begin
 with "~".
 """
 
@@ -39,31 +39,31 @@ VARIABLE = "PENSTOCK_CONFIG"
 CLUSTER = "cluster"
 TABLES = (CLUSTER, "coordinator", "worker", "client", "up")
 MAX_FILE = 1 << 20
-"""Bytes: one that is larger is another file."""
+"""Largest settings file, bytes: a larger one is another kind of file."""
 _HEAD = re.compile(r"\s*\[\s*([\w-]+)\s*\]")
 _KEY = re.compile(r"""\s*(?:([\w-]+)\s*\.\s*)?["']?([\w-]+)["']?\s*=""")
 
 
 @dataclass(frozen=True)
 class SettingsFile:
-    """What stands in one."""
+    """Content of a settings file."""
 
     path: Path
     tables: Mapping[str, Mapping[str, Any]]
     lines: Mapping[tuple[str, str], int] = field(default_factory=dict)
-    """(table, key) -> line, from 1, where it could be found."""
+    """(table, key) -> line, from 1, where it was found."""
 
     def where(self, table: str, key: str = "") -> str:
-        """ "FILE:LINE", or the file alone."""
+        """Return "FILE:LINE", or the file alone."""
         line = self.lines.get((table, key))
         return f"{self.path}:{line}" if line else str(self.path)
 
     def resolved(self, path: str) -> str:
-        """A path that stands in it."""
+        """Return a path of the file as an absolute one."""
         return os.path.join(self.path.absolute().parent, os.path.expanduser(path)) if path else path
 
     def check(self, table: str, known: Collection[str], foreign: Mapping[str, str] | None = None) -> None:
-        """Raises InvalidArgumentError for a key of the table that is not known. `foreign`: key -> why it is not."""
+        """Raise InvalidArgumentError for an unknown key of the table. `foreign`: key -> why it is not allowed."""
         for key in self.tables.get(table, {}):
             if key in known:
                 continue
@@ -77,16 +77,15 @@ class SettingsFile:
 
 
 def likely(name: str, known: Collection[str]) -> str:
-    """The end of an error about a name that is not known: the one that may be meant, or all."""
+    """Return the end of an error about an unknown name: the closest known name, or all of them."""
     near = difflib.get_close_matches(name, known, n=1)
     return f"; is {near[0]} meant?" if near else f" (there are {', '.join(sorted(known))})"
 
 
 def read_settings_file() -> SettingsFile | None:
-    """The file that holds here; None if there is none.
+    """Return the settings file of this process; None if there is none.
 
-    Raises InvalidArgumentError for one that is named and is not there, that cannot be read or meant, or that others
-    could have written.
+    Raises InvalidArgumentError for a file that is named and missing, unreadable, invalid, or writable by others.
     """
     named = os.environ.get(VARIABLE, "")
     if named:
@@ -94,7 +93,7 @@ def read_settings_file() -> SettingsFile | None:
     for path in _usual():
         try:
             path.stat()
-        except OSError:  # not there, or in a folder that is not ours to look into
+        except OSError:  # missing, or in a folder that this user cannot read
             continue
         return _read(path)
     return None
@@ -110,7 +109,7 @@ def _read(path: Path) -> SettingsFile:
     import tomllib  # most processes have no such file
 
     try:
-        # A pipe is opened without waiting for who writes it, and then refused.
+        # A pipe is opened without waiting for its writer, and then refused.
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as opened:
             _refuse_others(path, os.fstat(opened.fileno()))
             raw = opened.read(MAX_FILE + 1)
@@ -123,14 +122,14 @@ def _read(path: Path) -> SettingsFile:
         found = tomllib.loads(text)
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise InvalidArgumentError(f"the settings file {path} is not TOML: {error}") from error
-    except RecursionError:  # its own traceback says nothing
+    except RecursionError:  # its own traceback is useless
         raise InvalidArgumentError(f"the settings file {path} is not one: its brackets are nested too deep") from None
     return _checked(SettingsFile(path, found, _lines(text)))
 
 
 def _refuse_others(path: Path, found: os.stat_result) -> None:
     if not stat.S_ISREG(found.st_mode):
-        raise InvalidArgumentError(f"the settings file {path} is no regular file; {os.devnull} stands for none")
+        raise InvalidArgumentError(f"the settings file {path} must be a regular file; {os.devnull} means no file")
     if found.st_uid not in (0, os.geteuid()):
         raise InvalidArgumentError(
             f"the settings file {path} belongs to another user (number {found.st_uid}), who could change what runs "
@@ -164,7 +163,7 @@ def _checked(file: SettingsFile) -> SettingsFile:
 
 
 def _lines(text: str) -> dict[tuple[str, str], int]:
-    """Where sections and keys stand. tomllib does not tell; in a text of many lines this may take the wrong one."""
+    """Return the lines of sections and keys, which tomllib does not report; a multi-line text may mislead it."""
     table, lines = "", dict[tuple[str, str], int]()
     for number, line in enumerate(text.splitlines(), 1):
         if head := _HEAD.match(line):
@@ -176,7 +175,7 @@ def _lines(text: str) -> dict[tuple[str, str], int]:
 
 
 def token_file_of_settings() -> str:
-    """The file of the token that the settings file names; "" = none. Raises InvalidArgumentError."""
+    """Return the file of the token that the settings file names; "" = none. Raises InvalidArgumentError."""
     file = read_settings_file()
     named = file.tables.get(CLUSTER, {}).get("token_file", "") if file else ""
     if not isinstance(named, str):

@@ -8,11 +8,11 @@ __all__ = ["bytes_of"]
 
 
 def bytes_of(size: str) -> int:
-    """Return the bytes of "4GiB", "500MiB"; 0 of "". Raises ValueError for what is no size."""
+    """Return the bytes of "4GiB", "500MiB"; 0 of "". Raises ValueError for other text."""
     if not size:
         return 0
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]i?)?B?", size)
     if found is None:
-        raise ValueError(f"a size is a number with a unit, as 500MiB, 4GiB or 1.5GiB, got {size!r}")
+        raise ValueError(f"a size must be a number with a unit, such as 500MiB, 4GiB or 1.5GiB, got {size!r}")
     number, unit = found.groups()
     return int(float(number) * 1024 ** " KMGT".index((unit or " ")[0]))

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, whenever the machine stops."""
+"""Atomic writes: a file exists whole or not at all, whenever the machine stops."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ __all__ = ["sync_folder", "write_whole"]
 
 
 def write_whole(path: Path, data: bytes | memoryview, *, mode: int | None = None) -> None:
-    """Write a file under another name in the same folder, on to the disk, and rename it.
+    """Write a file under another name in the same folder, sync it to disk, and rename it.
 
-    `mode`: its permissions, if not those of any new file. The folder goes to the disk too, with whatever was written
-    into it before.
+    `mode`: its permissions, if not the default of new files. The folder is synced too, and so everything written into
+    it before.
     """
     temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}")
     try:
@@ -31,12 +31,12 @@ def write_whole(path: Path, data: bytes | memoryview, *, mode: int | None = None
 
 
 def sync_folder(path: Path) -> None:
-    """Have the names in a folder on the disk: files that were made, renamed or deleted there."""
+    """Sync the names in a folder to disk: files that were made, renamed or deleted there."""
     handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # a file system on which folders are not synced by themselves
+        if error.errno != errno.EINVAL:  # a file system that does not sync folders
             raise
     finally:
         os.close(handle)

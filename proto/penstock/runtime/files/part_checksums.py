@@ -1,4 +1,4 @@
-"""Checksums of a file and of its parts, so that who reads a part need not read the rest to know that it is good."""
+"""Checksums of a file and of its parts, so that a part can be verified without reading the rest."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import xxhash
 __all__ = ["PartHasher"]
 
 PIECE = 1 << 20
-"""Bytes that are hashed at a time, twice: for the file, and for the part that they are of."""
+"""Size of a piece, bytes, which is hashed twice: for the file, and for its part."""
 
 
 class PartHasher:
-    """Hashes a file, and each of its parts, in one go."""
+    """Hasher of a file and of each of its parts, in one pass."""
 
     def __init__(self, parts: list[int]) -> None:
-        """parts: where each begins."""
+        """Start a file. parts: offset of each part, bytes."""
         self._parts = parts
         self._all = xxhash.xxh3_128()
         self._part = xxhash.xxh3_64()
@@ -22,8 +22,8 @@ class PartHasher:
         self._at = 0
 
     def update(self, data: memoryview) -> None:
-        """With what follows."""
-        for begin in range(0, len(data), PIECE):  # as much as is still in the cache the second time
+        """Hash the next bytes of the file."""
+        for begin in range(0, len(data), PIECE):  # small enough to be in the cache the second time
             piece = data[begin : begin + PIECE]
             self._all.update(piece)
             self._split(piece)
@@ -43,7 +43,7 @@ class PartHasher:
         self._part = xxhash.xxh3_64()
 
     def digests(self) -> tuple[str, str]:
-        """Of the file, and of its parts; as in checkpoints.File."""
+        """Return the checksums of the file and of its parts, as in checkpoint_files.CheckpointFile."""
         if self._parts:
             self._next()
         parts = zip(self._parts, self._digests, strict=True)

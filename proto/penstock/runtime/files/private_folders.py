@@ -1,9 +1,9 @@
-"""Temporary folders that are this user's alone, and go with the process that made them.
+"""Private temporary folders of this user, removed with the process that made them.
 
-The system's temporary folder is shared with strangers, so nothing in it is believed: a folder of ours has a name that
+The system's temporary folder is shared with other users, so nothing in it is trusted: a folder of ours has a name that
 cannot be guessed and mode 0700, and everything below it is reached through its descriptor, never through a link. A
-process that is killed leaves its folder behind. The next one that makes a folder removes it, but only what is certain
-to be such a folder: this user's, of mode 0700, with our mark in it, and with a lock that no process holds.
+process that is killed leaves its folder behind. The next process that makes a folder removes it, but only if it is
+certainly such a folder: this user's, of mode 0700, with our mark in it, and with a lock that no process holds.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ __all__ = ["PrivateFolder"]
 
 MARK = ".penstock-temporary"
 LONGEST_BASE = 36
-"""Bytes of the folder around ours: a Unix socket's path has 107 at most, and multiprocessing wants 40 below ours."""
+"""Longest path of the parent folder, bytes: a Unix socket's path has at most 107, and multiprocessing needs 40 of
+them."""
 
 
 class PrivateFolder:
-    """A new folder in the temporary one, with mode 0700. Raises OSError where there can be none.
+    """New folder with mode 0700 in the temporary folder. Raises OSError if it cannot be made.
 
-    The temporary folder is TMPDIR's, or /tmp where sockets below that one would have too long a name.
+    The temporary folder is TMPDIR, or /tmp where sockets below TMPDIR would have too long a name.
 
     A child can share it, by its path and its descriptor: the folder is locked until both have closed it, and the
     first to close removes it.
@@ -50,7 +51,7 @@ class PrivateFolder:
 
     @classmethod
     def shared(cls, fd: int) -> Self:
-        """The folder of the parent process, whose descriptor this one was started with."""
+        """Return the folder of the parent process, whose descriptor this process was started with."""
         folder = cls.__new__(cls)
         folder._pid, folder._fd = os.getpid(), fd
         folder.path = Path(os.readlink(f"/proc/self/fd/{fd}"))
@@ -78,7 +79,7 @@ def _base() -> Path:
 
 
 def _sweep(base: Path, prefix: str) -> None:
-    """Remove what dead processes of this user left."""
+    """Remove folders that dead processes of this user left."""
     for name in os.listdir(base):
         if name.startswith(prefix):
             with contextlib.suppress(OSError):
@@ -86,7 +87,7 @@ def _sweep(base: Path, prefix: str) -> None:
 
 
 def _remove_if_left(base: Path, name: str) -> None:
-    # O_NOFOLLOW: a link of that name leads to what is not ours to remove.
+    # O_NOFOLLOW: a link with that name leads to a folder that must not be removed.
     fd = os.open(base / name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         found = os.fstat(fd)
@@ -100,7 +101,7 @@ def _remove_if_left(base: Path, name: str) -> None:
 
 
 def _remove(base: Path, name: str, fd: int) -> None:
-    """Remove what is below the descriptor, the mark last, then the folder if the name still leads there."""
+    """Remove what is below the descriptor, the mark last, then the folder if its name still leads to it."""
     for entry in sorted(os.listdir(fd), key=lambda entry: entry == MARK):
         try:
             os.unlink(entry, dir_fd=fd)

@@ -1,1 +1,1 @@
-"""What processes do for themselves: forks, the sandbox, memory, signs of life."""
+"""Child processes, forks, the sandbox, memory, liveness files."""

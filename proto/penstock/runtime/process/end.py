@@ -1,4 +1,4 @@
-"""Ends processes that this one forked, with all that they started, and says in words how a process ended."""
+"""Ends child processes with all that they started, and describes how a process ended."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ __all__ = [
 
 
 def kill_child(pid: int) -> None:
-    """Kill a child of this process that is not reaped: until then its number is its own."""
+    """Kill a child of this process that is not reaped: until then its process id is not reused."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
 
 
 def kill_group(pid: int) -> None:
-    """Kill the process group that a process leads, which is not reaped: itself, and what it left behind."""
+    """Kill the process group led by a process that is not reaped: itself, and the processes that it left."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
 
 
 def has_ended(pid: int) -> bool:
-    """Whether a child of this process has ended; it is not reaped."""
+    """Return whether a child of this process has ended, without reaping it."""
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 def reap(pid: int, *, group: bool = True) -> int:
     """Wait for the end of a child that leads a group, and return its exit status, negative for a signal.
 
-    group: kill what it left behind in its group, too.
+    group: also kill the processes left in its group.
     """
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     if group:
@@ -49,15 +49,17 @@ def reap(pid: int, *, group: bool = True) -> int:
 
 
 def reap_orphan(pid: int) -> bool:
-    """Reap a process that has come to this one, if it has ended; return whether it had."""
+    """Reap an orphan that this process inherited, if it has ended; return whether it had."""
     with contextlib.suppress(ChildProcessError):
         return os.waitpid(pid, os.WNOHANG)[0] != 0
     return False
 
 
 def zombie_status(pid: int) -> tuple[bool, int | None]:
-    """Return whether a dead process is still there, for nobody has reaped it; and its exit status, if the kernel shows
-    it. For processes that are another's children."""
+    """Return whether a process has ended without being reaped, and its exit status, if the kernel shows it.
+
+    For children of another process.
+    """
     fields = stat_of(pid)
     try:
         return (True, os.waitstatus_to_exitcode(int(fields[-1]))) if fields[0] == "Z" else (False, None)
@@ -66,7 +68,7 @@ def zombie_status(pid: int) -> tuple[bool, int | None]:
 
 
 def exit_words(status: int) -> str:
-    """Say how a process ended: "was killed by SIGTERM", "exited with status 3".
+    """Return how a process ended: "was killed by SIGTERM", "exited with status 3".
 
     status: the process's exit code, or minus the number of the signal that killed it.
     """
@@ -74,7 +76,7 @@ def exit_words(status: int) -> str:
 
 
 def describe_exit(status: int | None) -> str:
-    """Say how a process that runs user code ended, and what that hints at. None if nobody can tell."""
+    """Return how a process that runs user code ended, with the likely cause. status: None if unknown."""
     if status is None:
         return "died, cause unknown: the process that could tell does not answer"
     how = exit_words(status)

@@ -1,21 +1,21 @@
-"""What a forked child of one of our processes may not do.
+"""Protection of our processes from their forked children.
 
-A fork copies the process, and shares what lies outside it: sockets, rings, progress pages. A child that goes on with
-them speaks for its parent: it takes frames that the parent waits for, writes batches into the parent's ring, reports
-the parent's position. Children that never come back to our code do no harm (worker processes of multiprocessing and
-torch, `subprocess`), so forking cannot be forbidden. Instead each child is disarmed at its birth, by an at-fork hook:
+A fork copies the process but shares its sockets, rings and progress pages. A child that uses them acts as its parent:
+it receives frames that the parent waits for, writes batches into the parent's ring, reports the parent's position.
+Children that never return to our code do no harm (worker processes of multiprocessing and torch, `subprocess`), so
+forking is not forbidden. Instead an at-fork hook disarms each child when it starts:
 
-    keep(thing)         the process's own: in a child `thing.forked()` is called, before any code of the user's
-    silence(fd)         for `forked()`: the descriptor keeps its number and leads nowhere
-    unshare(map, fd)    for `forked()`: memory keeps its content and its address, and what is written stays in the child
+    keep(thing)         keeps it to this process: in a child `thing.forked()` is called, before any user code
+    silence(fd)         for `forked()`: the descriptor keeps its number, but is connected to nothing
+    unshare(map, fd)    for `forked()`: memory keeps its content and its address, and the child's writes stay in the
+    child
 
-A process that runs user code in between ours (a runner, a helper) says `host_user_code()`. Its children find `strayed`
-set when they come back to our code, and `leave` from there: they end, with their traceback in the log. In a training
-process, where the user's code is on the outside, objects check their `OwnerProcess` instead and raise
-ForkedProcessError.
+A process of ours that calls user code (a runner, a helper) calls `host_user_code()`. Its children find `strayed` set
+when they return to our code, and call `leave` there: they end, with their traceback in the log. In a training process,
+where user code calls ours, objects check their `OwnerProcess` instead and raise ForkedProcessError.
 
-Only forks through Python are noticed (`os.fork`, `multiprocessing`); a C library that forks, and whose child comes back
-into Python, is not.
+Only forks through Python are noticed (`os.fork`, `multiprocessing`), not those of a C library whose child returns into
+Python.
 """
 
 from __future__ import annotations
@@ -40,32 +40,32 @@ _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
 
 strayed = False
-"""This process was forked by user code that one of our processes ran."""
+"""True if user code that one of our processes ran forked this process."""
 _hosts_user_code = False
 
 
 class _Kept(Protocol):
     def forked(self) -> None:
-        """Called in a forked child: lead nowhere from now on."""
+        """Disconnect this thing; called in a forked child."""
 
 
 _kept: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def keep(thing: _Kept) -> None:
-    """Keep a thing from the children that are forked from now on; in their own children they have nothing to keep."""
+    """Keep a thing from the children that are forked from now on; it is not kept again from their own children."""
     _kept.add(thing)
 
 
 def host_user_code() -> None:
-    """This process runs user code: a child that it forks must not come back to ours."""
+    """Mark that this process runs user code: a child that it forks must not return to our code."""
     global _hosts_user_code
     _hosts_user_code = True
 
 
 @contextlib.contextmanager
 def hosting(*things: _Kept) -> Iterator[None]:
-    """User code runs in this block only, and may not have these things in its children; ours may, afterwards."""
+    """Keep these things from children within the block, in which user code runs; afterwards our own may have them."""
     global _hosts_user_code
     before, _hosts_user_code = _hosts_user_code, True
     for thing in things:
@@ -86,7 +86,7 @@ def _disarm() -> None:
     for thing in list(_kept):
         try:
             thing.forked()
-        except Exception:  # the child is not ours to stop; the next thing is disarmed all the same
+        except Exception:  # the child must not be stopped; the next thing is disarmed all the same
             traceback.print_exc()
     _kept.clear()
 
@@ -95,13 +95,13 @@ os.register_at_fork(after_in_child=_disarm)
 
 
 def silence(fd: int) -> None:
-    """Make a descriptor lead nowhere. It stays open: its number must not become another file's."""
+    """Disconnect a descriptor. It stays open, so that its number does not become another file's."""
     if fd < 0:
         return
     with contextlib.suppress(OSError):
         try:
             null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-        except OSError:  # no more descriptors: then at least this one is gone
+        except OSError:  # no free descriptors: at least this one is closed
             os.close(fd)
             return
         os.dup2(null, fd, inheritable=False)
@@ -109,7 +109,7 @@ def silence(fd: int) -> None:
 
 
 def unshare(memory: mmap.mmap, fd: int) -> None:
-    """Make a shared mapping of `fd` this process's own, at its address and with its content.
+    """Make a shared mapping of `fd` private to this process, at its address and with its content.
 
     Raises OSError if it cannot be done; the mapping is then still shared.
     """
@@ -122,7 +122,7 @@ def unshare(memory: mmap.mmap, fd: int) -> None:
 
 
 class OwnerProcess:
-    """The process that made something, which its forked children cannot use."""
+    """Owner of an object that its forked children cannot use."""
 
     def __init__(self) -> None:
         self.pid = os.getpid()
@@ -132,7 +132,7 @@ class OwnerProcess:
         return os.getpid() == self.pid
 
     def check(self, what: str) -> None:
-        """Raise ForkedProcessError in any other process. `what`: the thing, and what was asked of it."""
+        """Raise ForkedProcessError in any other process. `what`: the object and the operation."""
         if not self.is_here:
             raise self.error(what)
 
@@ -145,20 +145,20 @@ class OwnerProcess:
 
 
 def leave() -> NoReturn:
-    """End this process, which user code forked and which has come back to our code.
+    """End this process, which user code forked and which has returned to our code.
 
-    Its exception goes to the log; its status is what Python's would be: that of sys.exit(), else 1.
+    Its exception is logged; its status is Python's: that of sys.exit(), else 1.
     """
     code = 1
     try:
-        code = _told_end(sys.exc_info()[1])
+        code = _log_end(sys.exc_info()[1])
         sys.stdout.flush()
         sys.stderr.flush()
     finally:
         os._exit(code)
 
 
-def _told_end(error: BaseException | None) -> int:
+def _log_end(error: BaseException | None) -> int:
     if isinstance(error, SystemExit):
         if error.code is None or isinstance(error.code, int):
             return (error.code or 0) & 0xFF

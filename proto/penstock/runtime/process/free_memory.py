@@ -1,4 +1,4 @@
-"""How much memory a process may still take: what the machine has left, or its control group."""
+"""Free memory for a process: that of the machine, or of its control group."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ GROUPS = Path("/sys/fs/cgroup")
 
 
 def free_memory() -> int:
-    """Bytes that can be taken before the kernel kills for memory; very many where it does not say (no /proc).
+    """Return the bytes that can be allocated before the kernel kills for memory; very many without /proc.
 
     The machine's `MemAvailable`, or what a control group (version 2) that this process is in has left of its limit,
     whichever is less. File pages that a group can drop count as free, as they do for the machine.
@@ -31,7 +31,7 @@ def _of_machine() -> int:
 
 
 def _own_groups() -> list[Path]:
-    """The process's group and those above it, as far as they can be seen from here."""
+    """Return the process's group and those above it, as far as they are visible from here."""
     try:
         path = next(line[3:] for line in OWN_GROUP.read_text().splitlines() if line.startswith("0::"))
     except (OSError, StopIteration):

@@ -1,4 +1,4 @@
-"""Names a process in a record on disk, so that another command finds it later, and never another one of its number."""
+"""Identity of a process for a record on disk, by which another command finds it later, and never a reuse of its id."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ __all__ = ["Identity"]
 
 @dataclass(frozen=True)
 class Identity:
-    """A process for a record on disk: as long as it lives, and never another of its number."""
+    """Identity of a process for a record on disk; never matches a later process with the same id."""
 
     pid: int
     started: int
-    """Clock ticks from the boot."""
+    """Start of the process, clock ticks since boot."""
     boot: str
 
     @classmethod
     def of(cls, pid: int) -> Identity:
-        """Return that of a process that lives. ProcessLookupError otherwise."""
+        """Return the identity of a live process. Raises ProcessLookupError if there is none."""
         fields = stat_of(pid)
         if not fields:
-            raise ProcessLookupError(f"there is no process {pid}")
+            raise ProcessLookupError(f"process {pid} does not exist")
         return cls(pid, int(fields[19]), Path("/proc/sys/kernel/random/boot_id").read_text().strip())
 
     def open(self) -> Process | None:
@@ -33,7 +33,7 @@ class Identity:
             process = Process(self.pid)
         except ProcessLookupError:
             return None
-        try:  # after it was opened: what is compared is what will be signalled
+        try:  # compared after it was opened: the compared process is the one that will be signalled
             if Identity.of(self.pid) == self:
                 return process
         except ProcessLookupError:

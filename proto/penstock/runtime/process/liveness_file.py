@@ -1,11 +1,11 @@
-"""The pulse of a worker daemon: a small file that tells whoever looks when it last made progress.
+"""Liveness file of a worker daemon: a small file with the times of its last progress, for probes.
 
-A worker listens for lanes only, and a process that merely exists is not alive. So the daemon writes, after each round
-of its heartbeat, when that was, and when the coordinator last answered one. The two are apart because they ask for
-different things: a daemon whose rounds do not end hangs and is to be started again; one that only has no coordinator
-serves its lanes meanwhile, and to kill it would turn an outage of the coordinator into one of the training.
+A worker listens for lanes only, and a process that merely exists may hang. So the daemon writes, after each heartbeat
+round, the time of that round, and the time of the coordinator's last answer. The two need different actions: a daemon
+whose rounds do not end hangs and must be restarted; one that only lacks the coordinator still serves its lanes, and
+killing it would turn an outage of the coordinator into one of the training.
 
-Times are those of the monotonic clock, which all processes of a machine share and nobody sets.
+Times are those of the monotonic clock, which all processes of a machine share and no program sets.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ _log = logging.getLogger("penstock.worker")
 
 @dataclass(frozen=True)
 class Liveness:
-    """Seconds since each, when it was read."""
+    """Seconds since each event, at the time of reading."""
 
     turned_s_ago: float
-    """A round of the heartbeat ended, with an answer or without."""
+    """Seconds since a heartbeat round ended, with an answer or without."""
     heard_s_ago: float
-    """The coordinator answered; infinite before the first time."""
+    """Seconds since the coordinator answered; infinite before the first time."""
 
 
 class LivenessWriter:
-    """The daemon's side. Without a path it does nothing."""
+    """Writer of the liveness file, in the daemon. Without a path it does nothing."""
 
     def __init__(self, path: str) -> None:
         self._path = Path(path) if path else None
@@ -43,7 +43,7 @@ class LivenessWriter:
         self._failed = False
 
     def turned(self) -> None:
-        """A round ended without an answer."""
+        """Record a round that ended without an answer."""
         if self._path is None:
             return
         beside = self._path.parent / f".{self._path.name}.{os.getpid()}"
@@ -55,17 +55,17 @@ class LivenessWriter:
             with contextlib.suppress(OSError):
                 beside.unlink()
             if not self._failed:
-                _log.warning("the pulse cannot be written to %s: %s", self._path, error)
+                _log.warning("the liveness file %s cannot be written: %s", self._path, error)
             self._failed = True
 
     def heard(self) -> None:
-        """A round ended with an answer of the coordinator."""
+        """Record a round that ended with an answer of the coordinator."""
         self._heard = time.monotonic()
         self.turned()
 
 
 def read_liveness(path: str) -> Liveness:
-    """What the daemon wrote last. InvalidArgumentError: nothing yet, or something else."""
+    """Return the daemon's last record. Raises InvalidArgumentError if it is missing or invalid."""
     try:
         turned, heard = map(float, Path(path).read_text().split())
     except OSError as error:
@@ -73,6 +73,6 @@ def read_liveness(path: str) -> Liveness:
             f"the liveness file {path} cannot be read: {error.strerror}; does a worker run with this --liveness-file?"
         ) from error
     except ValueError as error:
-        raise InvalidArgumentError(f"{path} is no liveness file of a worker") from error
+        raise InvalidArgumentError(f"{path} is not a worker's liveness file") from error
     now = time.monotonic()
     return Liveness(now - turned, now - heard)

@@ -1,4 +1,4 @@
-"""A daemon's memory and environment hold tokens, and user code runs beside it as the same user."""
+"""Secrecy of a daemon's memory and environment: they hold tokens, and user code runs beside it as the same user."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ _PR_SET_DUMPABLE = 4
 def keep_memory_private() -> None:
     """Let no other process of this user read this one's memory, environment or descriptors, or trace it; root can.
 
-    A process that is started from here by exec is as open as any. There are no core dumps either.
+    A process that this one starts by exec is not protected. Core dumps are disabled too.
     """
     ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)

@@ -1,13 +1,13 @@
-"""What user code can do to other processes of the same user: to those that it did not start, nothing.
+"""Sandbox of user code: it cannot affect processes of the same user that it did not start.
 
-A runner is its own worker's user, and could else trace other jobs' runners, read their memory, or end the daemon that
-serves all of them. Two things that every process may do to itself, and that its children inherit, prevent that:
+A runner runs as its worker's user, and could otherwise trace other jobs' runners, read their memory, or end the daemon
+that serves all of them. Two things that every process may do to itself, and that its children inherit, prevent that:
 
-- no new privileges: what is started here gains none by a setuid bit, so sudo and fusermount do not work;
-- a Landlock domain that restricts nothing but signals: it may send them, and be a debugger, only within itself.
+- no new privileges: programs started here gain none by a setuid bit, so sudo and fusermount do not work;
+- a Landlock domain that restricts only signals: it may send signals and debug only within itself.
 
-Files are not restricted. Landlock can only list what is allowed, and nobody knows what a loader reads; besides, any
-such list forbids to move files between folders.
+Files are not restricted. Landlock can only list allowed files, and the files that a loader reads are not known;
+besides, any such list forbids moving files between folders.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["enter", "why_not_whole"]
 
 _PR_SET_NO_NEW_PRIVS = 38
 _CREATE_RULESET, _RESTRICT_SELF = 444, 446
-"""System calls, of the same number on all architectures."""
+"""System call numbers, the same on all architectures."""
 _VERSION = 1
 _SCOPE_SIGNAL = 1 << 1
 SCOPES_SINCE = 6
@@ -37,7 +37,7 @@ class _Ruleset(ctypes.Structure):
 
 
 def why_not_whole() -> str:
-    """What of the cage this kernel does not have; "" if it has all of it."""
+    """Return which part of the sandbox this kernel lacks; "" if it has all of it."""
     version = _libc.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint32(_VERSION))
     if version >= SCOPES_SINCE:
         return ""
@@ -46,9 +46,9 @@ def why_not_whole() -> str:
 
 
 def enter() -> None:
-    """Put this process into a cage of its own, as far as the kernel has it; for good, with all that it will start.
+    """Put this process and all that it will start into a sandbox of its own, as far as the kernel has it; irreversible.
 
-    Call it in a process of a single thread: others would stay outside.
+    Call it in a process with a single thread: other threads would stay outside.
     """
     _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     if why_not_whole():

@@ -1,9 +1,9 @@
 """Starts child processes: fresh interpreters, and forks of this one.
 
-What all of them have in common: no shell, no standard input, no descriptors but those that are named, a process group
-of their own (a Ctrl-C in the terminal is for whoever started us to act on), and -P, so that a file of the user's in the
-working directory does not stand in for a module of ours or of the library. A spawned child ends with this process by
-watching it (`--parent-pid`, watch.py), a forked one by a parent-death signal.
+All of them have no shell, no standard input, no descriptors but named ones, a process group of their own (the process
+that started us handles a Ctrl-C in the terminal), and -P, so that a user's file in the working directory does not
+replace a module of ours or of the library. A spawned child ends with this process by watching it (`--parent-pid`,
+watch.py), a forked one by a parent-death signal.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ TORCHRUN = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", "TORCHELASTIC_*"),
 )
-"""What torchrun tells a training process, and is not meant for processes that it starts: see `environment`."""
+"""Variables of torchrun for a training process that its child processes must not get: see `environment`."""
 _REAP_S = 1.0
-"""Seconds for another thread that is just reaping an ended child."""
+"""Wait for another thread that is reaping an ended child, seconds."""
 
 # What runs a program as -m would, without its package: see `by_path`.
 _RUN = (
@@ -39,7 +39,7 @@ _RUN = (
 
 
 class _End(Protocol):
-    """A socket, or an end of a pipe."""
+    """Socket, or end of a pipe."""
 
     def fileno(self) -> int: ...
 
@@ -47,7 +47,7 @@ class _End(Protocol):
 
 
 class Spawned(Process):
-    """A child that `spawn` started. Where the kernel has no pidfds for us it is waited for by looking at it."""
+    """Child that `spawn` started. Without pidfds it is waited for by polling."""
 
     def __init__(self, popen: subprocess.Popen[bytes]) -> None:
         try:
@@ -58,7 +58,7 @@ class Spawned(Process):
 
     @property
     def status(self) -> int | None:
-        """The exit status, negative for the signal that killed it; None while it runs."""
+        """Return the exit status, negative for the signal that killed it; None while it runs."""
         return self._popen.poll()
 
     def wait(self, timeout_s: float | None = None) -> bool:
@@ -66,7 +66,7 @@ class Spawned(Process):
         if self._popen.returncode is None and self.fileno() >= 0:
             if not super().wait(timeout_s):
                 return False
-            timeout_s = _REAP_S  # a signal handler may have come in between another wait
+            timeout_s = _REAP_S  # a signal handler may have interrupted another wait
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._popen.wait(timeout_s)
         return self._popen.returncode is not None
@@ -107,7 +107,7 @@ def spawn(
         stderr: the same.
         fds: descriptors that the child has under the same numbers.
         env: see `environment`; None: this process's.
-        session: it leads a session of its own; False: a process group in this session.
+        session: make it lead a session of its own; False: a process group in this session.
 
     Sockets and ends of pipes are the child's: they are closed here, also if it cannot be started. Numbers stay open.
 
@@ -138,13 +138,12 @@ def module(name: str, *arguments: str) -> list[str]:
 
 
 def by_path(program: Path, *needed: ModuleType) -> list[str]:
-    """Return the command that runs a program of ours that must not import torch, to be followed by its arguments. By
-    its path, for -m would import penstock.client with it.
+    """Return the command that runs a program of ours that must not import torch, to be followed by its arguments.
 
-    It finds Penstock, and what else it needs, where this process has it from, by whatever means; behind everything
-    else, so that nothing there hides a module of Python's own.
+    It runs by path, because -m would import penstock.client with it. Penstock and `needed` are imported from where this
+    process has them; these folders are last on the path, so that nothing in them hides a module of Python.
 
-    needed: packages that it imports besides ours.
+    needed: other packages that it imports.
     """
     places = [Path(path).parent for path in penstock.__path__]
     places += [Path(str(package.__file__)).parents[1] for package in needed]
@@ -152,7 +151,7 @@ def by_path(program: Path, *needed: ModuleType) -> list[str]:
 
 
 def environment(*without: str) -> dict[str, str]:
-    """Return this process's environment without some variables; a name that ends in * is for all that begin so."""
+    """Return this process's environment without some variables; a name that ends in * matches by prefix."""
     prefixes = tuple(name[:-1] for name in without if name.endswith("*"))
     return {name: value for name, value in os.environ.items() if name not in without and not name.startswith(prefixes)}
 
@@ -161,13 +160,13 @@ def fork(run: Callable[[], int | None]) -> int:
     """Fork a child that does this and ends; return its process id, to be reaped by end.py.
 
     It leads a process group and dies with this process, which must have no threads. Its exit status is what `run`
-    returns, None for 0; or 1 for an error, whose traceback it prints. Nothing of this process's is put in order there.
+    returns, None for 0; or 1 for an error, whose traceback it prints. Exit handlers of this process do not run there.
     """
     parent = os.getpid()
     pid = os.fork()
     if pid:
         with contextlib.suppress(OSError):
-            os.setpgid(pid, pid)  # on both sides: whoever kills its group next may come before it
+            os.setpgid(pid, pid)  # on both sides: a kill of its group may come before the child runs
         return pid
     status = 1
     try:

@@ -1,8 +1,8 @@
-"""Watches a process, and signals it, by a pidfd: the one thing that says for certain that a process has ended.
+"""Watches a process, and signals it, by a pidfd: the only certain sign that a process has ended.
 
-The end of its sockets and pipes does not, for whatever it forked holds them open. Its number does not either, for that
-may be another process's by now; what is sent by a pidfd hits no other. A process that is to end with another one
-watches it in the same way, and not by a parent-death signal, which fires when the *thread* that started the process
+The end of its sockets and pipes is not one, because processes that it forked hold them open. Its process id is not one
+either, because it may be reused; a signal by pidfd never reaches another process. A process that is to end with another
+one watches it in the same way, and not by a parent-death signal, which fires when the *thread* that started the process
 ends; that signal (`die_with_parent`) is for forked children, whose parents have no threads.
 """
 
@@ -29,15 +29,15 @@ __all__ = [
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 PARENT_LOOK_S = 1.0
-"""Seconds between two looks at the parent where the kernel has no pidfds."""
+"""Seconds between checks of the parent where the kernel has no pidfds."""
 LONGEST_S = 1e6
-"""Seconds that poll(2) can be told to wait; more is for ever."""
+"""Longest timeout of poll(2), seconds; a longer one means no timeout."""
 
 
 def wait_for_any(fds: Iterable[int], timeout_s: float | None = None) -> list[int]:
-    """Wait until one of these can be read, or its other side has ended; None: for as long as it takes. Return those.
+    """Wait until some of these are readable or their other side has ended; return them. timeout_s: None waits for ever.
 
-    As select(2), but for descriptors of any number.
+    Like select(2), but for descriptors of any number.
     """
     poll = select.poll()
     for fd in fds:
@@ -47,12 +47,12 @@ def wait_for_any(fds: Iterable[int], timeout_s: float | None = None) -> list[int
 
 
 def readable(fd: int, timeout_s: float | None = None) -> bool:
-    """Wait for one, and return whether it can be read."""
+    """Wait until a descriptor is readable, and return whether it is."""
     return bool(wait_for_any([fd], timeout_s))
 
 
 class Process:
-    """A process that this one may not have started, from now until `close`, or until this is dropped.
+    """Watched process, not necessarily a child, until `close` or until this object is dropped.
 
     Args:
         pid: its number.
@@ -69,9 +69,9 @@ class Process:
 
     @classmethod
     def parent(cls, pid: int) -> Self:
-        """Return this process's parent. ProcessLookupError: `pid` is not its number any more."""
+        """Return this process's parent. Raises ProcessLookupError if `pid` is no longer its id."""
         process = cls(pid)
-        if os.getppid() != pid:  # it ended before it was opened, and its number is another's by now
+        if os.getppid() != pid:  # it ended before it was opened, and its id is reused
             process.close()
             raise ProcessLookupError(f"the parent of process {os.getpid()} has ended")
         return process
@@ -96,7 +96,7 @@ class Process:
 
     @property
     def ended(self) -> bool:
-        """Whether it has."""
+        """Return whether it has ended."""
         return self.wait(0)
 
     def on_end(self, then: Callable[[], object]) -> None:
@@ -128,9 +128,9 @@ class Process:
         self.send(signal.SIGKILL)
 
     def end(self, grace_s: float, killed_s: float | None = None) -> bool:
-        """Ask it to end (SIGTERM), and kill it after `grace_s`; return whether it has ended.
+        """Send SIGTERM, and kill it after `grace_s` seconds; return whether it has ended.
 
-        killed_s: seconds that the kernel may take once it is killed; None: as many as it needs.
+        killed_s: seconds to wait for the end after the kill; None: without limit.
         """
         self.send(signal.SIGTERM)
         if self.wait(grace_s):
@@ -139,7 +139,7 @@ class Process:
         return self.wait(killed_s)
 
     def close(self) -> None:
-        """Watch it no longer."""
+        """Stop watching."""
         if self._unwatch is not None:
             self._unwatch()
             self._unwatch = None
@@ -157,7 +157,7 @@ def stat_of(pid: int) -> list[str]:
         return []
 
 
-# ---- the other way round: what a process does to end with its parent, or to have what is orphaned below it
+# ---- the reverse: ending with the parent, and adopting orphans
 
 
 def wait_for_parent_end(pid: int) -> None:
@@ -171,18 +171,18 @@ def wait_for_parent_end(pid: int) -> None:
 
 
 def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
-    """Be sent this signal when `parent`, this process's parent, dies; end at once if it has."""
+    """Have the kernel send this signal when `parent`, this process's parent, dies; end at once if it has died."""
     _prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
         os._exit(1)
 
 
 def become_subreaper() -> None:
-    """Have what is orphaned below this process come to it, and not to process 1."""
+    """Adopt orphaned descendants of this process, instead of process 1."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def _prctl(option: int, value: int) -> None:
-    import ctypes  # not for those who only watch: it takes 3 ms
+    import ctypes  # imported here because it takes 3 ms and watching does not need it
 
     ctypes.CDLL(None).prctl(option, value, 0, 0, 0)

@@ -1,6 +1,6 @@
-"""The columns of tables about a cluster, each with one heading and one way to write its cells, whoever draws it.
+"""Columns of tables about a cluster, each with one heading and one format of its cells, for all displays.
 
-A face takes those that it has room for, and in its own order. A heading that ends with ">" stands over numbers.
+A display takes the columns that fit, in its own order. A heading that ends with ">" marks numbers.
 """
 
 from __future__ import annotations
@@ -79,6 +79,6 @@ STATES: Columns[StateView] = {
 
 
 def cells(columns: Columns[_View], headings: Iterable[str], rows: Iterable[_View]) -> list[Sequence[str]]:
-    """The rows of a table with these columns."""
+    """Return the rows of a table with these columns."""
     of = [columns[heading] for heading in headings]
     return [tuple(cell(row) for cell in of) for row in rows]

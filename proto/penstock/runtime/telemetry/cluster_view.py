@@ -1,11 +1,11 @@
-"""A coordinator's status as values, and the words in which people are told of it.
+"""View of a coordinator's status as values, and as text for people.
 
-Every face is drawn of this: `penstock status`, `penstock top`, `penstock doctor cluster`, the dashboard, Prometheus.
-What a slot's remark is, when a worker is lost, how a rate is written: all of it is decided here, and a face decides
-only where things stand. Pure functions of the message `StatusReply`.
+Every display uses it: `penstock status`, `penstock top`, `penstock doctor cluster`, the dashboard, Prometheus.
+It decides a slot's remark, when a worker counts as lost and how a rate is written; a display decides only the layout.
+Pure functions of the message `StatusReply`.
 
-The fields are what `--json` and /api/status.json hold, by these names: they are a promise to scripts (docs/cli.md). So
-protobuf does not write them; it would write every 64-bit number as a text, too. The properties are for people.
+`--json` and /api/status.json have these fields by these names: scripts rely on them (docs/cli.md). So protobuf's JSON
+is not used; it would also write every 64-bit number as text. The properties are for people.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ __all__ = [
 ]
 
 INPUT_BOUND = 0.05
-"""A box that waits for more of its time than this is bound by its input."""
+"""Share of its time that a box waits, above which it is bound by its input."""
 LATELY_S = 600.0
-"""A fault, or a worker that was lost, is worth a word for so long."""
+"""Seconds for which a fault or a lost worker is shown."""
 PHASES = ("waiting", "starting", "ready", "failed")
 
 Alarm = Literal["", "info", "warn", "bad"]
-"""How much a row deserves to be looked at: "info" for what passes by itself."""
+"""Urgency of a row: "info" for states that end by themselves."""
 _View = TypeVar("_View")
 
 
@@ -59,7 +59,7 @@ Share = Annotated[float, 4]
 
 @dataclass(frozen=True, slots=True)
 class SlotView:
-    """A worker slot of a box."""
+    """Worker slot of a box."""
 
     run: str
     box: int
@@ -68,7 +68,7 @@ class SlotView:
     target_worker: str | None
     generation: int
     phase: str
-    """Of SlotPhase, by its name there."""
+    """Name of the SlotPhase."""
     queued: int
     batches_per_s: PerSecond
     batch_s: Annotated[float, 6] | None
@@ -86,13 +86,13 @@ class SlotView:
 
     @property
     def remark(self) -> str:
-        """What there is to say of it in words: its error, else what its runner is in for long, else why it moved."""
+        """Return a remark: its error, else what its runner has been in for long, else why the slot moved."""
         said = f"{self.error['name']}: {self.error['message']}" if self.error else self.doing or self.note or ""
         return " ".join(said.split())
 
     @property
     def saved(self) -> str:
-        """How old its newest durable snapshot is."""
+        """Return the age of its newest durable snapshot, as text."""
         return "" if self.snapshot_age_s is None else f"{seconds(self.snapshot_age_s)} ago"
 
     @property
@@ -103,13 +103,13 @@ class SlotView:
 
     @property
     def urgency(self) -> tuple[int, float]:
-        """To sort by, largest first."""
+        """Return a sort key, largest first."""
         return {"READY": 0, "FAILED": 2}.get(self.phase, 1), self.wait_share
 
 
 @dataclass(frozen=True, slots=True)
 class BoxView:
-    """A box of a run."""
+    """Box of a run."""
 
     run: str
     box: int
@@ -126,7 +126,7 @@ class BoxView:
 
     @property
     def going(self) -> bool:
-        """Its loop takes steps."""
+        """Return whether its loop takes steps."""
         return self.live and not self.epoch_ended
 
     @property
@@ -140,7 +140,7 @@ class BoxView:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What holds a run up."""
+    """Bottleneck of a run."""
 
     kind: str
     input_bound: bool
@@ -170,12 +170,12 @@ _KINDS = {
     "recovering": "Recovering",
     "": "No box is live",
 }
-_NO_BOX = Finding("", False, "Its training job has ended, or was not heard of.", 0.0, None, None, None, 0.0)
+_NO_BOX = Finding("", False, "Its training job has ended, or has not reported.", 0.0, None, None, None, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class StateView:
-    """A state that was fetched: for a checkpoint, or by an operator."""
+    """State that was fetched: for a checkpoint, or by an operator."""
 
     step: int
     asker: str
@@ -188,7 +188,7 @@ class StateView:
 
 @dataclass(frozen=True, slots=True)
 class RunView:
-    """A run. Rates are of its live boxes."""
+    """Run. Rates are of its live boxes."""
 
     run: str
     attempt: int
@@ -211,7 +211,7 @@ class RunView:
 
     @property
     def finding(self) -> Finding:
-        """The bottleneck, also where there is none."""
+        """Return the bottleneck; a finding without a title if there is none."""
         return self.bottleneck or _NO_BOX
 
     @property
@@ -220,7 +220,7 @@ class RunView:
 
     @property
     def figures(self) -> list[str]:
-        """How it is doing, in numbers. `queued`: batches that lie ready at a slot, on average."""
+        """Return the run's figures as text. `queued`: batches ready at a slot, on average."""
         step, slots = min((box.step for box in self.boxes), default=0), self.slots
         queued = sum(slot.queued for slot in slots) / max(1, len(slots))
         return [
@@ -235,7 +235,7 @@ class RunView:
 
 @dataclass(frozen=True, slots=True)
 class WorkerView:
-    """A worker daemon."""
+    """Worker daemon."""
 
     worker: str
     live: bool
@@ -265,7 +265,7 @@ class WorkerView:
 
 @dataclass(frozen=True, slots=True)
 class EventView:
-    """Something that happened."""
+    """Event of the coordinator's event log."""
 
     kind: str
     fault: bool
@@ -295,7 +295,7 @@ class EventView:
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorView:
-    """The coordinator itself."""
+    """Coordinator process."""
 
     address: str
     version: str
@@ -309,14 +309,14 @@ class CoordinatorView:
 
 @dataclass(frozen=True, slots=True)
 class ClusterView:
-    """All of it."""
+    """View of the whole cluster."""
 
     coordinator: CoordinatorView
     recommended_workers: int
     runs: tuple[RunView, ...]
     workers: tuple[WorkerView, ...]
     events: tuple[EventView, ...]
-    """What happened lately, oldest first."""
+    """Latest events, oldest first."""
 
     @property
     def open_runs(self) -> list[RunView]:
@@ -328,7 +328,7 @@ class ClusterView:
 
     @property
     def totals(self) -> list[tuple[str, str, str, Alarm]]:
-        """(what, how many, "of" how many or "", alarm), of all open runs together."""
+        """Return (what, count, total or "", alarm) of all open runs together."""
         boxes = [box for run in self.open_runs for box in run.boxes]
         slots = Counter(slot.state for box in boxes for slot in box.slots)
         live = [box for box in boxes if box.live]
@@ -347,7 +347,7 @@ class ClusterView:
 
 
 def view(reply: pb.StatusReply, address: str = "") -> ClusterView:
-    """What a status tells. `address`: where the coordinator was asked."""
+    """Return the view of a status. `address`: the coordinator's, as it was called."""
     return ClusterView(
         coordinator=_read(CoordinatorView, reply, address=address),
         recommended_workers=reply.recommended_workers,
@@ -358,7 +358,7 @@ def view(reply: pb.StatusReply, address: str = "") -> ClusterView:
 
 
 def worker_view(worker: pb.WorkerStatus) -> WorkerView:
-    """What a status tells of a worker."""
+    """Return the view of a worker."""
     return _read(WorkerView, worker, allow=tuple(worker.allow))
 
 
@@ -391,8 +391,8 @@ def _slot(run: str, box: int, slot: pb.SlotView) -> SlotView:
 
 
 def _read(cls: type[_View], message: Any, **own: Any) -> _View:
-    """A view whose fields the message has by the same names, but for `own`. What is empty there is not known, where a
-    view can say so."""
+    """Return a view with the message's fields of the same names, except `own`. An empty field becomes None where the
+    view allows it."""
     kind: Any = cls
     for name, digits, optional, presence in _plan(kind, message.DESCRIPTOR):
         if name in own:
@@ -408,7 +408,7 @@ def _read(cls: type[_View], message: Any, **own: Any) -> _View:
 
 @cache
 def _plan(kind: Any, descriptor: Any) -> Sequence[tuple[str, int | None, bool, bool]]:
-    """Of each field that a message has: its name, its digits, whether it may be None, whether the message says that."""
+    """Return (name, digits, may be None, the message has presence) of each field that a message has."""
     there, plan = descriptor.fields_by_name, []
     for name, hint in get_type_hints(kind, include_extras=True).items():
         if name in there:
@@ -419,5 +419,5 @@ def _plan(kind: Any, descriptor: Any) -> Sequence[tuple[str, int | None, bool, b
 
 
 def as_dict(shown: Any) -> dict[str, Any]:
-    """A view for `--json`: the views in it are left to json.dumps(..., default=as_dict)."""
+    """Return a view as a dict for `--json`; json.dumps(..., default=as_dict) converts the views in it."""
     return {name: getattr(shown, name) for name in shown.__slots__}

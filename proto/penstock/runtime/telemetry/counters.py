@@ -1,7 +1,7 @@
-"""Counts that a process keeps of itself, for whoever asks later: plain numbers, no library.
+"""Counters and histograms that a process keeps of itself: plain numbers, no library.
 
-A histogram is what Prometheus means by one: how many took at most so long, for a few fixed bounds. Entering a value
-takes a search among a dozen numbers.
+A histogram is one as in Prometheus: counts of values up to each of a few fixed bounds. Entering a value takes a search
+among a dozen numbers.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from itertools import accumulate
 __all__ = ["CallCounters", "Histogram"]
 
 CALL_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
-"""From what a call takes on an idle coordinator to the deadline of most; held ones end within a few seconds."""
+"""Bounds of call durations, seconds: from a call on an idle coordinator to most deadlines; held calls end within a few
+seconds."""
 
 
 class Histogram:
-    """How many values were at most each of `bounds`."""
+    """Histogram: counts of values up to each of `bounds`."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = tuple(bounds)
@@ -32,7 +33,7 @@ class Histogram:
 
     @property
     def cumulative(self) -> list[int]:
-        """For each bound, and at last for all values, how many are at most that."""
+        """Return the number of values up to each bound, and last the number of all."""
         return list(accumulate(self._counts))
 
 
@@ -41,11 +42,11 @@ class CallCounters:
 
     def __init__(self) -> None:
         self.answered: Counter[tuple[str, str]] = Counter()
-        """(method, status) -> how many."""
+        """(method, status) -> number of calls."""
         self.seconds: defaultdict[str, Histogram] = defaultdict(lambda: Histogram(CALL_BOUNDS_S))
-        """Method -> how long they took."""
+        """Method -> durations, seconds."""
 
     def add(self, method: str, status: str, seconds: float) -> None:
-        """A call was answered."""
+        """Count an answered call."""
         self.answered[method, status] += 1
         self.seconds[method].add(seconds)

@@ -1,12 +1,11 @@
-"""The log of a process, for people and for machines; and text that others had a say in, on its way there.
+"""Log of a process, for people and for machines, and the escaping of untrusted text in it.
 
-Names, errors and addresses come from peers, and what a runner prints comes from user code. Written as they are they
-could clear a screen, forge a line of the log, or fill a disk. So what is not printable is escaped, a line that goes on
-is indented, and a message has an end. As JSON a record is one line of ASCII: whatever is in it, it ends where its
-object ends.
+Names, errors and addresses come from peers, and a runner's output comes from user code. Unescaped they could clear a
+screen, forge a line of the log, or fill a disk. So characters that are not printable are escaped, continuation lines
+are indented, and messages are limited. As JSON a record is one line of ASCII, whatever is in it.
 
-Who or what a record is about stands in attributes of the record (`about`), not only in its words: run, attempt, box,
-slot, generation, step, worker. Both formats show them, and a formatter of a user's own finds them there.
+The subject of a record is in its attributes (`about`), not only in its text: run, attempt, box, slot, generation, step,
+worker. Both formats show them, and a user's own formatter finds them there.
 """
 
 from __future__ import annotations
@@ -21,29 +20,29 @@ from typing import Any
 __all__ = ["FIELDS", "JsonLines", "OneLine", "RepeatedWarnings", "SubjectLogger", "TextLines", "about", "printable"]
 
 LONGEST = 32 << 10
-"""Characters of one message: an error with its remote traceback has up to 24 Ki."""
+"""Longest message, characters: an error with its remote traceback has up to 24 Ki."""
 FIELDS = ("run", "attempt", "box", "slot", "generation", "step", "worker")
-"""What a record may be about, as attributes of it."""
+"""Attributes of a record that name its subject."""
 _IN_TEXT = ("run", "box", "slot", "step")
-"""Those that a person looks for; shown where the message does not say them."""
+"""Attributes that are shown to people where the message does not contain them."""
 
 
 def about(**fields: str | int) -> dict[str, str | int]:
-    """`extra` of a log call: what the record is about, by the names in FIELDS."""
+    """Return `extra` for a log call: the record's subject, by the names in FIELDS."""
     unknown = fields.keys() - set(FIELDS)
     if unknown:
-        raise ValueError(f"records are not about {sorted(unknown)}")
+        raise ValueError(f"fields of a record must be in {sorted(FIELDS)}, got {sorted(unknown)}")
     return fields
 
 
 class SubjectLogger(logging.LoggerAdapter[logging.Logger]):
-    """A logger whose records are all about the same thing."""
+    """Logger whose records all have the same subject."""
 
     def __init__(self, logger: logging.Logger, **fields: str | int) -> None:
         super().__init__(logger, about(**fields))
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
-        """A call's own `extra` wins."""
+        """Add the subject to a call's `extra`, which wins."""
         assert self.extra is not None
         kwargs["extra"] = {**self.extra, **(kwargs.get("extra") or {})}
         return msg, kwargs
@@ -55,12 +54,12 @@ def _fields(record: logging.LogRecord) -> dict[str, Any]:
 
 
 def _says(message: str, name: str, value: str) -> bool:
-    """A run is told by its name alone, the others as in "slot 3"."""
+    """Return whether the message contains a field: a run by its name alone, others as in "slot 3"."""
     return value in message if name == "run" else re.search(rf"\b{name} {re.escape(value)}\b", message) is not None
 
 
 def printable(text: str) -> str:
-    """The text with everything escaped that is no printable character of one line."""
+    """Return the text with every character escaped that is not printable on one line."""
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
@@ -71,8 +70,8 @@ def _cut(text: str, longest: int = LONGEST) -> str:
 
 
 class RepeatedWarnings:
-    """Warnings that a stranger can cause as often as it likes. Each is cut short. Of each source one is told at once
-    and then one in `EVERY_S`, of all sources `AT_ONCE` in that time; the next one says how many were left out.
+    """Rate limit on warnings that an unauthenticated peer can cause at will. Each is truncated. One of a source is
+    logged at once and then one in `EVERY_S`, of all sources `AT_ONCE` in that time; the next one counts those omitted.
 
     clock: monotonic seconds.
     """
@@ -80,7 +79,7 @@ class RepeatedWarnings:
     EVERY_S = 10.0
     AT_ONCE = 20
     LONGEST = 400
-    """Characters of one."""
+    """Longest warning, characters."""
 
     def __init__(self, logger: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:
         self._logger = logger
@@ -101,14 +100,14 @@ class RepeatedWarnings:
 
 
 class OneLine(logging.Formatter):
-    """A formatter whose records begin where its format begins, and nowhere else."""
+    """Formatter whose records begin only where its format begins."""
 
     def format(self, record: logging.LogRecord) -> str:
         return "\n    ".join(map(printable, _cut(super().format(record)).split("\n")))
 
 
 class TextLines(OneLine):
-    """For people. What a record is about stands behind its first line, unless the message says it."""
+    """Formatter for people. A record's subject follows its first line, unless the message contains it."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -126,7 +125,7 @@ class TextLines(OneLine):
 
 
 class JsonLines(logging.Formatter):
-    """For machines: an object a line, with time (UTC, RFC 3339), level, logger, message, pid, and what it is about.
+    """Formatter for machines: one object per line, with time (UTC, RFC 3339), level, logger, message, pid, and subject.
 
     always: fields that every record of the process has.
     """

@@ -1,13 +1,13 @@
-"""Every metric that Penstock exports: its name, type, unit, labels and meaning, and which process has it.
+"""Catalogue of all metrics that Penstock exports: name, type, unit, labels, meaning, and process.
 
-The one place for them. What a process reads at a scrape is checked against this list (penstock.runtime.web.prometheus);
+Readings of a scrape are checked against this list (penstock.runtime.web.prometheus);
 the table of docs/metrics.md, the Grafana dashboard and the alerts are tested against it.
 
 Rules. `penstock_<noun>_<unit>`, in base units; a counter ends in `_total`. A name belongs to one process, or a sum over
-all targets would count things twice: what the training job itself measures begins with `penstock_client_`. No label has
-a value for each step, batch or state, and the coordinator has no series for a slot: with 10,000 slots those are spread
-over the workers that run them, a few dozen each. What may jump back (a step, after a resume) is a gauge; counters count
-from the beginning of what they speak of.
+all targets would count things twice: metrics of the training job begin with `penstock_client_`. No label has a value
+for each step, batch or state, and the coordinator has no series for a slot: with 10,000 slots those are spread over the
+workers that run them, a few dozen each. A value that may decrease (a step, after a resume) is a gauge; counters count
+from the start of their subject.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ Kind = Literal["counter", "gauge", "histogram"]
 
 @dataclass(frozen=True)
 class Metric:
-    """One metric. `help` is what a collector shows, and the documentation."""
+    """Metric of the catalogue. `help`: the text in a scrape and in the documentation."""
 
     processes: tuple[Process, ...]
     name: str
     kind: Kind
     unit: str
-    """ "" for a count of things, or a number that has no unit."""
+    """Base unit; "" for a count or a number without a unit."""
     labels: tuple[str, ...]
     help: str
 

@@ -1,7 +1,7 @@
-"""One line that says how far something is: drawn over on a terminal, elsewhere a new one now and then.
+"""Progress as one line: redrawn in place on a terminal, elsewhere a new line now and then.
 
-rich does not draw it: its live displays hide the cursor until they are told to stop, which a job that is killed never
-does, and to draw one line rich would be imported into the training process.
+rich does not draw it: its live displays hide the cursor until they are stopped, which a killed job never does, and the
+training process would have to import rich for one line.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import time
 __all__ = ["Progress"]
 
 TERMINAL_S, LOG_S = 0.5, 10.0
-"""Between two lines on a terminal, and where each line stays."""
+"""Seconds between two lines, on a terminal and elsewhere."""
 
 
 class Progress:
-    """A line on standard error."""
+    """Line of progress on standard error."""
 
     def __init__(self) -> None:
         self._stream = sys.stderr
@@ -26,7 +26,7 @@ class Progress:
         self._drawn = False
 
     def due(self) -> float:
-        """Seconds since the last line, if it is time for another; else 0."""
+        """Return the seconds since the last line, if another is due; else 0."""
         passed = time.monotonic() - self._shown_at
         return passed if passed >= (TERMINAL_S if self._terminal else LOG_S) else 0.0
 
@@ -39,7 +39,7 @@ class Progress:
         self._drawn = True
 
     def finish(self) -> None:
-        """Leave the last line standing."""
+        """Keep the last line on the terminal."""
         if self._terminal and self._drawn:
             self._write("\n")
         self._drawn = False
@@ -49,4 +49,4 @@ class Progress:
             self._stream.write(text)
             self._stream.flush()
         except (OSError, ValueError, AttributeError):
-            pass  # nobody can read it
+            pass  # standard error is closed

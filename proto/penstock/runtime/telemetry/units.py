@@ -8,7 +8,7 @@ __all__ = ["clock", "percent", "rate", "seconds", "size", "topology"]
 
 
 def seconds(value: float) -> str:
-    """A duration: 0.4 s, 12 s, 3 min, 2.5 h."""
+    """Return a duration as text: 0.4 s, 12 s, 3 min, 2.5 h."""
     if value < 10:
         return f"{value:.1f} s"
     if value < 120:
@@ -17,7 +17,7 @@ def seconds(value: float) -> str:
 
 
 def size(count: int) -> str:
-    """Bytes: 412 B, 3.1 KiB, 2.0 GiB."""
+    """Return bytes as text: 412 B, 3.1 KiB, 2.0 GiB."""
     value = float(count)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if value < 1024 or unit == "GiB":
@@ -27,22 +27,22 @@ def size(count: int) -> str:
 
 
 def rate(value: float) -> str:
-    """Steps or batches a second: 0.4, 12.3, 4200."""
+    """Return steps or batches per second as text: 0.4, 12.3, 4200."""
     return f"{value:.1f}" if value < 100 else f"{value:.0f}"
 
 
 def percent(share: float) -> str:
-    """A share of 1: 26%."""
+    """Return a share of 1 as text: 26%."""
     return f"{100 * share:.0f}%"
 
 
 def clock(at: float) -> str:
-    """Seconds since the epoch, as this machine's time of day."""
+    """Return seconds since the Unix epoch as this machine's time of day."""
     return time.strftime("%H:%M:%S", time.localtime(at))
 
 
 def topology(num_boxes: int, num_workers: int) -> str:
-    """How large a job is: 2 boxes x 1 worker."""
+    """Return a job's topology as text: 2 boxes x 1 worker."""
     boxes = "1 box" if num_boxes == 1 else f"{num_boxes} boxes"
     workers = "1 worker" if num_workers == 1 else f"{num_workers} workers"
     return f"{boxes} x {workers}"

@@ -1,1 +1,1 @@
-"""The web server of a process, and its metrics for Prometheus."""
+"""Web server of a process, and its metrics for Prometheus."""

@@ -1,13 +1,13 @@
-"""A small web server: pages that a process has about itself, for a browser or a collector of metrics.
+"""Small web server: pages of a process about itself, for a browser or a collector of metrics.
 
-It only reads. Routes are functions without arguments of a request's own, so there is nothing to inject; they run on a
-thread of the server, and what they show must be safe to read there. Python's own server carries it: a handful of
-readers, not the public, and it costs the process one thread that sleeps.
+It is read-only. Routes take no arguments from the request, so there is nothing to inject; they run on a thread of the
+server, and their data must be safe to read there. It is Python's own server: it has a handful of readers, not the
+public, and costs the process one sleeping thread.
 
-Who may look. On this machine's loopback anybody who can connect, as with every page that a developer's tools serve; the
-name that the browser asked for must be this machine's, so that a web site cannot reach through the browser what it
-could not reach itself (DNS rebinding). Beyond loopback every page wants a token of the role admin, as a bearer token or
-as the password of the browser's own dialogue, and TLS, unless `insecure` says that the network is trusted.
+Access. On this machine's loopback every user who can connect, as with the pages of other developer tools; the host name
+of the request must be this machine's, so that a web site cannot reach the pages through the browser (DNS rebinding).
+Beyond loopback every page needs a token of the role admin, as a bearer token or as the password of the browser's own
+dialogue, and TLS, unless `insecure` states that the network is trusted.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ __all__ = ["Page", "Route", "WebServer"]
 _log = logging.getLogger("penstock.web")
 
 REQUEST_S = 10.0
-"""Seconds that a caller may take to say what it wants, and to take what it gets: one that says nothing, or a letter now
-and then, keeps a thread no longer."""
+"""Deadline for a request and its reply, seconds: a caller that sends nothing, or a byte now and then, holds a thread no
+longer."""
 AT_ONCE = 64
-"""Requests at a time; one more is hung up on."""
+"""Largest number of requests at a time; further connections are closed."""
 _HEADERS = {
     "Cache-Control": "no-store",
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
@@ -55,7 +55,7 @@ _HEADERS = {
 
 @dataclass(frozen=True)
 class Page:
-    """What a route answers."""
+    """Reply of a route."""
 
     content_type: str
     body: bytes
@@ -66,14 +66,14 @@ Route = Callable[[], Page]
 
 
 class WebServer:
-    """Serves `routes` from the moment it is made until `close`.
+    """Web server of `routes`, from its construction until `close`.
 
     Args:
         listen: "host:port"; port 0 takes a free one.
-        routes: path -> what makes the page; called on a thread of the server.
-        tokens: what callers from other machines must show (penstock.proto.rpc.credentials.tokens); not looked at on
-        loopback. tls: what to show to callers; with a CA in it they must show certificates too. insecure: allows an
-        address that other machines can reach without TLS.
+        routes: path -> function that returns the page; called on a thread of the server.
+        tokens: tokens for callers from other machines (penstock.proto.rpc.credentials.tokens); ignored on loopback.
+        tls: certificate of this server; with a CA in it callers must show certificates too.
+        insecure: allow an address that other machines can reach, without TLS.
 
     Raises InvalidArgumentError, UnsafeBindError, PortTakenError, TlsError.
     """
@@ -89,7 +89,7 @@ class WebServer:
     ) -> None:
         check_address(listen)
         if socket_path(listen) is not None:
-            raise InvalidArgumentError(f"a browser cannot reach {listen}: give HOST:PORT")
+            raise InvalidArgumentError(f"a browser cannot reach {listen}: pass HOST:PORT")
         refuse_unsafe(listen, encrypted=tls is not None, insecure=insecure)
         files = None if tls is None else Renewing(tls.for_server())
         guard = _Guard("" if is_local(listen) else tokens, local=is_local(listen))
@@ -101,7 +101,7 @@ class WebServer:
                 raise PortTakenError(f"{listen} is in use by another process: choose another port, or 0") from error
             raise InvalidArgumentError(f"nothing can listen on {listen} here: {error.strerror}") from error
         self.address = f"{listen.rpartition(':')[0]}:{self._server.server_address[1]}"
-        """ "host:port" that it listens on."""
+        """Address that it listens on, "host:port"."""
         self.url = f"{'https' if files else 'http'}://{self.address}"
         self._thread = threading.Thread(
             target=self._server.serve_forever, args=(None,), name="penstock-web", daemon=True
@@ -110,8 +110,8 @@ class WebServer:
         _listening.add(self._server)
 
     def close(self) -> None:
-        """Stops listening; requests under way end by themselves."""
-        # The thread sleeps until somebody connects, or until nobody can any more; else it would have to poll.
+        """Stop listening; requests under way end by themselves."""
+        # The thread sleeps until a connection, or until the socket is shut down; otherwise it would have to poll.
         self._server.socket.shutdown(socket.SHUT_RDWR)
         self._server.shutdown()
         self._server.server_close()
@@ -123,8 +123,8 @@ _listening: weakref.WeakSet[_Server] = weakref.WeakSet()
 
 
 def _leave_to_the_parent() -> None:
-    """In a forked child, which has the sockets and no threads that answer: who connects there would wait for ever, and
-    the port be in use for as long as it lives."""
+    """Close the sockets in a forked child, which has no threads to answer: callers would wait for ever, and the port
+    would stay in use."""
     for server in list(_listening):
         server.socket.close()
     _listening.clear()
@@ -134,14 +134,14 @@ os.register_at_fork(after_in_child=_leave_to_the_parent)
 
 
 class _Guard:
-    """Decides who may look."""
+    """Access check of a request."""
 
     def __init__(self, tokens: str, *, local: bool) -> None:
         self._tokens = Tokens(tokens) if not local else None
 
     def refuses(self, headers: Message) -> HTTPStatus | None:
-        """Names of headers are the same in any case (RFC 9110), which a plain dictionary would not know."""
-        if len(headers.get_all("Host", ())) > 1:  # a proxy before us may have gone by the other one
+        """Return the status of a refused request; None if it is allowed. Header names ignore case (RFC 9110)."""
+        if len(headers.get_all("Host", ())) > 1:  # a proxy in front may have used the other one
             return HTTPStatus.BAD_REQUEST
         if self._tokens is None:
             try:
@@ -155,7 +155,7 @@ class _Guard:
 
 
 def _shown(authorization: str) -> str:
-    """The token of a header: a bearer token, or the password of the browser's dialogue."""
+    """Return the token of a header: a bearer token, or the password of the browser's dialogue."""
     scheme, _, value = authorization.partition(" ")
     if scheme.lower() == "bearer":
         return value.strip()
@@ -171,7 +171,7 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
     request_queue_size = 2 * AT_ONCE
-    """Connections that wait to be taken. Of Python's 5, more at once would wait a second for their next try."""
+    """Backlog of connections. With Python's 5, further ones at once would wait a second for their next try."""
 
     def __init__(
         self, address: tuple[str, int], routes: Mapping[str, Route], guard: _Guard, files: Renewing | None
@@ -195,7 +195,7 @@ class _Server(ThreadingHTTPServer):
             self._room.release()
 
     def finish_request(self, request: Any, client_address: Any) -> None:
-        """On the thread of the request: a slow handshake holds up nobody else."""
+        """Do the handshake on the request's thread, so that a slow one does not delay other requests."""
         request.settimeout(REQUEST_S)
         if self._files is None or self._context is None:
             super().finish_request(request, client_address)
@@ -210,7 +210,7 @@ class _Server(ThreadingHTTPServer):
 
 
 class _Patient(io.RawIOBase):
-    """Reads from a socket until a deadline, however many reads there are."""
+    """Reader of a socket with one deadline for all reads together."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock, self._until = sock, time.monotonic() + REQUEST_S

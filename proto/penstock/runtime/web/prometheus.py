@@ -1,8 +1,8 @@
-"""Metrics for Prometheus: what a process reads of itself at a scrape, as that format wants it.
+"""Metrics for Prometheus: readings of a process at a scrape, in its format.
 
-Nothing is counted for Prometheus while the work is done. A scrape reads what the process keeps anyway, and gives it the
-names of penstock.runtime.telemetry.metric_catalogue; so metrics cost nothing where nobody asks. prometheus-client is
-imported when metrics are asked for, and not before.
+Nothing is counted for Prometheus alone. A scrape reads values that the process keeps anyway, and gives them the names
+of penstock.runtime.telemetry.metric_catalogue; so metrics cost nothing without scrapes. prometheus-client is imported
+only when metrics are requested.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["Collector", "MetricReadings", "cpu_seconds", "in_loop", "metrics_route", "require_prometheus"]
 
 LOOP_DEADLINE_S = 5.0
-"""For an event loop to answer a scrape: less than the 10 s that Prometheus waits."""
+"""Deadline for an event loop to answer a scrape, seconds: less than the 10 s that Prometheus waits."""
 _TEXT = "text/plain; version=0.0.4; charset=utf-8"
 _TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -36,7 +36,7 @@ _Result = TypeVar("_Result")
 
 
 def require_prometheus() -> None:
-    """Raises InvalidArgumentError, with the remedy, where metrics are asked for and cannot be had."""
+    """Raise InvalidArgumentError, with the remedy, if prometheus-client is not installed."""
     try:
         import prometheus_client  # noqa: F401
     except ImportError as error:
@@ -46,7 +46,7 @@ def require_prometheus() -> None:
 
 
 class MetricReadings:
-    """What one scrape of one process found."""
+    """Readings of one scrape of one process."""
 
     def __init__(self, process: Process) -> None:
         self._process = process
@@ -54,14 +54,14 @@ class MetricReadings:
         self.add("penstock_build_info", 1, process=process, version=VERSION)
 
     def add(self, name: str, value: float | Histogram, **labels: object) -> None:
-        """Enter a value under a name of the catalogue, with just the labels that it has there."""
+        """Add a value under a name of the catalogue, with exactly its labels."""
         metric = BY_NAME[name]
         if self._process not in metric.processes or set(labels) != set(metric.labels):
             raise ValueError(f"{name} of a {self._process} with {sorted(labels)} is not in the catalogue")
         self._found[name].append(([str(labels[label]) for label in metric.labels], value))
 
     def families(self) -> Iterator[Family]:
-        """For prometheus-client."""
+        """Yield the readings for prometheus-client."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
         for name, samples in self._found.items():
@@ -83,22 +83,22 @@ class MetricReadings:
 
 
 class Collector:
-    """A collector for prometheus-client's registries: asks `read` at each scrape, on the scrape's thread."""
+    """Collector for prometheus-client's registries: calls `read` at each scrape, on the scrape's thread."""
 
     def __init__(self, read: Callable[[], MetricReadings]) -> None:
         self._read = read
 
     def collect(self) -> Iterable[Family]:
-        """What a scrape gets."""
+        """Return the metrics of a scrape."""
         return self._read().families()
 
     def describe(self) -> Iterable[Family]:
-        """Nothing: else a registry would make a scrape of its own to know the names."""
+        """Return nothing: otherwise a registry would scrape to learn the names."""
         return ()
 
 
 def metrics_route(collector: Collector) -> Route:
-    """A page of the process's metrics, with those of the process itself (its memory, its descriptors) beside.
+    """Return a page of the process's metrics, with its memory and descriptors.
 
     Raises InvalidArgumentError where prometheus-client is not installed.
     """
@@ -113,9 +113,9 @@ def metrics_route(collector: Collector) -> Route:
 
 
 def in_loop(loop: asyncio.AbstractEventLoop, read: Callable[[], _Result]) -> _Result:
-    """`read()` on the thread of an event loop, whose data only it may look at. From other threads.
+    """Call `read()` on the thread of an event loop, which alone may read its data, from another thread.
 
-    Raises DeadlineError if the loop does not come to it.
+    Raises DeadlineError if the loop does not run it in time.
     """
 
     async def asked() -> _Result:
@@ -126,11 +126,11 @@ def in_loop(loop: asyncio.AbstractEventLoop, read: Callable[[], _Result]) -> _Re
         return answer.result(LOOP_DEADLINE_S)
     except concurrent.futures.TimeoutError:
         answer.cancel()
-        raise DeadlineError(f"the event loop did not come to a scrape within {LOOP_DEADLINE_S:g} s") from None
+        raise DeadlineError(f"the event loop did not answer a scrape within {LOOP_DEADLINE_S:g} s") from None
 
 
 def cpu_seconds(pids: Iterable[int]) -> float:
-    """Processor time of processes and of those that they have waited for; 0 for one that is gone."""
+    """Return the processor seconds of processes and of those that they have waited for; 0 for one that is gone."""
     ticks = 0
     for pid in pids:
         try:

@@ -1,1 +1,1 @@
-"""What callers show: tokens and the proof of them, the roles they are good for, and lane tickets."""
+"""Credentials of callers: tokens, their proof, their roles, and lane tickets."""

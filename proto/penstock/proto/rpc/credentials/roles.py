@@ -1,8 +1,8 @@
-"""Who may call what: the three roles, and the one map from each method of the coordinator to those that may call it.
+"""Roles: the three of them, and the one map from each method of the coordinator to the roles that may call it.
 
-A role is what a token is good for. A token in the hands of a training job cannot register a worker, and so be handed
-other jobs' loaders; a worker's cannot open a run, and so have code run elsewhere; an operator's looks, and
-drains workers. Roles are not tenants: who may open runs may open, read and supersede all of them.
+A token is valid for a role. A training job's token cannot register a worker, and so receive other jobs' loaders; a
+worker's cannot open a run, and so run code elsewhere; an operator's can read, and drain workers. Roles are not tenants:
+a caller that may open runs may open, read and supersede all of them.
 """
 
 from __future__ import annotations
@@ -38,6 +38,6 @@ METHODS: dict[str, frozenset[Role]] = {
 """Method of coordinator.proto -> the roles that may call it. A method that is missing here cannot be called."""
 
 READ_ONLY: frozenset[str] = frozenset(("FetchState", "FetchHistory", "Status"))
-"""Methods that only tell, and are answered whatever protocol number the caller sends, or none. What their messages say
-today they say in every release of the package penstock.proto.v1 (tests/proto/test_compatibility.py), so a program in
-any language goes on reading when the daemons change what they say to each other."""
+"""Methods that only read, and are answered for any protocol number, or none. Their messages keep their meaning in every
+release of the package penstock.proto.v1 (tests/proto/test_compatibility.py), so a program in any language keeps working
+when the protocol between the daemons changes."""

@@ -1,7 +1,7 @@
 """Proof that both ends of a call know the same token, which never crosses the network.
 
-Whoever listens where the coordinator used to, say on a port of this machine while it was down, would be sent every
-token by callers who show it. So Penstock's own callers prove theirs, over TLS or not:
+A process that listens at the coordinator's address, for example on its port while it was down, would receive the token
+of every caller that sends it. So Penstock's own callers prove theirs, with TLS or without:
 
 1. A caller that has not met this start of the coordinator shows SCHEME alone. It is refused, with a *challenge*: a
    random number that the coordinator drew when it started.
@@ -63,23 +63,23 @@ def _hmac(token: bytes, who: str, challenge: str, nonce: str) -> str:
 
 @dataclass(frozen=True)
 class ShownProof:
-    """What a call shows, and what its answer must carry."""
+    """Proof that a call shows, and the one that its answer must carry."""
 
     header: str = SCHEME
     challenge: str = ""
     expected: str = ""
 
     def proven_by(self, proof: object) -> bool:
-        """Whether the proof in an answer comes from one who knows the token."""
+        """Return whether the proof in an answer comes from an end that knows the token."""
         if not self.expected or not isinstance(proof, str):
             return False
         return hmac.compare_digest(proof.encode(), self.expected.encode())
 
 
 class TokenProver:
-    """A caller's end, for one token. Safe for threads: what a call showed is kept by the call.
+    """Caller's end, for one token. Thread safe: each call keeps the proof that it showed.
 
-    Raises InvalidArgumentError for what is no token.
+    Raises InvalidArgumentError for an invalid token.
     """
 
     def __init__(self, token: str) -> None:
@@ -102,40 +102,40 @@ class TokenProver:
 
 @dataclass(frozen=True)
 class Caller:
-    """Who makes a call."""
+    """Caller of a call."""
 
     roles: frozenset[Role]
     credential: str
-    """Which token it has, by its digest."""
+    """Digest of its token."""
     proof: str = ""
-    """What shows that this end knows the token too; "" for a caller who sent it."""
+    """Proof that this end knows the token too; "" for a caller that sent it."""
     alone: bool = True
-    """No other token is good for training jobs: there is nobody to share with."""
+    """True if no other token is valid for training jobs, so that limits need not be shared."""
 
 
 @dataclass(frozen=True)
 class Challenged:
-    """A caller that is to make the call again with an answer to this."""
+    """Caller that must repeat the call with an answer to this challenge."""
 
     challenge: str
 
 
 class TokenVerifier:
-    """The coordinator's end, for one start of it."""
+    """Coordinator's end, for one start of it."""
 
     def __init__(self, tokens: Tokens, challenge: str | None = None) -> None:
         self.challenge = challenge or _nonce()
         self._tokens = tokens
         self._known: dict[str, Caller] = {}
-        """What callers with a token show; nothing that strangers say is kept."""
+        """Header of a caller with a token -> the caller; nothing of other callers is kept."""
 
     def renew(self) -> None:
-        """Take up the tokens that their file holds now; callers with one that is gone are refused from here on."""
+        """Load the tokens of the file again; callers with a removed one are refused from now on."""
         if self._tokens.renew():
             self._known.clear()
 
     def caller(self, authorization: str) -> Caller | Challenged | None:
-        """Who shows this; None if the token is wrong."""
+        """Return the caller of this header; None if the token is wrong."""
         found = self._known.get(authorization) or self._judged(authorization)
         if isinstance(found, Caller):
             if len(self._known) == CALLERS_KEPT:

@@ -1,15 +1,16 @@
-"""Tokens: where they come from, and what each is good for.
+"""Tokens: their sources, and the roles of each.
 
 A token comes from a file or from the environment, never from an argument, which every user of the machine can read. The
-text of either is one bare token, good for every role, or lines "role:token" (see penstock.proto.rpc.credentials.roles).
-A coordinator takes all of them; a worker, a training job or an operator's command takes the one of its role out of the
-same text, so one file can serve a whole cluster, or each machine be given only the line that it needs.
+text of either is one bare token, valid for every role, or lines "role:token" (see
+penstock.proto.rpc.credentials.roles). A coordinator takes all of them; a worker, a training job or an operator's
+command takes the one of its role out of the same text, so one file can serve a whole cluster, or each machine can have
+only the line that it needs.
 
-A file is read again while a process runs (`read_again`): a coordinator takes up and drops tokens as they come and go
-in it, and a caller whose token is refused looks whether its file has another one.
+A file is read again while a process runs (`read_again`): a coordinator adds and drops tokens as the file changes, and a
+caller whose token is refused checks whether its file has another one.
 
-A file must be its owner's alone: one that others can read is refused, for a secret that was shared by mistake is worse
-than a daemon that does not start. No message and no repr here holds a token.
+Only the owner may be able to read a file: others are refused, because a secret shared by mistake is worse than a daemon
+that does not start. No message and no repr here contains a token.
 """
 
 from __future__ import annotations
@@ -29,21 +30,21 @@ __all__ = ["Tokens", "admin_tokens", "check_token", "read_again", "read_token", 
 _log = logging.getLogger("penstock.tokens")
 
 MAX_FILE = 64 << 10
-"""Bytes of a token file: one that is larger is another file by mistake."""
+"""Largest token file, bytes: a larger one is another file by mistake."""
 MAX_TOKEN = 4096
-"""Characters: a token travels in a header, whose cap is 64 KiB."""
+"""Longest token, characters: it travels in a header, whose limit is 64 KiB."""
 
 
 _told: dict[str, str] = {}
-"""File -> what is wrong with it, which the log has."""
+"""File -> its last logged error."""
 
 
 class FromFile(str):
-    """A text of tokens, or one of its tokens, that came out of a file, which may hold others by now."""
+    """Text of tokens, or one of its tokens, from a file, which may have changed since."""
 
     file: str
     role: Role | None = None
-    """What the token is for; None: it is all of the text."""
+    """Role of the token; None: this is the whole text."""
 
     @classmethod
     def of(cls, text: str, file: str, role: Role | None = None) -> FromFile:
@@ -53,9 +54,9 @@ class FromFile(str):
 
 
 def read_again(held: str) -> str:
-    """What the file holds now that this text or token came from; the same where there is none, or nothing good in it.
+    """Return the present content of the file of this text or token; unchanged if there is no file, or an invalid one.
 
-    A file that has become bad is told of in the log, and changes nothing: who replaces it may be at work.
+    An invalid file is logged and ignored: it may be in the middle of a replacement.
     """
     if not isinstance(held, FromFile):
         return held
@@ -63,7 +64,7 @@ def read_again(held: str) -> str:
         found = read_tokens(held.file) if held.role is None else read_token(held.role, file=held.file)
     except PenstockError as error:
         if _told.get(held.file) != error.message:
-            _log.warning("goes on with the tokens that it has: %s", error.message)
+            _log.warning("keeps its current tokens: %s", error.message)
         _told[held.file] = error.message
         return held
     _told.pop(held.file, None)
@@ -71,21 +72,21 @@ def read_again(held: str) -> str:
 
 
 class Tokens:
-    """The tokens of a text, with their roles.
+    """Tokens of a text, with their roles.
 
-    Raises InvalidArgumentError for a text that cannot be meant; AuthenticationError for one without a token.
+    Raises InvalidArgumentError for an invalid text; AuthenticationError for one without a token.
     """
 
     def __init__(self, text: str) -> None:
         self._text = text
         self.roles: dict[bytes, frozenset[Role]] = {}
-        """Token -> what it is good for."""
+        """Token -> its roles."""
         for line in filter(None, map(str.strip, text.splitlines())):
             role, colon, token = line.rpartition(":")
             if colon and role not in ROLES:
                 raise InvalidArgumentError(
-                    f"a token of an unknown role: lines are role:token, with one of the roles {_names(ROLES)}, or a "
-                    "bare token without a colon"
+                    f"a token has an unknown role: lines must be role:token, with one of the roles {_names(ROLES)}, or "
+                    "a bare token without a colon"
                 )
             check_token(token)
             roles = frozenset((cast(Role, role),)) if colon else ROLES
@@ -94,16 +95,16 @@ class Tokens:
             raise AuthenticationError("there is no token")
 
     def renew(self) -> bool:
-        """Take up what the file of the text holds now; false if that is what it held."""
+        """Load the present content of the text's file; return False if it is unchanged."""
         text = read_again(self._text)
         if text == self._text:
             return False
         self._text, self.roles = text, Tokens(text).roles
-        _log.info("took up the tokens that the file holds now, for the roles %s", self.about)
+        _log.info("loaded the new tokens from the file, for the roles %s", self.about)
         return True
 
     def roles_of(self, shown: str) -> frozenset[Role]:
-        """What the token that was shown is good for; nothing if it is unknown. Takes the same time for all."""
+        """Return the roles of a shown token; none if it is unknown. Takes constant time."""
         found: frozenset[Role] = frozenset()
         for token, roles in self.roles.items():
             if hmac.compare_digest(shown.encode(), token):
@@ -111,13 +112,13 @@ class Tokens:
         return found
 
     def of(self, role: Role) -> str | None:
-        """The token to show as `role`: one of that role alone before one that is good for more."""
+        """Return the token to show as `role`: one of that role alone before one with more roles."""
         fitting = [(len(roles), token) for token, roles in self.roles.items() if role in roles]
         return min(fitting)[1].decode() if fitting else None
 
     @property
     def about(self) -> str:
-        """The roles that there are tokens for."""
+        """Return the roles that have tokens, as text."""
         return _names(frozenset().union(*self.roles.values()))
 
     def __repr__(self) -> str:
@@ -129,44 +130,44 @@ def _names(roles: frozenset[Role]) -> str:
 
 
 def check_token(token: str) -> None:
-    """InvalidArgumentError for a token that cannot stand in a header, where programs that know no proof show it."""
+    """Raise InvalidArgumentError for a token that cannot be in a header, where programs without the proof show it."""
     if not token or not token.isascii() or not token.isprintable() or " " in token or len(token) > MAX_TOKEN:
-        raise InvalidArgumentError(f"a token is one word of at most {MAX_TOKEN} printable ASCII characters")
+        raise InvalidArgumentError(f"a token must be one word of at most {MAX_TOKEN} printable ASCII characters")
 
 
 def read_token(role: Role, token: str | None = None, file: str | os.PathLike[str] | None = None) -> str:
-    """The token to show as `role`: from the argument, else the file, else PENSTOCK_TOKEN, else PENSTOCK_TOKEN_FILE,
-    else the file that the settings file names (token_file).
+    """Return the token to show as `role`: from the argument, else the file, else PENSTOCK_TOKEN, else
+    PENSTOCK_TOKEN_FILE, else the file that the settings file names (token_file).
 
     Raises AuthenticationError, naming the file, when it cannot be read, can be read by others, or holds no token of the
-    role: going on without one would only move the error to a place that cannot explain it.
+    role: without one a later error could not explain the cause.
     """
     text, source = (token, "the token that was given") if token else _text(file)
     tokens = _parsed(text, source)
     found = tokens.of(role)
     if found is None:
-        raise AuthenticationError(f"{source} holds no token for the role {role}, only for {tokens.about}")
+        raise AuthenticationError(f"{source} has no token for the role {role}, only for {tokens.about}")
     return FromFile.of(found, text.file, role) if isinstance(text, FromFile) else found
 
 
 def read_tokens(file: str | os.PathLike[str] | None = None) -> str:
-    """The text that a coordinator makes its Tokens of: from the file, else as `read_token` finds it."""
+    """Return the text of a coordinator's Tokens: from the file, else as `read_token` finds it."""
     text, source = _text(file)
     _parsed(text, source)
     return text
 
 
 def admin_tokens(given: str = "", file: str | os.PathLike[str] | None = None) -> str:
-    """The text that pages for other machines are guarded with: what was given, else as `read_tokens` has it.
+    """Return the text of the tokens for pages that other machines can reach: `given`, else as `read_tokens` finds it.
 
-    Raises AuthenticationError if none of its tokens is of the role admin: nobody could ever read them.
+    Raises AuthenticationError if none of its tokens has the role admin: the pages could not be read at all.
     """
     text, source = (given, "the token that was given") if given else _text(file)
     tokens = _parsed(text, source)
     if tokens.of("admin") is None:
         raise AuthenticationError(
-            f"{source} holds no token for the role admin, only for {tokens.about}, and nobody on another machine could "
-            "read pages here: add a line admin:TOKEN, or listen on 127.0.0.1"
+            f"{source} has no token for the role admin, only for {tokens.about}, so other machines could not read "
+            "pages here: add a line admin:TOKEN, or listen on 127.0.0.1"
         )
     return text
 
@@ -179,7 +180,7 @@ def _parsed(text: str, source: str) -> Tokens:
 
 
 def _text(file: str | os.PathLike[str] | None) -> tuple[str, str]:
-    """The text, and where it came from."""
+    """Return the text and its source."""
     if file is None:
         from_environment = os.environ.get("PENSTOCK_TOKEN", "")
         if from_environment:
@@ -191,7 +192,7 @@ def _text(file: str | os.PathLike[str] | None) -> tuple[str, str]:
         raise AuthenticationError("no token: set PENSTOCK_TOKEN, or PENSTOCK_TOKEN_FILE to a file that holds it")
     name = f"the token file {os.fspath(file)}"
     try:
-        # A named pipe is opened without waiting for who writes it; one that the shell made, <(...), has its writer.
+        # A named pipe is opened without waiting for its writer; one that the shell made, <(...), has its writer.
         with open(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as opened:
             os.set_blocking(opened.fileno(), True)
             status = os.fstat(opened.fileno())
@@ -201,8 +202,8 @@ def _text(file: str | os.PathLike[str] | None) -> tuple[str, str]:
         reason = error.strerror if isinstance(error, OSError) else "it is not ASCII text"
         raise AuthenticationError(f"{name} cannot be read: {reason}") from None
     mode = stat.S_IMODE(status.st_mode)
-    # What root put there for a group of ours is as root wants it, and not ours to change: a Secret that Kubernetes
-    # mounts into a pod with an fsGroup is root's, with mode 0440.
+    # A file of root for a group of ours is as root intends: a Secret that Kubernetes mounts into a pod with an fsGroup
+    # is root's, with mode 0440.
     from_root = status.st_uid == 0 != os.geteuid()
     if mode & (0o037 if from_root else 0o077):
         raise AuthenticationError(f"{name} can be read by others (mode {mode:04o}): chmod 600 {os.fspath(file)}")
