@@ -86,8 +86,8 @@ class AuthenticatedCall:
         return True
 
     def stranger(self, words: str = "") -> PenstockError:
-        """For an answer of a process that does not know the token. The coordinator, where one was known before, may
-        still come back: until then it is away. `words`: of an error."""
+        """Return the error for an answer of a process that does not know the token. A coordinator that answered before
+        may still return: until then it is unavailable. `words`: text of the error that it sent."""
         kind = CoordinatorUnavailableError if self._reached else AuthenticationError
         return kind(
             f"the process that answers at {self.address} does not prove that it knows the token: it is not the "
@@ -141,7 +141,7 @@ class Call:
 
 
 def _words(error: grpc.Call | grpc.aio.AioRpcError) -> str:
-    """What an error without a proof says, safe to print: gRPC's own words may be of use, as of a reply that is too
+    """Return the text of an error without a proof, safe to print: gRPC's own text may help, as for a reply that is too
     large."""
     return f" (it says {error.code().name}: {ascii((error.details() or '')[:SHOWN])[1:-1]})"
 

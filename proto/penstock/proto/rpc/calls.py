@@ -238,7 +238,7 @@ class CoordinatorClient(AuthenticatedCall):
             raise
 
     def _made(self, method: str, deadline_s: float, once: Callable[[Call], Answer]) -> Any:
-        """What `once`, which makes this call, gets, from one who knows the token."""
+        """Return the answer of `once`, which makes this call, from an end that has proven the token."""
         with self._guarded(method, deadline_s):
             call = Call(self)
             while True:
@@ -404,7 +404,7 @@ class AsyncCoordinatorClient(AuthenticatedCall):
         await self.close()
 
     async def _wait(self, method: str, deadline_s: float, once: Callable[[Call], Awaitable[Answer]]) -> Any:
-        """What `once`, which makes this call, gets, from one who knows the token."""
+        """Return the answer of `once`, which makes this call, from an end that has proven the token."""
         try:
             with self._guarded(method, deadline_s):
                 call = Call(self)

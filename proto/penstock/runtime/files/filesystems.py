@@ -1,4 +1,4 @@
-"""Which kind of filesystem holds a path."""
+"""Kind of the filesystem that holds a path."""
 
 from __future__ import annotations
 
