@@ -169,7 +169,7 @@ def test_forget_leaves_nothing(world: FakeCluster) -> None:
         (
             {"start": records_pb2.BoxPosition(step=1, slots=[records_pb2.SlotPosition()] * 2)},
             InvalidArgumentError,
-            "position with live slots",
+            "live slots must be rising",
         ),
     ],
 )
