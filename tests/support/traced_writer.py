@@ -253,7 +253,7 @@ def _main() -> None:
     _install(tracer)
     vars(writer)["PROBE_S"] = 1e9  # a rank that waits for a slow one would do more to the disk than in another save
     run = writer.SaveJob.run
-    vars(writer)["Save"].run = lambda save: tracer.save(save.rank, lambda: run(save))
+    vars(writer)["SaveJob"].run = lambda save: tracer.save(save.rank, lambda: run(save))
     writer.main()
 
 
