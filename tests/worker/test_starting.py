@@ -47,5 +47,5 @@ def test_a_pass_is_left_behind_others_of_which_nothing_came(empty: int) -> None:
 def test_a_pass_of_which_something_comes_is_not_passed_over() -> None:
     source = source_of(2)
     source.open_epoch()
-    with pytest.raises(ReplayMismatchError, match="pass 2 goes on after the batch that was its last"):
+    with pytest.raises(ReplayMismatchError, match="epoch 2 continues after the batch that was its last"):
         catch_up(source, 4)

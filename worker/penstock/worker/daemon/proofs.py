@@ -329,14 +329,14 @@ class RestartPointProver:
             )
             if slot.capabilities.state_methods:
                 slot.fail(detail_of(mismatch), lost=False)
-            else:  # nobody has asked for a state yet, and the stream itself is what it is
+            else:  # no state was requested yet, and the stream itself is unaffected
                 slot.findings.unrepeatable = mismatch
         elif not slot.findings.not_used:
             slot.findings.not_used = (
                 f"{what}. Such states are not used: this run is saved and recovered by counting batches from a "
-                "verified restart point and replaying them, which is exact but takes longer. Does the loader count after "
-                "its `yield`, prefetch in the background, or draw random numbers in worker processes of its own? Its state "
-                "must be that of the batches it has handed out (penstock doctor tells more)"
+                "verified restart point and replaying them, which is exact but takes longer. Does the loader count "
+                "after its `yield`, prefetch in the background, or draw random numbers in worker processes of its own? "
+                "Its state must be that of the batches it has handed out (penstock doctor shows more)"
             )
             slot.log.warning("%s", slot.findings.not_used)
-            slot.host.slot_changed()  # the training job says it, too
+            slot.host.slot_changed()  # the training job logs it, too

@@ -30,7 +30,7 @@ _TORCH_COLLATE = "torch.utils.data._utils.collate"
 
 
 class Answers:
-    """What get_worker_info() answers to one worker's code."""
+    """Answer of get_worker_info() to one worker's code."""
 
     def __init__(self) -> None:
         self.seed = 0
@@ -43,7 +43,7 @@ class Answers:
 
 
 _current: Answers | None = None
-"""Of the worker whose code runs here; None: torch's own answer stands."""
+"""Answer for the worker whose code runs here; None: torch's own answer stands."""
 _offered = 0
 """The process that answers so."""
 
