@@ -181,8 +181,8 @@ def _from_the_beginning(source: RestorableLoader, take: Callable[[Any], tuple[in
     """Bring a loader from the beginning to where the source stands, between two epochs."""
     goal, digest, history = source.position.copy(), source.digest, source.history
     why = (
-        f"{source.name}: how it begins epoch {goal.epoch} cannot be determined: it was restored within the epoch before, "
-        "and would not begin this one as a loader that input_fn makes anew"
+        f"{source.name}: how it begins epoch {goal.epoch} cannot be determined: it was restored within the epoch "
+        "before, and would not begin this one as a loader that input_fn makes anew"
     )
     if not history.complete:
         raise ReplayMismatchError(
