@@ -69,7 +69,7 @@ def test_slots_are_placed_in_slices() -> None:
     assert {len(box.slots) for attempt in cluster.open_attempts() for box in attempt.boxes.values()} == {2}
 
 
-def test_slots_that_no_worker_may_run_hold_up_nobody() -> None:
+def test_unplaceable_slots_delay_no_others() -> None:
     """They are passed over, a slice at a time, and those behind them are placed."""
     world = FakeCluster(replace(Limits(), slots_at_once=2))
     stuck, served = pb.OpenRunRequest(job="stuck"), pb.OpenRunRequest(job="served")
@@ -111,7 +111,7 @@ def test_boxes_that_are_lost_go_in_slices() -> None:
     assert live[-3:] == [4, 2, 0]
 
 
-def test_the_next_attempt_has_the_places_of_the_one_before() -> None:
+def test_next_attempt_gets_the_freed_slots() -> None:
     world = FakeCluster(replace(Limits(), slots_at_once=3))
     world.worker("w", 8)
     world.open(num_workers_per_box=8, attempt_key="1")
@@ -276,7 +276,7 @@ def test_a_token_has_so_many_queries_open() -> None:
 # ------------------------------------------------------------------------------------------------------------ room
 
 
-def test_one_token_does_not_fill_the_room_for_blobs() -> None:
+def test_one_token_does_not_fill_the_blob_budget() -> None:
     snapshot_index = SnapshotIndex(replace(Limits(), budget=1000))
     snapshot_index.add_blob("a", 500, 0.0, "one")
     assert "500 of 600 bytes of the coordinator's budget for blobs of one token" in snapshot_index.why_blob_refused(

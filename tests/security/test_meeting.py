@@ -56,7 +56,7 @@ def squatter(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     process.communicate("")
 
 
-def test_ranks_meet_where_another_user_has_the_name(squatter: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_meet_although_the_name_is_taken(squatter: int, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = (meeting(rank, squatter, monkeypatch) for rank in (0, 1))
     found: list[DaemonAddresses] = []
     joining = threading.Thread(target=lambda: found.append(second.join(time.monotonic() + 20, 20)))

@@ -46,7 +46,7 @@ async def register(address: str, tls: Tls) -> None:
         await client.register(pb.RegisterWorkerRequest(worker="w", session="s", slots=1))
 
 
-def test_a_token_goes_with_a_certificate_of_its_role(address: str, pki: Pki, pairs: dict[str, Pair]) -> None:
+def test_token_needs_a_certificate_of_its_role(address: str, pki: Pki, pairs: dict[str, Pair]) -> None:
     with CoordinatorClient(address, SECRETS["admin"], tls=tls_of(pki, pairs["admin"])) as admin:
         admin.status()
         asyncio.run(register(address, tls_of(pki, pairs["worker"])))
@@ -68,7 +68,7 @@ def test_a_worker_is_no_coordinator(start: Starter, pki: Pki, pairs: dict[str, P
         asyncio.run(register(hostile, tls_of(pki, pairs["worker"])))
 
 
-def test_who_serves_must_bear_the_name_of_its_role(pki: Pki, pairs: dict[str, Pair]) -> None:
+def test_server_must_have_the_name_of_its_role(pki: Pki, pairs: dict[str, Pair]) -> None:
     for role, serves in (("worker", "coordinator"), ("client", "worker")):
         with pytest.raises(TlsError, match=rf"is not a certificate of the name {serves}\.penstock"):
             tls_of(pki, pairs[role]).check_own(serves)

@@ -29,7 +29,7 @@ class Coordinator:
         return pb.PutSnapshotReply()
 
 
-def test_each_successor_gets_what_is_newest_when_it_is_ready() -> None:
+def test_target_worker_gets_the_newest_when_ready() -> None:
     """Also the second one: what the first was given, before it was dismissed, is old by then."""
 
     async def body() -> None:

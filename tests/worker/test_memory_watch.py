@@ -45,7 +45,7 @@ def watched(coordinator: Away) -> Slot:
 
 
 @pytest.mark.parametrize("grows", [True, False])
-def test_a_runner_is_looked_at_while_its_last_snapshot_waits(grows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runner_is_watched_while_snapshot_waits(grows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     async def body() -> None:
         coordinator = Away()
         looks = 0

@@ -107,7 +107,7 @@ def test_proof_without_a_verdict_is_tried_again(lapse: PenstockError) -> None:
     assert not bench.failed
 
 
-def test_restart_point_is_given_up_after_the_last_lapse() -> None:
+def test_restart_point_is_given_up_after_lapses() -> None:
     bench = Bench(lambda _: DeadlineError("late"))
     chosen = [bench.prove() for _ in range(LAPSES + 1)]
     assert chosen[:-1] == [chosen[0]] * LAPSES
@@ -117,7 +117,7 @@ def test_restart_point_is_given_up_after_the_last_lapse() -> None:
     assert not bench.findings.inexact, "it says nothing of the loader"
 
 
-def test_beginning_without_a_verdict_is_tried_again() -> None:
+def test_beginning_without_a_result_is_retried() -> None:
     """A loader without methods is looked at once, and its save relies on that."""
     answers = iter([DeadlineError("late"), GOOD | {"same": False, "alike": False, "differs": 1, "what": "differs"}])
     bench = Bench(lambda _: next(answers), state_methods=0)
@@ -126,7 +126,7 @@ def test_beginning_without_a_verdict_is_tried_again() -> None:
 
 
 @pytest.mark.parametrize("capabilities", [{"state_methods": 0}, {"state_methods": 2, "exact_states": True}])
-def test_loader_that_is_looked_at_once_is_left_alone_after_the_last_lapse(capabilities: dict[str, Any]) -> None:
+def test_loader_checked_once_is_left_after_lapses(capabilities: dict[str, Any]) -> None:
     bench = Bench(lambda _: DeadlineError("late"), **capabilities)
     for _ in range(LAPSES):
         assert bench.prover._provable
@@ -155,7 +155,7 @@ def test_first_proof_compares_what_is_known() -> None:
     assert bench.findings.depth == FIRST_DEPTH, "that was no far-reaching one"
 
 
-def test_state_that_leads_elsewhere_later_ends_the_use_of_all() -> None:
+def test_late_mismatch_ends_the_use_of_all_states() -> None:
     """What was proven by four batches would do the same."""
     wrong = GOOD | {"same": False, "alike": True, "what": "yields another batch"}
     bench = Bench(lambda total: wrong | {"differs": total + 6}, batches=40)
@@ -193,7 +193,7 @@ def test_proof_goes_over_the_ends_of_epochs() -> None:
     assert list(bench.prover._followers(bench.at(10), 16))[-1] == "18", "left there, by a loop that is not asked again"
 
 
-def test_batches_beyond_a_place_where_the_loop_left_are_not_compared() -> None:
+def test_batches_beyond_abandon_are_not_compared() -> None:
     """What was made ahead of it stays in the progress page until it is written over."""
     bench = Bench(lambda _: GOOD, batches=30)
     bench.progress_page.cut(0, 22)

@@ -207,7 +207,7 @@ def _is_as(source: RestorableLoader, point: RestartPoint) -> bool:
 
 
 def _advanced(point: RestartPoint, assignment: records_pb2.WorkerAssignment, fields: dict[str, Any]) -> bytes:
-    """The state after the base that the loader's class says, `batches` further in the epoch."""
+    """Return the state that the loader's class computes `batches` behind the restart point, in its epoch."""
     loader = load_class(fields["loader"], assignment.loader)
     position = StreamPosition(point.position.epoch, fields["delivered"], fields["total"], fields["samples"])
     state = loader.advance_state(point.state, position.total - point.position.total)
