@@ -1,4 +1,4 @@
-"""How fast peers may register and open runs: the buckets, and that who is sent away comes back when it was told to."""
+"""Rate limits on registering and opening runs: the buckets, and the return of a refused peer at the given time."""
 
 from __future__ import annotations
 

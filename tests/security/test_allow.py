@@ -1,4 +1,5 @@
-"""Which input_fn may run: workers refuse what is not under their prefixes, and the coordinator does not ask them."""
+"""Allowed input_fns: workers refuse what is not under their prefixes, and the coordinator does not assign it to
+them."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ def register(world: FakeCluster, name: str, *allow: str, slots: int = 8, host: s
 
 @pytest.fixture
 def world() -> FakeCluster:
-    """One whose coordinator has been up for a while."""
+    """A cluster whose coordinator has been up for a while."""
     world = FakeCluster(replace(Limits(), worker_lease_s=3.0))
     world.run_for(4.0)
     return world

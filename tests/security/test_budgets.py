@@ -1,4 +1,4 @@
-"""What one caller may take of a coordinator: turns of its event loop, held answers, queries, room for values."""
+"""Budgets of one caller at a coordinator: turns of its event loop, held answers, queries, bytes of values."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_slots_are_placed_in_slices() -> None:
 
 
 def test_unplaceable_slots_delay_no_others() -> None:
-    """They are passed over, a slice at a time, and those behind them are placed."""
+    """Skip them, a slice at a time, and place the slots behind them."""
     world = FakeCluster(replace(Limits(), slots_at_once=2))
     stuck, served = pb.OpenRunRequest(job="stuck"), pb.OpenRunRequest(job="served")
     stuck.loader.input_fn, served.loader.input_fn = "elsewhere:f", "here:f"
@@ -171,7 +171,7 @@ def test_an_end_in_slices_outlives_a_restart(tmp_path: Path) -> None:
 
 
 def test_hand_overs_end_with_their_attempt() -> None:
-    """Nothing is taken over for an attempt that is over, although its slots are still to be taken from workers."""
+    """Migrate nothing for an attempt that is over, although its slots are still to be removed from workers."""
     world = FakeCluster(replace(Limits(), slots_at_once=1))
     leaving = world.worker("a", 3)
     for number in range(3):
@@ -207,7 +207,7 @@ def test_a_look_at_the_balance_goes_in_slices() -> None:
 
 
 def test_a_worker_is_told_its_slots_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it has lost between two steps is not in the reply, and the next one says so."""
+    """Leave out of the reply what it has lost between two steps; the next one has it."""
     monkeypatch.setattr(views, "ASSIGNMENTS", 2)
     world = FakeCluster()
     world.worker("w", 8)
@@ -228,7 +228,7 @@ def test_a_worker_is_told_its_slots_in_steps(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_box_holds_few_watches() -> None:
-    """One hundred long polls of one box, and as many of one worker: all but four are answered at once."""
+    """Answer a hundred long polls of one box, and as many of one worker, at once, except for four of each."""
 
     async def run() -> None:
         async with coordinator(Limits()) as address, AsyncCoordinatorClient(address, "a-token-of-one") as client:
@@ -288,7 +288,7 @@ def test_one_token_does_not_fill_the_blob_budget() -> None:
 
 
 def test_uploads_of_a_token_wait_for_their_own() -> None:
-    """Who lines up a hundred values keeps nobody else waiting for more than the one that is under way."""
+    """Delay other tokens by at most the one upload that is running, however many values a token sends."""
 
     async def run() -> None:
         room, came = MemoryBudget(10), list[str]()
@@ -345,7 +345,7 @@ def test_slots_of_one_token_are_counted() -> None:
 
 @pytest.mark.parametrize("field", ["session", "host_id", "local_address", "allow"])
 def test_a_registration_has_so_many_bytes(field: str) -> None:
-    """It is kept, and stands in every status: eight of 4 MiB would be more than a reply may hold."""
+    """Bound a registration: it is kept, and is part of every status, and eight of 4 MiB would exceed a reply."""
     request = pb.RegisterWorkerRequest(worker="w", session="s", slots=1)
     if field == "allow":
         request.allow.append("x" * 20_000)

@@ -25,7 +25,7 @@ from penstock.proto.rpc.connection_limits import Connection, surplus
 FILES = 128
 """Descriptors that the coordinator may have, about 50 of which it needs itself."""
 HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
-"""What opens an HTTP/2 connection, which then may say nothing for as long as it likes."""
+"""Bytes that open an HTTP/2 connection, which then may stay silent for any time."""
 
 
 @contextmanager

@@ -53,7 +53,7 @@ async def connected(listeners: LaneListeners) -> socket.socket:
 
 
 async def answer(sock: socket.socket) -> Frame:
-    """What the doors say to a Hello."""
+    """Return the listener's answer to a Hello."""
     loop = asyncio.get_running_loop()
     await loop.sock_sendall(sock, HELLO)
     async with asyncio.timeout(10):

@@ -20,7 +20,7 @@ def decoded(data: bytes) -> Any:
 
 
 def state() -> dict[str, Any]:
-    """Of one box with one worker, at step 3."""
+    """Return a state of one box with one worker, at step 3."""
     base = RestartPoint(StreamPosition(0, 3, 3, 12), {"i": 3}, b"rng", digest=7)
     restart = decoded(base.encode())["restart"]
     position = Position.start(1, step=0, epoch=0)

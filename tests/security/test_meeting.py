@@ -34,7 +34,7 @@ PLACE = DaemonAddresses("unix:/nowhere", "secret", "job")
 
 
 def meeting(local_rank: int, port: int, monkeypatch: pytest.MonkeyPatch) -> SharedAppliance:
-    """Of one of two ranks, which are one process here."""
+    """Return the meeting of one of two ranks, which are one process here."""
     for name, value in (("RANK", local_rank), ("LOCAL_RANK", local_rank), ("WORLD_SIZE", 2), ("MASTER_PORT", port)):
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr("penstock.client.api.rendezvous._shared_so_far", 0)

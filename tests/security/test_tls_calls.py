@@ -29,7 +29,7 @@ def mutual(start_once: Starter, pki: Pki, pair: Pair) -> str:
 
 @pytest.fixture(scope="module")
 def one_way(start_once: Starter, pair: Pair) -> str:
-    """One that shows a certificate and asks for none."""
+    """Address of a coordinator that has a certificate and requires none."""
     return start_once.coordinator(*tls_flags("", pair)).line
 
 
@@ -44,7 +44,7 @@ def ask(address: str, tls: Tls | None) -> None:
 
 
 def errors_of(address: str, tls: Tls | None) -> list[PenstockError]:
-    """What both kinds of clients raise, and that they do so quickly."""
+    """Return the errors of both kinds of clients; assert that they come quickly."""
 
     async def register() -> None:
         async with AsyncCoordinatorClient(address, SECRETS["worker"], tls=tls) as client:

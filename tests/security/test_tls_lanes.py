@@ -34,7 +34,7 @@ from penstock.worker.daemon.sender import Sender
 
 QUICK_S = 8.0
 REFUSED = AuthenticationError("the daemon was asked")
-"""What a consumer hears that comes as far as the daemon."""
+"""Error for a consumer whose Hello reaches the daemon."""
 
 
 @pytest.fixture(scope="module")
@@ -131,8 +131,8 @@ def batch(total: int, size: int) -> bytes:
 
 
 def test_what_openssl_holds_back_is_not_forgotten(ends: tuple[Receiver, Consumer, TlsSocket]) -> None:
-    """After a turn of reading a lane may have bytes left that were deciphered already: no poll tells of them. The
-    receiver is stopped while they are sent, so that all are there, and the last of them within a record's rest."""
+    """Read the deciphered bytes that a lane has left after a turn of reading: no poll reports them. The receiver is
+    stopped while they are sent, so that all are there, and the last of them within a record's rest."""
     receiver, consumer, far = ends
     assert receiver.pid is not None
     ring = a_frame(kind=RING, ring=1, entry_bytes=32 << 10, entries=32)

@@ -113,7 +113,7 @@ def test_unusable_token_file_is_fatal_and_named(tmp_path: Path, content: str | N
 
 
 def read_as(uid: int, gid: int, file: Path) -> str:
-    """What read_tokens says to a user: the text, or the error."""
+    """Return the result of read_tokens for a user: the text, or the error."""
     read_end, write_end = os.pipe()
     pid = os.fork()
     if not pid:
@@ -134,7 +134,7 @@ def read_as(uid: int, gid: int, file: Path) -> str:
 
 
 def in_another_process(work: Callable[[], bool]) -> bool:
-    """What `work` says in a forked child."""
+    """Return the result of `work` in a forked child."""
     pid = os.fork()
     if not pid:
         code = 2
@@ -147,8 +147,8 @@ def in_another_process(work: Callable[[], bool]) -> bool:
 
 
 def as_a_daemon() -> bool:
-    """Whether a sibling, as runners are, could read this process's environment before and not after it became private,
-    and this process itself still can look at its descriptors."""
+    """Return whether a sibling, as runners are, could read this process's environment before and not after it became
+    private, and this process itself still can look at its descriptors."""
     if os.geteuid() == 0:
         os.setgid(10001)
         os.setuid(10001)
@@ -191,7 +191,7 @@ def test_daemons_keep_their_memory_private(module: str, monkeypatch: pytest.Monk
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two users")
 def test_what_root_gives_to_our_group_is_ours() -> None:
-    """As Kubernetes mounts a Secret for a pod that has an fsGroup."""
+    """Accept a file as Kubernetes mounts a Secret for a pod that has an fsGroup."""
     with tempfile.TemporaryDirectory() as folder:  # tmp_path is closed to others
         os.chmod(folder, 0o755)
         file = secret_file(Path(folder), TEXT, 0o440)
@@ -225,7 +225,7 @@ def test_pipe_without_a_writer_is_not_waited_for(tmp_path: Path) -> None:
 
 
 def test_a_pipe_that_is_being_written_is_read() -> None:
-    """As of a shell: --token-file <(command)."""
+    """Read a pipe of a shell: --token-file <(command)."""
     read, write = os.pipe()
 
     def say() -> None:
@@ -334,7 +334,8 @@ def socket_address() -> Iterator[str]:
 def test_impostor_gets_no_token_and_no_trust(
     socket_address: str, challenges: bool, refuses: bool, met_before: bool
 ) -> None:
-    """Who has taken the coordinator's place while it was down. Who knew the true one waits for it."""
+    """Trust no process that has taken the coordinator's place while it was down; callers of the true one wait for
+    it."""
     wanted = CoordinatorUnavailableError if met_before else AuthenticationError
     name = hashlib.sha256(b"evil").hexdigest()
 
@@ -444,7 +445,7 @@ async def in_its_place(address: str, handler: grpc.GenericRpcHandler) -> AsyncIt
 
 
 def test_an_impostor_cannot_fill_memory(socket_address: str) -> None:
-    """Of what comes in parts none is taken before a proof."""
+    """Take nothing of a reply in parts before a proof."""
 
     async def run() -> None:
         state = pb.FetchStateRequest(run="job/0", deadline_s=1)

@@ -50,7 +50,7 @@ def local() -> Iterator[WebServer]:
 
 @pytest.fixture(scope="module")
 def beyond() -> Iterator[WebServer]:
-    """One that other machines can reach."""
+    """A server that other machines can reach."""
     with serving("0.0.0.0:0", insecure=True) as server:
         yield server
 
@@ -120,7 +120,7 @@ def raw(server: WebServer, *headers: str) -> int:
 
 
 def test_header_names_are_case_insensitive(local: WebServer, beyond: WebServer) -> None:
-    """As browsers write them over proxies, and Node always."""
+    """Accept them as browsers write them over proxies, and Node always."""
     assert raw(local, "host: 127.0.0.1") == 200
     assert raw(local, "HOST: evil.example") == 403
     assert raw(beyond, "host: node7", f"authorization: Bearer {SECRETS['admin']}") == 200
@@ -282,7 +282,7 @@ print("the child ends", flush=True)
 
 
 def test_a_forked_child_does_not_keep_the_port() -> None:
-    """As a worker process of a torch DataLoader, which may live on when its parent was killed."""
+    """Free the port, also with a child such as a torch DataLoader's worker, which may outlive its killed parent."""
     with subprocess.Popen(
         [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORKS],  # of Python 3.12: there are threads
         stdin=subprocess.PIPE,

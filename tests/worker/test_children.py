@@ -73,7 +73,7 @@ def test_starting_fork_server_is_not_an_orphan(tmp_path: Path) -> None:
 
 
 def test_rights_not_given_up_end_that_child_only(caplog: pytest.LogCaptureFixture) -> None:
-    """And it says why as its own: a child that came out where its parent serves would end its siblings."""
+    """Report the error as the child's own: a child that came out where its parent serves would end its siblings."""
     caplog.set_level(logging.INFO, "penstock.user")
     nobody_can_be = RunnerUser("x", 1, 1, [1 << 40], "/")
 
@@ -98,7 +98,7 @@ def test_rights_not_given_up_end_that_child_only(caplog: pytest.LogCaptureFixtur
 
 @pytest.mark.parametrize("how", ["takes too long", "is not wanted any more"])
 def test_interpreter_that_never_starts_is_killed(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As one that is imported from a file system that does not answer."""
+    """Stand for an interpreter that is imported from a file system that does not answer."""
     stuck = tmp_path / "python"
     stuck.write_text("#!/bin/sh\nexec sleep 1000\n")
     stuck.chmod(0o755)

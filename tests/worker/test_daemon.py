@@ -1,4 +1,4 @@
-"""What a daemon makes of the coordinator's replies, without any process: they are level, and may come in any order."""
+"""Replies of the coordinator in a daemon, without any process: they are levels, and may come in any order."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_cores_are_told_at_registration(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_slot_that_cannot_start_is_reported_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It ended the daemon: no memory for one slot's progress page was an error of the heartbeat."""
+    """Report no memory for one slot's progress page as that slot's loss: it used to end the daemon."""
 
     class Begun:
         def __init__(self, host: Any, assignment: records_pb2.WorkerAssignment) -> None:

@@ -31,7 +31,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def producer() -> Iterator[Producer]:
-    """With a ring of 32 slots of 4 KiB, all free."""
+    """A producer with a ring of 32 entries of 4 KiB, all free."""
     made = Producer(1 << 20)
     first = made.reserve(SLOT)
     assert first is not None
@@ -60,7 +60,7 @@ def leaf(lease: EntryLease, values: Any, *, guess: bool = False) -> torch.Tensor
 
 
 def take(lease: EntryLease, batch: list[Any], need: int = 0) -> tuple[FlatBatch, FreeEntry | None]:
-    """What the runner does with a batch that nobody else holds; the list is emptied."""
+    """Do what the runner does with a batch that has no other holder; the list is emptied."""
     flat = Flattener().flatten(tuple(batch))
     batch.clear()
     return flat, lease.take(flat, need or flat.nbytes)

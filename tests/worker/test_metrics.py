@@ -1,4 +1,4 @@
-"""Whether a worker is well, and what a progress page counts for its metrics."""
+"""Health of a worker, and the counts of a progress page for its metrics."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_abandoned_batches_stay_counted_as_made(progress_pages: tuple[ProgressPa
 def test_predecessors_batches_are_not_counted(
     progress_pages: tuple[ProgressPage, ProgressPage],
 ) -> None:
-    """It hears from the loop where that is, and is long on its way there."""
+    """Count only its own batches: the runner learns the loop's position first, and needs long to get there."""
     daemon, runner = progress_pages
     runner.doing("replay", delivered=784)
     for done in range(1, 4):

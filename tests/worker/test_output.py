@@ -1,4 +1,4 @@
-"""What children print: cut into lines, bounded in number and length, and nothing is lost without a word."""
+"""Output of children: cut into lines, bounded in number and length; every loss is reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the daemon does with the pace that replies tell."""
+"""The daemon's use of the heartbeat intervals and quotas in replies."""
 
 from __future__ import annotations
 

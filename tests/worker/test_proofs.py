@@ -214,7 +214,7 @@ def test_state_at_end_is_compared_with_next_epoch() -> None:
 
 
 def test_loader_is_dropped_before_next_is_made() -> None:
-    """It may hold a file that is opened once in a process."""
+    """Drop the loader first, because it may hold a file that can be opened once in a process."""
     assignment = assignment_of("only_one")
     run = Run(assignment)
     run.take(7)
@@ -226,7 +226,8 @@ def test_loader_is_dropped_before_next_is_made() -> None:
 
 
 def test_epoch_start_of_a_lazy_loader_fails() -> None:
-    """It begins an epoch in its first next(), and cannot say in the epoch's origin that it was asked to."""
+    """Refuse the epoch start of a loader that begins an epoch in its first next(), and so cannot record that it was
+    asked to."""
     run = Run(assignment_of("streams:fresh"))
     run.take(12)
     assert not run.prove(run.kept[1])["same"]

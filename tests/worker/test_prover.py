@@ -1,4 +1,4 @@
-"""Which restart point a slot's prover chooses, and what comes of a proof: with helper processes that only answer."""
+"""The order in which a slot's restart points are verified, and the results: with helper processes that only answer."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_loader_checked_once_is_left_after_lapses(capabilities: dict[str, Any]) 
 
 
 def test_some_proofs_reach_further_each_time() -> None:
-    """They take half of the time, and go as far back as there are restart points."""
+    """Use half of the time for long verifications, which go as far back as there are restart points."""
     bench = Bench(lambda _: GOOD | {"took": 1.0}, batches=120)
     for total in range(121, 200):
         bench.make(total)
@@ -156,7 +156,7 @@ def test_first_proof_compares_what_is_known() -> None:
 
 
 def test_late_mismatch_ends_the_use_of_all_states() -> None:
-    """What was proven by four batches would do the same."""
+    """Use no other state either: those verified by four batches would do the same."""
     wrong = GOOD | {"same": False, "alike": True, "what": "yields another batch"}
     bench = Bench(lambda total: wrong | {"differs": total + 6}, batches=40)
     bench.prove()
@@ -194,7 +194,7 @@ def test_proof_goes_over_the_ends_of_epochs() -> None:
 
 
 def test_batches_beyond_abandon_are_not_compared() -> None:
-    """What was made ahead of it stays in the progress page until it is written over."""
+    """Ignore batches made ahead of the loop: they stay in the progress page until overwritten."""
     bench = Bench(lambda _: GOOD, batches=30)
     bench.progress_page.cut(0, 22)
     bench.progress_page.stands_at(22, 0, 22)

@@ -1,4 +1,4 @@
-"""How fast a runner is, by its progress page."""
+"""Rates of a runner, by its progress page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a daemon keeps of a slot's bases, and which of them serves a place."""
+"""Restart points that a daemon keeps of a slot, and which of them serves a position."""
 
 from __future__ import annotations
 

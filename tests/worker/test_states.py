@@ -1,4 +1,4 @@
-"""What a slot answers when it is asked for a state, where its runner or its loader knows less than the asker."""
+"""Answers of a slot to state requests, where its runner or its loader knows less than the request."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ def request(epoch: int, delivered: int, total: int) -> pb.StateRequest:
 
 
 def test_runner_ahead_may_not_know_the_break_yet(progress_page: ProgressPage) -> None:
-    """It ran to the end of the epoch, batch 8; the loop left the epoch after the slot's batch 2."""
+    """Answer with the loop's end of the epoch: the runner ran to batch 8, the loop abandoned it after the slot's batch
+    2."""
 
     async def body() -> None:
         progress_page.stands_at(8, 0, 8)
@@ -70,7 +71,7 @@ def test_runner_ahead_may_not_know_the_break_yet(progress_page: ProgressPage) ->
 
 @pytest.mark.parametrize(("began", "end"), [(8, 2), (2, 8)])
 def test_begun_epoch_decides_where_it_began(progress_page: ProgressPage, began: int, end: int) -> None:
-    """Then an asker who thinks otherwise is wrong, in whichever way."""
+    """Reject a request that assumes another end, whichever it is."""
 
     async def body() -> None:
         progress_page.stands_at(end, 1, end)
@@ -263,7 +264,7 @@ def test_state_behind_break_waits_for_next_epoch(progress_page: ProgressPage) ->
 
 
 def test_earlier_epoch_start_is_no_state(progress_page: ProgressPage) -> None:
-    """Whether that epoch had ended, or was left, is to be found out."""
+    """Find out whether that epoch had ended or was abandoned."""
 
     async def elsewhere(*_: Any, **__: Any) -> Any:
         return SimpleNamespace(fields={"elsewhere": True}, payload=b"")
@@ -320,7 +321,7 @@ class TakenOver:
         )
 
     def answer(self, reported: int) -> tuple[pb.StateAnswer, RestartPoint]:
-        """For batch 6; the box's last report was at another."""
+        """Answer for batch 6; the box's last report was at another."""
         ready = asyncio.Event()
         ready.set()
         asked = request(0, 6, 6)

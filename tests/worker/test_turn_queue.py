@@ -1,4 +1,4 @@
-"""Who starts when, and what keeps the others waiting."""
+"""The order in which runners start, and how long others wait."""
 
 from __future__ import annotations
 

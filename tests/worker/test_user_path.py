@@ -1,4 +1,5 @@
-"""Where interpreters that run user code look for it: the working directory last, and never one that others write to."""
+"""The module search path of interpreters that run user code: the working directory last, and never one that others can
+write to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long a runner has been in one thing, from looks at its progress page."""
+"""Duration of a runner's activity, from readings of its progress page."""
 
 from __future__ import annotations
 

@@ -59,8 +59,7 @@ __all__ = ["DaemonSettings", "own_name", "serve"]
 _log = logging.getLogger("penstock.worker")
 
 HOLD_S = 1.0
-"""Seconds of a heartbeat's long poll until the coordinator sends its own value: a third of the lease, which grows with
-the fleet."""
+"""Seconds of a heartbeat's long poll until the coordinator sends its own value: a third of the first lease."""
 RETRY_S = 0.3
 AWAY_AGAIN_S = 60.0
 """Seconds between two log lines about an unreachable coordinator."""
@@ -96,8 +95,7 @@ class DaemonSettings:
     runner_user: str = ""
     """Name or number of the user that user code runs as; "" = the daemon's own. See runner_user.py."""
     runner_processes: int = 0
-    """Processes and threads that this user may have, of all runners together; 0 = no limit. Needs runner_user or
-    control groups."""
+    """Processes and threads of all runners together; 0 = no limit. Needs runner_user or control groups."""
     no_cage: bool = False
     """Flag that lets runners do to other processes what their user may; otherwise see sandbox.py."""
     no_groups: bool = False
@@ -113,8 +111,7 @@ class DaemonSettings:
     http: str = ""
     """host:port of metrics and health, see worker_metrics.py; "" = none."""
     http_tokens: str = field(default="", repr=False)
-    """Tokens that readers of metrics on other machines must send, in the syntax of
-    penstock.proto.rpc.credentials.tokens."""
+    """Tokens for readers of metrics on other machines, in the syntax of penstock.proto.rpc.credentials.tokens."""
 
 
 def own_name() -> str:
