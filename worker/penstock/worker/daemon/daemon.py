@@ -163,8 +163,7 @@ class Daemon:
         self._findings: dict[tuple[str, int], LoaderFindings] = {}
         self._answered: set[str] = set()
         self._made = self._seen = 0
-        """Version of the last reply that was applied (the coordinator's versions rise), and the version that heartbeats
-        send: 0 asks for the whole set again."""
+        """Version of the last reply that was applied (they rise), and the one in heartbeats: 0 asks for all."""
         self._listeners = LaneListeners(self._attach, settings.tls, insecure=settings.insecure)
         self._coordinators_clock = 0.0
         """Coordinator's clock in its last reply less the monotonic clock at that time, seconds."""

@@ -1,21 +1,21 @@
-"""The proof of a slot's restart points: does one, restored in a helper process, lead to what was delivered?
+"""Verification of a slot's restart points: one is restored in a helper process and must lead to what was delivered.
 
-A loader may count after its `yield`, prefetch in the background, draw from generators that nobody saves, or count its
-fast-forward twice once it was restored; its state then names another place than that of the batches it has handed out,
-and nothing else would tell before a resume goes wrong. So a state is never believed. It is restored once, beside the
-stream, in a loader that input_fn has just made, and the next batches are compared with those that were delivered; so
-are the random generators after the first of them, from which the next epoch may draw its order. Only what was proven
-becomes durable, is saved, and is recovered from; whatever lies between is counted and replayed. A restart point is
-proven by itself and not by its kind: the next one may come from a loader that was restored.
+A loader may count after its `yield`, prefetch in the background, draw from generators that are not saved, or count its
+fast-forward twice once it was restored. Then its state describes another position than that of the batches it has
+handed out, and nothing else would show it before a resume goes wrong. So each state is verified before it is used. It
+is restored once, beside the stream, in a loader that input_fn has just made. The next batches are compared with those
+that were delivered, and so are the random generators after the first of them, from which the next epoch may draw its
+order. Only verified states become durable, are saved, and are used for recovery; the batches between are counted and
+replayed. A verification holds for one restart point and not for its kind: the next one may come from a loader that was
+restored.
 
-The beginning needs no proof: it is what the stream is made of. So a snapshot that leads elsewhere is no error. It is
-not used, and that is said once in a run. It is one only if the beginning, too, leads to other batches.
+The beginning needs no verification, because the stream is made from it. So a snapshot that leads elsewhere is not an
+error: it is not used, which is logged once in a run. It is an error only if the beginning, too, leads to other batches.
 
-Proofs take a share of the time, so how often there is one follows from what it costs. A loader that declares
-`exact_states` is looked at once in a run, for what it streams is somebody's too, and then believed. One without state
-methods is left alone, unless saving by replay was asked for: nobody said that it yields the same again, or that it may
-be called for a second time beside its stream. If its runner is lost, it is replayed from the beginning of its epoch,
-and what was delivered is compared then.
+Verifications take a share of the time, so their interval follows from their cost. A loader that declares `exact_states`
+is verified once in a run and then trusted. A loader without state methods is not verified unless saving by replay was
+asked for: it may not yield the same again, or may not be callable a second time beside its stream. If its runner is
+lost, it is replayed from the beginning of its epoch, and what was delivered is compared then.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class RestartPointProver:
             await asyncio.wait_for(self._hurried.wait(), seconds)
         except TimeoutError:
             return
-        await asyncio.sleep(LOOK_S)  # somebody waits, and asks again and again
+        await asyncio.sleep(LOOK_S)  # a request waits, and repeats until then
 
     def hurry(self) -> bool:
         """Verify the newest now, because a request waits for it. Return False if that does not help."""
@@ -149,7 +149,7 @@ class RestartPointProver:
         )
         if early and not self._done and slot.capabilities.state_methods:
             return None
-        # First what the loop has been handed: the rest may still be left by a `break`, and serves nobody yet.
+        # First what the loop has been handed: the rest may still be abandoned by a `break`.
         handed = [point for point in store if point.total <= slot.progress_page.delivered]
         open_ones = self._unjudged(handed) or self._unjudged(store)
         if self._failed and any(point.epoch_start for point in open_ones):  # the next best, where snapshots are no good
@@ -160,8 +160,8 @@ class RestartPointProver:
     def _beginning(self, store: list[StoredSnapshot]) -> StoredSnapshot | None:
         """Return where a loader without methods began, once in a run.
 
-        It needs no proof; but a loader that does not yield the same batches again cannot be saved at all, and its next
-        save says so, where otherwise only a resume would.
+        It needs no verification. But a loader that does not yield the same batches again cannot be saved at all, and
+        its next save reports that, where otherwise only a resume would.
         """
         if self._slot.capabilities.state_methods or self._slot.findings.checked:
             return None
@@ -234,14 +234,14 @@ class RestartPointProver:
             found[str(count)] = [entry.epoch, entry.digest]
         return found
 
-    # ---- the proof
+    # ---- verification
 
     async def prove_now(self, point: StoredSnapshot, deadline_s: float = DEADLINE_S) -> bool:
         """Return whether it is verified, or can be by the deadline; False too if the batches behind it are not known
         yet."""
         if not point.proven and self._provable and self._followers(point):
             with suppress(TimeoutError):
-                async with asyncio.timeout(deadline_s):  # of which a proof that is under way takes its part
+                async with asyncio.timeout(deadline_s):  # a verification under way takes its part of it
                     await self.prove(point)
         return point.proven
 

@@ -1,25 +1,25 @@
 """The sender: a runner's ring -> TCP, for a box on another host.
 
-A thread of the daemon, one for each TCP lane. Towards the runner it is a consumer like any other; towards the receiver
-it writes the same frames, each BATCH frame followed by its payload straight from the ring's mapping, or compressed if
-the consumer asked for that. So the runner does not know where its batches go, keeps its processor, and what it had
-produced when it died is still sent.
+It is a thread of the daemon, one for each TCP lane. To the runner it is a consumer like any other. To the receiver it
+writes the same frames, each BATCH frame followed by its payload straight from the ring's mapping, or compressed if the
+consumer asked for that. So the runner does not know where its batches go, keeps its processor, and what it had produced
+when it died is still sent.
 
-It never waits for one side deaf to the other: one poll over both sockets, and writes that take as much as the socket
-does. What is on its way stands in `_out`, in order; many small buffers go out in one call. `_out` needs no bound of its
-own: each batch in it holds a ring entry, and the ring is the bound (compressed batches are copies, smaller than their
-slots); only announcements are counted, for a runner that floods them.
+It never blocks on one side while the other is ready: one poll over both sockets, and writes that take as much as the
+socket does. Outgoing data waits in `_out`, in order; many small buffers go out in one call. `_out` needs no bound of
+its own: each batch in it holds a ring entry, and the ring is the bound (compressed batches are copies, smaller than
+their entries). Only announcements are counted, against a runner that floods them.
 
-The check behind a payload (penstock.proto.lane.tcp) is computed a piece at a time, right before the piece is sent: so
-the kernel copies from the processor's cache what the check has just brought there.
+The checksum behind a payload (penstock.proto.lane.tcp) is computed a piece at a time, right before the piece is sent,
+so that the kernel copies from the processor's cache.
 
-A slot goes back to the runner when the far training loop was handed its batch, not when it was sent. So a TCP
-connection that breaks costs no computation: the sender leaves, the runner keeps what was not delivered, and the next
-lane gets it again. The acks in between (credits of the receiver's ring) are the receiver's own business.
+A ring entry goes back to the runner when the remote training loop was handed its batch, not when it was sent. So a
+broken TCP connection costs no computation: the sender leaves, the runner keeps what was not delivered, and the next
+lane gets it again. The acks in between (credits of the receiver's ring) are internal to the receiver.
 
-Ends. Runner gone: all it had sent goes out, then the TCP direction is shut and the sender stays to hear the last acks
-until the receiver leaves; closing sooner would destroy what is still on its way. TCP gone: the sender leaves the runner
-without a word. Either side's close is passed on as what it is.
+Ends. Runner gone: all it had sent goes out, then the TCP direction is shut and the sender stays to receive the last
+acks until the receiver leaves; closing sooner would destroy data in flight. TCP gone: the sender leaves the runner
+without a message. A close of either side is passed on as a close.
 """
 
 from __future__ import annotations

@@ -127,7 +127,7 @@ class Slot:
         self.store = SlotSnapshots(self.usable)
         self.prover = RestartPointProver(self)
         self.left: dict[int, int] = {}
-        """Epoch -> the slot's total where the loop left it by `break`, as the runner has said."""
+        """Epoch -> the slot's total where the loop abandoned it, as the runner reported."""
         self.from_before: set[tuple[int, int, int, bool, int]] = set()
         """Positions of the restart points that an earlier runner made."""
         self.states = SlotStates(self)
@@ -336,7 +336,7 @@ class Slot:
             spent = used_by(self._child.pid) if self._child is not None else NOTHING
             self._rates.look(now, self.progress_page.total, self.progress_page.working_s, spent)
         run, attempt, box, slot, generation = key_of(self.assignment)
-        # Known once the first batch is out; until then nobody is to be warned.
+        # Known once the first batch is out; until then there is nothing to warn of.
         place = self._turn.place if self._turn is not None else 0
         self.capabilities.not_used = self.findings.not_used[:MOST_TOLD]
         self.capabilities.looked_at_assignment = bool(self.progress_page.looked) or not self.begun.is_set()
@@ -380,7 +380,7 @@ class Slot:
             point.wanted, point.begins = bool(fields["wanted"]), bool(fields["begins"]) or again
             self.host.tally.snapshots += 1
             self.store.add(point, *self._oldest_wanted())
-            return  # nothing that a report tells: a heartbeat for each would cost four times the snapshot
+            return  # nothing that a report holds: a heartbeat for each would cost four times the snapshot
         if message.kind == "generators":
             total, generators = counts(message, "total", "hash")
             for point in self.store:

@@ -145,8 +145,8 @@ class SlotStates:
     async def _note_next(
         self, request: coordinator_pb2.StateRequest, answer: coordinator_pb2.StateAnswer, until: float
     ) -> None:
-        """Note the digest of the batch behind the place, with which a loader that resumes is compared. For one that
-        resumes by methods of its own it is waited for a little: nothing else shows that they do what they should."""
+        """Note the digest of the batch behind the position, with which a resumed loader is compared. For a loader that
+        resumes by methods of its own, wait a little for it: nothing else verifies them."""
         slot, total = self._slot, request.position.total
         patience = min(until, time.monotonic() + (NEXT_S if self._by_own and not self._waits_for_loop else 0.0))
         while True:
@@ -281,10 +281,9 @@ class SlotStates:
         slot.drain()
         if not waits or self._start(request) is tried:
             raise StateUnavailableError(
-                f"{slot.name}: step {request.step} lies behind an epoch that the loop left, after batch "
-                f"{position.total - position.delivered} of the worker; its runner, which has taken over, has not heard "
-                "that yet, and another state would come of it. Ask again once the loop has taken a batch more of this "
-                "worker"
+                f"{slot.name}: step {request.step} is not available yet: it lies behind an epoch that the loop "
+                f"abandoned after batch {position.total - position.delivered} of the worker, and its new runner does "
+                "not know that yet; retry after the next batch of this worker"
             )
 
     async def _advance(

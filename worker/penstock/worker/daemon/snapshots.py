@@ -120,9 +120,9 @@ class SlotSnapshots:
     def nearest(
         self, epoch: int, total: int, *, left: Mapping[int, int] = MappingProxyType({})
     ) -> StoredSnapshot | None:
-        """The base to replay from: the latest usable one at or before a place, in the latest pass.
+        """Return the restart point to replay from: the latest usable one at or before a position, in the latest epoch.
 
-        `left`: epoch -> total where the loop left that epoch. See `usable` in restart_plan.py, which a runner asks too.
+        `left`: epoch -> total where the loop abandoned it. See `usable` in restart_plan.py, which a runner uses too.
         """
         found = usable((kept for kept in self._kept if self._usable(kept)), Target(epoch, total, left))
         return max(found, key=lambda kept: (kept.epoch, kept.total, kept.epoch_start), default=None)

@@ -142,6 +142,6 @@ def open_web(daemon: Daemon, loop: asyncio.AbstractEventLoop) -> WebServer:
 
     settings = daemon.settings
     routes = {"/metrics": metrics_route(Collector(lambda: _readings(daemon, loop))), "/healthz": well}
-    # On loopback nobody has a certificate of the cluster's to show; with only a CA there is none to show to others.
+    # Peers on loopback have no certificate of the cluster; with only a CA there is none to show to others.
     tls = None if is_local(settings.http) or settings.tls is None or not settings.tls.cert else settings.tls
     return WebServer(settings.http, routes, tokens=settings.http_tokens, tls=tls, insecure=settings.insecure)

@@ -29,7 +29,7 @@ def more_careful(one: str, other: str) -> str:
 
 
 def to_try(known: str) -> tuple[str, ...]:
-    """Return the ways that a proof tries, beginning with the one that is known: no less careful one, and not REPLAY,
+    """Return the ways that a verification tries, beginning with the known one: no less careful one, and not REPLAY,
     which remains where all others fail."""
     return WAYS[WAYS.index(known or KEPT) : WAYS.index(REPLAY)]
 

@@ -1,21 +1,19 @@
-"""Over the end of an epoch with a loader that was restored within it.
+"""Crossing the end of an epoch with a loader that was restored within it.
 
 A loader that ran the whole epoch is asked for the next one by `iter()`. One that was restored in its middle may not
 know any more where an epoch begins: a Hugging Face IterableDataset begins every later epoch there again. One that
 input_fn makes anew begins where epochs begin, but may count epochs and know nothing of those before. The loader that
-ran from the beginning shows what is right, where it can be compared. `StreamHistory.rewinds` says which of three ways
-it is:
+ran from the beginning shows what is right, where it can be compared. `StreamHistory.crossing` names one of three ways:
 
     KEPT     go on with the restored loader
     FRESH    input_fn() anew, with the generators as they are
     REPLAY   neither: only a loader that comes from the beginning
 
-Where it is not known, the first batch of the next epoch is made in the first two ways. If they are equal, and what the
-loader says of itself after them (its `state_dict()`, the generators), FRESH will do; else the slot's stream is made
-again from the beginning, once, and what comes then is the answer for good. The batch alone would not tell: where an
-epoch's number decides on the order of shards, two epochs may well begin with the same one. Where a state was saved at
-an epoch's end, the batch that came next then is known (`RestorableLoader.awaited`): ways that agree on another one are
-wrong.
+If it is not known, the first batch of the next epoch is made in the first two ways. If the batches are equal, and the
+loader's `state_dict()` and the generators after them, FRESH will do. Otherwise the slot's stream is made again from the
+beginning, once, and the result decides for good. The batch alone would not suffice: where an epoch's number decides on
+the order of shards, two epochs may begin with the same batch. Where a state was saved at an epoch's end, the batch that
+came next then is known (`RestorableLoader.awaited`): ways that agree on another one are wrong.
 """
 
 from __future__ import annotations

@@ -130,8 +130,8 @@ def plan_recovery(
     """Return the ways of a runner that takes a slot over; None if there is none.
 
     The nearest is the best; strictly before the last delivered batch if there is one, so that at least that one is
-    compared. Each was proven, but over a few batches: what is kept besides lies further back. The beginning comes last
-    if the stream can be made again from there, and alone where restart points are `counted` from it: the loader's own
+    compared. Each was verified, but over a few batches; the others lie further back. The beginning comes last if
+    the stream can be made again from there, and alone where restart points are `counted` from it: the loader's own
     states mislead.
     """
     found = usable(points, target)

@@ -59,7 +59,7 @@ def resume_ways(
         turns: `rotations`, of a loader that is resumed by its own methods only; None for another.
         whole: the stream can be made again from the beginning.
         replays: it was found that, resumed, such a loader begins its next epoch with a wrong batch. All of the box are
-            made again then, so that their own states are counted from the same place.
+            made again then, so that their own states are counted from the same position.
         total: batches before the saved restart point; one without any is a beginning itself.
     """
     beginning = ResumeWay(ResumeKind.BEGINNING)

@@ -32,7 +32,7 @@ def start(source: RestorableLoader, resume: dict[str, Any] | None, keep: Keep, g
 
     Args:
         resume: decoded blob of the assignment's resume, None to start from nothing.
-        keep: gets each restart point, and whether the stream comes from there and needs no proof of it.
+        keep: gets each restart point, and whether the stream comes from there and needs no verification.
         go: replays a leg of the way; see travel.py.
     """
     a = source.assignment

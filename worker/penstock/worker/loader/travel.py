@@ -70,8 +70,8 @@ def replay(
     before = source.position.total
     if not source.seek(leg.total, leg.epoch, seen, open_epoch):
         raise ReplayMismatchError(
-            f"{source.name}: pass {leg.epoch} ended after batch {source.position.total} of the slot, but batch "
-            f"{leg.total} had been delivered: its data are not what they were"
+            f"{source.name}: epoch {leg.epoch} ended after batch {source.position.total} of the slot, but batch "
+            f"{leg.total} had been delivered: its data have changed"
         )
     if before < leg.total and leg.digest and source.digest != leg.digest:
         raise ReplayMismatchError(
@@ -90,7 +90,7 @@ def catch_up(source: RestorableLoader, epoch: int) -> None:
 
 
 def leave(source: RestorableLoader, epoch: int, total: int) -> None:
-    """Leave epoch `epoch` after batch `total`, where the source stands, as the loop left it."""
+    """Abandon epoch `epoch` after batch `total`, the source's position, as the loop did."""
     catch_up(source, epoch)
     if not source.is_open:
         source.open_epoch()

@@ -1,4 +1,4 @@
-"""torch's get_worker_info() in a process that runs a user's loader: a worker's place among all of the run's.
+"""torch's get_worker_info() in a process that runs a user's loader: a worker's index among all of the run's.
 
 Datasets that shard by it do the right thing unchanged. In the worker processes of a torch DataLoader its own answer
 stands, and does not count as a look at ours. Nor does torch's own default_collate: it asks whether to build batches in
@@ -57,7 +57,7 @@ def exchange(answers: Answers | None) -> Answers | None:
 
 
 def offer_worker_info(a: records_pb2.WorkerAssignment) -> None:
-    """Answer get_worker_info() in this process with the place that the loader takes itself for."""
+    """Answer get_worker_info() in this process with the worker index that the loader was made as."""
     global _current, _offered
     if _current is None:
         _current = Answers()

@@ -132,7 +132,7 @@ class ControlGroups:
         processes: int = 0,
         controllers: Sequence[str] = CONTROLLERS,
     ) -> tuple[ControlGroups | None, str]:
-        """Move the daemon into a group of its own below `own`, and make room for those of its children beside it.
+        """Move the daemon into a group of its own below `own`, with those of its children beside it.
         Returns the groups; or None, with all as it was, and why.
 
         Args:

@@ -108,7 +108,7 @@ def unpacked(
 ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
     """The input_fn and its arguments, made anew: by its name, with the values of the safe envelope; or by value.
 
-    Raises InputFnNotAllowedError for those by value from anybody but this worker's own training process. Only that
+    Raises InputFnNotAllowedError for those by value unless they come from this worker's own training process. Only that
     sends its search path, which `check_plain` refuses from others.
     """
     from penstock.proto.state.codec import decode_state  # imports torch, which the daemon does without

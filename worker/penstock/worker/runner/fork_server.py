@@ -100,7 +100,7 @@ def main() -> None:
                         channel.send("forked", fds=[child.fileno()], id=number, pid=pid)
             left = left and orphans.end(children)
     except (LaneLostError, BrokenPipeError, ConnectionResetError):
-        pass  # the daemon is gone, or wants us gone
+        pass  # the daemon is gone, or ends this process
     finally:
         _end(children, orphans)
     os._exit(0)  # the interpreter's own shutdown would take half a second for nothing

@@ -51,10 +51,10 @@ class Return:
     def ways(self, *, origin_doubted: bool) -> list[EncodedPoint]:
         """Return the ways, the best first; empty if there is none.
 
-        Best is a snapshot before the place: a loader that was just loaded and has yielded nothing may not know yet
-        that it is in the middle of an epoch, and would go on with it when the next one is opened. Then the epoch's
-        origin, which does not do for a loader that begins an epoch in its first next(); then from before the epoch, and
-        last from just there.
+        Best is a snapshot before the position: a loader that was just loaded and has yielded nothing may not know yet
+        that it is in the middle of an epoch, and would continue it when the next one is opened. Then the epoch's start,
+        which does not do for a loader that begins an epoch in its first next(); then from before the epoch, and last
+        from exactly the position.
         """
         doubted = origin_doubted and self.inside is None
         order = [self.first if doubted else None, self.inside, self.epoch_start, self.earlier, self.there]
@@ -86,10 +86,10 @@ class LocalRestartPoints:
                 points.pop()
 
     def plan_return(self, target: Target, *, exact: bool, following: int = 0) -> Return:
-        """Plan the way back to a place.
+        """Plan the way back to a position.
 
         Args:
-            exact: the loader's snapshots need no proof.
+            exact: the loader's snapshots need no verification.
             following: digest of the batch that came next there, of the same epoch; 0 if it is not known, or the loader
                 is not to be tried.
         """

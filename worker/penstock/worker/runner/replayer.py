@@ -282,7 +282,7 @@ def _replayed(
     user, rng = None, b""
     if (
         source.capabilities.state_methods == 4
-    ):  # which is aggregated; for others what is saved is the base and the count
+    ):  # which is aggregated; for others the restart point and the count are saved
         source.require_state()
         if source.unsaved is not None:
             raise source.unsaved

@@ -283,7 +283,8 @@ class _Runner:
         while True:
             started = clock()
             batch = self._next()
-            if producer.abandoned:  # heard of while user code waited for a slot: nothing more of this epoch may be sent
+            # received while user code waited for an entry: nothing more of this epoch may be sent
+            if producer.abandoned:
                 del batch
                 self._go_back()
                 return
