@@ -70,8 +70,8 @@ WRONG: dict[str, list[Any]] = {
     "rng": [None, set(), "x", 1, torch.zeros(2)],
     "digest": NO_COUNTS,
     "at": [[0, 0, 0, -1], [0, 0, 0], [0, 0, 0, "x"], 5, None, torch.zeros(4)],
-    "origin": [5, [], "x", {"rng_before": 5}, {"rng_before": b"", "state": 1}, torch.zeros(2)],
-    "past": [None, [], {"left": 5}, torch.zeros(2)],
+    "epoch_start": [5, [], "x", {"rng_before": 5}, {"rng_before": b"", "state": 1}, torch.zeros(2)],
+    "history": [None, [], {"abandoned": 5}, torch.zeros(2)],
     "skips": [[[0, 0, "x"]], [[0]], 5, [[0, 0, -1]]],
 }
 RESTARTS = [{name: value} for name, values in WRONG.items() for value in values]

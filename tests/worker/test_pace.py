@@ -17,7 +17,7 @@ def with_daemon(body: Any) -> None:
     async def run() -> None:
         daemon = Daemon(DaemonSettings("127.0.0.1:1", "token", 1, ["streams"]))
         made: list[pb.HeartbeatReply] = []
-        daemon._make_it_so = made.append  # type: ignore[method-assign, assignment]
+        daemon._apply = made.append  # type: ignore[method-assign, assignment]
         try:
             result = body(daemon, made)
             if isinstance(result, Coroutine):

@@ -142,7 +142,7 @@ def test_resumed_loader_crosses_ends_correctly(loader: str, known: bool) -> None
     if known:
         ahead = Run(assignment)
         ahead.take(20)
-        run.source.learn_rewinds(ahead.prove(ahead.points[9], 12)["crossing"])
+        run.source.learn_crossing(ahead.prove(ahead.points[9], 12)["crossing"])
     second = run.resumed(run.points[7])
     assert second.take(23) == truth[7:30], "over an end"
     third = second.resumed(second.kept[-1])
@@ -165,7 +165,7 @@ def test_epoch_after_next_is_right_every_time(loader: str, known: bool) -> None:
     crossing = ahead.prove(ahead.points[9], 12)["crossing"]
     assert crossing == REPLAY
     if known:
-        run.source.learn_rewinds(crossing)
+        run.source.learn_crossing(crossing)
     for until in (31, 64, 90):
         at = run.source.position.total
         run = run.resumed(run.points[at])

@@ -178,7 +178,7 @@ class Daemon:
         """Slots of this worker for which no other worker has capacity, as the coordinator reports while it drains."""
         self._commit_mark = b""
         """Mark up to which the coordinator's journal has certainly got; sent to a coordinator that replaces it."""
-        self._told = asyncio.Event()
+        self._replied = asyncio.Event()
         self.stopping = asyncio.Event()
         self._at_once = asyncio.Event()
 
@@ -231,10 +231,10 @@ class Daemon:
             if self._draining and self._stuck >= len(self._slots):
                 _log.info("worker %s: no other worker has capacity for its %d slots", self.name, len(self._slots))
                 break
-            self._told.clear()
-            told = asyncio.ensure_future(self._told.wait())
-            await asyncio.wait([told, at_once], timeout=left_s, return_when="FIRST_COMPLETED")
-            told.cancel()
+            self._replied.clear()
+            replied = asyncio.ensure_future(self._replied.wait())
+            await asyncio.wait([replied, at_once], timeout=left_s, return_when="FIRST_COMPLETED")
+            replied.cancel()
         at_once.cancel()
 
     def _connect(self) -> CoordinatorClient:
@@ -285,7 +285,7 @@ class Daemon:
             try:
                 reply = await self.coordinator.register(request)
                 self._hold_s, self._lease_s = reply.heartbeat_s or HOLD_S, reply.lease_s
-                self._heard()
+                self._note_answer()
                 # a coordinator that does not know this worker may be another one, with its own versions
                 self._made = self._seen = 0
                 return
@@ -302,19 +302,19 @@ class Daemon:
                 await asyncio.sleep(RETRY_S)
 
     async def _heartbeats(self) -> None:
-        away_since, told = 0.0, 0.0
+        away_since, logged = 0.0, 0.0
         while True:
             try:
                 reply = await self.coordinator.heartbeat(self._heartbeat(self._hold_s))
-                self._heard()
+                self._note_answer()
             except AWAY as error:
                 self._liveness.turned()
                 now = asyncio.get_running_loop().time()
                 if not away_since:
-                    away_since = told = now
+                    away_since = logged = now
                     _log.warning("the coordinator is unreachable, lanes continue: %s", error.message)
-                elif now - told > AWAY_AGAIN_S:
-                    told = now
+                elif now - logged > AWAY_AGAIN_S:
+                    logged = now
                     _log.warning("the coordinator has been unreachable for %.0f s: %s", now - away_since, error.message)
                 await asyncio.sleep(RETRY_S)
                 continue
@@ -337,11 +337,11 @@ class Daemon:
                 await asyncio.sleep(RETRY_S)
                 self._dirty.set()
                 continue
-            self._heard()
+            self._note_answer()
             if not reply.register_again:
                 self._take(reply)
 
-    def _heard(self) -> None:
+    def _note_answer(self) -> None:
         """Record an answer of the coordinator."""
         self.answered_at = time.monotonic()
         self._heart.heard()
@@ -359,8 +359,8 @@ class Daemon:
         # otherwise the reply to a later heartbeat has overtaken it
         if not reply.unchanged and reply.version >= self._made:
             self._made = self._seen = reply.version
-            self._make_it_so(reply)
-        self._told.set()
+            self._apply(reply)
+        self._replied.set()
 
     def _heartbeat(self, hold_s: float, bare: bool = False) -> coordinator_pb2.HeartbeatRequest:
         """Build a heartbeat. `bare`: without the slots, which belong to the event loop."""
@@ -378,7 +378,7 @@ class Daemon:
 
     # ---- assignments
 
-    def _make_it_so(self, reply: coordinator_pb2.HeartbeatReply) -> None:
+    def _apply(self, reply: coordinator_pb2.HeartbeatReply) -> None:
         wanted = {key_of(assignment): assignment for assignment in reply.assignments}
         why = {key_of(taken): taken.why for taken in reply.taken}
         for key in [key for key in self._slots if key not in wanted]:
@@ -490,13 +490,13 @@ class Daemon:
     def found_rewinds(self, assignment: records_pb2.WorkerAssignment, crossing: str) -> None:
         findings = self.findings(assignment)
         findings.crossing = more_careful(findings.crossing, crossing)
-        self._tell_findings(assignment)
+        self._send_findings(assignment)
 
     def found_misleading(self, assignment: records_pb2.WorkerAssignment) -> None:
         self.findings(assignment).misleads = True
-        self._tell_findings(assignment)
+        self._send_findings(assignment)
 
-    def _tell_findings(self, assignment: records_pb2.WorkerAssignment) -> None:
+    def _send_findings(self, assignment: records_pb2.WorkerAssignment) -> None:
         for slot in self._slots.values():
             if _attempt_of(slot.assignment) == _attempt_of(assignment):
                 self._spawn(slot.learn_findings())

@@ -81,7 +81,7 @@ class DurableSnapshots:
 
     async def make(self, point: StoredSnapshot) -> None:
         """Make one durable, unless the coordinator refuses it."""
-        slot, told = self._slot, False
+        slot, logged = self._slot, False
         data = b"" if point.begins and len(point.data) > LARGE else point.data
         header = self._header(point, len(data))
         while True:
@@ -90,9 +90,9 @@ class DurableSnapshots:
                 self._count(refused, len(data))
                 break
             except NOT_OURS as error:
-                if not told:
+                if not logged:
                     slot.log.warning("%s: its snapshot waits for the coordinator: %s", slot.name, error.message)
-                told = True
+                logged = True
                 await asyncio.sleep(AGAIN_S)
             except PenstockError as error:
                 slot.log.warning("%s: its snapshot was not made durable: %s", slot.name, error.message)

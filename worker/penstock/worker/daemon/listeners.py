@@ -244,7 +244,7 @@ class LaneListeners:
                 theirs.close()
                 raise
         except PenstockError as error:
-            _say(lane, tcp.sealed(_refusal(error)))
+            _send_last(lane, tcp.sealed(_refusal(error)))
             lane.close()
             raise
         except BaseException:
@@ -320,7 +320,7 @@ async def _read_hello(lane: socket.socket) -> lane_pb2.Hello:
     return reading.hello()
 
 
-def _say(lane: socket.socket, frame: bytes) -> None:
+def _send_last(lane: socket.socket, frame: bytes) -> None:
     """Send a frame to a peer that is about to be closed. Its buffer is empty, so the frame fits, or the peer is
     gone."""
     try:

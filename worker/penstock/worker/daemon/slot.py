@@ -201,7 +201,7 @@ class Slot:
             await turn.came
             fork_server = await host.fork_server(a)
             child = self._child = await fork_server.fork(
-                "runner", self.name, self.progress_page, self._hear, about_slot(a)
+                "runner", self.name, self.progress_page, self._on_message, about_slot(a)
             )
         except BaseException:
             turn.end()
@@ -214,7 +214,7 @@ class Slot:
             await child.send("resume", fds=[await host.blobs.descriptor(a.resume.blob)])
         if begins:
             await child.send("begins")
-        await self._tell_findings(child)
+        await self._send_findings(child)
         await child.send("go")
 
     async def _fetch_restart_points(self, child: Child) -> bool:
@@ -313,16 +313,16 @@ class Slot:
             now, (activity, for_s) = time.monotonic(), self.progress_page.activity
             lasts = self._stall.look(now, activity, for_s, self.progress_page.total)
             if lasts < after or self._child is None or self.phase == coordinator_pb2.FAILED:
-                self._tell("", "")
+                self._report_stall("", "")
             elif not self._doing:
                 state = state_of(self._child.pid)
                 stopped = state in ("T", "t")
                 if stopped or not self._stall.idle:
                     doing = self._stall.text(now, time.time())
                     stack = await self._child.stack()
-                    self._tell(f"stopped by a signal (state {state}), {doing}" if stopped else doing, stack)
+                    self._report_stall(f"stopped by a signal (state {state}), {doing}" if stopped else doing, stack)
 
-    def _tell(self, doing: str, stack: str) -> None:
+    def _report_stall(self, doing: str, stack: str) -> None:
         if doing:
             self.log.warning("slow worker: %s on worker %s is %s\n%s", self.name, self.host.name, doing, stack)
         if doing != self._doing:
@@ -368,7 +368,7 @@ class Slot:
 
     # ---- messages of the runner
 
-    def _hear(self, message: ControlMessage) -> None:
+    def _on_message(self, message: ControlMessage) -> None:
         if self._stopping:
             return
         fields = message.fields
@@ -546,9 +546,9 @@ class Slot:
     async def learn_findings(self) -> None:
         """Send the runner the findings about its loader."""
         if self._child is not None:
-            await self._tell_findings(self._child)
+            await self._send_findings(self._child)
 
-    async def _tell_findings(self, child: Child) -> None:
+    async def _send_findings(self, child: Child) -> None:
         if self.findings.crossing:
             await child.send("crossing", crossing=self.findings.crossing)
         if self.findings.misleads:

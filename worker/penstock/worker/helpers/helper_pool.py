@@ -44,7 +44,7 @@ class HelperProcess:
         self.answer: asyncio.Future[ControlMessage] = asyncio.get_running_loop().create_future()
         self.idle: asyncio.TimerHandle | None = None
 
-    def hear(self, message: ControlMessage) -> None:
+    def on_message(self, message: ControlMessage) -> None:
         """Handle a message of the warm helper, or of the child that does its task."""
         if message.kind == "working":
             pid = message.fields.get("pid")
@@ -167,7 +167,7 @@ class HelperPool:
         try:
             about: dict[str, str | int] = {"run": assignment.run, "attempt": assignment.attempt}
             helper.child = await fork_server.fork(
-                "helper", f"{assignment.run} helper", progress_page, helper.hear, about
+                "helper", f"{assignment.run} helper", progress_page, helper.on_message, about
             )
             warm = helper.expect()
             await helper.child.send("warm", spec.SerializeToString(), modules=modules)

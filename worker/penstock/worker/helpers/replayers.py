@@ -171,8 +171,8 @@ def _late(what: str, task: str, deadline_s: float, stack: str) -> DeadlineError:
 
 
 def _first(answer: asyncio.Future[ControlMessage]) -> Callable[[ControlMessage], None]:
-    def hear(message: ControlMessage) -> None:
+    def on_message(message: ControlMessage) -> None:
         if not answer.done():
             answer.set_result(message)
 
-    return hear
+    return on_message

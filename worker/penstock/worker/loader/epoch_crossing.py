@@ -64,14 +64,14 @@ def cross(source: RestorableLoader, step: int) -> RestartPoint:
     source.renew(end)
     fresh = _tried(source, step, take)
     if are_one(kept, fresh, awaited=source.awaited.get(source.position.total), whole=history.complete):
-        source.learn_rewinds(FRESH)
+        source.learn_crossing(FRESH)
         source.renew(end)
         return source.open(step=step)
     _from_the_beginning(source, take)
     opened = source.open(step=step)
     right = _first_of(source, take)
     if not untouched:
-        source.learn_rewinds(the_right_one(right, kept, fresh))
+        source.learn_crossing(the_right_one(right, kept, fresh))
         opened = source.marked(opened)
         _log.warning(
             "%s: restored within epoch %d, it does not begin the next one as a loader made anew does. Which "
@@ -108,11 +108,11 @@ def _cross_as_resumed(source: RestorableLoader, step: int) -> RestartPoint:
     right = _first_of(source, take)
     if came is not None and came.digest == right.digest and start is not None:
         if not untouched:
-            source.learn_rewinds(KEPT)
+            source.learn_crossing(KEPT)
         _as_resumed(source, start, goal, history, take)
         return source.open(step=step)
     if not untouched and history.crossing != REPLAY:
-        source.learn_rewinds(REPLAY)
+        source.learn_crossing(REPLAY)
         opened = source.marked(opened)
         _log.warning(
             "%s: restored within epoch %d, it does not begin the next one with the right batch: its stream is made "

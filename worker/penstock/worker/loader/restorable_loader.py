@@ -388,7 +388,7 @@ class RestorableLoader:
         for epoch, total, count in point.skips:
             self._skips[epoch, total] = max(count, self._skips.get((epoch, total), 0))
 
-    def learn_rewinds(self, crossing: str) -> None:
+    def learn_crossing(self, crossing: str) -> None:
         """Take over the crossing that was found, see epoch_crossing.py."""
         self.history = self.history.knowing(crossing)
 

@@ -103,7 +103,7 @@ class _Resume:
             self._history = StreamHistory(launch)
 
     def run(self) -> None:
-        first_fit(self._ways(), self._take, UNFIT, self._tell)
+        first_fit(self._ways(), self._take, UNFIT, self._log_failure)
         for point, start in self._kept:
             self._keep_for_good(point, start)
 
@@ -119,7 +119,7 @@ class _Resume:
             self._by_own_methods()
         self._arrive()
 
-    def _tell(self, error: Exception, instead: ResumeWay) -> None:
+    def _log_failure(self, error: Exception, instead: ResumeWay) -> None:
         if instead.kind is ResumeKind.BEGINNING:
             _log.warning("%s; its stream is made again from the beginning instead", cast(PenstockError, error).message)
 

@@ -464,11 +464,11 @@ class ForkServer:
         assert self._channel is not None
         try:
             while (message := self._channel.receive(wait=False)) is not None:
-                self._hear(message)
+                self._on_message(message)
         except (LaneLostError, PenstockError):
             self._died()
 
-    def _hear(self, message: ControlMessage) -> None:
+    def _on_message(self, message: ControlMessage) -> None:
         if message.kind == "up":
             if not self._up.done():
                 self._up.set_result(None)

@@ -53,7 +53,7 @@ class Orphans:
         `ours`: children that are no orphans; those of this process's own group are none either.
         """
         living, dead = [], set()
-        for pid in _strangers(ours):
+        for pid in _orphans_of(ours):
             if reap_orphan(pid):
                 dead.add(pid)
             else:
@@ -72,10 +72,10 @@ class Orphans:
 
     def spares(self, ours: Collection[int]) -> bool:
         """Return whether one of them gets a moment to clean up."""
-        return any(map(_cleans_up, _strangers(ours)))
+        return any(map(_cleans_up, _orphans_of(ours)))
 
 
-def _strangers(ours: Collection[int]) -> list[int]:
+def _orphans_of(ours: Collection[int]) -> list[int]:
     group = os.getpgrp()
     return [pid for pid in own_children() if pid not in ours and _group_of(pid) not in (group, None)]
 

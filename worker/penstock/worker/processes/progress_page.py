@@ -67,7 +67,7 @@ class ProgressPage:
         self._recorded = 0
         self._first: int | None = None
         self._last = self._made = self._replayed = 0
-        self._told = 0, 0, 0
+        self._counted = 0, 0, 0
 
     @classmethod
     def create(cls) -> ProgressPage:
@@ -177,9 +177,9 @@ class ProgressPage:
         first, last, made, replayed = _COUNTS.unpack_from(self._map, _COUNTS_AT)
         # Before the runner has its position, what the loop was handed is its predecessor's.
         found = (made + self.total - last, self.delivered - (first - 1), replayed) if first else (0, 0, replayed)
-        produced, delivered, replayed = map(max, found, self._told)
-        self._told = produced, delivered, replayed
-        return self._told
+        produced, delivered, replayed = map(max, found, self._counted)
+        self._counted = produced, delivered, replayed
+        return self._counted
 
     def refresh(self) -> None:
         """Read the head: total, epoch, delivered, looked, samples, worked_s."""

@@ -154,7 +154,7 @@ class _Runner:
             source.build()
             if sent.begins or not self.assignment.recovery:
                 start(source, sent.resume, partial(self._keep, begins=True), self._seek)
-            self._say_ready()
+            self._send_ready()
             if self.assignment.recovery:
                 if self.assignment.resume.blob and source.by_own_methods and not sent.begins:
                     source.learn_resume(self._await_resume())
@@ -177,7 +177,7 @@ class _Runner:
             elif message.kind == "point":
                 sent.points.append(RestartPoint.decode(message.payload))
             elif message.kind == "crossing":
-                self.source.learn_rewinds(message.fields["crossing"])
+                self.source.learn_crossing(message.fields["crossing"])
             elif message.kind == "misleads":
                 self._counts = True
             elif message.kind == "begins":
@@ -233,7 +233,7 @@ class _Runner:
 
         replay(source, leg, seen, self._open_epoch)
 
-    def _say_ready(self) -> None:
+    def _send_ready(self) -> None:
         self._channel.send("ready", self.source.capabilities.SerializeToString())
 
     # ---- streaming
@@ -572,7 +572,7 @@ class _Runner:
         if message.kind == "stop":
             raise _StopError
         if message.kind == "crossing":
-            self.source.learn_rewinds(message.fields["crossing"])
+            self.source.learn_crossing(message.fields["crossing"])
         elif message.kind == "misleads":
             self._counts, self.source.counts_from = True, RestartPoint.decode(self._start_data)
         elif message.kind == "point":
