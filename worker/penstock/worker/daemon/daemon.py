@@ -59,7 +59,7 @@ __all__ = ["DaemonSettings", "own_name", "serve"]
 _log = logging.getLogger("penstock.worker")
 
 HOLD_S = 1.0
-"""Seconds of a heartbeat's long poll until the coordinator sends its own value: a third of the first lease."""
+"""Seconds of a heartbeat's long poll until the coordinator sends its own value: a third of the lease."""
 RETRY_S = 0.3
 AWAY_AGAIN_S = 60.0
 """Seconds between two log lines about an unreachable coordinator."""
