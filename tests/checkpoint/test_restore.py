@@ -69,7 +69,7 @@ def test_a_step_by_name(tmp_path: Path) -> None:
         ("short", r"__0_0.distcp: [0-9,]+ bytes where [0-9,]+ were written"),
         ("manifest", r"penstock.json is damaged"),
         ("checksum", r"penstock.json is damaged: its checksum differs from that of its content"),
-        ("newer", r"penstock.json is damaged: format 99 of a newer Penstock"),
+        ("newer", r"penstock.json is damaged: its format must be <= 1, got 99 of a newer Penstock"),
         ("index", r"\.metadata: [0-9,]+ bytes where"),
     ],
 )

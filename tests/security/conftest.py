@@ -1,4 +1,4 @@
-"""What the tests of this folder share: one set of certificates, and coordinators and workers that use them."""
+"""Fixtures of this folder: one set of certificates, and coordinators and workers that use them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def pki(tmp_path_factory: pytest.TempPathFactory) -> Pki:
 
 @pytest.fixture(scope="session")
 def pair(pki: Pki) -> Pair:
-    """What servers and honest callers show."""
+    """Certificate and key of servers and honest callers."""
     return pki.issue("good")
 
 

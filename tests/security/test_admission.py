@@ -1,4 +1,4 @@
-"""How fast peers may register and open runs: the buckets, and that who is sent away comes back when it was told to."""
+"""Rate limits on registering and opening runs: the buckets, and the return of a refused peer at the given time."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def refused(admission: RateLimiter, peer: str) -> float:
     return caught.value.retry_after_s
 
 
-def test_a_burst_then_a_rate_with_the_time_to_come_back() -> None:
+def test_burst_then_rate_with_retry_time() -> None:
     clock = Clock()
     admission = RateLimiter(FEW, clock)
     for _ in range(3):
@@ -50,7 +50,7 @@ def test_a_burst_then_a_rate_with_the_time_to_come_back() -> None:
     refused(admission, "a")  # never more than the burst
 
 
-def test_many_peers_together_share_one_bucket_and_are_forgotten_in_turn() -> None:
+def test_many_peers_share_one_bucket() -> None:
     clock = Clock()
     admission = RateLimiter(FEW, clock)
     for peer in range(5):
@@ -67,7 +67,7 @@ def test_many_peers_together_share_one_bucket_and_are_forgotten_in_turn() -> Non
         ("unix:", "unix"),
     ],
 )
-def test_peers_are_told_apart_by_address_and_not_by_port(peer: str, address: str) -> None:
+def test_peers_differ_by_address_not_by_port(peer: str, address: str) -> None:
     assert address_of(peer) == address
 
 
@@ -85,7 +85,7 @@ async def coordinator(limits: Limits) -> AsyncIterator[str]:
         await running
 
 
-def test_the_hint_crosses_and_the_call_is_taken_then() -> None:
+def test_retry_time_travels_and_is_honoured() -> None:
     limits = replace(Limits(), admissions=replace(FEW, peer_burst=1, peer_per_s=0.4))
     request = pb.RegisterWorkerRequest(worker="w", session="s", slots=1)
 

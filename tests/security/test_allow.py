@@ -1,4 +1,5 @@
-"""Which input_fn may run: workers refuse what is not under their prefixes, and the coordinator does not ask them."""
+"""Allowed input_fns: workers refuse what is not under their prefixes, and the coordinator does not assign it to
+them."""
 
 from __future__ import annotations
 
@@ -44,13 +45,13 @@ def register(world: FakeCluster, name: str, *allow: str, slots: int = 8, host: s
 
 @pytest.fixture
 def world() -> FakeCluster:
-    """One whose coordinator has been up for a while."""
+    """A cluster whose coordinator has been up for a while."""
     world = FakeCluster(replace(Limits(), worker_lease_s=3.0))
     world.run_for(4.0)
     return world
 
 
-def test_a_worker_that_may_not_is_not_chosen_however_near(world: FakeCluster) -> None:
+def test_near_worker_without_the_prefix_is_unused(world: FakeCluster) -> None:
     near = register(world, "near", "other")
     far = register(world, "far", "m", host="host-b")
     box = world.open()
@@ -70,7 +71,7 @@ def test_who_waits_does_not_hold_up_others(world: FakeCluster) -> None:
     assert [assignment.run for assignment in worker.heartbeat().assignments] == ["goes/0"]
 
 
-def test_a_slot_that_nobody_may_run_fails_at_once_and_says_so(world: FakeCluster) -> None:
+def test_slot_that_none_may_run_fails_at_once(world: FakeCluster) -> None:
     worker = register(world, "w", "other", "more")
     box = world.open()
     world.run_for(0.5, [worker, box])
@@ -82,7 +83,7 @@ def test_a_slot_that_nobody_may_run_fails_at_once_and_says_so(world: FakeCluster
     )
 
 
-def test_without_workers_or_right_after_a_start_it_waits(world: FakeCluster) -> None:
+def test_slot_waits_without_workers_or_at_start(world: FakeCluster) -> None:
     box = world.open()
     world.run_for(1.0, [box])
     assert box.phases() == ["WAITING", "WAITING"]
@@ -95,7 +96,7 @@ def test_without_workers_or_right_after_a_start_it_waits(world: FakeCluster) -> 
     assert box.phases() == ["STARTING", "STARTING"]
 
 
-def test_a_slot_that_ran_waits_for_its_worker_to_come_back(world: FakeCluster) -> None:
+def test_slot_that_ran_waits_for_its_worker(world: FakeCluster) -> None:
     other, good = register(world, "other", "x"), register(world, "good", "m")
     box = world.open()
     good.ready()
@@ -119,7 +120,7 @@ def spec(input_fn: str, *allow: str) -> records_pb2.LoaderSpec:
 @pytest.mark.parametrize(
     "name", ["patients:subprocess.Popen", "streams:os.system", "streams:DataLoader", "streams:Any"]
 )
-def test_an_allowed_module_is_no_door_to_what_it_imports(name: str) -> None:
+def test_imports_of_an_allowed_module_are_refused(name: str) -> None:
     from penstock.proto.errors import InputFnNotFoundError
 
     with pytest.raises((InputFnNotAllowedError, InputFnNotFoundError)):
@@ -136,7 +137,7 @@ def test_what_is_defined_where_it_may_be_is_found() -> None:
         load_input_fn(spec("streams:DataLoader", "streams"))
 
 
-def test_a_search_path_or_a_script_of_a_peer_is_refused() -> None:
+def test_search_path_or_script_of_peer_is_refused() -> None:
     check_plain(spec("streams:counter"))
     for said in (records_pb2.LoaderSpec(sys_path=["/tmp"]), records_pb2.LoaderSpec(main_path="/tmp/x.py")):
         with pytest.raises(InputFnNotAllowedError, match="only an embedded worker takes"):

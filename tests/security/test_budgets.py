@@ -1,4 +1,4 @@
-"""What one caller may take of a coordinator: turns of its event loop, held answers, queries, room for values."""
+"""Budgets of one caller at a coordinator: turns of its event loop, held answers, queries, bytes of values."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ def test_slots_are_placed_in_slices() -> None:
     assert {len(box.slots) for attempt in cluster.open_attempts() for box in attempt.boxes.values()} == {2}
 
 
-def test_slots_that_no_worker_may_run_hold_up_nobody() -> None:
-    """They are passed over, a slice at a time, and those behind them are placed."""
+def test_unplaceable_slots_delay_no_others() -> None:
+    """Skip them, a slice at a time, and place the slots behind them."""
     world = FakeCluster(replace(Limits(), slots_at_once=2))
     stuck, served = pb.OpenRunRequest(job="stuck"), pb.OpenRunRequest(job="served")
     stuck.loader.input_fn, served.loader.input_fn = "elsewhere:f", "here:f"
@@ -112,7 +112,7 @@ def test_boxes_that_are_lost_go_in_slices() -> None:
     assert live[-3:] == [4, 2, 0]
 
 
-def test_the_next_attempt_has_the_places_of_the_one_before() -> None:
+def test_next_attempt_gets_the_freed_slots() -> None:
     world = FakeCluster(replace(Limits(), slots_at_once=3))
     world.worker("w", 8)
     world.open(num_workers_per_box=8, attempt_key="1")
@@ -190,7 +190,7 @@ def test_an_end_in_slices_outlives_a_restart(tmp_path: Path) -> None:
 
 
 def test_hand_overs_end_with_their_attempt() -> None:
-    """Nothing is taken over for an attempt that is over, although its slots are still to be taken from workers."""
+    """Migrate nothing for an attempt that is over, although its slots are still to be removed from workers."""
     world = FakeCluster(replace(Limits(), slots_at_once=1))
     leaving = world.worker("a", 3)
     for number in range(3):
@@ -226,7 +226,7 @@ def test_a_look_at_the_balance_goes_in_slices() -> None:
 
 
 def test_a_worker_is_told_its_slots_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it has lost between two steps is not in the reply, and the next one says so."""
+    """Leave out of the reply what it has lost between two steps; the next one has it."""
     monkeypatch.setattr(views, "ASSIGNMENTS", 2)
     world = FakeCluster()
     world.worker("w", 8)
@@ -247,7 +247,7 @@ def test_a_worker_is_told_its_slots_in_steps(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_box_holds_few_watches() -> None:
-    """One hundred long polls of one box, and as many of one worker: all but four are answered at once."""
+    """Answer a hundred long polls of one box, and as many of one worker, at once, except for four of each."""
 
     async def run() -> None:
         async with coordinator(Limits()) as address, AsyncCoordinatorClient(address, "a-token-of-one") as client:
@@ -295,7 +295,7 @@ def test_a_token_has_so_many_queries_open() -> None:
 # ------------------------------------------------------------------------------------------------------------ room
 
 
-def test_one_token_does_not_fill_the_room_for_blobs() -> None:
+def test_one_token_does_not_fill_the_blob_budget() -> None:
     snapshot_index = SnapshotIndex(replace(Limits(), budget=1000))
     snapshot_index.add_blob("a", 500, 0.0, "one")
     assert "500 of 600 bytes of the coordinator's budget for blobs of one token" in snapshot_index.why_blob_refused(
@@ -307,7 +307,7 @@ def test_one_token_does_not_fill_the_room_for_blobs() -> None:
 
 
 def test_uploads_of_a_token_wait_for_their_own() -> None:
-    """Who lines up a hundred values keeps nobody else waiting for more than the one that is under way."""
+    """Delay other tokens by at most the one upload that is running, however many values a token sends."""
 
     async def run() -> None:
         room, came = MemoryBudget(10), list[str]()
@@ -364,7 +364,7 @@ def test_slots_of_one_token_are_counted() -> None:
 
 @pytest.mark.parametrize("field", ["session", "host_id", "local_address", "allow"])
 def test_a_registration_has_so_many_bytes(field: str) -> None:
-    """It is kept, and stands in every status: eight of 4 MiB would be more than a reply may hold."""
+    """Bound a registration: it is kept, and is part of every status, and eight of 4 MiB would exceed a reply."""
     request = pb.RegisterWorkerRequest(worker="w", session="s", slots=1)
     if field == "allow":
         request.allow.append("x" * 20_000)

@@ -25,7 +25,7 @@ from penstock.proto.rpc.connection_limits import Connection, surplus
 FILES = 128
 """Descriptors that the coordinator may have, about 50 of which it needs itself."""
 HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
-"""What opens an HTTP/2 connection, which then may say nothing for as long as it likes."""
+"""Bytes that open an HTTP/2 connection, which then may stay silent for any time."""
 
 
 @contextmanager
@@ -71,7 +71,7 @@ def test_silent_connections_stop_nobody(opening: bytes, tmp_path: Path) -> None:
     assert " of 127.0.0.1" in log
 
 
-def test_who_says_nothing_is_ended_and_who_showed_a_token_stays(
+def test_silent_peers_are_ended_and_others_stay(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def run() -> None:
@@ -93,7 +93,7 @@ def test_who_says_nothing_is_ended_and_who_showed_a_token_stays(
     ]
 
 
-def test_the_soft_limit_of_files_is_raised_to_the_hard_one() -> None:
+def test_soft_file_limit_is_raised_to_hard_one() -> None:
     code = (
         "import resource; from penstock.proto.rpc.connection_limits import raise_file_limit; "
         "raise_file_limit(); raise_file_limit(); print(*resource.getrlimit(resource.RLIMIT_NOFILE))"
@@ -106,7 +106,7 @@ def _from(address: str, count: int, since: float = 0.0) -> list[Connection]:
     return [Connection(f"{address}-{n}", (address, n), since + n / 1000, n) for n in range(count)]
 
 
-def test_the_greediest_address_loses_its_oldest_first() -> None:
+def test_greediest_address_loses_its_oldest_first() -> None:
     many, few = _from("10.0.0.1", 90, since=5.0), _from("10.0.0.2", 20)
     assert surplus([*many, *few], set(), 10.0, 110) == []
     assert surplus([*few, *many], set(), 10.0, 100) == many[:10]

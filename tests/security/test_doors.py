@@ -53,7 +53,7 @@ async def connected(listeners: LaneListeners) -> socket.socket:
 
 
 async def answer(sock: socket.socket) -> Frame:
-    """What the doors say to a Hello."""
+    """Return the listener's answer to a Hello."""
     loop = asyncio.get_running_loop()
     await loop.sock_sendall(sock, HELLO)
     async with asyncio.timeout(10):
@@ -74,7 +74,7 @@ def ended(sock: socket.socket) -> bool:
         return True
 
 
-def test_a_thousand_silent_peers_shut_nobody_out_and_hold_few_descriptors() -> None:
+def test_thousand_silent_peers_shut_out_no_others() -> None:
     async def body(listeners: LaneListeners) -> None:
         before = len(list(Path("/proc/self/fd").iterdir()))
         silent = [await connected(listeners) for _ in range(1000)]
@@ -144,7 +144,7 @@ def test_forged_hellos_fill_no_log(caplog: pytest.LogCaptureFixture) -> None:
     assert sum(map(len, told)) < 5_000
 
 
-def test_a_slot_has_one_sender_however_many_lanes_its_ticket_opens() -> None:
+def test_slot_has_one_sender_for_many_lanes() -> None:
     """Each had a thread and descriptors for as long as its peer kept the connection: 500 were the end of a daemon."""
     runner: list[socket.socket] = []
 
@@ -179,7 +179,7 @@ def test_a_slot_has_one_sender_however_many_lanes_its_ticket_opens() -> None:
     asyncio.run(run())
 
 
-def test_a_daemon_without_descriptors_opens_its_door_again() -> None:
+def test_daemon_without_descriptors_accepts_later() -> None:
     async def body(listeners: LaneListeners) -> None:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         host, _, port = listeners.tcp_address.rpartition(":")
@@ -205,7 +205,7 @@ def test_a_daemon_without_descriptors_opens_its_door_again() -> None:
     trial(body)
 
 
-def test_a_door_to_other_machines_needs_tls_or_a_word(pki: Pki, pair: Pair) -> None:
+def test_listening_beyond_needs_tls_or_a_flag(pki: Pki, pair: Pair) -> None:
     async def run() -> None:
         with pytest.raises(UnsafeBindError, match=r"0\.0\.0\.0:0 can be reached from other machines"):
             LaneListeners(refuse).open("0.0.0.0:0")
@@ -221,7 +221,7 @@ def test_a_door_to_other_machines_needs_tls_or_a_word(pki: Pki, pair: Pair) -> N
     asyncio.run(run())
 
 
-def test_what_a_peer_says_cannot_forge_a_line_of_the_log() -> None:
+def test_peers_cannot_forge_log_lines() -> None:
     from penstock.runtime.telemetry.logs import OneLine, printable
 
     record = logging.LogRecord(

@@ -20,7 +20,7 @@ OTHER = 12_345
 
 @pytest.fixture
 def folder(tmp_path: Path) -> FleetFolder:
-    """Of a fleet that is up, by this process."""
+    """Folder of a fleet that is up, owned by this process."""
     made = FleetFolder(tmp_path / "fleet")
     made.make()
     lock = made.lock()
@@ -51,7 +51,8 @@ def test_another_users_folder_is_not_read(folder: FleetFolder) -> None:
 
 
 def test_no_token_is_put_where_others_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who would then close the folder, as the error says, would go on with a token that others may have planted."""
+    """Store no token: a user who then closes the folder, as the error asks, would use a token that others may have
+    planted."""
     for name in ("PENSTOCK_TOKEN", "PENSTOCK_TOKEN_FILE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PENSTOCK_CONFIG", os.devnull)

@@ -20,7 +20,7 @@ def decoded(data: bytes) -> Any:
 
 
 def state() -> dict[str, Any]:
-    """Of one box with one worker, at step 3."""
+    """Return a state of one box with one worker, at step 3."""
     base = RestartPoint(StreamPosition(0, 3, 3, 12), {"i": 3}, b"rng", digest=7)
     restart = decoded(base.encode())["restart"]
     position = Position.start(1, step=0, epoch=0)
@@ -82,5 +82,5 @@ def test_a_restart_point_is_what_was_written(fields: dict[str, Any]) -> None:
     value = decoded(RestartPoint(StreamPosition(0, 3, 3, 12), {"i": 3}, b"rng", digest=7).encode())
     assert RestartPoint.of(value).digest == 7
     value["restart"] |= fields
-    with pytest.raises(StateCorruptError, match="a saved state that cannot be"):
+    with pytest.raises(StateCorruptError, match="a saved state is corrupt"):
         RestartPoint.of(value)

@@ -34,7 +34,7 @@ PLACE = DaemonAddresses("unix:/nowhere", "secret", "job")
 
 
 def meeting(local_rank: int, port: int, monkeypatch: pytest.MonkeyPatch) -> SharedAppliance:
-    """Of one of two ranks, which are one process here."""
+    """Return the meeting of one of two ranks, which are one process here."""
     for name, value in (("RANK", local_rank), ("LOCAL_RANK", local_rank), ("WORLD_SIZE", 2), ("MASTER_PORT", port)):
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr("penstock.client.api.rendezvous._shared_so_far", 0)
@@ -56,7 +56,7 @@ def squatter(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     process.communicate("")
 
 
-def test_ranks_meet_where_another_user_has_the_name(squatter: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_meet_although_the_name_is_taken(squatter: int, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = (meeting(rank, squatter, monkeypatch) for rank in (0, 1))
     found: list[DaemonAddresses] = []
     joining = threading.Thread(target=lambda: found.append(second.join(time.monotonic() + 20, 20)))

@@ -112,7 +112,7 @@ def test_tokens_are_rotated_and_taken_away(tmp_path: Path, address: str, monkeyp
     asyncio.run(run())
 
 
-def test_a_file_that_has_become_bad_changes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_file_that_became_invalid_changes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = tmp_path / "tokens"
     put(file, f"admin:{OLD}")
     tokens, mine = Tokens(read_tokens(file)), read_token("admin", file=file)
@@ -165,7 +165,7 @@ def other(tmp_path_factory: pytest.TempPathFactory, pki: Pki) -> Pki:
     return Pki(tmp_path_factory.mktemp("other"))
 
 
-def test_what_does_not_fit_together_is_not_taken_up(
+def test_mismatched_files_are_not_taken_up(
     tmp_path: Path, pki: Pki, pair: Pair, caplog: pytest.LogCaptureFixture
 ) -> None:
     files, late = Files(tmp_path / "files"), pki.issue("late")
@@ -188,9 +188,7 @@ def test_what_does_not_fit_together_is_not_taken_up(
     assert not of_role.renew(), "it is no certificate of a worker"
 
 
-def test_a_coordinator_shows_and_trusts_what_its_files_hold(
-    tmp_path: Path, address: str, pki: Pki, pair: Pair, other: Pki
-) -> None:
+def test_coordinator_takes_up_its_new_tls_files(tmp_path: Path, address: str, pki: Pki, pair: Pair, other: Pki) -> None:
     """The CA is replaced: both are trusted first, then new certificates are made, then the old CA is taken away."""
     files, mine = Files(tmp_path / "files"), Files(tmp_path / "mine")
     files.hold(pki, pair=pair)
@@ -221,9 +219,7 @@ def test_a_coordinator_shows_and_trusts_what_its_files_hold(
     asyncio.run(run())
 
 
-def test_callers_connect_again_with_what_their_files_hold(
-    tmp_path: Path, address: str, pki: Pki, pair: Pair, other: Pki
-) -> None:
+def test_callers_reconnect_with_their_new_files(tmp_path: Path, address: str, pki: Pki, pair: Pair, other: Pki) -> None:
     files, mine = Files(tmp_path / "files"), Files(tmp_path / "mine")
     files.hold(pki, pair=pair)
     mine.hold(pki, pair=pair)

@@ -42,9 +42,7 @@ def processes_below(*pids: int) -> list[Path]:
     return [Path(f"/proc/{pid}") for pid in found]
 
 
-def test_training_over_mutual_tls_and_no_secret_in_any_argument_log_or_error(
-    start: Starter, pki: Pki, tmp_path: Path
-) -> None:
+def test_mutual_tls_training_shows_no_secret(start: Starter, pki: Pki, tmp_path: Path) -> None:
     name = "penstock"
     tokens = tmp_path / "tokens"
     tokens.write_text(TOKENS)
@@ -103,7 +101,7 @@ def test_no_repr_shows_a_token() -> None:
 
 
 @pytest.mark.parametrize("module", ["penstock.appliance", "penstock.worker"])
-def test_a_daemon_that_others_could_reach_ends_with_its_own_exit_code(module: str) -> None:
+def test_reachable_daemon_has_its_own_exit_code(module: str) -> None:
     needed = ["--coordinator", "127.0.0.1:1", "--slots", "1"] if module == "penstock.worker" else []
     done = subprocess.run(
         [sys.executable, "-m", module, *needed, "--listen", "0.0.0.0:0"],

@@ -16,7 +16,7 @@ PLACE = ("job/0", 1, 0, 2, 7)
 NOW = 1_700_000_000.0
 
 
-def test_a_ticket_opens_its_own_lane_until_it_expires() -> None:
+def test_ticket_opens_its_lane_until_it_expires() -> None:
     key, expires = lane_key(SECRET, *PLACE), expiry(NOW)
     ticket = make_ticket(key, expires)
     assert TERM_S <= expires - NOW <= 2 * TERM_S
@@ -36,7 +36,7 @@ def test_it_opens_no_other(other: tuple[str, int, int, int, int]) -> None:
         check_ticket(ticket, lane_key(SECRET, *PLACE), NOW, "slot 2")
 
 
-def test_its_time_cannot_be_changed_and_nonsense_is_wrong() -> None:
+def test_changed_or_malformed_tickets_are_refused() -> None:
     key = lane_key(SECRET, *PLACE)
     ticket = make_ticket(key, expiry(NOW))
     _, _, signature = ticket.partition(".")
@@ -48,7 +48,7 @@ def test_its_time_cannot_be_changed_and_nonsense_is_wrong() -> None:
         check_ticket(make_ticket(b"", expiry(NOW)), b"", NOW, "a slot whose worker was given no key")
 
 
-def test_views_bring_a_new_ticket_when_a_term_begins_and_the_old_one_is_good_for_another() -> None:
+def test_new_term_brings_ticket_and_keeps_the_old() -> None:
     world = FakeCluster()
     world.wall = NOW
     world.boot(None)
@@ -73,7 +73,7 @@ def test_views_bring_a_new_ticket_when_a_term_begins_and_the_old_one_is_good_for
     assert box.watch().version == again, "nothing changes within a term"
 
 
-def test_keys_and_tickets_are_the_same_after_a_restart(tmp_path: Path) -> None:
+def test_keys_and_tickets_survive_a_restart(tmp_path: Path) -> None:
     directory = StateDir(tmp_path)
     world = FakeCluster(directory=directory)
     box, worker = world.open(), world.worker("w")

@@ -29,7 +29,7 @@ def mutual(start_once: Starter, pki: Pki, pair: Pair) -> str:
 
 @pytest.fixture(scope="module")
 def one_way(start_once: Starter, pair: Pair) -> str:
-    """One that shows a certificate and asks for none."""
+    """Address of a coordinator that has a certificate and requires none."""
     return start_once.coordinator(*tls_flags("", pair)).line
 
 
@@ -44,7 +44,7 @@ def ask(address: str, tls: Tls | None) -> None:
 
 
 def errors_of(address: str, tls: Tls | None) -> list[PenstockError]:
-    """What both kinds of clients raise, and that they do so quickly."""
+    """Return the errors of both kinds of clients; assert that they come quickly."""
 
     async def register() -> None:
         async with AsyncCoordinatorClient(address, SECRETS["worker"], tls=tls) as client:
@@ -66,12 +66,12 @@ def test_a_caller_with_a_certificate_is_let_in(mutual: str, pki: Pki, pair: Pair
     ask(mutual, load_tls(pki.ca, pair.cert, pair.key))
 
 
-def test_without_a_ca_on_the_coordinator_callers_need_no_certificate(one_way: str, pki: Pki, pair: Pair) -> None:
+def test_without_a_ca_callers_need_no_certificate(one_way: str, pki: Pki, pair: Pair) -> None:
     ask(one_way, load_tls(pki.ca))
     ask(one_way, load_tls(pki.ca, pair.cert, pair.key))
 
 
-def test_the_expected_name_can_be_another_than_the_address(start: Starter, pki: Pki, pair: Pair) -> None:
+def test_expected_name_may_differ_from_address(start: Starter, pki: Pki, pair: Pair) -> None:
     elsewhere = pki.issue("elsewhere", "DNS:penstock")
     address = start.coordinator(*tls_flags(pki.ca, elsewhere)).line
     ask(address, load_tls(pki.ca, pair.cert, pair.key, "penstock"))
@@ -120,9 +120,7 @@ def test_tls_to_a_plain_coordinator(plain: str, pki: Pki, pair: Pair) -> None:
         assert f"{plain} does not use TLS, and this end does (tls_ca={pki.ca})" in error.message
 
 
-def test_a_coordinator_that_was_reached_once_is_away_whatever_comes_in_its_place(
-    start: Starter, pki: Pki, pair: Pair
-) -> None:
+def test_a_replaced_coordinator_counts_as_away(start: Starter, pki: Pki, pair: Pair) -> None:
     """A restart with another certificate, by mistake, must not end workers and training jobs."""
     first = start.coordinator(*tls_flags(pki.ca, pair))
     with CoordinatorClient(first.line, SECRETS["admin"], tls=load_tls(pki.ca, pair.cert, pair.key)) as client:

@@ -25,7 +25,7 @@ def test_good_files_are_taken_and_no_key_is_shown(pki: Pki, pair: Pair) -> None:
     assert tls.for_server() is tls.for_client() is tls
 
 
-def test_who_listens_needs_a_certificate_and_who_calls_a_ca(pki: Pki, pair: Pair) -> None:
+def test_server_needs_certificate_and_client_a_ca(pki: Pki, pair: Pair) -> None:
     only_ca, no_ca = load_tls(pki.ca), load_tls("", pair.cert, pair.key)
     assert only_ca is not None
     assert no_ca is not None
@@ -75,7 +75,7 @@ def test_what_is_no_pem(pki: Pki, pair: Pair, tmp_path: Path) -> None:
         load_tls("", str(junk), pair.key)
 
 
-def test_a_key_with_a_password_is_refused_and_nobody_is_asked_for_it(pair: Pair, tmp_path: Path) -> None:
+def test_key_with_a_password_is_refused_unasked(pair: Pair, tmp_path: Path) -> None:
     locked = tmp_path / "locked.key"
     subprocess.run(
         ["openssl", "ec", "-in", pair.key, "-aes256", "-passout", "pass:secret", "-out", str(locked)],

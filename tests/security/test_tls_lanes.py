@@ -34,7 +34,7 @@ from penstock.worker.daemon.sender import Sender
 
 QUICK_S = 8.0
 REFUSED = AuthenticationError("the daemon was asked")
-"""What a consumer hears that comes as far as the daemon."""
+"""Error for a consumer whose Hello reaches the daemon."""
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +93,7 @@ def test_certificates_that_are_not_good_enough(pki: Pki, pair: Pair, mutual: Tls
         assert name == ("TlsError" if says else "AuthenticationError")
 
 
-def test_a_worker_that_only_has_a_ca_listens_in_the_clear(pki: Pki) -> None:
+def test_worker_with_only_a_ca_listens_in_clear(pki: Pki) -> None:
     assert heard(None, load_tls(pki.ca))[0] == "AuthenticationError"
 
 
@@ -131,8 +131,8 @@ def batch(total: int, size: int) -> bytes:
 
 
 def test_what_openssl_holds_back_is_not_forgotten(ends: tuple[Receiver, Consumer, TlsSocket]) -> None:
-    """After a turn of reading a lane may have bytes left that were deciphered already: no poll tells of them. The
-    receiver is stopped while they are sent, so that all are there, and the last of them within a record's rest."""
+    """Read the deciphered bytes that a lane has left after a turn of reading: no poll reports them. The receiver is
+    stopped while they are sent, so that all are there, and the last of them within a record's rest."""
     receiver, consumer, far = ends
     assert receiver.pid is not None
     ring = a_frame(kind=RING, ring=1, entry_bytes=32 << 10, entries=32)
@@ -158,7 +158,7 @@ def test_what_openssl_holds_back_is_not_forgotten(ends: tuple[Receiver, Consumer
         consumer.flush()
 
 
-def test_a_connection_that_is_cut_under_tls_is_a_lost_one_and_no_error(
+def test_connection_cut_under_tls_counts_as_lost(
     ends: tuple[Receiver, Consumer, TlsSocket],
 ) -> None:
     _, consumer, far = ends
@@ -172,7 +172,7 @@ def test_a_connection_that_is_cut_under_tls_is_a_lost_one_and_no_error(
 
 
 @pytest.mark.parametrize("accepted", [False, True])
-def test_a_connection_that_was_reset_before_tls_began_is_closed(mutual: Tls, accepted: bool) -> None:
+def test_connection_reset_before_tls_is_closed(mutual: Tls, accepted: bool) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         near = socket.create_connection(listener.getsockname())
         far, _ = listener.accept()
@@ -190,7 +190,7 @@ def test_a_connection_that_was_reset_before_tls_began_is_closed(mutual: Tls, acc
 
 
 @pytest.mark.parametrize("under_tls", [False, True])
-def test_what_comes_with_the_hello_reaches_the_runner(mutual: Tls, under_tls: bool) -> None:
+def test_bytes_behind_the_hello_reach_the_runner(mutual: Tls, under_tls: bool) -> None:
     """The last of it may be all that the consumer says for long, and under TLS it may be deciphered with the Hello."""
     listener = socket.create_server(("127.0.0.1", 0))
     far = socket.create_connection(listener.getsockname(), QUICK_S)

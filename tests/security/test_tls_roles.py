@@ -37,7 +37,7 @@ def tls_of(pki: Pki, pair: Pair, name: str = NAME) -> Tls:
 
 @pytest.fixture(scope="module")
 def address(start_once: Starter, pki: Pki, pairs: dict[str, Pair]) -> str:
-    """Of a coordinator that is one by its certificate."""
+    """Address of a coordinator with a coordinator's certificate."""
     return start_once.coordinator(*tls_flags(pki.ca, pairs["coordinator"], NAME)).line
 
 
@@ -46,7 +46,7 @@ async def register(address: str, tls: Tls) -> None:
         await client.register(pb.RegisterWorkerRequest(worker="w", session="s", slots=1))
 
 
-def test_a_token_goes_with_a_certificate_of_its_role(address: str, pki: Pki, pairs: dict[str, Pair]) -> None:
+def test_token_needs_a_certificate_of_its_role(address: str, pki: Pki, pairs: dict[str, Pair]) -> None:
     with CoordinatorClient(address, SECRETS["admin"], tls=tls_of(pki, pairs["admin"])) as admin:
         admin.status()
         asyncio.run(register(address, tls_of(pki, pairs["worker"])))
@@ -62,13 +62,13 @@ def test_a_token_goes_with_a_certificate_of_its_role(address: str, pki: Pki, pai
 
 
 def test_a_worker_is_no_coordinator(start: Starter, pki: Pki, pairs: dict[str, Pair]) -> None:
-    """It knows the workers' token, and listens in the coordinator's place."""
+    """Refuse a worker that knows the workers' token and listens in the coordinator's place."""
     hostile = start.coordinator(*tls_flags(pki.ca, pairs["worker"])).line
     with pytest.raises(TlsError, match=r"another name than tls_name=\*\.penstock"):
         asyncio.run(register(hostile, tls_of(pki, pairs["worker"])))
 
 
-def test_who_serves_must_bear_the_name_of_its_role(pki: Pki, pairs: dict[str, Pair]) -> None:
+def test_server_must_have_the_name_of_its_role(pki: Pki, pairs: dict[str, Pair]) -> None:
     for role, serves in (("worker", "coordinator"), ("client", "worker")):
         with pytest.raises(TlsError, match=rf"is not a certificate for the name {serves}\.penstock"):
             tls_of(pki, pairs[role]).check_own(serves)
@@ -77,7 +77,7 @@ def test_who_serves_must_bear_the_name_of_its_role(pki: Pki, pairs: dict[str, Pa
 
 
 def hello(address: str, tls: Tls) -> bytes:
-    """What a worker answers."""
+    """Return a worker's answer."""
     host, port = host_of(address)
     with connect_tls(socket.create_connection((host, port), 20), tls, host) as lane:
         lane.sendall(HELLO)

@@ -58,7 +58,7 @@ def secret_file(folder: Path, text: str, mode: int = 0o600) -> Path:
 # ------------------------------------------------------------------------------------------------------ what they mean
 
 
-def test_each_token_is_good_for_its_role_and_a_bare_one_for_all() -> None:
+def test_token_fits_its_role_and_a_bare_one_all() -> None:
     tokens = Tokens(TEXT)
     shown = ("c-token", "w-token", "a-token")
     assert [tokens.roles_of(token) for token in shown] == [{"client"}, {"worker"}, {"admin"}]
@@ -67,14 +67,14 @@ def test_each_token_is_good_for_its_role_and_a_bare_one_for_all() -> None:
         assert tokens.roles_of(wrong) == frozenset()
 
 
-def test_a_token_of_several_lines_has_several_roles() -> None:
+def test_token_of_several_lines_has_several_roles() -> None:
     tokens = Tokens("client:both\nworker:both\nrest")
     assert tokens.roles_of("both") == {"client", "worker"}
     assert [tokens.of(role) for role in ("client", "admin")] == ["both", "rest"], "the one that is good for less"
 
 
 @pytest.mark.parametrize("text", ["wroker:token", "client:two words", "client:", "http://token", "tökn"])
-def test_a_text_that_cannot_be_meant_is_refused_without_being_shown(text: str) -> None:
+def test_invalid_token_text_is_refused_unshown(text: str) -> None:
     with pytest.raises(InvalidArgumentError) as caught:
         Tokens(text)
     assert text not in caught.value.message
@@ -98,14 +98,14 @@ def test_where_the_token_comes_from(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         read_token("client")
 
 
-def test_each_role_takes_its_own_line_and_the_coordinator_all(tmp_path: Path) -> None:
+def test_role_takes_its_line_and_coordinator_all(tmp_path: Path) -> None:
     file = secret_file(tmp_path, TEXT)
     assert [read_token(role, file=file) for role in ("client", "worker", "admin")] == ["c-token", "w-token", "a-token"]
     assert read_tokens(file) == TEXT
 
 
 @pytest.mark.parametrize("content", [None, "", "\n", "tökn", "x" * 70_000, "\0"])
-def test_a_token_file_that_cannot_serve_is_fatal_and_named(tmp_path: Path, content: str | None) -> None:
+def test_unusable_token_file_is_fatal_and_named(tmp_path: Path, content: str | None) -> None:
     file = tmp_path / "token" if content is None else secret_file(tmp_path, content)
     with pytest.raises((AuthenticationError, InvalidArgumentError), match=str(file)) as caught:
         read_token("client", file=file)
@@ -113,7 +113,7 @@ def test_a_token_file_that_cannot_serve_is_fatal_and_named(tmp_path: Path, conte
 
 
 def read_as(uid: int, gid: int, file: Path) -> str:
-    """What read_tokens says to a user: the text, or the error."""
+    """Return the result of read_tokens for a user: the text, or the error."""
     read_end, write_end = os.pipe()
     pid = os.fork()
     if not pid:
@@ -134,7 +134,7 @@ def read_as(uid: int, gid: int, file: Path) -> str:
 
 
 def in_another_process(work: Callable[[], bool]) -> bool:
-    """What `work` says in a forked child."""
+    """Return the result of `work` in a forked child."""
     pid = os.fork()
     if not pid:
         code = 2
@@ -147,8 +147,8 @@ def in_another_process(work: Callable[[], bool]) -> bool:
 
 
 def as_a_daemon() -> bool:
-    """Whether a sibling, as runners are, could read this process's environment before and not after it became private,
-    and this process itself still can look at its descriptors."""
+    """Return whether a sibling, as runners are, could read this process's environment before and not after it became
+    private, and this process itself still can look at its descriptors."""
     if os.geteuid() == 0:
         os.setgid(10001)
         os.setuid(10001)
@@ -168,7 +168,7 @@ def as_a_daemon() -> bool:
     return before and not in_another_process(read) and bool(own)
 
 
-def test_what_runs_beside_a_daemon_cannot_read_its_token() -> None:
+def test_siblings_of_daemon_cannot_read_its_token() -> None:
     assert in_another_process(as_a_daemon)
 
 
@@ -191,7 +191,7 @@ def test_daemons_keep_their_memory_private(module: str, monkeypatch: pytest.Monk
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two users")
 def test_what_root_gives_to_our_group_is_ours() -> None:
-    """As Kubernetes mounts a Secret for a pod that has an fsGroup."""
+    """Accept a file as Kubernetes mounts a Secret for a pod that has an fsGroup."""
     with tempfile.TemporaryDirectory() as folder:  # tmp_path is closed to others
         os.chmod(folder, 0o755)
         file = secret_file(Path(folder), TEXT, 0o440)
@@ -208,7 +208,7 @@ def test_what_root_gives_to_our_group_is_ours() -> None:
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o644, 0o660])
-def test_a_token_file_that_others_can_read_is_refused(tmp_path: Path, mode: int) -> None:
+def test_token_file_readable_by_others_is_refused(tmp_path: Path, mode: int) -> None:
     file = secret_file(tmp_path, TEXT, mode)
     says = rf"can be read by others \(mode 0{mode:o}\): chmod 600 {file}"
     with pytest.raises(AuthenticationError, match=says):
@@ -217,7 +217,7 @@ def test_a_token_file_that_others_can_read_is_refused(tmp_path: Path, mode: int)
         read_tokens(file)
 
 
-def test_a_pipe_that_nobody_writes_is_not_waited_for(tmp_path: Path) -> None:
+def test_pipe_without_a_writer_is_not_waited_for(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe, 0o600)
     with pytest.raises(AuthenticationError, match=f"the token file {pipe} is empty"):
@@ -225,7 +225,7 @@ def test_a_pipe_that_nobody_writes_is_not_waited_for(tmp_path: Path) -> None:
 
 
 def test_a_pipe_that_is_being_written_is_read() -> None:
-    """As of a shell: --token-file <(command)."""
+    """Read a pipe of a shell: --token-file <(command)."""
     read, write = os.pipe()
 
     def say() -> None:
@@ -244,7 +244,7 @@ def test_a_pipe_that_is_being_written_is_read() -> None:
 # ------------------------------------------------------------------------------------------------------ over the wire
 
 
-def test_the_map_names_every_method_of_the_service_and_no_other() -> None:
+def test_role_map_names_exactly_the_methods() -> None:
     service = pb.DESCRIPTOR.services_by_name["Coordinator"]
     assert set(METHODS) == {method.name for method in service.methods}
     assert all(roles and roles <= ROLES for roles in METHODS.values())
@@ -331,10 +331,11 @@ def socket_address() -> Iterator[str]:
 @pytest.mark.parametrize("challenges", [False, True], ids=["says yes", "challenges"])
 @pytest.mark.parametrize("refuses", [False, True], ids=["answers", "fails"])
 @pytest.mark.parametrize("met_before", [False, True], ids=["first", "later"])
-def test_an_impostor_is_told_no_token_and_not_believed(
+def test_impostor_gets_no_token_and_no_trust(
     socket_address: str, challenges: bool, refuses: bool, met_before: bool
 ) -> None:
-    """Who has taken the coordinator's place while it was down. Who knew the true one waits for it."""
+    """Trust no process that has taken the coordinator's place while it was down; callers of the true one wait for
+    it."""
     wanted = CoordinatorUnavailableError if met_before else AuthenticationError
     name = hashlib.sha256(b"evil").hexdigest()
 
@@ -444,7 +445,7 @@ async def in_its_place(address: str, handler: grpc.GenericRpcHandler) -> AsyncIt
 
 
 def test_an_impostor_cannot_fill_memory(socket_address: str) -> None:
-    """Of what comes in parts none is taken before a proof."""
+    """Take nothing of a reply in parts before a proof."""
 
     async def run() -> None:
         state = pb.FetchStateRequest(run="job/0", deadline_s=1)
@@ -495,7 +496,7 @@ def test_an_impostor_cannot_end_who_knew_better(socket_address: str, code: str) 
     asyncio.run(run())
 
 
-def test_nothing_of_a_request_is_read_before_the_token(address: str) -> None:
+def test_request_is_not_read_before_the_token(address: str) -> None:
     """A stream is answered although its caller never says anything."""
 
     async def run() -> None:
@@ -512,7 +513,7 @@ def test_nothing_of_a_request_is_read_before_the_token(address: str) -> None:
     asyncio.run(run())
 
 
-def test_health_can_be_asked_without_a_token_and_not_be_watched(address: str) -> None:
+def test_health_needs_no_token_and_has_no_watch(address: str) -> None:
     async def run() -> None:
         async with connect_aio(address) as channel:
             stub = health_pb2_grpc.HealthStub(channel)

@@ -50,7 +50,7 @@ def local() -> Iterator[WebServer]:
 
 @pytest.fixture(scope="module")
 def beyond() -> Iterator[WebServer]:
-    """One that other machines can reach."""
+    """A server that other machines can reach."""
     with serving("0.0.0.0:0", insecure=True) as server:
         yield server
 
@@ -66,7 +66,7 @@ def ask(server: WebServer, path: str = "/", method: str = "GET", **headers: str)
         return reply, reply.read()
 
 
-def test_a_page_comes_with_what_keeps_scripts_of_others_out(local: WebServer) -> None:
+def test_page_has_headers_against_foreign_scripts(local: WebServer) -> None:
     reply, body = ask(local, "/?anything=1")
     assert (reply.status, body.decode()) == (200, "<p>ready ✓</p>")
     assert reply.headers["Content-Type"] == HTML
@@ -91,9 +91,7 @@ def test_what_is_not_there_and_what_is_not_done(local: WebServer) -> None:
     assert ask(local, method="POST")[0].status == 501
 
 
-def test_a_page_that_cannot_be_made_says_so_and_shows_nothing_of_why(
-    local: WebServer, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_failed_page_does_not_show_the_reason(local: WebServer, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.ERROR, "penstock.web"):
         reply, body = ask(local, "/broken")
     assert (reply.status, body) == (500, b"500 Internal Server Error\n")
@@ -107,7 +105,7 @@ def test_this_machine_by_its_own_names(local: WebServer, host: str) -> None:
 
 
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:7071", "127.0.0.1.evil.example", "10.0.0.1", "", "["])
-def test_a_site_that_points_its_name_at_this_machine_is_refused(local: WebServer, host: str) -> None:
+def test_dns_rebinding_is_refused(local: WebServer, host: str) -> None:
     """DNS rebinding: the browser asks us, and says the site's name."""
     assert ask(local, Host=host)[0].status == 403
 
@@ -121,8 +119,8 @@ def raw(server: WebServer, *headers: str) -> int:
             return int(reply.readline().split()[1])
 
 
-def test_names_of_headers_may_be_written_in_any_case(local: WebServer, beyond: WebServer) -> None:
-    """As browsers write them over proxies, and Node always."""
+def test_header_names_are_case_insensitive(local: WebServer, beyond: WebServer) -> None:
+    """Accept them as browsers write them over proxies, and Node always."""
     assert raw(local, "host: 127.0.0.1") == 200
     assert raw(local, "HOST: evil.example") == 403
     assert raw(beyond, "host: node7", f"authorization: Bearer {SECRETS['admin']}") == 200
@@ -138,7 +136,7 @@ def basic(password: str) -> str:
     return "Basic " + base64.b64encode(f"anybody:{password}".encode()).decode()
 
 
-def test_beyond_this_machine_an_admin_shows_its_token(beyond: WebServer) -> None:
+def test_remote_admin_must_send_its_token(beyond: WebServer) -> None:
     for shown in (f"Bearer {SECRETS['admin']}", basic(SECRETS["admin"])):
         assert ask(beyond, Host="node7:7071", Authorization=shown)[0].status == 200
 
@@ -150,7 +148,7 @@ def test_beyond_this_machine_an_admin_shows_its_token(beyond: WebServer) -> None
         *("Bearer", "Basic %%%", "Basic /w==", "Digest x", SECRETS["admin"], "Bearer \xff"),
     ],
 )
-def test_others_are_refused_and_a_browser_is_told_to_ask(beyond: WebServer, shown: str) -> None:
+def test_others_get_401_and_browsers_a_challenge(beyond: WebServer, shown: str) -> None:
     reply, body = ask(beyond, Authorization=shown)
     assert (reply.status, body) == (401, b"401 Unauthorized\n")
     assert reply.headers["WWW-Authenticate"].startswith("Basic realm=")
@@ -214,7 +212,7 @@ def test_callers_that_say_nothing_keep_no_thread(monkeypatch: pytest.MonkeyPatch
                 sock.close()
 
 
-def test_callers_that_say_a_letter_now_and_then_keep_no_thread_either(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_callers_keep_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "REQUEST_S", 0.5)
     with serving() as server:
         host, _, port = server.address.rpartition(":")
@@ -230,7 +228,7 @@ def test_callers_that_say_a_letter_now_and_then_keep_no_thread_either(monkeypatc
             assert time.monotonic() - begun < 10
 
 
-def test_more_callers_than_there_is_room_for_are_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_callers_above_the_limit_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "AT_ONCE", 4)
     with serving() as server, contextlib.ExitStack() as silent:
         host, _, port = server.address.rpartition(":")
@@ -248,7 +246,7 @@ def test_more_callers_than_there_is_room_for_are_hung_up_on(monkeypatch: pytest.
                 assert time.monotonic() < until, "nobody is let in any more"
 
 
-def test_as_many_as_there_is_room_for_may_come_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_callers_up_to_the_limit_may_come_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """While nobody takes them, as on a busy machine."""
     taking, take = threading.Event(), http_server._Server.get_request
 
@@ -284,7 +282,7 @@ print("the child ends", flush=True)
 
 
 def test_a_forked_child_does_not_keep_the_port() -> None:
-    """As a worker process of a torch DataLoader, which may live on when its parent was killed."""
+    """Free the port, also with a child such as a torch DataLoader's worker, which may outlive its killed parent."""
     with subprocess.Popen(
         [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORKS],  # of Python 3.12: there are threads
         stdin=subprocess.PIPE,

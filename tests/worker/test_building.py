@@ -192,7 +192,7 @@ def test_every_dtype_is_built_in_the_slot(dtype: torch.dtype) -> None:
         [],
     ],
 )
-def test_what_torch_refuses_or_promotes_is_left_to_torch(samples: list[Any]) -> None:
+def test_inputs_torch_refuses_are_left_to_torch(samples: list[Any]) -> None:
     if samples and isinstance(samples[0], torch.Tensor) and samples[0].is_meta:
         lending()
         assert collate(samples).is_meta

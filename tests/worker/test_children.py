@@ -22,7 +22,7 @@ from penstock.worker.processes.runner_user import RunnerUser
 from penstock.worker.processes.temporary_folders import TemporaryFolders
 
 
-def test_a_stopped_child_with_a_full_socket_is_killed_after_its_grace() -> None:
+def test_stopped_child_with_full_socket_is_killed() -> None:
     async def stop() -> float:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         read, write = os.pipe()
@@ -65,7 +65,7 @@ asyncio.run(main())
 """
 
 
-def test_a_fork_server_that_is_being_started_is_no_orphan(tmp_path: Path) -> None:
+def test_starting_fork_server_is_not_an_orphan(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise SystemExit('a file of the working directory stands in for torch')")
     command = [sys.executable, "-P", "-c", STARTED]
     run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
@@ -73,7 +73,7 @@ def test_a_fork_server_that_is_being_started_is_no_orphan(tmp_path: Path) -> Non
 
 
 def test_rights_not_given_up_end_that_child_only(caplog: pytest.LogCaptureFixture) -> None:
-    """And it says why as its own: a child that came out where its parent serves would end its siblings."""
+    """Report the error as the child's own: a child that came out where its parent serves would end its siblings."""
     caplog.set_level(logging.INFO, "penstock.user")
     nobody_can_be = RunnerUser("x", 1, 1, [1 << 40], "/")
 
@@ -97,8 +97,8 @@ def test_rights_not_given_up_end_that_child_only(caplog: pytest.LogCaptureFixtur
 
 
 @pytest.mark.parametrize("how", ["takes too long", "is not wanted any more"])
-def test_interpreter_that_does_not_start_is_killed(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As one that is imported from a file system that does not answer."""
+def test_interpreter_that_never_starts_is_killed(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand for an interpreter that is imported from a file system that does not answer."""
     stuck = tmp_path / "python"
     stuck.write_text("#!/bin/sh\nexec sleep 1000\n")
     stuck.chmod(0o755)

@@ -33,7 +33,7 @@ def received(channel: ControlChannel) -> ControlMessage:
     return message
 
 
-def test_fields_payload_and_descriptors_arrive_together() -> None:
+def test_fields_payload_and_descriptors_arrive() -> None:
     ours, theirs = pair()
     read, write = os.pipe()
     ours.send("first", b"payload", fds=[write], total=3)
@@ -50,7 +50,7 @@ def test_fields_payload_and_descriptors_arrive_together() -> None:
     theirs.sock.close()
 
 
-def test_a_payload_larger_than_the_socket_passes_through() -> None:
+def test_payload_above_the_socket_buffer_arrives() -> None:
     ours, theirs = pair()
     payload = os.urandom(5 << 20)
     sender = threading.Thread(target=lambda: ours.send("large", payload))
@@ -62,7 +62,7 @@ def test_a_payload_larger_than_the_socket_passes_through() -> None:
 
 
 @pytest.mark.parametrize("taken", [1, 20, 60, 80, 1000])
-def test_a_send_that_the_kernel_cuts_short_goes_on(taken: int) -> None:
+def test_partial_send_is_continued(taken: int) -> None:
     class Short(socket.socket):
         def sendmsg(self, buffers: Any, *rest: Any) -> int:
             return self.send(b"".join(buffers)[:taken])
@@ -77,7 +77,7 @@ def test_a_send_that_the_kernel_cuts_short_goes_on(taken: int) -> None:
     theirs.close()
 
 
-def test_not_waiting_says_none_and_a_closed_end_is_lost() -> None:
+def test_no_wait_gives_none_and_closed_is_lost() -> None:
     ours, theirs = pair()
     assert theirs.receive(wait=False) is None
     ours.send("last")
@@ -98,7 +98,7 @@ def test_nonsense_is_refused_and_nothing_else(data: bytes) -> None:
         pass
 
 
-def test_a_declared_size_is_checked_before_anything_is_gathered() -> None:
+def test_declared_size_is_checked_before_reading() -> None:
     inbox = MessageInbox()
     inbox.reader(encode_head(ControlMessage("x"))[:0] + (1 << 30).to_bytes(4, "little") + bytes(20), [])
     with pytest.raises(ProtocolError):
@@ -113,7 +113,7 @@ def test_an_error_keeps_its_name_and_traceback() -> None:
     assert "KeyError: 'k'" in other["message"]
 
 
-def test_what_the_other_side_has_not_read_is_known() -> None:
+def test_unread_bytes_of_the_other_end_are_known() -> None:
     sender, receiver = pair()
     with closing(sender), closing(receiver), open(os.devnull) as passed:
         assert sender.unread == 0

@@ -103,7 +103,7 @@ def test_groups_are_left_as_they_were_found(own: Path) -> None:
 
 
 def test_without_limits_there_are_none(own: Path) -> None:
-    """Also where a daemon that was killed had some."""
+    """No limits are set, also where a killed daemon had set some."""
     groups, _ = ControlGroups.take(own, [1])
     assert groups is not None
     assert Path(groups.make(), "memory.max").read_text() == "max"
@@ -190,7 +190,7 @@ class FakeSlot(SimpleNamespace):
 
 @pytest.mark.parametrize("young", [True, False])
 def test_a_kill_by_its_group_is_a_memory_limit(young: bool) -> None:
-    """It is recycled, and if the next one fares no better before its second batch, that is a MemoryLimitError."""
+    """Recycle the runner; if the next one also ends before its second batch, that is a MemoryLimitError."""
     slot = FakeSlot(name="s", recycle=False, outgrown=False, progress_page=SimpleNamespace(total=7))
     slot.host = SimpleNamespace(runner_memory=150 * MIB)
     killed_for_memory(cast(Any, slot), OutOfMemory.OWN, young=young)

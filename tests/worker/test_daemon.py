@@ -1,4 +1,4 @@
-"""What a daemon makes of the coordinator's replies, without any process: they are level, and may come in any order."""
+"""Replies of the coordinator in a daemon, without any process: they are levels, and may come in any order."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def reply(version: int, *generations: int) -> coordinator_pb2.HeartbeatReply:
     return coordinator_pb2.HeartbeatReply(version=version, assignments=assignments)
 
 
-def test_a_reply_that_was_overtaken_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overtaken_reply_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[tuple[str, int]] = []
 
     def start(daemon: Any, key: Any, assignment: Any) -> None:
@@ -72,8 +72,8 @@ def test_cores_are_told_at_registration(monkeypatch: pytest.MonkeyPatch) -> None
     assert told[0] >= 1
 
 
-def test_a_slot_that_cannot_be_begun_is_reported_lost_and_the_others_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It ended the daemon: no memory for one slot's progress page was an error of the heartbeat."""
+def test_slot_that_cannot_start_is_reported_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Report no memory for one slot's progress page as that slot's loss: it used to end the daemon."""
 
     class Begun:
         def __init__(self, host: Any, assignment: records_pb2.WorkerAssignment) -> None:
@@ -107,7 +107,7 @@ def test_a_slot_that_cannot_be_begun_is_reported_lost_and_the_others_start(monke
     asyncio.run(hear())
 
 
-def test_one_lane_of_a_slot_waits_for_its_runner_at_a_time() -> None:
+def test_one_lane_at_a_time_waits_for_its_runner() -> None:
     """A consumer that opens 500 lanes while user code is busy had 500 descriptors of the daemon's."""
 
     class Busy:

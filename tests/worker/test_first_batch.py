@@ -20,7 +20,7 @@ def test_as_many_as_the_loader_has_in_every_pass() -> None:
         assert [batch.tolist() for batch in first] == [[10, 11]] * 3
 
 
-def test_for_ever_where_the_length_is_not_known_and_the_loader_is_dropped() -> None:
+def test_endless_without_length_and_loader_freed() -> None:
     made: list[int] = []
     ended: list[bool] = []
 

@@ -1,4 +1,4 @@
-"""What a slot's worker does when it is told that a successor is ready, and when that one is taken back."""
+"""A slot's worker when a target worker becomes ready, and when that one is dismissed."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Coordinator:
         return pb.PutSnapshotReply()
 
 
-def test_each_successor_gets_what_is_newest_when_it_is_ready() -> None:
-    """Also the second one: what the first was given, before it was dismissed, is old by then."""
+def test_target_worker_gets_the_newest_when_ready() -> None:
+    """Give the second target worker new restart points, too: the first one's are old by then."""
 
     async def body() -> None:
         coordinator, changed = Coordinator(), asyncio.Event()

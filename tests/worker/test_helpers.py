@@ -36,7 +36,7 @@ def assignment(run: str, *arguments: Any) -> records_pb2.WorkerAssignment:
     return made
 
 
-def test_tasks_of_helpers_are_those_of_fresh_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warm_helpers_answer_like_fresh_children(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs, support = (str(Path(__file__).parent.parent / folder) for folder in ("inputs", "support"))
     monkeypatch.setenv("PYTHONPATH", f"{inputs}:{support}")
 

@@ -31,7 +31,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def producer() -> Iterator[Producer]:
-    """With a ring of 32 slots of 4 KiB, all free."""
+    """A producer with a ring of 32 entries of 4 KiB, all free."""
     made = Producer(1 << 20)
     first = made.reserve(SLOT)
     assert first is not None
@@ -60,7 +60,7 @@ def leaf(lease: EntryLease, values: Any, *, guess: bool = False) -> torch.Tensor
 
 
 def take(lease: EntryLease, batch: list[Any], need: int = 0) -> tuple[FlatBatch, FreeEntry | None]:
-    """What the runner does with a batch that nobody else holds; the list is emptied."""
+    """Do what the runner does with a batch that has no other holder; the list is emptied."""
     flat = Flattener().flatten(tuple(batch))
     batch.clear()
     return flat, lease.take(flat, need or flat.nbytes)
@@ -96,7 +96,7 @@ def copied(lease: EntryLease, batch: list[Any]) -> list[int]:
     return list(got)
 
 
-def test_a_batch_built_in_the_slot_is_published_there(lease: EntryLease, producer: Producer) -> None:
+def test_batch_built_in_entry_is_published_there(lease: EntryLease, producer: Producer) -> None:
     assert in_place(lease, lambda: [leaf(lease, [1, 2]), leaf(lease, [3])])[:2] == [1, 2]
     assert producer.free_slots == SLOTS
     assert lease.copied == 0
@@ -119,9 +119,7 @@ def test_gaps_become_zero(lease: EntryLease, producer: Producer) -> None:
     assert in_place(lease, lambda: [leaf(lease, [5])]) == [5] + 7 * [0]
 
 
-def test_a_batch_that_is_still_held_is_copied_and_its_holder_sees_no_change(
-    lease: EntryLease, producer: Producer
-) -> None:
+def test_held_batch_is_copied_and_stays_unchanged(lease: EntryLease, producer: Producer) -> None:
     held = leaf(lease, [1, 2])
     assert copied(lease, [held])[:2] == [1, 2]
     assert producer.free_slots == SLOTS - 1, "the slot stays with its holder"
@@ -171,9 +169,7 @@ def test_whatever_holds_a_piece_of_it(lease: EntryLease, hold: Callable[[torch.T
         lambda a, b: [a.reshape(4, 2).T, b],
     ],
 )
-def test_leaves_that_lie_elsewhere_in_the_slot_are_copied_whole(
-    lease: EntryLease, change: Callable[..., list[Any]]
-) -> None:
+def test_misplaced_leaves_are_copied_whole(lease: EntryLease, change: Callable[..., list[Any]]) -> None:
     def make() -> list[Any]:
         return change(leaf(lease, range(1, 9)), leaf(lease, range(11, 20)))
 
@@ -191,7 +187,7 @@ def test_what_begins_at_its_place_may_stay(lease: EntryLease, change: Callable[[
     assert lease.built == 1
 
 
-def test_nothing_is_written_over_a_piece_that_is_held(lease: EntryLease) -> None:
+def test_held_pieces_are_not_overwritten(lease: EntryLease) -> None:
     helper = leaf(lease, [1, 2])
     assert copied(lease, [torch.tensor([7, 8]), leaf(lease, [3])])[0] == 7
     assert helper.tolist() == [1, 2]
@@ -206,7 +202,7 @@ def test_prefetched_batches_come_right(lease: EntryLease, producer: Producer) ->
     assert producer.free_slots == SLOTS
 
 
-def test_a_batch_dropped_on_the_way_frees_the_slot_from_its_start(lease: EntryLease, producer: Producer) -> None:
+def test_dropped_batch_frees_the_whole_entry(lease: EntryLease, producer: Producer) -> None:
     for _ in range(100):
         leaf(lease, range(300))
     in_place(lease, lambda: [leaf(lease, [1])])
@@ -216,7 +212,7 @@ def test_a_batch_dropped_on_the_way_frees_the_slot_from_its_start(lease: EntryLe
     assert producer.free_slots == SLOTS
 
 
-def test_a_held_slot_outlives_the_pass_and_comes_back(lease: EntryLease, producer: Producer) -> None:
+def test_held_entry_outlives_epoch_and_returns(lease: EntryLease, producer: Producer) -> None:
     held = leaf(lease, [1])
     lease.release()
     assert producer.free_slots == SLOTS - 1
@@ -234,14 +230,14 @@ def test_an_unused_slot_serves_an_ordinary_batch(lease: EntryLease, producer: Pr
     assert (lease.built, lease.copied) == (0, 0)
 
 
-def test_an_unused_slot_that_is_too_small_goes_back_at_once(lease: EntryLease, producer: Producer) -> None:
+def test_small_unused_entry_is_given_back_at_once(lease: EntryLease, producer: Producer) -> None:
     leaf(lease, [1])
     _, slab = take(lease, [torch.tensor([5])], need=2 * SLOT)
     assert slab is None
     assert producer.free_slots == SLOTS
 
 
-def test_a_batch_that_needs_more_starts_a_larger_ring(lease: EntryLease, producer: Producer) -> None:
+def test_larger_batch_starts_a_larger_ring(lease: EntryLease, producer: Producer) -> None:
     batch = [leaf(lease, range(8)), torch.arange(SLOT)]
     assert copied(lease, batch)[: 8 + 3] == [*range(8), 0, 1, 2]
     assert producer.ring_slots > 0
@@ -268,7 +264,7 @@ def test_no_leaf_beyond_the_slot(lease: EntryLease) -> None:
     assert lease.place(arena, 64) == SLOT - 64
 
 
-def test_places_are_guessed_from_the_last_batch_that_was_wrong(lease: EntryLease) -> None:
+def test_offsets_follow_the_last_misplaced_batch(lease: EntryLease) -> None:
     def make(rows: int) -> list[Any]:
         label = torch.tensor(rows * [9])
         return [leaf(lease, rows * [1], guess=True), label, leaf(lease, rows * [2], guess=True), label]
@@ -284,7 +280,7 @@ def test_places_are_guessed_from_the_last_batch_that_was_wrong(lease: EntryLease
     in_place(lease, lambda: make(11))
 
 
-def test_it_waits_for_a_slot_and_gives_up_when_told(producer: Producer) -> None:
+def test_lease_waits_for_an_entry_until_told(producer: Producer) -> None:
     taken = [producer.reserve(1) for _ in range(SLOTS)]
     answers = [False, True, True]
 
@@ -303,7 +299,7 @@ def test_it_waits_for_a_slot_and_gives_up_when_told(producer: Producer) -> None:
     assert answers == []
 
 
-def test_no_slot_when_it_is_not_offered_or_in_another_thread_or_before_the_first_batch(lease: EntryLease) -> None:
+def test_cases_without_a_leased_entry(lease: EntryLease) -> None:
     seen: list[Any] = []
     thread = threading.Thread(target=lambda: seen.append(lease.begin()))
     thread.start()
@@ -335,7 +331,7 @@ def test_a_ring_short_of_slots_spares_none() -> None:
     producer.close()
 
 
-def test_a_loader_that_keeps_its_batches_gets_ordinary_memory_until_the_next_pass(lease: EntryLease) -> None:
+def test_keeper_of_batches_gets_ordinary_memory(lease: EntryLease) -> None:
     for number in range(1, VAIN_LIMIT + 1):
         kept = leaf(lease, [number])
         copied(lease, [kept])
@@ -345,7 +341,7 @@ def test_a_loader_that_keeps_its_batches_gets_ordinary_memory_until_the_next_pas
     assert lease.begin() is not None
 
 
-def test_a_slot_that_a_child_may_see_is_written_off(lease: EntryLease, producer: Producer) -> None:
+def test_entry_visible_to_a_child_is_not_reused(lease: EntryLease, producer: Producer) -> None:
     batch = [leaf(lease, [1, 2])]
     lease.forking()
     assert copied(lease, batch)[:2] == [1, 2]

@@ -25,7 +25,7 @@ def test_the_daemon_reads_what_the_runner_wrote() -> None:
     daemon.close()
 
 
-def test_the_newest_batches_and_ends_are_kept_and_the_first() -> None:
+def test_newest_and_first_batches_are_kept() -> None:
     progress_page = ProgressPage.create()
     last = ENTRIES + EARLY + 10
     for total in range(1, last + 1):
@@ -40,7 +40,7 @@ def test_the_newest_batches_and_ends_are_kept_and_the_first() -> None:
     progress_page.close()
 
 
-def test_a_pass_that_was_left_ends_where_it_was_left() -> None:
+def test_abandoned_epoch_ends_where_abandoned() -> None:
     progress_page = ProgressPage.create()
     for epoch, total in enumerate((5, 10, 15)):
         progress_page.end(epoch, total)

@@ -32,7 +32,7 @@ class Away:
 
 
 def watched(coordinator: Away) -> Slot:
-    """Of a runner that is ready and has begun, with one snapshot that is not durable."""
+    """A slot whose runner is ready and has begun, with one snapshot that is not durable."""
     host: Any = SimpleNamespace(name="w", coordinator=coordinator, slot_changed=lambda: None, tally=DaemonCounters())
     host.findings = lambda assignment: LoaderFindings()
     slot = Slot(host, records_pb2.WorkerAssignment(run="job/0", attempt=1, num_workers_per_box=1))
@@ -45,7 +45,7 @@ def watched(coordinator: Away) -> Slot:
 
 
 @pytest.mark.parametrize("grows", [True, False])
-def test_a_runner_is_looked_at_while_its_last_snapshot_waits(grows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runner_is_watched_while_snapshot_waits(grows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     async def body() -> None:
         coordinator = Away()
         looks = 0

@@ -1,4 +1,4 @@
-"""Whether a worker is well, and what a progress page counts for its metrics."""
+"""Health of a worker, and the counts of a progress page for its metrics."""
 
 from __future__ import annotations
 
@@ -16,12 +16,10 @@ from penstock.worker.processes.progress_page import ProgressPage
         (None, False, 503, "the coordinator has not answered yet"),
         (98.0, False, 200, "ok"),
         (96.0, False, 503, "the coordinator has not answered for 4.0 s, its lease is 3 s"),
-        (99.9, True, 503, "it is ending, as it was told"),
+        (99.9, True, 503, "the worker is stopping"),
     ],
 )
-def test_a_worker_is_well_while_it_is_answered_within_its_lease(
-    answered_at: float | None, stopping: bool, status: int, why: str
-) -> None:
+def test_worker_is_healthy_within_its_lease(answered_at: float | None, stopping: bool, status: int, why: str) -> None:
     assert health(answered_at, 3.0, stopping, 100.0) == (status, why)
 
 
@@ -38,7 +36,7 @@ def counts(daemon: ProgressPage) -> tuple[int, int, int]:
     return daemon.counts()
 
 
-def test_a_progress_page_counts_what_its_runner_made_and_the_loop_took(
+def test_page_counts_batches_made_and_taken(
     progress_pages: tuple[ProgressPage, ProgressPage],
 ) -> None:
     daemon, runner = progress_pages
@@ -50,7 +48,7 @@ def test_a_progress_page_counts_what_its_runner_made_and_the_loop_took(
     assert counts(daemon) == (10, 6, 0)
 
 
-def test_what_the_loop_left_behind_stays_counted_as_made(progress_pages: tuple[ProgressPage, ProgressPage]) -> None:
+def test_abandoned_batches_stay_counted_as_made(progress_pages: tuple[ProgressPage, ProgressPage]) -> None:
     """The loop leaves the epoch at batch 4 of 10 that were made: the runner goes on from there, and no counter
     falls."""
     daemon, runner = progress_pages
@@ -66,10 +64,10 @@ def test_what_the_loop_left_behind_stays_counted_as_made(progress_pages: tuple[P
     assert counts(daemon) == (11, 4, 1)
 
 
-def test_what_the_loop_took_of_a_predecessor_is_not_a_successors(
+def test_predecessors_batches_are_not_counted(
     progress_pages: tuple[ProgressPage, ProgressPage],
 ) -> None:
-    """It hears from the loop where that is, and is long on its way there."""
+    """Count only its own batches: the runner learns the loop's position first, and needs long to get there."""
     daemon, runner = progress_pages
     runner.doing("replay", delivered=784)
     for done in range(1, 4):
@@ -82,7 +80,7 @@ def test_what_the_loop_took_of_a_predecessor_is_not_a_successors(
     assert counts(daemon) == (1, 1, 3)
 
 
-def test_no_count_falls_where_a_runner_goes_back_while_it_is_read(
+def test_no_count_falls_while_a_runner_goes_back(
     progress_pages: tuple[ProgressPage, ProgressPage],
 ) -> None:
     daemon, runner = progress_pages

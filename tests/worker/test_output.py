@@ -1,4 +1,4 @@
-"""What children print: cut into lines, bounded in number and length, and nothing is lost without a word."""
+"""Output of children: cut into lines, bounded in number and length; every loss is reported."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_lines_come_whole_however_they_arrive() -> None:
     assert lines.reader(b"", 0.0) == ["three"]
 
 
-def test_a_line_without_end_is_cut_and_costs_no_memory() -> None:
+def test_endless_line_is_cut_and_costs_no_memory() -> None:
     lines = OutputLines(0.0)
     shown = [text for _ in range(1000) for text in lines.reader(b"y" * 5000, 0.0)]
     assert [len(text) for text in shown] == [LONGEST_LINE + len(" ... cut")]

@@ -1,4 +1,4 @@
-"""What the daemon does with the pace that replies tell."""
+"""The daemon's use of the heartbeat intervals and quotas in replies."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def with_daemon(body: Any) -> None:
     async def run() -> None:
         daemon = Daemon(DaemonSettings("127.0.0.1:1", "token", 1, ["streams"]))
         made: list[pb.HeartbeatReply] = []
-        daemon._make_it_so = made.append  # type: ignore[method-assign, assignment]
+        daemon._apply = made.append  # type: ignore[method-assign, assignment]
         try:
             result = body(daemon, made)
             if isinstance(result, Coroutine):
@@ -32,7 +32,7 @@ def reply(version: int, **fields: Any) -> pb.HeartbeatReply:
     return pb.HeartbeatReply(version=version, heartbeat_s=5, lease_s=15, **fields)
 
 
-def test_the_next_heartbeat_is_held_as_long_as_the_last_reply_said() -> None:
+def test_heartbeat_hold_is_that_of_the_last_reply() -> None:
     def body(daemon: Daemon, _: list[pb.HeartbeatReply]) -> None:
         assert daemon._hold_s == HOLD_S
         daemon._take(reply(7, snapshot_every_s=25, snapshot_bytes_per_s=3000))
@@ -43,7 +43,7 @@ def test_the_next_heartbeat_is_held_as_long_as_the_last_reply_said() -> None:
     with_daemon(body)
 
 
-def test_a_reply_that_was_overtaken_changes_nothing() -> None:
+def test_overtaken_reply_changes_nothing() -> None:
     """The long poll and the report of a change are under way together; the older answer may come last."""
 
     def body(daemon: Daemon, made: list[pb.HeartbeatReply]) -> None:
@@ -59,7 +59,7 @@ def test_a_reply_that_was_overtaken_changes_nothing() -> None:
     with_daemon(body)
 
 
-def test_a_request_that_could_not_be_answered_is_asked_for_again() -> None:
+def test_unanswered_request_is_asked_for_again() -> None:
     async def body(daemon: Daemon, made: list[pb.HeartbeatReply]) -> None:
         daemon._take(reply(8))
         daemon._answered.add("r")
@@ -71,5 +71,5 @@ def test_a_request_that_could_not_be_answered_is_asked_for_again() -> None:
 
 
 @pytest.mark.parametrize(("size", "pause_s"), [(0, 25), (1000, 25), (76_000, 76_000 / 3000), (10**6, 10**6 / 3000)])
-def test_the_pause_after_a_snapshot_keeps_calls_and_bytes_within_the_share(size: int, pause_s: float) -> None:
+def test_pause_keeps_snapshots_within_the_quota(size: int, pause_s: float) -> None:
     assert SnapshotQuota(25, 3000).pause_s(size) == pytest.approx(pause_s)

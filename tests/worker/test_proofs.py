@@ -111,7 +111,7 @@ class Run:
         return Run(assignment, {"aggregated": value, "strict": True, "slots": {0: part}})
 
 
-def test_a_base_is_proven_by_itself_and_not_by_its_kind() -> None:
+def test_each_restart_point_is_verified_by_itself() -> None:
     run = Run(assignment_of("twice"))
     run.take(20)
     assert run.prove(run.points[10])["same"]
@@ -126,7 +126,7 @@ def test_a_base_is_proven_by_itself_and_not_by_its_kind() -> None:
 @pytest.mark.parametrize(
     ("loader", "crossing"), [("from_the_middle", FRESH), ("counts_epochs", KEPT), ("forgets", REPLAY)]
 )
-def test_a_proof_over_the_end_of_an_epoch_tells_how_to_get_there(loader: str, crossing: str) -> None:
+def test_verifying_over_an_end_finds_the_crossing(loader: str, crossing: str) -> None:
     run = Run(assignment_of(loader))
     run.take(20)
     assert run.prove(run.points[9], 7) == {"same": True, "crossing": crossing}
@@ -134,7 +134,7 @@ def test_a_proof_over_the_end_of_an_epoch_tells_how_to_get_there(loader: str, cr
 
 @pytest.mark.parametrize("loader", ["from_the_middle", "counts_epochs", "orders_shards", "forgets", "streams:stateful"])
 @pytest.mark.parametrize("known", [False, True])
-def test_a_resumed_loader_goes_over_the_ends_of_epochs_as_one_that_ran_through(loader: str, known: bool) -> None:
+def test_resumed_loader_crosses_ends_correctly(loader: str, known: bool) -> None:
     assignment = assignment_of(loader, *((64,) if ":" in loader else ()))
     truth = Run(assignment).take(60)
     run = Run(assignment)
@@ -142,7 +142,7 @@ def test_a_resumed_loader_goes_over_the_ends_of_epochs_as_one_that_ran_through(l
     if known:
         ahead = Run(assignment)
         ahead.take(20)
-        run.source.learn_rewinds(ahead.prove(ahead.points[9], 12)["crossing"])
+        run.source.learn_crossing(ahead.prove(ahead.points[9], 12)["crossing"])
     second = run.resumed(run.points[7])
     assert second.take(23) == truth[7:30], "over an end"
     third = second.resumed(second.kept[-1])
@@ -154,7 +154,7 @@ def test_a_resumed_loader_goes_over_the_ends_of_epochs_as_one_that_ran_through(l
 
 @pytest.mark.parametrize("loader", ["draws_twice", "queues_orders", "never_the_same"])
 @pytest.mark.parametrize("known", [False, True])
-def test_epoch_after_next_is_right_in_each_generation(loader: str, known: bool) -> None:
+def test_epoch_after_next_is_right_every_time(loader: str, known: bool) -> None:
     """The next one is right either way; what the loader is there shows that those after it will not be."""
     assignment = assignment_of(f"delayed:{loader}")
     truth = Run(assignment).take(90)
@@ -165,14 +165,14 @@ def test_epoch_after_next_is_right_in_each_generation(loader: str, known: bool) 
     crossing = ahead.prove(ahead.points[9], 12)["crossing"]
     assert crossing == REPLAY
     if known:
-        run.source.learn_rewinds(crossing)
+        run.source.learn_crossing(crossing)
     for until in (31, 64, 90):
         at = run.source.position.total
         run = run.resumed(run.points[at])
         assert run.take(until - at) == truth[at:until]
 
 
-def test_proof_that_compares_later_epochs_mends_what_was_known() -> None:
+def test_verifying_later_epochs_corrects_crossing() -> None:
     run = Run(assignment_of("delayed:grows"))
     run.take(60)
     assert run.prove(run.points[9], 12)["crossing"] == KEPT, "the next two epochs are the same in all ways"
@@ -185,7 +185,7 @@ def test_proof_that_compares_later_epochs_mends_what_was_known() -> None:
     assert found["crossing"] in (KEPT, FRESH), "its orders are drawn from generators that are saved"
 
 
-def test_proof_that_compares_more_batches_finds_what_comes_later() -> None:
+def test_longer_verification_finds_later_errors() -> None:
     run = Run(assignment_of("delayed:looks_ahead"))
     run.take(30)
     assert run.prove(run.points[9])["same"]
@@ -193,7 +193,7 @@ def test_proof_that_compares_more_batches_finds_what_comes_later() -> None:
     assert (found["same"], found["differs"], found["alike"]) == (False, 15, True)
 
 
-def test_restart_points_of_a_loader_that_misleads_are_counted_from_the_start() -> None:
+def test_misleading_loader_is_counted_from_start() -> None:
     truth = Run(assignment_of("delayed:looks_ahead", 3, 20)).take(70)
     run = Run(assignment_of("delayed:looks_ahead", 3, 20))
     run.source.counts_from = RestartPoint.decode(run.kept[0].encode())
@@ -204,7 +204,7 @@ def test_restart_points_of_a_loader_that_misleads_are_counted_from_the_start() -
     assert later.take(36) == truth[34:]
 
 
-def test_a_state_of_an_epochs_end_is_compared_with_the_next_epoch() -> None:
+def test_state_at_end_is_compared_with_next_epoch() -> None:
     truth = Run(assignment_of("counts_anew"))
     batches = truth.take(40)
     run = Run(assignment_of("counts_anew"))
@@ -213,8 +213,8 @@ def test_a_state_of_an_epochs_end_is_compared_with_the_next_epoch() -> None:
     assert again.take(16) == batches[24:]
 
 
-def test_a_loader_is_given_up_before_the_next_one_is_made() -> None:
-    """It may hold a file that is opened once in a process."""
+def test_loader_is_dropped_before_next_is_made() -> None:
+    """Drop the loader first, because it may hold a file that can be opened once in a process."""
     assignment = assignment_of("only_one")
     run = Run(assignment)
     run.take(7)
@@ -225,15 +225,16 @@ def test_a_loader_is_given_up_before_the_next_one_is_made() -> None:
     assert again.take(2) == [[7], [8]]
 
 
-def test_the_origin_of_a_lazy_loader_is_not_proven() -> None:
-    """It begins an epoch in its first next(), and cannot say in the epoch's origin that it was asked to."""
+def test_epoch_start_of_a_lazy_loader_fails() -> None:
+    """Refuse the epoch start of a loader that begins an epoch in its first next(), and so cannot record that it was
+    asked to."""
     run = Run(assignment_of("streams:fresh"))
     run.take(12)
     assert not run.prove(run.kept[1])["same"]
     assert run.prove(run.points[9])["same"]
 
 
-def test_a_base_that_draws_other_random_numbers_is_not_proven() -> None:
+def test_other_random_numbers_fail_verification() -> None:
     """Its batches are the same, and those of the next epoch would not be."""
     run = Run(assignment_of("draws_late"))
     run.take(30)
@@ -247,7 +248,7 @@ def test_a_base_that_draws_other_random_numbers_is_not_proven() -> None:
         assert run.prove(run.points[8])["same"]
 
 
-def test_a_loader_that_counts_late_is_no_error_and_one_that_does_not_repeat_itself_is() -> None:
+def test_late_count_is_no_error_but_no_repeat_is() -> None:
     run = Run(assignment_of("streams:counts_late"))
     run.take(10)
     found = run.prove(run.points[3])
@@ -259,7 +260,7 @@ def test_a_loader_that_counts_late_is_no_error_and_one_that_does_not_repeat_itse
 # -------------------------------------------------------------------------------------------- loaders of four methods
 
 
-def test_three_launches_of_a_loader_that_adds_what_former_ones_streamed() -> None:
+def test_three_launches_of_an_adding_loader() -> None:
     """Its load_state_dict reads nothing but what its deaggregate_state_dict returns."""
     truth = Run(assignment_of("streamed")).take(30)
     run, got = Run(assignment_of("streamed")), []
@@ -274,7 +275,7 @@ def test_three_launches_of_a_loader_that_adds_what_former_ones_streamed() -> Non
     assert got == truth
 
 
-def test_a_runner_that_is_replaced_in_a_later_launch_goes_on_counting() -> None:
+def test_runner_replaced_later_counts_on() -> None:
     run = Run(assignment_of("streamed"))
     run.take(10)
     second = run.resumed(run.source.snapshot(10), value={"all_samples": 40})
@@ -294,7 +295,7 @@ def test_a_runner_that_is_replaced_in_a_later_launch_goes_on_counting() -> None:
     assert again.state(20) == second.source.state(20) == ({"samples": 80}, True)
 
 
-def test_own_methods_that_lead_elsewhere_are_found_out_before_the_first_batch() -> None:
+def test_wrong_methods_fail_before_first_batch() -> None:
     truth = Run(assignment_of("misled"))
     batches = truth.take(24)
     run = Run(assignment_of("misled"))

@@ -1,4 +1,4 @@
-"""Which restart point a slot's prover chooses, and what comes of a proof: with helper processes that only answer."""
+"""The order in which a slot's restart points are verified, and the results: with helper processes that only answer."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_proof_without_a_verdict_is_tried_again(lapse: PenstockError) -> None:
     assert not bench.failed
 
 
-def test_restart_point_is_given_up_after_the_last_lapse() -> None:
+def test_restart_point_is_given_up_after_lapses() -> None:
     bench = Bench(lambda _: DeadlineError("late"))
     chosen = [bench.prove() for _ in range(LAPSES + 1)]
     assert chosen[:-1] == [chosen[0]] * LAPSES
@@ -117,7 +117,7 @@ def test_restart_point_is_given_up_after_the_last_lapse() -> None:
     assert not bench.findings.inexact, "it says nothing of the loader"
 
 
-def test_beginning_without_a_verdict_is_tried_again() -> None:
+def test_beginning_without_a_result_is_retried() -> None:
     """A loader without methods is looked at once, and its save relies on that."""
     answers = iter([DeadlineError("late"), GOOD | {"same": False, "alike": False, "differs": 1, "what": "differs"}])
     bench = Bench(lambda _: next(answers), state_methods=0)
@@ -126,7 +126,7 @@ def test_beginning_without_a_verdict_is_tried_again() -> None:
 
 
 @pytest.mark.parametrize("capabilities", [{"state_methods": 0}, {"state_methods": 2, "exact_states": True}])
-def test_loader_that_is_looked_at_once_is_left_alone_after_the_last_lapse(capabilities: dict[str, Any]) -> None:
+def test_loader_checked_once_is_left_after_lapses(capabilities: dict[str, Any]) -> None:
     bench = Bench(lambda _: DeadlineError("late"), **capabilities)
     for _ in range(LAPSES):
         assert bench.prover._provable
@@ -137,7 +137,7 @@ def test_loader_that_is_looked_at_once_is_left_alone_after_the_last_lapse(capabi
 
 
 def test_some_proofs_reach_further_each_time() -> None:
-    """They take half of the time, and go as far back as there are restart points."""
+    """Use half of the time for long verifications, which go as far back as there are restart points."""
     bench = Bench(lambda _: GOOD | {"took": 1.0}, batches=120)
     for total in range(121, 200):
         bench.make(total)
@@ -155,8 +155,8 @@ def test_first_proof_compares_what_is_known() -> None:
     assert bench.findings.depth == FIRST_DEPTH, "that was no far-reaching one"
 
 
-def test_state_that_leads_elsewhere_later_ends_the_use_of_all() -> None:
-    """What was proven by four batches would do the same."""
+def test_late_mismatch_ends_the_use_of_all_states() -> None:
+    """Use no other state either: those verified by four batches would do the same."""
     wrong = GOOD | {"same": False, "alike": True, "what": "yields another batch"}
     bench = Bench(lambda total: wrong | {"differs": total + 6}, batches=40)
     bench.prove()
@@ -193,8 +193,8 @@ def test_proof_goes_over_the_ends_of_epochs() -> None:
     assert list(bench.prover._followers(bench.at(10), 16))[-1] == "18", "left there, by a loop that is not asked again"
 
 
-def test_batches_beyond_a_place_where_the_loop_left_are_not_compared() -> None:
-    """What was made ahead of it stays in the progress page until it is written over."""
+def test_batches_beyond_abandon_are_not_compared() -> None:
+    """Ignore batches made ahead of the loop: they stay in the progress page until overwritten."""
     bench = Bench(lambda _: GOOD, batches=30)
     bench.progress_page.cut(0, 22)
     bench.progress_page.stands_at(22, 0, 22)

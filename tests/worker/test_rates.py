@@ -1,4 +1,4 @@
-"""How fast a runner is, by its progress page."""
+"""Rates of a runner, by its progress page."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock.worker.resources.processor_time import ProcessorUse, used_by
 from penstock.worker.resources.rates import BatchRates
 
 
-def test_a_batch_takes_what_was_worked_and_the_rate_is_what_was_taken() -> None:
+def test_batch_time_is_work_and_rate_is_taken() -> None:
     rates = BatchRates(since=0.0)
     rates.look(0.5, 5, 0.1)
     assert (rates.batches_per_s, rates.batch_s) == (0.0, 0.0)  # too early to say
@@ -26,14 +26,14 @@ def test_a_batch_takes_what_was_worked_and_the_rate_is_what_was_taken() -> None:
     assert (rates.batches_per_s, rates.batch_s) == (0.0, 0.05)
 
 
-def test_a_batch_that_is_not_done_yet_counts_as_soon_as_it_takes_longer_than_usual() -> None:
+def test_unfinished_slow_batch_counts_at_once() -> None:
     rates = BatchRates(since=0.0)
     rates.look(1.0, 10, 1.0)
     rates.look(3.0, 10, 3.0)
     assert rates.batch_s == 2.0
 
 
-def test_figures_that_cannot_be_true_count_as_none() -> None:
+def test_impossible_figures_count_as_none() -> None:
     rates = BatchRates(since=0.0)
     for now, total, worked_s in ((1.0, 10, math.nan), (2.0, 5, math.inf), (3.0, 6, -1.0), (4.0, 3, 7.0)):
         rates.look(now, total, worked_s)
@@ -44,7 +44,7 @@ def test_figures_that_cannot_be_true_count_as_none() -> None:
     assert rates.batch_s == 0.1
 
 
-def test_processor_time_and_waits_for_it_are_counted_for_a_batch() -> None:
+def test_processor_time_and_waits_are_counted() -> None:
     rates = BatchRates(since=0.0)
     rates.look(1.0, 10, 1.0, ProcessorUse(cpu_s=0.25, delay_s=0.5))
     assert (rates.batch_s, rates.batch_cpu_s, rates.batch_delay_s) == (0.1, 0.025, 0.05)
@@ -56,7 +56,7 @@ def test_processor_time_and_waits_for_it_are_counted_for_a_batch() -> None:
     assert (rates.batch_s, rates.batch_cpu_s, rates.batch_delay_s) == (2.0, 0.0, 0.0)
 
 
-def test_wait_for_a_processor_is_no_longer_than_the_batch() -> None:
+def test_processor_wait_is_at_most_the_batch() -> None:
     rates = BatchRates(since=0.0)
     rates.look(1.0, 10, 0.5, ProcessorUse(cpu_s=0.1, delay_s=9.0))
     assert rates.batch_delay_s == rates.batch_s == 0.05

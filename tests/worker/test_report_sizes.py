@@ -1,4 +1,5 @@
-"""What a slot tells of its runner: user code decides it, and it must not cost the worker its heartbeats."""
+"""Sizes of a slot's reports about its runner: user code decides them, and they must not cost the worker its
+heartbeats."""
 
 from __future__ import annotations
 

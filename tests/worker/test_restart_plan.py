@@ -1,4 +1,4 @@
-"""Which way a slot is brought back to a place, as decisions over values: any history, any place, no process."""
+"""Plans of the way to a position, as decisions over values: any history, any position, no process."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_another_error_ends_the_search_at_once() -> None:
 
 @given(histories())
 def test_the_daemon_picks_what_a_runner_would(history: History) -> None:
-    """Of those that are proven; it need not lie before the last batch, for nothing is compared."""
+    """Choose among the verified ones; it need not lie before the last batch, because nothing is compared."""
     target, store = history.target, SlotSnapshots()
     last = {
         (point.epoch, point.total, point.is_epoch_start, point.began): number

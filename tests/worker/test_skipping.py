@@ -35,7 +35,7 @@ def kinds() -> list[Any]:
 
 @pytest.mark.parametrize("kind", kinds())
 @pytest.mark.parametrize("at", [0, 2, 3])
-def test_a_torch_loader_moves_on_as_always_and_fetches_nothing(kind: Any, at: int) -> None:
+def test_torch_loader_moves_and_fetches_nothing(kind: Any, at: int) -> None:
     torch.manual_seed(5)
     whole = [batch.tolist() for batch in kind(Counted(), batch_size=3, shuffle=True)]
     torch.manual_seed(5)
@@ -62,7 +62,7 @@ def test_past_the_end_the_pass_is_over() -> None:
         skip_batch(loader, iterator)
 
 
-def test_a_method_of_the_loader_or_its_iterator_is_asked_first() -> None:
+def test_own_skip_method_is_used_first() -> None:
     class Skips(streams.Counter):
         def skip_batch(self) -> None:
             self.done += 1

@@ -1,4 +1,4 @@
-"""What a daemon keeps of a slot's bases, and which of them serves a place."""
+"""Restart points that a daemon keeps of a slot, and which of them serves a position."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def totals(store: SlotSnapshots) -> list[int]:
     return [kept.total for kept in store]
 
 
-def test_the_newest_at_the_far_edge_of_the_window_stays() -> None:
+def test_newest_at_far_edge_of_window_stays() -> None:
     store = SlotSnapshots()
     store.add(point(0, epoch_start=True, proven=True), 0)
     for total in range(1, 11):
@@ -34,7 +34,7 @@ def test_the_newest_proven_one_stays_beside_it() -> None:
     assert totals(store) == [4, 6, 9]
 
 
-def test_epochs_that_the_loop_has_not_come_to_push_nothing_out() -> None:
+def test_epochs_ahead_of_loop_push_nothing_out() -> None:
     """A slot without batches makes the origins of many epochs ahead, all of one total."""
     store = SlotSnapshots()
     for epoch in range(5, 40):
@@ -42,7 +42,7 @@ def test_epochs_that_the_loop_has_not_come_to_push_nothing_out() -> None:
     assert [kept.epoch for kept in store] == list(range(7, 40))
 
 
-def test_exactly_asks_for_the_place_and_the_step_that_a_state_speaks_of() -> None:
+def test_exactly_compares_position_and_step() -> None:
     store = SlotSnapshots()
     store.add(point(3, step=5), 0)
     assert store.exactly(0, 3, 3, 5) is not None
@@ -61,7 +61,7 @@ def test_nearest_is_the_latest_before_a_place() -> None:
     assert found.total == 2, "what is not proven is no restart point"
 
 
-def test_what_was_taken_beyond_a_cut_never_happened() -> None:
+def test_points_beyond_abandoned_end_are_dropped() -> None:
     store = SlotSnapshots()
     for total in (1, 2, 3):
         store.add(point(total), 0)

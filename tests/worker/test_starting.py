@@ -29,7 +29,7 @@ def first_of_next_pass(source: RestorableLoader) -> tuple[int, list[int]]:
 
 
 @pytest.mark.parametrize("empty", range(4))
-def test_a_pass_is_left_behind_others_of_which_nothing_came(empty: int) -> None:
+def test_epoch_is_abandoned_behind_empty_ones(empty: int) -> None:
     ran = source_of(empty)
     epoch_start = ran.open_epoch()
     for _ in range(empty):
@@ -44,8 +44,8 @@ def test_a_pass_is_left_behind_others_of_which_nothing_came(empty: int) -> None:
     assert first_of_next_pass(again) == expected
 
 
-def test_a_pass_of_which_something_comes_is_not_passed_over() -> None:
+def test_epoch_with_batches_is_not_skipped() -> None:
     source = source_of(2)
     source.open_epoch()
-    with pytest.raises(ReplayMismatchError, match="pass 2 goes on after the batch that was its last"):
+    with pytest.raises(ReplayMismatchError, match="epoch 2 continues after the batch that was its last"):
         catch_up(source, 4)

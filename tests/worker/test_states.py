@@ -1,4 +1,4 @@
-"""What a slot answers when it is asked for a state, where its runner or its loader knows less than the asker."""
+"""Answers of a slot to state requests, where its runner or its loader knows less than the request."""
 
 from __future__ import annotations
 
@@ -49,8 +49,9 @@ def request(epoch: int, delivered: int, total: int) -> pb.StateRequest:
     return pb.StateRequest(epoch=epoch, position=records_pb2.SlotPosition(delivered=delivered, total=total))
 
 
-def test_a_runner_that_was_ahead_may_not_have_heard_of_the_break_yet(progress_page: ProgressPage) -> None:
-    """It ran to the end of the epoch, batch 8; the loop left the epoch after the slot's batch 2."""
+def test_runner_ahead_may_not_know_the_break_yet(progress_page: ProgressPage) -> None:
+    """Answer with the loop's end of the epoch: the runner ran to batch 8, the loop abandoned it after the slot's batch
+    2."""
 
     async def body() -> None:
         progress_page.stands_at(8, 0, 8)
@@ -69,8 +70,8 @@ def test_a_runner_that_was_ahead_may_not_have_heard_of_the_break_yet(progress_pa
 
 
 @pytest.mark.parametrize(("began", "end"), [(8, 2), (2, 8)])
-def test_where_a_pass_began_is_told_by_who_has_begun_it(progress_page: ProgressPage, began: int, end: int) -> None:
-    """Then an asker who thinks otherwise is wrong, in whichever way."""
+def test_begun_epoch_decides_where_it_began(progress_page: ProgressPage, began: int, end: int) -> None:
+    """Reject a request that assumes another end, whichever it is."""
 
     async def body() -> None:
         progress_page.stands_at(end, 1, end)
@@ -119,7 +120,7 @@ def helper(source: RestorableLoader, point: RestartPoint, total: int, *, epoch: 
     [(1, 2, 5), (1, 0, 3), (2, 4, 10), (2, 0, 10)],
     ids=["into the epoch that was left", "at its end", "beyond it", "the epoch before was left"],
 )
-def test_no_state_is_made_behind_a_break_that_is_not_known(
+def test_no_state_behind_an_unknown_break(
     lazy: tuple[RestorableLoader, list[RestartPoint]], epoch: int, delivered: int, total: int
 ) -> None:
     """Passes of 8 batches, of which one was left after 3 or 2 of this worker: who resumed from what a replay without
@@ -140,7 +141,7 @@ def test_no_state_is_made_behind_a_break_that_is_not_known(
         ),
     ],
 )
-def test_the_way_that_the_loop_went_is_gone_where_it_is_known(loader: str, place: tuple[int, int, int]) -> None:
+def test_replay_follows_the_known_way_of_the_loop(loader: str, place: tuple[int, int, int]) -> None:
     """Pass 0 was left after 3 batches, pass 1 after 2 more, pass 2 came to its end. A new process, with nothing but the
     origin of epoch 0 and where epochs were left, saves what the first one goes on from."""
     epoch, delivered, total = place
@@ -195,7 +196,7 @@ def test_the_way_that_the_loop_went_is_gone_where_it_is_known(loader: str, place
         assert unknown.fields == {"elsewhere": True}
 
 
-def test_what_was_taken_ahead_of_a_break_is_no_base() -> None:
+def test_points_ahead_of_a_break_are_not_used() -> None:
     store = SlotSnapshots(lambda kept: True)
     for point in (
         StoredSnapshot(0, 0, 0, 0, True, 0, b"0"),
@@ -217,7 +218,7 @@ def test_what_was_taken_ahead_of_a_break_is_no_base() -> None:
     assert chosen(9, _0=8) == b"of the epoch behind the end that the runner came to"
 
 
-def test_behind_a_break_a_runner_is_waited_for_until_it_has_begun_the_next_pass(progress_page: ProgressPage) -> None:
+def test_state_behind_break_waits_for_next_epoch(progress_page: ProgressPage) -> None:
     came: list[bytes] = []
 
     async def elsewhere(points: list[bytes], *_: Any, **__: Any) -> Any:
@@ -251,7 +252,7 @@ def test_behind_a_break_a_runner_is_waited_for_until_it_has_begun_the_next_pass(
         progress_page.here(1, 0)
         assert await asyncio.wait_for(asking, DEADLINE_S) == b"second"
         progress_page.stands_at(4, 1, 4)
-        with pytest.raises(StateUnavailableError, match="lies behind an epoch that the loop left, after batch 3 of"):
+        with pytest.raises(StateUnavailableError, match="behind an epoch that the loop abandoned after batch 3 of"):
             await states._state(request(1, 1, 4), pb.StateAnswer(), 1e12)
         store.add(StoredSnapshot(1, 1, 4, 0, False, 0, b"third"), 0)
         progress_page.cut(1, 4)
@@ -262,8 +263,8 @@ def test_behind_a_break_a_runner_is_waited_for_until_it_has_begun_the_next_pass(
     asyncio.run(body())
 
 
-def test_the_origin_of_a_pass_before_is_no_state_of_a_loader_without_methods(progress_page: ProgressPage) -> None:
-    """Whether that epoch had ended, or was left, is to be found out."""
+def test_earlier_epoch_start_is_no_state(progress_page: ProgressPage) -> None:
+    """Find out whether that epoch had ended or was abandoned."""
 
     async def elsewhere(*_: Any, **__: Any) -> Any:
         return SimpleNamespace(fields={"elsewhere": True}, payload=b"")
@@ -281,7 +282,7 @@ def test_the_origin_of_a_pass_before_is_no_state_of_a_loader_without_methods(pro
         asked = request(1, 0, 3)
         asked.digests_after = 3
         with pytest.raises(
-            StateUnavailableError, match="behind an epoch that the loop left, after batch 3 of the worke"
+            StateUnavailableError, match="behind an epoch that the loop abandoned after batch 3 of the worke"
         ):
             await states._state(asked, pb.StateAnswer(), 1e12)
 
@@ -320,7 +321,7 @@ class TakenOver:
         )
 
     def answer(self, reported: int) -> tuple[pb.StateAnswer, RestartPoint]:
-        """For batch 6; the box's last report was at another."""
+        """Answer for batch 6; the box's last report was at another."""
         ready = asyncio.Event()
         ready.set()
         asked = request(0, 6, 6)
@@ -352,9 +353,7 @@ class TakenOver:
 
 @pytest.mark.parametrize("methods", [0, 2])
 @pytest.mark.parametrize("reported", [1, 2, 5, 6])
-def test_what_a_new_runner_has_not_seen_is_replayed_for_the_flight_record(
-    progress_page: ProgressPage, reported: int, methods: int
-) -> None:
+def test_unseen_batches_are_replayed_for_digest(progress_page: ProgressPage, reported: int, methods: int) -> None:
     with assigned(current_assignment()):
         slot = TakenOver(progress_page, methods)
         answer, point = slot.answer(reported)
@@ -365,7 +364,7 @@ def test_what_a_new_runner_has_not_seen_is_replayed_for_the_flight_record(
 
 
 @pytest.mark.parametrize("methods", [0, 2])
-def test_a_state_knows_what_is_left_out_since_its_base_was_taken(progress_page: ProgressPage, methods: int) -> None:
+def test_state_has_the_batches_left_out_since(progress_page: ProgressPage, methods: int) -> None:
     with assigned(current_assignment()):
         slot = TakenOver(progress_page, methods)
         slot.assignment.skips.add(epoch=0, total=6, count=1)

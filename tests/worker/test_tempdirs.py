@@ -32,7 +32,7 @@ def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield Path(folder)
 
 
-def test_each_child_has_its_own_and_all_go_at_the_end(there: Path) -> None:
+def test_each_child_has_one_and_all_are_removed(there: Path) -> None:
     dirs = TemporaryFolders()
     one, two = dirs.make(), dirs.make()
     assert one != two
@@ -44,7 +44,7 @@ def test_each_child_has_its_own_and_all_go_at_the_end(there: Path) -> None:
     assert list(there.iterdir()) == []
 
 
-def test_those_of_a_killed_daemon_are_removed_by_the_next_and_those_of_a_live_one_are_not(there: Path) -> None:
+def test_next_daemon_removes_those_of_killed_one(there: Path) -> None:
     daemon = subprocess.Popen([sys.executable, "-c", DAEMON], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     with daemon:
         assert daemon.stdout is not None
@@ -57,7 +57,7 @@ def test_those_of_a_killed_daemon_are_removed_by_the_next_and_those_of_a_live_on
         assert not its.exists()
 
 
-def test_nothing_that_is_not_certainly_left_by_a_daemon_is_removed(there: Path, tmp_path: Path) -> None:
+def test_folders_of_others_are_not_removed(there: Path, tmp_path: Path) -> None:
     dirs = TemporaryFolders()
     left = Path(dirs.make()).parent
     mark, prefix = next(left.glob(".*")).name, f"penstock-{os.getuid()}-"
@@ -87,7 +87,7 @@ def test_nothing_that_is_not_certainly_left_by_a_daemon_is_removed(there: Path, 
     dirs.close()
 
 
-def test_a_link_in_a_left_folder_is_removed_and_not_what_it_leads_to(there: Path, tmp_path: Path) -> None:
+def test_link_is_removed_but_not_its_target(there: Path, tmp_path: Path) -> None:
     (tmp_path / "data").touch()
     dirs = TemporaryFolders()
     left = Path(dirs.make()).parent

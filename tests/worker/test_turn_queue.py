@@ -1,4 +1,4 @@
-"""Who starts when, and what keeps the others waiting."""
+"""The order in which runners start, and how long others wait."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_turn_ends_before_its_time(how: str) -> None:
         asyncio.run(body(pid))
 
 
-def test_deadline_counts_time_in_which_a_process_stands_still() -> None:
+def test_deadline_counts_time_of_standing_still() -> None:
     async def body(idle: int, busy: int) -> None:
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(unless_it_stands_still(asyncio.Event().wait(), idle, 0.6, 100), 50)
@@ -108,7 +108,7 @@ def test_cores_of_a_container(quota: str, most: int, tmp_path: Path) -> None:
     assert 1 <= cores(tmp_path / "cpu.max") <= most
 
 
-def test_use_of_the_processors_is_counted_with_children() -> None:
+def test_processor_use_includes_children() -> None:
     before = used_by(os.getpid())
     subprocess.run([sys.executable, "-S", "-c", "import time\nwhile time.process_time() < 0.1: pass"], check=True)
     after = used_by(os.getpid())

@@ -1,4 +1,5 @@
-"""Where interpreters that run user code look for it: the working directory last, and never one that others write to."""
+"""The module search path of interpreters that run user code: the working directory last, and never one that others can
+write to."""
 
 from __future__ import annotations
 
@@ -40,11 +41,11 @@ def said(probe: list[str], tmp_path: Path) -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_the_working_directory_hides_no_module_and_is_searched(probe: list[str], tmp_path: Path) -> None:
+def test_working_directory_is_searched_last(probe: list[str], tmp_path: Path) -> None:
     assert said(probe, tmp_path) == ["True", "from the working directory"]
 
 
-def test_a_folder_that_others_can_write_to_is_not_searched(
+def test_folder_others_can_write_is_not_searched(
     probe: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "cwd"

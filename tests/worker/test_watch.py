@@ -1,4 +1,4 @@
-"""How long a runner has been in one thing, from looks at its progress page."""
+"""Duration of a runner's activity, from readings of its progress page."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from penstock.worker.daemon.stall_watch import HANG_S, Stall, hang_s
 from penstock.worker.processes.progress_page import ProgressPage
 
 
-def test_a_batch_is_progress_although_the_activity_stays_the_same() -> None:
+def test_new_batch_is_progress_in_same_activity() -> None:
     stall = Stall(since=0.0)
     assert stall.look(10.0, "next", 10.0, 5) == pytest.approx(0.0)
     assert stall.look(12.0, "next", 12.0, 5) == pytest.approx(2.0)
@@ -16,7 +16,7 @@ def test_a_batch_is_progress_although_the_activity_stays_the_same() -> None:
     assert stall.look(14.5, "next", 14.5, 6) == pytest.approx(1.5)
 
 
-def test_an_activity_that_began_later_counts_from_there() -> None:
+def test_later_activity_counts_from_its_start() -> None:
     stall = Stall(since=0.0)
     stall.look(10.0, "state_dict", 0.2, 5)
     assert stall.look(12.0, "state_dict", 0.5, 5) == pytest.approx(0.5)  # another call of it
@@ -40,7 +40,7 @@ def test_it_is_told_at_half_of_the_loops_deadline() -> None:
     assert hang_s(0.0) == HANG_S
 
 
-def test_the_progress_page_says_which_batch_is_being_made() -> None:
+def test_progress_page_names_the_batch_in_work() -> None:
     daemon = ProgressPage.create()
     runner = ProgressPage(daemon.fd)
     runner.doing("next", 0)

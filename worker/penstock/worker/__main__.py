@@ -1,6 +1,6 @@
 """`python -m penstock.worker`: the daemon as a child of the embedded mode. People use `penstock worker`.
 
-Its exit status is 1 for an error of ours, and 16 if it was about to listen beyond this machine without TLS.
+The exit status is 1 for a Penstock error, and 16 if the daemon refused to listen beyond this machine without TLS.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from penstock.worker.daemon.daemon import DaemonSettings, serve
 from penstock.worker.processes.child_processes import START_DEADLINE_S
 
 UNSAFE_BIND = 16
-"""The exit code of penstock.deploy.console.exit_codes, for the same thing."""
+"""Exit code UNSAFE_BIND of penstock.deploy.console.exit_codes."""
 
 
 def main() -> int:
-    """Parse, serve, and turn our errors into one line and an exit status."""
+    """Parse the arguments, serve, and turn Penstock errors into one line and an exit status."""
     parser = argparse.ArgumentParser(prog="python -m penstock.worker")
     parser.add_argument("--coordinator", required=True)
     parser.add_argument("--slots", type=int, required=True)

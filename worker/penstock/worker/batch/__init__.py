@@ -1,1 +1,1 @@
-"""Batches that user code builds where they will be sent from."""
+"""Batches that user code builds in the memory they are sent from."""

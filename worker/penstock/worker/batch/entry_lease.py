@@ -1,23 +1,23 @@
-"""The ring entry that the user's code builds a batch in, before anybody knows what the batch will be.
+"""The ring entry in which user code builds a batch, before anything is known of that batch.
 
-    begin ──> the arena of a slot, under a weak reference ── place, place ... ──> leaves cut from the arena
-    take  ──> does the batch that came lie just there, and can nobody else reach it? Then the slot, to be published
+    begin ──> the arena of an entry, under a weak reference ── place, place ... ──> leaves cut from the arena
+    take  ──> if the batch lies exactly there and nothing else can reach it: the entry, ready to publish
 
-The danger of a batch that is built in the ring is whoever still holds a piece of it once it was published: the slot is
-the training loop's then, and later another batch's. So nothing is published in place while anything of it is alive.
-All leaves cut from a slot have one array as their base object, the *arena*, which only they keep alive; `take` drops
-the batch and looks whether the arena died with it. A generator's variable, a list of old batches, a thread, a view of a
-view: each keeps the arena alive, the batch is then copied to another slot as it always was, and this slot stays with
-its holder, unchanged, until the last piece is dropped. Whoever holds a batch never sees it change, and what was
-delivered never changes under the loop.
+The danger of building a batch in the ring is code that still holds a piece of it after it was published: the entry
+belongs to the training loop then, and later to another batch. So nothing is published in place while any piece of it is
+alive. All leaves cut from an entry have one array as their base object, the *arena*, and only they keep it alive.
+`take` drops the batch and checks whether the arena died with it. A generator's variable, a list of old batches, a
+thread, a view of a view: each keeps the arena alive. Then the batch is copied to another entry as usual, and this entry
+stays with its holder, unchanged, until the last piece is dropped. So a held batch never changes for its holder, and a
+delivered batch never changes for the loop.
 
-Everything that can go wrong ends there, in the plain copy: leaves in another order or transformed, two batches begun
-before the first was yielded, a batch that needs a larger ring. A batch dropped on the way (an exception, an epoch that
-was left) kills its arena, and the slot is used again from its start.
+Every other failure also ends in the plain copy: leaves in another order or transformed, two batches begun before the
+first was yielded, a batch that needs a larger ring. A batch that is dropped before it is yielded (an exception, an
+abandoned epoch) kills its arena, and the entry is used again from its start.
 
-At most one slot is away at a time, and only of rings that can spare it: the others suffice for the stream to go on,
-whatever becomes of that one. A process that is forked while an arena is alive has views of shared memory that nobody
-can see die: that slot is written off for as long as its ring is in use, and no other one is lent.
+At most one entry is leased at a time, and only from rings that can spare it: the stream can go on with the others
+whatever happens to the leased one. A process that is forked while an arena is alive has views of shared memory whose
+end cannot be observed: that entry is not used again while its ring is in use, and no other one is leased.
 """
 
 from __future__ import annotations
@@ -36,55 +36,55 @@ from penstock.proto.lane.ring import MIN_ENTRIES
 __all__ = ["NOWHERE", "VAIN_LIMIT", "WORTH_FROM", "EntryArena", "EntryLease"]
 
 NOWHERE = 1 << 62
-"""A cursor from which nothing fits any more."""
+"""Cursor position from which nothing fits any more."""
 WORTH_FROM = 512 << 10
-"""Bytes of a ring entry below which none is lent: copying half a MiB takes 9 us, and doing without it as long (see
+"""Bytes of a ring entry below which none is leased: copying half a MiB takes 9 us, as long as a lease costs (see
 benchmarks/collate.md)."""
 VAIN_LIMIT = 8
-"""Batches in a row that were built in a slot and had to be copied, after which the rest of the epoch is built in
-ordinary memory: this loader keeps its batches, or changes them, and will go on to do so."""
+"""Batches in a row that were built in an entry and had to be copied, after which the rest of the epoch is built in
+ordinary memory: this loader keeps or changes its batches, and will do so again."""
 
 
 class EntryArena(np.ndarray[Any, np.dtype[np.uint8]]):
-    """All bytes of a leased slot; the base object of the leaves in it.
+    """All bytes of a leased entry; the base object of the leaves in it.
 
-    A class of its own, for numpy shortens a chain of bases that are of one type: the leaves would then hang on
-    something else, and the arena would die at once.
+    The class of its own is needed because numpy shortens a chain of bases that are of one type: the leaves would then
+    refer to another base, and the arena would die at once.
     """
 
     __slots__ = ()
 
 
 class EntryLease:
-    """One for each runner; the thread that makes it is the only one that it serves.
+    """Lease of one ring entry at a time, one object for each runner; it serves only the thread that made it.
 
-    wait: called when all slots are taken; returns once one may be free, or False to build in ordinary memory instead.
-    It must not raise, for it is called inside user code.
+    wait: called when all entries are taken; returns True once one may be free, or False to build in ordinary memory
+    instead. It must not raise, because it is called inside user code.
     """
 
     def __init__(self, producer: Producer, wait: Callable[[], bool]) -> None:
         self.offered = False
-        """Whether user code that runs now is making a batch that will be streamed."""
+        """True while user code is making a batch that will be streamed."""
         self.cursor = 0
-        """Bytes from the start of the slot to where the next leaf goes."""
+        """Bytes from the start of the entry to the next leaf."""
         self.built = 0
         """Batches published where they were built."""
         self.copied = 0
-        """Batches of which a leaf was built in a slot, in vain."""
+        """Batches that were copied although a leaf of them was built in an entry."""
         self._producer = producer
         self._wait = wait
         self._thread = threading.get_ident()
         self._slab: FreeEntry | None = None
         self._arena: Callable[[], EntryArena | None] = _none
-        self._yielded = False  # a batch of this arena came, and it was not the last piece
-        self._forked = False  # with a child that may hold views
+        self._yielded = False  # a batch of this arena arrived while pieces of it were still held
+        self._forked = False  # a forked child may hold views
         self._vain = 0
-        self._places: list[tuple[int, int]] = []  # (start, size) of the leaves that last lay wrong, as they should have
+        self._places: list[tuple[int, int]] = []  # (start, size) where leaves of the last misplaced batch belonged
 
     def begin(self) -> EntryArena | None:
-        """The slot for the batch that is being built, or None: build it in ordinary memory.
+        """Return the entry's arena for the batch that is being built, or None: build it in ordinary memory.
 
-        Hold the result for as long as `cursor` shall stand.
+        Hold the result for as long as `cursor` must stay valid.
         """
         if not self.offered or threading.get_ident() != self._thread:
             return None
@@ -109,9 +109,10 @@ class EntryLease:
         return arena
 
     def place(self, arena: EntryArena, nbytes: int, *, guess: bool = False) -> int | None:
-        """Where in the arena a leaf of `nbytes` goes, None if it must go elsewhere; the cursor moves behind it.
+        """Return the offset in the arena for a leaf of `nbytes`, or None if it must go elsewhere; move the cursor
+        behind it.
 
-        guess: the caller does not know what else lies between the leaves that it asks for; go by the last batch.
+        guess: the caller does not know what lies between the leaves that it asks for; use the last batch's layout.
         """
         at = self._guess(nbytes) if guess and self._places else self.cursor
         if at is None or at + nbytes > len(arena):
@@ -124,10 +125,11 @@ class EntryLease:
         self.cursor += (nbytes + ALIGN - 1) & -ALIGN
 
     def take(self, flat: FlatBatch, need: int) -> FreeEntry | None:
-        """The leased slot, if `flat` may be written there: then all that lies in it is `flat`'s, at its place.
+        """Return the leased entry if `flat` may be written there: then all that lies in it belongs to `flat`, at its
+        offset.
 
-        Call it with no other reference to the batch. None: reserve another slot. Either way `flat` can be written.
-        need: bytes that the slot must have.
+        Call it with no other reference to the batch. None: reserve another entry. Either way `flat` can be written.
+        need: bytes that the entry must have.
         """
         slab, arena = self._slab, self._arena()
         if slab is None:
@@ -152,19 +154,19 @@ class EntryLease:
         return None
 
     def release(self) -> None:
-        """An epoch is over: give back a slot that nobody holds."""
+        """Give back an entry that has no holder, at the end of an epoch."""
         self._vain = 0
         if self._slab is not None and self._arena() is None and not self._forked:
             self._return()
 
     def forking(self) -> None:
-        """This process is about to be forked."""
+        """Take note that this process is about to be forked."""
         if self._arena() is not None:
             self._forked = True
 
     def _reserve(self) -> FreeEntry | None:
         producer = self._producer
-        # The first batch is copied: only then is it known how large a slot must be.
+        # The first batch is copied: only then is the size of an entry known.
         while producer.ring_slots >= MIN_ENTRIES and producer.entry_bytes >= WORTH_FROM:
             slab = producer.reserve_current()
             if slab is not None or not self._wait():
@@ -178,7 +180,7 @@ class EntryLease:
         self._forked = False
 
     def _guess(self, nbytes: int) -> int | None:
-        """Where the next leaf of this size belonged in the last batch that lay wrong."""
+        """Return where the next leaf of this size belonged in the last misplaced batch."""
         for start, size in self._places:
             if size == nbytes and start >= self.cursor:
                 return start

@@ -1,7 +1,7 @@
 """Stacking samples into a leased ring entry.
 
 `Builder.collate` runs torch's own recursion with other functions at its leaves. The recursion visits leaves in the
-order in which they lie in the slot, so with the sizes of all leaves it knows the place of each before it is made.
+order in which they lie in the entry, so with the sizes of all leaves the offset of each is known before it is made.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ _dtype_of = attrgetter("dtype")
 
 
 class Builder:
-    """What `collate` and `empty` do in a runner; see building.py, where they are described."""
+    """Implementation of `collate` and `empty` in a runner; building.py describes them."""
 
     def __init__(self, lease: EntryLease) -> None:
         self.lease = lease
         self._known: dict[Any, Any] = {}
-        # With our leaf functions in place of torch's in `_known`: users may register more there at any time.
+        # Holds our leaf functions instead of those torch has in `_known`: users may register more there at any time.
         self._table: dict[Any, Any] = {}
 
     def empty(self, shape: int | Sequence[int], dtype: torch.dtype | None) -> torch.Tensor | None:
-        """A tensor in the slot, or None: make it elsewhere."""
+        """Return a tensor in the entry, or None: make it elsewhere."""
         arena = self.lease.begin()
         if arena is None:
             return None
@@ -42,7 +42,7 @@ class Builder:
         return self._cut(arena, dims, torch.get_default_dtype() if dtype is None else dtype, guess=True)
 
     def collate(self, samples: list[Any]) -> Any:
-        """default_collate, in the slot as far as possible."""
+        """Run default_collate, in the entry as far as possible."""
         arena = self.lease.begin()
         if arena is None:
             return torchs.default_collate(samples)  # type: ignore[no-untyped-call]
@@ -54,15 +54,16 @@ class Builder:
         try:
             return torchs.collate(samples, collate_fn_map=self._table)
         finally:
-            del arena  # it had to live until here: the lease's cursor belongs to it
+            del arena  # it must live until here: the lease's cursor belongs to it
 
     def _stack(self, samples: Sequence[Any], *, collate_fn_map: Any = None) -> Any:
-        """torch.stack into the slot. What that refuses or would do differently goes to torch's own function."""
+        """Run torch.stack into the entry. Inputs that stack refuses or treats differently go to torch's own
+        function."""
         lease = self.lease
         dtype = samples[0].dtype
         if (
             set(map(type, samples)) == {torch.Tensor}
-            and set(map(_dtype_of, samples)) == {dtype}  # or out= would cast
+            and set(map(_dtype_of, samples)) == {dtype}  # otherwise out= would cast
             and (arena := lease.begin()) is not None
         ):
             cursor = lease.cursor
@@ -70,12 +71,13 @@ class Builder:
             if out is not None:
                 try:
                     return torch.stack(samples, 0, out=out)  # type: ignore[arg-type]  # a tuple does as well
-                except RuntimeError:  # shapes, layouts, devices, gradients: it has an answer, or says what is wrong
+                # shapes, layouts, devices, gradients: torch's function handles it or reports the error
+                except RuntimeError:
                     lease.cursor = cursor
         return self._leaf(torchs.collate_tensor_fn, samples, collate_fn_map=collate_fn_map)
 
     def _leaf(self, plain: Callable[..., Any], samples: Any, *, collate_fn_map: Any = None) -> Any:
-        """torch's function for a leaf, and its size for the cursor, unless something below has moved that."""
+        """Run torch's function for a leaf, and move the cursor by its size unless something below has moved it."""
         cursor = self.lease.cursor
         made = plain(samples, collate_fn_map=collate_fn_map)
         if self.lease.cursor == cursor:
@@ -94,12 +96,12 @@ class Builder:
             for one in made:
                 self._skip(one)
         else:
-            self.lease.cursor = NOWHERE  # what a user's function made; leaves behind it go elsewhere
+            self.lease.cursor = NOWHERE  # made by a user's function; leaves behind it go elsewhere
 
     def _cut(
         self, arena: EntryArena, dims: tuple[int, ...], dtype: torch.dtype, *, guess: bool = False
     ) -> torch.Tensor | None:
-        """A tensor in the slot, if it fits."""
+        """Return a tensor in the entry, if it fits."""
         known = CARRIERS.get(dtype)
         count = prod(dims)
         if known is None or count <= 0 or min(dims, default=1) < 0:

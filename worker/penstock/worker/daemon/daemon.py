@@ -1,7 +1,7 @@
-"""The worker daemon: registers, asks what it should run, and makes it so. It never runs user code.
+"""The worker daemon: registers, asks which slots to run, starts and stops them. It never runs user code.
 
-Everything is level, not edge: a heartbeat's reply holds the whole set of slots that this worker should run, and the
-daemon starts what is missing and stops what is not in it. A lost, late or repeated message therefore changes nothing.
+Assignments are levels, not edges: a heartbeat's reply holds the whole set of slots that this worker should run. The
+daemon starts what is missing and stops what is not in it, so a lost, late or repeated message changes nothing.
 """
 
 from __future__ import annotations
@@ -59,69 +59,68 @@ __all__ = ["DaemonSettings", "own_name", "serve"]
 _log = logging.getLogger("penstock.worker")
 
 HOLD_S = 1.0
-"""Of a heartbeat's long poll until the coordinator says how long: a third of the lease, which follows the fleet."""
+"""Seconds of a heartbeat's long poll until the coordinator sends its own value: a third of the lease."""
 RETRY_S = 0.3
 AWAY_AGAIN_S = 60.0
-"""Between two lines in the log about a coordinator that stays away."""
+"""Seconds between two log lines about an unreachable coordinator."""
 AWAY = (CoordinatorUnavailableError, DeadlineError, JournalError)
-"""What passes, and says nothing against us: also a coordinator that cannot write for want of disk."""
+"""Errors that pass and are not this worker's fault: also a coordinator that cannot write because its disk is full."""
 ATTACH_DEADLINE_S = 30.0
 HELPERS_AT_ONCE = 2
-"""Tasks beside the streams that are done at a time on a machine with one core; else as many as there are cores."""
+"""Helper tasks that run at a time on a machine with one core; otherwise as many as there are cores."""
 TURN_S = 0.5
-"""Seconds between two signs of the event loop's that it makes progress."""
+"""Seconds between two signs of progress of the event loop."""
 
 
 @dataclass(frozen=True)
 class DaemonSettings:
-    """How a daemon is run."""
+    """Settings of a daemon."""
 
     coordinator: str
     token: str = field(repr=False)
     slots: int
     allow: Sequence[str]
     listen: str = "127.0.0.1:0"
-    """For lanes from other hosts."""
+    """host:port for lanes from other hosts; port 0 = any."""
     name: str = ""
     parent_pids: Sequence[int] = ()
-    """End when one of these processes is gone (embedded mode: the training job and its coordinator)."""
+    """Processes with which the daemon ends (embedded mode: the training job and its coordinator)."""
     embedded: bool = False
     runner_memory: int = 0
-    """Bytes that a runner may hold; 0 = any."""
+    """Bytes that a runner may hold; 0 = no limit."""
     starts: int = 0
     """Runners that start at a time; 0 = as many as there are processors."""
     start_timeout_s: float = START_DEADLINE_S
     """Seconds that the interpreter of a run's runners may take to start."""
     runner_user: str = ""
-    """Name or number of the user that user code runs as; "": the daemon's own. See runner_user.py."""
+    """Name or number of the user that user code runs as; "" = the daemon's own. See runner_user.py."""
     runner_processes: int = 0
-    """Processes and threads that this user may have, all runners' together; 0 = any. Only with runner_user or in
-    control groups."""
+    """Processes and threads of all runners together; 0 = no limit. Needs runner_user or control groups."""
     no_cage: bool = False
-    """Runners may do to other processes what their user may; else see sandbox.py."""
+    """Flag that lets runners do to other processes what their user may; otherwise see sandbox.py."""
     no_groups: bool = False
-    """Runners get no control groups; else see control_groups.py."""
+    """Flag that gives runners no control groups; otherwise see control_groups.py."""
     tls: Tls | None = None
-    """For the coordinator, and for lanes from other hosts."""
+    """TLS files for the coordinator, and for lanes from other hosts."""
     insecure: bool = False
-    """Lanes and metrics may be listened for beyond this machine without TLS."""
+    """Flag that allows listening for lanes and metrics beyond this machine without TLS."""
     drain_s: float = 0.0
-    """Seconds that it goes on for after it was told to stop, while other workers get ready for its slots."""
+    """Seconds that the daemon continues after it was told to stop, while other workers get ready for its slots."""
     liveness_file: str = ""
-    """Where to tell of each heartbeat: see penstock.runtime.process.liveness_file. "": nowhere."""
+    """Path of the file that is touched at each heartbeat, see penstock.runtime.process.liveness_file; "" = none."""
     http: str = ""
-    """ "host:port" of metrics and health, see worker_metrics.py; "" = none."""
+    """host:port of metrics and health, see worker_metrics.py; "" = none."""
     http_tokens: str = field(default="", repr=False)
-    """What readers of those from other machines must show, as penstock.proto.rpc.credentials.tokens has it."""
+    """Tokens for readers of metrics on other machines, in the syntax of penstock.proto.rpc.credentials.tokens."""
 
 
 def own_name() -> str:
-    """Of a worker that was given none."""
+    """Return the name of a worker that was given none."""
     return f"{socket.gethostname()}:{os.getpid()}"
 
 
 class Daemon:
-    """One worker process. `run()` returns when it was told to stop."""
+    """A worker process. `run()` returns after `stop()`."""
 
     def __init__(self, settings: DaemonSettings) -> None:
         self.settings = settings
@@ -154,40 +153,39 @@ class Daemon:
         self.share = SnapshotQuota(every_s=1.0, bytes_per_s=4 << 20)
         self.tally = DaemonCounters()
         self.state_answers: Counter[str] = Counter()
-        """How answers to questions for states ended: ok, error, dropped -> how many."""
+        """Answers to state requests by result: ok, error, dropped."""
         self.started_at = time.monotonic()
         self.answered_at: float | None = None
-        """When the coordinator last answered; None before it did."""
+        """Monotonic time of the coordinator's last answer, seconds; None before the first."""
         self._slots: dict[SlotKey, Slot] = {}
         self._unstarted: dict[SlotKey, coordinator_pb2.SlotReport] = {}
-        """What is reported of assignments that could not be begun here."""
+        """Reports of assignments that could not be started here."""
         self._findings: dict[tuple[str, int], LoaderFindings] = {}
         self._answered: set[str] = set()
         self._made = self._seen = 0
-        """The version of the reply that was made so last; the coordinator's rise over everything. And what heartbeats
-        say of it: 0 to be told everything again."""
+        """Version of the last reply that was applied (they rise), and the one in heartbeats: 0 asks for all."""
         self._listeners = LaneListeners(self._attach, settings.tls, insecure=settings.insecure)
         self._coordinators_clock = 0.0
-        """What it said last, less our monotonic clock then."""
+        """Coordinator's clock in its last reply less the monotonic clock at that time, seconds."""
         self._dirty = asyncio.Event()
         self._assigned = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._ending: set[asyncio.Task[None]] = set()
-        """Slots that are being stopped: never cancelled, so that their runners are reaped."""
+        """Tasks that stop slots. They are never cancelled, so that their runners are reaped."""
         self._draining = self._leaving = False
-        """No new slots come, for the coordinator was told to drain this worker, or for it is to end."""
+        """Flags that no new slots come: the coordinator drains this worker, or it is about to end."""
         self._stuck = 0
-        """Slots of this worker's that nobody else has a place for, as the coordinator said while it drains."""
+        """Slots of this worker for which no other worker has capacity, as the coordinator reports while it drains."""
         self._commit_mark = b""
-        """The coordinator's journal was at least as far, as the next coordinator on it is told."""
-        self._told = asyncio.Event()
+        """Mark up to which the coordinator's journal has certainly got; sent to a coordinator that replaces it."""
+        self._replied = asyncio.Event()
         self.stopping = asyncio.Event()
         self._at_once = asyncio.Event()
 
-    # ---- its life
+    # ---- life cycle
 
     def stop(self) -> None:
-        """End, by handing the slots over first. Told twice: at once."""
+        """End, after the slots have moved to other workers. A second call ends at once."""
         if self.stopping.is_set():
             self._at_once.set()
         self.stopping.set()
@@ -199,7 +197,7 @@ class Daemon:
         try:
             registering = asyncio.ensure_future(self._register(first=True))
             await asyncio.wait([registering, stop], return_when="FIRST_COMPLETED")
-            if not registering.done():  # told to stop before there was a coordinator
+            if not registering.done():  # stopped before a coordinator was reached
                 registering.cancel()
                 return
             registering.result()
@@ -223,7 +221,7 @@ class Daemon:
             await self._leave()
 
     async def _hand_over(self) -> None:
-        """Told to stop: goes on until each slot has another worker, while there is time and somebody to take it."""
+        """Continue after a stop until each slot has another worker, as long as there is time and free capacity."""
         await self.stopping.wait()
         self._leaving = True
         self._dirty.set()
@@ -231,21 +229,21 @@ class Daemon:
         at_once = asyncio.ensure_future(self._at_once.wait())
         while self._slots and not at_once.done() and (left_s := until - time.monotonic()) > 0:
             if self._draining and self._stuck >= len(self._slots):
-                _log.info("worker %s: nobody else has a place for its %d slots", self.name, len(self._slots))
+                _log.info("worker %s: no other worker has capacity for its %d slots", self.name, len(self._slots))
                 break
-            self._told.clear()
-            told = asyncio.ensure_future(self._told.wait())
-            await asyncio.wait([told, at_once], timeout=left_s, return_when="FIRST_COMPLETED")
-            told.cancel()
+            self._replied.clear()
+            replied = asyncio.ensure_future(self._replied.wait())
+            await asyncio.wait([replied, at_once], timeout=left_s, return_when="FIRST_COMPLETED")
+            replied.cancel()
         at_once.cancel()
 
     def _connect(self) -> CoordinatorClient:
-        """For threads: a client of their own."""
+        """Return a client for the use of one thread."""
         settings = self.settings
         return CoordinatorClient(settings.coordinator, settings.token, tls=settings.tls)
 
     async def _turn(self) -> None:
-        """Show that the event loop makes progress."""
+        """Record that the event loop makes progress."""
         while True:
             self._heart.turned()
             await asyncio.sleep(TURN_S)
@@ -287,13 +285,15 @@ class Daemon:
             try:
                 reply = await self.coordinator.register(request)
                 self._hold_s, self._lease_s = reply.heartbeat_s or HOLD_S, reply.lease_s
-                self._heard()
-                self._made = self._seen = 0  # one that does not know us may be another, with versions of its own
+                self._note_answer()
+                # a coordinator that does not know this worker may be another one, with its own versions
+                self._made = self._seen = 0
                 return
             except OverloadedError as error:
                 self._liveness.turned()
                 _log.info("the coordinator is busy: %s", error.message)
-                await asyncio.sleep(error.retry_after_s * random.uniform(1.0, 1.5))  # not all at the same time again
+                # spread, so that the workers do not all return at once
+                await asyncio.sleep(error.retry_after_s * random.uniform(1.0, 1.5))
             except AWAY as error:
                 if first:
                     _log.info("waiting for the coordinator: %s", error.message)
@@ -302,24 +302,24 @@ class Daemon:
                 await asyncio.sleep(RETRY_S)
 
     async def _heartbeats(self) -> None:
-        away_since, told = 0.0, 0.0
+        away_since, logged = 0.0, 0.0
         while True:
             try:
                 reply = await self.coordinator.heartbeat(self._heartbeat(self._hold_s))
-                self._heard()
+                self._note_answer()
             except AWAY as error:
                 self._liveness.turned()
                 now = asyncio.get_running_loop().time()
                 if not away_since:
-                    away_since = told = now
-                    _log.warning("the coordinator is away, lanes go on: %s", error.message)
-                elif now - told > AWAY_AGAIN_S:
-                    told = now
-                    _log.warning("the coordinator is away since %.0f s: %s", now - away_since, error.message)
+                    away_since = logged = now
+                    _log.warning("the coordinator is unreachable, lanes continue: %s", error.message)
+                elif now - logged > AWAY_AGAIN_S:
+                    logged = now
+                    _log.warning("the coordinator has been unreachable for %.0f s: %s", now - away_since, error.message)
                 await asyncio.sleep(RETRY_S)
                 continue
             if away_since:
-                _log.warning("the coordinator is back")
+                _log.warning("the coordinator is reachable again")
                 away_since = 0.0
             if reply.register_again:
                 await self._register()
@@ -327,7 +327,7 @@ class Daemon:
             self._take(reply)
 
     async def _report_changes(self) -> None:
-        """What has changed is told at once, beside the long poll."""
+        """Report changes at once, beside the long poll."""
         while True:
             await self._dirty.wait()
             self._dirty.clear()
@@ -337,12 +337,12 @@ class Daemon:
                 await asyncio.sleep(RETRY_S)
                 self._dirty.set()
                 continue
-            self._heard()
+            self._note_answer()
             if not reply.register_again:
                 self._take(reply)
 
-    def _heard(self) -> None:
-        """The coordinator has answered."""
+    def _note_answer(self) -> None:
+        """Record an answer of the coordinator."""
         self.answered_at = time.monotonic()
         self._heart.heard()
         self._liveness.heard()
@@ -356,13 +356,14 @@ class Daemon:
         self._commit_mark = reply.commit_mark
         if reply.snapshot_every_s:
             self.share = SnapshotQuota(reply.snapshot_every_s, reply.snapshot_bytes_per_s)
-        if not reply.unchanged and reply.version >= self._made:  # else overtaken by the reply to a later heartbeat
+        # otherwise the reply to a later heartbeat has overtaken it
+        if not reply.unchanged and reply.version >= self._made:
             self._made = self._seen = reply.version
-            self._make_it_so(reply)
-        self._told.set()
+            self._apply(reply)
+        self._replied.set()
 
     def _heartbeat(self, hold_s: float, bare: bool = False) -> coordinator_pb2.HeartbeatRequest:
-        """`bare`: nothing of the slots, which belong to the event loop."""
+        """Build a heartbeat. `bare`: without the slots, which belong to the event loop."""
         return coordinator_pb2.HeartbeatRequest(
             worker=self.name,
             session=self._session,
@@ -377,12 +378,12 @@ class Daemon:
 
     # ---- assignments
 
-    def _make_it_so(self, reply: coordinator_pb2.HeartbeatReply) -> None:
+    def _apply(self, reply: coordinator_pb2.HeartbeatReply) -> None:
         wanted = {key_of(assignment): assignment for assignment in reply.assignments}
         why = {key_of(taken): taken.why for taken in reply.taken}
         for key in [key for key in self._slots if key not in wanted]:
             slot = self._slots[key]
-            slot.log.info("%s: it is taken from worker %s: %s", slot.name, self.name, why.get(key, "no reason is told"))
+            slot.log.info("%s: removed from worker %s: %s", slot.name, self.name, why.get(key, "no reason given"))
             self._stop_slot(key)
         self._unstarted = {key: report for key, report in self._unstarted.items() if key in wanted}
         for key, assignment in wanted.items():
@@ -403,12 +404,12 @@ class Daemon:
                 self._spawn(self._answer(request))
 
     def _start_slot(self, key: SlotKey, assignment: records_pb2.WorkerAssignment) -> None:
-        """Start it, or report it lost. What goes wrong with one slot is no reason to end the others."""
+        """Start the slot, or report it lost. An error of one slot does not end the others."""
         try:
             if len(self._slots) >= self.settings.slots:
-                raise OverloadedError(f"worker {self.name} has {self.settings.slots} slots, and was given one more")
+                raise OverloadedError(f"worker {self.name} has {self.settings.slots} slots and was assigned one more")
             self._begin_slot(key, assignment)
-        except (PenstockError, OSError) as error:  # no memory or no descriptors, say
+        except (PenstockError, OSError) as error:  # for example no memory or no descriptors
             _log.warning("%s box %d slot %d cannot be started: %s", *key[:1], *key[2:4], error)
             run, attempt, box, slot, generation = key
             self._unstarted[key] = coordinator_pb2.SlotReport(
@@ -445,8 +446,7 @@ class Daemon:
         task.add_done_callback(self._ending.discard)
 
     def _drop_unused(self) -> None:
-        """Let go what belongs to runs that have no slot here any more; fork servers a little later, for the next
-        attempt."""
+        """Release what belongs to runs without a slot here; fork servers a little later, for the next attempt."""
         attempts = {_attempt_of(slot.assignment) for slot in self._slots.values()}
         for attempt in [attempt for attempt in self._findings if attempt not in attempts]:
             del self._findings[attempt]
@@ -474,14 +474,14 @@ class Daemon:
             self._not_answered(request.request)
 
     def _not_answered(self, request: str) -> None:
-        """The next heartbeat asks for everything again, that request too if it is still open."""
+        """Ask for the whole reply again with the next heartbeat, and so for that request if it is still open."""
         self._answered.discard(request)
         self._seen = 0
 
-    # ---- what slots need (Host)
+    # ---- SlotHost
 
     async def fork_server(self, assignment: records_pb2.WorkerAssignment) -> ForkServer:
-        """The one with the run's hash seed, started if need be, and again if it died."""
+        """Return the fork server with the run's hash seed, started if needed, also again after it died."""
         return await self._fork_servers.get(assignment)
 
     def findings(self, assignment: records_pb2.WorkerAssignment) -> LoaderFindings:
@@ -490,13 +490,13 @@ class Daemon:
     def found_rewinds(self, assignment: records_pb2.WorkerAssignment, crossing: str) -> None:
         findings = self.findings(assignment)
         findings.crossing = more_careful(findings.crossing, crossing)
-        self._tell_findings(assignment)
+        self._send_findings(assignment)
 
     def found_misleading(self, assignment: records_pb2.WorkerAssignment) -> None:
         self.findings(assignment).misleads = True
-        self._tell_findings(assignment)
+        self._send_findings(assignment)
 
-    def _tell_findings(self, assignment: records_pb2.WorkerAssignment) -> None:
+    def _send_findings(self, assignment: records_pb2.WorkerAssignment) -> None:
         for slot in self._slots.values():
             if _attempt_of(slot.assignment) == _attempt_of(assignment):
                 self._spawn(slot.learn_findings())
@@ -520,21 +520,21 @@ class Daemon:
         check_ticket(hello.ticket, slot.assignment.lane_key, now, slot.name)
         await slot.attach(sock, hello, ATTACH_DEADLINE_S)
 
-    # ---- for those who look (worker_metrics.py)
+    # ---- for worker_metrics.py
 
     @property
     def slots(self) -> list[Slot]:
-        """That it runs now."""
+        """Slots that run now."""
         return list(self._slots.values())
 
     @property
     def listeners(self) -> LaneListeners:
-        """What its lanes come in by."""
+        """Listeners of its lanes."""
         return self._listeners
 
     @property
     def lease_s(self) -> float:
-        """Seconds of silence after which the coordinator takes it for dead; 0 before it was told."""
+        """Seconds of silence after which the coordinator takes the worker for dead; 0 before the first reply."""
         return self._lease_s
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
@@ -548,19 +548,19 @@ def _attempt_of(assignment: records_pb2.WorkerAssignment) -> tuple[str, int]:
 
 
 def _runner_user(settings: DaemonSettings) -> RunnerUser | None:
-    """The user that user code runs as, if not the daemon's own; what it will lack is said once in the log."""
+    """Return the user that user code runs as, None for the daemon's own; log once what that user will lack."""
     if settings.runner_user:
         if settings.runner_memory and not sees_shared_memory():
             _log.warning(
-                "memory that a runner shares with its own processes counts in each of them: to see what is shared, "
-                "runner_memory needs CAP_SYS_PTRACE beside runner_user (docker run --cap-add SYS_PTRACE)"
+                "memory that a runner shares with its own processes is counted in each; to measure what is "
+                "shared, runner_memory needs CAP_SYS_PTRACE beside runner_user (docker run --cap-add SYS_PTRACE)"
             )
         return find_user(settings.runner_user, settings.runner_processes)
     return None
 
 
 def _control_groups(settings: DaemonSettings) -> ControlGroups | None:
-    """Those of its children, where it can have any."""
+    """Return the control groups for its children, if available here."""
     if settings.embedded or settings.no_groups:
         groups, why_not = None, "they are turned off"
     else:
@@ -572,14 +572,14 @@ def _control_groups(settings: DaemonSettings) -> ControlGroups | None:
     elif settings.runner_processes and not settings.runner_user:
         raise InvalidArgumentError(
             f"runner_processes must come with runner_user, got {settings.runner_processes} alone: the kernel counts by "
-            "user, and would count this worker and all else of its user; set runner_user, too. It would count runners "
-            f"alone in control groups, and there are none here: {why_not}"
+            "user, and would count this worker and all else of its user; set runner_user, too. Control groups would "
+            f"count runners alone, but there are none here: {why_not}"
         )
     return groups
 
 
 async def serve(settings: DaemonSettings, ready: Callable[[str], None] | None = None) -> None:
-    """Run a daemon until SIGTERM or SIGINT, or until a process that it is to end with is gone."""
+    """Run a daemon until SIGTERM or SIGINT, or until one of `settings.parent_pids` is gone."""
     daemon = Daemon(settings)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -589,7 +589,7 @@ async def serve(settings: DaemonSettings, ready: Callable[[str], None] | None = 
             Process(pid).on_end(daemon.stopping.set)
         except ProcessLookupError:
             return
-    become_subreaper()  # of what is below a fork server that dies
+    become_subreaper()  # of the children of a fork server that dies
     with unblocked_logging(), contextlib.ExitStack() as closing:
         if settings.http:
             from penstock.worker.daemon.worker_metrics import open_web

@@ -1,7 +1,7 @@
-"""What of a slot's restart points is durable: kept by the coordinator, for a runner that takes over elsewhere.
+"""Durable restart points of a slot: those that the coordinator keeps for a runner that takes over elsewhere.
 
-The first is durable before any batch can be fetched, so that none is out that could not be recovered. It is where the
-attempt began, and a successor can come there as this runner did: by input_fn, and by the state that the attempt resumed
+The first is durable before any batch can be fetched, so that every delivered batch can be recovered. It is where the
+attempt began, and a later runner can get there as this one did: by input_fn, and by the state that the attempt resumed
 from, which the coordinator has anyway. So a large one is kept without its bytes.
 """
 
@@ -22,22 +22,22 @@ if TYPE_CHECKING:
 __all__ = ["NOT_OURS", "DurableSnapshots", "SnapshotQuota"]
 
 NOT_OURS = (CoordinatorUnavailableError, DeadlineError, JournalError)
-"""Errors of the coordinator that epoch."""
+"""Errors of the coordinator that are temporary."""
 LARGE = 1 << 20
-"""Bytes, above which the beginning of an attempt is not kept a second time."""
+"""Bytes above which the beginning of an attempt is not kept a second time."""
 AGAIN_S = 0.2
-"""Between two tries while the coordinator is away."""
+"""Seconds between two attempts while the coordinator is unreachable."""
 
 
 @dataclass(frozen=True)
 class SnapshotQuota:
-    """A slot's quota of durable snapshots in the fleet, as the coordinator says: of calls and of bytes."""
+    """A slot's quota of durable snapshots, set by the coordinator: interval in seconds and bytes per second."""
 
     every_s: float
     bytes_per_s: float
 
     def pause_s(self, size: int) -> float:
-        """After a snapshot of so many bytes."""
+        """Return the seconds to wait after a snapshot of `size` bytes."""
         return max(self.every_s, size / self.bytes_per_s)
 
 
@@ -47,17 +47,17 @@ class DurableSnapshots:
     def __init__(self, slot: Slot) -> None:
         self._slot = slot
         self.refused = ""
-        """Why the coordinator has not kept the last snapshot."""
+        """Reason for which the coordinator refused the last snapshot; "" = it did not."""
 
     async def keep_up(self) -> None:
-        """Make the newest durable, as often as the coordinator lets the slot."""
+        """Make the newest restart point durable, as often as the slot's quota allows."""
         slot = self._slot
         await slot.ready.wait()
-        # The slots of a job start together: each begins at a moment of its own.
+        # The slots of a job start together, so each begins after a random delay.
         await asyncio.sleep(random.random() * slot.host.share.every_s)
         while True:
             size = 0
-            # Nothing that the loop may still leave by a `break`: what was made beyond it would not be on its way.
+            # Skip what the loop may still abandon: a restart point made beyond it would not be on its stream.
             slot.progress_page.refresh()
             for point in self.newest(slot.progress_page.delivered):
                 if not point.durable:
@@ -66,13 +66,14 @@ class DurableSnapshots:
             await asyncio.sleep(slot.host.share.pause_s(size))
 
     def newest(self, below: int | None = None) -> list[StoredSnapshot]:
-        """What a successor needs, of fewer batches than `below`: the newest base that it may rely on."""
+        """Return what a target worker needs, of fewer batches than `below`: the newest usable restart point."""
         slot = self._slot
         return [point for point in slot.store if slot.usable(point) and (below is None or point.total < below)][-1:]
 
     async def prepare_migration(self) -> None:
-        """Make durable what a successor needs so as to replay least. It begins strictly before the last batch that the
-        loop took, which is somewhere between what the runner has heard of and all that it has made."""
+        """Make durable the restart point from which a target worker replays least. It lies strictly before the last
+        batch that the loop took, which is between the last that the runner was informed of and the last that it
+        made."""
         self._slot.progress_page.refresh()
         for point in self.newest(self._slot.progress_page.delivered) + self.newest():
             if not point.durable:
@@ -80,7 +81,7 @@ class DurableSnapshots:
 
     async def make(self, point: StoredSnapshot) -> None:
         """Make one durable, unless the coordinator refuses it."""
-        slot, told = self._slot, False
+        slot, logged = self._slot, False
         data = b"" if point.begins and len(point.data) > LARGE else point.data
         header = self._header(point, len(data))
         while True:
@@ -89,9 +90,9 @@ class DurableSnapshots:
                 self._count(refused, len(data))
                 break
             except NOT_OURS as error:
-                if not told:
-                    slot.log.warning("%s: its snapshot waits: %s", slot.name, error.message)
-                told = True
+                if not logged:
+                    slot.log.warning("%s: its snapshot waits for the coordinator: %s", slot.name, error.message)
+                logged = True
                 await asyncio.sleep(AGAIN_S)
             except PenstockError as error:
                 slot.log.warning("%s: its snapshot was not made durable: %s", slot.name, error.message)

@@ -1,12 +1,12 @@
 """Heartbeats that do not wait for the daemon's event loop.
 
-The loop says what its slots do, and hears what it shall run. While it is busy with something else, hundreds of states
-at once or a large value, it says nothing, and the coordinator would take the worker for dead after one lease and move
-all of its slots. So a thread with a connection of its own watches how long ago the coordinator was last heard, and
-says that the worker is alive where that is too long: a bare heartbeat, without slots, whose answer nobody reads.
+The event loop reports its slots and receives its assignments. While it is busy with something else (hundreds of states
+at once, a large value) it sends nothing, and the coordinator would take the worker for dead after one lease and move
+all of its slots. So a thread with a connection of its own watches the time since the coordinator's last answer. If that
+is too long, it sends a bare heartbeat, without slots, whose answer is ignored.
 
-A thread and no process, for it must stop when the daemon is stopped or killed: then silence is the truth. It is so,
-too, if the loop hangs: after `HANGS_S` the thread falls silent, and others take over.
+This is a thread and not a process, because it must stop when the daemon is stopped or killed. It also stops if the
+event loop hangs: after `HANGS_S` it sends nothing more, and other workers take over.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from penstock.proto.v1 import coordinator_pb2
 __all__ = ["Heartbeats", "fitted"]
 
 REPORTS_MAX = 3 << 20
-"""Bytes of all reports of a heartbeat: the coordinator takes 4 MiB."""
+"""Bytes of all reports in one heartbeat: the coordinator accepts 4 MiB."""
 BARE = 300
-"""Bytes of a report without texts, but for the name of its run."""
+"""Bytes of a report without its texts and without the name of its run."""
 
 LATE = 0.5
-"""Share of a lease without an answer after which the thread speaks up."""
+"""Share of a lease without an answer after which the thread sends a heartbeat."""
 LOOKS = 8
-"""Looks at that in a lease."""
+"""Checks within a lease."""
 HANGS_S = 60.0
-"""Seconds without a turn of the event loop after which it hangs, and is not only busy."""
+"""Seconds without a turn of the event loop after which it counts as hanging, not busy."""
 SOON_S = 0.5
-"""Seconds between two looks while no lease is known."""
+"""Seconds between two checks while no lease is known."""
 
 
 def fitted(reports: list[coordinator_pb2.SlotReport]) -> list[coordinator_pb2.SlotReport]:
-    """The reports, in one heartbeat's bytes: if they are more, texts of those above their share are cut."""
+    """Return the reports, cut to one heartbeat's bytes: texts above their share are shortened."""
     if sum(report.ByteSize() for report in reports) <= REPORTS_MAX:
         return reports
     share = REPORTS_MAX // len(reports)
@@ -49,7 +49,7 @@ def _cut(report: coordinator_pb2.SlotReport, share: int) -> coordinator_pb2.Slot
     most = max(0, share - BARE - len(report.run.encode())) // 8
     short = coordinator_pb2.SlotReport()
     short.CopyFrom(report)
-    short.doing, short.stack = report.doing[: most // 4], report.stack[: most // 4]  # characters have up to 4 bytes
+    short.doing, short.stack = report.doing[: most // 4], report.stack[: most // 4]  # a character has up to 4 bytes
     if report.HasField("error"):
         short.error.CopyFrom(cut(report.error, most))
     if short.ByteSize() > share:
@@ -67,8 +67,8 @@ class Heartbeats:
     """
     Args:
         connect: makes the client that the thread calls with.
-        bare: makes a heartbeat that says no more than that the worker is there.
-        lease_s: the lease that the coordinator told last, 0 before it did.
+        bare: makes a heartbeat that only shows that the worker is alive.
+        lease_s: the last lease from the coordinator, in seconds; 0 before the first.
     """
 
     def __init__(
@@ -82,26 +82,26 @@ class Heartbeats:
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="penstock-heart", daemon=True)
         self.heartbeats = 0
-        """Heartbeats that the thread had to make."""
+        """Heartbeats that the thread had to send."""
 
     def start(self) -> None:
         """Begin to watch."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Say nothing from now on: the worker is about to take its leave. Returns at once."""
+        """Send nothing from now on: the worker is about to leave. Returns at once."""
         self._stopped.set()
 
     def heard(self) -> None:
-        """The coordinator has answered the event loop."""
+        """Record an answer of the coordinator to the event loop."""
         self._answered = self._turned = time.monotonic()
 
     def turned(self) -> None:
-        """The event loop makes progress."""
+        """Record progress of the event loop."""
         self._turned = time.monotonic()
 
     def is_due(self, now: float, lease_s: float) -> bool:
-        """Whether to say that the worker is alive: the loop has been silent for too long, and does not hang."""
+        """Return whether to send a heartbeat: the loop has been silent for too long, and does not hang."""
         return lease_s > 0 and now - self._answered > LATE * lease_s and now - self._turned < HANGS_S
 
     def _run(self) -> None:
@@ -114,7 +114,7 @@ class Heartbeats:
             try:
                 client.heartbeat(self._bare())
             except PenstockError:
-                continue  # the loop finds out, and tells
+                continue  # the event loop detects and reports this
             self._answered = time.monotonic()
             self.heartbeats += 1
         if client is not None:

@@ -1,15 +1,16 @@
-"""The doors that consumers come in by: an abstract Unix socket for this host, a TCP port for others.
+"""The listeners for lanes: an abstract Unix socket for consumers on this host, a TCP port for others.
 
-A consumer says Hello; if it shows a ticket for the slot, its connection goes to the runner and the daemon is out of the
-way. A remote one gets a sender in between: to the runner it is a consumer like any other.
+A consumer sends Hello. If it shows a ticket for the slot, its connection goes to the runner, and the daemon has no more
+part in it. A remote consumer gets a sender in between: to the runner it is a consumer like any other.
 
-Who has not said Hello is nobody yet, and must cost little: no thread, at most a handshake's and a Hello's bytes, and a
-deadline for both together. So many may wait at a time; one more, and the longest-waiting of the address that has most
-of them goes. A peer that opens connections and says nothing thus closes its own; an honest one needs milliseconds.
+A peer that has not sent Hello must cost little: no thread, at most the bytes of a handshake and a Hello, and one
+deadline for both. The number of such peers is limited; with one more, the longest-waiting connection of the address
+that has most of them is closed. So a peer that opens connections and sends nothing closes its own; an honest one needs
+milliseconds.
 
-An abstract name can be connected to by every user of the network namespace: the kernel is asked who the peer is. With
-TLS a consumer on another host is let in by its certificate before its Hello is read. One that speaks the other way,
-plain or TLS, hears so at once: both ends would wait for the other's next bytes otherwise.
+Every user of the network namespace can connect to an abstract name, so the kernel is asked for the peer's user. With
+TLS a consumer on another host is checked by its certificate before its Hello is read. A peer that uses plain where TLS
+is expected, or the reverse, gets an error at once: otherwise both ends would wait for each other.
 """
 
 from __future__ import annotations
@@ -48,13 +49,13 @@ __all__ = ["LaneListeners", "SlotOf", "slot_of"]
 
 _log = logging.getLogger("penstock.worker")
 HELLO_DEADLINE_S = 10.0
-"""For TLS and Hello together."""
+"""Seconds for TLS and Hello together."""
 WAITING = 256
 """Connections that may be without a Hello at a time."""
 SHOWN = 200
-"""Characters of a peer's words in an error."""
+"""Characters of a peer's text in an error."""
 PAUSE_S = 0.1
-"""After a connection for which there was no descriptor."""
+"""Seconds to wait after a connection for which there was no descriptor."""
 
 Attach = Callable[[socket.socket, lane_pb2.Hello], Awaitable[None]]
 SlotOf = tuple[str, int, int, int, int]
@@ -62,15 +63,15 @@ SlotOf = tuple[str, int, int, int, int]
 
 
 def slot_of(hello: lane_pb2.Hello) -> SlotOf:
-    """Whose batches it asks for."""
+    """Return the slot whose batches the consumer asks for."""
     return hello.run, hello.attempt, hello.box, hello.slot, hello.generation
 
 
 def check_hello(hello: lane_pb2.Hello) -> None:
-    """Raises VersionSkewError for a lane protocol that is not ours."""
+    """Raise VersionSkewError for another lane protocol than this worker's."""
     if hello.protocol != LANE_PROTOCOL:
         raise VersionSkewError(
-            f"the lane's other end speaks lane protocol {hello.protocol}, this worker {LANE_PROTOCOL}; run the same "
+            f"the lane's other end uses lane protocol {hello.protocol}, this worker {LANE_PROTOCOL}; run the same "
             "version of Penstock on both"
         )
 
@@ -95,15 +96,16 @@ class LaneListeners:
         self._sockets: list[socket.socket] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._waiting: dict[asyncio.Task[None], str] = {}
-        """Who has not said Hello, oldest first -> from which address."""
+        """Tasks of connections without a Hello, oldest first, and the address of each."""
         self._senders: dict[Sender, SlotOf] = {}
         self._sent_bytes = 0
-        """Of senders that have ended."""
+        """Bytes sent by senders that have ended."""
         self.local_address = ""
         self.tcp_address = ""
 
     def open(self, listen: str) -> None:
-        """`listen`: host:port for TCP, port 0 for any. Raises UnsafeBindError, PortTakenError, InvalidArgumentError."""
+        """Listen at `listen`: host:port for TCP, port 0 for any. Raise UnsafeBindError, PortTakenError,
+        InvalidArgumentError."""
         refuse_unsafe(listen, encrypted=self._context is not None, insecure=self._insecure)
         local = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.local_address = f"penstock-lanes-{secrets.token_hex(8)}"
@@ -137,8 +139,8 @@ class LaneListeners:
     def drop(self, slot: SlotOf) -> None:
         """End the senders of this slot: its runner ends, or has another lane.
 
-        Else a consumer whose host has vanished would keep the sender, the connection and the ring's memory until the
-        kernel gives up, and one that opens lanes again and again would have as many as it likes.
+        Otherwise a consumer whose host has vanished would keep the sender, the connection and the ring's memory until
+        the kernel gives up, and one that opens lanes again and again would have any number of them.
         """
         for sender in [sender for sender, of in self._senders.items() if of == slot]:
             sender.stop(0)
@@ -150,12 +152,12 @@ class LaneListeners:
 
     @property
     def certificate_expires_at(self) -> float:
-        """Unix time; 0 = there is none to show."""
+        """Unix time at which the certificate expires; 0 = there is none."""
         return self._files.expires_at if self._files is not None else 0.0
 
     @property
     def sent_bytes(self) -> int:
-        """That were sent to other hosts."""
+        """Bytes sent to other hosts."""
         return self._sent_bytes + sum(sender.sent_bytes for sender in self._senders)
 
     @property
@@ -168,7 +170,8 @@ class LaneListeners:
         while True:
             try:
                 connection, peer = await loop.sock_accept(listener)
-            except OSError as error:  # no descriptor is left, say: a door that gave up would stay shut for ever
+            # for example no descriptor left: a listener that gave up would stay closed for ever
+            except OSError as error:
                 _log.warning("a lane's connection could not be accepted: %s", error)
                 await asyncio.sleep(PAUSE_S)
                 continue
@@ -241,7 +244,7 @@ class LaneListeners:
                 theirs.close()
                 raise
         except PenstockError as error:
-            _say(lane, tcp.sealed(_refusal(error)))
+            _send_last(lane, tcp.sealed(_refusal(error)))
             lane.close()
             raise
         except BaseException:
@@ -249,7 +252,7 @@ class LaneListeners:
             raise
         for ended in [sender for sender in self._senders if not sender.is_alive()]:
             self._forget(ended)
-        self.drop(slot_of(hello))  # the runner has left an older lane for this one
+        self.drop(slot_of(hello))  # the runner has replaced an older lane by this one
         name = f"{hello.run} box {hello.box} slot {hello.slot}"
         try:
             sender = Sender(lane, ours, hello, name)
@@ -261,11 +264,12 @@ class LaneListeners:
         self._senders[sender] = slot_of(hello)
 
     async def _under_tls(self, connection: socket.socket) -> socket.socket:
-        """The connection as lanes use it. Raises TlsError for a peer that speaks the other way."""
+        """Return the connection as lanes use it. Raise TlsError for a peer that uses TLS where this end does not, or
+        the reverse."""
         under_tls = looks_like_tls(await _first_bytes(connection))
         if self._files is None or self._context is None:
             if under_tls:
-                raise TlsError("a lane was begun with TLS, which this worker was not told of")
+                raise TlsError("a lane began with TLS, but this worker has no TLS files")
             return connection
         if not under_tls:
             raise no_tls_here("this worker's lane")
@@ -295,7 +299,7 @@ def _check_certificate(lane: TlsSocket, tls: Tls) -> None:
 
 
 async def _first_bytes(connection: socket.socket) -> bytes:
-    """Enough of what the peer says first to tell its kind; it stays unread."""
+    """Return enough of the peer's first bytes to detect TLS; they stay unread."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, PEEKED)
     await when_readable(connection)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
@@ -306,7 +310,7 @@ async def _first_bytes(connection: socket.socket) -> bytes:
 
 
 async def _read_hello(lane: socket.socket) -> lane_pb2.Hello:
-    """The Hello, and not a byte more: what comes behind it is the sender's."""
+    """Read the Hello and not a byte more: the rest belongs to the sender."""
     reading = tcp.HelloReader()
     while reading.missing:
         try:
@@ -316,8 +320,9 @@ async def _read_hello(lane: socket.socket) -> lane_pb2.Hello:
     return reading.hello()
 
 
-def _say(lane: socket.socket, frame: bytes) -> None:
-    """To a peer that is about to be let go. Its buffer is empty, so there is room for a frame, or it is gone."""
+def _send_last(lane: socket.socket, frame: bytes) -> None:
+    """Send a frame to a peer that is about to be closed. Its buffer is empty, so the frame fits, or the peer is
+    gone."""
     try:
         lane.setblocking(False)
         lane.send(frame)
@@ -329,10 +334,10 @@ def _parse(data: bytes) -> lane_pb2.Hello:
     try:
         return lane_pb2.Hello.FromString(data)
     except Exception as error:
-        raise ProtocolError(f"a hello that cannot be read: {error}") from error
+        raise ProtocolError(f"a Hello cannot be read: {error}") from error
 
 
 def _refusal(error: PenstockError) -> bytes:
-    """The one frame that a refused consumer gets; of an older generation's it says that, and no more."""
+    """Return the one frame that a refused consumer gets; for an older generation it says only that."""
     kind = CLOSE if isinstance(error, SupersededError) else ERROR
     return Frame(kind, rest=detail_of(error).SerializeToString()).encode()

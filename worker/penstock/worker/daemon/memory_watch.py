@@ -1,5 +1,5 @@
-"""The watch over what a runner holds, where that is limited: one that holds too much ends at a snapshot, and another
-one goes on; one that holds far too much is killed."""
+"""The watch over a runner's memory, where that is limited. A runner above the limit ends at a snapshot and is replaced;
+one far above it is killed."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ if TYPE_CHECKING:
 __all__ = ["HARD_LIMIT", "MemoryWatch", "killed_for_memory"]
 
 MEMORY_S = 1.0
-"""Between two looks at a runner's memory, where it is limited."""
+"""Seconds between two measurements of a runner's memory, where it is limited."""
 MEMORY_SHARE = 0.02
-"""Of a processor that these looks may take; those at a large runner near its limit are rarer."""
+"""Share of a processor for these measurements; those of a large runner near its limit are rarer."""
 HARD_LIMIT = 2
-"""Times the limit: killed at once."""
+"""Factor of the limit at which a runner is killed at once."""
 GAIN_S = 0.05
-"""Between two looks at whether a runner that is to be recycled has got further than where it began."""
+"""Seconds between two checks whether a runner that is to be recycled has got beyond where it began."""
 
 
 class MemoryWatch:
-    """Of one slot."""
+    """The memory watch of one slot."""
 
     def __init__(self, slot: Slot) -> None:
         self._slot = slot
 
     async def run(self, pid: int, limit: int) -> None:
-        """A runner that holds too much ends at a snapshot, and another one goes on from there."""
+        """Watch a runner; one that holds too much ends at a snapshot, and another one continues from there."""
         slot = self._slot
         took, most, begun, young = 0.0, 0, False, True
         handing: asyncio.Task[None] | None = None
@@ -64,9 +64,9 @@ class MemoryWatch:
                 handing = slot.spawn(self._hand_over_what_it_gained())
 
     async def _hand_over_what_it_gained(self) -> None:
-        """A runner that leaks and would leave its successor nothing newer than what it began from itself would have it
-        replay as much, and leak as much. Its first batch has a snapshot, which counts once the loop has taken a batch
-        more and it is proven. Where nothing is saved there is nothing to wait for."""
+        """Make progress of this runner durable before it is recycled. Otherwise its replacement would replay as much,
+        and leak as much. Its first batch has a snapshot, which counts once the loop has taken one batch more and it is
+        verified. Where nothing is saved there is nothing to wait for."""
         slot = self._slot
         await slot.begun.wait()
         while own := [
@@ -85,8 +85,8 @@ class MemoryWatch:
 
 
 def killed_for_memory(slot: Slot, whose: OutOfMemory, *, young: bool) -> None:
-    """The kernel has killed the slot's runner, or something of it. By the limit of its control group, what comes of it
-    is the same as if the watch had done it. `young`: it was before its second batch."""
+    """Report the slot lost after the kernel killed its runner, or one of its processes. If the limit of its control
+    group was the reason, the result is that of the watch. `young`: it happened before the runner's second batch."""
     at = f"the runner of {slot.name} was killed by the kernel at batch {slot.progress_page.total}, for"
     if whose is OutOfMemory.OWN:
         slot.recycle = slot.outgrown = young
@@ -100,7 +100,7 @@ def killed_for_memory(slot: Slot, whose: OutOfMemory, *, young: bool) -> None:
 
 
 def _looked_at(pid: int, limit: int) -> tuple[int, float]:
-    """What a runner holds, and the processor's seconds that it took to know."""
+    """Return the bytes that a runner holds, and the processor's seconds that measuring took."""
     began = time.thread_time()
     held = held_by(pid, limit)
     return held, time.thread_time() - began

@@ -1,21 +1,21 @@
-"""The proof of a slot's restart points: does one, restored in a helper process, lead to what was delivered?
+"""Verification of a slot's restart points: one is restored in a helper process and must lead to what was delivered.
 
-A loader may count after its `yield`, prefetch in the background, draw from generators that nobody saves, or count its
-fast-forward twice once it was restored; its state then names another place than that of the batches it has handed out,
-and nothing else would tell before a resume goes wrong. So a state is never believed. It is restored once, beside the
-stream, in a loader that input_fn has just made, and the next batches are compared with those that were delivered; so
-are the random generators after the first of them, from which the next epoch may draw its order. Only what was proven
-becomes durable, is saved, and is recovered from; whatever lies between is counted and replayed. A restart point is
-proven by itself and not by its kind: the next one may come from a loader that was restored.
+A loader may count after its `yield`, prefetch in the background, draw from generators that are not saved, or count its
+fast-forward twice once it was restored. Then its state describes another position than that of the batches it has
+handed out, and nothing else would show it before a resume goes wrong. So each state is verified before it is used. It
+is restored once, beside the stream, in a loader that input_fn has just made. The next batches are compared with those
+that were delivered, and so are the random generators after the first of them, from which the next epoch may draw its
+order. Only verified states become durable, are saved, and are used for recovery; the batches between are counted and
+replayed. A verification holds for one restart point and not for its kind: the next one may come from a loader that was
+restored.
 
-The beginning needs no proof: it is what the stream is made of. So a snapshot that leads elsewhere is no error. It is
-not used, and that is said once in a run. It is one only if the beginning, too, leads to other batches.
+The beginning needs no verification, because the stream is made from it. So a snapshot that leads elsewhere is not an
+error: it is not used, which is logged once in a run. It is an error only if the beginning, too, leads to other batches.
 
-Proofs take a share of the time, so how often there is one follows from what it costs. A loader that declares
-`exact_states` is looked at once in a run, for what it streams is somebody's too, and then believed. One without state
-methods is left alone, unless saving by replay was asked for: nobody said that it yields the same again, or that it may
-be called for a second time beside its stream. If its runner is lost, it is replayed from the beginning of its epoch,
-and what was delivered is compared then.
+Verifications take a share of the time, so their interval follows from their cost. A loader that declares `exact_states`
+is verified once in a run and then trusted. A loader without state methods is not verified unless saving by replay was
+asked for: it may not yield the same again, or may not be callable a second time beside its stream. If its runner is
+lost, it is replayed from the beginning of its epoch, and what was delivered is compared then.
 """
 
 from __future__ import annotations
@@ -40,60 +40,63 @@ if TYPE_CHECKING:
 __all__ = ["CHECKED_BATCHES", "LoaderFindings", "RestartPointProver"]
 
 SHARE = 0.03
-"""Of the time of one core that a daemon's proofs may take, all slots together."""
+"""Share of one core that a daemon's verifications may take, all slots together."""
 FIRST_BATCHES = 8
-"""After which the first proof begins: a loader with a thread of its own may not have run ahead before."""
+"""Batches after which the first verification begins: a loader with a thread of its own may not have run ahead
+before."""
 CHECKED_BATCHES = 4
-"""Batches behind a restored restart point that are compared; where its epoch ends before, also in the next one."""
+"""Batches behind a restored restart point that are compared; if its epoch ends earlier, also batches of the next
+one."""
 FIRST_DEPTH = 16
-"""Batches that the first far-reaching proof compares; those before it compare as many of them as are known."""
+"""Batches that the first long verification compares; earlier ones compare as many of them as are known."""
 MOST_DEPTH = ENTRIES // 2
 LOOK_S = 0.05
-"""Between two looks for a first restart point to prove."""
+"""Seconds between two looks for a first restart point to verify."""
 LATER_LOOK_S = 0.5
 LAPSES = 2
-"""Proofs of a restart point that may come to no verdict (a child that is late, or dies) before it is given up."""
+"""Verifications of a restart point that may end without a result (a child that is late, or dies) before it is given
+up."""
 RARELY = 8
-"""Times as long a pause behind a proof that failed, up to this many failures."""
+"""Largest factor of the pause after failed verifications."""
 
 
 @dataclass
 class LoaderFindings:
-    """What is known of a run's loader on this worker."""
+    """Findings about a run's loader on this worker."""
 
     crossing: str = ""
     """See Past.rewinds in restart_points.py."""
     depth: int = FIRST_DEPTH
-    """Batches that the next far-reaching proof compares."""
+    """Batches that the next long verification compares."""
     near_s: float = 0.0
-    """Seconds of a core that the others took since the last one."""
+    """Seconds of a core that the short ones took since the last long one."""
     far_s: float = 0.0
-    """The same, that the next one will take; 0 before the first."""
+    """Seconds of a core that the next long one will take; 0 before the first."""
     misleads: bool = False
-    """A state of it led to the right batches first and to others later: none is used any more."""
+    """Flag that one of its states led to the right batches first and to others later: none is used any more."""
     not_used: str = ""
-    """Why its snapshots are not used, as was said once."""
+    """Reason, as logged once, for not using its snapshots."""
     checked: bool = False
-    """One that declares exact_states was looked at, once."""
+    """Flag that a loader that declares exact_states was verified, once."""
     inexact: bool = False
-    """It was found wrong in that."""
+    """Flag that this verification failed."""
     unrepeatable: ReplayMismatchError | None = None
-    """Why a loader without methods cannot be saved: from its beginning it yields other batches."""
+    """Reason why a loader without methods cannot be saved: from its beginning it yields other batches."""
 
 
 class RestartPointProver:
-    """The proofs of one slot."""
+    """The verifications of one slot."""
 
     def __init__(self, slot: Slot) -> None:
         self._slot = slot
         self._failed = 0
-        """In a row."""
+        """Failed verifications in a row."""
         self._done = 0
         self._hurried = asyncio.Event()
         self._proving = asyncio.Lock()
 
     async def run(self) -> None:
-        """Prove one after the other, as long as the slot lives."""
+        """Verify one restart point after the other, as long as the slot lives."""
         await self._slot.ready.wait()
         if not self._provable:
             return
@@ -112,10 +115,10 @@ class RestartPointProver:
             await asyncio.wait_for(self._hurried.wait(), seconds)
         except TimeoutError:
             return
-        await asyncio.sleep(LOOK_S)  # somebody waits, and asks again and again
+        await asyncio.sleep(LOOK_S)  # a request waits, and repeats until then
 
     def hurry(self) -> bool:
-        """Prove the newest now: somebody waits for it. False if that is of no use."""
+        """Verify the newest now, because a request waits for it. Return False if that does not help."""
         self._hurried.set()
         return self._provable and not self._failed
 
@@ -131,7 +134,7 @@ class RestartPointProver:
     # ---- which one
 
     def _next(self) -> StoredSnapshot | None:
-        """The newest that is not judged yet, and whose followers are known; one that was announced goes first."""
+        """Return the newest without a result whose following batches are known; an announced one goes first."""
         slot = self._slot
         slot.progress_page.refresh()
         store = list(slot.store)
@@ -146,7 +149,7 @@ class RestartPointProver:
         )
         if early and not self._done and slot.capabilities.state_methods:
             return None
-        # First what the loop has been handed: the rest may still be left by a `break`, and serves nobody yet.
+        # First what the loop has been handed: the rest may still be abandoned by a `break`.
         handed = [point for point in store if point.total <= slot.progress_page.delivered]
         open_ones = self._unjudged(handed) or self._unjudged(store)
         if self._failed and any(point.epoch_start for point in open_ones):  # the next best, where snapshots are no good
@@ -157,20 +160,20 @@ class RestartPointProver:
     def _beginning(self, store: list[StoredSnapshot]) -> StoredSnapshot | None:
         """Return where a loader without methods began, once in a run.
 
-        It needs no proof; but a loader that does not yield the same batches again cannot be saved at all, and its next
-        save says so, where otherwise only a resume would.
+        It needs no verification. But a loader that does not yield the same batches again cannot be saved at all, and
+        its next save reports that, where otherwise only a resume would.
         """
         if self._slot.capabilities.state_methods or self._slot.findings.checked:
             return None
         return next((point for point in store if point.total == point.epoch == 0 and self._followers(point)), None)
 
     def _unjudged(self, store: list[StoredSnapshot]) -> list[StoredSnapshot]:
-        """Those that are newer than all that are proven, and could be."""
+        """Return the usable candidates that are newer than all verified ones."""
         newest = max((index for index, point in enumerate(store) if point.proven), default=-1)
         return [point for point in store[newest + 1 :] if not point.refuted and self._followers(point)]
 
     def _crossing(self, store: list[StoredSnapshot]) -> StoredSnapshot | None:
-        """The last snapshot before the end of an epoch, if nobody knows how the loader gets over it."""
+        """Return the last snapshot before the end of an epoch, if the loader's crossing is not known."""
         slot = self._slot
         capabilities = slot.capabilities
         if slot.findings.crossing or capabilities.is_iterator or capabilities.exact_states or self._failed:
@@ -184,8 +187,8 @@ class RestartPointProver:
         return None
 
     def _far(self, store: list[StoredSnapshot]) -> StoredSnapshot | None:
-        """The newest with as many batches behind it as the next far-reaching proof compares, if one is due. A loader
-        may be right for as long after a restore as a buffer, a shard or an epoch lasts, and wrong then."""
+        """Return the newest with enough batches behind it for the next long verification, if one is due. A loader may
+        be right after a restore for as long as a buffer, a shard or an epoch lasts, and wrong then."""
         if self._failed or not self._far_is_due:
             return None
         depth, known = self._slot.findings.depth, self._slot.progress_page.total
@@ -194,19 +197,19 @@ class RestartPointProver:
 
     @property
     def _far_is_due(self) -> bool:
-        """They take half of the time that proofs may take."""
+        """Return whether a long verification is due: they take half of the time for verifications."""
         return self._slot.findings.near_s >= self._slot.findings.far_s
 
     def _most(self, point: StoredSnapshot) -> int:
-        """Batches that a proof of it compares at most."""
+        """Return the largest number of batches that its verification compares."""
         findings = self._slot.findings
         if self._far_is_due and point.total + findings.depth <= self._slot.progress_page.total:
             return findings.depth
         return CHECKED_BATCHES if findings.far_s else FIRST_DEPTH
 
     def _followers(self, point: StoredSnapshot, most: int = CHECKED_BATCHES) -> dict[str, list[int]]:
-        """Count -> [epoch, digest] of the batches right after a base, over ends of epochs too; none, if there are too
-        few of them yet."""
+        """Return count -> [epoch, digest] of the batches right after a restart point, also beyond ends of epochs; empty
+        if there are too few of them yet."""
         ends, epoch = self._slot.progress_page.ends(), point.epoch
         end = ends.get(epoch)
         least, last = point.total + CHECKED_BATCHES, point.total + most
@@ -231,18 +234,19 @@ class RestartPointProver:
             found[str(count)] = [entry.epoch, entry.digest]
         return found
 
-    # ---- the proof
+    # ---- verification
 
     async def prove_now(self, point: StoredSnapshot, deadline_s: float = DEADLINE_S) -> bool:
-        """Whether it is proven, or can be by then; False too if what followed it is not known yet."""
+        """Return whether it is verified, or can be by the deadline; False too if the batches behind it are not known
+        yet."""
         if not point.proven and self._provable and self._followers(point):
             with suppress(TimeoutError):
-                async with asyncio.timeout(deadline_s):  # of which a proof that is under way takes its part
+                async with asyncio.timeout(deadline_s):  # a verification under way takes its part of it
                     await self.prove(point)
         return point.proven
 
     async def prove(self, point: StoredSnapshot) -> float:
-        """Restore it in a helper process, and note what comes of it; returns the seconds that it took there."""
+        """Restore it in a helper process and record the result; return the seconds that it took there."""
         slot = self._slot
         async with self._proving:
             most = self._most(point)
@@ -265,12 +269,12 @@ class RestartPointProver:
             except InputFnError as error:  # the loader's own word that it cannot be restored from this
                 what = f"fails ({error.message.splitlines()[0]:.200})"
                 if beginning:
-                    slot.log.warning("%s: begun once more beside the stream, it %s", slot.name, what)
+                    slot.log.warning("%s: started once more beside the stream, it %s", slot.name, what)
                     return 1.0
                 self._refute(point, {"differs": point.total + 1, "what": what, "alike": True})
                 return 1.0
             except PenstockError as error:
-                slot.log.warning("%s: a snapshot could not be proven: %s", slot.name, error)
+                slot.log.warning("%s: a snapshot could not be verified: %s", slot.name, error)
                 point.lapses += 1
                 point.refuted = point.lapses >= LAPSES and not beginning
                 self._failed += 1
@@ -290,7 +294,8 @@ class RestartPointProver:
             return float(fields["took"])
 
     def _opened(self, point: StoredSnapshot, followers: dict[str, list[int]]) -> list[bytes]:
-        """What the loader that streamed was after the first batch beyond the end of the epoch, if that is kept."""
+        """Return state and generators of the streaming loader after the first batch of the next epoch, if they are
+        kept."""
         beyond = next(((int(count), epoch) for count, (epoch, _) in followers.items() if epoch > point.epoch), None)
         fits = [kept for kept in self._slot.store if (kept.total, kept.epoch) == beyond and not kept.epoch_start]
         return [kept.data for kept in fits[-1:]]
@@ -324,14 +329,14 @@ class RestartPointProver:
             )
             if slot.capabilities.state_methods:
                 slot.fail(detail_of(mismatch), lost=False)
-            else:  # nobody has asked for a state yet, and the stream itself is what it is
+            else:  # no state was requested yet, and the stream itself is unaffected
                 slot.findings.unrepeatable = mismatch
         elif not slot.findings.not_used:
             slot.findings.not_used = (
-                f"{what}. Such states are not used: this run is saved and recovered by counting batches from a place "
-                "that was proven, and replaying them, which is exact but takes longer. Does the loader count after its "
-                "`yield`, prefetch in the background, or draw random numbers in worker processes of its own? Its state "
-                "must be that of the batches it has handed out (penstock doctor tells more)"
+                f"{what}. Such states are not used: this run is saved and recovered by counting batches from a "
+                "verified restart point and replaying them, which is exact but takes longer. Does the loader count "
+                "after its `yield`, prefetch in the background, or draw random numbers in worker processes of its own? "
+                "Its state must be that of the batches it has handed out (penstock doctor shows more)"
             )
             slot.log.warning("%s", slot.findings.not_used)
-            slot.host.slot_changed()  # the training job says it, too
+            slot.host.slot_changed()  # the training job logs it, too

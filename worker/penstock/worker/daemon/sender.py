@@ -1,25 +1,25 @@
 """The sender: a runner's ring -> TCP, for a box on another host.
 
-A thread of the daemon, one for each TCP lane. Towards the runner it is a consumer like any other; towards the receiver
-it writes the same frames, each BATCH frame followed by its payload straight from the ring's mapping, or compressed if
-the consumer asked for that. So the runner does not know where its batches go, keeps its processor, and what it had
-produced when it died is still sent.
+It is a thread of the daemon, one for each TCP lane. To the runner it is a consumer like any other. To the receiver it
+writes the same frames, each BATCH frame followed by its payload straight from the ring's mapping, or compressed if the
+consumer asked for that. So the runner does not know where its batches go, keeps its processor, and what it had produced
+when it died is still sent.
 
-It never waits for one side deaf to the other: one poll over both sockets, and writes that take as much as the socket
-does. What is on its way stands in `_out`, in order; many small buffers go out in one call. `_out` needs no bound of its
-own: each batch in it holds a ring entry, and the ring is the bound (compressed batches are copies, smaller than their
-slots); only announcements are counted, for a runner that floods them.
+It never blocks on one side while the other is ready: one poll over both sockets, and writes that take as much as the
+socket does. Outgoing data waits in `_out`, in order; many small buffers go out in one call. `_out` needs no bound of
+its own: each batch in it holds a ring entry, and the ring is the bound (compressed batches are copies, smaller than
+their entries). Only announcements are counted, against a runner that floods them.
 
-The check behind a payload (penstock.proto.lane.tcp) is computed a piece at a time, right before the piece is sent: so
-the kernel copies from the processor's cache what the check has just brought there.
+The checksum behind a payload (penstock.proto.lane.tcp) is computed a piece at a time, right before the piece is sent,
+so that the kernel copies from the processor's cache.
 
-A slot goes back to the runner when the far training loop was handed its batch, not when it was sent. So a TCP
-connection that breaks costs no computation: the sender leaves, the runner keeps what was not delivered, and the next
-lane gets it again. The acks in between (credits of the receiver's ring) are the receiver's own business.
+A ring entry goes back to the runner when the remote training loop was handed its batch, not when it was sent. So a
+broken TCP connection costs no computation: the sender leaves, the runner keeps what was not delivered, and the next
+lane gets it again. The acks in between (credits of the receiver's ring) are internal to the receiver.
 
-Ends. Runner gone: all it had sent goes out, then the TCP direction is shut and the sender stays to hear the last acks
-until the receiver leaves; closing sooner would destroy what is still on its way. TCP gone: the sender leaves the runner
-without a word. Either side's close is passed on as what it is.
+Ends. Runner gone: all it had sent goes out, then the TCP direction is shut and the sender stays to receive the last
+acks until the receiver leaves; closing sooner would destroy data in flight. TCP gone: the sender leaves the runner
+without a message. A close of either side is passed on as a close.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class _Payload:
         self._hasher = xxh3_64()
 
     def next(self) -> tuple[bytes | memoryview, bool]:
-        """What to send next, and whether that was all."""
+        """Return the next bytes to send, and whether they are the last."""
         left = self._left
         if not left:
             return tcp.check_of(self._hasher), True
@@ -105,7 +105,7 @@ class Sender(threading.Thread):
     ) -> None:
         super().__init__(name=f"penstock-sender {name}", daemon=True)
         self.reason = ""
-        """Why it ended, once it has."""
+        """Reason why it ended; "" before."""
         tcp.tune(tcp_socket)
         tcp.fit_send_buffer(tcp_socket)
         tcp_socket.setblocking(False)
@@ -121,7 +121,7 @@ class Sender(threading.Thread):
         self._ready: deque[bytes | memoryview] = deque()  # the first of it, as it is given to the kernel
         self._sent: deque[tuple[int, int, int]] = deque()  # total, ring, slot of batches not delivered yet
         self.sent_bytes = 0
-        """Over TCP, headers and payloads as they travel."""
+        """Bytes sent over TCP, headers and payloads as they travel."""
         self._inbox = tcp.SealedInbox()
         self._reading = True  # the runner is there
         self._shut = False  # nothing more will be sent over TCP
@@ -147,7 +147,7 @@ class Sender(threading.Thread):
             reason = self._work()
         except LaneLostError as error:
             reason = str(error)
-        except PenstockError as error:  # a peer talked nonsense: the lane is lost, the daemon lives
+        except PenstockError as error:  # the peer broke the protocol: the lane is lost, the daemon lives
             reason = f"{type(error).__name__}: {error}"
             _log.warning("%s: %s", self.name, reason)
         finally:
@@ -195,9 +195,9 @@ class Sender(threading.Thread):
         return "stopped"
 
     def _take_frames(self) -> bool:
-        """Frames of the runner, as they are; a payload that is not compressed is only looked at.
+        """Move frames of the runner to `_out`, as they are; a payload that is not compressed is only viewed.
 
-        False if there are no more for now.
+        Return False if there are no more for now.
         """
         runner, out = self._runner, self._out
         to_pack = PACKED_A_TURN
@@ -219,7 +219,7 @@ class Sender(threading.Thread):
             return False
 
     def _take_batch(self, frame: Frame) -> int:
-        """Put a batch into `_out`. The bytes that were compressed for it."""
+        """Put a batch into `_out`; return the bytes that were compressed for it."""
         runner, out, packer = self._runner, self._out, self._packer
         ring = runner.rings[frame.ring]
         size = frame.nbytes + 8 * frame.size
@@ -255,7 +255,7 @@ class Sender(threading.Thread):
             size += len(first)
 
     def _send(self) -> None:
-        """As much of `_out` as the socket takes now."""
+        """Send as much of `_out` as the socket takes now."""
         ready = self._ready
         while True:
             self._make_ready()
@@ -282,7 +282,7 @@ class Sender(threading.Thread):
                 self._tcp.shutdown(socket.SHUT_WR)
 
     def _take_acks(self) -> bool:
-        """What the far consumer said, passed on; False when it is gone."""
+        """Pass on the acks of the remote consumer; return False when it is gone."""
         inbox = self._inbox
         try:
             size = self._tcp.recv_into(inbox.room(1 << 16))
@@ -329,7 +329,7 @@ class Sender(threading.Thread):
 
 
 def _packer(codecs: Sequence[int]) -> Packer | None:
-    """For a consumer that takes these."""
+    """Return the compression for a consumer that accepts these codecs."""
     codec = first_of(codecs)
     if codecs and codec is None:
         _say_that_it_is_missing(codecs)

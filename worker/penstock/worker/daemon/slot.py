@@ -1,8 +1,8 @@
-"""One slot on this worker: its runner, what is kept of it, and what is reported about it.
+"""A slot on this worker: its runner, its restart points, and its reports.
 
-A slot is one generation's: when the runner dies or the slot moves, this object ends and another begins. It never runs
-user code; what needs user code (checking a snapshot, a state between snapshots) is done by helper processes. States are
-answered in slot_states.py, restart points proven in proofs.py, the runner's memory watched in memory_watch.py.
+A slot object is one generation's: when the runner dies or the slot moves, this object ends and another begins. It never
+runs user code; tasks that need user code (verifying a snapshot, a state between snapshots) go to helper processes.
+slot_states.py answers state requests, proofs.py verifies restart points, memory_watch.py watches the runner's memory.
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ __all__ = ["DaemonCounters", "Slot", "SlotHost", "SnapshotQuota", "key_of"]
 _log = logging.getLogger("penstock.worker")
 
 STOP_GRACE_S = 0.5
-"""For a runner that is asked to end, before its process group is killed."""
+"""Seconds for a runner that is asked to end, before its process group is killed."""
 MOST_TRAITS = 8 << 10
-"""Bytes that a runner may say of its loader: each heartbeat tells it."""
+"""Bytes that a runner may report about its loader: each heartbeat carries them."""
 MOST_TOLD = 1000
-"""Characters of what the training job is told of its loader's states."""
+"""Characters of text about its loader's states that the training job gets."""
 LOOK_S = 0.02
 """Seconds between two looks at whether the runner has taken a lane."""
 KILL_S = 10.0
-"""For the kernel to end a process that was killed; one that hangs in a driver or a filesystem does not."""
+"""Seconds for the kernel to end a killed process; one that hangs in a driver or a filesystem does not end."""
 _NO_ROOM = (
     "{name}: its first snapshot cannot be kept, and without it nothing could be recovered: {why}; close the runs that "
     "are over, or give this one a coordinator of its own"
@@ -79,12 +79,12 @@ def key_of(assignment: records_pb2.WorkerAssignment | coordinator_pb2.TakenSlot)
 
 @dataclass
 class DaemonCounters:
-    """What a daemon counts over all its slots, those that are gone included."""
+    """Counters of a daemon over all its slots, including those that are gone."""
 
     snapshots: int = 0
-    """That runners handed over."""
+    """Snapshots that runners handed over."""
     snapshots_sent: int = 0
-    """That are durable."""
+    """Snapshots that were made durable."""
     snapshots_refused: int = 0
     snapshot_sent_bytes: int = 0
     recoveries: int = 0
@@ -94,7 +94,7 @@ class DaemonCounters:
 
 
 class SlotHost(ReplayHost, Protocol):
-    """What a slot needs of its daemon."""
+    """Interface of the daemon that a slot needs."""
 
     name: str
     coordinator: AsyncCoordinatorClient
@@ -112,7 +112,7 @@ class SlotHost(ReplayHost, Protocol):
 
 
 class Slot:
-    """A slot's life on this worker: from `start()` to `stop()`, everything else in between."""
+    """A slot's life on this worker, from `start()` to `stop()`."""
 
     def __init__(self, host: SlotHost, assignment: records_pb2.WorkerAssignment) -> None:
         self.assignment = assignment
@@ -127,9 +127,9 @@ class Slot:
         self.store = SlotSnapshots(self.usable)
         self.prover = RestartPointProver(self)
         self.left: dict[int, int] = {}
-        """Epoch -> the slot's total where the loop left it by `break`, as the runner has said."""
+        """Epoch -> the slot's total where the loop abandoned it, as the runner reported."""
         self.from_before: set[tuple[int, int, int, bool, int]] = set()
-        """Places of the bases that a runner before this one made."""
+        """Positions of the restart points that an earlier runner made."""
         self.states = SlotStates(self)
         self.durable = DurableSnapshots(self)
         self._child: Child | None = None
@@ -137,7 +137,7 @@ class Slot:
         self._doing = ""
         self._stack = ""
         self.recycle = self.outgrown = False
-        """Its runner held too much memory; before its second batch."""
+        """Flags that its runner held too much memory; the second: before its second batch."""
         self._making: records_pb2.Skip | None = None
         self.unsaved: records_pb2.ErrorDetail | None = None
         self.ready = asyncio.Event()
@@ -146,7 +146,7 @@ class Slot:
         self.attached = False
         self._attaching: asyncio.Future[None] | None = None
         self._handed = False
-        """The runner was handed a lane, and may not have taken it yet."""
+        """Flag that a lane was sent to the runner, which may not have taken it yet."""
         self.begun = asyncio.Event()
         self._life: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -159,7 +159,7 @@ class Slot:
     # ---- its life
 
     def start(self) -> None:
-        """Begin its life."""
+        """Start the slot's task."""
         self.host.tally.recoveries += self.assignment.recovery
         self._life = asyncio.ensure_future(self._run())
 
@@ -201,7 +201,7 @@ class Slot:
             await turn.came
             fork_server = await host.fork_server(a)
             child = self._child = await fork_server.fork(
-                "runner", self.name, self.progress_page, self._hear, about_slot(a)
+                "runner", self.name, self.progress_page, self._on_message, about_slot(a)
             )
         except BaseException:
             turn.end()
@@ -214,12 +214,12 @@ class Slot:
             await child.send("resume", fds=[await host.blobs.descriptor(a.resume.blob)])
         if begins:
             await child.send("begins")
-        await self._tell_findings(child)
+        await self._send_findings(child)
         await child.send("go")
 
     async def _fetch_restart_points(self, child: Child) -> bool:
-        """Send the runner what the coordinator keeps of the slot for its recovery, and it has not got; returns whether
-        there is one without bytes, of where the attempt began: see durable_snapshots.py."""
+        """Send the runner the durable snapshots of the slot that it does not have; return whether one is without bytes,
+        of where the attempt began: see durable_snapshots.py."""
         run, attempt, box, slot, generation = key_of(self.assignment)
         kept = await self.host.coordinator.get_snapshots(
             coordinator_pb2.GetSnapshotsRequest(run=run, attempt=attempt, box=box, slot=slot, generation=generation)
@@ -246,7 +246,7 @@ class Slot:
         return not all(header.size for header, _ in kept)
 
     def assigned(self, assignment: records_pb2.WorkerAssignment) -> None:
-        """The same slot and generation, as the coordinator says now."""
+        """Take note of the coordinator's newest assignment for the same slot and generation."""
         if not assignment.prepare_migration:  # any more: the next successor needs what is newest then
             self._handing_over, self._handed_over = None, False
         elif self._handing_over is None:
@@ -259,7 +259,7 @@ class Slot:
             self.host.slot_changed()
 
     async def stop(self) -> None:
-        """End it: the runner, its process group, and whatever is under way here."""
+        """End the runner, its process group, and all tasks of the slot."""
         self._stopping = True
         self._end_turn()
         under_way = [*self._tasks, *([self._life] if self._life is not None else [])]
@@ -271,11 +271,11 @@ class Slot:
             try:
                 await asyncio.wait_for(asyncio.shield(self._child.exited), KILL_S)
             except TimeoutError:
-                self.log.error("%s: process %d was killed and does not end", self.name, self._child.pid)
+                self.log.error("%s: process %d was killed and has not ended", self.name, self._child.pid)
         self.progress_page.close()
 
     def fail(self, error: records_pb2.ErrorDetail, *, lost: bool) -> None:
-        """It is over: for good, or (lost) for another worker to take over."""
+        """End the slot: for good, or (lost) for another worker to take over."""
         if self._stopping or self.phase == coordinator_pb2.FAILED:
             return
         self.phase, self.error, self.lost = coordinator_pb2.FAILED, error, lost
@@ -287,12 +287,12 @@ class Slot:
         self.host.slot_changed()
 
     def _end_turn(self) -> None:
-        """The runner's start is over, in whatever way."""
+        """End the turn in which the runner starts."""
         if self._turn is not None:
             self._turn.end()
 
     def lose(self, why: str, stack: str = "") -> None:
-        """The runner is gone, or to be: another is to go on. `stack`: of the moment at which it crashed."""
+        """Report the runner lost: another one is to continue. `stack`: its stack at the crash."""
         making = self.progress_page.making
         if making is not None:
             self._making = records_pb2.Skip(epoch=making[0], total=self.progress_page.total, count=making[1])
@@ -305,7 +305,7 @@ class Slot:
     # ---- its health
 
     async def _watch(self) -> None:
-        """Notice, and tell, when the runner is in one thing for long."""
+        """Detect and report a runner that is in one activity for long."""
         after = hang_s(self.assignment.loader.options.timeout_s)
         while True:
             await asyncio.sleep(min(5.0, after / LOOKS))
@@ -313,16 +313,16 @@ class Slot:
             now, (activity, for_s) = time.monotonic(), self.progress_page.activity
             lasts = self._stall.look(now, activity, for_s, self.progress_page.total)
             if lasts < after or self._child is None or self.phase == coordinator_pb2.FAILED:
-                self._tell("", "")
+                self._report_stall("", "")
             elif not self._doing:
                 state = state_of(self._child.pid)
                 stopped = state in ("T", "t")
                 if stopped or not self._stall.idle:
                     doing = self._stall.text(now, time.time())
                     stack = await self._child.stack()
-                    self._tell(f"stopped by a signal (state {state}), {doing}" if stopped else doing, stack)
+                    self._report_stall(f"stopped by a signal (state {state}), {doing}" if stopped else doing, stack)
 
-    def _tell(self, doing: str, stack: str) -> None:
+    def _report_stall(self, doing: str, stack: str) -> None:
         if doing:
             self.log.warning("slow worker: %s on worker %s is %s\n%s", self.name, self.host.name, doing, stack)
         if doing != self._doing:
@@ -330,13 +330,13 @@ class Slot:
             self.host.slot_changed()
 
     def report(self) -> coordinator_pb2.SlotReport:
-        """For the heartbeat."""
+        """Build the slot's report for the heartbeat."""
         self.progress_page.refresh()
         if self._rates.due(now := time.monotonic()):
             spent = used_by(self._child.pid) if self._child is not None else NOTHING
             self._rates.look(now, self.progress_page.total, self.progress_page.working_s, spent)
         run, attempt, box, slot, generation = key_of(self.assignment)
-        # Known once the first batch is out; until then nobody is to be warned.
+        # Known once the first batch is out; until then there is nothing to warn of.
         place = self._turn.place if self._turn is not None else 0
         self.capabilities.not_used = self.findings.not_used[:MOST_TOLD]
         self.capabilities.looked_at_assignment = bool(self.progress_page.looked) or not self.begun.is_set()
@@ -366,9 +366,9 @@ class Slot:
             start_queue_length=len(self.host.starts) if place else 0,
         )
 
-    # ---- what the runner says
+    # ---- messages of the runner
 
-    def _hear(self, message: ControlMessage) -> None:
+    def _on_message(self, message: ControlMessage) -> None:
         if self._stopping:
             return
         fields = message.fields
@@ -380,7 +380,7 @@ class Slot:
             point.wanted, point.begins = bool(fields["wanted"]), bool(fields["begins"]) or again
             self.host.tally.snapshots += 1
             self.store.add(point, *self._oldest_wanted())
-            return  # nothing that a report tells: a heartbeat for each would cost four times the snapshot
+            return  # nothing that a report holds: a heartbeat for each would cost four times the snapshot
         if message.kind == "generators":
             total, generators = counts(message, "total", "hash")
             for point in self.store:
@@ -389,7 +389,7 @@ class Slot:
             return
         if message.kind == "ready":
             if len(message.payload) > MOST_TRAITS:
-                raise ProtocolError(f"traits of {len(message.payload)} bytes, above the limit of {MOST_TRAITS}")
+                raise ProtocolError(f"capabilities must have at most {MOST_TRAITS} bytes, got {len(message.payload)}")
             self.capabilities.ParseFromString(message.payload)
             self.spawn(self._become_ready())
         elif message.kind == "unsaved":
@@ -417,7 +417,7 @@ class Slot:
         return await self.host.blobs.read(self.assignment.resume.blob)
 
     async def _become_ready(self) -> None:
-        """The first snapshot is durable before any batch can be fetched: none is out that could not be recovered."""
+        """Make the first snapshot durable before any batch can be fetched, so that every batch can be recovered."""
         for point in list(self.store):
             if not point.durable and point.proven:
                 await self.durable.make(point)
@@ -472,7 +472,7 @@ class Slot:
     # ---- durable snapshots
 
     def usable(self, point: StoredSnapshot) -> bool:
-        """May a loader be restored from it? Only if that was proven, or needs no proof."""
+        """Return whether a loader may be restored from it: it was verified, or needs no verification."""
         return (
             (point.proven and (point.start or not self.findings.misleads))
             or not self.is_savable
@@ -481,18 +481,19 @@ class Slot:
 
     @property
     def is_savable(self) -> bool:
-        """Its loader was said to yield the same again: it has state methods, or `replay=True` was asked for. What else
-        it may be (a reader of a queue, say) must not be called for beside its stream."""
+        """Return whether its loader may be replayed: it has state methods, or `replay=True` was asked for. Any other
+        loader (a reader of a queue, say) must not be called beside its stream."""
         return self.capabilities.state_methods > 0 or self.assignment.loader.options.replay_without_state
 
     @property
     def findings(self) -> LoaderFindings:
-        """What is known of the run's loader."""
+        """Findings about the run's loader."""
         return self.host.findings(self.assignment)
 
     def _oldest_wanted(self) -> tuple[int, int]:
-        """The smallest total that a state may be asked for, the slot's share of the retention window back; and the
-        first epoch: that of this batch, or as many as steps back, for the loop takes one at least in each epoch."""
+        """Return the smallest total for which a state may be requested (the slot's share of the retention window), and
+        the first epoch: this batch's, or as many as steps back, because the loop takes at least one batch in each
+        epoch."""
         progress_page = self.progress_page
         progress_page.refresh()
         steps = self.assignment.loader.options.retention_steps
@@ -502,7 +503,7 @@ class Slot:
         return total, max(epoch, progress_page.begun - EPOCHS_AHEAD - steps - 1)
 
     def step_of(self, total: int) -> int:
-        """The box's step that delivered this batch, as long as all slots live."""
+        """Return the box's step that delivered this batch, as long as all slots live."""
         point = self.assignment.start
         turns = list(point.live)
         ahead = (turns.index(self.assignment.slot) - point.cursor) % len(turns) if self.assignment.slot in turns else 0
@@ -516,16 +517,16 @@ class Slot:
 
     @property
     def runner_gone(self) -> bool:
-        """Its runner has ended, in whatever way."""
+        """True once its runner has ended."""
         return self._child is not None and self._child.exited.done()
 
     def drain(self) -> None:
-        """Hear what the runner has said by now."""
+        """Process the messages that the runner has sent by now."""
         if self._child is not None:
             self._child.drain()
 
     async def answer(self, request: coordinator_pb2.StateRequest) -> tuple[coordinator_pb2.StateAnswer, bytes] | None:
-        """See SlotStates.answer. None, too, if the slot ends meanwhile."""
+        """Answer a state request, see SlotStates.answer. Return None, too, if the slot ends meanwhile."""
         answering = asyncio.ensure_future(self.states.answer(request))
         self._tasks.add(answering)
         answering.add_done_callback(self._tasks.discard)
@@ -535,7 +536,7 @@ class Slot:
     async def helper(
         self, points: list[bytes], task: str, deadline_s: float = DEADLINE_S, **fields: Any
     ) -> ControlMessage:
-        """Have a helper process do something with the loader; see run_task."""
+        """Have a helper process do a task with the loader; see run_task."""
         if task == "state" and by_own_methods(self.capabilities) and self.assignment.resume.blob:
             points = [*points, await self._resume_blob()]
         return await run_task(
@@ -543,11 +544,11 @@ class Slot:
         )
 
     async def learn_findings(self) -> None:
-        """The runner is to know what was found of its loader."""
+        """Send the runner the findings about its loader."""
         if self._child is not None:
-            await self._tell_findings(self._child)
+            await self._send_findings(self._child)
 
-    async def _tell_findings(self, child: Child) -> None:
+    async def _send_findings(self, child: Child) -> None:
         if self.findings.crossing:
             await child.send("crossing", crossing=self.findings.crossing)
         if self.findings.misleads:

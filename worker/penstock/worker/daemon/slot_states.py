@@ -1,4 +1,4 @@
-"""Answering for a slot: its state at a place, from what is kept or by replay in a helper process."""
+"""Answers to state requests: a slot's state at a position, from its restart points or by replay in a helper process."""
 
 from __future__ import annotations
 
@@ -20,19 +20,21 @@ if TYPE_CHECKING:
 __all__ = ["POLL_S", "SlotStates"]
 
 POLL_S = 0.005
-"""How often the progress page is read while somebody waits for a batch to be produced."""
+"""Seconds between two reads of the progress page while a request waits for a batch to be produced."""
 POLLERS = 8
-"""That many look so often; of more each looks more rarely, or hundreds of states would take the whole event loop."""
+"""Answers that read so often; with more, each reads more rarely, or hundreds of states would take the whole event
+loop."""
 NEXT_S = 0.5
-"""That a state waits for the batch behind it to be made, where a resume is compared with that."""
+"""Seconds that a state waits for the batch behind it to be made, where a resume is compared with that batch."""
 CHEAP_S = 5.0
 """Seconds that the runner has worked since its launch began, which a helper would do again."""
 HELPER_SHARE = 0.7
-"""Of the time that the asker still has, for a helper process: its stack must reach the asker before he gives up."""
+"""Share of the request's remaining time for a helper process: its stack must arrive before the deadline of the
+request."""
 
 
 class _Pauses:
-    """Between two looks at a progress page, of all answers that wait for a batch."""
+    """Pauses between two reads of a progress page, over all answers that wait for a batch."""
 
     def __init__(self) -> None:
         self._waiting = 0
@@ -53,7 +55,7 @@ def _share(until: float) -> float:
 
 
 def _left(request: coordinator_pb2.StateRequest) -> dict[int, int]:
-    """Epoch -> the slot's total where the loop left it by `break`, as far as the coordinator knows."""
+    """Return epoch -> the slot's total where the loop abandoned it, as far as the coordinator knows."""
     return {end.epoch: end.total for end in request.abandoned}
 
 
@@ -64,8 +66,8 @@ class SlotStates:
         self._slot = slot
 
     async def answer(self, request: coordinator_pb2.StateRequest) -> tuple[coordinator_pb2.StateAnswer, bytes] | None:
-        """The slot's state at a place, once the place is produced; or where the epoch ended before it. None if the
-        runner died meanwhile: whoever gets the slot is asked again."""
+        """Return the slot's state at a position, once that is produced, or where the epoch ended before it. Return None
+        if the runner died meanwhile: the slot's next worker gets the request."""
         answer = coordinator_pb2.StateAnswer(request=request.request, worker=self._slot.host.name)
         data = b""
         until = time.monotonic() + request.deadline_s
@@ -113,8 +115,9 @@ class SlotStates:
             raise error_of(self._slot.unsaved)
         await self._note_next(request, answer, until)
         slot, aggregated = self._slot, self._slot.capabilities.state_methods == 4
-        # A loader whose states are aggregated must give one of just this place. Of others a place before will do, and
-        # the count from there; but in this epoch, else whether nothing was left between is to be found out.
+        # A loader whose states are aggregated must give one of exactly this position. Others can use an earlier one and
+        # the count from there; but in this epoch, because otherwise it must be found out whether an epoch was
+        # abandoned.
         point = (
             slot.store.exactly(epoch, delivered, total, request.step)
             if aggregated
@@ -128,7 +131,7 @@ class SlotStates:
         return await self._advance(request, answer, until) or await self._materialise(request, answer, until)
 
     async def _nearest(self, request: coordinator_pb2.StateRequest, until: float) -> StoredSnapshot | None:
-        """The nearest restart point before a place, of its epoch if one of that can be proven now."""
+        """Return the nearest restart point before a position, of its epoch if one of that can be verified now."""
         store, left = self._slot.store, _left(request)
         point = store.nearest(request.epoch, request.position.total, left=left)
         if point is not None and point.epoch == request.epoch:
@@ -142,8 +145,8 @@ class SlotStates:
     async def _note_next(
         self, request: coordinator_pb2.StateRequest, answer: coordinator_pb2.StateAnswer, until: float
     ) -> None:
-        """Note the digest of the batch behind the place, with which a loader that resumes is compared. For one that
-        resumes by methods of its own it is waited for a little: nothing else shows that they do what they should."""
+        """Note the digest of the batch behind the position, with which a resumed loader is compared. For a loader that
+        resumes by methods of its own, wait a little for it: nothing else verifies them."""
         slot, total = self._slot, request.position.total
         patience = min(until, time.monotonic() + (NEXT_S if self._by_own and not self._waits_for_loop else 0.0))
         while True:
@@ -160,12 +163,14 @@ class SlotStates:
 
     @property
     def _by_own(self) -> bool:
-        """It resumes by methods of its own, which are proven by the batch behind the place alone."""
+        """Return whether the loader resumes by methods of its own, which only the batch behind the position
+        verifies."""
         return self._slot.capabilities.state_methods == 4 and not self._slot.capabilities.exact_states
 
     def _lacks_next(self, request: coordinator_pb2.StateRequest, answer: coordinator_pb2.StateAnswer) -> bool:
-        """The batch behind the place is not known here, and is needed: a helper makes it. At the end of an epoch, where
-        none may ever come, only if that is cheap, or the next launch may begin with another slot than worker 0."""
+        """Return whether a helper must make the batch behind the position, because it is not known here. At the end of
+        an epoch, where none may ever come, only if that is cheap, or if the next launch may begin with a slot other
+        than worker 0."""
         if not self._by_own or answer.next_digest:
             return False
         if not answer.next_epoch or self._slot.progress_page.worked_s <= CHEAP_S:
@@ -175,12 +180,13 @@ class SlotStates:
 
     @property
     def _waits_for_loop(self) -> bool:
-        """The runner took over and has not heard where the training loop goes on: its progress page is empty."""
+        """Return whether the runner took over and does not know yet where the training loop continues: its progress
+        page is empty."""
         return self._slot.assignment.recovery and not self._slot.attached
 
     def _lacks(self, point: StoredSnapshot, request: coordinator_pb2.StateRequest) -> bool:
-        """It is an earlier runner's, and a replay in a helper process tells more: which batches are left out since, or
-        the digests that nobody here has noted."""
+        """Return whether only a replay in a helper process gives the answer: the restart point is an earlier runner's,
+        and batches left out since, or digests, are not recorded here."""
         if not point.inherited:
             return False
         if self._slot.assignment.skips:
@@ -189,7 +195,8 @@ class SlotStates:
         return self._waits_for_loop and start is not None and start.total <= after < request.position.total
 
     def _start(self, request: coordinator_pb2.StateRequest) -> StoredSnapshot | None:
-        """The base to replay from: the nearest, or one of its epoch from which all digests asked for are seen."""
+        """Return the restart point to replay from: the nearest, or one of its epoch from which all requested digests
+        are seen."""
         store, left = self._slot.store, _left(request)
         point = store.nearest(request.epoch, request.position.total, left=left)
         if point is not None and self._waits_for_loop:
@@ -201,7 +208,8 @@ class SlotStates:
     def _digests(
         self, request: coordinator_pb2.StateRequest, entry_of: Callable[[int], BatchRecord | None]
     ) -> list[int]:
-        """Of the batches that lead to the place; empty if one is not known here, or is of an epoch that was left."""
+        """Return the digests of the batches that lead to the position; empty if one is not known here, or belongs to an
+        abandoned epoch."""
         total = request.position.total
         began = total - request.position.delivered
         digests = []
@@ -225,23 +233,25 @@ class SlotStates:
             )
 
     async def _produced(self, request: coordinator_pb2.StateRequest, answer: coordinator_pb2.StateAnswer) -> bool:
-        """Wait until the place is reached; False, with the answer filled in, if its epoch, or the one before, ended
-        elsewhere than the asker thought."""
+        """Wait until the position is reached. Return False, with the answer filled in, if its epoch, or the one before,
+        ended elsewhere than the request assumed."""
         epoch, total = request.epoch, request.position.total
         began = total - request.position.delivered
         while True:
             self._slot.progress_page.refresh()
             ends = self._slot.progress_page.ends()
             end = ends.get(epoch - 1, began)
-            # More than the asker thought: the loop left that epoch, and the runner, which was ahead, has not heard of
-            # it. If the asker is wrong instead, another slot has less, and says so. What has begun is settled.
+            # More than the request assumed: the loop abandoned that epoch, and the runner, which was ahead, has not
+            # received
+            # it. If the request is wrong instead, another slot has less and reports it. An epoch that has begun is
+            # settled.
             unheard = end > began and self._slot.progress_page.begun < epoch
             if end != began and not unheard:
                 answer.ended, answer.ended_epoch, answer.ended_total = True, epoch - 1, end
                 return False
             if unheard:
                 if self._slot.phase == coordinator_pb2.FAILED:
-                    raise StateUnavailableError(f"{self._slot.name}: it failed before pass {epoch}")
+                    raise StateUnavailableError(f"{self._slot.name}: it failed before epoch {epoch}")
                 await _pauses.next()
                 continue
             if ends.get(epoch, total) < total:
@@ -259,28 +269,28 @@ class SlotStates:
             await _pauses.next()
 
     async def _begun(self, request: coordinator_pb2.StateRequest, tried: StoredSnapshot) -> None:
-        """Wait until the runner begins the epoch, behind one that the loop left: it saves itself there then. `tried`:
-        from where that place was not come to. Raises StateUnavailableError if there will be no other one."""
+        """Wait until the runner begins the epoch behind an abandoned one: it saves itself there then. `tried`: the
+        restart point from which the position was not reached. Raise StateUnavailableError if there will be no other
+        one."""
         slot, epoch, position = self._slot, request.epoch, request.position
         waits = not (self._waits_for_loop or position.delivered)
         while waits and slot.progress_page.begun < epoch:
             if slot.phase == coordinator_pb2.FAILED:
-                raise StateUnavailableError(f"{slot.name}: it failed before pass {epoch}")
+                raise StateUnavailableError(f"{slot.name}: it failed before epoch {epoch}")
             await _pauses.next()
         slot.drain()
         if not waits or self._start(request) is tried:
             raise StateUnavailableError(
-                f"{slot.name}: step {request.step} lies behind an epoch that the loop left, after batch "
-                f"{position.total - position.delivered} of the worker; its runner, which has taken over, has not heard "
-                "that yet, and another state would come of it. Ask again once the loop has taken a batch more of this "
-                "worker"
+                f"{slot.name}: step {request.step} is not available yet: it lies behind an epoch that the loop "
+                f"abandoned after batch {position.total - position.delivered} of the worker, and its new runner does "
+                "not know that yet; retry after the next batch of this worker"
             )
 
     async def _advance(
         self, request: coordinator_pb2.StateRequest, answer: coordinator_pb2.StateAnswer, until: float
     ) -> bytes:
-        """The state by arithmetic from one before it in its epoch, if the loader's class can: no user code runs then.
-        b"" if it cannot be had so."""
+        """Return the state computed from one before it in its epoch, if the loader's class can: no user code runs then.
+        Return b"" if it cannot be computed."""
         slot, total = self._slot, request.position.total
         point, entry = slot.store.nearest(request.epoch, total, left=_left(request)), slot.progress_page.entry(total)
         if not slot.capabilities.advances_state or point is None or point.epoch != request.epoch or entry is None:
@@ -306,7 +316,7 @@ class SlotStates:
         point = self._start(request)
         if point is None:
             raise StateUnavailableError(
-                f"{self._slot.name}: nothing is kept any more from which batch {total} could be reached"
+                f"{self._slot.name}: no restart point from which batch {total} could be reached is kept any more"
             )
         digests = {
             str(count): entry.digest

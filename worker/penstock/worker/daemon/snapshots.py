@@ -1,8 +1,8 @@
-"""What a daemon keeps of a slot's snapshots and origins: pure bookkeeping over opaque bytes.
+"""The snapshots and epoch starts that a daemon keeps of a slot: pure bookkeeping over opaque bytes.
 
-A state may be asked for at any step of the retention window, so the newest base at or before its far edge that a loader
-may be restored from stays, and everything after that as long as there is room. When room is short, every other snapshot
-goes: a state between two of them is then a longer replay, not an error.
+A state may be requested at any step of the retention window. So the newest usable restart point at or before its far
+edge stays, and everything after it as long as memory suffices. When memory is short, every other snapshot goes: a state
+between two of them is then a longer replay, not an error.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ __all__ = ["SlotSnapshots", "StoredSnapshot"]
 MAX_BYTES = 64 << 20
 MAX_COUNT = 1024
 MOST = 16
-"""Times these, beyond which origins go too: they are for a child whose user code sends them without end."""
+"""Factor of these limits beyond which epoch starts go too, against user code that makes them without end."""
 
 
 @dataclass
 class StoredSnapshot:
-    """One base. `step` is the box's step that its state speaks of, 0 if the state does not depend on it."""
+    """A restart point. `step` is the box's step that its state depends on, 0 if it depends on none."""
 
     epoch: int
     delivered: int
@@ -35,25 +35,26 @@ class StoredSnapshot:
     data: bytes
     durable: bool = False
     inherited: bool = False
-    """From the slot's runner before this one."""
+    """Flag that the slot's previous runner made it."""
     proven: bool = False
-    """It leads to the batches that were delivered; needs no proof, or was proven. See proofs.py."""
+    """Flag that it leads to the batches that were delivered: it was verified, or needs no verification. See
+    proofs.py."""
     refuted: bool = False
-    """It does not, or nobody could find out."""
+    """Flag that it does not lead there, or that verification gave no result."""
     lapses: int = 0
-    """Proofs of it that came to no verdict."""
+    """Verifications of it without a result."""
     generators: int = 0
-    """Hash of the random generators after the next batch, 0 if it is not known: for the proof."""
+    """Hash of the random generators after the next batch, 0 if not known; used by the verification."""
     start: bool = False
-    """The stream of this runner comes from there."""
+    """Flag that this runner's stream begins there."""
     begins: bool = False
-    """The attempt began there: any runner of the slot can come there as the first one did."""
+    """Flag that the attempt began there: any runner of the slot can get there as the first one did."""
     compared: int = 0
-    """Batches that its proof compared."""
+    """Batches that its verification compared."""
     crossed: bool = False
-    """It was looked at how the loader gets over the end of the epoch from here."""
+    """Flag that the crossing of the epoch's end was verified from here."""
     wanted: bool = False
-    """Taken because a checkpoint at this step was announced."""
+    """Flag that it was taken because a checkpoint at this step was announced."""
 
     @property
     def began(self) -> int:
@@ -66,15 +67,15 @@ class StoredSnapshot:
 
     @property
     def position(self) -> tuple[int, int, int, bool, int]:
-        """What it describes."""
+        """Position that it describes, as a sort key."""
         return self.epoch, self.delivered, self.total, self.epoch_start, self.step
 
 
 class SlotSnapshots:
-    """The bases of one slot and generation, in the order they were taken."""
+    """The restart points of one slot and generation, in the order in which they were taken."""
 
     def __init__(self, usable: Callable[[StoredSnapshot], bool] = lambda kept: kept.proven) -> None:
-        """`usable`: whether a loader may be restored from a base."""
+        """Keep none yet. `usable`: whether a loader may be restored from a restart point."""
         self._kept: list[StoredSnapshot] = []
         self._bytes = 0
         self._usable = usable
@@ -86,9 +87,10 @@ class SlotSnapshots:
         return reversed(self._kept)
 
     def add(self, point: StoredSnapshot, oldest_wanted: int, oldest_epoch: int = position.MOST) -> None:
-        """Keep a base, instead of one that says the same: a runner that took over may know of batches to leave out.
-        `oldest_wanted`: the smallest total that may still be asked for; `oldest_epoch`: the first epoch. A slot without
-        batches has one total in all epochs, and makes their origins as far ahead of the loop as it may."""
+        """Keep a restart point, in place of one at the same position: a runner that took over may know of batches to
+        leave out. `oldest_wanted`: the smallest total that may still be requested; `oldest_epoch`: the first epoch. A
+        slot without batches has one total in all epochs, and makes their epoch starts as far ahead of the loop as it
+        may."""
         self._keep_only([*(kept for kept in self._kept if kept.position != point.position), point])
         before = [kept for kept in self._kept if kept.total <= oldest_wanted and kept.epoch <= oldest_epoch]
         usable = [kept for kept in before if self._usable(kept)]
@@ -101,14 +103,15 @@ class SlotSnapshots:
                 self._keep_only([kept for kept in self._kept if id(kept) not in dropped])
 
     def forget_after(self, epoch: int, total: int) -> None:
-        """The loop left this epoch after `total`: what was taken of it later, or of an epoch after it, never
-        happened."""
+        """Drop what lies behind an abandoned epoch's end: what was taken of that epoch after `total`, or of later
+        epochs."""
         self._keep_only(
             [kept for kept in self._kept if kept.epoch < epoch or (kept.epoch == epoch and kept.total <= total)]
         )
 
     def exactly(self, epoch: int, delivered: int, total: int, step: int) -> StoredSnapshot | None:
-        """A base of just this place, whose state speaks of this step. Newest first: an origin of the place counts."""
+        """Return a restart point of exactly this position and step. Newest first: an epoch start at the position
+        counts."""
         for kept in reversed(self._kept):
             if (kept.epoch, kept.delivered, kept.total) == (epoch, delivered, total) and kept.step in (0, step):
                 return kept
@@ -117,9 +120,9 @@ class SlotSnapshots:
     def nearest(
         self, epoch: int, total: int, *, left: Mapping[int, int] = MappingProxyType({})
     ) -> StoredSnapshot | None:
-        """The base to replay from: the latest usable one at or before a place, in the latest pass.
+        """Return the restart point to replay from: the latest usable one at or before a position, in the latest epoch.
 
-        `left`: epoch -> total where the loop left that epoch. See `usable` in restart_plan.py, which a runner asks too.
+        `left`: epoch -> total where the loop abandoned it. See `usable` in restart_plan.py, which a runner uses too.
         """
         found = usable((kept for kept in self._kept if self._usable(kept)), Target(epoch, total, left))
         return max(found, key=lambda kept: (kept.epoch, kept.total, kept.epoch_start), default=None)

@@ -1,7 +1,7 @@
-"""Whether a runner still gets on: how long it is in one thing, and where.
+"""The watch over a runner's progress: how long it is in one activity, and where.
 
-User code may take as long as it likes. But what takes a good part of the time that the training loop waits at most is
-told while it lasts, with the stack, so that the loop's own error can show what it waited for. Nothing is killed for it.
+User code may take as long as it likes. An activity that takes a good part of the training loop's deadline is reported
+while it lasts, with the stack, so that the loop's own error can show what it waited for. Nothing is killed for it.
 """
 
 from __future__ import annotations
@@ -12,31 +12,33 @@ from dataclasses import dataclass
 __all__ = ["HANG_S", "LOOKS", "Stall", "hang_s"]
 
 HANG_S = 60.0
-"""Where the training loop's deadline is not known: half of its default."""
+"""Seconds of one activity after which it is reported where the training loop's deadline is not known: half of its
+default."""
 SHARE = 0.5
-"""Of the deadline; the other half is for the news to arrive, and for the loop that began to wait earlier."""
+"""Share of the deadline; the other half is for the report to arrive, and for a loop that began to wait earlier."""
 LOOKS = 8
-"""In that time."""
+"""Checks in that time."""
 _IDLE = ("waiting", "sending")
 _CALLS = {"input_fn": "input_fn", "iter": "iter()", "next": "next()", "state_dict": "state_dict()"}
 _CALLS["load_state_dict"] = "load_state_dict()"
 
 
 def hang_s(timeout_s: float) -> float:
-    """Seconds in one thing after which it is told, for a loop with this deadline; 0 = unknown."""
+    """Return the seconds of one activity after which it is reported, for a loop with this deadline; 0 = unknown."""
     return SHARE * timeout_s if timeout_s > 0 else HANG_S
 
 
 @dataclass
 class Stall:
-    """What a runner is in, as seen by looking at its progress page. Seconds of the monotonic clock."""
+    """Activity of a runner, as read from its progress page. Seconds of the monotonic clock."""
 
     activity: str = "starting"
     total: int = -1
     since: float = 0.0
 
     def look(self, now: float, activity: str, for_s: float, total: int) -> float:
-        """Take note; returns for how long it is in this one thing: `for_s` in the activity, without a new batch."""
+        """Record a reading; return for how long the runner is in this activity without a new batch; `for_s`: in the
+        activity."""
         if (activity, total) != (self.activity, self.total):
             self.activity, self.total, self.since = activity, total, now
         self.since = max(self.since, now - for_s)
@@ -44,11 +46,11 @@ class Stall:
 
     @property
     def idle(self) -> bool:
-        """It waits for others: for the loop to take batches, to open an epoch."""
+        """True while the runner waits for others: for the loop to take batches, to open an epoch."""
         return self.activity in _IDLE
 
     def text(self, now: float, wall: float) -> str:
-        """ "in next() of batch 17 since 12:03:41 UTC"."""
+        """Return a text such as "in next() of batch 17 since 12:03:41 UTC"."""
         what = _CALLS.get(self.activity, self.activity)
         batch = f" of batch {self.total + 1}" if self.activity == "next" else ""
         clock = time.strftime("%H:%M:%S", time.gmtime(wall - (now - self.since)))

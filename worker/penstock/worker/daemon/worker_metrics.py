@@ -1,7 +1,7 @@
-"""What a worker daemon shows of itself over HTTP: /metrics for Prometheus, /healthz for whoever restarts it.
+"""The HTTP pages of a worker daemon: /metrics for Prometheus, /healthz for orchestrators.
 
-The daemon's cluster state belongs to its event loop, so a scrape has the loop copy what is needed, and looks at /proc,
-which takes longer, on its own thread. Nothing here is kept between scrapes.
+The daemon's state belongs to its event loop, so a scrape has the loop copy what is needed, and reads /proc, which takes
+longer, on its own thread. Nothing is kept between scrapes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from penstock.worker.resources.memory_use import family, held_by
 __all__ = ["health", "open_web"]
 
 MANY = 1 << 62
-"""More than any runner holds: the plain sums will do, shares of pages take the kernel long."""
+"""Memory limit above what any runner holds: plain sums suffice, because shares of pages take the kernel long."""
 _PLAIN = "text/plain; charset=utf-8"
 
 
@@ -51,7 +51,7 @@ class _Now:
 
 
 def _look(daemon: Daemon) -> _Now:
-    """On the daemon's event loop."""
+    """Copy the daemon's figures; runs on its event loop."""
     slots, phases = [], Counter[str]()
     for slot in daemon.slots:
         slot.progress_page.refresh()
@@ -115,10 +115,10 @@ def _readings(daemon: Daemon, loop: asyncio.AbstractEventLoop) -> MetricReadings
 
 
 def health(answered_at: float | None, lease_s: float, stopping: bool, now: float) -> tuple[int, str]:
-    """HTTP status, and why: well is a worker whose coordinator has answered it within its lease. Times are of the
-    monotonic clock."""
+    """Return the HTTP status and the reason: a worker is healthy if its coordinator has answered within its lease.
+    Times are of the monotonic clock, seconds."""
     if stopping:
-        return 503, "it is ending, as it was told"
+        return 503, "the worker is stopping"
     if answered_at is None:
         return 503, "the coordinator has not answered yet"
     if now - answered_at > lease_s:
@@ -142,6 +142,6 @@ def open_web(daemon: Daemon, loop: asyncio.AbstractEventLoop) -> WebServer:
 
     settings = daemon.settings
     routes = {"/metrics": metrics_route(Collector(lambda: _readings(daemon, loop))), "/healthz": well}
-    # On loopback nobody has a certificate of the cluster's to show; with only a CA there is none to show to others.
+    # Peers on loopback have no certificate of the cluster; with only a CA there is none to show to others.
     tls = None if is_local(settings.http) or settings.tls is None or not settings.tls.cert else settings.tls
     return WebServer(settings.http, routes, tokens=settings.http_tokens, tls=tls, insecure=settings.insecure)

@@ -41,7 +41,7 @@ class Blobs:
         self._blobs: dict[str, asyncio.Task[int]] = {}
 
     async def descriptor(self, name: str) -> int:
-        """Return a descriptor of the value, which is the caller's to close. Raises what the coordinator answers."""
+        """Return a descriptor of the value, which the caller closes. Raise the coordinator's error."""
         fetching = self._blobs.get(name)
         if fetching is None or (fetching.done() and (fetching.cancelled() or fetching.exception() is not None)):
             fetching = self._blobs[name] = asyncio.ensure_future(self._fetch(name))
@@ -58,12 +58,12 @@ class Blobs:
         return await asyncio.get_running_loop().run_in_executor(self._threads, _fetched, self._client, name)
 
     def keep(self, names: Collection[str]) -> None:
-        """Let go of all others: no slot needs them any more."""
+        """Release all other values: no slot needs them any more."""
         for name in [name for name in self._blobs if name not in names]:
             self._blobs.pop(name).add_done_callback(_let_go)
 
     def close(self) -> None:
-        """Let go of all."""
+        """Release all values."""
         self.keep(())
         if self._client is not None:
             self._client.close()

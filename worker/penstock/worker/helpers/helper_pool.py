@@ -1,9 +1,9 @@
-"""The daemon's helper processes (helper_process.py): as many as there are processors, shared by the tasks of a run.
+"""The daemon's warm helpers (helper_process.py): as many as there are processors, shared by the tasks of a run.
 
-Where a run asks for many tasks at once, the state of a hundred slots say, its tasks go to helpers, one at a time to
-each. The first task of a run goes to a helper process, which tells what it had to import; helpers import the same. A
-task that fails in a helper, in whatever way, is done again by a helper process, whose answer counts: what comes of user
-code never depends on whether a helper did it.
+Where a run asks for many tasks at once, for example the states of a hundred slots, its tasks go to warm helpers, one
+task at a time to each. The first task of a run goes to a fresh child, which reports the modules that it had to import;
+warm helpers import the same. A task that fails in a warm helper, for whatever reason, is done again by a fresh child,
+whose answer counts: results of user code never depend on whether a warm helper ran it.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from penstock.worker.processes.progress_page import ProgressPage
 __all__ = ["HelperPool", "HelperProcess"]
 
 PAYS = 3
-"""Tasks of a run, under way and waiting, for which a helper is started: fewer are done before it is warm."""
+"""Tasks of a run, running and waiting, for which a warm helper is started: fewer are done before it is warm."""
 IDLE_S = 30.0
-"""Seconds that a helper is kept for without a task."""
+"""Seconds for which a warm helper is kept without a task."""
 WARM_S = 60.0
-"""Seconds for a helper to import what it needs."""
+"""Seconds for a warm helper to import what it needs."""
 
 _Key = tuple[str, ...]
 
 
 class HelperProcess:
-    """One process, with one task at a time."""
+    """A warm helper, with one task at a time."""
 
     def __init__(self) -> None:
         self.child: Child | None = None
@@ -44,8 +44,8 @@ class HelperProcess:
         self.answer: asyncio.Future[ControlMessage] = asyncio.get_running_loop().create_future()
         self.idle: asyncio.TimerHandle | None = None
 
-    def hear(self, message: ControlMessage) -> None:
-        """What it, or the child that does its task, says."""
+    def on_message(self, message: ControlMessage) -> None:
+        """Handle a message of the warm helper, or of the child that does its task."""
         if message.kind == "working":
             pid = message.fields.get("pid")
             parent = [] if self.child is None else [str(self.child.pid)]
@@ -54,12 +54,12 @@ class HelperProcess:
             self.answer.set_result(message)
 
     def expect(self) -> asyncio.Future[ControlMessage]:
-        """The answer to what it is asked next."""
+        """Return a future of the answer to its next task."""
         self.worker, self.answer = 0, asyncio.get_running_loop().create_future()
         return self.answer
 
     async def stack(self) -> str:
-        """Of the child that does its task, "" if there is none."""
+        """Return the stack of the child that does its task, "" if there is none."""
         if not self.worker or self.child is None:
             return ""
         try:
@@ -70,7 +70,7 @@ class HelperProcess:
             return await self.child.stacks.ask(worker)
 
     def end(self) -> None:
-        """Kill it, and what it does."""
+        """Kill the warm helper and the child that does its task."""
         if self.idle is not None:
             self.idle.cancel()
         if self.child is not None:
@@ -79,21 +79,21 @@ class HelperProcess:
 
 @dataclass
 class _Crew:
-    """The helpers of one kind of loader."""
+    """The warm helpers for one kind of loader."""
 
     tasks: int = 0
-    """Under way and waiting."""
+    """Tasks that run or wait."""
     modules: list[str] | None = None
-    """To import; None before a task has told them."""
+    """Names of modules to import; None before a task has reported them."""
     unfit: str = ""
-    """Why there can be no helpers."""
+    """Reason why there can be no warm helpers; "" = there can."""
     idle: list[HelperProcess] = field(default_factory=list)
 
 
 class HelperPool:
     """
     Args:
-        fork server: what helpers are forked from.
+        fork server: the process from which warm helpers are forked.
     """
 
     def __init__(self, fork_server: Callable[[records_pb2.WorkerAssignment], Awaitable[ForkServer]]) -> None:
@@ -102,7 +102,7 @@ class HelperPool:
 
     @contextlib.contextmanager
     def counted(self, assignment: records_pb2.WorkerAssignment) -> Any:
-        """While a task of such a loader waits, or is under way."""
+        """Count a task of such a loader while it waits or runs."""
         crew = self._crews.setdefault(_key_of(assignment), _Crew())
         crew.tasks += 1
         try:
@@ -111,7 +111,7 @@ class HelperPool:
             crew.tasks -= 1
 
     async def take(self, assignment: records_pb2.WorkerAssignment, progress_page: ProgressPage) -> HelperProcess | None:
-        """A helper for one task, if it is worth it and can be had; to be given back, or ended."""
+        """Return a warm helper for one task, if it pays and is available; the caller gives it back or ends it."""
         crew = self._crews.get(_key_of(assignment))
         if crew is None or crew.unfit or crew.modules is None or (crew.tasks < PAYS and not crew.idle):
             return None
@@ -125,13 +125,13 @@ class HelperPool:
         return await self._started(assignment, progress_page, crew)
 
     def give_back(self, assignment: records_pb2.WorkerAssignment, helper: HelperProcess) -> None:
-        """Its task is done."""
+        """Take back a warm helper whose task is done."""
         crew = self._crews[_key_of(assignment)]
         helper.idle = asyncio.get_running_loop().call_later(IDLE_S, self._let_go, crew, helper)
         crew.idle.append(helper)
 
     def learn(self, assignment: records_pb2.WorkerAssignment, modules: object) -> None:
-        """A task had to import these."""
+        """Record the modules that a task had to import."""
         if type(modules) is not list or not all(type(name) is str for name in modules):
             return
         crew = self._crews[_key_of(assignment)]
@@ -139,11 +139,11 @@ class HelperPool:
         crew.modules = known + [name for name in modules if name not in set(known)]
 
     def distrust(self, assignment: records_pb2.WorkerAssignment, why: str) -> None:
-        """What a helper did differs from what a fresh process does."""
+        """Stop using warm helpers for this loader: a result differs from a fresh process's."""
         self._crews[_key_of(assignment)].unfit = why
 
     def forget(self, attempts: set[tuple[str, int]]) -> None:
-        """Only these have slots here."""
+        """End the warm helpers of all other attempts: only these have slots here."""
         live = {(run, str(attempt)) for run, attempt in attempts}
         for key in [key for key, crew in self._crews.items() if key[:2] not in live and not crew.tasks]:
             for helper in self._crews.pop(key).idle:
@@ -167,13 +167,13 @@ class HelperPool:
         try:
             about: dict[str, str | int] = {"run": assignment.run, "attempt": assignment.attempt}
             helper.child = await fork_server.fork(
-                "helper", f"{assignment.run} helper", progress_page, helper.hear, about
+                "helper", f"{assignment.run} helper", progress_page, helper.on_message, about
             )
             warm = helper.expect()
             await helper.child.send("warm", spec.SerializeToString(), modules=modules)
             either: set[asyncio.Future[Any]] = {warm, helper.child.exited}
             await asyncio.wait(either, timeout=WARM_S, return_when="FIRST_COMPLETED")
-            crew.unfit = str(warm.result().fields.get("unfit", "")) if warm.done() else "it did not get ready"
+            crew.unfit = str(warm.result().fields.get("unfit", "")) if warm.done() else "it was not ready in time"
         except WorkerLostError:
             return None
         except BaseException:

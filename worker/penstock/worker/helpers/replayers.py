@@ -1,5 +1,5 @@
-"""Having a helper process, or a helper, do one thing with a slot's loader, beside the runner that streams; the daemon's
-side of replayer.py. Whatever comes of it, the stream goes on."""
+"""Running one task with a slot's loader in a helper process, beside the runner that streams: the daemon's side of
+replayer.py. The stream continues whatever the result is."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ __all__ = ["DEADLINE_S", "ReplayHost", "run_task", "send_assignment"]
 
 DEADLINE_S = 120.0
 ASKED_FOR = ("state", "aggregate", "advance")
-"""Tasks that a training job waits for: they come before those of ours."""
+"""Tasks that a training job waits for; they come before the daemon's own."""
 
 
 class ReplayHost(Protocol):
-    """What it needs of the daemon."""
+    """Interface of the daemon that replays need."""
 
     scratches: TurnQueue
-    """Tasks that are done at a time."""
+    """Queue that limits the tasks running at a time."""
     helpers: HelperPool
     blobs: Blobs
 
@@ -48,12 +48,13 @@ async def run_task(
     deadline_s: float = DEADLINE_S,
     **fields: Any,
 ) -> ControlMessage:
-    """The child's answer to `task`. If somebody kills the child (SIGKILL), the answer of another one.
+    """Return a helper process's answer to `task`. If the child is killed from outside (SIGKILL), another one does the
+    task.
 
     Raises:
         DeadlineError: it took longer; with its stack.
         WorkerLostError: it died; with its stack, if it crashed.
-        PenstockError: what it failed with.
+        PenstockError: the error with which it failed.
     """
     left_s = deadline_s  # of work; to wait for one's turn and for a child takes none of it
     helpers, began = host.helpers, 0.0
@@ -85,7 +86,7 @@ async def _by_helper(
     left_s: float,
     fields: dict[str, Any],
 ) -> ControlMessage | None:
-    """The answer of a helper that did it well; None if a fresh child is to do it."""
+    """Return the answer of a warm helper; None if a fresh child must do the task."""
     assert helper.child is not None
     answer, whole = helper.expect(), False
     try:
@@ -118,7 +119,7 @@ async def _by_child(
     left_s: float,
     fields: dict[str, Any],
 ) -> ControlMessage:
-    """The answer of a child of its own, or of another one if somebody kills it."""
+    """Return the answer of a fresh child, or of another one if it is killed from outside."""
     what = f"the helper process of {name}"
     for last in (False, True):
         fork_server = await host.fork_server(assignment)
@@ -158,7 +159,7 @@ async def _ask(
 
 
 async def send_assignment(blobs: Blobs, child: Child, assignment: records_pb2.WorkerAssignment) -> None:
-    """Tell a child what it is for; large arguments as a descriptor."""
+    """Send a child its assignment; large arguments as a descriptor."""
     name = assignment.loader.arguments_blob
     await child.send("assign", assignment.SerializeToString(), [await blobs.descriptor(name)] if name else None)
 
@@ -170,8 +171,8 @@ def _late(what: str, task: str, deadline_s: float, stack: str) -> DeadlineError:
 
 
 def _first(answer: asyncio.Future[ControlMessage]) -> Callable[[ControlMessage], None]:
-    def hear(message: ControlMessage) -> None:
+    def on_message(message: ControlMessage) -> None:
         if not answer.done():
             answer.set_result(message)
 
-    return hear
+    return on_message

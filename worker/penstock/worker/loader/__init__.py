@@ -1,1 +1,1 @@
-"""A user's loader, and how it is brought to any place in its stream."""
+"""A user's loader, and how it is brought to any position in its stream."""

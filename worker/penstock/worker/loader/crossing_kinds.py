@@ -1,5 +1,5 @@
-"""How a loader that was restored within an epoch gets into the next one, as decisions over values: see
-epoch_crossing.py, which carries them out. Needs no torch, for the daemon compares what its helpers have found."""
+"""Decisions on how a loader that was restored within an epoch gets into the next one: pure functions over values.
+epoch_crossing.py carries them out. Needs no torch, because the daemon compares the findings of its helpers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def more_careful(one: str, other: str) -> str:
 
 
 def to_try(known: str) -> tuple[str, ...]:
-    """Return the ways that a proof tries, beginning with the one that is known: no less careful one, and not REPLAY,
+    """Return the ways that a verification tries, beginning with the known one: no less careful one, and not REPLAY,
     which remains where all others fail."""
     return WAYS[WAYS.index(known or KEPT) : WAYS.index(REPLAY)]
 
@@ -53,17 +53,17 @@ def first_choice(known: str, *, methods: int, whole: bool, untouched: bool, stra
 
 @dataclass(frozen=True)
 class First:
-    """What an epoch begins with."""
+    """First batch of an epoch and the state behind it."""
 
     digest: int | None
-    """Of its first batch, None if it has none."""
+    """Digest of its first batch, None if it has none."""
     behind: bytes
-    """The loader's state after it, and the generators; b"" if it cannot be had."""
+    """Loader's state after it, and the generators; b"" if not available."""
     failure: str = ""
-    """What the loader raised instead."""
+    """Error that the loader raised instead; "" = none."""
 
     def alike(self, other: First) -> bool:
-        """The batch is the same one."""
+        """Return whether the batch is the same."""
         return (self.digest, self.failure) == (other.digest, other.failure)
 
 

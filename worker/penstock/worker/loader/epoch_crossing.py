@@ -1,21 +1,19 @@
-"""Over the end of an epoch with a loader that was restored within it.
+"""Crossing the end of an epoch with a loader that was restored within it.
 
 A loader that ran the whole epoch is asked for the next one by `iter()`. One that was restored in its middle may not
 know any more where an epoch begins: a Hugging Face IterableDataset begins every later epoch there again. One that
 input_fn makes anew begins where epochs begin, but may count epochs and know nothing of those before. The loader that
-ran from the beginning shows what is right, where it can be compared. `StreamHistory.rewinds` says which of three ways
-it is:
+ran from the beginning shows what is right, where it can be compared. `StreamHistory.crossing` names one of three ways:
 
     KEPT     go on with the restored loader
     FRESH    input_fn() anew, with the generators as they are
     REPLAY   neither: only a loader that comes from the beginning
 
-Where it is not known, the first batch of the next epoch is made in the first two ways. If they are equal, and what the
-loader says of itself after them (its `state_dict()`, the generators), FRESH will do; else the slot's stream is made
-again from the beginning, once, and what comes then is the answer for good. The batch alone would not tell: where an
-epoch's number decides on the order of shards, two epochs may well begin with the same one. Where a state was saved at
-an epoch's end, the batch that came next then is known (`RestorableLoader.awaited`): ways that agree on another one are
-wrong.
+If it is not known, the first batch of the next epoch is made in the first two ways. If the batches are equal, and the
+loader's `state_dict()` and the generators after them, FRESH will do. Otherwise the slot's stream is made again from the
+beginning, once, and the result decides for good. The batch alone would not suffice: where an epoch's number decides on
+the order of shards, two epochs may begin with the same batch. Where a state was saved at an epoch's end, the batch that
+came next then is known (`RestorableLoader.awaited`): ways that agree on another one are wrong.
 """
 
 from __future__ import annotations
@@ -42,7 +40,7 @@ _log = logging.getLogger("penstock.worker")
 
 
 def cross(source: RestorableLoader, step: int) -> RestartPoint:
-    """Open the next epoch of a restored source in the way that is right; returns its epoch start."""
+    """Open the next epoch of a restored source by the right crossing; return its epoch start."""
     end, untouched, history = source.rng(), source.is_untouched, source.history
     choice = first_choice(
         history.crossing,
@@ -66,17 +64,17 @@ def cross(source: RestorableLoader, step: int) -> RestartPoint:
     source.renew(end)
     fresh = _tried(source, step, take)
     if are_one(kept, fresh, awaited=source.awaited.get(source.position.total), whole=history.complete):
-        source.learn_rewinds(FRESH)
+        source.learn_crossing(FRESH)
         source.renew(end)
         return source.open(step=step)
     _from_the_beginning(source, take)
     opened = source.open(step=step)
     right = _first_of(source, take)
     if not untouched:
-        source.learn_rewinds(the_right_one(right, kept, fresh))
+        source.learn_crossing(the_right_one(right, kept, fresh))
         opened = source.marked(opened)
         _log.warning(
-            "%s: restored within pass %d, it does not begin the next one as a loader made anew. Which "
+            "%s: restored within epoch %d, it does not begin the next one as a loader made anew does. Which "
             "one is right was found out by making its stream again from the beginning, once: %s",
             source.name,
             source.position.epoch - 1,
@@ -86,10 +84,10 @@ def cross(source: RestorableLoader, step: int) -> RestartPoint:
 
 
 def _cross_as_resumed(source: RestorableLoader, step: int) -> RestartPoint:
-    """The same with a loader that is resumed by its own methods, and can be restored only where its launch began.
+    """Open the next epoch of a loader that resumes by its own methods and can be restored only where its launch began.
 
-    What it makes of the next epoch is right if that begins with the batch that came when the state was saved there, or
-    with that of a loader from the beginning, which is made once.
+    Its next epoch is right if it begins with the batch that came when the state was saved there, or with that of a
+    loader from the beginning, which is made once.
     """
     take = ReplayDigest(cover=cover_of(source.assignment.loader.options)).take
     start, untouched, goal, history = source.start, source.is_untouched, source.position.copy(), source.history
@@ -110,14 +108,14 @@ def _cross_as_resumed(source: RestorableLoader, step: int) -> RestartPoint:
     right = _first_of(source, take)
     if came is not None and came.digest == right.digest and start is not None:
         if not untouched:
-            source.learn_rewinds(KEPT)
+            source.learn_crossing(KEPT)
         _as_resumed(source, start, goal, history, take)
         return source.open(step=step)
     if not untouched and history.crossing != REPLAY:
-        source.learn_rewinds(REPLAY)
+        source.learn_crossing(REPLAY)
         opened = source.marked(opened)
         _log.warning(
-            "%s: restored within pass %d, it does not begin the next one with the right batch: its stream is made "
+            "%s: restored within epoch %d, it does not begin the next one with the right batch: its stream is made "
             "again from the beginning at the end of each epoch",
             source.name,
             goal.epoch - 1,
@@ -126,7 +124,7 @@ def _cross_as_resumed(source: RestorableLoader, step: int) -> RestartPoint:
 
 
 def _to(source: RestorableLoader, goal: StreamPosition, history: StreamHistory, seen: Callable[[Any], None]) -> None:
-    """Go to a place, and say nothing where an epoch ends before."""
+    """Go to a position, without an error where an epoch ends earlier."""
 
     def go(leg: Leg) -> None:
         source.seek(leg.total, leg.epoch, seen)
@@ -141,8 +139,8 @@ def _as_resumed(
     history: StreamHistory,
     take: Callable[[Any], tuple[int, int]],
 ) -> None:
-    """Bring a loader that is resumed as its launch was back to where it stood, between two epochs. It got over the ends
-    on the way by itself, and does again: they are not looked at once more."""
+    """Bring a loader that is resumed as its launch was back to its position between two epochs. It crossed the ends on
+    the way by itself, and does so again; they are not verified once more."""
 
     def seen(batch: Any) -> None:
         source.digest, samples = take(batch)
@@ -165,8 +163,9 @@ def _first_of(source: RestorableLoader, take: Callable[[Any], tuple[int, int]]) 
 
 
 def _tried(source: RestorableLoader, step: int, take: Callable[[Any], tuple[int, int]]) -> First:
-    """What the epoch begins with if it is opened as the source is now. A loader that raises where it was restored may
-    be one that cannot begin again, and another way is right; if it always raises, the last way says so."""
+    """Return the beginning of the epoch if it is opened as the source is now. A loader that raises where it was
+    restored may be one that cannot begin again, and another crossing is right; if it always raises, the last crossing
+    reports it."""
     try:
         source.open(step=step)
         return _first_of(source, take)
@@ -180,13 +179,13 @@ def _from_the_beginning(source: RestorableLoader, take: Callable[[Any], tuple[in
     """Bring a loader from the beginning to where the source stands, between two epochs."""
     goal, digest, history = source.position.copy(), source.digest, source.history
     why = (
-        f"{source.name}: how it begins pass {goal.epoch} cannot be known: it was restored within the epoch before, and "
-        "would not begin this one as a loader that input_fn makes anew"
+        f"{source.name}: how it begins epoch {goal.epoch} cannot be determined: it was restored within the epoch "
+        "before, and would not begin this one as a loader that input_fn makes anew"
     )
     if not history.complete:
         raise ReplayMismatchError(
             f"{why}; and its stream cannot be made again from the beginning, for it began on another topology, or more "
-            "than a thousand epochs were left by `break`. Give the loader a state that says where an epoch begins"
+            "than a thousand epochs were abandoned by `break`. Give the loader a state that says where an epoch begins"
         )
 
     def seen(batch: Any) -> None:

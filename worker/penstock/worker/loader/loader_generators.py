@@ -29,7 +29,7 @@ def captured(loader: Any) -> bytes:
 
 
 def restore(loader: Any, data: bytes) -> None:
-    """Set all generators to what was captured."""
+    """Set all generators to the captured states."""
     (count,) = _COUNT.unpack_from(data)
     at = _COUNT.size
     states = []

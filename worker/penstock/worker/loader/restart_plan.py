@@ -1,9 +1,9 @@
-"""Which restart points lead to a place of a slot's stream, in which order they are tried, and the way from each.
+"""The plan of a way to a position: which restart points lead there, their order, and the legs from each.
 
 Pure functions of values: no loader, no socket, no torch. A plan says "restore this restart point, replay along these
-legs, compare the last batch with this digest; on a mismatch take the next one". Who carries it out is elsewhere: a
-runner (runner.py), a helper process (replayer.py), a resume (start.py). The daemon asks the same of what it keeps
-(snapshots.py).
+legs, compare the last batch with this digest; on a mismatch take the next one". It is carried out elsewhere: by a
+runner (runner.py), a helper process (replayer.py), a resume (start.py). The daemon plans the same for its restart
+points (snapshots.py).
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Final, Generic, Protocol, TypeVar
 __all__ = ["BEGINNING", "Leg", "Recovery", "RestartPoint", "Target", "first_fit", "plan_recovery", "route", "usable"]
 
 BEGINNING: Final = None
-"""Stands for the beginning in a list of ways: input_fn anew, and all batches since counted and replayed."""
+"""Beginning in a list of ways: input_fn anew, and all batches since counted and replayed."""
 
 
 class RestartPoint(Protocol):
-    """What planning looks at of a restart point."""
+    """Fields of a restart point that planning uses."""
 
     @property
     def epoch(self) -> int: ...
@@ -33,7 +33,7 @@ class RestartPoint(Protocol):
 
     @property
     def is_epoch_start(self) -> bool:
-        """It was taken where an epoch begins, and not after a batch."""
+        """True if it was taken where an epoch begins, and not after a batch."""
 
 
 class _History(Protocol):
@@ -59,34 +59,35 @@ W = TypeVar("W")
 
 @dataclass(frozen=True)
 class Leg:
-    """A piece of the way: replay until `total` batches in all, in this epoch."""
+    """A leg of the way: replay until `total` batches in all, in this epoch."""
 
     epoch: int
     total: int
     leaves: bool = False
-    """The loop left the epoch there: leave it too."""
+    """Flag that the loop abandoned the epoch there: abandon it too."""
     digest: int = 0
-    """Of batch `total`, to compare it with; 0: nothing to compare."""
+    """Digest of batch `total`, to compare it with; 0 = nothing to compare."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """A place of a slot's stream: after batch `total`, in this epoch."""
+    """A position in a slot's stream: after batch `total`, in this epoch."""
 
     epoch: int
     total: int
     left: Mapping[int, int] = field(default_factory=dict)
-    """Epoch -> the slot's batches in all where the loop left it by `break`."""
+    """Epoch -> the slot's batches in all where the loop abandoned it."""
     digest: int = 0
-    """Of batch `total`; 0 if it is not known."""
+    """Digest of batch `total`; 0 = not known."""
 
     def behind(self, left: Iterable[tuple[int, int]]) -> Target:
-        """The same place, from a restart point that knows of these abandoned epochs besides."""
+        """Return the same position for a restart point that knows of these further abandoned epochs."""
         return replace(self, left=dict(left) | dict(self.left))
 
 
 def route(from_epoch: int, target: Target) -> list[Leg]:
-    """Return the way to a place from somewhere in an epoch: out of each epoch that the loop left, where it left it."""
+    """Return the way to a position from another one in an epoch: out of each abandoned epoch, where the loop abandoned
+    it."""
     left = target.left
     legs = [Leg(epoch, left[epoch], leaves=True) for epoch in sorted(left) if from_epoch <= epoch < target.epoch]
     return [*legs, Leg(target.epoch, target.total, digest=target.digest)]
@@ -95,18 +96,19 @@ def route(from_epoch: int, target: Target) -> list[Leg]:
 def _is_on_the_way(point: RestartPoint, target: Target) -> bool:
     if point.epoch > target.epoch or point.total > target.total:
         return False
-    # What was taken of an epoch beyond the place where the loop left it is not on the way.
+    # What was taken of an epoch beyond the position where the loop abandoned it is not on the way.
     if any(point.total > there for epoch, there in target.left.items() if epoch >= point.epoch):
         return False
-    # And an epoch that was opened ahead of the loop began behind that place.
+    # An epoch that was opened ahead of the loop began behind that position.
     return point.began <= target.left.get(point.epoch - 1, point.began)
 
 
 def usable(points: Iterable[Point], target: Target) -> list[Point]:
-    """Return the restart points from which a place can be come to, in the order in which they are given.
+    """Return the restart points from which a position can be reached, in the order in which they are given.
 
-    A snapshot of just the place where the loop left an epoch is the last resort: a loader that was loaded and has
-    yielded nothing may not know that it is in the middle of an epoch, and would go on with it when the next is opened.
+    A snapshot of exactly the position where the loop abandoned an epoch is the last resort: a loader that was loaded
+    and has yielded nothing may not know that it is in the middle of an epoch, and would continue it when the next is
+    opened.
     """
     found = [point for point in points if _is_on_the_way(point, target)]
     return [point for point in found if point.is_epoch_start or point.total != target.left.get(point.epoch)] or found
@@ -114,12 +116,12 @@ def usable(points: Iterable[Point], target: Target) -> list[Point]:
 
 @dataclass(frozen=True)
 class Recovery(Generic[PointWithHistory]):
-    """How a runner that takes a slot over comes to a place."""
+    """Plan of a runner that takes a slot over."""
 
     nearest: PointWithHistory
-    """It knows most of the way there."""
+    """Restart point with the longest history."""
     ways: list[PointWithHistory | None]
-    """The best first; at least one."""
+    """Ways, the best first; at least one."""
 
 
 def plan_recovery(
@@ -128,8 +130,8 @@ def plan_recovery(
     """Return the ways of a runner that takes a slot over; None if there is none.
 
     The nearest is the best; strictly before the last delivered batch if there is one, so that at least that one is
-    compared. Each was proven, but over a few batches: what is kept besides lies further back. The beginning comes last
-    if the stream can be made again from there, and alone where restart points are `counted` from it: the loader's own
+    compared. Each was verified, but over a few batches; the others lie further back. The beginning comes last if
+    the stream can be made again from there, and alone where restart points are `counted` from it: the loader's own
     states mislead.
     """
     found = usable(points, target)
@@ -150,7 +152,7 @@ def first_fit(
     unfit: tuple[type[Exception], ...],
     told: Callable[[Exception, W], None],
 ) -> W:
-    """Take the first way that leads to its place; returns it.
+    """Take the first way that leads to its position; return it.
 
     Args:
         ways: at least one.

@@ -1,6 +1,6 @@
-"""Restart points: what a slot can be rebuilt from in a fresh process, and how one travels.
+"""Restart points: from what a slot can be rebuilt in a fresh process, and how a restart point is encoded.
 
-There are three kinds. Only the first needs no proof (see proofs.py):
+There are three kinds. Only the first needs no verification (see proofs.py):
 
     the beginning    input_fn() anew, seeded as when the slot's counts began; also a launch's start, which for a loader
                      of four methods is that and the state that the launch resumed from, through its own methods
@@ -22,8 +22,8 @@ from penstock.worker.loader.crossing_kinds import WAYS, more_careful
 __all__ = ["END", "UNFIT", "Launch", "RestartPoint", "StreamHistory", "StreamPosition"]
 
 UNFIT = (ReplayMismatchError, InputFnError)
-"""What says that a restart point does not lead to the batches that were delivered: another batch came, or the loader
-that was restored from it raised. The next way is tried then; an error of the last one is the user's."""
+"""Errors that show that a restart point does not lead to the batches that were delivered: another batch came, or the
+restored loader raised. The next way is tried then; an error of the last one is the user's."""
 MOST_ABANDONED = 1024
 """Abandoned epochs that a restart point names. One of more cannot be replayed from the beginning."""
 
@@ -33,12 +33,12 @@ class _End:
 
 
 END = _End()
-"""What `Source.next` returns when the epoch is over."""
+"""End of the epoch, as `Source.next` returns it."""
 
 
 @dataclass
 class StreamPosition:
-    """Where a slot stands: batches in this epoch, in all, and the samples in all of those."""
+    """Position of a slot: batches in this epoch, batches in all, and the samples in all of those."""
 
     epoch: int
     delivered: int
@@ -59,19 +59,20 @@ class StreamPosition:
 
 @dataclass(frozen=True)
 class Launch:
-    """Where the launch of a loader began: its own counts are since then. Of one that was made again from the beginning
-    that is the beginning."""
+    """Start of a loader's launch, from which its own counts run. For a loader made again from the beginning it is the
+    beginning."""
 
     step: int = 0
-    """Of the box."""
+    """Steps of the box before it."""
     batches: int = 0
-    """Of the slot, in all."""
+    """Batches of the slot before it, in all."""
     samples: int = 0
     worker: int | None = None
-    """Of the box: which one a loader that is resumed by its own methods takes itself for. One that deals its batches in
-    turn begins each launch with worker 0, and the slot whose turn it is is that worker. None: another loader."""
+    """Worker of the box that a loader resumed by its own methods was made as. A loader that deals its batches in turn
+    begins each launch with worker 0, and the slot whose turn it is is that worker. None: another loader."""
     enters: int | None = None
-    """It was resumed at the end of an epoch and went on with this one at once: to end those before is left to us."""
+    """Epoch with which a loader that was resumed at the end of an epoch continued at once; Penstock then ends the
+    epochs before it. None: it did not."""
 
     def encode(self) -> list[Any]:
         return [self.step, self.batches, self.samples, self.worker, self.enters]
@@ -79,35 +80,36 @@ class Launch:
 
 @dataclass(frozen=True)
 class StreamHistory:
-    """What is known at a place of the slot's way there."""
+    """History of the slot's stream up to a position."""
 
     launch: Launch = Launch()
     abandoned: tuple[tuple[int, int], ...] = ()
-    """(epoch, total): epochs that the loop left by `break`, and the slot's last batch of each, oldest first."""
+    """Abandoned epochs as (epoch, total), with the slot's last batch of each, oldest first."""
     complete: bool = False
-    """The slot's counts began with a loader as input_fn makes it, and `left` is complete: its stream can be made again
-    from the beginning."""
+    """Flag that the slot's counts began with a loader as input_fn makes it, and `abandoned` is complete: its stream can
+    be made again from the beginning."""
     crossing: str = ""
-    """How the loader gets into its next epoch after it was restored within one: KEPT, FRESH or REPLAY; "" is not known
-    yet."""
+    """Crossing of the loader into its next epoch after it was restored within one: KEPT, FRESH or REPLAY; "" = not
+    known yet."""
 
     def leaving(self, epoch: int, total: int) -> StreamHistory:
-        """Behind an epoch that the loop left after batch `total`."""
+        """Return the history behind an epoch that the loop abandoned after batch `total`."""
         abandoned = (*(known for known in self.abandoned if known[0] < epoch), (epoch, total))
         return replace(
             self, abandoned=abandoned[-MOST_ABANDONED:], complete=self.complete and len(abandoned) <= MOST_ABANDONED
         )
 
     def of(self, launch: Launch) -> StreamHistory:
-        """The same, of a loader whose counts began elsewhere."""
+        """Return the history for a loader whose counts began elsewhere."""
         return replace(self, launch=launch)
 
     def before(self, epoch: int) -> StreamHistory:
-        """At a place in this epoch, from one in it or in a later one."""
+        """Return the history at a position in this epoch, from one in it or in a later one."""
         return replace(self, abandoned=tuple(known for known in self.abandoned if known[0] < epoch))
 
     def knowing(self, crossing: str) -> StreamHistory:
-        """With what another place knows of the loader: a way that was found wrong there is not taken here."""
+        """Return the history with another position's finding: a crossing that was found wrong there is not taken
+        here."""
         return replace(self, crossing=more_careful(self.crossing, crossing))
 
     def encode(self) -> dict[str, Any]:
@@ -132,22 +134,22 @@ class StreamHistory:
 
 @dataclass(frozen=True)
 class RestartPoint:
-    """What a loader can be restored from: a snapshot, or the origin of an epoch (then `rng_before` is set)."""
+    """A restart point: a snapshot, or the start of an epoch (then `rng_before` is set)."""
 
     position: StreamPosition
     state: Any
-    """What state_dict() returned; None for a loader without methods."""
+    """Result of state_dict(); None for a loader without methods."""
     rng: bytes
     rng_before: bytes | None = None
     digest: int = 0
-    """Of the batch that `place.total` counts; 0 if unknown."""
+    """Digest of batch `position.total`; 0 = not known."""
     step: int = 0
-    """The box's step that the state speaks of, if state_dict() asked for it; 0 if it did not."""
+    """Box's step on which the state depends, if state_dict() asked for it; else 0."""
     skips: tuple[tuple[int, int, int], ...] = ()
-    """(epoch, total, count): batches that are left out, see records.proto; those known when it was taken."""
+    """Batches left out, as (epoch, total, count), see records.proto; those known when it was taken."""
     history: StreamHistory = StreamHistory()
     behind: RestartPoint | None = None
-    """The restart point from which this place is come to by replay, if this is none itself."""
+    """Restart point from which this position is reached by replay, if it is not one itself."""
 
     @property
     def epoch(self) -> int:
@@ -164,16 +166,16 @@ class RestartPoint:
 
     @property
     def is_epoch_start(self) -> bool:
-        """Taken where an epoch begins, and not after a batch."""
+        """True if it was taken where an epoch begins, and not after a batch."""
         return self.rng_before is not None
 
     @property
     def is_beginning(self) -> bool:
-        """Where the slot's counts began, with a loader as input_fn makes it if `past.complete`."""
+        """True where the slot's counts began, with a loader as input_fn makes it if `history.complete`."""
         return self.is_epoch_start and self.position.total == self.position.epoch == 0
 
     def encode(self) -> bytes:
-        """As a slot's restart (docs/ARCHITECTURE.md)."""
+        """Return it encoded as a slot's restart (docs/restarts.md)."""
         if self.behind is not None:
             epoch_start: dict[str, Any] | None = {
                 "at": self.behind.position.as_list(),
@@ -205,21 +207,21 @@ class RestartPoint:
 
     @classmethod
     def taken(cls, data: bytes) -> RestartPoint:
-        """What was taken at the place itself, be it a restart point or not."""
+        """Return what was taken at the position itself, whether it is a restart point or not."""
         value = cast(dict[str, Any], decode_state(data))
         restart = value["restart"]
         return cls(StreamPosition(*restart["at"]), value["user"], restart["rng"], digest=restart["digest"])
 
     @classmethod
     def of(cls, value: dict[str, Any]) -> RestartPoint:
-        """The restart point in the decoded form: what lies behind the place, if that is not one itself.
+        """Return the restart point from the decoded form: `behind` of a position that is not one itself.
 
-        Raises StateCorruptError for what `encode` did not write.
+        Raises StateCorruptError for values that `encode` did not write.
         """
         try:
             return cls._of(value)
         except (LookupError, ArithmeticError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-            raise StateCorruptError(f"a saved state that cannot be: {type(error).__name__}: {error}") from error
+            raise StateCorruptError(f"a saved state is corrupt: {type(error).__name__}: {error}") from error
 
     @classmethod
     def _of(cls, value: dict[str, Any]) -> RestartPoint:

@@ -1,17 +1,18 @@
-"""A user's loader, and how it is brought to any place in its stream.
+"""A user's loader, and how it is brought to any position in its stream.
 
-Everything that opens, saves, restores or replays a loader is here, and the same code runs in the runner that streams
-and in the helper processes that check and materialise states. The order of the moments matters, and was found by
-trying them all on shuffled torch DataLoaders and StatefulDataLoaders with and without worker processes:
+All code that opens, saves, restores or replays a loader is here; the runner that streams and the helper processes that
+verify and make states run the same code. The order of the moments matters. It was found by trying all of them on
+shuffled torch DataLoaders and StatefulDataLoaders with and without worker processes:
 
-    open an epoch    take RNG R0, `iter(loader)`, take `state_dict()`, take RNG R1                      -> an origin
-    from an origin load its state, set R0, `iter`, set R1, then replay n batches
-    a snapshot     `state_dict()` after batch n and the RNG of that moment, encoded before the next `next()`
-    from a snapshot load it, `iter`, then set its RNG
+    open an epoch         take RNG R0, `iter(loader)`, take `state_dict()`, take RNG R1           -> an epoch start
+    from an epoch start   load its state, set R0, `iter`, set R1, then replay n batches
+    a snapshot            `state_dict()` after batch n and the RNG of that moment, encoded before the next `next()`
+    from a snapshot       load it, `iter`, then set its RNG
 
-RNG restored at any other moment gives other batches. No state is taken after StopIteration: a finished pass is
-(snapshot or origin, all of its batches). A loader that is its own iterator (a generator) is made anew by input_fn for
-each epoch. A state is loaded into a loader that input_fn has just made: what a used one holds besides, nobody knows.
+RNG restored at any other moment gives other batches. No state is taken after StopIteration: a finished epoch is
+(snapshot or epoch start, all of its batches). A loader that is its own iterator (a generator) is made anew by input_fn
+for each epoch. A state is loaded only into a loader that input_fn has just made, because the other contents of a used
+one are unknown.
 
 A loader of four methods is only ever given what its `deaggregate_state_dict` returned, as the protocol says, unless it
 declares `loads_own_state`. So it starts from the beginning, or from the state that the launch resumed from.
@@ -69,27 +70,29 @@ class RestorableLoader:
         left_out: Callable[[int, int], None] = lambda epoch, count: None,
         load: Callable[[records_pb2.LoaderSpec], Callable[..., Any]] = load_input_fn,
     ) -> None:
-        """`doing`: told what user code is called for. `left_out`: told the epoch of the next batch, and how many were
-        left out before it. `load`: finds the callable of the spec."""
+        """Take the settings. `doing`: called with the activity that user code is called for. `left_out`: called with
+        the epoch of the next batch, and the count of batches left out before it. `load`: finds the callable of the
+        spec."""
         self.assignment = assignment
         self.position = StreamPosition(0, 0, 0, 0)
         self.capabilities = records_pb2.LoaderCapabilities(length=-1)
         self.digest = 0
-        """Of the last batch, told by whoever flattens it."""
+        """Digest of the last batch, set by the code that flattens it."""
         self.unsaved: Exception | None = None
-        """Why the state of the epoch's origin could not be taken."""
+        """Reason why the state of the epoch start could not be taken."""
         point, slot = assignment.start, assignment.slot
         began = point.slots[slot].total if len(point.slots) > slot else 0
         self.history = StreamHistory(Launch(point.step, began), complete=point.step == 0 and not assignment.resume.blob)
         self.resume: dict[str, Any] | None = None
-        """What the launch resumed from, decoded; needed to start again from there by the loader's own methods."""
+        """Decoded state from which the launch resumed; needed to start again from there by the loader's own methods."""
         self.restored = False
-        """The loader was brought to the middle of its epoch by a state, and not by its batches."""
+        """Flag that a state, and not its batches, brought the loader to the middle of its epoch."""
         self.strays = False
-        """Restored at an epoch's start, it drew otherwise there than the loader that streamed: at the epoch's end the
-        generators are not what they were then."""
+        """Flag that, restored at an epoch's start, it drew other random numbers than the loader that streamed: at the
+        epoch's end the generators differ from those of that loader."""
         self.counts_from: RestartPoint | None = None
-        """Where the stream comes from, if later restart points are counted from there: its own states mislead."""
+        """Start of the stream, if later restart points are counted from there because the loader's own states
+        mislead."""
         self.awaited: dict[int, int] = {}
         """Batches in all at an epoch's end -> digest of the batch that came next when the state was saved there."""
         self._restored_at = 0
@@ -100,14 +103,14 @@ class RestorableLoader:
         self._loader: Any = None
         self._iterator: Iterator[Any] | None = None
         self._ahead: list[Any] = []
-        """The batch that `peek` has taken."""
+        """Batches that `peek` has taken; at most one."""
         self._rng_at_peek = b""
         self._held: tuple[Iterator[Any], list[Any], RestartPoint | None] | None = None
-        """The next epoch, which the loader is in already, while this one is yet to be ended."""
+        """Next epoch, which the loader is in already, while this one is still to be ended."""
         self._taken_for = slot
-        """As which worker of its box the loader was made."""
+        """Worker of its box that the loader was made as."""
         self._start: RestartPoint | None = None
-        """Where a loader starts from that is restored by its own methods only."""
+        """Start of a loader that is restored by its own methods only."""
         self._unused = False
         self._rng_before_call = b""
         self._strict = False
@@ -115,24 +118,24 @@ class RestorableLoader:
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """Name of the loader in messages."""
         a = self.assignment
         return f"{a.loader.input_fn} (box {a.box}, slot {a.slot})"
 
     @property
     def is_open(self) -> bool:
-        """An epoch is under way."""
+        """True while an epoch is open."""
         return self._iterator is not None
 
     @property
     def is_untouched(self) -> bool:
-        """It was restored and has yielded nothing since: it may not know yet that it is in the middle of an epoch, and
-        go on with that when the next one is opened."""
+        """True if it was restored and has yielded nothing since: it may not know yet that it is in the middle of an
+        epoch, and continue that when the next one is opened."""
         return self.restored and self.position.total == self._restored_at
 
     @property
     def is_ahead(self) -> bool:
-        """The loader has made a batch more than `next` has returned."""
+        """True if the loader has made a batch more than `next` has returned."""
         return bool(self._ahead)
 
     @property
@@ -141,41 +144,41 @@ class RestorableLoader:
 
     @property
     def by_own_methods(self) -> bool:
-        """Its load_state_dict takes only what its deaggregate_state_dict returns."""
+        """True if its load_state_dict takes only what its deaggregate_state_dict returns."""
         return by_own_methods(self.capabilities)
 
     @property
     def worker(self) -> int:
-        """As which worker of its box the loader is to be made."""
+        """Worker of its box that the loader is to be made as."""
         worker = self.history.launch.worker
         return self.assignment.slot if worker is None else worker
 
     @property
     def start(self) -> RestartPoint | None:
-        """Where the launch began, of a loader that is restored by its own methods only."""
+        """Start of the launch of a loader that is restored by its own methods only."""
         return self._start
 
     def another(self, assignment: records_pb2.WorkerAssignment) -> RestorableLoader:
-        """A loader of the same code, for this assignment."""
+        """Return a new loader of the same code, for this assignment."""
         return RestorableLoader(assignment, load=self._load_fn)
 
     def learn_resume(self, resume: dict[str, Any] | None) -> None:
-        """What the launch resumed from, and which batch came next if that was at an epoch's end."""
+        """Take the state from which the launch resumed, and the batch that came next if that was at an epoch's end."""
         self.resume, a = resume, self.assignment
         part = resume["slots"].get(a.slot) if resume is not None and a.resume.same_topology else None
         if part is not None and part.get("next_epoch") and part["next_digest"] and self.believes(part):
             self.awaited[a.start.slots[a.slot].total] = part["next_digest"]
 
     def believes(self, part: dict[str, Any]) -> bool:
-        """Whether what a saved part says of its stream holds. Else an older release wrote it, or the user has edited it
-        or does not load it strictly: nothing is known of the way there, and the loader's word counts."""
+        """Return whether the history in a saved part holds. If not, an older release wrote it, or the user has edited
+        it or does not load it strictly: the history is unknown, and the loader's own state counts."""
         strict = self.capabilities.state_methods != 4 or self.resume is None or self.resume["strict"]
         return bool("history" in part["restart"] and strict and not part.get("changed"))
 
     # ---- building
 
     def build(self) -> None:
-        """Seed, tell the user's code who it is, call input_fn, and find out what came back."""
+        """Seed, set the assignment for user code, call input_fn, and check what it returned."""
         a = self.assignment
         self._seed()
         self._introduce(a.start.step + 1)
@@ -209,15 +212,15 @@ class RestorableLoader:
             self.history = self.history.of(replace(self.history.launch, worker=a.slot))
 
     def _introduce(self, step: int) -> None:
-        """Tell the user's code who it is, in a launch that begins with this step of the box."""
+        """Set the assignment for user code, in a launch that begins with this step of the box."""
         a, worker = self.assignment, self.worker
         self._taken_for = worker
         offer_worker_info(a)
         place_of.set_assignment(place_of.Assignment(a.box, a.num_boxes, worker, a.num_workers_per_box, a.seed, step))
 
     def _seed(self) -> None:
-        """As before input_fn is called: the same whenever the slot starts over; after a change of shape another way, or
-        randomness would repeat."""
+        """Seed as before input_fn is called: the same whenever the slot starts over. After a change of topology the
+        seed differs, or randomness would repeat."""
         a = self.assignment
         new_topology = a.start.step > 0 and not a.resume.same_topology
         seed_rng(derive_seed(a.seed, "slot", a.box, a.slot, *([a.start.step] if new_topology else [])))
@@ -227,7 +230,7 @@ class RestorableLoader:
         with self._user("its arguments"):
             fn, args, kwargs = unpacked(self._fn, self.assignment.loader)
         self._rng_before_call = self.rng()
-        self._loader = None  # it may hold what there can be only one of, an open database, say
+        self._loader = None  # it may hold something exclusive, such as an open database
         with self._user("input_fn", activity="input_fn"):
             loader = fn(*args, **kwargs)
         if loader is None or not (hasattr(type(loader), "__iter__") or hasattr(type(loader), "__getitem__")):
@@ -238,10 +241,10 @@ class RestorableLoader:
         self._loader = FirstBatch(loader) if self.assignment.loader.options.synthetic else loader
         self._unused = True
 
-    # ---- passes
+    # ---- epochs
 
     def open_epoch(self, *, step: int = 0) -> RestartPoint:
-        """Open the epoch `place.epoch` and take its origin, as of the box's `step`."""
+        """Open the epoch `position.epoch` and take its epoch start, as of the box's `step`."""
         if self._held is not None:
             return self._open_held(step)
         crosses = self.restored and not (self.capabilities.is_iterator or self.capabilities.exact_states)
@@ -251,9 +254,9 @@ class RestorableLoader:
         return opened
 
     def open(self, *, step: int = 0, rng_after: bytes | None = None) -> RestartPoint:
-        """The same with the loader that is there, whatever it has been through.
+        """Open the epoch with the present loader, whatever its state.
 
-        `rng_after`: RNG states to go on with, on a resume.
+        `rng_after`: RNG states to continue with, on a resume.
         """
         before = self._begin()
         if rng_after is not None:
@@ -270,13 +273,13 @@ class RestorableLoader:
             try:
                 state, asked = self.state(step)
             except PenstockError as error:
-                self.unsaved = error  # the stream goes on; the save will say so
+                self.unsaved = error  # the stream goes on; the save will report it
         return self.marked(
             RestartPoint(self.position.copy(), state, self.rng(), before, self.digest, step if asked else 0)
         )
 
     def hold_back(self, position: StreamPosition, epoch: int, epoch_start: RestartPoint | None = None) -> None:
-        """The epoch that is open is of a later epoch than that of this place: end the one before it first.
+        """End the epoch before the open one first: the open epoch is a later one than that of this position.
         `epoch_start`: how that epoch began; None if no batch of it was made yet."""
         assert self._iterator is not None
         self._held = self._iterator, self._ahead, epoch_start
@@ -292,13 +295,13 @@ class RestorableLoader:
         return self._behind_start(self._epoch_start(step, self.rng()) if epoch_start is None else epoch_start)
 
     def enter(self, epoch: int) -> None:
-        """The loader, resumed at the end of an epoch, has gone on with this one at once."""
+        """Record that the loader, resumed at the end of an epoch, has continued with this one at once."""
         self.history = self.history.of(replace(self.history.launch, enters=epoch))
         assert self._start is not None
         self._start = replace(self._start, history=self._start.history.of(self.history.launch))
 
     def _behind_start(self, point: RestartPoint) -> RestartPoint:
-        """The same base, come to from the start, if only that is a restart point."""
+        """Return the same point, reached by replay from the start, if only the start is a restart point."""
         start = self._start or self.counts_from
         return point if start is None or point.position == start.position else replace(point, behind=start)
 
@@ -308,14 +311,15 @@ class RestorableLoader:
         self._iterator, self._ahead, self._held = None, [], None
 
     def peek(self) -> Any:
-        """The next batch, or END; `next` will return it. Only for digests: the loader's state is a batch ahead."""
+        """Return the next batch, or END; `next` will return it again. Only for digests: the loader's state is a batch
+        ahead."""
         position, iterator, self._rng_at_peek = self.position.copy(), self._iterator, self.rng()
         self._ahead = [self.next()]
         self.position, self._iterator = position, iterator
         return self._ahead[0]
 
     def _begin(self) -> bytes:
-        """Start iterating; returns the RNG that a replay must set before it does the same."""
+        """Start iterating; return the RNG that a replay must set before it does the same."""
         if not self.capabilities.is_iterator:
             before = self.rng()
         else:
@@ -331,7 +335,7 @@ class RestorableLoader:
             self._iterator = iter(self._loader)
 
     def next(self) -> Any:
-        """The next batch, or END; the place moves on with it, but for samples, which the caller counts."""
+        """Return the next batch, or END; the position moves with it, except for samples, which the caller counts."""
         assert self._iterator is not None
         try:
             if self._ahead:
@@ -343,7 +347,8 @@ class RestorableLoader:
         except StopIteration:
             self.leave_epoch()
             return END
-        except BaseException as error:  # sys.exit() too is the user's code, and must not look like our death
+        # sys.exit() too is the user's code, and must not look like a crash of the runner
+        except BaseException as error:
             raise self.failed(f"batch {self.position.total + 1}", error) from error
         self.position.delivered += 1
         self.position.total += 1
@@ -360,7 +365,7 @@ class RestorableLoader:
                 forks.leave()
 
     def _leave_out(self) -> None:
-        """Pass over the batches that are quarantined at this place."""
+        """Skip the batches that are quarantined at this position."""
         position = self.position
         count = self._skips.get((position.epoch, position.total), 0)
         try:
@@ -368,42 +373,43 @@ class RestorableLoader:
                 skip_batch(self._loader, self._iterator)
         except CannotSkipError as why:
             raise InputFnError(
-                f"{self.name}: batch {position.total + 1} is quarantined, for it killed its runner each time, and "
+                f"{self.name}: batch {position.total + 1} is quarantined, because it killed its runner each time, and "
                 f'cannot be left out as poison="skip" asks: {why}'
             ) from None
         self._left_out(position.epoch, count)
 
     def learn(self, point: RestartPoint) -> None:
-        """Go on with what is known at this base, and leave out what was left out when it was taken, too."""
+        """Take over the history of this restart point, and leave out what was left out when it was taken."""
         self.history = point.history.before(point.position.epoch).knowing(self.history.crossing)
         self.learn_skips(point)
 
     def learn_skips(self, point: RestartPoint) -> None:
-        """Leave out what was left out when this base was taken, too."""
+        """Leave out what was left out when this restart point was taken."""
         for epoch, total, count in point.skips:
             self._skips[epoch, total] = max(count, self._skips.get((epoch, total), 0))
 
-    def learn_rewinds(self, crossing: str) -> None:
-        """How it gets into an epoch behind one in which it was restored: see epoch_crossing.py."""
+    def learn_crossing(self, crossing: str) -> None:
+        """Take over the crossing that was found, see epoch_crossing.py."""
         self.history = self.history.knowing(crossing)
 
     def marked(self, point: RestartPoint, *, way_on: bool = False) -> RestartPoint:
-        """The same base with what is known by now, and all that is left out. `way_on`: also which epochs were left
-        from there to where the source stands, in former launches, of which this one's training loop knows nothing."""
+        """Return the same restart point with the present history, and all that is left out. `way_on`: also with the
+        epochs abandoned between there and the source's position, in former launches, which this training loop does not
+        know."""
         skips = tuple((epoch, total, count) for (epoch, total), count in self._skips.items())
         return replace(
             point, skips=skips, history=self.history if way_on else self.history.before(point.position.epoch)
         )
 
     def leave_epoch(self) -> None:
-        """The epoch is over or is given up: the next one is to be opened."""
+        """Close the epoch, which is over or given up: the next one is to be opened."""
         self._iterator, self._ahead = None, []
         self.position.epoch += 1
         self.position.delivered = 0
 
     def abandon_epoch(self, total: int) -> None:
-        """The loop left the epoch after batch `total`."""
-        if self._ahead and self.saves_state:  # the generators of others were seeded by whoever leaves it
+        """Close an epoch that the loop abandoned after batch `total`."""
+        if self._ahead and self.saves_state:  # the generators of others are seeded by the caller
             self._restore_rng(self._rng_at_peek)
         self.history = self.history.leaving(self.position.epoch, total)
         self.leave_epoch()
@@ -411,7 +417,7 @@ class RestorableLoader:
     # ---- states
 
     def state(self, step: int) -> tuple[Any, bool]:
-        """The loader's state_dict() now, as of the box's `step`; and whether it asked get_worker_state()."""
+        """Return the loader's state_dict() now, as of the box's `step`; and whether it asked get_worker_state()."""
         a, position, launch = self.assignment, self.position, self.history.launch
         checkpoint = DataLoaderCheckpoint(
             self.worker,
@@ -434,7 +440,7 @@ class RestorableLoader:
             return as_main_process(save)
 
     def snapshot(self, step: int) -> RestartPoint:
-        """A base of this place, as of the box's `step`. Encode it before the next `next()`."""
+        """Return a snapshot of this position, as of the box's `step`. Encode it before the next `next()`."""
         state, asked = self.state(step)
         taken = self.marked(
             RestartPoint(self.position.copy(), state, self.rng(), None, self.digest, step if asked else 0)
@@ -442,10 +448,10 @@ class RestorableLoader:
         return self._behind_start(taken)
 
     def restore(self, point: RestartPoint) -> None:
-        """Go to the place of a base, also in the middle of a life.
+        """Go to the position of a restart point, at any time.
 
-        Where the stream began with a new loader it is made anew, and the state not loaded: a loader that begins an
-        epoch in its first next() could not say in it that it had been asked to.
+        Where the stream began with a new loader, that is made anew and the state not loaded: a loader that begins an
+        epoch in its first next() could not record in it that it had been asked to.
         """
         self.learn(point)
         self.abort()
@@ -490,7 +496,7 @@ class RestorableLoader:
         return Launch(worker=self.assignment.slot if self.by_own_methods else None)
 
     def _load_restart_point(self, point: RestartPoint) -> None:
-        """Load the state of a base, as this loader can be given it."""
+        """Load the state of a restart point in the way that this loader takes it."""
         if self.by_own_methods:
             if self.resume is None:
                 raise StateMismatchError(
@@ -504,11 +510,11 @@ class RestorableLoader:
             self._load(point.state, True)
 
     def mark_restored(self) -> None:
-        """A state has just brought it to where it stands."""
+        """Record that a state has just brought it to its position."""
         self.restored, self._restored_at = True, self.position.total
 
     def begin(self) -> None:
-        """Be as the slot was when its counts began: input_fn anew, nothing loaded, no epoch opened."""
+        """Return to the slot's beginning: input_fn anew, nothing loaded, no epoch opened."""
         self.abort()
         self.history = replace(self.history.of(self._first_launch()), abandoned=())
         self._make_anew(1)
@@ -529,7 +535,7 @@ class RestorableLoader:
             self._make_anew(self.history.launch.step + 1)
 
     def drop(self) -> None:
-        """Let the loader go: it may hold what there can be only one of."""
+        """Release the loader: it may hold something exclusive."""
         self.abort()
         self._loader = None
 
@@ -539,14 +545,14 @@ class RestorableLoader:
         self._call()
 
     def resume_by_own_methods(self, aggregated: Any, strict: bool) -> None:
-        """A four-method loader takes its part of an aggregated state; the epoch is opened after."""
+        """Give a four-method loader its part of an aggregated state; the epoch is opened after."""
         arguments = {"strict": strict} if self._strict else {}
         with self._user("deaggregate_state_dict()", activity="load_state_dict"):
             own = self._loader.deaggregate_state_dict(aggregated, **arguments)
         self._load(own, strict)
 
     def aggregate(self, states: list[Any]) -> Any:
-        """One state of all workers' states, in order of global_worker_id."""
+        """Return one state made of all workers' states, in order of global_worker_id."""
         with self._user("aggregate_state_dict()"):
             return self._loader.aggregate_state_dict(states)
 
@@ -559,7 +565,7 @@ class RestorableLoader:
         self, total: int, epoch: int, seen: Callable[[Any], None], open_epoch: Callable[[], object] | None = None
     ) -> bool:
         """Replay until `total` batches, in the epoch `epoch` if that is not beyond; `seen` gets each batch.
-        `open_epoch` is called to open the passes on the way.
+        `open_epoch` is called to open the epochs on the way.
 
         Returns False if epoch `epoch` ended before; `position` then says after how many batches.
         """
@@ -576,20 +582,20 @@ class RestorableLoader:
         return True
 
     def reach_end(self) -> None:
-        """The epoch is known to be over here: step over its end. ReplayMismatchError if it goes on."""
+        """Step over the end of the epoch, which is known to be here. Raise ReplayMismatchError if it continues."""
         if self.is_open and self.next() is not END:
             raise ReplayMismatchError(
-                f"{self.name}: pass {self.position.epoch} goes on after the batch that was its last"
+                f"{self.name}: epoch {self.position.epoch} continues after the batch that was its last"
             )
 
     # ---- randomness
 
     def rng(self) -> bytes:
-        """The states of the process's generators, and of those that the loader was given (`generator=`)."""
+        """Return the states of the process's generators, and of those that the loader was given (`generator=`)."""
         return loader_generators.captured(self._loader)
 
     def rng_hash(self) -> int:
-        """The same as a number."""
+        """Return a hash of the states of the generators."""
         return xxhash.xxh3_64_intdigest(self.rng())
 
     def _restore_rng(self, data: bytes) -> None:
@@ -620,12 +626,12 @@ class RestorableLoader:
             raise self.failed(what, error) from error
 
     def failed(self, what: str, error: BaseException) -> PenstockError:
-        """What is said of an error of user code."""
+        """Return the error for an exception of user code."""
         if isinstance(error, PenstockError):
             return error
         return InputFnError(f"{self.name}: {what} raised {describe(error)}", remote_traceback=format_remote(error))
 
     def require_state(self) -> None:
-        """Raises NotRestartableError, with the reason, unless state_dict() can be called."""
+        """Raise NotRestartableError, with the reason, unless state_dict() can be called."""
         if self.capabilities.not_restartable:
             raise NotRestartableError(f"{self.name} cannot be saved: {self.capabilities.not_restartable}")

@@ -1,5 +1,4 @@
-"""How a slot that resumes on the topology that its state was saved on gets to its place: which ways there are, in their
-order. Pure; start.py carries them out."""
+"""The ways of a slot that resumes on the topology of its state, in their order. Pure; start.py carries them out."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ __all__ = ["ResumeKind", "ResumeWay", "resume_ways", "rotations"]
 
 
 class ResumeKind(Enum):
-    """What a way begins with."""
+    """Start of a way."""
 
     OWN_METHODS = "own methods"
     """The loader takes its part of the aggregated state."""
@@ -22,13 +21,13 @@ class ResumeKind(Enum):
 
 @dataclass(frozen=True)
 class ResumeWay:
-    """One way."""
+    """A way to resume."""
 
     kind: ResumeKind
     first: int | None = None
-    """The slot of the box that is the loader's worker 0, of a loader that is resumed by its own methods only."""
+    """Slot of the box that is the loader's worker 0, for a loader that is resumed by its own methods only."""
     doubted: bool = False
-    """Others of the box are to show that this is right: one alone may yield the right batch by chance."""
+    """Flag that other slots of the box must confirm it: one alone may yield the right batch by chance."""
 
 
 def rotations(turn: int, own: int, other: int, *, whole: bool) -> list[ResumeWay]:
@@ -60,7 +59,7 @@ def resume_ways(
         turns: `rotations`, of a loader that is resumed by its own methods only; None for another.
         whole: the stream can be made again from the beginning.
         replays: it was found that, resumed, such a loader begins its next epoch with a wrong batch. All of the box are
-            made again then, so that their own states are counted from the same place.
+            made again then, so that their own states are counted from the same position.
         total: batches before the saved restart point; one without any is a beginning itself.
     """
     beginning = ResumeWay(ResumeKind.BEGINNING)

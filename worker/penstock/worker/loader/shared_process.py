@@ -1,5 +1,5 @@
-"""What a worker has for itself by being a process, for workers that share one: put in place around each call of user
-code, and taken away again."""
+"""The globals that a worker has for itself by being a process, for workers that share one: set around each call of user
+code, and restored afterwards."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ProcessGlobals:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """This worker's code runs in this block. 0.2 ms, most of it for the generators."""
+        """Run this worker's code in this block. Takes 0.2 ms, most of it for the generators."""
         generators = capture_rng()
         if self._generators is not None:
             restore_rng(self._generators)

@@ -1,8 +1,8 @@
-"""Passing over a batch without making it: what a quarantined batch needs, for making it kills the process.
+"""Skipping a batch without making it: a quarantined batch needs this, because making it kills the process.
 
-A loader says how itself, by a method `skip_batch` on it or its iterator. A torch DataLoader, or torchdata's, that
-makes its batches in this process over a map-style dataset can be made to: for one `next()` its fetcher is exchanged for
-one that fetches nothing, so that sampler, counters and whatever else moves with a batch move as always.
+A loader can do it itself, by a method `skip_batch` on it or its iterator. For a torch DataLoader, or torchdata's, that
+makes its batches in this process over a map-style dataset, its fetcher is exchanged for one `next()` by one that
+fetches nothing. So sampler, counters and everything else that moves with a batch move as always.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ __all__ = ["CannotSkipError", "skip_batch"]
 
 
 class CannotSkipError(Exception):
-    """Says why."""
+    """Error with the reason why a batch cannot be skipped."""
 
 
 class _FetchesNothing:
-    """Stands in for a fetcher."""
+    """Fetcher that fetches nothing."""
 
     def fetch(self, index: Any) -> None:
         return None
 
 
 def skip_batch(loader: Any, iterator: Any) -> None:
-    """Pass over the next batch.
+    """Skip the next batch.
 
     Raises:
         StopIteration: there is none; the epoch is over.

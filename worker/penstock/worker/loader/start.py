@@ -1,5 +1,5 @@
-"""Bringing a loader to where a slot starts: what a runner does with its source before the first batch, and what whoever
-makes its stream again must do in the same order."""
+"""Bringing a loader to where a slot starts: the steps of a runner before its first batch. Code that makes its stream
+again does the same steps in the same order."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def start(source: RestorableLoader, resume: dict[str, Any] | None, keep: Keep, g
 
     Args:
         resume: decoded blob of the assignment's resume, None to start from nothing.
-        keep: gets each restart point, and whether the stream comes from there and needs no proof of it.
+        keep: gets each restart point, and whether the stream comes from there and needs no verification.
         go: replays a leg of the way; see travel.py.
     """
     a = source.assignment
@@ -47,7 +47,7 @@ def start(source: RestorableLoader, resume: dict[str, Any] | None, keep: Keep, g
     if part is None:
         if source.capabilities.state_methods != 4:
             raise StateMismatchError(
-                f"{source.name}: the state holds nothing for this slot, and a loader with "
+                f"{source.name}: the state has no part for this slot, and a loader with "
                 f"{source.capabilities.state_methods or 'none'} of the four state methods cannot take another's"
             )
         source.resume_by_own_methods(resume["aggregated"], resume["strict"])
@@ -59,7 +59,7 @@ def start(source: RestorableLoader, resume: dict[str, Any] | None, keep: Keep, g
 
 
 def _leads_on(beside: RestorableLoader, slot: int, worker: int, resume: dict[str, Any]) -> bool:
-    """Whether a loader made as this worker of the box goes on with the batch that came next in this slot."""
+    """Return whether a loader made as this worker of the box continues with the batch that came next in this slot."""
     a, part = beside.assignment, resume["slots"].get(slot)
     if part is None or not part["next_digest"]:
         return True
@@ -84,7 +84,7 @@ def _leads_on(beside: RestorableLoader, slot: int, worker: int, resume: dict[str
 
 
 class _Resume:
-    """On the shape that the state was saved on: in the first way that leads to the batches that were delivered."""
+    """A resume on the topology of the state: in the first way that leads to the batches that were delivered."""
 
     def __init__(
         self, source: RestorableLoader, part: dict[str, Any], total: int, epoch: int, then: int, keep: Keep, go: Go
@@ -92,18 +92,18 @@ class _Resume:
         self._source, self._part, self._replay = source, part, go
         self._keep_for_good = keep
         self._kept: list[tuple[RestartPoint, bool]] = []
-        """Of the way that is tried: what comes of a wrong one must not be restarted from."""
+        """Restart points of the way that is tried: those of a wrong one must not be used."""
         self._total, self._epoch, self._then = total, epoch, then
         self._point = RestartPoint.of(part)
         launch = replace(source.history.launch, samples=part.get("samples", 0))
         self._history = self._point.history.of(launch).knowing(source.history.crossing)
-        """At the place that was saved, to which the restart point may be far."""
+        """History at the saved position, which may be far behind the restart point."""
         self._as_saved = source.believes(part)
         if not self._as_saved:
             self._history = StreamHistory(launch)
 
     def run(self) -> None:
-        first_fit(self._ways(), self._take, UNFIT, self._tell)
+        first_fit(self._ways(), self._take, UNFIT, self._log_failure)
         for point, start in self._kept:
             self._keep_for_good(point, start)
 
@@ -119,12 +119,12 @@ class _Resume:
             self._by_own_methods()
         self._arrive()
 
-    def _tell(self, error: Exception, instead: ResumeWay) -> None:
+    def _log_failure(self, error: Exception, instead: ResumeWay) -> None:
         if instead.kind is ResumeKind.BEGINNING:
             _log.warning("%s; its stream is made again from the beginning instead", cast(PenstockError, error).message)
 
     def _ways(self) -> list[ResumeWay]:
-        """What may lead there, in the order in which it is tried."""
+        """Return the ways that may lead there, in the order in which they are tried."""
         source, own = self._source, self._source.by_own_methods
         return resume_ways(
             methods=source.capabilities.state_methods,
@@ -136,14 +136,14 @@ class _Resume:
 
     @property
     def _cannot_go_on(self) -> bool:
-        """It was found on one of the box's workers that, resumed, the loader begins its next epoch with a wrong batch.
-        All are made again, so that their own states are counted from the same place."""
+        """Return whether one of the box's workers found that, resumed, the loader begins its next epoch with a wrong
+        batch. All are made again then, so that their own states are counted from the same position."""
         resume = self._source.resume
         assert resume is not None
         return any(RestartPoint.of(part).history.crossing == REPLAY for part in resume["slots"].values())
 
     def _rotations(self) -> list[ResumeWay]:
-        """Which slot of the box may be the loader's worker 0."""
+        """Return which slot of the box may be the loader's worker 0."""
         a, resume = self._source.assignment, self._source.resume
         slots, point = len(a.start.slots), a.start
         turn = point.live[point.cursor] if point.HasField("first") else 0
@@ -205,16 +205,16 @@ class _Resume:
 
     @property
     def _at_an_end(self) -> bool:
-        """The state was saved where the slot had come to the end of an epoch."""
+        """Return whether the state was saved where the slot had come to the end of an epoch."""
         return bool(self._next_epoch > self._part["restart"]["at"][0])
 
     @property
     def _next_epoch(self) -> int:
-        """That of the batch that comes next."""
+        """Return the epoch of the batch that comes next."""
         return self._epoch + 1 if self._as_saved and self._part.get("next_epoch") else self._then
 
     def _step_over_the_end(self) -> None:
-        """Look at the next epoch, be it that the loader ends this one or goes on with that at once."""
+        """Look at the next epoch, whether the loader ends this one or continues with the next at once."""
         source, (first, _), to = self._source, self._kept[-1], self._next_epoch
         position, epoch_start = source.position.copy(), first
         known = bool(self._as_saved and self._part["next_digest"])
@@ -232,7 +232,7 @@ class _Resume:
         catch_up(source, self._then)
 
     def _go(self) -> None:
-        """The way that the loop went, up to where it was saved."""
+        """Replay up to the saved position, along the loop's way."""
         source, digest = self._source, self._part["digest"]
         travel(source, Target(self._epoch, self._total, dict(self._history.abandoned)), self._replay)
         if digest and source.digest and source.digest != digest:
@@ -258,7 +258,7 @@ class _Resume:
             source.history = replace(source.history, complete=False)
 
     def _compare_next(self) -> None:
-        """Raises ReplayMismatchError unless the batch that came when the state was saved comes next."""
+        """Raise ReplayMismatchError unless the next batch is the one that came when the state was saved."""
         source = self._source
         batch = source.peek()
         take = ReplayDigest(cover=cover_of(source.assignment.loader.options)).take

@@ -15,7 +15,7 @@ NOT_SAVED = (
 
 
 class FirstBatch:
-    """Yields the first batch of a loader again and again: as often as its length says in an epoch, or for ever.
+    """A loader's first batch, yielded again and again: as often as its length says in an epoch, or for ever.
 
     The loader makes that one batch and is dropped, and its worker processes with it.
     """

@@ -1,4 +1,4 @@
-"""Going along a stream with a loader: the thin half of restart_plan.py, which says where to."""
+"""Moving a loader along its stream: the thin part beside restart_plan.py, which plans the way."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Go = Callable[[Leg], object]
 
 
 def recover(source: RestorableLoader, plan: Recovery[RestartPoint], target: Target, go: Go) -> RestartPoint:
-    """Go to a place in the first of the ways that leads there; returns where it began."""
+    """Go to a position in the first of the ways that leads there; return where it began."""
     beginning = plan.nearest
 
     def take(point: RestartPoint | None) -> None:
@@ -34,25 +34,26 @@ def recover(source: RestorableLoader, plan: Recovery[RestartPoint], target: Targ
         travel(source, target.behind(history.abandoned), go)
 
     def tell(mismatch: Exception, instead: RestartPoint | None) -> None:
-        _log.warning("%s; it is replayed from an older place instead", cast(PenstockError, mismatch).message)
+        _log.warning("%s; it is replayed from an older restart point instead", cast(PenstockError, mismatch).message)
 
     return first_fit(plan.ways, take, UNFIT, tell) or beginning
 
 
 def restore(source: RestorableLoader, point: RestartPoint, target: Target, go: Go) -> None:
-    """Go to a place from a restart point, the way that the loop went."""
+    """Go to a position from a restart point, along the loop's way."""
     source.restore(point)
     travel(source, target.behind(point.history.abandoned), go)
 
 
 def begin(source: RestorableLoader, history: StreamHistory) -> None:
-    """Be at the beginning. `history`: what is known of the way from there."""
+    """Go to the beginning. `history`: the known history from there."""
     source.history = history
     source.begin()
 
 
 def travel(source: RestorableLoader, target: Target, go: Go) -> None:
-    """Go to a place the way that the loop went: out of the epochs that it left, where it did. `go` replays a leg."""
+    """Go to a position along the loop's way: out of the abandoned epochs, where the loop abandoned them. `go` replays a
+    leg."""
     for leg in route(source.position.epoch, target):
         go(leg)
         if leg.leaves:
@@ -69,8 +70,8 @@ def replay(
     before = source.position.total
     if not source.seek(leg.total, leg.epoch, seen, open_epoch):
         raise ReplayMismatchError(
-            f"{source.name}: pass {leg.epoch} ended after batch {source.position.total} of the slot, but batch "
-            f"{leg.total} had been delivered: its data are not what they were"
+            f"{source.name}: epoch {leg.epoch} ended after batch {source.position.total} of the slot, but batch "
+            f"{leg.total} had been delivered: its data have changed"
         )
     if before < leg.total and leg.digest and source.digest != leg.digest:
         raise ReplayMismatchError(
@@ -89,7 +90,7 @@ def catch_up(source: RestorableLoader, epoch: int) -> None:
 
 
 def leave(source: RestorableLoader, epoch: int, total: int) -> None:
-    """Leave epoch `epoch` after batch `total`, where the source stands, as the loop left it."""
+    """Abandon epoch `epoch` after batch `total`, the source's position, as the loop did."""
     catch_up(source, epoch)
     if not source.is_open:
         source.open_epoch()

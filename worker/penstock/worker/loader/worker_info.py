@@ -1,4 +1,4 @@
-"""torch's get_worker_info() in a process that runs a user's loader: a worker's place among all of the run's.
+"""torch's get_worker_info() in a process that runs a user's loader: a worker's index among all of the run's.
 
 Datasets that shard by it do the right thing unchanged. In the worker processes of a torch DataLoader its own answer
 stands, and does not count as a look at ours. Nor does torch's own default_collate: it asks whether to build batches in
@@ -30,7 +30,7 @@ _TORCH_COLLATE = "torch.utils.data._utils.collate"
 
 
 class Answers:
-    """What get_worker_info() answers to one worker's code."""
+    """Answer of get_worker_info() to one worker's code."""
 
     def __init__(self) -> None:
         self.seed = 0
@@ -43,7 +43,7 @@ class Answers:
 
 
 _current: Answers | None = None
-"""Of the worker whose code runs here; None: torch's own answer stands."""
+"""Answer for the worker whose code runs here; None: torch's own answer stands."""
 _offered = 0
 """The process that answers so."""
 
@@ -57,7 +57,7 @@ def exchange(answers: Answers | None) -> Answers | None:
 
 
 def offer_worker_info(a: records_pb2.WorkerAssignment) -> None:
-    """Answer get_worker_info() in this process with the place that the loader takes itself for."""
+    """Answer get_worker_info() in this process with the worker index that the loader was made as."""
     global _current, _offered
     if _current is None:
         _current = Answers()

@@ -1,1 +1,1 @@
-"""The daemon's child processes: how they are started, watched, spoken to and ended."""
+"""The daemon's child processes: starting, watching, messaging and ending them."""

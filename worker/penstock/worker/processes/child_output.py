@@ -1,8 +1,8 @@
-"""What children print, on its way into the daemon's log: user code may print without end, and must not stop us.
+"""Output of children, on its way into the daemon's log. User code may print without end, and must not stop the daemon.
 
-`OutputLines` cuts a child's output into lines and lets a bounded number through; what it leaves out is counted and
-told. Its reader also bounds how much is read, so that a flood costs the child its time and not the daemon.
-`unblocked_logging` takes the log out of the event loop: where standard error is a pipe that nobody empties, lines are
+`OutputLines` cuts a child's output into lines and passes on a bounded number; it counts and reports what it leaves out.
+The reader also bounds how much is read, so that a flood costs the child its time and not the daemon.
+`unblocked_logging` takes the log out of the event loop: where standard error is a pipe that is not read, log lines are
 lost, and heartbeats are not.
 """
 
@@ -19,22 +19,22 @@ __all__ = ["PAUSE_S", "READ_BYTES", "OutputLines", "unblocked_logging"]
 
 LONGEST_LINE = 8192
 LINES_PER_S = 200.0
-"""Of one child, lasting: more than anybody reads."""
+"""Lines per second of one child, sustained: more than a person reads."""
 BURST = 1000
 """Lines at once: a long traceback, a table of settings."""
 BYTES_PER_S = 16 << 20
-"""That are read of one child; a faster one waits for its pipe."""
+"""Bytes per second that are read of one child; a faster one waits for its pipe."""
 READ_BYTES = 1 << 16
 PAUSE_S = 0.01
 TOLD_S = 1.0
-"""Between two lines about lines that were left out."""
+"""Seconds between two log lines about lines that were left out."""
 QUEUED = 10_000
 """Records of the log that wait for a slow standard error."""
 _CLOSE_S = 1.0
 
 
 class OutputLines:
-    """One child's output. Pure: bytes and times in, lines out."""
+    """Output of a child. Pure: bytes and times in, lines out."""
 
     def __init__(self, now: float) -> None:
         self._part = b""
@@ -44,10 +44,10 @@ class OutputLines:
         self._at = now
         self._told_at = now
         self.left_out = 0
-        """Lines since they were last told."""
+        """Lines left out since they were last reported."""
 
     def reader(self, data: bytes, now: float) -> list[str]:
-        """The lines to log. b"" ends the output: what is left comes out."""
+        """Return the lines to log. b"" ends the output: the rest is returned."""
         passed, self._at = max(0.0, now - self._at), now
         self._credit = min(BURST, self._credit + passed * LINES_PER_S)
         self._bytes_credit = min(BYTES_PER_S, self._bytes_credit + passed * BYTES_PER_S) - len(data)
@@ -71,7 +71,7 @@ class OutputLines:
 
     @property
     def too_fast(self) -> bool:
-        """More has been read than may be: wait a moment."""
+        """True while more has been read than is allowed: wait a moment."""
         return self._bytes_credit < 0
 
 
@@ -81,7 +81,7 @@ def _text(line: bytes) -> str:
 
 
 class _Dropping(logging.handlers.QueueHandler):
-    """Never waits: a record for which there is no room is counted."""
+    """Queue handler that never waits: a record that finds the queue full is counted."""
 
     def __init__(self, records: queue.Queue[logging.LogRecord]) -> None:
         super().__init__(records)
@@ -102,7 +102,7 @@ class _Dropping(logging.handlers.QueueHandler):
 
 @contextmanager
 def unblocked_logging() -> Iterator[None]:
-    """While open, log records are written by a thread of their own."""
+    """Write log records in a thread of their own while open."""
     root = logging.getLogger()
     handlers = list(root.handlers)
     records: queue.Queue[logging.LogRecord | None] = queue.Queue(QUEUED)
@@ -123,6 +123,6 @@ def unblocked_logging() -> Iterator[None]:
         try:
             records.put_nowait(None)
         except queue.Full:
-            pass  # nobody reads it: the thread ends with the process
+            pass  # standard error is not read: the thread ends with the process
         else:
             writer.join(_CLOSE_S)

@@ -1,9 +1,9 @@
-"""The daemon's view of its children: fork servers, and what they fork.
+"""The daemon's view of its children: fork servers, and the processes they fork.
 
-All of it belongs to the event loop. A child is known by a control socket, the pipe that its output goes to, and a
-pidfd, which alone says that it has ended: its sockets may stay open in the hands of what it forked, and its fork server
-may be stopped. The fork server tells the exit status; without it the end is one of unknown cause. What a child said
-before it died is always read before its death is told.
+All of it belongs to the event loop. A child is known by a control socket, the pipe of its output, and a pidfd. Only the
+pidfd shows that it has ended: its sockets may stay open in processes that it forked, and its fork server may be
+stopped. The fork server reports the exit status; without it the cause of the end is unknown. All messages of a child
+are processed before its end is reported.
 """
 
 from __future__ import annotations
@@ -42,32 +42,32 @@ _user_log = logging.getLogger("penstock.user")
 START_DEADLINE_S = 600.0
 """Seconds for a fresh interpreter to import torch from a cold network file system: the default of --start-timeout."""
 STANDS_STILL = 0.1
-"""Share of that deadline after which one that neither ran nor asked for a processor is given up."""
+"""Share of that deadline after which a process that neither ran nor asked for a processor is given up."""
 FORK_DEADLINE_S = 15.0
-"""Seconds in which a fork server that neither runs nor asks for a processor does not answer: it is stopped, and is not
-asked again. To fork takes milliseconds, and on a busy machine its turn."""
+"""Seconds without an answer after which a fork server that neither runs nor asks for a processor is stopped and not
+used again. A fork takes milliseconds, plus its turn on a busy machine."""
 FORK_MOST_S = 300.0
-"""Seconds for a fork however busy the machine is."""
+"""Seconds for a fork, however busy the machine is."""
 STATUS_S = 0.25
-"""For the fork server to tell a child's exit status after the kernel told its end, before we look ourselves."""
+"""Seconds for the fork server to report a child's exit status after its end, before the daemon looks itself."""
 LAST_STATUS_S = 2.5
-"""For a fork server that has collected the child and not told it yet."""
+"""Seconds for a fork server that has collected the child and not reported it yet."""
 ORPHANS_LOOK_S = 0.03
 ORPHANS_LEAST_S = 1.0
 ORPHANS_S = 4.0
-"""For what a dead fork server had to end; at a daemon's end, too."""
+"""Seconds to end the orphans of a dead fork server; also at a daemon's end."""
 KILL_S = 5.0
 """Seconds for the kernel to end a process that was killed; one that hangs in a driver or a file system does not."""
 GROUP_S = GRACE_S + 1.0
-"""For what a dead child left in its control group to clean up and end, before all of it is killed."""
+"""Seconds for processes in a dead child's control group to clean up and end, before all of them are killed."""
 END_S = 5.0
-"""For a fork server to end what is below it, and itself."""
+"""Seconds for a fork server to end its children, and itself."""
 
 
 def child_environment(seed: int) -> dict[str, str]:
-    """What runners see: no torchrun variables, no token, no CUDA, one thread, and the run's hash seed.
+    """Return the environment of runners: no torchrun variables, no token, no CUDA, one thread, and the run's hash seed.
 
-    Set iteration order is randomness too, and only PYTHONHASHSEED, at the interpreter's start, fixes it.
+    Set iteration order is random too, and only PYTHONHASHSEED, at the interpreter's start, fixes it.
     """
     return environment("PENSTOCK_TOKEN*", *TORCHRUN) | {
         "PYTHONHASHSEED": str(random.Random(seed).randrange(1, 1 << 32)),
@@ -80,13 +80,14 @@ def child_environment(seed: int) -> dict[str, str]:
 
 
 def about_slot(assignment: records_pb2.WorkerAssignment) -> dict[str, str | int]:
-    """For records of the log: which slot, of which generation."""
+    """Return the fields for log records about a slot: slot and generation."""
     a = assignment
     return {"run": a.run, "attempt": a.attempt, "box": a.box, "slot": a.slot, "generation": a.generation}
 
 
 def _refuse_descriptors(message: ControlMessage) -> None:
-    """Children are given descriptors and send none: each one taken would be one less for the daemon."""
+    """Raise ProtocolError for descriptors from a child: children send none, and each one costs the daemon a
+    descriptor."""
     if message.fds:
         for fd in message.fds:
             os.close(fd)
@@ -110,7 +111,8 @@ class Child:
         self.group = group
         """Its control group; "" = it has none. See control_groups.py."""
         self.out_of_memory = OutOfMemory.NO
-        """Whether the kernel has killed it, or something of it, for want of memory; known once it has exited."""
+        """Owner of the memory that ran out, if the kernel killed the child or one of its processes; known once it has
+        exited."""
         self._logger = SubjectLogger(_log, **(about or {}))
         self._user_logger = SubjectLogger(_user_log, **(about or {}))
         self.pid = 0
@@ -118,17 +120,17 @@ class Child:
         loop = asyncio.get_running_loop()
         self.forked: asyncio.Future[None] = loop.create_future()
         self.exited: asyncio.Future[int | None] = loop.create_future()
-        """The exit code; negative for a signal, as subprocess has it; None if nobody knows."""
+        """Exit code; negative for a signal, as subprocess has it; None if it is unknown."""
         self.stacks = StackFile()
         self.last_stack = ""
-        """Of the moment at which it crashed, once it has exited."""
+        """Stack at the moment of its crash, once it has exited."""
         self._channel = channel
         self._on_message = on_message
         self._on_gone = on_gone
         self._sending = asyncio.Lock()
         self._open = True
         self.unwanted = False
-        """We have it killed."""
+        """Flag that the daemon has had it killed."""
         self._output = output
         self._lines = OutputLines(time.monotonic())
         os.set_blocking(output, False)
@@ -136,7 +138,7 @@ class Child:
         loop.add_reader(output, self._read_output)
 
     async def send(self, kind: str, payload: bytes = b"", fds: list[int] | None = None, **fields: object) -> None:
-        """Say something; the descriptors are closed here once sent. A child that is gone hears nothing."""
+        """Send a message; the descriptors are closed here once sent. A message to a dead child is dropped."""
         try:
             async with self._sending:
                 if self._open:
@@ -148,12 +150,12 @@ class Child:
 
     @property
     def reads_late(self) -> bool:
-        """It has not read all that was sent to it."""
+        """True while it has not read all that was sent to it."""
         return self._open and self._channel.unread > 0
 
     def drain(self) -> None:
-        """Read everything that the child has said by now. One that talks nonsense is killed: it runs user code, and
-        what it says next would be worth no more."""
+        """Process all messages that the child has sent by now. A child that breaks the protocol is killed: it runs user
+        code, and its later messages would not be reliable."""
         try:
             while self._open and (message := self._channel.receive(wait=False)) is not None:
                 _refuse_descriptors(message)
@@ -163,7 +165,7 @@ class Child:
         except Exception as error:
             traceback = None if isinstance(error, PenstockError) else error
             self._logger.warning(
-                "%s: it said what no child says, and is killed: %s", self.name, error, exc_info=traceback
+                "%s: killed, because it broke the control protocol: %s", self.name, error, exc_info=traceback
             )
             self._shut()
             self.kill()
@@ -175,7 +177,7 @@ class Child:
             self._process.kill()
 
     async def stop(self, grace_s: float) -> None:
-        """Ask the child to end, then see to it."""
+        """Ask the child to end, and kill it if it does not."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
                 await self.send("stop")  # may have to wait behind something large that it does not read
@@ -183,13 +185,13 @@ class Child:
         self.kill()
 
     async def stack(self) -> str:
-        """The Python stack of each of its threads now, or why there is none."""
+        """Return the Python stack of each of its threads now, or the reason why there is none."""
         return "" if self._process is None else await self.stacks.ask(self._process)
 
-    # ---- its end
+    # ---- end of a child
 
     def begun(self, pid: int, pidfd: int) -> None:
-        """The fork server forked it."""
+        """Take the process that the fork server forked."""
         self.pid, self._process = pid, Process(pid, pidfd)
         self._process.on_end(self._ended)
         if self.unwanted:
@@ -198,13 +200,13 @@ class Child:
             self.forked.set_result(None)
 
     def _ended(self) -> None:
-        """The kernel says that it has ended."""
+        """Handle its end, as the kernel reports it."""
         self.drain()
         loop = asyncio.get_running_loop()
         loop.call_later(STATUS_S, self._gone_untold, loop.time() + LAST_STATUS_S)
 
     def _gone_untold(self, until: float) -> None:
-        """Its fork server is silent: it is stopped, and the dead child still there to be looked at, or it is just
+        """Find out how it ended without its fork server, which is stopped (then the dead child is still there) or just
         busy."""
         if self.exited.done():
             return
@@ -219,7 +221,7 @@ class Child:
             self.gone(None)
 
     def gone(self, status: int | None) -> None:
-        """It has ended, with this status."""
+        """Record its end, with this status."""
         if self.exited.done():
             return
         loop = asyncio.get_running_loop()
@@ -250,7 +252,7 @@ class Child:
                 self._channel.sock.shutdown(socket.SHUT_RDWR)  # a thread may be waiting to send
             self._channel.close()
 
-    # ---- what it prints
+    # ---- output of a child
 
     def _read_output(self) -> None:
         if self._output < 0:
@@ -281,8 +283,8 @@ _fork_servers: set[int] = set()
 
 
 async def end_orphans(least_s: float = 0.0) -> None:
-    """Kill what came to this process because the fork server above it died. `least_s`: look for so long, for runners
-    die a little later than their fork server, and what is below them comes here only then."""
+    """Kill the orphans that came to this process because the fork server above them died. `least_s`: seconds to keep
+    looking, because runners die a little later than their fork server, and their children come here only then."""
     orphans, begun = Orphans(), time.monotonic()
     while orphans.end(_fork_servers) or time.monotonic() < begun + least_s:
         if time.monotonic() > begun + ORPHANS_S:
@@ -291,7 +293,7 @@ async def end_orphans(least_s: float = 0.0) -> None:
 
 
 class ForkServer:
-    """One fork server process and the children it forked."""
+    """A fork server process and the children it forked."""
 
     def __init__(self, tempdirs: TemporaryFolders, groups: ControlGroups | None = None) -> None:
         self._tempdirs = tempdirs
@@ -304,7 +306,7 @@ class ForkServer:
         self._process: Spawned | None = None
         self._channel: ControlChannel | None = None
         self.dead = False
-        """It forks no more: it died, or did not answer."""
+        """Flag that it forks no more: it died, or did not answer."""
         self._ending: asyncio.Task[None] | None = None
 
     async def start(
@@ -316,13 +318,13 @@ class ForkServer:
         user: RunnerUser | None = None,
         deadline_s: float = START_DEADLINE_S,
     ) -> None:
-        """Start it; returns when it can fork. One that takes too long, or is not wanted any more, is killed.
+        """Start it; return when it can fork. One that takes too long, or is not needed any more, is killed.
 
         Args:
-            seed: of the run.
+            seed: the run's seed.
             main_script: for an input_fn that is defined in the trainer's script.
             caged: whether its children are; see sandbox.py.
-            user: whose its children are, if not this process's own; see runner_user.py.
+            user: user of its children, if not this process's own; see runner_user.py.
             deadline_s: seconds that it may take; a tenth of it without asking for a processor.
         """
         try:
@@ -344,14 +346,14 @@ class ForkServer:
             ) from None
 
     async def _give_up(self) -> None:
-        """Kill one that is not up; wait until it has ended, or cannot be killed."""
+        """Kill one that is not ready; wait until it has ended, or cannot be killed."""
         self.dead = True
         self._up.cancel()
         self._kill()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.wait(), KILL_S)
         if self.lives:
-            _log.error("process %d, which was to fork runners, was killed and does not end", self.pid)
+            _log.error("fork server %d was killed and has not ended", self.pid)
 
     def _start(self, seed: int, capabilities: list[str]) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -368,7 +370,7 @@ class ForkServer:
         asyncio.get_running_loop().add_reader(ours.fileno(), self._listen)
 
     def _reap(self) -> None:
-        """It has ended."""
+        """Handle its end."""
         assert self._process is not None
         self._process.wait()
         self._process.close()
@@ -383,9 +385,9 @@ class ForkServer:
         on_message: Callable[[ControlMessage], None],
         about: Mapping[str, str | int] | None = None,
     ) -> Child:
-        """A new child, whose messages go to `on_message` in order. `about`: what its records in the log are about."""
+        """Return a new child, whose messages go to `on_message` in order. `about`: fields of its log records."""
         if self.dead or self._channel is None:
-            raise WorkerLostError("the process that forks runners has died")
+            raise WorkerLostError("the fork server of this run has died")
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         read, write = os.pipe()
         self._next += 1
@@ -406,7 +408,7 @@ class ForkServer:
             )
         except OSError as error:
             child.gone(None)
-            raise WorkerLostError("the process that forks runners has died") from error
+            raise WorkerLostError("the fork server of this run has died") from error
         finally:
             theirs.close()
             os.close(write)
@@ -415,10 +417,8 @@ class ForkServer:
         except TimeoutError:
             self.dead = True
             child.gone(None)
-            _log.warning("the process that forks runners (%d) does not answer: another one takes its place", self.pid)
-            raise WorkerLostError(
-                f"the process that forks runners did not answer within {FORK_DEADLINE_S:g} s"
-            ) from None
+            _log.warning("fork server %d does not answer: another one replaces it", self.pid)
+            raise WorkerLostError(f"the fork server did not answer within {FORK_DEADLINE_S:g} s") from None
         except BaseException:
             child.kill()  # it may be forked yet
             raise
@@ -430,7 +430,7 @@ class ForkServer:
 
     @property
     def lives(self) -> bool:
-        """Whether its process is there."""
+        """True while its process exists."""
         return self._process is not None and not self._exited.done()
 
     def _let_go(self, number: int, tempdir: str, group: str) -> None:
@@ -442,8 +442,8 @@ class ForkServer:
             self.close()
 
     def close(self) -> None:
-        """End it and all its children. It does that itself, for it knows what they left behind; if it cannot, it is
-        killed a little later."""
+        """End it and all its children. It does that itself, because it knows its orphans; if it cannot, it is killed a
+        little later."""
         for child in list(self._children.values()):
             child.kill()
         if self._channel is not None and not self.dead:
@@ -456,7 +456,7 @@ class ForkServer:
             self._process.kill()
 
     async def wait(self) -> None:
-        """Until it has ended; after `close`."""
+        """Wait until it has ended; call it after `close`."""
         if self._process is not None:
             await asyncio.shield(self._exited)
 
@@ -464,11 +464,11 @@ class ForkServer:
         assert self._channel is not None
         try:
             while (message := self._channel.receive(wait=False)) is not None:
-                self._hear(message)
+                self._on_message(message)
         except (LaneLostError, PenstockError):
             self._died()
 
-    def _hear(self, message: ControlMessage) -> None:
+    def _on_message(self, message: ControlMessage) -> None:
         if message.kind == "up":
             if not self._up.done():
                 self._up.set_result(None)

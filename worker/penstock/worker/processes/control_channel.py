@@ -1,7 +1,7 @@
-"""What a daemon and its children say to each other: JSON with a payload, over a Unix stream socket.
+"""Messages between a daemon and its children: JSON with a payload, over a Unix stream socket.
 
-The children run user code, so nothing that they say is unpickled, sizes are bounded, and a child that talks nonsense
-costs only itself its life. File descriptors travel in front of a message that announces them.
+The children run user code, so nothing in their messages is unpickled, sizes are bounded, and a child that breaks the
+protocol is killed alone. File descriptors travel in front of the message that announces them.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ MAX_JSON = 1 << 20
 MAX_PAYLOAD = 1 << 30
 """Bytes. Payloads are states, and the coordinator keeps none above 900,000,000."""
 MAX_FDS = 16
-"""In one message, and waiting for theirs."""
+"""Descriptors in one message, and waiting for theirs."""
 DESCRIPTORS_CLOSED = 77
-"""Exit status of a child whose control socket was closed under it, and which can therefore say nothing."""
+"""Exit status of a child whose control socket was closed by user code, so that it can send nothing."""
 
 
 class DescriptorsClosedError(Exception):
-    """The channel's descriptor is no socket of ours any more: somebody in this process has closed it."""
+    """Error for a channel whose descriptor is no longer its socket: code in this process has closed it."""
 
 
 @dataclass
 class ControlMessage:
-    """One thing said. `fields` is plain JSON."""
+    """A message. `fields` is plain JSON."""
 
     kind: str
     fields: dict[str, Any] = field(default_factory=dict)
@@ -72,13 +72,14 @@ class MessageInbox:
         self._fds: list[int] = []
 
     def reader(self, data: bytes, fds: list[int]) -> None:
-        """Raises ProtocolError, and closes them, for descriptors that no message can have announced."""
+        """Take bytes and descriptors. Raise ProtocolError, and close them, for descriptors that no message can have
+        announced."""
         self._buffer += data
         self._fds += fds
         if len(self._fds) > MAX_FDS:
             count = len(self._fds)
             self.close()
-            raise ProtocolError(f"{count} descriptors at once")
+            raise ProtocolError(f"a message must have at most {MAX_FDS} descriptors, got {count}")
 
     def close(self) -> None:
         """Close the descriptors that no message has taken."""
@@ -86,7 +87,7 @@ class MessageInbox:
             os.close(self._fds.pop())
 
     def take(self) -> ControlMessage | None:
-        """The next whole message, if there is one."""
+        """Return the next whole message, None if there is none."""
         buffer = self._buffer
         if len(buffer) < _HEAD.size:
             return None
@@ -99,10 +100,10 @@ class MessageInbox:
         try:
             fields = json.loads(bytes(buffer[_HEAD.size : _HEAD.size + text]))
         except (ValueError, RecursionError) as error:
-            raise ProtocolError(f"a control message that cannot be read: {error}") from error
+            raise ProtocolError(f"a control message cannot be read: {error}") from error
         kind = fields.pop("kind", None) if type(fields) is dict else None
         if type(kind) is not str:
-            raise ProtocolError("a control message that does not say what it is")
+            raise ProtocolError("a control message must have a kind")
         if len(self._fds) < fds:
             raise ProtocolError(
                 f"{fds - len(self._fds)} descriptors of a control message were lost: this process may open no more "
@@ -115,7 +116,7 @@ class MessageInbox:
 
 
 class ControlChannel:
-    """One end of a blocking socket: sends block, receives wait or not as asked."""
+    """An end of a blocking socket: sends block, receives wait or not as asked."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(True)
@@ -132,7 +133,7 @@ class ControlChannel:
             silence(self.sock.fileno())
 
     def _check_own(self) -> None:
-        """Raises DescriptorsClosedError if this side was closed by someone else in this process."""
+        """Raise DescriptorsClosedError if other code in this process closed this end."""
         fd = self.sock.fileno()
         if fd >= 0 and not self._is_own(fd):
             raise DescriptorsClosedError(f"descriptor {fd} was closed")
@@ -144,8 +145,8 @@ class ControlChannel:
             return False
 
     def send(self, kind: str, payload: bytes = b"", fds: list[int] | None = None, **fields: Any) -> None:
-        """Raises UnsupportedStateError for a payload that the other side would not take, LaneLostError when that is
-        gone."""
+        """Send a message. Raise UnsupportedStateError for a payload above the limit, LaneLostError when the other end
+        is gone."""
         if len(payload) > MAX_PAYLOAD:
             raise UnsupportedStateError(
                 f"a state of {len(payload)} bytes is above the {MAX_PAYLOAD} that can be kept; leave out of "
@@ -177,7 +178,7 @@ class ControlChannel:
         return int.from_bytes(size, sys.byteorder)
 
     def hung_up(self) -> bool:
-        """Whether the other side is gone; nothing is taken."""
+        """Return whether the other end is gone; nothing is read."""
         try:
             return not self.sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -191,7 +192,8 @@ class ControlChannel:
         self._inbox.close()
 
     def receive(self, wait: bool = True) -> ControlMessage | None:
-        """The next message; None if none is there and `wait` is off. LaneLostError when the other side is gone."""
+        """Return the next message; None if there is none and `wait` is off. Raise LaneLostError when the other end is
+        gone."""
         while (message := self._inbox.take()) is None:
             try:
                 data, fds = _receive(self.sock, 0 if wait else socket.MSG_DONTWAIT)
@@ -210,7 +212,8 @@ class ControlChannel:
 
 
 def payload_of(message: ControlMessage) -> bytes:
-    """What a message to a child brings: its payload, or what is in the memory whose descriptor came along."""
+    """Return the bytes of a message to a child: its payload, or the content of the memory whose descriptor came
+    along."""
     if not message.fds:
         return message.payload
     (fd,) = message.fds
@@ -223,7 +226,7 @@ def payload_of(message: ControlMessage) -> bytes:
 
 
 def assignment_of(message: ControlMessage) -> records_pb2.WorkerAssignment:
-    """The assignment that a child is sent. Large arguments come as a descriptor beside it."""
+    """Return the assignment from a message to a child. Large arguments come as a descriptor beside it."""
     assignment = records_pb2.WorkerAssignment.FromString(message.payload)
     if message.fds:
         assignment.loader.arguments = payload_of(message)
@@ -231,7 +234,7 @@ def assignment_of(message: ControlMessage) -> records_pb2.WorkerAssignment:
 
 
 def counts(message: ControlMessage, *names: str) -> list[int]:
-    """Fields of a message that are counts. Raises ProtocolError for what is none."""
+    """Return fields of a message that are counts. Raise ProtocolError for any other value."""
     found = [message.fields.get(name) for name in names]
     if not all(type(value) is int and 0 <= value < 1 << 64 for value in found):
         raise ProtocolError(f"a message {message.kind[:40]!r} with {dict(zip(names, found, strict=True))!r:.200}")
@@ -239,7 +242,7 @@ def counts(message: ControlMessage, *names: str) -> list[int]:
 
 
 def _receive(sock: socket.socket, flags: int) -> tuple[bytes, list[int]]:
-    """Like socket.recv_fds, which in Python 3.11 drops its flags."""
+    """Receive bytes and descriptors, like socket.recv_fds, which in Python 3.11 drops its flags."""
     fds = array.array("i")
     data, ancillary, _, _ = sock.recvmsg(1 << 18, socket.CMSG_SPACE(MAX_FDS * fds.itemsize), flags)
     for level, kind, raw in ancillary:
@@ -249,7 +252,7 @@ def _receive(sock: socket.socket, flags: int) -> tuple[bytes, list[int]]:
 
 
 def plain_detail(error: Exception) -> dict[str, str]:
-    """An error as it travels in a message; the fields of ErrorDetail, bounded and valid UTF-8."""
+    """Return an error as the fields of ErrorDetail, bounded and valid UTF-8."""
     if isinstance(error, PenstockError):
         name, message, remote = type(error).__name__, error.message, error.remote_traceback
     else:
@@ -258,16 +261,16 @@ def plain_detail(error: Exception) -> dict[str, str]:
 
 
 def describe(error: BaseException) -> str:
-    """ "Type: text" of any exception, also one that cannot say itself."""
+    """Return "Type: text" of any exception, also of one whose __str__ raises."""
     try:
         text = str(error)
     except Exception:
-        text = "<its text cannot be had: __str__ raised>"
+        text = "<no text: __str__ raised>"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _bounded(text: str, keep: int) -> str:
-    """Head and tail of a text, which may hold anything that a user's exception says."""
+    """Return head and tail of a text, which may hold anything."""
     text = text.encode("utf-8", "backslashreplace").decode()
     if len(text) <= keep:
         return text

@@ -33,8 +33,8 @@ _log = logging.getLogger("penstock.worker")
 DAEMON, RUNNERS = "penstock-daemon", "penstock-runners"
 CONTROLLERS = ("memory", "pids")
 SPARE_BYTES = 1 << 30
-"""What a group may hold beyond what the watch kills at: the rings of a box aim for 512 MiB, and an outgrown one may
-be there beside a new one."""
+"""Bytes that a group may hold beyond the limit of the memory watch: the rings of a box aim for 512 MiB, and an outgrown
+one may exist beside a new one."""
 _REMEDY = (
     "give the worker a group of its own: in a unit Delegate=yes, from a shell systemd-run --scope -p Delegate=yes "
     "(with --user where it is not root's), in a container a writable /sys/fs/cgroup"
@@ -42,7 +42,7 @@ _REMEDY = (
 
 
 class OutOfMemory(Enum):
-    """Whose memory ran out when the kernel killed something in a group."""
+    """Owner of the memory that ran out when the kernel killed a process in a group."""
 
     NO = "it has killed nothing"
     OWN = "that of the group"
@@ -69,12 +69,12 @@ def own_group(cgroups: str, mounts: str) -> Path | None:
 
 
 def why_not(own: Path | None, ours: Sequence[int], controllers: Sequence[str] = CONTROLLERS) -> str:
-    """Why there can be no groups below this one, with a remedy; "" if there can be.
+    """Return why there can be no groups below this one, with a remedy; "" if there can be.
 
     Args:
         own: see own_group.
-        ours: the processes that may be moved: the daemon and what it has started.
-        controllers: that are needed.
+        ours: the processes that may be moved: the daemon and the processes it started.
+        controllers: required controllers.
     """
     if own is None:
         return "there is no cgroup v2 hierarchy here that shows this process's own group"
@@ -97,12 +97,12 @@ def why_not(own: Path | None, ours: Sequence[int], controllers: Sequence[str] = 
 
 
 def enter(group: str) -> None:
-    """Put this process into a group of `make`, with all that it will start. OSError: it stays where it is."""
+    """Put this process, and all that it will start, into a group of `make`. OSError: it stays where it is."""
     Path(group, "cgroup.procs").write_text("0")
 
 
 def out_of_memory(group: str) -> OutOfMemory:
-    """Whether the kernel has killed anything in it for want of memory."""
+    """Return whose memory ran out, if the kernel has killed a process in the group."""
     try:
         events = dict(line.split() for line in Path(group, "memory.events").read_text().splitlines())
     except (OSError, ValueError):
@@ -120,7 +120,7 @@ class ControlGroups:
         self._own, self._processes, self._controllers = own, processes, controllers
         self._count = 0
         self._busy: set[str] = set()
-        """Groups of children that are dead, and which something is still in."""
+        """Groups of dead children in which processes are left."""
 
     @classmethod
     def take(
@@ -132,7 +132,7 @@ class ControlGroups:
         processes: int = 0,
         controllers: Sequence[str] = CONTROLLERS,
     ) -> tuple[ControlGroups | None, str]:
-        """Move the daemon into a group of its own below `own`, and make room for those of its children beside it.
+        """Move the daemon into a group of its own below `own`, with those of its children beside it.
         Returns the groups; or None, with all as it was, and why.
 
         Args:
@@ -163,7 +163,7 @@ class ControlGroups:
             (self._own / RUNNERS / "pids.max").write_text(str(self._processes or "max"))
 
     def make(self) -> str:
-        """A group for a child that is about to be forked. "" if there can be none."""
+        """Return a group for a child that is about to be forked; "" if there can be none."""
         self._forget_empty()
         self._count += 1
         group = self._own / RUNNERS / str(self._count)
@@ -179,15 +179,15 @@ class ControlGroups:
         return str(group)
 
     def remove(self, group: str) -> bool:
-        """Its child is dead. False if something is still in it: then `kill` it a little later, for some of what a child
-        leaves behind cleans up as it ends (orphans.py)."""
+        """Remove the group of a dead child. Return False if processes are left in it: then `kill` it a little later,
+        because some of them clean up as they end (orphans.py)."""
         if group:
             self._busy.add(group)
             self._forget_empty()
         return group not in self._busy
 
     def kill(self, group: str) -> None:
-        """Kill all that is in it, if there is any; it goes with the next child."""
+        """Kill all processes in the group; the group is removed with the next child."""
         if group in self._busy:
             with contextlib.suppress(OSError):  # before Linux 5.14 there is no such file, and orphans.py has to do
                 Path(group, "cgroup.kill").write_text("1")
@@ -201,7 +201,7 @@ class ControlGroups:
                 self._busy.discard(group)
 
     def close(self, ours: Sequence[int]) -> None:
-        """All children are dead: leave the group as it was found, as far as nothing is left in it."""
+        """Leave the group as it was found, as far as nothing is left in it. Call it when all children are dead."""
         with contextlib.suppress(OSError):
             (self._own / RUNNERS / "cgroup.kill").write_text("1")
         with contextlib.suppress(OSError):
@@ -222,6 +222,6 @@ class ControlGroups:
 
 
 def here() -> tuple[Path | None, list[int]]:
-    """This process's own group, and the processes of it that are this one and what it has started."""
+    """Return this process's own group, and those of its processes that are this one or its descendants."""
     texts = (Path("/proc/self", name).read_text() for name in ("cgroup", "mountinfo"))
     return own_group(*texts), family(os.getpid())

@@ -1,4 +1,4 @@
-"""What a child's end means: its exit status, what it was doing, and where in its code."""
+"""The cause of a child's end: its exit status, its activity, and where it was in its code."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["descriptors_closed", "how_it_ended"]
 
 
 def how_it_ended(status: int | None, name: str, progress_page: ProgressPage) -> str:
-    """Say in one line how the runner of the slot `name` ended, and where it was."""
+    """Return one line on how the runner of the slot `name` ended, and where it was."""
     progress_page.refresh()
     return (
         f"the runner of {name} {describe_exit(status)} at batch {progress_page.total}, in {progress_page.activity[0]}"

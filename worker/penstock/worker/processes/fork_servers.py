@@ -25,7 +25,7 @@ class ForkServers:
     """
     Args:
         tempdirs: for the directories of their children.
-        starts: has room for one start less while a fork server that was killed does not end.
+        starts: allows one start less while a fork server that was killed does not end.
         deadline_s: seconds that one may take to start; see Fork server.start.
         caged: whether runners are; see sandbox.py.
         user: whose runners are, if not the daemon's own; see runner_user.py.

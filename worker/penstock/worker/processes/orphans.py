@@ -1,13 +1,12 @@
-"""What a dead runner leaves behind: processes, and the shared memory of torch's loader processes.
+"""Orphans of a dead runner: processes, and the shared memory of torch's loader processes.
 
-A runner is a subreaper: whatever its user code starts, and however far that moves away (a session of its own, a double
-fork), stays below the runner while it lives, and comes to the fork server when it dies; what a dead fork server had
-comes to the daemon. So any child there that nobody of ours started is an orphan, and is killed. Two kinds end by
+A runner is a subreaper. A process that its user code starts, however far it moves away (a session of its own, a double
+fork), stays below the runner while it lives, and comes to the fork server when it dies; children of a dead fork server
+come to the daemon. So any child there that Penstock did not start is an orphan, and is killed. Two kinds end by
 themselves once their users are gone and clean up as they do, so they get a moment: multiprocessing's resource tracker
 and torch's manager of shared memory.
 
-Each process's own children are looked at, and nothing else: a number that the kernel has given to someone else is
-never killed.
+Only a process's own children are looked at, so a process id that the kernel has reused is never killed.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from penstock.runtime.process.watch import stat_of
 __all__ = ["GRACE_S", "Orphans", "forget_shared_memory", "own_children"]
 
 GRACE_S = 3.5
-"""For orphans that clean up by themselves; torch's manager waits for 2 s after its last user."""
+"""Seconds for orphans that clean up by themselves; torch's manager waits for 2 s after its last user."""
 _SHARED_MEMORY = Path("/dev/shm")
 
 
 def forget_shared_memory(pids: Collection[int]) -> None:
-    """Remove what these processes, which are dead, had in shared memory: torch unlinks its files right after it made
-    them, and a process that is killed in between does not."""
+    """Remove the shared memory of these dead processes: torch unlinks its files right after it made them, and a process
+    that is killed in between does not."""
     if not pids:
         return
     owners = {str(pid) for pid in pids}
@@ -43,7 +42,7 @@ def forget_shared_memory(pids: Collection[int]) -> None:
 
 
 class Orphans:
-    """Those among this process's children that it has not started."""
+    """Children of this process that it has not started."""
 
     def __init__(self) -> None:
         self._spared: dict[int, float] = {}  # pid -> until when
@@ -54,7 +53,7 @@ class Orphans:
         `ours`: children that are no orphans; those of this process's own group are none either.
         """
         living, dead = [], set()
-        for pid in _strangers(ours):
+        for pid in _orphans_of(ours):
             if reap_orphan(pid):
                 dead.add(pid)
             else:
@@ -72,11 +71,11 @@ class Orphans:
         return bool(living)
 
     def spares(self, ours: Collection[int]) -> bool:
-        """Whether one of them is to be given a moment."""
-        return any(map(_cleans_up, _strangers(ours)))
+        """Return whether one of them gets a moment to clean up."""
+        return any(map(_cleans_up, _orphans_of(ours)))
 
 
-def _strangers(ours: Collection[int]) -> list[int]:
+def _orphans_of(ours: Collection[int]) -> list[int]:
     group = os.getpgrp()
     return [pid for pid in own_children() if pid not in ours and _group_of(pid) not in (group, None)]
 
@@ -97,7 +96,7 @@ def own_children() -> list[int]:
 
 
 def _group_of(pid: int) -> int | None:
-    """Its process group; None if it is gone."""
+    """Return its process group; None if it is gone."""
     try:
         return os.getpgid(pid)
     except ProcessLookupError:

@@ -24,7 +24,7 @@ __all__ = ["ENTRIES", "BatchRecord", "ProgressPage"]
 ENTRIES = 4096
 """Batches whose digests are kept, the newest."""
 EARLY = 256
-"""Batches that are kept besides, the first: for the check of the early snapshots, however fast the runner is."""
+"""Batches that are kept besides, the first: to verify the early snapshots, however fast the runner is."""
 ENDS = 1024
 """Ends of epochs that are kept, the newest."""
 _HEAD = struct.Struct("<QQQQQQdQd")  # total, epoch, delivered, ends, activity, looked, since, samples, worked_s
@@ -32,7 +32,7 @@ _ENTRY = struct.Struct("<QQQQ")  # total, epoch, digest, samples
 _END = struct.Struct("<QQ")  # epoch, total
 _HERE = struct.Struct("<QQ")  # the epoch that is under way, and batches left out since the last one
 _HERE_AT = 1024
-_COUNTS = struct.Struct("<QQQQ")  # total at the first place + 1, at the last one; made between them; replayed
+_COUNTS = struct.Struct("<QQQQ")  # total at the first position + 1, at the last one; made between them; replayed
 _COUNTS_AT = 2048
 _ENDS_AT = 4096
 _ENTRIES_AT = _ENDS_AT + ENDS * _END.size
@@ -40,13 +40,13 @@ _EARLY_AT = _ENTRIES_AT + ENTRIES * _ENTRY.size
 _SIZE = _EARLY_AT + EARLY * _ENTRY.size
 
 IDLE = ("starting", "waiting", "sending")
-"""Activities that are no work on a batch: where a slot begins, and waits for the loop or for room in the ring."""
+"""Activities that are no work on a batch: a slot starts, waits for the loop, or waits for a free ring entry."""
 ACTIVITIES = ("starting", "input_fn", "iter", "next", "state_dict", "load_state_dict", "waiting", "sending", "replay")
 
 
 @dataclass(frozen=True)
 class BatchRecord:
-    """One batch: its count over the run, its epoch, its digest, and the samples up to and with it."""
+    """A batch: its count over the run, its epoch, its digest, and the samples up to and with it."""
 
     total: int
     epoch: int
@@ -55,7 +55,7 @@ class BatchRecord:
 
 
 class ProgressPage:
-    """Made by the daemon (`ProgressPage.create`), opened by the runner from the inherited descriptor."""
+    """Progress page, made by the daemon (`ProgressPage.create`), opened by the runner from the inherited descriptor."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -67,7 +67,7 @@ class ProgressPage:
         self._recorded = 0
         self._first: int | None = None
         self._last = self._made = self._replayed = 0
-        self._told = 0, 0, 0
+        self._counted = 0, 0, 0
 
     @classmethod
     def create(cls) -> ProgressPage:
@@ -89,7 +89,8 @@ class ProgressPage:
     # ---- the runner writes
 
     def stands_at(self, total: int, epoch: int, samples: int) -> None:
-        """Where the runner starts, or goes back to, for the loop left an epoch; nothing before it is known here."""
+        """Record where the runner starts, or where it goes back to after an abandoned epoch; nothing before it is known
+        here."""
         if self._first is None:
             self._first = self._last = total
         else:
@@ -100,7 +101,7 @@ class ProgressPage:
         self._write_head()
 
     def replayed(self) -> None:
-        """A batch was made again, that is no news to anybody."""
+        """Record that a batch was made again by replay."""
         self._replayed += 1
         self._write_counts()
 
@@ -109,26 +110,26 @@ class ProgressPage:
         _COUNTS.pack_into(self._map, _COUNTS_AT, first, self._last, self._made, self._replayed)
 
     def record(self, total: int, epoch: int, digest: int, samples: int, delivered: int) -> None:
-        """A batch goes out."""
+        """Record a batch that is sent."""
         self.note(total, epoch, digest, samples)
         self.total, self.epoch, self.samples, self.delivered = total, epoch, samples, delivered
         self._write_head()
 
     def note(self, total: int, epoch: int, digest: int, samples: int) -> None:
-        """A batch was made: one that goes out, or once went out and is replayed."""
+        """Record a batch that was made: one that is sent, or was sent before and is replayed."""
         _ENTRY.pack_into(self._map, _ENTRIES_AT + total % ENTRIES * _ENTRY.size, total, epoch, digest, samples)
         if self._recorded < EARLY:
             _ENTRY.pack_into(self._map, _EARLY_AT + total % EARLY * _ENTRY.size, total, epoch, digest, samples)
             self._recorded += 1
 
     def end(self, epoch: int, total: int) -> None:
-        """An epoch ended after its batch `total`."""
+        """Record that an epoch ended after its batch `total`."""
         _END.pack_into(self._map, _ENDS_AT + self._ends % ENDS * _END.size, epoch, total)
         self._ends += 1
         self._write_head()
 
     def cut(self, epoch: int, total: int) -> None:
-        """The loop left an epoch after its batch `total`: that is its end, and of later epochs nothing is known."""
+        """Record that the loop abandoned an epoch after its batch `total`: later epochs are not known any more."""
         kept = [(e, t) for e, t in self.ends().items() if e < epoch]
         self._ends = 0
         for end in [*kept, (epoch, total)]:
@@ -137,7 +138,7 @@ class ProgressPage:
         self._write_head()
 
     def doing(self, activity: str, delivered: int) -> None:
-        """What the runner turns to now."""
+        """Record the runner's next activity."""
         now = time.monotonic()
         if ACTIVITIES[self._activity] not in IDLE:
             self.worked_s += now - self._since
@@ -145,11 +146,11 @@ class ProgressPage:
         self._write_head()
 
     def here(self, epoch: int, skipped: int) -> None:
-        """The next batch is of this epoch; `skipped` were left out since the last one."""
+        """Record the epoch of the next batch; `skipped` were left out since the last one."""
         _HERE.pack_into(self._map, _HERE_AT, epoch, skipped)
 
     def saw_look(self) -> None:
-        """The input asked for its assignment."""
+        """Record that the input asked for its assignment."""
         self.looked = 1
         self._write_head()
 
@@ -171,14 +172,14 @@ class ProgressPage:
     # ---- the daemon reads
 
     def counts(self) -> tuple[int, int, int]:
-        """Batches that this runner has made, those of them that the loop was handed, and those replayed, as of the last
-        `refresh`. Each only rises: where the runner goes back just now, what was told is told again."""
+        """Return the batches that this runner has made, those of them that the loop was handed, and those replayed, as
+        of the last `refresh`. Each only rises: while the runner goes back, the last values are returned again."""
         first, last, made, replayed = _COUNTS.unpack_from(self._map, _COUNTS_AT)
-        # Before the runner has its place, what the loop was handed is its predecessor's.
+        # Before the runner has its position, what the loop was handed is its predecessor's.
         found = (made + self.total - last, self.delivered - (first - 1), replayed) if first else (0, 0, replayed)
-        produced, delivered, replayed = map(max, found, self._told)
-        self._told = produced, delivered, replayed
-        return self._told
+        produced, delivered, replayed = map(max, found, self._counted)
+        self._counted = produced, delivered, replayed
+        return self._counted
 
     def refresh(self) -> None:
         """Read the head: total, epoch, delivered, looked, samples, worked_s."""
@@ -196,18 +197,18 @@ class ProgressPage:
 
     @property
     def activity(self) -> tuple[str, float]:
-        """What the runner does, and for how many seconds."""
+        """Return the runner's activity, and its duration in seconds."""
         return ACTIVITIES[self._activity % len(ACTIVITIES)], max(0.0, time.monotonic() - self._since)
 
     @property
     def working_s(self) -> float:
-        """`worked_s` up to now."""
+        """Return `worked_s` up to now."""
         activity, for_s = self.activity
         return self.worked_s + (0.0 if activity in IDLE else for_s)
 
     @property
     def making(self) -> tuple[int, int] | None:
-        """(pass, batches left out before it) of the batch that the runner makes now; None if it makes none."""
+        """Return (epoch, batches left out before it) of the batch that the runner makes now; None if it makes none."""
         if ACTIVITIES[self._activity % len(ACTIVITIES)] != "next":
             return None
         epoch, skipped = _HERE.unpack_from(self._map, _HERE_AT)
@@ -215,11 +216,11 @@ class ProgressPage:
 
     @property
     def begun(self) -> int:
-        """The newest epoch that the runner has begun."""
+        """Return the newest epoch that the runner has begun."""
         return int(_HERE.unpack_from(self._map, _HERE_AT)[0])
 
     def entry(self, total: int) -> BatchRecord | None:
-        """The batch with this count, if it is still kept."""
+        """Return the batch with this count, if it is still kept."""
         for start, count in ((_ENTRIES_AT, ENTRIES), (_EARLY_AT, EARLY)):
             entry = BatchRecord(*_ENTRY.unpack_from(self._map, start + total % count * _ENTRY.size))
             if entry.total == total and total:
@@ -227,7 +228,7 @@ class ProgressPage:
         return None
 
     def ends(self) -> dict[int, int]:
-        """epoch -> total at its end, for the epochs still kept."""
+        """Return epoch -> total at its end, for the epochs still kept."""
         count = self._ends
         found = [
             _END.unpack_from(self._map, _ENDS_AT + index % ENDS * _END.size)

@@ -36,7 +36,7 @@ PROBE_S = 60.0
 
 @dataclass(frozen=True)
 class RunnerUser:
-    """A user that is not root, as the system's database has it; or a number, of a group of the same number."""
+    """A user other than root, from the system's database; or a number, of a group of the same number."""
 
     name: str
     uid: int
@@ -103,7 +103,7 @@ def find_user(wanted: str, processes: int = 0) -> RunnerUser:
 
 
 def sees_shared_memory() -> bool:
-    """Whether this process may see what another user's process shares with others."""
+    """Return whether this process may see what another user's process shares with others."""
     return bool(_capabilities() & _LOOKS_INTO)
 
 
@@ -126,7 +126,7 @@ def _capabilities() -> int:
 
 
 def _try_to_import(user: RunnerUser) -> None:
-    """Raise InvalidArgumentError if the user cannot be, or cannot import what we are made of."""
+    """Raise InvalidArgumentError if this process cannot become the user, or if the user cannot import Penstock."""
     command = [sys.executable, "-P", "-c", "import penstock.proto"]
     try:
         done = subprocess.run(
@@ -141,7 +141,7 @@ def _try_to_import(user: RunnerUser) -> None:
             timeout=PROBE_S,
             check=False,
         )
-        why = "" if done.returncode == 0 else (done.stderr.strip().splitlines() or ["it ended without a word"])[-1]
+        why = "" if done.returncode == 0 else (done.stderr.strip().splitlines() or ["it ended without a message"])[-1]
     except subprocess.TimeoutExpired as error:
         why = str(error)
     except OSError as error:

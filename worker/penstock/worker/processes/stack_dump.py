@@ -27,13 +27,13 @@ SIZE = 32 << 10
 SHOWN = 8 << 10
 """Bytes of a stack that travel in errors. A thread's own frames come first, the oldest frames last."""
 WAIT_S = 1.0
-"""For the child to write. Its handler runs as soon as the kernel schedules it."""
+"""Seconds for the child to write. Its handler runs as soon as the kernel schedules it."""
 _LOOK_S = 0.02
 _HIGH_FD = 768  # below 1024, the usual soft limit
 
 
 def write_stacks_to(fd: int) -> None:
-    """In a child: from now on its stacks go there, when asked for by SIGNAL and at a crash. `fd` is closed."""
+    """Write a child's stacks to `fd` from now on, when asked by SIGNAL and at a crash. `fd` is closed."""
     try:
         high = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _HIGH_FD)
         os.close(fd)
@@ -44,12 +44,12 @@ def write_stacks_to(fd: int) -> None:
 
 
 def state_of(pid: int) -> str:
-    """The state of a process as in /proc/PID/stat: R, S, D, T, Z ...; "" if there is no such process."""
+    """Return the state of a process as in /proc/PID/stat: R, S, D, T, Z ...; "" if there is no such process."""
     return next(iter(stat_of(pid)), "")
 
 
 class StackFile:
-    """The daemon's end: made here, handed to the child when it is forked."""
+    """The daemon's end: made here, passed to the child when it is forked."""
 
     def __init__(self) -> None:
         self.fd = os.memfd_create("penstock-stack", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -61,7 +61,7 @@ class StackFile:
         self.fd = -1
 
     def read(self) -> str:
-        """What was written since the last `clear`."""
+        """Return what was written since the last `clear`."""
         if self.fd < 0:
             return ""
         text = os.pread(self.fd, SIZE, 0).split(b"\0", 1)[0].decode(errors="replace")
@@ -73,7 +73,7 @@ class StackFile:
         os.lseek(self.fd, 0, os.SEEK_SET)  # the child writes through the same open file
 
     async def ask(self, process: Process) -> str:
-        """The stacks of the child now, or one line that says why they cannot be had."""
+        """Return the stacks of the child now, or one line with the reason why there are none."""
         pid = process.pid
         state = state_of(pid)
         if self.fd < 0 or not state:
@@ -99,7 +99,7 @@ class StackFile:
 
 
 def _handles(pid: int) -> bool:
-    """Whether SIGNAL is caught: it would kill a process that has no handler for it."""
+    """Return whether SIGNAL is caught: it would kill a process that has no handler for it."""
     masks = {}
     with contextlib.suppress(OSError, ValueError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():

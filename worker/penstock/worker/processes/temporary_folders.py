@@ -21,7 +21,7 @@ _log = logging.getLogger("penstock.worker")
 
 
 class TemporaryFolders:
-    """The directories of one daemon's children. `user`: whose these are, if not the daemon's own."""
+    """The directories of one daemon's children. `user`: their owner, if not the daemon's own user."""
 
     def __init__(self, user: RunnerUser | None = None) -> None:
         self._folder: PrivateFolder | None = None
@@ -35,7 +35,7 @@ class TemporaryFolders:
             _log.warning("children have no directory of their own for multiprocessing: %s", error)
 
     def make(self) -> str:
-        """A new one; "" if there can be none, and multiprocessing makes its own."""
+        """Return a new directory; "" if there can be none, and multiprocessing makes its own."""
         if self._folder is None:
             return ""
         self._count += 1
@@ -49,11 +49,11 @@ class TemporaryFolders:
         return str(path)
 
     def remove(self, path: str) -> None:
-        """Its child is dead."""
+        """Remove the directory of a dead child."""
         if path:
             shutil.rmtree(path, ignore_errors=True)
 
     def close(self) -> None:
-        """All children are dead."""
+        """Remove the folder, when all children are dead."""
         if self._folder is not None:
             self._folder.close()

@@ -31,7 +31,7 @@ UNDER_GUARD = 'define it above `if __name__ == "__main__":`, for workers run the
 
 
 def check_allowed(name: str, allow: Sequence[str]) -> None:
-    """Raises InputFnNotAllowedError unless the module of "module:qualname" lies under one of the prefixes."""
+    """Raise InputFnNotAllowedError unless the module of "module:qualname" lies under one of the prefixes."""
     _check_module(f"input_fn {name!r} is in", module_of(name), allow)
 
 
@@ -46,8 +46,8 @@ def _check_module(what: str, module: str, allow: Sequence[str]) -> None:
 
 
 def check_plain(spec: records_pb2.LoaderSpec) -> None:
-    """Raises InputFnNotAllowedError for a spec that says where to look for code: only the embedded mode may, where both
-    ends are one user's. Elsewhere it would be a way around the list of prefixes."""
+    """Raise InputFnNotAllowedError for a spec that names where to look for code: only the embedded mode may, where both
+    ends belong to one user. Elsewhere it would bypass the list of prefixes."""
     if spec.main_path or spec.sys_path:
         raise InputFnNotAllowedError(
             f"input_fn {spec.input_fn!r} comes with a search path or a script of the training process, which only an "
@@ -56,12 +56,12 @@ def check_plain(spec: records_pb2.LoaderSpec) -> None:
 
 
 def load_input_fn(spec: records_pb2.LoaderSpec) -> Callable[..., Any]:
-    """The callable behind the spec.
+    """Return the callable of the spec.
 
     Raises:
         InputFnNotFoundError: no such module or name here.
-        InputFnNotAllowedError: the name stands in a module that may be run, for a thing that is defined in another one
-            which may not: whatever an allowed module has imported could be called otherwise, `os.system` say.
+        InputFnNotAllowedError: the name is in a module that may be run, but it is defined in another one that may not:
+            otherwise anything that an allowed module imports could be called, for example `os.system`.
         InputFnError: the module raised while it was imported.
     """
     module_name, _, qualname = spec.input_fn.partition(":")
@@ -108,7 +108,7 @@ def unpacked(
 ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
     """The input_fn and its arguments, made anew: by its name, with the values of the safe envelope; or by value.
 
-    Raises InputFnNotAllowedError for those by value from anybody but this worker's own training process. Only that
+    Raises InputFnNotAllowedError for those by value unless they come from this worker's own training process. Only that
     sends its search path, which `check_plain` refuses from others.
     """
     from penstock.proto.state.codec import decode_state  # imports torch, which the daemon does without
@@ -135,7 +135,8 @@ def _working_directory() -> str:
 
 
 def load_class(name: str, spec: records_pb2.LoaderSpec) -> Any:
-    """The class "module:qualname" of a loader that the spec's input_fn returned on this worker, or of ours.
+    """Return the class "module:qualname" of a loader that the spec's input_fn returned on this worker, or of
+    Penstock's.
 
     Raises as load_input_fn does, for a module that may not be run also where input_fn has imported it.
     """
@@ -145,7 +146,7 @@ def load_class(name: str, spec: records_pb2.LoaderSpec) -> Any:
 
 
 def _defined_in(target: Any) -> str:
-    """The module that a callable was written in."""
+    """Return the module that a callable was defined in."""
     while isinstance(target, functools.partial):
         target = target.func
     owner = target if hasattr(target, "__qualname__") else type(target)
@@ -160,7 +161,7 @@ def _import_failed(spec: records_pb2.LoaderSpec, error: BaseException) -> InputF
 
 
 def _load_main(path: str) -> types.ModuleType:
-    """The training script as a module of another name: its functions are there, its main guard does not fire."""
+    """Load the training script as a module of another name: its functions are there, its main guard does not fire."""
     if MAIN in sys.modules:
         return sys.modules[MAIN]
     module = types.ModuleType(MAIN)

@@ -1,8 +1,8 @@
-"""Starts the interpreters that run user code, and says where they look for it: the working directory, behind all else.
+"""Starts the interpreters that run user code and sets their search path: the working directory, behind all else.
 
-With plain `python -c` the working directory comes first: a torch.py that lies there would stand in for torch. Here
-Python's own modules and what is installed come first. A working directory that other users can write to is not searched
-at all, for whoever puts a missing module there would run as this user.
+With plain `python -c` the working directory comes first: a torch.py that lies there would replace torch. Here Python's
+own modules and installed packages come first. A working directory that other users can write to is not searched at all,
+because a missing module that another user puts there would run as this user.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ __all__ = ["add_working_directory", "interpreter", "why_not_searched"]
 
 
 def interpreter(module: str, *arguments: str) -> list[str]:
-    """The command of a fresh interpreter that calls `main` of a module of ours.
+    """Return the command of a fresh interpreter that calls `main` of a module of Penstock.
 
-    Not by -m: the module's package would be imported twice, once as __main__.
+    It does not use -m, which would import the module's package twice, once as __main__.
     """
     start = f"from {__name__} import add_working_directory; add_working_directory(); from {module} import main; main()"
     return [sys.executable, "-P", "-c", start, *arguments]
 
 
 def add_working_directory() -> None:
-    """Search it last, unless others can write to it."""
+    """Search the working directory last, unless other users can write to it."""
     if not why_not_searched():
         sys.path.append(os.getcwd())
 
 
 def why_not_searched() -> str:
-    """What is wrong with the working directory; "" for nothing."""
+    """Return why the working directory is not searched; "" if it is."""
     try:
         folder = os.getcwd()
         if is_ours(os.stat(folder)):

@@ -1,13 +1,12 @@
-"""How much memory a runner holds, with everything that it has started.
+"""Memory that a runner holds, with all processes that it has started.
 
-Counted is anonymous memory, what programs allocate, in RAM and in swap, by its proportional share: a page that N
-processes have in common counts 1/N in each. So neither what came with the fork server nor what a loader's worker
-processes share is counted twice, and the ring, the progress page and mapped files are not counted at all: user code
-cannot leak them.
+Counted is anonymous memory, which programs allocate, in RAM and in swap, by its proportional share: a page that N
+processes have in common counts 1/N in each. So neither the fork server's memory nor what a loader's worker processes
+share is counted twice. The ring, the progress page and mapped files are not counted at all: user code cannot leak them.
 
 The share of a page takes the kernel 20 ms of work for a GiB; the plain sums, which are never less, take none. So the
-share is looked at only where the sums are above the limit. Where the kernel does not show it, the sum counts: of
-another user's process, say, without CAP_SYS_PTRACE, or of one that made itself undumpable.
+share is read only where the sums are above the limit. Where the kernel does not show it (another user's process without
+CAP_SYS_PTRACE, or one that made itself undumpable), the sum counts.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ __all__ = ["family", "held_by"]
 
 
 def held_by(runner: int, enough: int = 0) -> int:
-    """Bytes of the runner and all that descends from it; 0 if it is gone. More than it is, as long as that is not above
-    `enough`."""
-    all_of_it = family(runner)  # a subreaper: nothing gets away from below it
+    """Return the bytes of the runner and all its descendants; 0 if it is gone. A value up to `enough` may be too
+    high."""
+    all_of_it = family(runner)  # a subreaper: no process can leave the tree below it
     most = sum(_sizes(pid, "status", "RssAnon", "VmSwap") for pid in all_of_it)
     if most <= enough:
         return most
@@ -32,7 +31,7 @@ def held_by(runner: int, enough: int = 0) -> int:
 
 
 def family(pid: int) -> list[int]:
-    """The process and all that descends from it."""
+    """Return the process and all its descendants."""
     found = [pid]
     for one in found:
         with contextlib.suppress(OSError):

@@ -37,7 +37,8 @@ def cores(quota: Path = _CGROUP_QUOTA) -> int:
 
 
 def _counted(pid: int) -> tuple[float, float] | None:
-    """Seconds that the process's main thread ran, and that it waited for a processor; None where nobody counts."""
+    """Return the seconds that the process's main thread ran, and that it waited for a processor; None if not
+    available."""
     try:
         ran, waited, _ = Path(f"/proc/{pid}/schedstat").read_text().split()
     except (OSError, ValueError):
@@ -66,7 +67,7 @@ def used_by(pid: int) -> ProcessorUse:
 
 @dataclass
 class ProcessorDemand:
-    """How much of a processor a process asks for."""
+    """Measurement of how much of a processor a process asks for."""
 
     pid: int
     _at: float = 0.0

@@ -1,14 +1,14 @@
-"""How fast a runner is, from two looks at its progress page: for the coordinator, which balances by it.
+"""Rates of a runner, from two readings of its progress page, for the coordinator, which balances by them.
 
-Batches a second say how fast the loop takes them. What a batch takes the runner says how fast it could be: the time
-that it was at work, waits for the loop and for room in the ring left out. One that makes no batch for long is as slow
-as it has been at it, before that batch is done.
+Batches per second show how fast the loop takes them. The runner's time per batch shows how fast it could be: its time
+at work, without waits for the loop and for a free ring entry. A batch that is not done yet counts as soon as it takes
+longer than usual.
 
 That time includes waits for a processor, which more workers on the same cores would only make longer. So the processor
 time of a batch and its wait for a processor are measured, too.
 
-Pure: the clock and the figures are given. A runner's user code can write into the progress page what it likes, so
-figures that cannot be true count as none.
+Pure: the clock and the figures are given. A runner's user code can write anything into the progress page, so impossible
+figures count as none.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from penstock.worker.resources.processor_time import NOTHING, ProcessorUse
 __all__ = ["BatchRates"]
 
 WINDOW_S = 1.0
-"""Between two looks that count."""
+"""Seconds between two readings that count."""
 
 
 @dataclass
 class BatchRates:
-    """Of one runner."""
+    """Rates of one runner."""
 
     since: float
-    """Monotonic seconds of the last look."""
+    """Monotonic time of the last reading, seconds."""
     batches_per_s: float = 0.0
     batch_s: float = 0.0
     """Seconds of work a batch; 0 = not known."""
@@ -40,15 +40,16 @@ class BatchRates:
     _total: int = 0
     _worked_s: float = 0.0
     _used: ProcessorUse = NOTHING
-    """Up to when the newest batch that counts was done, as `_worked_s`."""
+    """Processor time up to the end of the newest batch that counts, as `_worked_s`."""
     _done: int = 0
 
     def due(self, now: float) -> bool:
-        """Return whether a look would count."""
+        """Return whether a reading would count."""
         return now - self.since >= WINDOW_S
 
     def look(self, now: float, total: int, worked_s: float, used: ProcessorUse = NOTHING) -> None:
-        """`total`: batches made so far. `worked_s`: seconds at work so far. `used`: processor time so far."""
+        """Take a reading. `total`: batches made so far. `worked_s`: seconds at work so far. `used`: processor time so
+        far."""
         if not self.due(now):
             return
         self.batches_per_s = max(0, total - self._total) / (now - self.since)
@@ -64,7 +65,7 @@ class BatchRates:
             self._takes(spent, used, 1)
 
     def _takes(self, spent: float, used: ProcessorUse, made: int) -> None:
-        """That many batches took so much, since the last that counts."""
+        """Update the rates: `made` batches took so much time since the last one that counts."""
         self.batch_s = spent / made
         self.batch_cpu_s = max(0.0, used.cpu_s - self._used.cpu_s) / made
         self.batch_delay_s = min(spent, max(0.0, used.delay_s - self._used.delay_s)) / made

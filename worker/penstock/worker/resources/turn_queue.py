@@ -1,10 +1,10 @@
-"""A queue for what costs a processor seconds: a few go at a time, the others know their place.
+"""A queue for tasks that cost a processor seconds: a few run at a time, the others know their position.
 
-To start a runner takes an interpreter, torch and the user's imports, so fifty that start at once on two cores are each
-fifty times slower, and run into deadlines that one after the other they would keep. As many start at a time as there
+Starting a runner takes an interpreter, torch and the user's imports. Fifty that start at once on two cores are each
+fifty times slower, and exceed deadlines that they would keep one after the other. So as many start at a time as there
 are processors; tasks beside the stream (replayers.py) have a queue of their own, of the same kind.
 
-A start that does not use a processor keeps nobody waiting: an input_fn that reads an index for minutes, or that waits
+A start that does not use a processor does not delay others: an input_fn that reads an index for minutes, or that waits
 for the other slots of its run, gives its turn up as soon as it stands still, and after `TURN_S` in any case.
 """
 
@@ -28,21 +28,21 @@ IDLE_LOOKS = 2
 
 
 class QueueTurn:
-    """In the queue, then under way, then over. Made by `TurnQueue.join`."""
+    """A turn: in the queue, then running, then over. Made by `TurnQueue.join`."""
 
     def __init__(self, queue: TurnQueue) -> None:
         self._queue = queue
         self.over = asyncio.Event()
         self.came: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Done once it is under way."""
+        """Future that is done once the turn has begun."""
 
     @property
     def place(self) -> int:
-        """Its place in the queue, from 1; 0 if it is not in the queue any more."""
+        """Position in the queue, from 1; 0 if it is not in the queue any more."""
         return self._queue.place(self)
 
     async def end_when_idle(self, pid: int) -> None:
-        """End it when the runner `pid` stands still, or has had its time."""
+        """End the turn when the runner `pid` stands still, or has had its time."""
         demand, idle, until = ProcessorDemand(pid), 0, time.monotonic() + TURN_S
         while idle < IDLE_LOOKS and time.monotonic() < until and not self.over.is_set():
             idle = idle + 1 if demand.look(time.monotonic()) < IDLE_SHARE else 0
@@ -51,7 +51,7 @@ class QueueTurn:
         self.end()
 
     def end(self) -> None:
-        """It is over, in whatever way, and the next one's turn has come. Harmless when said again."""
+        """End the turn; the next one begins. A second call does nothing."""
         if not self.over.is_set():
             self.over.set()
             self._queue.leave(self)
@@ -69,28 +69,28 @@ class TurnQueue:
         self._urgent: dict[QueueTurn, None] = {}
         self._others: dict[QueueTurn, None] = {}
         self._places: dict[QueueTurn, int] = {}
-        """Of those that wait; empty until somebody asks."""
+        """Positions of the turns that wait; empty until asked for."""
         self._lent: set[asyncio.Future[None]] = set()
 
     def __len__(self) -> int:
-        """Turns that wait."""
+        """Return the count of turns that wait."""
         return len(self._urgent) + len(self._others)
 
     def place(self, turn: QueueTurn) -> int:
-        """See QueueTurn.place."""
+        """Return the position of a turn, see QueueTurn.place."""
         if len(self._places) != len(self):
             self._places = {waiting: number for number, waiting in enumerate([*self._urgent, *self._others], 1)}
         return self._places.get(turn, 0)
 
     def join(self, *, urgent: bool = False) -> QueueTurn:
-        """Return a turn at the end of the queue, or of the urgent ones, which come first. Who joins must `end` it."""
+        """Return a turn at the end of the queue, or of the urgent ones, which come first. The caller must `end` it."""
         turn = QueueTurn(self)
         (self._urgent if urgent else self._others)[turn] = None
         self._next()
         return turn
 
     def leave(self, turn: QueueTurn) -> None:
-        """See QueueTurn.end."""
+        """Remove a turn, see QueueTurn.end."""
         waiting = self._urgent if turn in self._urgent else self._others
         if turn in waiting:
             del waiting[turn]
@@ -101,7 +101,7 @@ class TurnQueue:
 
     @contextlib.asynccontextmanager
     async def turn(self, *, urgent: bool) -> AsyncIterator[None]:
-        """Wait for a turn, which is over with the block."""
+        """Wait for a turn, which ends with the block."""
         turn = self.join(urgent=urgent)
         try:
             await turn.came
@@ -110,7 +110,7 @@ class TurnQueue:
             turn.end()
 
     def lend_until(self, ended: Awaitable[None]) -> None:
-        """Have one less under way until `ended`: a start that failed still takes its part of the machine."""
+        """Run one less until `ended`: a start that failed still uses its part of the machine."""
         self._under_way += 1
         lent = asyncio.ensure_future(ended)
         self._lent.add(lent)

@@ -1,1 +1,1 @@
-"""What runs in child processes: the fork server, runners, replayers."""
+"""Programs of the child processes: the fork server, runners, replayers."""

@@ -47,9 +47,9 @@ from penstock.worker.processes.stack_dump import write_stacks_to
 __all__ = ["main"]
 
 ORPHANS_S = 0.05
-"""Between two looks at orphans that are about to end."""
+"""Seconds between two looks at orphans that are about to end."""
 LAST_LOOKS = 90
-"""At orphans, at the end; a fork bomb may be quicker, and the fork server goes all the same."""
+"""Looks at orphans, at the end; a fork bomb may be quicker, and the fork server ends all the same."""
 
 
 def main() -> None:
@@ -100,14 +100,15 @@ def main() -> None:
                         channel.send("forked", fds=[child.fileno()], id=number, pid=pid)
             left = left and orphans.end(children)
     except (LaneLostError, BrokenPipeError, ConnectionResetError):
-        pass  # the daemon is gone, or wants us gone
+        pass  # the daemon is gone, or ends this process
     finally:
         _end(children, orphans)
-    os._exit(0)  # nothing here is worth the half second in which the interpreter would take torch apart
+    os._exit(0)  # the interpreter's own shutdown would take half a second for nothing
 
 
 def _reap(children: dict[int, int], channel: ControlChannel, orphans: Orphans) -> None:
-    """Collect the children that have died, and tell their ends. Their group goes first, while its number is theirs."""
+    """Collect the children that have died, and report their ends. Their group is killed first, while their process id
+    cannot be reused."""
     for pid in list(children):
         if not has_ended(pid):
             continue
@@ -117,7 +118,7 @@ def _reap(children: dict[int, int], channel: ControlChannel, orphans: Orphans) -
 
 
 def _end(children: Iterable[int], orphans: Orphans) -> None:
-    """Kill all that is below us: our children, and then what became ours when they died."""
+    """Kill all processes below this one: its children, and then the orphans that came here when they died."""
     for pid in children:
         kill_child(pid)
         reap(pid, group=False)
@@ -129,7 +130,7 @@ def _end(children: Iterable[int], orphans: Orphans) -> None:
 
 
 def _fork(message: ControlMessage, channel: ControlChannel, own: Iterable[int]) -> int:
-    """`own`: descriptors that are no business of a child's."""
+    """Fork a child; return its process id. `own`: descriptors that a child must not have."""
     pid = fork(partial(_child, os.getpid(), message, channel, own))
     for fd in message.fds:
         os.close(fd)
@@ -137,7 +138,8 @@ def _fork(message: ControlMessage, channel: ControlChannel, own: Iterable[int]) 
 
 
 def _give_up_rights(tempdir: str) -> None:
-    """`tempdir`: where multiprocessing, and its processes below this one, put their sockets if this user may."""
+    """Give up the rights that user code must not have. `tempdir`: where multiprocessing, and its processes below this
+    one, put their sockets if this user may."""
     for trait in sys.argv[3:]:
         if trait.startswith("user="):
             RunnerUser.decode(trait.removeprefix("user=")).become()
@@ -148,7 +150,7 @@ def _give_up_rights(tempdir: str) -> None:
 
 
 def _child(parent: int, message: ControlMessage, parents_channel: ControlChannel, own: Iterable[int]) -> int:
-    """Return the exit status. What is raised comes out of the runner's own code: user errors never get here."""
+    """Run the child; return its exit status. Exceptions come from the runner's own code: user errors never get here."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     parents_channel.sock.close()

@@ -1,12 +1,12 @@
-"""A helper process: it has imported what a run's loaders need, and forks a fresh process for each task.
+"""A warm helper: it has imported what a run's loaders need, and forks a fresh child for each task.
 
-A helper process that is forked from the fork server imports the user's modules first, and whatever his input_fn
-imports: a tenth of a second or a whole one, for each slot of a state. A helper does that once, and then only forks; the
-child does the task (replayer.py), answers on the helper's own socket, and is gone. So no task meets what another one
-left.
+A child that is forked from the fork server first imports the user's modules, and whatever his input_fn imports: 0.1 to
+1 s, for each slot of a state. A warm helper does that once, and then only forks. The child does the task (replayer.py),
+answers on the warm helper's own socket, and ends. So a task never sees what another one left.
 
-It is as good as a fresh one only if to import changed nothing but modules. Where the import drew random numbers, asked
-for its slot, started a thread or a process, or opened a file, the helper says so and ends: tasks are done without.
+A warm helper equals a fresh child only if importing changed nothing but modules. If an import drew random numbers,
+asked for its slot, started a thread or a process, or opened a file, the warm helper reports that and ends: fresh
+children do the tasks then.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = ["run_helper"]
 
 
 def run_helper(channel: ControlChannel) -> None:
-    """Warm up, say so, and serve tasks until the daemon hangs up."""
+    """Warm up, report it, and serve tasks until the daemon closes the channel."""
     with contextlib.suppress(LaneLostError):
         message = cast(ControlMessage, channel.receive())
         spec = records_pb2.LoaderSpec.FromString(message.payload)
@@ -49,7 +49,7 @@ def run_helper(channel: ControlChannel) -> None:
 
 
 def _warm_up(spec: records_pb2.LoaderSpec, modules: Sequence[str]) -> str:
-    """Import what the loader needs. Returns what else that did, "" for nothing."""
+    """Import what the loader needs. Return its other effects, "" for none."""
     place_of.set_assignment(place_of.NEUTRAL)
     before = _surroundings()
     try:
@@ -66,7 +66,7 @@ def _warm_up(spec: records_pb2.LoaderSpec, modules: Sequence[str]) -> str:
 
 
 def _surroundings() -> dict[str, object]:
-    """What an import should leave alone."""
+    """Return what an import should leave unchanged."""
     return {
         "random generators": capture_rng(),
         "threads": len(os.listdir("/proc/self/task")),
@@ -76,8 +76,8 @@ def _surroundings() -> dict[str, object]:
 
 
 def _serve(channel: ControlChannel) -> None:
-    """Until the daemon hangs up, a task dies, or leaves something behind: what is wrong then is told to a fresh child,
-    and the fork server cleans up."""
+    """Serve until the daemon closes the channel, a task dies, or a task leaves something behind: then a fresh child
+    does it again and reports the error, and the fork server cleans up."""
     while True:
         readable(channel.fileno())
         if channel.hung_up():

@@ -1,12 +1,12 @@
-"""One slot of a run in the process and thread of whoever asks for its batches: what a runner is, without a process.
+"""A slot of a run in the process and thread of the code that takes its batches: a runner without a process.
 
-The loader, its start, its return to an earlier place and its recovery are those of a runner (worker/loader); a state is
-made as a helper process makes it (replayer.py). Nothing runs ahead of the loop: a batch is made when it is asked for,
-so the loader stands where the loop stands, and there is neither ring nor socket, neither snapshot nor proof.
+The loader, its start, its return to an earlier position and its recovery are those of a runner (worker/loader); a state
+is made as a helper process makes it (replayer.py). Nothing runs ahead of the loop: a batch is made when it is asked
+for, so the loader's position is the loop's, and there is no ring, socket, snapshot or verification.
 
-A state names the place where the slot's launch began, which needs no proof, and how many batches lie between; loaders
-whose states are exact are saved just where they stand. Where a loader's own state at the step is aggregated, a second
-loader is brought there by replay.
+A state names the position where the slot's launch began, which needs no verification, and the number of batches
+between; loaders whose states are exact are saved at their position. Where a loader's own state at the step is
+aggregated, a second loader is brought there by replay.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class SlotState:
     """A slot's part of a state."""
 
     data: bytes
-    """Envelope, as a daemon answers it."""
+    """Envelope of the state, as in a daemon's answer."""
     samples: int
     digest: int
     next_digest: int = 0
@@ -72,12 +72,12 @@ class SlotState:
 
 @dataclass(frozen=True)
 class _Noted:
-    """What is known of a batch."""
+    """Record of a batch."""
 
     epoch: int
     digest: int
     samples: int
-    """In all, with this batch."""
+    """Samples in all, with this batch."""
 
 
 class InProcessSlot:
@@ -100,20 +100,20 @@ class InProcessSlot:
         self._take = ReplayDigest(self._flattener, cover=self._cover).take
         self._globals = ProcessGlobals()
         self._start_data: bytes | None = None
-        """Where the stream comes from, encoded."""
+        """Encoded start of the stream."""
         self._unsaved: Exception | None = None
         self._left: dict[int, int] = {}
         self._log: OrderedDict[int, _Noted] = OrderedDict()
         self._noted = noted
         self._source: RestorableLoader | None = None
         self._lost = False
-        """The loader is to be made anew."""
+        """Flag that the loader is to be made anew."""
         self.capabilities = records_pb2.LoaderCapabilities(length=-1)
 
     # ---- the stream
 
     def prepare(self) -> None:
-        """Make the loader and bring it to where the slot starts. Raises what a runner would fail with."""
+        """Make the loader and bring it to where the slot starts. Raise the errors that a runner would fail with."""
         if self._source is not None:
             return
         with self._globals.in_place():
@@ -124,11 +124,11 @@ class InProcessSlot:
             self.capabilities.looked_at_assignment = place_of.looked_at()
 
     def next(self, step: int, epoch: int, total: int) -> MadeBatch | None:
-        """The batch after `total`, which will be the box's `step`; None at the end of the epoch.
+        """Return the batch after `total`, which will be the box's `step`; None at the end of the epoch.
 
-        Ctrl-C in the user's code is raised as it is, and not as an error of theirs: it was meant for the process. What
-        the loader was doing is lost then, as with a runner, and so is a batch that was made and not delivered: the next
-        call makes the loader anew.
+        Ctrl-C in the user's code is raised as it is, and not as an error of user code: it was meant for the process.
+        The loader's present work is lost then, as with a runner, and so is a batch that was made and not delivered: the
+        next call makes the loader anew.
         """
         source = self._ready()
         if source.position.total != total:
@@ -152,7 +152,7 @@ class InProcessSlot:
         return made
 
     def leave(self, epoch: int, total: int) -> None:
-        """The loop leaves the epoch after batch `total`, of which the slot may have met the end."""
+        """Abandon the epoch after batch `total`, of which the slot may have met the end."""
         source = self._ready()
         position = source.position
         with self._globals.in_place():
@@ -165,22 +165,22 @@ class InProcessSlot:
         self._left[epoch] = total
 
     def lose(self) -> None:
-        """Take the loader for lost, as if its worker had died: the next call makes it anew, and brings it back."""
+        """Treat the loader as lost, as if its worker had died: the next call makes it anew, and brings it back."""
         self._lost = True
 
     def failure(self, error: BaseException) -> PenstockError:
-        """What a runner says where making the next batch raises this."""
+        """Return the error of a runner for this exception while making the next batch."""
         source = self._ready()
         return source.failed(f"batch {source.position.total + 1}", error)
 
     def drop(self) -> None:
-        """Let the loader go, and its worker processes with it."""
+        """Release the loader and its worker processes."""
         source, self._source = self._source, None
         if source is not None:
             source.drop()
 
     def aggregate(self, states: list[Any]) -> Any:
-        """One state of all workers' states."""
+        """Return one state made of all workers' states."""
         source = self._ready()
         with self._globals.in_place():
             return source.aggregate(states)
@@ -198,7 +198,7 @@ class InProcessSlot:
         return self._anew(position.epoch, position.total) if self._lost else self._source
 
     def _anew(self, epoch: int, total: int) -> RestorableLoader:
-        """Another loader, where this one stood, as a runner that takes the slot over."""
+        """Return another loader at this one's position, as a runner that takes the slot over does."""
         if self._source is not None:
             self._source.drop()
         self._globals, noted = ProcessGlobals(), self._log.get(total)
@@ -211,7 +211,7 @@ class InProcessSlot:
         return source
 
     def _recover(self, source: RestorableLoader, target: Target) -> None:
-        """Bring a loader back to where the slot stood."""
+        """Bring a loader back to the slot's position."""
         plan = (
             None
             if self._start_data is None
@@ -223,7 +223,7 @@ class InProcessSlot:
         catch_up(source, target.epoch)
 
     def _keep(self, source: RestorableLoader, point: RestartPoint, begins: bool) -> None:
-        """As a runner does, but only where the stream comes from is a restart point here."""
+        """Keep a restart point as a runner does, but only the start of the stream counts as one here."""
         if not begins:
             return
         self._unsaved = source.unsaved
@@ -263,12 +263,12 @@ class InProcessSlot:
     # ---- states
 
     def state(self, epoch: int, delivered: int, total: int, step: int) -> SlotState:
-        """The slot's part of the state at a place that it has reached, which is the box's `step`."""
+        """Return the slot's part of the state at a position that it has reached, which is the box's `step`."""
         source = self._ready()
         if self._unsaved is not None and self.capabilities.state_methods:
             raise self._unsaved
         if self._start_data is None:
-            raise StateUnavailableError(f"{source.name}: there is no place from which batch {total} could be reached")
+            raise StateUnavailableError(f"{source.name}: no restart point leads to batch {total}")
         position, exact = source.position, self.capabilities.exact_states
         is_here = (position.epoch, position.total) == (epoch, total) and source.is_open and not source.is_ahead
         if exact and is_here and not source.is_untouched:
@@ -295,7 +295,7 @@ class InProcessSlot:
         return SlotState(data, at.samples, at.digest, following.digest, following.epoch > epoch)
 
     def _replayed(self, epoch: int, delivered: int, total: int, step: int) -> SlotState:
-        """By a second loader, as a helper process does it."""
+        """Return the state by a second loader, as a helper process makes it."""
         assert self._start_data is not None
         point = RestartPoint.decode(self._start_data)
         fields = {

@@ -1,4 +1,4 @@
-"""What a runner itself remembers of its restart points, and its plan to go back to where the loop left an epoch."""
+"""A runner's own record of its restart points, and its plan to go back to where the loop abandoned an epoch."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from penstock.worker.loader.restart_plan import Target
 __all__ = ["EncodedPoint", "LocalRestartPoints", "Return"]
 
 KEPT_POINTS = 16
-"""Origins, and snapshots, that are remembered."""
+"""Epoch starts, and snapshots, that are remembered."""
 KEPT_BYTES = 64 << 20
-"""Of origins, up to which those of all epochs that it may be ahead of the loop are remembered."""
+"""Bytes of epoch starts, up to which those of all epochs that it may be ahead of the loop are remembered."""
 CHECKED_BATCHES = 4
-"""Batches between a snapshot and the place to go back to, for all of them are compared on the way: nobody has proven
-the snapshot."""
+"""Batches between a snapshot and the position to go back to; all of them are compared on the way, because the snapshot
+is not verified."""
 
 
 @dataclass(frozen=True)
 class EncodedPoint:
-    """A base, encoded."""
+    """A restart point, encoded."""
 
     epoch: int
     total: int
@@ -31,29 +31,30 @@ class EncodedPoint:
 
 @dataclass(frozen=True)
 class Return:
-    """How to go back to a place of an epoch that the runner ran ahead of."""
+    """Plan to go back to a position in an epoch that the runner ran ahead of."""
 
     inside: EncodedPoint | None
     """The newest snapshot before it in its epoch, with batches between that are compared."""
     epoch_start: EncodedPoint | None
     """The newest start of its epoch."""
     earlier: EncodedPoint | None
-    """The newest of the epochs before."""
+    """Newest start of the epochs before."""
     first: EncodedPoint | None
-    """The same, where its epoch's start is in doubt: of the run's first epoch only for a place in the second."""
+    """Newest earlier start where its epoch's start is in doubt: the run's first epoch only for a position in the
+    second."""
     there: EncodedPoint | None
-    """The newest snapshot of just this place."""
+    """Newest snapshot of exactly this position."""
     probe: Target | None = None
-    """To go to from `epoch_start` first: nothing was taken of the epoch, so no other batch would show that a loader
-    that is restored there is elsewhere. `epoch_start` is in doubt if it does not lead there."""
+    """Position to go to from `epoch_start` first: nothing was taken of the epoch, so no other batch would show that a
+    loader restored there is elsewhere. `epoch_start` is in doubt if it does not lead there."""
 
     def ways(self, *, origin_doubted: bool) -> list[EncodedPoint]:
         """Return the ways, the best first; empty if there is none.
 
-        Best is a snapshot before the place: a loader that was just loaded and has yielded nothing may not know yet
-        that it is in the middle of an epoch, and would go on with it when the next one is opened. Then the epoch's
-        origin, which does not do for a loader that begins an epoch in its first next(); then from before the epoch, and
-        last from just there.
+        Best is a snapshot before the position: a loader that was just loaded and has yielded nothing may not know yet
+        that it is in the middle of an epoch, and would continue it when the next one is opened. Then the epoch's start,
+        which does not do for a loader that begins an epoch in its first next(); then from before the epoch, and last
+        from exactly the position.
         """
         doubted = origin_doubted and self.inside is None
         order = [self.first if doubted else None, self.inside, self.epoch_start, self.earlier, self.there]
@@ -61,15 +62,15 @@ class Return:
 
 
 class LocalRestartPoints:
-    """The newest origins and snapshots."""
+    """The newest epoch starts and snapshots."""
 
     def __init__(self) -> None:
         self._origins: deque[EncodedPoint] = deque()
         self._snapshots: deque[EncodedPoint] = deque(maxlen=KEPT_POINTS)
 
     def add(self, point: EncodedPoint, *, epoch_start: bool) -> None:
-        """Remember one, and forget the oldest. A slot whose epochs are short, or empty, is many of them ahead of the
-        loop, which may leave any."""
+        """Remember one, and drop the oldest. A slot whose epochs are short, or empty, is many of them ahead of the
+        loop, which may abandon any."""
         (self._origins if epoch_start else self._snapshots).append(point)
         epoch_starts = self._origins
         while len(epoch_starts) > KEPT_POINTS and (
@@ -79,16 +80,16 @@ class LocalRestartPoints:
             epoch_starts.popleft()
 
     def forget_after(self, epoch: int) -> None:
-        """What was taken of later epochs never happened."""
+        """Drop what was taken of later epochs."""
         for points in (self._origins, self._snapshots):
             while points and points[-1].epoch > epoch:
                 points.pop()
 
     def plan_return(self, target: Target, *, exact: bool, following: int = 0) -> Return:
-        """Plan the way back to a place.
+        """Plan the way back to a position.
 
         Args:
-            exact: the loader's snapshots need no proof.
+            exact: the loader's snapshots need no verification.
             following: digest of the batch that came next there, of the same epoch; 0 if it is not known, or the loader
                 is not to be tried.
         """

@@ -1,11 +1,11 @@
-"""The child that restores a loader beside the one that streams, does one thing with it, and is gone.
+"""The helper process that restores a loader beside the one that streams, does one task with it, and ends.
 
-- `prove`: restore a base and compare the next batches with those that were delivered: see proofs.py.
-- `state`: replay from the nearest proven base to a place, and take the loader's state there.
-- `advance`: move a state on by arithmetic, for loaders that can (`advance_state`): no input_fn runs, no batch is made.
+- `prove`: restore a restart point and compare the next batches with those that were delivered: see proofs.py.
+- `state`: replay from the nearest verified restart point to a position, and take the loader's state there.
+- `advance`: advance a state by arithmetic, for loaders that can (`advance_state`): no input_fn runs, no batch is made.
 - `aggregate`: make one state of all workers' states, for a training job that cannot build the loader itself.
 
-It sits in memory of its own, so whatever the user's code does here, the stream goes on.
+It has memory of its own, so the stream continues whatever the user's code does here.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = ["run_task", "state_at"]
 _log = logging.getLogger("penstock.worker")
 
 MOST_MODULES = 8192
-"""Names of modules that are told."""
+"""Names of modules that are reported."""
 
 
 class _Answer(Protocol):
@@ -46,7 +46,7 @@ class _Answer(Protocol):
 
 
 class _Told:
-    """An answer that tells, too, which modules were imported for it: for helpers (helper_process.py)."""
+    """Answer that also reports the modules imported for it, for warm helpers (helper_process.py)."""
 
     def __init__(self, channel: ControlChannel, known: set[str]) -> None:
         self._channel, self._known = channel, known
@@ -57,7 +57,7 @@ class _Told:
 
 
 def run_task(channel: ControlChannel) -> None:
-    """One task: messages `assign`, `point` ..., then the task; the answer is `done` or `failed`."""
+    """Do one task: messages `assign`, `point` ..., then the task; the answer is `done` or `failed`."""
     forks.host_user_code()
     forks.keep(channel)
     known = set(sys.modules)
@@ -101,13 +101,13 @@ def _prove(
     replay_digest: ReplayDigest,
     opened: RestartPoint | None = None,
 ) -> dict[str, Any]:
-    """Whether the base leads to what was delivered, and if not, which batch differs.
+    """Find out whether the restart point leads to what was delivered, and if not, which batch differs.
 
-    `digests`: total -> [epoch, digest] of the batches behind it. Where they lie beyond the end of its epoch: also in
-    which way the loader gets there, see epoch_crossing.py; `crossing`: in which it does as far as is known. `opened`: a
-    snapshot of the loader that streamed, after the first batch there. `generators`: see _compare. `early`: the same as
-    `digests`, of the slot's first batches, or none. If the base does not lead to its batches, whether a loader from the
-    beginning makes those at least.
+    `digests`: total -> [epoch, digest] of the batches behind it. Where they lie beyond the end of its epoch, the
+    loader's crossing is found, too, see epoch_crossing.py; `crossing`: the one known so far. `opened`: a snapshot of
+    the loader that streamed, after the first batch there. `generators`: see _compare. `early`: the same as `digests`,
+    of the slot's first batches, or none. If the restart point does not lead to its batches, a loader from the beginning
+    is compared with those.
     """
     delivered = {int(total): (epoch, digest) for total, (epoch, digest) in fields["digests"].items()}
     source.restore(point)
@@ -138,8 +138,8 @@ def _way_over(
     known: str,
     opened: RestartPoint | None,
 ) -> str:
-    """How the source, at the end of its epoch, gets to these batches of later ones: in the way that is known, if it
-    leads there still, else in a more careful one."""
+    """Return the crossing by which the source, at the end of its epoch, gets to these batches of later ones: the known
+    one if it still leads there, else a more careful one."""
     end, position = source.rng(), source.position.copy()
     for way in to_try(known):
         source.position = position.copy()
@@ -160,8 +160,8 @@ def _leads_on(
     replay_digest: ReplayDigest,
     opened: RestartPoint | None,
 ) -> bool:
-    """Whether the source, between two epochs, goes on with these batches. With the first of them it must also be what
-    the loader that streamed was: the epoch after may come of what it is, and not of what it has yielded."""
+    """Return whether the source, between two epochs, continues with these batches. With the first of them it must also
+    have the state of the loader that streamed: the next epoch may follow from that state, not from the batches."""
     for epoch in sorted({epoch for epoch, _ in beyond.values()}):
         while source.position.epoch < epoch:
             if not source.is_open:
@@ -182,8 +182,8 @@ def _compare(
     generators: int = 0,
     opened: RestartPoint | None = None,
 ) -> tuple[int, str]:
-    """Which of the batches that come in this epoch is not as delivered, and what comes instead; or "". `generators`:
-    hash of the generators after the first of them, 0 if it is not known. `opened`: what the loader was after one."""
+    """Return which batch of this epoch is not as delivered, and what comes instead; or "". `generators`: hash of the
+    generators after the first of them, 0 if not known. `opened`: snapshot of the streaming loader after one."""
     while (expected := delivered.get(source.position.total + 1)) is not None and expected[0] == epoch:
         batch = source.next()
         if batch is END:
@@ -201,13 +201,13 @@ def _compare(
 
 
 def _is_as(source: RestorableLoader, point: RestartPoint) -> bool:
-    """The loader says of itself what it said then, and so do the random generators."""
+    """Return whether the loader's state and the random generators equal those of the snapshot."""
     state = source.state(point.step or point.position.total)[0]
     return source.rng() == point.rng and encode_state(state) == encode_state(point.state)
 
 
 def _advanced(point: RestartPoint, assignment: records_pb2.WorkerAssignment, fields: dict[str, Any]) -> bytes:
-    """The state after the base that the loader's class says, `batches` further in the epoch."""
+    """Return the state that the loader's class computes `batches` behind the restart point, in its epoch."""
     loader = load_class(fields["loader"], assignment.loader)
     position = StreamPosition(point.position.epoch, fields["delivered"], fields["total"], fields["samples"])
     state = loader.advance_state(point.state, position.total - point.position.total)
@@ -215,8 +215,8 @@ def _advanced(point: RestartPoint, assignment: records_pb2.WorkerAssignment, fie
 
 
 def _all_over(source: RestorableLoader, epoch: int) -> bool:
-    """Nothing comes before epoch `epoch`. Else the loop left an epoch, of which nobody here knows, and who resumed from
-    the state of this place would go on with what it left."""
+    """Raise unless nothing comes before epoch `epoch`. Otherwise the loop abandoned an epoch that is not known here,
+    and a resume from this state would continue it."""
     while source.position.epoch < epoch:
         if not source.is_open:
             source.open_epoch()
@@ -228,8 +228,8 @@ def _all_over(source: RestorableLoader, epoch: int) -> bool:
 def state_at(
     source: RestorableLoader, point: RestartPoint, fields: dict[str, Any], replay_digest: ReplayDigest
 ) -> tuple[dict[str, Any], bytes]:
-    """Replay from the base to `total` in epoch `epoch`, and save there, as of the box's `step`; from the beginning if
-    the base does not lead there. Returns what is told of the place, and the state."""
+    """Replay from the restart point to `total` in epoch `epoch`, and save there, as of the box's `step`; from the
+    beginning if the restart point does not lead there. Return the fields of the position, and the state."""
     try:
         source.restore(point)
         return _replayed(source, point, point.position.epoch, fields, replay_digest)
@@ -247,8 +247,8 @@ def state_at(
 def _replayed(
     source: RestorableLoader, point: RestartPoint, told_until: int, fields: dict[str, Any], replay_digest: ReplayDigest
 ) -> tuple[dict[str, Any], bytes]:
-    """What is told of the way from a base, where the source stands, and the state that was taken there. `told_until`:
-    the epoch before which the base's past names all that were left."""
+    """Return the fields of the way from a restart point, the source's position, and the state taken there.
+    `told_until`: the epoch before which the history names all abandoned epochs."""
     delivered = {int(total): digest for total, digest in fields["digests"].items()}
     replayed: deque[tuple[int, int, int]] = deque(maxlen=ENTRIES)
 
@@ -282,7 +282,7 @@ def _replayed(
     user, rng = None, b""
     if (
         source.capabilities.state_methods == 4
-    ):  # which is aggregated; for others what is saved is the base and the count
+    ):  # which is aggregated; for others the restart point and the count are saved
         source.require_state()
         if source.unsaved is not None:
             raise source.unsaved

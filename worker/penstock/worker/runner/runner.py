@@ -3,9 +3,8 @@
     next(loader) -> flatten into a ring entry -> digest, progress page -> snapshot, if one is due -> descriptor to the
     consumer
 
-It has no thread of ours, for user code may fork here, and no gRPC. Between two batches it looks at its two sockets, the
-lane's and the daemon's, when there is reason to: the ring is half taken, a batch was slow, or there is nothing else to
-do.
+Penstock has no thread in it, because user code may fork here, and no gRPC. Between two batches it polls its two
+sockets, the lane's and the daemon's, when there is a reason: the ring is half full, a batch was slow, or it is idle.
 """
 
 from __future__ import annotations
@@ -61,19 +60,19 @@ __all__ = ["run_slot"]
 _log = logging.getLogger("penstock.worker")
 
 SLOW_BATCH_S = 0.001
-"""A batch that took longer is followed by a look at the sockets; it costs 2 us."""
+"""Seconds of a batch after which the sockets are polled; a poll costs 2 us."""
 LONGEST_DEAF_S = 0.1
-"""Between two looks when neither of the others calls for one."""
+"""Seconds between two polls without another reason."""
 KEPT_LEFT = 64
-"""Passes left that it remembers; each has at least an origin of its own."""
+"""Abandoned epochs that it remembers; each has at least an epoch start of its own."""
 
 
 class _StopError(Exception):
-    """The daemon wants this slot to end."""
+    """The daemon asks this slot to end."""
 
 
 def run_slot(channel: ControlChannel, progress_page: ProgressPage) -> None:
-    """The life of a runner, from its assignment to its end."""
+    """Run a slot, from its assignment to its end."""
     message = cast(ControlMessage, channel.receive())
     assignment = assignment_of(message)
     runner = _Runner(assignment, channel, progress_page)
@@ -92,12 +91,12 @@ def run_slot(channel: ControlChannel, progress_page: ProgressPage) -> None:
 
 @dataclass
 class _Start:
-    """What the daemon sent to start from, besides the assignment."""
+    """Start of the slot besides the assignment, as the daemon sent it."""
 
     resume: dict[str, Any] | None
     points: list[RestartPoint]
     begins: bool = False
-    """Another runner's beginning is not among them: to be made again."""
+    """Flag that another runner's beginning is not among them: it must be made again."""
 
 
 class _Runner:
@@ -120,22 +119,23 @@ class _Runner:
         self._cadence = SnapshotCadence()
         self._own = LocalRestartPoints()
         self._start_data = b""
-        """Where the stream comes from, encoded."""
+        """Encoded start of the stream."""
         self._counts = False
-        """States of the loader mislead: restart points are counted from the start."""
+        """Flag that states of the loader mislead: restart points are counted from the start."""
         self._left: dict[int, int] = {}
-        """Pass -> the slot's batches when the loop left it."""
+        """Epoch -> the slot's batches when the loop abandoned it."""
         self._hello: lane_pb2.Hello | None = None
         self._points: list[RestartPoint] = []
-        """That came after the start: of a successor, whose predecessor has gone on meanwhile."""
+        """Restart points that came after the start, from a predecessor that has continued meanwhile."""
         self._looked = False
         self._begun = False
         self._generators_at = 0
-        """The batch after which the generators are told: the one behind the newest base, for its proof."""
+        """Batch after which the generators are reported: the one behind the newest restart point, for its
+        verification."""
         self._last_look = 0.0
         self._poll = select.poll()
         self._poll.register(channel.fileno(), select.POLLIN)
-        self._polled = (-1, 0)  # the consumer's socket and what is asked of it
+        self._polled = (-1, 0)  # the consumer's socket and its polled events
         point = assignment.start
         turns = list(point.live) or list(range(assignment.num_workers_per_box))
         ahead = (turns.index(assignment.slot) - point.cursor) % len(turns) if assignment.slot in turns else 0
@@ -145,7 +145,8 @@ class _Runner:
     # ---- starting
 
     def prepare(self) -> None:
-        """Build the loader and bring it to where the slot starts; any failure is told to the daemon and ends us."""
+        """Build the loader and bring it to where the slot starts; a failure is reported to the daemon and ends the
+        process."""
         source = self.source
         self._doing("starting")
         try:
@@ -153,7 +154,7 @@ class _Runner:
             source.build()
             if sent.begins or not self.assignment.recovery:
                 start(source, sent.resume, partial(self._keep, begins=True), self._seek)
-            self._say_ready()
+            self._send_ready()
             if self.assignment.recovery:
                 if self.assignment.resume.blob and source.by_own_methods and not sent.begins:
                     source.learn_resume(self._await_resume())
@@ -176,7 +177,7 @@ class _Runner:
             elif message.kind == "point":
                 sent.points.append(RestartPoint.decode(message.payload))
             elif message.kind == "crossing":
-                self.source.learn_rewinds(message.fields["crossing"])
+                self.source.learn_crossing(message.fields["crossing"])
             elif message.kind == "misleads":
                 self._counts = True
             elif message.kind == "begins":
@@ -186,7 +187,7 @@ class _Runner:
         return sent
 
     def _recover(self, points: list[RestartPoint]) -> None:
-        """Another runner had this slot: go to the batch after the last one delivered, and prove the way right."""
+        """Go to the batch after the last one delivered, because another runner had this slot, and verify the way."""
         self._doing("waiting")
         while self._hello is None:
             self._serve(None)
@@ -201,14 +202,15 @@ class _Runner:
         catch_up(source, hello.epoch)
 
     def _await_resume(self) -> dict[str, Any]:
-        """What the launch resumed from, which the daemon has fetched only for those that need it again."""
+        """Return the state from which the launch resumed; the daemon has fetched it only for runners that need it
+        again."""
         self._channel.send("wants_resume")
         while (message := cast(ControlMessage, self._channel.receive())).kind != "resume":
             self._heed(message)
         return cast(dict[str, Any], decode_state(payload_of(message)))
 
     def _open_epoch(self) -> None:
-        """Open the next epoch, and keep its origin."""
+        """Open the next epoch, and keep its epoch start."""
         source = self.source
         self._keep(source.open_epoch(step=self._step_of(source.position.total)))
 
@@ -231,13 +233,13 @@ class _Runner:
 
         replay(source, leg, seen, self._open_epoch)
 
-    def _say_ready(self) -> None:
+    def _send_ready(self) -> None:
         self._channel.send("ready", self.source.capabilities.SerializeToString())
 
     # ---- streaming
 
     def stream(self) -> None:
-        """Pass after pass, as far as the consumer opens them. Does not return before it is told to stop."""
+        """Stream epoch after epoch, as far as the consumer opens them, until the daemon ends the slot."""
         source = self.source
         try:
             while True:
@@ -281,7 +283,8 @@ class _Runner:
         while True:
             started = clock()
             batch = self._next()
-            if producer.abandoned:  # heard of while user code waited for a slot: nothing more of this epoch may be sent
+            # received while user code waited for an entry: nothing more of this epoch may be sent
+            if producer.abandoned:
                 del batch
                 self._go_back()
                 return
@@ -337,7 +340,7 @@ class _Runner:
                     return
 
     def _next(self) -> Any:
-        """The next batch or END; the user's code may build it in a ring entry."""
+        """Return the next batch or END; the user's code may build it in a ring entry."""
         self._lease.offered = True
         try:
             return self.source.next()
@@ -347,7 +350,7 @@ class _Runner:
                 raise self._interrupt
 
     def _learn(self, structure: Structure) -> int:
-        """A number for a structure. It stays alive in the table, so its id is its own."""
+        """Return a number for a structure. It stays alive in the table, so its id is its own."""
         self._structures += 1
         self._numbers[id(structure)] = self._structures, structure
         if len(self._numbers) > KNOWN_STRUCTURES:
@@ -356,7 +359,7 @@ class _Runner:
         return self._structures
 
     def _reserve(self, flat: FlatBatch) -> FreeEntry | None:
-        """A ring entry; waits for one. None if the loop left this epoch meanwhile."""
+        """Wait for a ring entry and return it; None if the loop abandoned this epoch meanwhile."""
         producer = self.producer
         need = flat.nbytes + (8 * len(flat.shapes) if len(flat.shapes) > LONG_SHAPES else 0)
         slab = self._lease.take(flat, need) or producer.reserve(need)
@@ -372,8 +375,9 @@ class _Runner:
         return slab
 
     def _wait_in_user_code(self) -> bool:
-        """The same wait, for a batch that is yet to be built. What ends it is raised when user code has returned, for
-        that might catch it; False until then, and if the loop left this epoch meanwhile."""
+        """Wait for a ring entry for a batch that is yet to be built. What ends the wait is raised when user code has
+        returned, because user code might catch it; return False until then, and if the loop abandoned this epoch
+        meanwhile."""
         if self._interrupt is None and not self.producer.abandoned:
             self._doing("sending")
             try:
@@ -386,7 +390,7 @@ class _Runner:
     # ---- snapshots
 
     def _snapshot(self) -> None:
-        """Save the loader after this batch. One that cannot be saved goes on streaming; the save will say so."""
+        """Save the loader after this batch. One that cannot be saved goes on streaming; the save will report it."""
         source, producer = self.source, self.producer
         total = source.position.total
         steps = producer.wanted.pop(total, None)
@@ -411,18 +415,18 @@ class _Runner:
             del producer.wanted[stale]
 
     def _is_counted(self, point: RestartPoint) -> bool:
-        """It is come to from the start, and needs no proof."""
+        """Return whether it is reached from the start, and so needs no verification."""
         return self._counts and point.behind is not None
 
     def _step_of(self, total: int) -> int:
-        """The box's step that delivers this batch, as long as all slots live."""
+        """Return the box's step that delivers this batch, as long as all slots live."""
         return self._first_step + (total - self._first_total - 1) * self._stride
 
     def _keep(
         self, point: RestartPoint, start: bool = False, *, epoch_start: bool = True, begins: bool = False
     ) -> None:
-        """`start`: the slot starts from it, so that what is delivered comes from there and it needs no proof. `begins`:
-        so did the attempt."""
+        """Keep a restart point. `start`: the slot starts from it, so that what is delivered comes from there and it
+        needs no verification. `begins`: so did the attempt."""
         error = self.source.unsaved
         if error is None:
             try:
@@ -444,7 +448,7 @@ class _Runner:
         self._channel.send("unsaved", error=plain_detail(error))
 
     def _send_restart_point(self, point: RestartPoint, data: bytes, *, epoch_start: bool, **said: bool) -> None:
-        """`said`: what else there is to say of it; see Kept in snapshots.py."""
+        """Send a restart point to the daemon. `said`: further flags, see StoredSnapshot in snapshots.py."""
         position, told = point.position, cast(dict[str, Any], {"start": False, "wanted": False, "begins": False} | said)
         self._own.add(EncodedPoint(position.epoch, position.total, data), epoch_start=epoch_start)
         self._generators_at = position.total + 1
@@ -461,8 +465,8 @@ class _Runner:
         )
 
     def _go_back(self) -> None:
-        """The loop left an epoch. Go to where it left it, for what we ran ahead has moved the loader and its randomness
-        on, and close the epoch there: what follows must not depend on how far ahead we were."""
+        """Go to where the loop abandoned the epoch, and close it there. The runner ran ahead and so moved the loader
+        and its randomness on, and what follows must not depend on how far ahead it was."""
         source, producer = self.source, self.producer
         epoch, delivered = producer.abandoned.popleft(), producer.delivered
         position = source.position
@@ -487,7 +491,7 @@ class _Runner:
         self._channel.send("left", epoch=epoch, total=delivered)
 
     def _return_to(self, epoch: int, total: int) -> None:
-        """Restore the loader to the place after batch `total` in an epoch that we ran ahead of."""
+        """Restore the loader to the position after batch `total` in an epoch that the runner ran ahead of."""
         source, history, page = self.source, self.source.history, self._progress_page
         delivered, ahead = page.entry(total), page.entry(total + 1)
         # One with worker processes of its own is not tried: each try would start them anew.
@@ -507,7 +511,9 @@ class _Runner:
         if history.complete:
             ways.append(BEGINNING)
         if not ways:
-            raise StateMismatchError(f"{source.name}: no base of epoch {epoch} is kept from which it could be left")
+            raise StateMismatchError(
+                f"{source.name}: epoch {epoch} cannot be abandoned: no restart point of it is kept"
+            )
         try:
             first_fit(ways, take, UNFIT, lambda mismatch, instead: None)
         except UNFIT as mismatch:
@@ -516,7 +522,8 @@ class _Runner:
             raise StateMismatchError(mismatch.message) from mismatch
 
     def _is_doubted(self, plan: Return) -> bool:
-        """The loader, restored where the epoch began, does not go on with the batch that came next there."""
+        """Return whether the loader, restored where the epoch began, does not continue with the batch that came next
+        there."""
         if plan.probe is None or plan.epoch_start is None:
             return False
         try:
@@ -526,8 +533,8 @@ class _Runner:
         return False
 
     def _leave_unsaved(self, epoch: int, total: int) -> None:
-        """The same for a loader without states, which cannot be taken back; what it read ahead (of a queue, say) it has
-        read. But its randomness from here on is a function of the place, too."""
+        """Abandon the epoch with a loader without states, which cannot be taken back; what it read ahead (of a queue,
+        say) stays read. But its randomness from here on is a function of the position, too."""
         source, delivered = self.source, self._progress_page.entry(total)
         source.reseed("left", epoch, total)
         source.position.epoch, source.position.total = epoch, total
@@ -537,7 +544,7 @@ class _Runner:
     # ---- the two sockets
 
     def _serve(self, timeout_s: float | None) -> None:
-        """Wait for the daemon or the consumer, and do what they say."""
+        """Wait for the daemon or the consumer, and handle their messages."""
         producer, poll = self.producer, self._poll
         producer.flush()
         consumer = producer.fileno(), select.POLLIN | (select.POLLOUT if producer.blocked else 0)
@@ -565,7 +572,7 @@ class _Runner:
         if message.kind == "stop":
             raise _StopError
         if message.kind == "crossing":
-            self.source.learn_rewinds(message.fields["crossing"])
+            self.source.learn_crossing(message.fields["crossing"])
         elif message.kind == "misleads":
             self._counts, self.source.counts_from = True, RestartPoint.decode(self._start_data)
         elif message.kind == "point":

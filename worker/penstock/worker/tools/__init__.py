@@ -1,1 +1,2 @@
-"""What `penstock.deploy` may use of a worker, to run users' loaders outside of one: these two modules and no other."""
+"""The parts of a worker that `penstock.deploy` may use, to run users' loaders outside of one: these two modules and no
+other."""

@@ -1,4 +1,4 @@
-"""Child processes in which tools run users' loaders, as workers have them: how they are started, and spoken to.
+"""Child processes in which tools run users' loaders, as workers have them: how they are started, and messaged.
 
 Needs no torch: the command line imports it.
 """
