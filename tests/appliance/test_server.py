@@ -227,7 +227,7 @@ def test_missing_parent_prevents_start() -> None:
 @pytest.mark.parametrize(
     ("arguments", "token", "words"),
     [
-        (["--listen", "nonsense"], TOKEN, "neither"),
+        (["--listen", "nonsense"], TOKEN, "must be"),
         ([], "", "no token: set PENSTOCK_TOKEN"),
         ([], "two words", "one word of at most 4096 printable ASCII"),
         (["--state-dir", "/proc/penstock"], TOKEN, "the state directory /proc/penstock cannot be used"),

@@ -76,7 +76,8 @@ def check_size(nbytes: int, most: int) -> None:
     """Raise BatchTooLargeError for a batch of more than max_batch_bytes."""
     if nbytes > most:
         raise BatchTooLargeError(
-            f"a batch of {nbytes} bytes is above max_batch_bytes={most}; make smaller batches, or raise max_batch_bytes"
+            f"a batch must have <= max_batch_bytes={most} bytes, got {nbytes}; make smaller batches, or raise "
+            "max_batch_bytes"
         )
 
 
