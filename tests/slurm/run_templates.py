@@ -123,7 +123,10 @@ def test_elastic_workers_and_a_job_failing_once(site: Site) -> None:
 
 @pytest.mark.timeout(300)
 def test_a_service_ends_with_its_command_and_code(site: Site) -> None:
-    good = site.submit("service.sbatch", "srun", "--overlap", "--ntasks=1", "--nodes=1", "penstock", "status")
+    # A worker that is told to end before it has registered ends at once, and logs nothing.
+    registered = "[ $(penstock status | grep -cE -- '-[12] ') -ge 2 ]"
+    command = f"until {registered}; do sleep 0.3; done; exec srun --overlap --ntasks=1 --nodes=1 penstock status"
+    good = site.submit("service.sbatch", "bash", "-c", command)
     bad = site.submit("service.sbatch", "sh", "-c", "exit 7", PENSTOCK_STATE_DIR=str(site.folder / "other"))
     assert site.slurm.wait(good, "COMPLETED", 90)
     assert "No runs at " in site.log(good)
