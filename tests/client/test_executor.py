@@ -423,7 +423,7 @@ def test_another_shape_or_seed(two: Any, loader: DataLoader, appliances: Any) ->
     loader.load_state_dict(loader.state_dict())
     with pytest.raises(StateMismatchError, match="1 box with 2 workers each and cannot go on with 1 box with 3"):
         iter(DataExecutor(loader, appliance=appliances(numbers, num_workers_per_box=3)))
-    with pytest.raises(StateMismatchError, match=r"saved with seed 5, and Appliance\(seed=6\) asks for another"):
+    with pytest.raises(StateMismatchError, match=r"saved with seed 5, and Appliance\(seed=6\) has another"):
         iter(DataExecutor(loader, appliance=appliances(numbers, num_workers_per_box=2, seed=6)))
     assert tuples(DataExecutor(loader, appliance=two)) == one_pass(0)[1:], "nothing was lost by trying"
 
@@ -440,7 +440,9 @@ def test_a_closed_appliance_has_no_states_but_the_last_one_fetched(two: Any, loa
 def test_a_closed_appliance_says_so(two: Any, loader: DataLoader) -> None:
     list(DataExecutor(loader, num_steps=3, appliance=two))
     two.close()
-    with pytest.raises(StateUnavailableError, match="no state of step 3 can be had, for its appliance is closed"):
+    with pytest.raises(
+        StateUnavailableError, match="the state of step 3 is not available, because the appliance is closed"
+    ):
         loader.state_dict()
 
 
