@@ -207,7 +207,7 @@ def test_empty_input_names_the_loader(appliances: Any, loader: DataLoader, num_s
 def test_an_input_that_is_used_up_is_empty_in_its_second_pass(appliances: Any, loader: DataLoader) -> None:
     once = appliances(lambda slot, epoch: [] if epoch else numbers(slot, epoch))
     assert len(list(DataExecutor(loader, appliance=once))) == 5
-    with pytest.raises(EmptyInputError, match="no batch in pass 1"):
+    with pytest.raises(EmptyInputError, match="no batch in epoch 1"):
         list(DataExecutor(loader, appliance=once))
 
 
@@ -421,7 +421,7 @@ def test_the_state_of_another_loader(two: Any, loader: DataLoader) -> None:
 def test_another_shape_or_seed(two: Any, loader: DataLoader, appliances: Any) -> None:
     list(DataExecutor(loader, num_steps=1, appliance=two))
     loader.load_state_dict(loader.state_dict())
-    with pytest.raises(StateMismatchError, match="1 box with 2 workers each and cannot go on with 1 box with 3"):
+    with pytest.raises(StateMismatchError, match="1 box with 2 workers each and cannot be resumed on 1 box with 3"):
         iter(DataExecutor(loader, appliance=appliances(numbers, num_workers_per_box=3)))
     with pytest.raises(StateMismatchError, match=r"saved with seed 5, and Appliance\(seed=6\) has another"):
         iter(DataExecutor(loader, appliance=appliances(numbers, num_workers_per_box=2, seed=6)))

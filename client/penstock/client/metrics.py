@@ -146,7 +146,7 @@ def open_web(listen: str, local_rank: int, tokens: str, tls: Tls | None) -> str:
 def _opened(listen: str, local_rank: int, tokens: str, tls: Tls | None) -> WebServer:
     if not is_local(listen) and (tls is None or not tls.cert):
         raise UnsafeBindError(
-            f"Appliance(http={listen!r}) is reachable from other machines, and without TLS the token would cross the "
+            f"Appliance(http={listen!r}) can be reached from other machines, and without TLS the token would cross the "
             "network in clear text: listen on 127.0.0.1, pass tls_cert and tls_key, or register "
             "penstock.client.metrics.collector() with an exporter of your own"
         )

@@ -551,7 +551,7 @@ class DataLoader:
         """
         if self._iterating:
             raise RuntimeError(
-                f"{self.name}: load_state_dict while an executor iterates; leave its loop first, or close() its iterator"
+                f"{self.name}: load_state_dict while an executor iterates: leave its loop, or close() its iterator"
             )
         saved = self._made_by_hand(sd) or read(sd)
         if not self._reference.same_as(saved.input_fn):
