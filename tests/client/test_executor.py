@@ -207,7 +207,7 @@ def test_empty_input_names_the_loader(appliances: Any, loader: DataLoader, num_s
 def test_an_input_that_is_used_up_is_empty_in_its_second_pass(appliances: Any, loader: DataLoader) -> None:
     once = appliances(lambda slot, epoch: [] if epoch else numbers(slot, epoch))
     assert len(list(DataExecutor(loader, appliance=once))) == 5
-    with pytest.raises(EmptyInputError, match="no batch in pass 1"):
+    with pytest.raises(EmptyInputError, match="no batch in epoch 1"):
         list(DataExecutor(loader, appliance=once))
 
 
@@ -421,9 +421,9 @@ def test_the_state_of_another_loader(two: Any, loader: DataLoader) -> None:
 def test_another_shape_or_seed(two: Any, loader: DataLoader, appliances: Any) -> None:
     list(DataExecutor(loader, num_steps=1, appliance=two))
     loader.load_state_dict(loader.state_dict())
-    with pytest.raises(StateMismatchError, match="1 box with 2 workers each and cannot go on with 1 box with 3"):
+    with pytest.raises(StateMismatchError, match="1 box with 2 workers each and cannot be resumed on 1 box with 3"):
         iter(DataExecutor(loader, appliance=appliances(numbers, num_workers_per_box=3)))
-    with pytest.raises(StateMismatchError, match=r"saved with seed 5, and Appliance\(seed=6\) asks for another"):
+    with pytest.raises(StateMismatchError, match=r"saved with seed 5, and Appliance\(seed=6\) has another"):
         iter(DataExecutor(loader, appliance=appliances(numbers, num_workers_per_box=2, seed=6)))
     assert tuples(DataExecutor(loader, appliance=two)) == one_pass(0)[1:], "nothing was lost by trying"
 
@@ -440,7 +440,9 @@ def test_a_closed_appliance_has_no_states_but_the_last_one_fetched(two: Any, loa
 def test_a_closed_appliance_says_so(two: Any, loader: DataLoader) -> None:
     list(DataExecutor(loader, num_steps=3, appliance=two))
     two.close()
-    with pytest.raises(StateUnavailableError, match="no state of step 3 can be had, for its appliance is closed"):
+    with pytest.raises(
+        StateUnavailableError, match="the state of step 3 is not available, because the appliance is closed"
+    ):
         loader.state_dict()
 
 

@@ -1,16 +1,16 @@
 """Coordinator and worker daemon as children of the training process: what `Appliance()` without an address starts.
 
-The two are started side by side and meet at a Unix socket in a folder that is this user's alone: there is no port to
-collide, and no stranger can take the name first. Whoever is left last removes the folder. They have a session of their
-own: a Ctrl-C in the terminal reaches the training script, which may still want to save its state, and not them. Both
+The two are started at the same time and communicate over a Unix socket in a folder that is private to this user: there
+is no port to collide, and no other user can take the name first. The last process to end removes the folder. They have
+a session of their own: a Ctrl-C in the terminal reaches only the training script, which may still save its state. Both
 watch this process by its pidfd and end with it, also when it is killed; the worker watches its coordinator too.
 
-What they print, user code in the runners included, comes out at this process's stderr by way of a pipe, whose last
-lines are kept: a daemon that does not start is explained by them. The one thread of this module moves those lines and
-notices a daemon's death.
+Their output, including that of user code in the runners, goes through a pipe to this process's stderr. The last lines
+are kept for the error of a daemon that does not start. The one thread of this module moves those lines and detects a
+daemon's death.
 
-The roles never import each other; this module alone knows that the other two exist, and only by the names of their
-modules on a command line.
+The roles never import each other; this module alone depends on the other two, and only by the names of their modules on
+a command line.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ from penstock.runtime.process.watch import readable, wait_for_any
 __all__ = ["Embedded"]
 
 SLOTS = 4096
-"""As many as anyone would run on one machine: here the machine is the limit, not a number."""
+"""Worker slots of the embedded daemon: more than fit on one machine, so that the machine is the limit."""
 TAIL_LINES = 40
 STOP_S = 5.0
 """Seconds for a daemon to end after SIGTERM."""
 PROBE_S = 0.01
 
 NO_CAGE = "PENSTOCK_WORKER_NO_CAGE"
-"""The setting of `penstock worker --no-cage`, which an embedded worker has no flag for."""
+"""Environment variable of `penstock worker --no-cage`, for which an embedded worker has no flag."""
 _NOT_FOR_DAEMONS = (*TORCHRUN, "TORCH_NCCL_*", "PENSTOCK_*", "PYTHONHASHSEED")
-"""Variables of the environment that are the training process's alone."""
+"""Environment variables for the training process only."""
 
 
 class Embedded:
     """The two daemons. `close` is idempotent and does nothing in a forked child.
 
-    on_death: called, from this object's thread, when a daemon ends before `close`.
+    on_death: callback for a daemon that ends before `close`; called from this object's thread.
     """
 
     def __init__(self, on_death: Callable[[PenstockError], None]) -> None:
@@ -59,8 +59,8 @@ class Embedded:
             self._folder = PrivateFolder()
         except OSError as error:
             raise PenstockError(
-                f"Appliance(): the coordinator's socket needs a folder in {tempfile.gettempdir()}, and there can be "
-                f"none: {error}; set TMPDIR to a folder that this user can write to"
+                f"Appliance(): the coordinator's socket needs a folder in {tempfile.gettempdir()}, which cannot be "
+                f"created: {error}; set TMPDIR to a folder that this user can write to"
             ) from error
         self._socket = str(self._folder.path / "coordinator")
         self.address = f"unix:{self._socket}"
@@ -114,9 +114,9 @@ class Embedded:
     # ---- starting
 
     def wait_until_up(self, deadline: float) -> None:
-        """Returns when the coordinator answers. Raises PenstockError with a daemon's last output if one ended.
+        """Wait until the coordinator answers. Raises PenstockError with a daemon's last output if one ended.
 
-        deadline: time.monotonic().
+        deadline: a time.monotonic().
         """
         while True:
             if self._failure is not None:
@@ -134,7 +134,7 @@ class Embedded:
     # ---- the thread
 
     def _attend(self) -> None:
-        """Move what the daemons print to stderr, until both are gone."""
+        """Forward the daemons' output to stderr until both have ended."""
         outputs = {child.out.fileno(): child for child in self._children}
         alive = {child.process.fileno(): child for child in self._children}
         while alive:
@@ -156,10 +156,10 @@ class Embedded:
         self._down.set()
         self._on_death(self._failure)
 
-    # ---- the end
+    # ---- closing
 
     def let_go(self) -> None:
-        """Ask both to end, and do not wait: for a finalizer, which may run in the garbage collector."""
+        """Send both SIGTERM without waiting: for a finalizer, which may run in the garbage collector."""
         if os.getpid() == self._pid and not self._closing:
             self._closing = True
             for child in self._children:
@@ -173,7 +173,7 @@ class Embedded:
             if self._closing:
                 return
             self._closing = True
-        # The worker first: it tells the coordinator that it leaves.
+        # The worker first: it reports to the coordinator that it leaves.
         for child in reversed(self._children):
             child.process.end(STOP_S)
         if self._thread is not threading.current_thread():
@@ -184,7 +184,7 @@ class Embedded:
 
 
 class _Child:
-    """A daemon, and where it prints to."""
+    """A daemon and its output pipe."""
 
     def __init__(self, title: str, process: Spawned, out: LinePipe) -> None:
         self.title = title
@@ -193,7 +193,7 @@ class _Child:
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
 
     def forward(self) -> bool:
-        """Pass on what there is. False at the end."""
+        """Forward the lines that have arrived. False at the end of the output."""
         for line in self.out.read():
             text = line.decode(errors="backslashreplace")
             self._tail.append(text)
@@ -204,17 +204,17 @@ class _Child:
         return not self.out.ended
 
     def read_rest(self) -> None:
-        """What was in the pipe when the process ended; runners may still hold it open."""
+        """Forward what was in the pipe when the process ended; runners may still hold it open."""
         for _ in range(TAIL_LINES):
             if not readable(self.out.fileno(), 0) or not self.forward():
                 return
 
     def last_words(self) -> str:
-        """What it printed last, for an error."""
+        """Return the last lines of output, for an error."""
         lines = [*self._tail, self.out.rest.decode(errors="backslashreplace")] if self.out.rest else [*self._tail]
-        return ":\n" + "\n".join(lines) if lines else " without a word"
+        return ":\n" + "\n".join(lines) if lines else " without output"
 
     def close(self) -> None:
-        """Once it has ended."""
+        """Close the process handle and the pipe, once the process has ended."""
         self.process.close()
         self.out.close()

@@ -1,13 +1,13 @@
 """Metrics of the training job, for Prometheus.
 
-Two ways to them. A job that exports metrics already registers `collector()` beside its own:
+A job that already exports metrics registers `collector()` beside its own:
 
     REGISTRY.register(penstock.client.metrics.collector())
 
-One that does not says `Appliance(http="127.0.0.1:9400")`, or PENSTOCK_HTTP, and has a small server of its own for them,
-one for the process however many appliances it opens, until the process ends.
+Another job passes `Appliance(http="127.0.0.1:9400")`, or sets PENSTOCK_HTTP. That starts a small server, one for the
+process however many appliances it opens, which runs until the process ends.
 
-A scrape reads, on its own thread, figures that the loop keeps anyway; the loop does nothing for it.
+A scrape reads, on its own thread, figures that the loop keeps anyway; it costs the loop nothing.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ _log = logging.getLogger("penstock.client")
 
 
 def collector() -> Collector:
-    """For a registry of prometheus-client: all loaders and checkpointers of this process, at each scrape as they are
-    then. Register it once. Raises InvalidArgumentError where prometheus-client is not installed."""
+    """Return a collector for a registry of prometheus-client, which reads all loaders and checkpointers of this process
+    at each scrape. Register it once. Raises InvalidArgumentError if prometheus-client is not installed."""
     require_prometheus()
     return Collector(_readings)
 
 
 def _readings() -> MetricReadings:
     found = MetricReadings("client")
-    # Of a run that was opened again in this process only the newest is a stream.
+    # If a run was opened again in this process, only its newest attempt is a stream.
     feeds = {
         (reader.run.name, reader.run.box): reader
         for reader in sorted(_open_feeds(), key=lambda reader: reader.run.attempt)
@@ -95,7 +95,7 @@ def _count_reader(found: MetricReadings, reader: Reader) -> None:
 
 
 def _resident(pid: int) -> int:
-    """Bytes; 0 for a process that is gone."""
+    """Return the resident memory of a process in bytes; 0 if it is gone."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
@@ -103,11 +103,11 @@ def _resident(pid: int) -> int:
     return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("VmRSS:"))
 
 
-# ---- a server of our own
+# ---- the server
 
 
 class _Server:
-    """That of this process, once there is one."""
+    """The metrics server of this process, once it is started."""
 
     lock = threading.Lock()
     web: WebServer | None = None
@@ -115,19 +115,20 @@ class _Server:
 
 
 def open_web(listen: str, local_rank: int, tokens: str, tls: Tls | None) -> str:
-    """Serve metrics from now on, unless this process does so already. Returns the page's address, a URL.
+    """Serve metrics from now on, unless this process does so already. Returns the URL of the page.
 
     Args:
-        listen: "host:port". Ranks that torchrun starts on one host all get the same: each takes port + its local rank.
+        listen: "host:port". Ranks that torchrun starts on one host share this value: each takes port + its local rank.
             Port 0 takes a free one.
-        local_rank: among the processes of this host.
-        tokens: what readers from other machines must show; not looked at on loopback.
-        tls: what to show to those; None: there is nothing.
+        local_rank: rank among the processes of this host.
+        tokens: credential tokens, one of which readers from other machines must send; ignored on loopback.
+        tls: certificate and key for such readers; None: none.
 
     Raises:
-        InvalidArgumentError: no address, or another one than the process serves at already; prometheus-client is not
-            installed.
-        PortTakenError, UnsafeBindError.
+        InvalidArgumentError: listen is not an address, or differs from the one that the process already serves at;
+            prometheus-client is not installed.
+        PortTakenError: another process uses the port.
+        UnsafeBindError: the address is not loopback, and there is no certificate.
     """
     check_address(listen)
     with _Server.lock:
@@ -136,8 +137,8 @@ def open_web(listen: str, local_rank: int, tokens: str, tls: Tls | None) -> str:
             _log.info("metrics at %s/metrics", _Server.web.url)
         elif listen != _Server.asked:
             raise InvalidArgumentError(
-                f"Appliance(http={listen!r}): this process serves its metrics at {_Server.asked} already, and one "
-                "server shows all of its appliances: give the same address, or none"
+                f"Appliance(http={listen!r}): this process already serves its metrics at {_Server.asked}, and one "
+                "server shows all of its appliances: pass the same address, or none"
             )
         return f"{_Server.web.url}/metrics"
 
@@ -146,7 +147,7 @@ def _opened(listen: str, local_rank: int, tokens: str, tls: Tls | None) -> WebSe
     if not is_local(listen) and (tls is None or not tls.cert):
         raise UnsafeBindError(
             f"Appliance(http={listen!r}) can be reached from other machines, and without TLS the token would cross the "
-            "network in clear text: listen on 127.0.0.1, give tls_cert and tls_key, or register "
+            "network in clear text: listen on 127.0.0.1, pass tls_cert and tls_key, or register "
             "penstock.client.metrics.collector() with an exporter of your own"
         )
     routes = {"/metrics": metrics_route(collector())}
@@ -156,7 +157,7 @@ def _opened(listen: str, local_rank: int, tokens: str, tls: Tls | None) -> WebSe
         return WebServer(f"{host}:{port}", routes, tokens=tokens, tls=None if is_local(listen) else tls)
     except PortTakenError as error:
         raise PortTakenError(
-            f"Appliance(http={listen!r}): port {port} of {host} is in use. Each process of a host needs its own: "
-            "those that torchrun starts take PORT + LOCAL_RANK, others must be given different ones (PENSTOCK_HTTP); "
-            "port 0 takes a free one, which Appliance.metrics_url tells"
+            f"Appliance(http={listen!r}): port {port} of {host} is in use. Each process of a host needs its own port: "
+            "processes that torchrun starts take PORT + LOCAL_RANK, others need different ones (PENSTOCK_HTTP); port 0 "
+            "takes a free one, see Appliance.metrics_url"
         ) from error

@@ -1,1 +1,1 @@
-"""What a training job calls: the appliance, loaders, the executor, and what belongs to them."""
+"""The API of a training job: appliances, loaders and executors."""

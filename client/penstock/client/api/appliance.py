@@ -1,11 +1,11 @@
-"""Where the data come from: a coordinator with its workers, elsewhere or started here.
+"""The source of batches: a coordinator with its workers, on other machines or started here.
 
-An `Appliance` is made of settings and a connection. Without an address it starts coordinator and worker daemon as
-children of this process. Runs are opened on it by loaders; it closes what is open when it is closed itself, at the end
-of its `with`, or at exit.
+An `Appliance` consists of settings and a connection. Without an address it starts coordinator and worker daemon as
+children of this process. Loaders open runs on it. It closes open runs when it is closed itself, at the end of its
+`with`, or at exit.
 
 Loaders that are iterated without naming an appliance share one: the innermost that is open in a `with` of the thread
-(see scopes.py), else a default one made from the environment, which closes after the last loader that used it is gone.
+(see scopes.py), else a default one made from the environment, which closes once the last loader that used it is gone.
 """
 
 from __future__ import annotations
@@ -55,66 +55,73 @@ _open: weakref.WeakSet[Appliance] = weakref.WeakSet()
 
 
 class Appliance:
-    """A coordinator and its workers, as seen from one box.
+    """A coordinator and its workers, as seen from one box: one data-parallel training rank with its accelerators.
 
-    Every argument that is left out comes from the environment variable PENSTOCK_<NAME> (the address from
-    PENSTOCK_COORDINATOR), box and num_boxes then from torchrun's RANK and WORLD_SIZE, and at last from the default
-    given here.
+    Example::
+
+        with Appliance(num_workers_per_box=4, device="cuda"):            # embedded: all on this machine
+            for batch in DataExecutor(loader, num_steps=1000):
+                ...
+        appliance = Appliance("coordinator:7001", job="run-7", seed=1)   # workers on other machines
+
+    Each argument that is left out comes from the environment variable PENSTOCK_<NAME> (the address from
+    PENSTOCK_COORDINATOR), then, for box and num_boxes, from torchrun's RANK and WORLD_SIZE, then from the settings
+    file, then from the default in brackets.
 
     Args:
-        address: "host:port" of the coordinator. None: embedded, everything on this machine, started and stopped here.
+        address: "host:port" of the coordinator. None: embedded; coordinator and workers are started and stopped here.
         num_workers_per_box: processes that run input_fn for each box (1).
-        box: this process's number among those that train, from 0 (0).
-        num_boxes: how many there are (1).
-        job: the job's name; one that is started again under its name takes its runs over (torchrun's run id unless
-            that is "none", else a fresh one).
-        seed: of the run, 0 to 2**64 - 1 (the one that the run had, or a fresh one).
-        device: where the tensors of a batch arrive: "cuda", "cuda:N" or "cpu" (None: in the ring that workers fill). On
-            a device they are private copies. With CUDA the ring is page-locked, and the next batch is copied, on a
-            stream of its own, while the loop computes; the current stream of the thread that iterates waits for it.
-            That takes device memory for two batches. "cuda" is the device that is current when the loop starts, so
-            under torchrun call torch.cuda.set_device(LOCAL_RANK) before. Whatever is no tensor stays on the host.
-            Without a device batches are pageable views of the ring, and .to(device, non_blocking=True) in the loop is
-            safe.
-        attempt: the same on all boxes of one launch and another for each launch (told by torchrun).
-        token: for the coordinator (PENSTOCK_TOKEN, or the file that PENSTOCK_TOKEN_FILE names); of the role client.
-        tls_ca: file with the CA that the coordinator's and the workers' certificates are signed by; None: no TLS, for
-            calls and for lanes. Files are PEM, and read once (docs/security.md).
-        tls_cert, tls_key: files with the certificate to show to those that ask for one, and its key.
-        tls_name: the name to expect in the others' certificates, instead of the addresses that they are reached at.
+        box: number of this box, from 0 (0).
+        num_boxes: number of boxes (1).
+        job: name of the job. A job that is started again under its name takes over its runs (torchrun's run id unless
+            that is "none", else a new name).
+        seed: seed of the run, 0 to 2**64 - 1 (that of the resumed run, else a random one).
+        device: device where the tensors of a batch arrive: "cuda", "cuda:N" or "cpu" (None: views of the ring that
+            workers fill). On a device they are private copies. With CUDA the ring is page-locked, and the next batch is
+            copied on a stream of its own while the loop computes; the current stream of the iterating thread waits
+            for it. That takes device memory for two batches. "cuda" is the device that is current when the loop
+            starts, so under torchrun call torch.cuda.set_device(LOCAL_RANK) first. Values that are not tensors stay on
+            the host. Without a device, batches are pageable views of the ring, and .to(device, non_blocking=True) in
+            the loop is safe.
+        attempt: a string that is the same on all boxes of one launch and differs between launches (from torchrun).
+        token: credential token of the role client (PENSTOCK_TOKEN, or the file that PENSTOCK_TOKEN_FILE names).
+        tls_ca: file with the CA that signed the certificates of coordinator and workers; None: no TLS for calls and
+            lanes. Files are PEM and read once (docs/security.md).
+        tls_cert, tls_key: files with this client's certificate, for servers that request one, and its key.
+        tls_name: name to expect in the servers' certificates, instead of the addresses that they are reached at.
         lane: "auto" (shared memory on this host, TCP from others) or "tcp".
-        compression: of batches over TCP: None, "lz4" or "zstd" (None). It makes a stream that shrinks faster where the
+        compression: codec of batches over TCP: None, "lz4" or "zstd" (None). It speeds up a stream that shrinks if the
             network gives a lane less than 7 ("lz4") or 4 Gbit/s ("zstd"), for 1.3 or 2.4 to 3.2 processor seconds a GB
-            (benchmarks/compression.md); what does not shrink travels as it is. Needs `pip install
-            penstock[compression]`; a worker without it sends batches as they are.
-        max_batch_bytes: a larger batch is an error (1 GiB).
-        digest: what the stream digest's digest of a batch covers: "sample" (all of a small batch, the ends and a sample
-            of a large one, 1 to 2 us), "full" (every byte, 9 us a MiB), or "rows" (every byte of each row, summed, so
-            that it can be compared over other numbers of boxes: see DataExecutor.digest; about 0.5 us more for each
-            row of each tensor) (as the loaded state has it, else "sample").
-        strict_structure: refuse a batch whose tree or dtypes differ from the first one's (False).
-        replay: save loaders that have no state methods too, by counting their batches and replaying them (False).
-        retention_steps: how many delivered steps back a state can be had (256).
-        timeout_s: seconds, the deadline of every wait (120).
-        poison: what becomes of a batch that kills its runner each time: "fail" ends the stream before it with an error,
-            "skip" leaves it out, with a warning and a count in DataExecutor.stats ("fail"). Leaving out needs a loader
-            that can pass over a batch without making it: a DataLoader or StatefulDataLoader over a map-style dataset
-            with num_workers=0, or one that has a method skip_batch().
-        synthetic: deliver each worker's first batch again and again, in place of what its loader would go on with, to
-            measure a job without the cost of its input (False). An epoch has as many batches as the loader's length
-            says; without one it never ends, so give the executor num_steps. States can neither be saved nor loaded.
+            (benchmarks/compression.md). Payloads that do not shrink travel uncompressed. It needs `pip install
+            penstock[compression]`; a worker without it sends batches uncompressed.
+        max_batch_bytes: largest size of a batch in bytes; a larger one is an error (1 GiB).
+        digest: bytes that a batch's digest covers: "sample" (all of a small batch, the ends and a sample of a large
+            one, 1 to 2 us), "full" (every byte, 9 us a MiB), or "rows" (every byte of each row, summed, so that it can
+            be compared over other numbers of boxes, see DataExecutor.digest; about 0.5 us more for each row of each
+            tensor) (that of the loaded state, else "sample").
+        strict_structure: refuse a batch whose structure or dtypes differ from the first one's (False).
+        replay: save loaders without state methods too, by counting their batches and replaying them (False).
+        retention_steps: number of delivered steps for which a state stays available (256).
+        timeout_s: deadline of every wait, in seconds (120).
+        poison: treatment of a batch that kills its runner each time: "fail" ends the stream before it with an error,
+            "skip" leaves it out, with a warning and a count in DataExecutor.stats ("fail"). "skip" needs a loader that
+            can skip a batch without making it: a DataLoader or StatefulDataLoader over a map-style dataset with
+            num_workers=0, or one with a method skip_batch().
+        synthetic: deliver each worker's first batch again and again, to measure a job without the cost of its input
+            (False). An epoch has as many batches as the loader's length; without a length it never ends, so give the
+            executor num_steps. States can neither be saved nor loaded.
         progress: show a line with steps/s and the share of time waited (False).
-        http: "host:port" where this process shows its metrics to Prometheus, at /metrics (none). One server for the
-            process; under torchrun each rank takes port + LOCAL_RANK. Beyond loopback it wants tls_cert, tls_key, and
-            readers with a token of the role admin. Needs `pip install penstock[metrics]` (docs/metrics.md).
-        otel: trace calls to the coordinator with OpenTelemetry, as the OTEL_* variables say (False). Needs `pip install
-            penstock[otel]`.
+        http: "host:port" where this process serves its metrics to Prometheus, at /metrics (none). A process has one
+            server; under torchrun each rank takes port + LOCAL_RANK. Beyond loopback it needs tls_cert and tls_key, and
+            readers need a token of the role admin. It needs `pip install penstock[metrics]` (docs/metrics.md).
+        otel: trace calls to the coordinator with OpenTelemetry, configured by the OTEL_* variables (False). It needs
+            `pip install penstock[otel]`.
 
     Raises:
-        InvalidArgumentError, BoxOutOfRangeError: an argument, or a variable, that cannot be meant; a device that this
-            process cannot use; compression by a package that is not installed.
-        TlsError: a certificate or key that cannot be used; names the file.
-        RuntimeError: inside a worker, where the main script lacks its main guard.
+        InvalidArgumentError, BoxOutOfRangeError: an argument or a variable has an invalid value; this process cannot
+            use the device; the package of the compression is not installed.
+        TlsError: a certificate or key cannot be used; names the file.
+        RuntimeError: called inside a worker, because the main script lacks its main guard.
     """
 
     def __init__(
@@ -153,7 +160,7 @@ class Appliance:
         self._connect()
 
     metrics_url = ""
-    """Where this process's metrics are, "" without `http`."""
+    """URL of this process's metrics; "" without `http`."""
 
     def _describe(self, settings: ApplianceSettings) -> None:
         self.settings = settings
@@ -216,7 +223,7 @@ class Appliance:
             "or set PENSTOCK_JOB, the same on all of them"
         )
 
-    # ---- what runs need (penstock.client.stream.open_run.RunLink)
+    # ---- for runs (penstock.client.stream.open_run.RunLink)
 
     def client(self) -> CoordinatorClient:
         place = self._place
@@ -234,11 +241,11 @@ class Appliance:
 
     @property
     def job(self) -> str:
-        """The name of the job that runs are opened under."""
+        """Name of the job that runs are opened under."""
         return self._reach(time.monotonic() + self.settings.timeout_s).job
 
     def _reach(self, deadline: float) -> DaemonAddresses:
-        """Where the coordinator is, which has been seen to be up if it is embedded here."""
+        """Return the coordinator's address; wait until it is up if it is embedded here."""
         self._owner.check(f"{self!r}")
         if self._closed:
             raise PenstockError("this Appliance is closed")
@@ -250,17 +257,17 @@ class Appliance:
         return self._place
 
     def open_stream(self, owner: Any, opening: Opening) -> tuple[StreamRun, Reader]:
-        """Open a run of a loader, take this box's place in it, and read it.
+        """Open a run of a loader, join it as this box, and return the run and its reader.
 
         Args:
-            owner: the loader; the first opening of each gives it its number within the job.
+            owner: the loader; its first opening gives it its number within the job.
         """
         settings, run = self.settings, self._open_run(owner, opening)
         position = Position.from_proto(opening.start.position)
         return run, reader_for(settings.device, run, position, opening.reference.name, settings.timeout_s)
 
     def _ordinal(self, owner: Any) -> int:
-        """The number of a loader within the job."""
+        """Return the number of a loader within the job."""
         ordinal = self._ordinals.get(owner)
         if ordinal is None:
             ordinal = self._ordinals[owner] = self._opened
@@ -316,7 +323,7 @@ class Appliance:
         run.open()
 
     def _patiently(self, deadline: float, run: OpenRun, call: Callable[[], None]) -> None:
-        """Repeat a call while the coordinator cannot be reached; every call of ours may be repeated."""
+        """Retry a call while the coordinator cannot be reached; all calls to it are idempotent."""
         give_up = min(deadline, time.monotonic() + REACH_S)
         while True:
             try:
@@ -343,12 +350,12 @@ class Appliance:
         spec.options.skip_poison = settings.poison == "skip"
         spec.options.synthetic = settings.synthetic
         if self.embedded:
-            # The same user on the same machine: what this process can import, the workers shall find too.
+            # The same user on the same machine: workers must find the modules that this process can import.
             spec.sys_path.extend(search_path())
             spec.main_path = reference.main_path
         return spec
 
-    # ---- the end
+    # ---- closing
 
     def _forget(self, run: StreamRun) -> None:
         with self._lock:
@@ -356,7 +363,7 @@ class Appliance:
                 self._runs.remove(run)
 
     def close(self) -> None:
-        """Close all runs, and stop what was started here. Batches that the loop still holds stay valid."""
+        """Close all runs and stop the processes started here. Batches that the loop still holds stay valid."""
         if not self._owner.is_here:
             return  # a fork of the training process, at its exit
         with self._lock:
@@ -388,12 +395,12 @@ class Appliance:
     def __repr__(self) -> str:
         settings = self.settings
         where = settings.address or "embedded"
-        shape = f"box {settings.box} of {settings.num_boxes}, {settings.num_workers_per_box} workers each"
-        return f"<Appliance {where}, {shape}>"
+        topology = f"box {settings.box} of {settings.num_boxes}, {settings.num_workers_per_box} workers each"
+        return f"<Appliance {where}, {topology}>"
 
 
 class _Deaths:
-    """Tells an appliance's runs that a daemon has died, without keeping the appliance alive."""
+    """A callback that fails an appliance's runs when a daemon dies, and does not keep the appliance alive."""
 
     def __init__(self, appliance: Appliance) -> None:
         self._appliance = weakref.ref(appliance)
@@ -405,7 +412,7 @@ class _Deaths:
 
 
 def _tls_of(settings: ApplianceSettings) -> Tls | None:
-    """None in embedded mode, which is all Unix sockets and loopback."""
+    """Return the TLS files of calls and lanes; None in embedded mode, which uses only Unix sockets and loopback."""
     if not settings.address:
         return None
     tls = load_tls(settings.tls_ca, settings.tls_cert, settings.tls_key, settings.tls_name)
@@ -413,7 +420,7 @@ def _tls_of(settings: ApplianceSettings) -> Tls | None:
 
 
 def _exported(settings: ApplianceSettings, torchrun: Torchrun, tls: Tls | None) -> str:
-    """The address of this process's metrics, which are served from now on; "" if nobody asked."""
+    """Serve this process's metrics, and return their URL; "" without `http`."""
     if not settings.http:
         return ""
     from penstock.client.metrics import open_web
@@ -434,7 +441,7 @@ def _close_all() -> None:
 
 _entered: ApplianceScope[Appliance] = ApplianceScope(
     "penstock-appliances",
-    "{count} appliances are open in `with` statements of other threads, and none in this one: say which is meant by "
+    "{count} appliances are open in `with` statements of other threads, and none in this one: pass "
     "DataExecutor(loader, appliance=...), or open it in the thread that uses it",
     lambda appliance: not appliance.closed,
 )
@@ -444,10 +451,10 @@ _entered: ApplianceScope[Appliance] = ApplianceScope(
 
 
 class _Default:
-    """The appliance of loaders that name none, and who uses it.
+    """The appliance of loaders that name none, and the set of its loaders.
 
-    A loader leaves from its finalizer, which may run inside the garbage collector: it takes its name off a set and
-    writes to an eventfd, and does nothing else. A thread closes the appliance when the set is empty.
+    A loader leaves from its finalizer, which may run inside the garbage collector: it only removes its id from a set
+    and writes to an eventfd. A thread closes the appliance when the set is empty.
     """
 
     def __init__(self) -> None:
@@ -483,9 +490,9 @@ _default_lock = threading.Lock()
 
 
 def current_appliance(loader: Any) -> Appliance:
-    """The appliance for a loader that is iterated without one: the innermost `with`, else the default one.
+    """Return the appliance for a loader that is iterated without one: the innermost `with`, else the default one.
 
-    Raises AmbiguousContextError where several are open in other threads only.
+    Raises AmbiguousContextError if several are open, all of them in other threads.
     """
     global _default
     appliance = _entered.innermost()
@@ -499,7 +506,7 @@ def current_appliance(loader: Any) -> Appliance:
 
 
 def current_settings() -> ApplianceSettings:
-    """The settings that current_appliance() would have, without starting anything."""
+    """Return the settings that current_appliance() would have, without starting anything."""
     appliance = _entered.innermost()
     if appliance is not None:
         return appliance.settings

@@ -1,9 +1,9 @@
-"""Where a training job runs: the arguments of an Appliance over the environment over the settings file over defaults.
+"""Settings of an Appliance: its arguments over the environment over the settings file over defaults.
 
-An explicit argument wins, then a PENSTOCK_* variable, then what torchrun sets, then the settings file (sections
-[cluster] and [client]), then the default. torchrun's RANK and
-WORLD_SIZE stand for box and num_boxes, because with plain data parallelism they are; with tensor or pipeline
-parallelism the box is the data-parallel rank, which only the script knows, and it epochs that itself.
+An explicit argument wins, then a PENSTOCK_* variable, then torchrun's variables, then the settings file (sections
+[cluster] and [client]), then the default. torchrun's RANK and WORLD_SIZE are used for box and num_boxes, because with
+plain data parallelism they are the same. With tensor or pipeline parallelism the box is the data-parallel rank, which
+only the script can determine and must pass itself.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["ApplianceSettings", "Torchrun", "attempt_key", "resolve", "resolve_g
 
 
 class ApplianceSettings(JobSettings):
-    """What an Appliance was given, complete and checked."""
+    """The complete and checked settings of an Appliance."""
 
     @field_validator("device")
     @classmethod
@@ -33,17 +33,17 @@ class ApplianceSettings(JobSettings):
 
 
 def resolve(**given: Any) -> ApplianceSettings:
-    """Settings from the arguments that were given (others are None) and the environment.
+    """Return settings from the given arguments (others are None) and the environment.
 
     Raises:
-        InvalidArgumentError: a value that cannot be meant; names it and where it came from.
-        BoxOutOfRangeError: the box does not lie in [0, num_boxes).
+        InvalidArgumentError: a value is invalid; the error names it and its source.
+        BoxOutOfRangeError: the box is outside [0, num_boxes).
     """
     return _resolved(ApplianceSettings, given)
 
 
 class _GivenOnly(ApplianceSettings):
-    """Looks at neither variables nor the settings file."""
+    """Settings that read neither variables nor the settings file."""
 
     @classmethod
     def settings_customise_sources(
@@ -58,7 +58,7 @@ class _GivenOnly(ApplianceSettings):
 
 
 def resolve_given(**given: Any) -> ApplianceSettings:
-    """The same from the arguments alone, and defaults."""
+    """Return settings from the arguments alone, and defaults."""
     return _resolved(_GivenOnly, given)
 
 
@@ -71,7 +71,7 @@ def _resolved(kind: type[ApplianceSettings], given: dict[str, Any]) -> Appliance
     if device is not None:
         explicit["device"] = str(device)  # torch.device too
     if explicit.get("num_boxes") == 1 and not os.environ.get("PENSTOCK_BOX"):
-        explicit.setdefault("box", 0)  # a loader of this rank's own under torchrun: RANK is not meant
+        explicit.setdefault("box", 0)  # a loader of this rank alone under torchrun: RANK does not apply
     if kind is ApplianceSettings:
         check_file()
     try:
@@ -82,20 +82,20 @@ def _resolved(kind: type[ApplianceSettings], given: dict[str, Any]) -> Appliance
         require(settings.compression)
     if not settings.address and any(name.startswith("tls_") for name in explicit):
         raise InvalidArgumentError(
-            "Appliance: TLS is for a coordinator elsewhere, and no address was given: an embedded one never leaves "
-            "this machine"
+            "Appliance: tls_* arguments need an address: an embedded coordinator never leaves this machine. Pass "
+            "address, or leave them out"
         )
     if not 0 <= settings.box < settings.num_boxes:
         source = "" if "box" in explicit else f" (from {_source('box')})"
         raise BoxOutOfRangeError(
-            f"box {settings.box}{source} is not one of num_boxes={settings.num_boxes}: boxes count from 0 to "
-            f"{settings.num_boxes - 1}; pass both box= and num_boxes=, or neither under torchrun"
+            f"box must be from 0 to {settings.num_boxes - 1} (num_boxes={settings.num_boxes}), got {settings.box}"
+            f"{source}: pass both box= and num_boxes=, or neither under torchrun"
         )
     return settings
 
 
 def _source(name: str) -> str:
-    """The variable or the line of the settings file that a setting came from."""
+    """Return the variable, or the line of the settings file, that a setting came from."""
     return source_of(ApplianceSettings, name) or "its default"
 
 
@@ -110,7 +110,7 @@ def _explain(error: ValidationError, explicit: dict[str, Any]) -> str:
 
 
 class Torchrun:
-    """What torchrun tells its processes; all empty outside it."""
+    """The variables that torchrun sets for its processes; all empty outside it."""
 
     def __init__(self) -> None:
         env = os.environ
@@ -128,7 +128,7 @@ class Torchrun:
 
 
 def attempt_key(settings: ApplianceSettings, torchrun: Torchrun) -> str:
-    """The same on all boxes of one launch, and another one after a restart of them."""
+    """Return a key that is the same on all boxes of one launch, and another one after they restart."""
     if settings.attempt or not torchrun.present:
         return settings.attempt
     return f"{torchrun.master}:{torchrun.restarts}"

@@ -15,7 +15,7 @@ R = TypeVar("R")
 
 
 def checkpoint_closure(function: Callable[P, R]) -> Callable[P, R | None]:
-    """A function that runs when the loop around it is on a checkpoint step, and else returns None.
+    """Return a function that runs only if the loop around it is on a checkpoint step, and else returns None.
 
     Example::
 
@@ -28,7 +28,7 @@ def checkpoint_closure(function: Callable[P, R]) -> Callable[P, R | None]:
             save()
 
     Raises:
-        RuntimeError: called outside the loop of a DataExecutor.
+        RuntimeError: the function is called outside the loop of a DataExecutor.
     """
 
     @functools.wraps(function)
@@ -36,8 +36,8 @@ def checkpoint_closure(function: Callable[P, R]) -> Callable[P, R | None]:
         executor = iterating()
         if executor is None:
             raise RuntimeError(
-                f"{getattr(function, '__qualname__', function)} is a checkpoint_closure, which runs inside the loop "
-                "over a DataExecutor only: no executor is iterating"
+                f"{getattr(function, '__qualname__', function)} is a checkpoint_closure and must be called inside the "
+                "loop over a DataExecutor: no executor is iterating"
             )
         return function(*args, **kwargs) if executor.on_checkpoint_step else None
 

@@ -1,12 +1,12 @@
-"""The training loop's iterator: how many steps, in which epochs, and which of them are checkpoints.
+"""The training loop's iterator: the number of steps, their epochs, and which of them are checkpoints.
 
-Iterating is a generator that has already run up to its first `yield` when the loop gets it: opening the run happens in
-`iter()`, where its errors belong, and from then on leaving it in any way (to the end, by `break`, by an exception, or
-by dropping it) runs its `finally`.
+The iterator is a generator that has already run up to its first `yield` when the loop gets it: the run opens in
+`iter()`, where its errors belong, and from then on ending the loop in any way (at the end, by `break`, by an exception,
+or by dropping the iterator) runs its `finally`.
 
-An epoch that was left by `break` is cut when the next executor starts, not when it was left: until then the state is
-that of the last step, in the middle of the epoch. One that was left at its last batch, by its length, is not cut: it is
-over. Nor is one that a persistent executor left: the next executor goes on with it.
+An epoch that the loop left by `break` is abandoned when the next executor starts, not at the `break`: until then the
+state is that of the last step, in the middle of the epoch. An epoch left at its last batch, by its length, is over and
+not abandoned. Nor is one that a persistent executor left: the next executor continues it.
 """
 
 from __future__ import annotations
@@ -29,33 +29,41 @@ __all__ = ["DataExecutor", "iterating"]
 
 
 def iterating() -> DataExecutor | None:
-    """The executor whose loop is running here; the innermost, where one stands in another's.
+    """Return the executor whose loop is running here; of nested loops, the innermost.
 
-    Raises AmbiguousContextError in a thread without a loop, where several run in others.
+    Raises AmbiguousContextError in a thread without a loop, if several run in other threads.
     """
     return _iterating.innermost()
 
 
 class DataExecutor:
-    """Iterate it to train.
+    """A sequence of training steps: iterate it to get one batch for each.
+
+    Example::
+
+        for batch in DataExecutor(loader, num_steps=1000, checkpoint_steps=100):
+            train(batch)
+            save()                                 # a checkpoint_closure
 
     Args:
         loader: a penstock DataLoader.
-        num_steps: batches to take, over as many epochs as that needs; 0: none, and no run is opened, so that a job
-            which had finished and is started again ends quietly. None: one epoch, or what is left of it. The next
-            executor goes on with the next batch; after an epoch that was left by `break`, with the next epoch.
-        checkpoint_steps: None or 0; N: every step that N divides, and the last of this executor; or the absolute
-            steps: an iterable of ints and ranges, or a callable that says for a step whether it is one. Workers prepare
-            states for steps that are known ahead; a state can be asked for at any other step too.
-        appliance: where it runs. None: where the loader runs already, else the innermost Appliance that is open in a
-            `with`, else a default one.
-        persistent: a loop that is left by `break` does not leave its epoch: the next executor goes on with the next
-            batch, as one with num_steps always does. Where each loop over a loader shall go on with the stream, as
-            over Megatron Energon's loaders.
+        num_steps: number of batches to take, over as many epochs as needed. 0: none, and no run is opened, so that a
+            finished job that is started again ends quietly. None: one epoch, or the rest of it. The next executor
+            continues with the next batch; after an epoch left by `break`, with the next epoch.
+        checkpoint_steps: None or 0: none. N: each step that N divides, and the last of this executor. Or absolute
+            steps: an iterable of ints and ranges, or a callable from a step to a bool. Workers prepare states for
+            steps that are known ahead; a state is available at any other step too.
+        appliance: the Appliance to run on. None: the one that the loader runs on already, else the innermost that is
+            open in a `with`, else a default one.
+        persistent: continue the epoch after a `break`: the next executor takes the next batch, as one with num_steps
+            always does. For code in which each loop over a loader continues the stream, as with Megatron Energon.
 
     Raises:
-        TypeError: the loader is none of ours.
-        InvalidArgumentError: num_steps below 0, or checkpoint_steps below 1.
+        TypeError: the loader is not a penstock.client.DataLoader.
+        InvalidArgumentError: num_steps is below 0, or checkpoint_steps below 1.
+
+    Iterating raises the stream's errors: DeadlineError, InputFnError, EmptyInputError, WorkerLostError and others of
+    docs/errors.md.
     """
 
     def __init__(
@@ -80,48 +88,47 @@ class DataExecutor:
             loader.expect(appliance)
         self._session: Session | None = None
         self._first = 0
-        """The step before this executor's first."""
+        """Step before this executor's first."""
         self._last: int | None = None
 
-    # ---- what the loop may ask
+    # ---- position and figures, for the loop
 
     @property
     def step(self) -> int:
-        """The last step: batches that this box was handed over the whole life of the run. 0 before the first."""
+        """Last step: batches delivered to this box over the whole life of the run; 0 before the first."""
         return self._loader.step
 
     @property
     def dataloader(self) -> DataLoader:
-        """The loader that it iterates."""
+        """Loader of this executor."""
         return self._loader
 
     def __len__(self) -> int:
-        """Steps of this executor: num_steps, or the batches of an epoch. TypeError if the loader does not know
-        those."""
+        """Return the steps of this executor: num_steps, or the batches of an epoch. TypeError if that is unknown."""
         return len(self._loader) if self._num_steps is None else self._num_steps
 
     def __bool__(self) -> bool:
-        return True  # without this the length would be asked for, of workers maybe
+        return True  # else bool() would call len(), which may wait for workers
 
     @property
     def user_iteration(self) -> int:
-        """Batches of this executor that the loop was handed, the one that it is at among them; 0 before the first."""
+        """Batches that this executor has delivered, the current one included; 0 before the first."""
         return self.step - self._first if self._session is not None else 0
 
     @property
     def iteration(self) -> int:
-        """The number of the batch that the loop is at, from 0; -1 before the first."""
+        """Number of the current batch, from 0; -1 before the first."""
         return self.user_iteration - 1
 
     @property
     def is_initial_step(self) -> bool:
-        """Whether the loop is at this executor's first batch."""
+        """True at this executor's first batch."""
         return self.iteration == 0
 
     @property
     def on_final_iteration(self) -> bool:
-        """Whether the loop is at this executor's last batch, or behind it. Of an epoch it is known by the loaders'
-        len(); without that, behind it only."""
+        """True at this executor's last batch, and after it. For an epoch that depends on the loaders' len(); without
+        it, True only after the last batch."""
         if self._session is None:
             return False
         last = self._last if self._num_steps is not None or self._last is not None else self._session.expected_last()
@@ -129,7 +136,7 @@ class DataExecutor:
 
     @property
     def on_checkpoint_step(self) -> bool:
-        """Whether the step that the loop is in, or ended with, is a checkpoint step."""
+        """True if the current or last step is a checkpoint step."""
         step = self.step
         if step < 1 or self._session is None:
             return False
@@ -149,16 +156,16 @@ class DataExecutor:
 
     @property
     def digest(self) -> int | None:
-        """The stream digest: a fingerprint of all batches of this box in order, over the whole life of the run.
+        """Stream digest: a fingerprint of all batches of this box in order, over the whole life of the run.
 
-        Equal for equal streams: it goes on where a loaded state left it, on any number of workers. chain(0) = 0,
-        chain(n) = xxh3_64(little-endian u64 chain(n - 1), u64 digest of batch n). None where it is not known: before
-        the loop has begun, and after a state that was loaded onto another number of boxes, or that does not know it.
+        Equal streams have equal digests. A loaded state continues its digest, on any number of workers. chain(0) = 0,
+        chain(n) = xxh3_64(little-endian u64 chain(n - 1), u64 digest of batch n). It is None if unknown: before the
+        loop begins, after a state was loaded onto another number of boxes, or after a state without a digest.
 
-        With Appliance(digest="rows") it is this box's part of the stream's: the parts of all boxes, added modulo 2^64,
-        are equal for streams whose steps deliver equal rows, however many boxes share them and wherever a state was
-        resumed on other boxes. A built-in loader gives that for one global batch size. The order of rows within a step
-        is not covered, nor what is no row: see penstock.proto.batch.digest.
+        With Appliance(digest="rows") it is this box's part of the stream digest: the sum of all boxes' parts modulo
+        2^64 is equal for streams whose steps deliver equal rows, however many boxes share them and wherever a state was
+        resumed on other boxes. A built-in loader delivers equal rows for one global batch size. The order of rows
+        within a step is not covered, nor are values outside rows: see penstock.proto.batch.digest.
         """
         return self._session.reader.position.chain if self._session is not None else None
 
@@ -197,7 +204,7 @@ class DataExecutor:
                     session.epoch_ended()
                     if stop is None and position.step > first:
                         break
-                    # One epoch, and nothing was left of it, for the stream stood at its very end: take the next.
+                    # One epoch was requested, and the stream stood at the very end of this one: take the next.
                     reader.open_epochs(position.epoch + ahead)
                     announced = reader.announce(schedule, self._last)
                     continue
@@ -221,7 +228,7 @@ class DataExecutor:
             if line is not None:
                 line.finish()
             if left_early and session.expected_last() == position.step:
-                left_early = False  # by a loop that counts: there is no batch to cut off, and the end is taken next
+                left_early = False  # the loop counts batches: none is left, and the end is read next
             loader.finish(self, left_early=left_early, epoch_ended=stop is None and position.epoch > first_epoch)
 
 

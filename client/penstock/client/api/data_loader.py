@@ -1,11 +1,11 @@
-"""A loader as the user holds it: a description until it is iterated, then a stream with a position.
+"""The loader that a training script holds: a description until it is iterated, then a stream with a position.
 
-    DataLoader ── opens ──> Session: a Run at an Appliance, and the Feed that reads it
+    DataLoader ── opens ──> Session: a run at an Appliance, and the reader of its batches
 
-What a loader is at any time is one of three: never read (its state is that of a local instance), loaded and not started
-(its state is what was loaded), or streaming (its state is fetched from the workers as of the last step). A stream ends
-with its appliance, with an error, or with `load_state_dict`; only the last starts another one, for a position is never
-lost silently.
+A loader is in one of three conditions: never read (its state is that of a local instance), loaded and not started (its
+state is the loaded one), or streaming (its state at the last step is fetched from the workers). A stream ends with its
+appliance, with an error, or with `load_state_dict`. Only the last starts another one: a position is never lost
+silently.
 """
 
 from __future__ import annotations
@@ -54,29 +54,43 @@ _log = logging.getLogger("penstock.client")
 
 
 class DataLoader:
-    """Wraps a callable that returns a torch DataLoader or an iterable of nested tensors; it runs on the workers.
+    """An iterable over the batches of `input_fn(*args, **kwargs)`, which runs on the workers.
+
+    Example::
+
+        def make_loader(path, batch_size):
+            return torch.utils.data.DataLoader(MyDataset(path), batch_size=batch_size)
+
+        loader = DataLoader(make_loader, "/data/train", 32)
+        for batch in loader:                     # one epoch
+            ...
+        torch.save(loader.state_dict(), "loader.pt")
+
+    Batches have the structure, shapes and dtypes that input_fn's loader yields: nested dicts, lists, tuples and
+    dataclasses of tensors, arrays and plain values.
 
     Args:
-        input_fn: a function (or class) at the top level of a module that workers can import. In embedded mode, where
-            workers are children of this process, anything that can be called will do: the main script's, a lambda, a
-            partial, a method.
-        args, kwargs: passed to it on every worker. Plain values, tensors and arrays; in embedded mode also what can be
-            pickled, and functions of any kind. Copied here and now.
+        input_fn: a callable that returns a torch DataLoader or an iterable of nested tensors: a function or class at
+            the top level of a module that workers can import. In embedded mode, where workers are children of this
+            process, any callable works: a function of the main script, a lambda, a partial, a method.
+        args, kwargs: arguments of input_fn on every worker: plain values, tensors and arrays; in embedded mode also
+            objects that can be pickled, and functions of any kind. They are copied at once.
 
     Raises:
-        TypeError: input_fn is not callable; or it is a class (or says by its annotation that it returns one) that takes
-            `strict` in one of load_state_dict and deaggregate_state_dict only.
+        TypeError: input_fn is not callable; or it is a class (or is annotated to return one) that takes `strict` in
+            only one of load_state_dict and deaggregate_state_dict.
         InvalidArgumentError, UnsupportedStateError: input_fn or an argument has neither a name to import nor a value
-            to send. What can go by value only is refused when a run is opened on an appliance that is not embedded.
+            to send. What can be sent only by value is refused when a run is opened on an appliance that is not
+            embedded.
     """
 
     def __init__(self, input_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         args, kwargs = copy.deepcopy(args), copy.deepcopy(kwargs)
         self._reference, self._arguments = ship(input_fn, args, kwargs)
         self.name = self._reference.name
-        """ "module:qualname" of input_fn."""
+        """Name of input_fn, "module:qualname"."""
         self.id = next(_ids)
-        """The loader's number in this process, from 1."""
+        """Number of the loader in this process, from 1."""
         check_strict(input_fn)
         self._local = LocalLoader(self.name, input_fn, args, kwargs)
         self._session: Session | None = None
@@ -87,56 +101,56 @@ class DataLoader:
         self._strict = True
         self._cached: tuple[int, Any] | None = None
         self._expected: ApplianceSettings | None = None
-        """Of the appliance that an executor was made for."""
+        """Settings of the appliance that an executor was made for."""
         self._leaves_epoch = False
-        """The epoch that the loaded state stands in is not gone on with."""
+        """True: the epoch of the loaded state is not resumed; the next executor begins the epoch after it."""
         self._drawn: int | None = None
-        """The seed that was drawn for a state which was asked for before the run was open: the run gets it, too."""
+        """Seed drawn for a state that was requested before the run was open; the run gets the same."""
 
-    # ---- what it was made of
+    # ---- description
 
     @property
     def input_fn(self) -> Callable[..., Any]:
-        """The function that makes the loader on each worker."""
+        """Function that makes the loader on each worker."""
         return self._local.input_fn
 
     @property
     def input_fn_params(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """A copy of (args, kwargs), which it is called with."""
+        """Copy of (args, kwargs), the arguments of input_fn."""
         return copy.deepcopy(self._local.arguments)
 
     @property
     def dataloader(self) -> Any:
-        """The loader that input_fn makes in this process: worker 0 of 1, without worker processes of its own. Built
-        when it is first asked for, and kept; its batches are no part of the run's stream.
+        """Loader that input_fn makes in this process: worker 0 of 1, without worker processes of its own.
 
-        Raises InputFnError where input_fn fails here, for want of its data say.
+        It is built at the first access and kept. Its batches are not part of the run's stream. Raises InputFnError if
+        input_fn fails here, for example because its data are missing.
         """
         return self._local.instance("DataLoader.dataloader")
 
     @property
     def batch_size(self) -> int | None:
-        """Rows of the batch that was handed to the loop last: the first dimension of its tensors. None before the
-        first batch, and where its tensors differ in it."""
+        """Rows of the last delivered batch: the first dimension of its tensors. None before the first batch, and if
+        its tensors differ in it."""
         layout = self._session.reader.layout if self._session is not None else None
         return None if layout is None else batch_size_of(*layout)
 
     def config(self) -> dict[str, Any]:
-        """What decides which samples come in which order: {"input_fn": its name, "loader": what the loader's own
-        config() says; None if it has none}. Loaders that take each other's states have the same."""
+        """Return what decides which samples come in which order: {"input_fn": name, "loader": the result of the
+        loader's own config(), or None}. Loaders with equal configs accept each other's states."""
         return self._local.config(self._seed_of_keys)
 
     def can_restore_sample(self) -> bool:
-        """Whether restore_sample() works: the loader has a method of this name, and does not say that it cannot."""
+        """Return whether restore_sample() works: the loader has that method, and does not report that it cannot."""
         return self._local.can_restore_sample(self._seed_of_keys)
 
     def restore_sample(self, key: Any) -> Any:
-        """Return the sample that a restore key names, read again in this process; the stream stays where it is.
+        """Return the sample that a restore key names, read again in this process; the stream does not move.
 
-        The seed is that of the run, or of the loaded state, or of Appliance(seed=); a key of another is refused.
+        The seed is that of the run, of the loaded state, or of Appliance(seed=). A key of another seed is refused.
 
-        Raises NotRestartableError for a loader without restore_sample, InputFnError where input_fn fails here, and what
-        the loader's own method raises.
+        Raises NotRestartableError for a loader without restore_sample, InputFnError if input_fn fails here, and any
+        error of the loader's own method.
         """
         return self._local.restore_sample(self._seed_of_keys, key)
 
@@ -151,17 +165,17 @@ class DataLoader:
         ]
         return next((seed for seed in given if seed is not None), 0)
 
-    # ---- what executors need
+    # ---- for executors
 
     @property
     def step(self) -> int:
-        """The last step handed to a loop, over the whole life of the run; that of a loaded state before the first."""
+        """Last delivered step, counted over the whole life of the run; before the first, the loaded state's step."""
         if self._session is not None:
             return self._session.reader.position.step
         return self._loaded.step if self._loaded is not None else 0
 
     def begin(self, executor: Any, appliance: Appliance | None) -> Session:
-        """Called by an executor that starts to iterate: the stream, opened if need be."""
+        """Return the stream for an executor that starts to iterate; open it if necessary."""
         if self._iterating:
             raise RuntimeError(
                 f"{self.name}: another executor is iterating this loader; finish or close() its iterator first, or "
@@ -177,12 +191,12 @@ class DataLoader:
             raise session.run.error
         elif session.run.closed:
             raise RuntimeError(
-                f"{self.name}: its stream ended at step {self.step} with its appliance. To go on there, "
+                f"{self.name}: its stream ended at step {self.step} with its appliance. To continue from there, "
                 "load_state_dict a state; to start anew, make a new DataLoader"
             )
         elif appliance is not None and appliance is not session.appliance:
             raise RuntimeError(
-                f"{self.name} streams from {session.appliance!r}, and cannot be iterated on {appliance!r} too: "
+                f"{self.name} streams from {session.appliance!r} and cannot also be iterated on {appliance!r}: "
                 "load_state_dict its state to move it, or make a second DataLoader"
             )
         self._executor = weakref.ref(executor)
@@ -197,7 +211,7 @@ class DataLoader:
         return session
 
     def finish(self, executor: Any, *, left_early: bool, epoch_ended: bool) -> None:
-        """Called by the executor when its loop is over in whatever way."""
+        """Release the loader after an executor's loop has ended, in any way."""
         self._executor = None
         session = self._session
         if session is None or session.run.closed:
@@ -207,11 +221,11 @@ class DataLoader:
         if epoch_ended:
             session.run.progress.epoch_ended = True
             if session.appliance.settings.num_boxes > 1:
-                session.run.report()  # boxes that go on will wait for this one in their next collective
+                session.run.report()  # boxes that continue will wait for this one in their next collective
 
     @property
     def mid_epoch(self) -> bool:
-        """Whether batches of the epoch are left, or may be left, behind the last step."""
+        """True if the epoch has, or may have, batches after the last step."""
         session = self._session
         if session is None or not any(session.reader.position.delivered):
             return False
@@ -229,23 +243,23 @@ class DataLoader:
         self.__dict__.update(state, id=next(_ids))
 
     def leave_epoch(self) -> None:
-        """After a load: the next executor begins with the next epoch, as after a `break`."""
+        """Abandon the epoch of a loaded state: the next executor begins the next epoch, as after a `break`."""
         if self._loaded is not None and self._loaded.methods != 4:
             raise StateMismatchError(
                 f"the loaded state of {self.name} was saved at an epoch's end, in an epoch that the loop abandoned, "
-                "and a loader without aggregate_state_dict and deaggregate_state_dict may go on with that epoch: load "
-                "a state from the middle of an epoch, or let each epoch run to its end"
+                "and a loader without aggregate_state_dict and deaggregate_state_dict may resume that epoch: load a "
+                "state from the middle of an epoch, or let each epoch run to its end"
             )
         self._leaves_epoch = True
 
     @property
     def place(self) -> tuple[int, int]:
-        """(box, num_boxes) of this process in the loader's run; before that is open, those that it would have now."""
+        """(box, num_boxes) of this process in the loader's run; before the run is open, those of current settings."""
         settings = self._settings
         return settings.box, settings.num_boxes
 
     def expect(self, appliance: Appliance) -> None:
-        """An executor will begin on this appliance: until then, questions are answered for its boxes and workers."""
+        """Note the appliance that an executor will use: until it begins, its settings give boxes and workers."""
         self._expected = appliance.settings
 
     @property
@@ -266,7 +280,7 @@ class DataLoader:
         if self._drawn is not None and seed is not None and seed != self._drawn:
             raise StateMismatchError(
                 f"a state of {self.name} was taken before its run was opened, with seed {self._drawn} drawn for it, "
-                f"and Appliance(seed={seed}) asks for another: take the state once the loop has begun, or on the "
+                f"and Appliance(seed={seed}) has another: take the state once the loop has begun, or on the "
                 "appliance that it will run on"
             )
         start = self._start_of(settings, settings.box)
@@ -275,35 +289,35 @@ class DataLoader:
         elif settings.synthetic:
             raise NotRestartableError(
                 f"a state of {self.name} was loaded, and Appliance(synthetic=True) repeats the first batch of each "
-                "worker, which has no position: load no state, or leave synthetic= and PENSTOCK_SYNTHETIC out"
+                "worker, which has no position: load no state, or leave out synthetic= and PENSTOCK_SYNTHETIC"
             )
         else:
             if saved.methods == 0 and saved.positions and not settings.replay:
                 raise NotRestartableError(
-                    f"the loaded state of {self.name} was saved with replay=True, and is restored by replaying too: "
-                    "ask for it by Appliance(replay=True)"
+                    f"the loaded state of {self.name} was saved with replay=True, and can only be restored by replay: "
+                    "pass Appliance(replay=True)"
                 )
             if seed is None and saved.seed is None and not saved.by_hand:
                 raise StateMismatchError(
-                    f"the loaded state of {self.name} has no seed, for it was taken before its run was opened, by an "
-                    "older Penstock: pass Appliance(seed=...), or start without it"
+                    f"the loaded state of {self.name} has no seed: an older Penstock took it before its run was "
+                    "opened. Pass Appliance(seed=...), or start without the state"
                 )
             if seed is not None and saved.seed is not None and seed != saved.seed:
                 raise StateMismatchError(
                     f"the loaded state of {self.name} was saved with seed {saved.seed}, and Appliance(seed={seed}) "
-                    "asks for another: leave seed out, or start from no state"
+                    "has another: leave out seed, or start without a state"
                 )
             seed = saved.seed if seed is None else seed
             if saved.positions and settings.digest is not None and cover != saved.cover:
                 had = saved.cover.name.lower()
                 raise StateMismatchError(
                     f"the loaded state of {self.name} was saved with digest={had!r}, and Appliance(digest="
-                    f"{settings.digest!r}) asks for another: leave digest out, or start from no state"
+                    f"{settings.digest!r}) has another: leave out digest, or start without a state"
                 )
             cover = saved.cover if saved.positions else cover
         start_of = partial(_on, cover, partial(self._start_of, settings))
         start = start_of(settings.box)
-        # Another key for every opening in one launch, or a loader that starts over would join what it has just left.
+        # Each opening in one launch has its own key: else a loader that starts over would join the run it just left.
         key = f"#{self._openings}" if self._openings else ""
         opening = Opening(self._reference, self._arguments, self._local.maker, start, start_of, seed, key, cover)
         run, reader = appliance.open_stream(self, opening)
@@ -321,9 +335,8 @@ class DataLoader:
         if self._leaves_epoch and not start.same_topology:
             self.close()
             raise StateMismatchError(
-                f"the loaded state of {self.name} was saved at the end of an epoch that left its epoch early, and that "
-                "is only known how to go on from with as many boxes and workers as it was saved with: use those, or a "
-                "state from the middle of an epoch"
+                f"the loaded state of {self.name} was saved at the end of an abandoned epoch. It can be resumed only "
+                "with the same number of boxes and workers: use those, or a state from the middle of an epoch"
             )
         weakref.finalize(self, _abandon, run, reader).atexit = False
         return session
@@ -337,15 +350,13 @@ class DataLoader:
     # ---- the iterator protocol and len
 
     def __iter__(self) -> Iterator[Any]:
-        """The same as iterating `DataExecutor(self)`."""
-        from penstock.client.api.data_executor import (
-            DataExecutor,  # the executor knows the loader; this is the way back
-        )
+        """Iterate `DataExecutor(self)`: one epoch, or the rest of it."""
+        from penstock.client.api.data_executor import DataExecutor  # here: that module imports this one
 
         return iter(DataExecutor(self))
 
     def __len__(self) -> int:
-        """Batches of a pass over this box's workers: the sum of their loaders' len(). TypeError if one has none."""
+        """Return the batches of an epoch of this box: the sum of its workers' len(). TypeError if one has no len()."""
         session = self._session
         if session is not None and not session.run.closed and session.run.error is None:
             lengths = [capabilities.length for capabilities in self._capabilities(session)]
@@ -354,14 +365,14 @@ class DataLoader:
             return sum(lengths)
         settings = self._settings
         seed = settings.seed if settings.seed is not None else 0
-        places = [
+        assignments = [
             Assignment(settings.box, settings.num_boxes, slot, settings.num_workers_per_box, seed, self.step + 1)
             for slot in range(settings.num_workers_per_box)
         ]
-        return self._local.length(places)
+        return self._local.length(assignments)
 
     def _capabilities(self, session: Session) -> list[records_pb2.LoaderCapabilities]:
-        """What the workers found out about their loaders; waits for them."""
+        """Wait for the workers' reports about their loaders, and return them."""
         run = session.run
         if not run.wait_for(_all_known, session.appliance.settings.timeout_s):
             late = [view for view in run.views if not _known(view)]
@@ -378,7 +389,7 @@ class DataLoader:
 
     @property
     def is_restartable(self) -> bool:
-        """Whether state_dict() can be had: by the loader's own methods, or by replay if the appliance asks for it."""
+        """True if state_dict() works: by the loader's own methods, or by replay with Appliance(replay=True)."""
         session = self._session
         if session is None or session.run.closed or session.run.error is not None:
             replay = (session.appliance.settings if session is not None else current_settings()).replay
@@ -389,38 +400,45 @@ class DataLoader:
         return capabilities.state_methods > 0 or session.appliance.settings.replay
 
     def state_dict(self) -> dict[str, Any]:
-        """The state after the last step that was handed to the loop, over all boxes; the same value on every box.
+        """Return the state of all boxes after the last delivered step; the same value on every box.
 
-        Before the first step it is the state that was loaded, or that of an instance built here. May be called in the
-        loop, between executors and after the last; always for the same step with the same result. (Except that
-        torch.distributed.checkpoint.load, which asks for a state to load into, gets one to be filled.)
+        Example::
+
+            torch.save({"model": model.state_dict(), "loader": loader.state_dict()}, path)
+            ...
+            loader.load_state_dict(torch.load(path)["loader"])
+
+        Before the first step it is the loaded state, or that of an instance built here. It may be called in the loop,
+        between executors and after the last; the result depends only on the step. (torch.distributed.checkpoint.load,
+        which requests a state to load into, gets one to be filled.)
 
         Raises:
-            NotRestartableError: the loader has no state methods, or something else stands against saving it.
+            NotRestartableError: the loader has no state methods, or cannot be saved for another reason.
             StateUnavailableError: the workers no longer keep this step, or the run is closed.
         """
         return self.state_at(self.step)
 
     def state_at(self, step: int) -> dict[str, Any]:
-        """What state_dict() would have returned after this step, at most Appliance(retention_steps=) steps ago.
+        """Return what state_dict() returned after this step, at most Appliance(retention_steps=) steps ago.
 
-        For loops that get their batches from something that reads ahead of them: see penstock.client.Lookahead.
+        It serves loops whose batches come through something that reads ahead: see penstock.client.Lookahead.
 
         Raises:
-            StateUnavailableError: the step lies before the state that was loaded, was not handed out yet, or is one
-                that the workers no longer keep; or the run is closed.
+            StateUnavailableError: the step lies before the loaded state, is not delivered yet, or is no longer kept by
+                the workers; or the run is closed.
             NotRestartableError: as for state_dict().
+            TypeError: step is not an int.
         """
         if isinstance(step, bool) or not isinstance(step, int):
-            raise TypeError(f"{self.name}: state_at(step) takes an int, not {step!r}")
+            raise TypeError(f"{self.name}: step of state_at(step) must be an int, got {step!r}")
         if is_to_be_filled():
             return blank()
         session = self._session
         first = session.first_step if session is not None else self.step
         if not first <= step <= self.step:
             raise StateUnavailableError(
-                f"{self.name}: no state of step {step} can be had, only of {first} to {self.step}: the steps that were "
-                "handed out since the loader was made or loaded"
+                f"{self.name}: step must be from {first} to {self.step}, got {step}: states exist for the steps "
+                "delivered since the loader was made or loaded"
             )
         if session is None or step == first:
             if self._loaded is not None:
@@ -442,13 +460,14 @@ class DataLoader:
         return saved.to_dict()
 
     def _seed_to_come(self, settings: ApplianceSettings) -> int:
-        """The seed that the run will have; one that nobody gave is drawn here, or the state would fit any order."""
+        """Return the seed that the run will have. If none is given it is drawn here: else the state would fit any
+        order."""
         if settings.seed is not None:
             return settings.seed
         if settings.num_boxes > 1:
             raise StateUnavailableError(
-                f"{self.name}: no state can be had before the run is open, for its seed is drawn then, and all boxes "
-                "must have the same: pass Appliance(seed=...), or take the state once the loop has begun"
+                f"{self.name}: a state without a seed is available only once the run is open: the seed is drawn then, "
+                "and all boxes must have the same. Pass Appliance(seed=...), or take the state once the loop has begun"
             )
         if self._drawn is None:
             self._drawn = secrets.randbits(63)
@@ -457,43 +476,43 @@ class DataLoader:
     def _require_methods(self, methods: int, replay: bool) -> None:
         if methods == 0 and not replay:
             raise NotRestartableError(
-                f"the loader that {self.name} returned cannot be saved, for it has no state_dict and "
-                "load_state_dict: give it these two, use torchdata's StatefulDataLoader or a source of "
-                "penstock.data, or ask for replay by Appliance(replay=True)"
+                f"the loader that {self.name} returned cannot be saved: it has no state_dict and load_state_dict. "
+                "Give it these two, use torchdata's StatefulDataLoader or a source of penstock.data, or pass "
+                "Appliance(replay=True)"
             )
 
     def checkpoints(self, step: int | None = None) -> list[DataLoaderCheckpoint]:
         """Return each worker's record of the state after a step, of all boxes, in order of global_worker_id.
 
-        The counts are those of this launch, as get_worker_state() gave them; `lifetime_*` count all launches. Of a
-        loader with the four methods `user_state_dict` is what its state_dict() returned on that worker at that step,
-        and so what aggregate_state_dict is given. Of another loader it is the state of the place that the worker would
-        be restored from, which may lie before the step; None if it has no state methods.
+        The counts are those of this launch, as get_worker_state() gave them; `lifetime_*` count all launches. For a
+        loader with the four methods, `user_state_dict` is the result of its state_dict() on that worker at that step:
+        the input of aggregate_state_dict. For another loader it is the state at the restart point of the worker, which
+        may lie before the step; None if it has no state methods.
 
         Args:
-            step: as for state_at(); None: the last one that was handed to the loop.
+            step: as for state_at(); None: the last delivered step.
 
-        Raises what state_at() raises, and StateUnavailableError before the first step.
+        Raises the errors of state_at(), and StateUnavailableError before the first step.
         """
         session, step = self._session, self.step if step is None else step
         if session is None or not session.first_step < step <= self.step:
             first = session.first_step + 1 if session is not None else step + 1
             raise StateUnavailableError(
-                f"{self.name}: no records of step {step} can be had, only of {first} to {self.step}: workers have "
-                "records of the steps that were handed out since the loader was made or loaded"
+                f"{self.name}: step must be from {first} to {self.step}, got {step}: workers have records of the steps "
+                "delivered since the loader was made or loaded"
             )
         fetched, _ = self._fetch(session, step)
         return checkpoints_of(fetched, self._loaded, step)
 
     def _fetch(self, session: Session, step: int) -> tuple[FetchedState, int]:
-        """All workers' records at a step, and how many state methods their loader has."""
+        """Return all workers' records at a step, and the number of state methods of their loader."""
         settings, run = session.appliance.settings, session.run
         if run.error is not None:
             raise run.error
         if run.closed:
             raise StateUnavailableError(
-                f"{self.name}: no state of step {step} can be had, for its appliance is closed; call state_dict() "
-                "before that"
+                f"{self.name}: the state of step {step} is not available, because the appliance is closed: call "
+                "state_dict() before that"
             )
         capabilities = self._capabilities(session)[0]
         if capabilities.not_restartable:
@@ -515,31 +534,30 @@ class DataLoader:
         return saved
 
     def load_state_dict(self, sd: dict[str, Any], strict: bool = True) -> None:
-        """Go on from a state of this loader; takes effect with the next executor. Not while one iterates.
+        """Resume from a state of this loader with the next executor.
 
         Args:
-            sd: what state_dict() returned, in this process or another. A loader with the four methods also takes a
-                dict that its deaggregate_state_dict understands: made by hand, or by another system that has the
-                protocol. Steps count from 0 then, and the run has a seed of its own.
-            strict: passed on to the loader's own methods, where they take it.
+            sd: result of state_dict(), from this process or another. A loader with the four methods also accepts a
+                dict that its deaggregate_state_dict understands: made by hand, or by another system with the same
+                protocol. Steps then count from 0, and the run has a new seed.
+            strict: passed on to those of the loader's own methods that take it.
 
         Raises:
-            StateMismatchError: it is the state of another loader, or no state at all.
-            UnsupportedStateError: it was made by hand, and holds what no state can.
-            StateCorruptError, StateVersionError: it is damaged, or newer than this Penstock.
-            RuntimeError: an executor iterates.
-            TypeError: `strict` is on one of the loader's two methods only.
+            StateMismatchError: sd is the state of another loader, or not a state.
+            UnsupportedStateError: sd was made by hand and holds values that a state cannot hold.
+            StateCorruptError, StateVersionError: sd is damaged, or newer than this Penstock.
+            RuntimeError: an executor is iterating.
+            TypeError: only one of the loader's two methods takes `strict`.
         """
         if self._iterating:
             raise RuntimeError(
-                f"{self.name}: load_state_dict while an executor iterates; leave its loop first, or close() its "
-                "iterator"
+                f"{self.name}: load_state_dict while an executor iterates: leave its loop, or close() its iterator"
             )
         saved = self._made_by_hand(sd) or read(sd)
         if not self._reference.same_as(saved.input_fn):
             raise StateMismatchError(
-                f"the state is of the loader {saved.input_fn}, and this is the loader {self.name}; each loader loads "
-                "its own"
+                f"the state is of the loader {saved.input_fn}, and this is the loader {self.name}: load into each "
+                "loader its own state"
             )
         if saved.methods == 4:
             try:
@@ -554,22 +572,21 @@ class DataLoader:
             self._loaded.aggregated = copy.deepcopy(saved.aggregated)
 
     def _made_by_hand(self, sd: object) -> SavedState | None:
-        """A state that has no record of ours, for a loader whose own methods can read it."""
+        """Return a state without a record of Penstock, for a loader whose own methods can read it; else None."""
         if not isinstance(sd, Mapping) or KEY in sd:
             return None
         if self._local.can_be_built and self._local.methods("load_state_dict") != 4:
             return None
         encode_state(dict(sd))
         _log.warning(
-            "%s: the loaded state has no record of a run, so its deaggregate_state_dict alone decides where the stream "
-            "goes on; steps count from 0, and the seed is a new one unless Appliance(seed=) names it",
+            "%s: the loaded state has no record of a run, so deaggregate_state_dict alone decides where the stream "
+            "resumes; steps count from 0, and the seed is new unless Appliance(seed=) gives it",
             self.name,
         )
         return SavedState(0, self.name, 4, 0, 0, None, aggregated=dict(sd), by_hand=True)
 
     def close(self) -> None:
-        """End the stream, if there is one, and free its workers. The next executor starts from the last loaded
-        state."""
+        """End the stream, if there is one, and free its workers; the next executor starts from the loaded state."""
         session, self._session = self._session, None
         if session is not None:
             session.reader.close()
@@ -577,7 +594,7 @@ class DataLoader:
 
 
 def _on(cover: DigestCover, start_of: Callable[[int], BoxStart], box: int) -> BoxStart:
-    """From where a box starts, with digests that cover this."""
+    """Return where a box starts, with digests of this cover."""
     start = start_of(box)
     start.position.by_rows = cover == DigestCover.ROWS
     return start
@@ -592,6 +609,7 @@ def _all_known(run: StreamRun) -> bool:
 
 
 def _abandon(run: StreamRun, reader: Reader) -> None:
-    """The loader is gone. May run in the garbage collector: the run's own thread does what takes time or locks."""
+    """End the stream of a loader that was collected. It may run in the garbage collector, so the run's own thread does
+    what takes time or locks."""
     run.abandoned = True
     reader.close()

@@ -1,15 +1,15 @@
-"""A loader for frameworks that take batches before the training loop gets them.
+"""A loader for frameworks that prefetch: they take batches before the training loop gets them.
 
 To know which batch is the last one of an epoch, Accelerate's loaders and Lightning's fetcher for loaders without a
-length take the next batch before they hand out this one. `DataLoader.state_dict()`, which counts what was taken, is
-then one batch ahead of the loop, and a resume would leave that batch out.
+length take the next batch before they hand out this one. `DataLoader.state_dict()`, which counts taken batches, is then
+one batch ahead of the loop, and a resume would leave that batch out.
 
-How far such a wrapper is ahead depends on the framework, its version, the place in the epoch and whether the loader has
-a length; so nothing is subtracted here. The loop's own side counts: it says `took()` for each batch that reaches it,
-and the state is asked for at that step, which workers can tell as long as they keep it (Appliance(retention_steps=)).
-That costs nothing until a state is asked for.
+How far such a wrapper is ahead depends on the framework, its version, the position in the epoch and whether the loader
+has a length; so nothing is subtracted here. Instead the loop counts: it calls `took()` for each batch that reaches it,
+and the state is that of this step, which workers keep for a while (Appliance(retention_steps=)). That costs nothing
+until a state is requested.
 
-Counting can be forgotten, and a wrapper can hand out other batches than it took: share them among ranks, join them,
+The loop can forget to count, and a wrapper can hand out other batches than it took: share them among ranks, join them,
 repeat some to fill up. Either would save a wrong position, so both are errors.
 """
 
@@ -33,29 +33,30 @@ T = TypeVar("T")
 
 
 class Lookahead(IterableDataset[Any]):
-    """Give it to the framework in place of the loader, and save it in place of the loader::
+    """A stand-in for a loader, given to the framework and saved in the loader's stead.
+
+    Example::
 
         ahead = Lookahead(loader)
-        prepared = ...                            # what the framework makes of `ahead`
+        prepared = ...                            # the framework's wrapper of `ahead`
         for batch in ahead.handed_out(prepared):
             ...
-            ahead.state_dict()                    # of the batches up to this one
+            ahead.state_dict()                    # counts the batches up to this one
 
-    Where the loop is the framework's own, its hook for the start of a batch calls `took()` instead; the callbacks in
-    penstock.client.integrations do. An epoch that the framework has left without coming to its end is over when it
-    begins the next one.
+    If the framework owns the loop, its hook for the start of a batch calls `took()` instead, as the callbacks in
+    penstock.client.integrations do. An epoch that the framework left early is over once it begins the next one.
 
-    It is an iterable dataset too: torch.utils.data.DataLoader(ahead, batch_size=None) goes through frameworks that
-    take nothing else. The batches come from Penstock's workers still, so that needs no worker processes of its own.
+    It is also an iterable dataset: torch.utils.data.DataLoader(ahead, batch_size=None) suits frameworks that accept
+    nothing else. The batches still come from Penstock's workers, so that needs no worker processes of its own.
 
     Args:
         loader: the Penstock DataLoader.
-        depth: batches that the framework may be ahead when a state is asked for.
+        depth: batches that the framework may be ahead when a state is requested.
         checkpoint_steps, appliance: as for DataExecutor.
 
     Raises:
-        TypeError: the loader is none of ours.
-        InvalidArgumentError: depth or checkpoint_steps below 1.
+        TypeError: the loader is not a penstock.client.DataLoader.
+        InvalidArgumentError: depth or checkpoint_steps is below 1.
     """
 
     def __init__(
@@ -70,26 +71,26 @@ class Lookahead(IterableDataset[Any]):
         self._depth = positive("depth", depth)
         self._executor = DataExecutor(loader, checkpoint_steps=checkpoint_steps, appliance=appliance)
         self._epoch_iterator: weakref.ref[Generator[Any, None, None]] | None = None
-        """What the framework iterates."""
+        """Iterator that the framework holds."""
         self._begun: Generator[Any, None, None] | None = None
-        """The executor's side of it, while the loop has got no batch of it."""
+        """The executor's iterator of the epoch, until the loop gets its first batch."""
         self._waiting: list[Any] = []
-        """What was taken of such an epoch."""
+        """Batches taken of that epoch."""
         self._step: int | None = None
-        """The loop's; None before the first epoch, and once a state was loaded."""
+        """The loop's step; None before the first epoch, and after a state was loaded."""
         self._loads = 0
         self._over_at: int | None = None
-        """The step of a loaded state whose pass is not gone on with; None once the loop has got a batch."""
+        """Step of a loaded state whose epoch is not resumed; None once the loop gets a batch."""
 
     # ---- the framework's side
 
     def __iter__(self) -> Iterator[Any]:
-        """One epoch, or what is left of it. The same one again if the loop has got nothing of it: some frameworks begin
-        an epoch twice, and what they took of it the first time is handed out again."""
+        """Iterate one epoch, or the rest of it. An epoch of which the loop has got no batch is repeated: some
+        frameworks begin an epoch twice, and the batches they took the first time are handed out again."""
         if get_worker_info() is not None:
             raise RuntimeError(
-                f"{self._loader.name}: a Lookahead is iterated in the training process, for its batches come from "
-                "Penstock's workers: give torch's DataLoader num_workers=0"
+                f"{self._loader.name}: a Lookahead must be iterated in the training process, because its batches come "
+                "from Penstock's workers: give torch's DataLoader num_workers=0"
             )
         if self._waiting and self._begun is not None:
             self._close_epoch()
@@ -108,16 +109,16 @@ class Lookahead(IterableDataset[Any]):
             if self._begun is batches:
                 self._waiting.append(batch)
                 if len(self._waiting) > self._depth:
-                    self._got()  # nobody counts, or the framework is too far ahead; state_dict() says so
+                    self._got()  # the loop does not count, or the framework is too far ahead: state_dict() raises
             yield batch
             del batch  # or it would stay alive while the next one is waited for
 
     def __len__(self) -> int:
-        """Batches of a whole epoch. TypeError if the loader has no length."""
+        """Return the batches of a whole epoch. Raises TypeError if the loader has no length."""
         return len(self._loader)
 
     def _leave(self) -> None:
-        """Frameworks that count batches do not ask for the end of an epoch, and hold its iterator."""
+        """Close the epoch under way: frameworks that count batches never read its end, and hold its iterator."""
         self._close_epoch()
         begun = self._begun
         self._got()
@@ -130,7 +131,7 @@ class Lookahead(IterableDataset[Any]):
             batches.close()
 
     def _got(self) -> None:
-        """From now on nothing of this epoch is handed out twice, and it ends with the framework's iterator."""
+        """Note that the loop has got a batch: this epoch is not repeated, and ends with the framework's iterator."""
         self._begun = None
         self._waiting.clear()
 
@@ -138,11 +139,11 @@ class Lookahead(IterableDataset[Any]):
 
     @property
     def step(self) -> int:
-        """The last step that the loop has got, over the whole life of the run."""
+        """Last step whose batch the loop has got, counted over the whole life of the run."""
         return self._loader.step if self._step is None else self._step
 
     def took(self) -> None:
-        """The loop has got the next batch.
+        """Count a batch that the loop has got.
 
         Raises RuntimeError if no such batch was taken from here: something repeats batches, or counts them twice.
         """
@@ -159,10 +160,10 @@ class Lookahead(IterableDataset[Any]):
             self._got()
 
     def handed_out(self, batches: Iterable[T]) -> Iterator[T]:
-        """The batches of one pass through what the framework made of this loader, counted.
+        """Iterate and count the batches of one epoch of the framework's wrapper of this loader.
 
-        Raises RuntimeError if it hands out more, or fewer, than it took: it shares, joins or repeats batches; or if a
-        state is loaded in the loop.
+        Raises RuntimeError if the wrapper hands out more or fewer batches than it took, because it shares, joins or
+        repeats them; or if a state is loaded in the loop.
         """
         loads = self._loads
         for batch in batches:
@@ -189,24 +190,24 @@ class Lookahead(IterableDataset[Any]):
         return self._loader.place
 
     def state_dict(self) -> dict[str, Any]:
-        """The loader's state after the last step that the loop has got.
+        """Return the loader's state after the last batch that the loop has got.
 
         Raises:
-            RuntimeError: the framework is further ahead than `depth`; or nobody said that the loop got its batches.
+            RuntimeError: the framework is further ahead than `depth`, or took() was not called for each batch.
             NotRestartableError, StateUnavailableError: as for DataLoader.state_dict().
         """
         ahead = self._loader.step - self.step
         if ahead > self._depth:
             raise RuntimeError(
-                f"{self._loader.name}: {self._loader.step} batches were taken, and the loop said that it got "
-                f"{self.step}, which is more than depth={self._depth} apart: iterate handed_out(...), call took() for "
-                "each batch, or use the callback of penstock.client.integrations; with a framework that is further "
-                "ahead, give a greater depth"
+                f"{self._loader.name}: {self._loader.step} batches were taken, and the loop counted {self.step}, "
+                f"which is more than depth={self._depth} apart: iterate handed_out(...), call took() for each batch, "
+                "or use the callback of penstock.client.integrations; for a framework that is further ahead, raise "
+                "depth"
             )
         return self._loader.state_at(self.step)
 
     def load_state_dict(self, sd: dict[str, Any], strict: bool = True) -> None:
-        """Go on from a state of this loader, with the next epoch that is begun. Errors as for the DataLoader."""
+        """Resume from a state of this loader with the next epoch. Errors as for DataLoader.load_state_dict()."""
         self._leave()
         self._loader.load_state_dict(sd, strict)
         self._loads += 1
@@ -216,15 +217,15 @@ class Lookahead(IterableDataset[Any]):
         else:
             self._over_at = None
 
-    # ---- for frameworks whose epoch may be shorter than the epoch
+    # ---- for frameworks whose epoch may be shorter than Penstock's
 
     @property
     def mid_epoch(self) -> bool:
-        """Whether batches of the epoch that was last begun are left, or may be left, behind those that were taken."""
+        """True if the epoch begun last has, or may have, batches after those that were taken."""
         return self._loader.mid_epoch
 
     def leave_epoch(self) -> None:
-        """After load_state_dict: the loop that was saved was done with its epoch, so the next epoch to be begun is the
-        one after it. Loading the same state once more does not change that: Lightning does, by itself."""
+        """Abandon the epoch of a loaded state, because the saved loop was done with it: the next epoch to begin is the
+        one after. Loading the same state once more, as Lightning does by itself, does not change that."""
         self._over_at = self._loader.step
         self._loader.leave_epoch()

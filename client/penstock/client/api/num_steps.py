@@ -1,4 +1,4 @@
-"""How many steps a training takes, from what a user says of steps and epochs."""
+"""The number of steps of a training, computed from a user's limits on steps and epochs."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ def compute_num_steps(
     steps_per_epoch: int | None = None,
     grad_accum_steps: int = 1,
 ) -> int:
-    """Return the steps still to be taken: the fewest that one of num_steps, max_steps and num_epochs allows.
+    """Return the number of steps left to take: the smallest that num_steps, max_steps and num_epochs allow.
 
     Args:
-        dataloader: its len() is the number of batches of an epoch, where it has one.
-        initial_step: the step that training goes on from; max_steps counts it.
-        num_steps: steps from here. Not with num_epochs.
-        max_steps: steps in all.
+        dataloader: a loader; its len(), if it has one, is the number of batches of an epoch.
+        initial_step: step that training resumes from; max_steps includes it.
+        num_steps: steps from here. Excludes num_epochs.
+        max_steps: total steps.
         num_epochs: needs the dataloader's len().
         steps_per_epoch: batches of an epoch, at most len().
         grad_accum_steps: batches of a step. It makes an epoch shorter; num_steps and max_steps are steps already.
 
     Raises:
-        InvalidArgumentError: none of the three, or values that contradict each other or the dataloader's length.
-        TypeError: no whole number.
+        InvalidArgumentError: all three are None, or values contradict each other or the dataloader's length.
+        TypeError: a value is not an int.
     """
     if num_epochs is not None and num_steps is not None:
         raise InvalidArgumentError("num_steps and num_epochs exclude each other: pass one of them")
@@ -63,7 +63,7 @@ def compute_num_steps(
 
 
 def _per_epoch(length: int, wanted: int | None, accumulated: int) -> int:
-    """Steps of an epoch of `length` batches."""
+    """Return the steps of an epoch of `length` batches."""
     if length < 1:
         raise InvalidArgumentError("the dataloader has no batches: its len() is 0")
     if wanted is not None and wanted > length:

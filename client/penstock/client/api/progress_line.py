@@ -1,4 +1,4 @@
-"""A line that says how the loop is doing: steps a second, and the share of the time that it waited for data."""
+"""The progress line of a loop: steps a second, and the share of the time that it waited for data."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["ProgressLine"]
 
 
 class ProgressLine:
-    """The line of one executor."""
+    """The progress line of one executor."""
 
     def __init__(self, label: str, stats: StreamStats, step: int) -> None:
         self._label, self._stats, self._line = label, stats, Progress()
@@ -19,7 +19,7 @@ class ProgressLine:
         self.finish = self._line.finish
 
     def update(self, step: int) -> None:
-        """Show the line if it is time."""
+        """Show the line if it is due."""
         seconds, stats = self._line.due(), self._stats
         if not seconds:
             return

@@ -1,11 +1,11 @@
-"""How the ranks of one torchrun launch on one machine come to share one embedded appliance.
+"""Rendezvous of the ranks of one torchrun launch on one machine, which share one embedded appliance.
 
-Local rank 0 starts the daemons and answers on an abstract Unix socket; the others connect, with a deadline, and are
-told where the daemons are. The socket's name is made of what all ranks of a launch share and other launches do not (the
-torchrun agent's pid, the master port, the restart count) and of how many appliances the process has shared before. An
-abstract name has no file permissions, so both ends ask the kernel who the other is; and it leaves nothing behind when a
-rank is killed, which a file with the token would. Another user can take the name first. Rank 0 then takes one that
-begins with it and ends in a random number, and the others try all such names that the kernel lists.
+Local rank 0 starts the daemons and listens on an abstract Unix socket; the others connect, with a deadline, and receive
+the daemons' address. The socket's name consists of values that all ranks of a launch share and other launches do not
+(the torchrun agent's pid, the master port, the restart count) and of the number of appliances shared before. An
+abstract name has no file permissions, so both ends get the peer's user from the kernel. Unlike a file with the token,
+it leaves nothing behind when a rank is killed. Another user can take the name first. Rank 0 then takes one that begins
+with it and ends in a random number, and the others try all such names that the kernel lists.
 
 Ranks leave at slightly different times, and the daemons end with rank 0. So every rank keeps its connection until it
 leaves, and rank 0 waits for the last of them before it stops the daemons.
@@ -37,7 +37,7 @@ LEAVE_S = 60.0
 """Seconds that rank 0 waits for the others before it stops the daemons under them."""
 MAX_PLACE = 4096
 SOCKETS = "/proc/net/unix"
-"""Where the kernel lists the Unix sockets of this network namespace, abstract names with an @."""
+"""File in which the kernel lists the Unix sockets of this network namespace, abstract names with an @."""
 
 _shared_so_far = 0
 _pause = threading.Event()  # never set: a wait on it is a sleep
@@ -45,7 +45,7 @@ _pause = threading.Event()  # never set: a wait on it is a sleep
 
 @dataclass(frozen=True)
 class DaemonAddresses:
-    """Where the daemons of local rank 0 are."""
+    """The address of local rank 0's daemons, the credential token, and the job."""
 
     address: str
     token: str = field(repr=False)
@@ -53,7 +53,8 @@ class DaemonAddresses:
 
 
 def _connected(name: str) -> socket.socket | None:
-    """A connection to who has this name, if that is a process of this user. Never waits: another user's may be full."""
+    """Return a connection to the owner of this name, if that is a process of this user; else None. It never waits:
+    another user's socket may be full."""
     try:
         return connect_local(name, 0.0)
     except (OSError, PenstockError):
@@ -61,7 +62,7 @@ def _connected(name: str) -> socket.socket | None:
 
 
 def _is_ours(name: str) -> bool:
-    """Whether a process of this user has the name."""
+    """Return whether a process of this user has the name."""
     sock = _connected(name)
     if sock is not None:
         sock.close()
@@ -69,7 +70,7 @@ def _is_ours(name: str) -> bool:
 
 
 def _names(name: str) -> list[str]:
-    """The name, and those that the kernel lists which begin with it."""
+    """Return the name, and the names listed by the kernel that begin with it."""
     try:
         listed = Path(SOCKETS).read_bytes().decode(errors="replace").split()
     except OSError:
@@ -86,7 +87,7 @@ class SharedAppliance:
         self._name = f"penstock-torchrun-{os.getuid()}-{os.getppid()}-{port}-{torchrun.restarts}-{_shared_so_far}"
         _shared_so_far += 1
         self.hosts = torchrun.local_rank == 0
-        """This is the rank that starts the daemons."""
+        """True on the rank that starts the daemons."""
         self._pid = os.getpid()
         self._listener: socket.socket | None = None
         self._joined: socket.socket | None = None
@@ -94,7 +95,7 @@ class SharedAppliance:
         self._answering: threading.Thread | None = None
 
     def publish(self, place: DaemonAddresses) -> None:
-        """Tell the other ranks, whenever they ask."""
+        """Send the daemons' addresses to each rank that connects, from now on."""
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             try:
@@ -127,14 +128,14 @@ class SharedAppliance:
             except (OSError, PenstockError):
                 sock.close()
                 continue
-            self._others.append(sock)  # before it can have heard: who has joined is waited for
-            with contextlib.suppress(OSError):  # it is gone already, and `leave` sees that
+            self._others.append(sock)  # before the reply: `leave` waits for every rank that has joined
+            with contextlib.suppress(OSError):  # the rank is gone already; `leave` sees that
                 sock.send(message)
 
     def join(self, deadline: float, timeout_s: float) -> DaemonAddresses:
-        """Ask local rank 0 where the daemons are; from then on it waits for this rank to leave.
+        """Return the daemons' addresses from local rank 0, which from then on waits for this rank to leave.
 
-        deadline: time.monotonic(). Raises DeadlineError.
+        deadline: a time.monotonic(). Raises DeadlineError.
         """
         while True:
             for name in _names(self._name):
@@ -165,7 +166,7 @@ class SharedAppliance:
             self._joined.close()
         if self._listener is None or self._answering is None:
             return
-        # shutdown, for a close alone would not end the accept in the other thread.
+        # shutdown: a close alone would not end the accept in the other thread.
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         deadline = time.monotonic() + LEAVE_S

@@ -1,6 +1,6 @@
-"""A record of which samples a training step had: the restore keys of each batch, one line of JSON for each step.
+"""A log of the samples of each training step: the restore keys of each batch, one line of JSON for each step.
 
-What a job trained on is a function of its state, so a log is not needed to find out. It is for looking: which samples
+The samples are a function of the job's state, so the log holds nothing new. It serves to look them up: which samples
 did the step have at which the loss rose? `DataLoader.restore_sample(key)` reads one of them again.
 """
 
@@ -21,8 +21,8 @@ __all__ = ["SampleLog"]
 class SampleLog:
     """A file of lines {"step": 7, "keys": ["0.3.12...", ...]}, one for each step, in order.
 
-    A job that is resumed writes on in the same file: lines of the steps that it takes again are replaced, and so is
-    one that was cut off by a crash. Each box writes a file of its own.
+    A resumed job continues the same file: lines of steps that it repeats are replaced, and so is a line that a crash
+    cut off. Each box writes a file of its own.
 
         with SampleLog("keys/box0.jsonl") as log:
             for batch in executor:
@@ -32,8 +32,8 @@ class SampleLog:
     def __init__(self, path: str | os.PathLike[str], *, field: str = "key") -> None:
         """
         Args:
-            path: of the file; folders are made. Nothing is opened before the first step.
-            field: name under which each batch carries its restore keys, as the loader was told by `keys=`.
+            path: path of the file; missing folders are made. Nothing is opened before the first step.
+            field: key of the restore keys in each batch: the loader's `keys=`.
         """
         self.path, self._field = Path(path), field
         self._file: BinaryIO | None = None
@@ -43,7 +43,7 @@ class SampleLog:
         """Write a step's line.
 
         Raises:
-            InvalidArgumentError: the batch carries no keys, or the step is not behind the last one.
+            InvalidArgumentError: the batch carries no keys, or the step is not after the last one.
             OSError: the file cannot be written.
         """
         keys = batch.get(self._field) if isinstance(batch, Mapping) else None
@@ -55,7 +55,7 @@ class SampleLog:
         if self._file is None:
             self._file = self._open(step)
         elif step <= self._last:
-            raise InvalidArgumentError(f"step must be behind the last one, {self._last}, got {step}")
+            raise InvalidArgumentError(f"step must be above the last one, {self._last}, got {step}")
         self._file.write(json.dumps({"step": step, "keys": list(keys)}).encode() + b"\n")
         self._file.flush()
         self._last = step
@@ -75,7 +75,7 @@ class SampleLog:
         self.close()
 
     def _open(self, step: int) -> BinaryIO:
-        """Keep what comes before the step, and write behind it."""
+        """Open the file, and truncate it after the lines that come before the step."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         file = self.path.open("a+b")
         file.seek(0)
@@ -90,7 +90,7 @@ class SampleLog:
 
 
 def _step_of(line: bytes) -> int | None:
-    """The step of a whole line."""
+    """Return the step of a line; None if the line is damaged."""
     try:
         step = json.loads(line)["step"] if line.endswith(b"\n") else None
     except (ValueError, KeyError, TypeError):

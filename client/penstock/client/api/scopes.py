@@ -1,8 +1,8 @@
-"""What is open around the code that runs: the appliance of a `with`, the executor whose loop it is in.
+"""Scopes around running code: the appliance of a `with`, the executor of a loop.
 
-Each thread and each asyncio task sees the things that it entered itself, the innermost first (a context variable). Code
-that entered none, a helper thread say, sees the only one that is open elsewhere. Where several are, nobody can know
-which one is meant, and to take any would be to stream another box's data without a word: AmbiguousContextError.
+Each thread and each asyncio task finds the object that it entered last (a context variable). Code that entered none,
+such as a helper thread, finds the only one that is open elsewhere. If several are open elsewhere, the choice is
+ambiguous, and a wrong one would silently stream another box's data: AmbiguousContextError.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ T = TypeVar("T")
 
 
 class ApplianceScope(Generic[T]):
-    """Things of one kind that are entered and left; one that is entered twice is left twice.
+    """Objects of one kind that are entered and left; one that is entered twice is left twice.
 
     Args:
-        name: of the context variable.
-        ambiguous: the error's text, with "{count}" for how many are open.
-        usable: False for a thing that is to be passed over.
+        name: name of the context variable.
+        ambiguous: text of the error, with "{count}" for the number of open objects.
+        usable: a predicate; objects for which it is False are ignored.
     """
 
     def __init__(self, name: str, ambiguous: str, usable: Callable[[T], bool] = lambda thing: True) -> None:
@@ -39,18 +39,18 @@ class ApplianceScope(Generic[T]):
         self._stack.set((*self._stack.get(), weakref.ref(thing)))
 
     def leave(self, thing: T) -> None:
-        """May run in another context than `enter` did: that one passes over what is not open any more."""
+        """Leave an object. It may run in another context than `enter` did: that context ignores closed objects."""
         if thing in self._open:
             self._open.remove(thing)
         stack = list(self._stack.get())
-        for place in reversed(range(len(stack))):
-            if stack[place]() is thing:
-                del stack[place]
+        for index in reversed(range(len(stack))):
+            if stack[index]() is thing:
+                del stack[index]
                 break
         self._stack.set(tuple(ref for ref in stack if ref() in self._open))
 
     def innermost(self) -> T | None:
-        """The one that is meant here; None if none is open anywhere. Raises AmbiguousContextError."""
+        """Return the object for this context; None if none is open anywhere. Raises AmbiguousContextError."""
         usable = [thing for thing in self._open if self._usable(thing)]
         for ref in reversed(self._stack.get()):
             thing = ref()

@@ -1,4 +1,4 @@
-"""One opening of a loader: a run at an appliance, and the feed that reads it."""
+"""One opening of a loader: a run at an appliance, and the reader of its batches."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ _log = logging.getLogger("penstock.client")
 
 @dataclass
 class Session:
-    """One opening of a loader."""
+    """A run at an appliance, its reader, and where the epoch under way began."""
 
     appliance: Appliance
     run: StreamRun
     reader: Reader
     name: str
     first_step: int
-    """The step before its first batch."""
+    """Step before the session's first batch."""
     epoch_began_at: int
-    """The step before the first batch of the epoch under way."""
+    """Step before the first batch of the epoch under way."""
     whole_epoch: bool
-    """The epoch under way was begun at its beginning, and not somewhere by a restored state."""
+    """True if the session read the epoch under way from its beginning, and not from a restored position."""
     told_ended: set[tuple[int, int]] = field(default_factory=set)
-    """Ends of other boxes that the loop was warned of."""
+    """Epoch ends of other boxes, (box, last step), that the loop was warned of."""
     warned_of_abandoned: bool = False
     cut_due: bool = False
-    """The epoch was left by `break`; the next executor cuts it."""
+    """True if the loop left the epoch by `break`: the next executor abandons it."""
 
     @property
     def progress(self) -> bool:
@@ -50,15 +50,15 @@ class Session:
         )
 
     def epoch_ended(self) -> None:
-        """The feed has come to the end of an epoch. Raises EmptyInputError if there was nothing in it."""
+        """Begin the next epoch after the reader reached an epoch's end. Raises EmptyInputError if it had no batch."""
         step = self.reader.position.step
         if self.whole_epoch and step == self.epoch_began_at:
             raise self.empty()
         self.epoch_began_at, self.whole_epoch = step, True
 
     def abandon_epoch(self) -> None:
-        """Leave the epoch where its loop was left; says once that the next loop does not go on there, for other
-        systems' iterators do."""
+        """Abandon the epoch at the last step, and log once that the next loop does not continue it: the iterators of
+        other systems do."""
         if not self.warned_of_abandoned:
             self.warned_of_abandoned = True
             _log.warning(
@@ -73,29 +73,30 @@ class Session:
         self.epoch_began_at, self.whole_epoch = self.reader.position.step, True
 
     def warn_of_ended(self, step: int) -> None:
-        """Say once of each other box that its epoch ended before this step: a collective would wait for it."""
+        """Warn once for each other box whose epoch ended before this step: a collective would wait for it."""
         for box, last in self.run.ended_boxes.items():
-            # One that ended its epoch where this box began its own is between two epochs, as this one was.
+            # A box that ended its epoch where this box began its own is between two epochs, as this one was.
             if self.epoch_began_at < last < step and (box, last) not in self.told_ended:
                 self.told_ended.add((box, last))
                 warnings.warn(
-                    f"{self.name}: the epoch of box {box} ended at step {last}, and box {self.run.box} goes on with "
-                    f"step {step}: a collective between them would hang. Give all boxes as many batches, or num_steps",
+                    f"{self.name}: the epoch of box {box} ended at step {last}, and box {self.run.box} continues with "
+                    f"step {step}: a collective between them would hang. Give all boxes the same number of batches, "
+                    "or pass num_steps",
                     UserWarning,
                     stacklevel=3,
                 )
 
     def empty(self) -> EmptyInputError:
-        """No batch in a whole epoch."""
+        """Return the error for an epoch without a batch."""
         position = self.reader.position
-        which = "no batch at all" if position.step == 0 else f"no batch in pass {max(position.epoch - 1, 0)}"
+        which = "no batch at all" if position.step == 0 else f"no batch in epoch {max(position.epoch - 1, 0)}"
         return EmptyInputError(
             f"{self.name} yielded {which} on any worker of box {self.run.box}: check its data paths, its sharding, and "
             "whether it returns an iterator that is used up"
         )
 
     def expected_last(self) -> int | None:
-        """The last step of this pass by what the workers' loaders say of their lengths; None if one does not."""
+        """Return the last step of this epoch, by the lengths of the workers' loaders; None if one has no length."""
         position, last = self.reader.position, self.reader.position.step
         for slot in position.live:
             length = self.run.views[slot].capabilities.length

@@ -1,4 +1,4 @@
-"""How many rows a batch has."""
+"""The number of rows of a batch."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def infer_batch_size(data: Any, batch_size: int | None = None) -> int | None:
     """Return the first dimension that all tensors of a batch share; a tensor without dimensions counts as one row.
 
     Args:
-        data: nested dicts, lists, tuples and dataclasses of tensors. Other values are passed over.
-        batch_size: of the batches before; another one is a UserWarning.
+        data: nested dicts, lists, tuples and dataclasses of tensors. Other values are ignored.
+        batch_size: rows of earlier batches; a different number is a UserWarning.
 
-    Returns None, with a UserWarning, where tensors differ in it. Raises InvalidArgumentError without any tensor.
+    Returns None, with a UserWarning, if tensors differ in it. Raises InvalidArgumentError if there is no tensor.
     """
     sizes = {tensor.shape[0] if tensor.ndim else 1 for tensor in _tensors(data)}
     if not sizes:
@@ -40,7 +40,7 @@ def infer_batch_size(data: Any, batch_size: int | None = None) -> int | None:
 
 
 def batch_size_of(structure: Structure, shapes: Sequence[int]) -> int | None:
-    """Return the same of a batch whose layout is known; None where tensors differ, or where there are none."""
+    """Return the batch size for a known layout; None if tensors differ in it, or if there are none."""
     sizes, dims = set(), 0
     for leaf in structure.leaves:
         if leaf.kind == "t":

@@ -1,13 +1,13 @@
-"""From a callable to a name that another process can import.
+"""References to user code: a callable's name, which another process can import.
 
-User code is named, never shipped: what leaves this machine is "module:qualname" and arguments in the safe envelope. A
-lambda, a local function, a partial, a method of an instance, and arguments that the envelope cannot hold (callables,
-dataclasses, paths) go to this machine's own child processes only, by value (penstock.proto.state.by_value): in embedded
-mode. Elsewhere they are refused when the run is opened, with what to do instead.
+User code is sent by name, never by value, to other machines: only "module:qualname" and arguments in the safe envelope
+leave this one. A lambda, a local function, a partial, a method of an instance, and arguments that the envelope cannot
+hold (callables, dataclasses, paths) go by value only to this machine's own child processes, in embedded mode
+(penstock.proto.state.by_value). Otherwise they are refused when the run is opened, with a remedy.
 
-The main script is special. Where it was run with `python -m`, its real module name can be imported. Where it was run as
-a file, runners on this machine load the file under the name `penstock_main`, so that its main guard does not fire;
-workers elsewhere cannot. A notebook, `python -c` and standard input have no file at all.
+The main script is special. If it was run with `python -m`, its real module name can be imported. If it was run as a
+file, runners on this machine load the file under the name `penstock_main`, so that its main guard does not fire;
+workers on other machines cannot. A notebook, `python -c` and standard input have no file at all.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ __all__ = [
 ]
 
 MAIN = "penstock_main"
-"""The name under which runners load a main script."""
+"""Module name under which runners load a main script."""
 BY_VALUE = "penstock_by_value"
-"""The module in the names of those that have no module to be imported from."""
+"""Module name of callables that have no module to import."""
 RUNNER_VARIABLE = "PENSTOCK_RUNNER"
-"""Set by the worker in every process that runs user code."""
+"""Environment variable that the worker sets in every process that runs user code."""
 
 _MAIN_NAMES = ("__main__", "__mp_main__")
 
@@ -50,25 +50,25 @@ class CodeReference:
     """An input_fn by name."""
 
     name: str
-    """ "module:qualname"."""
+    """Name, "module:qualname"."""
     main_path: str = ""
-    """The training script, absolute, when the module is MAIN."""
+    """Absolute path of the training script, if the module is MAIN."""
     only_here: PenstockError | None = field(default=None, compare=False)
-    """Why other machines' workers cannot run it, where it goes by value."""
+    """Reason why workers on other machines cannot run it, if it goes by value."""
 
     def same_as(self, name: str) -> bool:
-        """Whether `name` means this input_fn; a main script may have become a module since, or the reverse."""
+        """Return whether `name` is this input_fn; a main script may have become a module since, or the reverse."""
         module, _, qualname = self.name.partition(":")
         other, _, other_qualname = name.partition(":")
         return qualname == other_qualname and (module == other or bool({MAIN, BY_VALUE} & {module, other}))
 
 
 def ship(input_fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[CodeReference, bytes]:
-    """Return what leaves this process: by name and in the safe envelope where that can be, else by value.
+    """Return the reference and the arguments to send: by name and in the safe envelope if possible, else by value.
 
     Raises:
         TypeError: input_fn is not callable.
-        InvalidArgumentError, UnsupportedStateError: it can go neither way.
+        InvalidArgumentError, UnsupportedStateError: neither is possible.
     """
     by_value: Any = None
     try:
@@ -96,14 +96,14 @@ def ship(input_fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[st
 
 
 def _label(input_fn: Any) -> str:
-    """A name for what has none to import."""
+    """Return a name to show for a callable that cannot be imported."""
     while isinstance(input_fn, functools.partial):
         input_fn = input_fn.func
     return str(getattr(input_fn, "__qualname__", type(input_fn).__qualname__))
 
 
 def refer(input_fn: Callable[..., Any]) -> CodeReference:
-    """The name of an input_fn.
+    """Return the reference to an input_fn.
 
     Raises:
         TypeError: it is not callable.
@@ -111,8 +111,8 @@ def refer(input_fn: Callable[..., Any]) -> CodeReference:
     """
     if not callable(input_fn):
         raise TypeError(
-            f"input_fn must be callable, and a {type(input_fn).__qualname__} is not: pass the function itself, without "
-            "calling it; its arguments follow it"
+            f"input_fn must be callable, got a {type(input_fn).__qualname__}: pass the function itself, without "
+            "calling it, and its arguments after it"
         )
     if isinstance(input_fn, functools.partial):
         inner = getattr(input_fn.func, "__qualname__", repr(input_fn.func))
@@ -164,25 +164,25 @@ def _of_main(module: str, qualname: str) -> CodeReference:
 
 
 def _check_found(input_fn: Callable[..., Any], module: str, qualname: str) -> None:
-    """The name must lead back to the callable, or workers would run something else."""
+    """Check that the name leads back to the callable: else workers would run something else."""
     try:
         found: Any = sys.modules.get(module) or importlib.import_module(module)
         for part in qualname.split("."):
             found = getattr(found, part)
     except (ImportError, AttributeError) as error:
         raise InvalidArgumentError(
-            f"input_fn calls itself {module}.{qualname}, but there is nothing of that name ({error}); define it at "
-            "the top level of an importable module"
+            f"input_fn has the name {module}.{qualname}, but nothing of that name can be imported ({error}): define "
+            "it at the top level of an importable module"
         ) from error
     if found is not input_fn and found != input_fn:
         raise InvalidArgumentError(
-            f"input_fn calls itself {module}.{qualname}, but that name holds another object, which workers would run "
-            "instead; give it a name of its own (a decorator may lack functools.wraps)"
+            f"input_fn has the name {module}.{qualname}, but that name holds another object, which workers would run "
+            "instead: give it a name of its own (a decorator may lack functools.wraps)"
         )
 
 
 def encode_arguments(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bytes:
-    """The envelope of an input_fn's arguments. Raises UnsupportedStateError that names the one it cannot hold."""
+    """Return the envelope of an input_fn's arguments. Raises UnsupportedStateError, which names the argument."""
     for place, value in [*((f"argument {i}", a) for i, a in enumerate(args)), *kwargs.items()]:
         try:
             encode_state(value)
@@ -196,12 +196,12 @@ def encode_arguments(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 
 
 def search_path() -> list[str]:
-    """This process's module search path, with nothing in it that depends on the working directory."""
+    """Return this process's module search path, with absolute entries."""
     return list(dict.fromkeys(os.path.abspath(entry) for entry in sys.path if isinstance(entry, str)))
 
 
 def forbid_in_runner(what: str) -> None:
-    """Raises RuntimeError in a process that runs user code for a worker: the script would start itself for ever."""
+    """Raise RuntimeError in a process that runs user code for a worker: the script would start itself endlessly."""
     if os.environ.get(RUNNER_VARIABLE):
         raise RuntimeError(
             f"{what} inside a worker: a Penstock worker is loading the script or module that defines input_fn, and it "

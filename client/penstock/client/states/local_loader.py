@@ -1,8 +1,8 @@
 """A loader built in the training process, for the methods that need an instance: aggregate, the state before the first
 step, len(), and samples by their keys. It is never iterated.
 
-Built only when needed, once. Building it must leave no trace in the training: the random generators are put back to
-where they were, for an input_fn may seed or draw.
+It is built once, when first needed. Building it must not affect the training: the random generators are restored
+afterwards, because an input_fn may seed or draw.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["LocalLoader", "check_strict"]
 
 
 class LocalLoader:
-    """The local instance of one DataLoader, once something asks for it."""
+    """The local instance of one DataLoader, built when first needed."""
 
     def __init__(self, name: str, input_fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._name = name
@@ -46,26 +46,26 @@ class LocalLoader:
 
     @property
     def maker(self) -> Callable[[], Any]:
-        """What calls input_fn with a copy of its arguments; it keeps nothing else."""
+        """Callable that calls input_fn with a copy of its arguments; it holds nothing else."""
         return partial(_call, self._fn, self._args, self._kwargs)
 
     def instance(self, purpose: str) -> Any:
-        """The loader. Raises InputFnError where it cannot be built, TypeError if `strict` is on one of two methods."""
+        """Return the loader. Raises InputFnError if it cannot be built, TypeError as check_strict()."""
         instance = self._get(purpose)
         takes_strict(instance)
         return instance
 
     def methods(self, purpose: str) -> int:
-        """How many of the state methods the loader has: 4, 2 or 0."""
+        """Return the number of state methods that the loader has: 4, 2 or 0."""
         return state_methods(self._get(purpose))
 
     def check_strict(self, purpose: str) -> None:
-        """Raises TypeError if `strict` is on one of two methods only."""
+        """Raise TypeError if only one of the two methods takes `strict`."""
         takes_strict(self._get(purpose))
 
     @property
     def can_be_built(self) -> bool:
-        """Whether input_fn runs in this process; its data may be only where the workers are."""
+        """True if input_fn runs in this process; its data may be readable only on the workers."""
         try:
             self._get("aggregate_state_dict")
         except InputFnError:
@@ -73,14 +73,14 @@ class LocalLoader:
         return True
 
     def aggregate(self, states: list[Any]) -> Any:
-        """The user's aggregate_state_dict over the workers' states, by global_worker_id."""
+        """Return the result of the user's aggregate_state_dict for the workers' states, by global_worker_id."""
         instance = self._get("aggregate_state_dict")
         takes_strict(instance)
         with _undisturbed():
             return instance.aggregate_state_dict(states)
 
     def initial_state(self, seed: int) -> Any:
-        """The aggregated state of a loader from which nothing was read. `seed`: the run's."""
+        """Return the aggregated state of a loader from which nothing was read. `seed`: the run's."""
         instance = self._build(replace(NEUTRAL, seed=seed), "the state before the first step")
         takes_strict(instance)
         with _undisturbed():
@@ -89,7 +89,7 @@ class LocalLoader:
             return instance.aggregate_state_dict([state])
 
     def length(self, assignments: list[Assignment]) -> int:
-        """The sum of len() over one instance for each assignment. Raises TypeError if they have none."""
+        """Return the sum of len() over one instance for each assignment. Raises TypeError if they have none."""
         total = 0
         for assignment in assignments:
             with _undisturbed():
@@ -97,28 +97,28 @@ class LocalLoader:
         return total
 
     def config(self, seed: int) -> dict[str, Any]:
-        """What decides which samples come in which order."""
+        """Return what decides which samples come in which order."""
         own = getattr(self._of_seed(seed, "config()"), "config", None)
         return {"input_fn": self._name, "loader": own() if callable(own) else None}
 
     def can_restore_sample(self, seed: int) -> bool:
-        """Whether the loader has restore_sample, and does not say that it cannot."""
+        """Return whether the loader has restore_sample, and does not report that it cannot."""
         loader = self._of_seed(seed, "can_restore_sample()")
         own = getattr(loader, "can_restore_sample", None)
         return callable(getattr(loader, "restore_sample", None)) and (bool(own()) if callable(own) else True)
 
     def restore_sample(self, seed: int, key: Any) -> Any:
-        """The sample of a key. Raises NotRestartableError if the loader cannot."""
+        """Return the sample of a key. Raises NotRestartableError if the loader cannot."""
         if not self.can_restore_sample(seed):
             raise NotRestartableError(
-                f"the loader that {self._name} returned cannot restore samples, for it has no restore_sample(key), or "
-                "says so: use a loader of penstock.data with keys=, or give yours the method"
+                f"the loader that {self._name} returned cannot restore samples: it has no restore_sample(key), or "
+                "can_restore_sample() is False. Use a loader of penstock.data with keys=, or add the method"
             )
         with _undisturbed():
             return self._of_seed(seed, "restore_sample()").restore_sample(key)
 
     def _of_seed(self, seed: int, purpose: str) -> Any:
-        """The loader as a run with this seed has it."""
+        """Return the loader of a run with this seed."""
         if self._seeded is None or self._seeded[0] != seed:
             self._seeded = (seed, self._build(replace(NEUTRAL, seed=seed), purpose))
         return self._seeded[1]
@@ -155,8 +155,8 @@ def _call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def check_strict(input_fn: Callable[..., Any]) -> None:
-    """Raises TypeError if input_fn is a class, or is annotated to return one, with `strict` on one of its two methods:
-    before anything runs, where no instance is needed to know."""
+    """Raise TypeError if input_fn is a class, or is annotated to return one, of whose two methods only one takes
+    `strict`: before anything runs, without an instance."""
     made = input_fn
     if not isinstance(input_fn, type):
         try:
@@ -169,7 +169,7 @@ def check_strict(input_fn: Callable[..., Any]) -> None:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Put the random generators back afterwards."""
+    """Restore the random generators afterwards."""
     before = capture_rng()
     try:
         yield

@@ -1,4 +1,4 @@
-"""What a loader brings to open a run: which code, with which seed, from where."""
+"""A loader's request to open a run: the code, the seed and the start."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ __all__ = ["Opening"]
 
 @dataclass(frozen=True)
 class Opening:
-    """One opening of a loader."""
+    """The code, seed and start of one opening of a loader."""
 
     reference: CodeReference
-    """Its input_fn, as other processes are told it."""
+    """Reference to input_fn for other processes."""
     arguments: bytes
-    """Of input_fn, as other processes are told them."""
+    """Envelope of input_fn's arguments for other processes."""
     make: Callable[[], Any]
-    """Calls input_fn with a copy of its arguments, in this process."""
+    """Callable that calls input_fn with a copy of its arguments, in this process."""
     start: BoxStart
-    """From where this box starts."""
+    """Start of this box."""
     start_of: Callable[[int], BoxStart]
-    """Box -> from where it starts, of all boxes."""
+    """Function from any box to its start."""
     seed: int | None
-    """The run's; None = the one it had, or a fresh one."""
+    """Seed of the run; None: that of the resumed run, or a random one."""
     key: str
-    """Tells the openings of one loader in one launch apart."""
+    """Key that distinguishes the openings of one loader in one launch."""
     cover: DigestCover
-    """What the digests of batches cover."""
+    """Bytes that the digests of batches cover."""

@@ -1,20 +1,19 @@
-"""A saved state, as `DataLoader.state_dict()` returns it: built and read here, without any process.
+"""Saved states, as `DataLoader.state_dict()` returns them: pure functions that build and read them.
 
     {**aggregated, "__penstock__": {"format": 1, "step": S, "record": envelope, "of": {...}}}    with the four methods
-    {"state": aggregated, "__penstock__": ...}                                         the same, if that is no dict
-    {"__penstock__": ...}                                                              any other loader
+    {"state": aggregated, "__penstock__": ...}                                   the same, if that is not a dict
+    {"__penstock__": ...}                                                        any other loader
 
-The user's part stays as their code returned it, readable and theirs to change. Ours is one reserved key with bytes in
-it, so that checkpoint libraries carry it along whatever they do to nested values, and its envelope has a checksum:
-damage is found when it is loaded. It holds nothing that differs between boxes, so every rank saves the same value.
+The user's part stays as their code returned it: readable, and free to be changed. Penstock's part is one reserved key
+with bytes in it, so that checkpoint libraries carry it along whatever they do to nested values. Its envelope has a
+checksum: damage is found at the load. It holds nothing that differs between boxes, so every rank saves the same value.
 
-Libraries that load in place (torch.distributed.checkpoint) ask a loader for its state first, and fill in those values
-that it has: what was saved besides, an open document or a shard more, would be left out without a word, and what was
-not, an empty list that has grown, is an error. So the record holds the user's part as well, and torch's `load` is given
-a state with nothing but the places of ours to be filled (`blank`). Other such libraries are told apart by `of`, which
-says which record the visible part came with: a key and an empty dict, which they neither save nor load. Where the two
-    do
-not belong together the record's part counts.
+Libraries that load in place (torch.distributed.checkpoint) first request a state from the loader and fill in the values
+that it has. A value that only the saved state has, such as an open document or one more shard, would be left out
+silently; one that only the loader has is an error. So the record holds the user's part as well, and torch's `load` gets
+a state with only Penstock's values to be filled (`blank`). Other such libraries are detected by `of`: a key with an
+empty dict, which they neither save nor load, that names the record that the visible part came with. If the two do not
+belong together, the record's part counts.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ from penstock.proto.v1 import records_pb2
 __all__ = ["FORMAT", "KEY", "STATE", "BoxStart", "SavedState", "WorkerPart", "blank", "is_to_be_filled", "read"]
 
 KEY = "__penstock__"
-"""The reserved key of a saved state."""
+"""Reserved key of a saved state."""
 STATE = "state"
-"""Holds an aggregated state that is no dict."""
+"""Key of an aggregated state that is not a dict."""
 FORMAT = 3
 """Number of the format that is written and read."""
 
@@ -51,18 +50,18 @@ class WorkerPart:
     worker_step: int
     samples: int
     digest: int
-    """Of the worker's last batch up to the step, 0 if none: a replay is compared with it."""
+    """Digest of the worker's last batch up to the step, 0 if none: a replay is compared with it."""
     restart: Any
-    """How a runner gets there: written and read by penstock.worker, opaque here."""
+    """Restart point: written and read by penstock.worker, opaque here."""
     user: Any = None
-    """The loader's own state; None for a loader with the four methods, whose states were aggregated."""
+    """State of the loader; None for a loader with the four methods, whose states were aggregated."""
     next_digest: int = 0
-    """Of the worker's next batch, 0 if it was not known: a loader that resumes is compared with it."""
+    """Digest of the worker's next batch, 0 if unknown: a loader that resumes is compared with it."""
     next_epoch: bool = False
-    """That batch is the next epoch's first."""
+    """True if that batch is the first of the next epoch."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError for what no run has counted: a part may come from a file that somebody else made."""
+        """Raise ValueError for impossible values: a part may come from a file of another program."""
         counts = (self.box, self.slot, self.worker_step, self.samples, self.digest, self.next_digest)
         if any(type(count) is not int or not 0 <= count <= MASK for count in counts):
             raise ValueError(f"counts of a worker {counts!r:.200}")
@@ -74,56 +73,56 @@ class WorkerPart:
 
 @dataclass(frozen=True)
 class BoxStart:
-    """What a box sends to resume."""
+    """A box's message to resume."""
 
     position: records_pb2.BoxPosition
     blob: bytes
-    """Envelope for the workers; b"" for a start from nothing."""
+    """Envelope for the workers; b"" for a start without a state."""
     same_topology: bool
 
 
 @dataclass
 class SavedState:
-    """A state at a step."""
+    """A run's state at a step."""
 
     step: int
     input_fn: str
     methods: int
-    """4, 2 or 0 of the state methods."""
+    """Number of state methods: 4, 2 or 0."""
     num_boxes: int
-    """0 if the state was taken before any run was opened: it then fits any topology."""
+    """Number of boxes; 0 if the state was taken before any run was opened: it then fits any topology."""
     num_workers_per_box: int
     seed: int | None
-    """None only in a state that an older release took before its run was opened."""
+    """Seed of the run; None only in a state that an older release took before its run was opened."""
     positions: list[Position] = field(default_factory=list)
-    """One for each box; empty at step 0."""
+    """Positions of the boxes; empty at step 0."""
     full_digest: bool = False
-    """How the digests in it were made: a stream that goes on from here must make them so too."""
+    """True if the digests cover all bytes: a stream that resumes from here must compute them alike."""
     parts: list[WorkerPart] = field(default_factory=list)
-    """By global_worker_id; empty at step 0, and for a topology that the state was not saved on."""
+    """Parts by global_worker_id; empty at step 0, and for a topology that the state was not saved on."""
     aggregated: Any = None
 
     @property
     def by_rows(self) -> bool:
-        """The digests in it are sums over rows."""
+        """True if the digests are sums over rows."""
         return any(position.by_rows for position in self.positions)
 
     @property
     def cover(self) -> DigestCover:
-        """What the digests in it cover: a stream that goes on from here must make them so too."""
+        """Cover of the digests: a stream that resumes from here must compute them alike."""
         if self.by_rows:
             return DigestCover.ROWS
         return DigestCover.FULL if self.full_digest else DigestCover.SAMPLE
 
     is_mixed: bool = False
-    """The workers' own states were counted from different places, and are good together on no other topology."""
+    """True if the workers' own states count from different starts: they fit no other topology."""
     by_hand: bool = False
-    """It is the user's, and holds no record of a run: nothing is known but what the loader's own methods make of it."""
+    """True if a user made the state: it has no record of a run, and only the loader's own methods can read it."""
     is_changed: bool = False
-    """The user has made another state of the visible part: what was streamed when it was saved is no measure."""
+    """True if the user changed the visible part: it cannot be compared with the batches delivered before the save."""
 
     def to_dict(self) -> dict[str, Any]:
-        """The value that the user gets. Raises UnsupportedStateError now rather than when it is loaded."""
+        """Return the value for the user. Raises UnsupportedStateError now rather than when it is loaded."""
         record: dict[str, Any] = {
             "step": self.step,
             "input_fn": self.input_fn,
@@ -167,7 +166,7 @@ class SavedState:
         return {**self.aggregated, **ours}
 
     def start(self, box: int, num_boxes: int, num_workers_per_box: int, *, strict: bool) -> BoxStart:
-        """What box `box` of this shape sends. Raises StateMismatchError if the loader cannot change its topology."""
+        """Return the message of a box of this topology. Raises StateMismatchError if the loader cannot change it."""
         if self.positions and (num_boxes, num_workers_per_box) != (self.num_boxes, self.num_workers_per_box):
             other = self.new_topology(num_boxes, num_workers_per_box)
             return other.start(box, num_boxes, num_workers_per_box, strict=strict)
@@ -191,21 +190,21 @@ class SavedState:
         return BoxStart(position.to_proto(), blob, bool(slots))
 
     def new_topology(self, num_boxes: int, num_workers_per_box: int) -> SavedState:
-        """This state for other boxes and workers: the loader's own methods alone decide who goes on with what, so no
-        worker has a part of its own any more. Raises StateMismatchError if the loader cannot change its topology."""
+        """Return this state for other boxes and workers, without parts of single workers: the loader's own methods
+        alone divide it. Raises StateMismatchError if the loader cannot change its topology."""
         if self.methods != 4:
             raise StateMismatchError(
                 f"the state of {self.input_fn} at step {self.step} was saved on "
-                f"{_topology(self.num_boxes, self.num_workers_per_box)} and cannot go on with "
+                f"{_topology(self.num_boxes, self.num_workers_per_box)} and cannot be resumed on "
                 f"{_topology(num_boxes, num_workers_per_box)}: its loader has "
-                f"{'only state_dict and load_state_dict' if self.methods else 'no state methods'}. Use the shape it "
+                f"{'only state_dict and load_state_dict' if self.methods else 'no state methods'}. Use the topology it "
                 "was saved on, or give the loader aggregate_state_dict and deaggregate_state_dict"
             )
         if self.is_mixed:
             raise StateMismatchError(
-                f"the state of {self.input_fn} at step {self.step} is good only for "
+                f"the state of {self.input_fn} at step {self.step} can be resumed only on "
                 f"{_topology(self.num_boxes, self.num_workers_per_box)}, on which it was saved: some of its workers "
-                "had been made again from the beginning, because the loader, resumed by its own methods, did not go on "
+                "were restarted from the beginning, because the loader, resumed by its own methods, did not continue "
                 "with the right batches; their counts do not add up with the others. Resume on that topology and "
                 "save again"
             )
@@ -216,7 +215,7 @@ class SavedState:
             position.by_rows = self.by_rows
             if num_boxes == self.num_boxes:  # the same streams over other workers
                 position.chain = chains[box]
-            elif self.by_rows and None not in chains:  # one box goes on with the sum, which is what counts
+            elif self.by_rows and None not in chains:  # one box continues the sum; only the total counts
                 position.chain = 0 if box else sum(cast(list[int], chains)) & MASK
             else:
                 position.chain = None
@@ -226,7 +225,7 @@ class SavedState:
 
 
 def blank() -> dict[str, Any]:
-    """A state to be filled in place: every saved state has these values, and they are all that it takes to load it."""
+    """Return a state to be filled in place: every saved state has these values, and they suffice to load it."""
     return {KEY: {"format": 0, "step": 0, "record": b""}}
 
 
@@ -250,17 +249,17 @@ def _topology(num_boxes: int, num_workers_per_box: int) -> str:
 
 
 def read(value: object) -> SavedState:
-    """The record of a saved state.
+    """Return the record of a saved state.
 
     Raises:
-        StateMismatchError: it is no state of a Penstock loader.
+        StateMismatchError: the value is not a state of a Penstock loader.
         StateVersionError: another version of Penstock wrote it.
         StateCorruptError: it is damaged.
     """
     if not isinstance(value, Mapping) or KEY not in value:
         what = f"a {type(value).__qualname__}" if not isinstance(value, Mapping) else f"a dict without the key {KEY!r}"
         raise StateMismatchError(
-            f"load_state_dict got {what}, which no DataLoader.state_dict() returned: pass on its value as it was"
+            f"the state must be a value of DataLoader.state_dict(), got {what}: pass that value on unchanged"
         )
     ours = value[KEY]
     if not isinstance(ours, Mapping) or not isinstance(ours.get("format"), int):
@@ -293,7 +292,7 @@ def read(value: object) -> SavedState:
 
 
 def _belongs(ours: Mapping[str, Any]) -> bool:
-    """Whether the visible part of a state is the one that its record came with."""
+    """Return whether the visible part of a state is the one that its record came with."""
     marks = ours.get("of")
     return isinstance(marks, Mapping) and _digest(ours["record"]) in marks
 
@@ -316,7 +315,7 @@ def _saved(record: dict[str, Any]) -> tuple[SavedState, bool]:
         is_mixed=record.get("mixed") is True,
     )
     if saved.positions:
-        # Counted first: the numbers are only said, what was decoded is here.
+        # Counts are compared first: the record only claims the numbers.
         places, workers = [(part.box, part.slot) for part in saved.parts], saved.num_workers_per_box
         wanted = saved.num_boxes * workers if places or saved.methods != 4 else 0  # none: converted to this topology
         if (len(saved.positions), len(places)) != (saved.num_boxes, wanted):

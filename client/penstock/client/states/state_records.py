@@ -1,4 +1,4 @@
-"""Workers' records of a step, as a saved state and as checkpoints for the user."""
+"""Workers' records of a step, converted to a saved state and to checkpoints for the user."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["checkpoints_of", "saved_of"]
 def saved_of(
     fetched: FetchedState, step: int, name: str, methods: int, seed: int, *, full_digest: bool
 ) -> tuple[SavedState, list[Any]]:
-    """Return the state without what aggregation adds, and the workers' own states by global_worker_id."""
+    """Return the state before aggregation, and the workers' own states by global_worker_id."""
     first = fetched.records[0][0]
     positions = [Position.from_proto(fetched.positions[box]) for box in sorted(fetched.positions)]
     saved = SavedState(step, name, methods, first.num_boxes, first.num_workers_per_box, seed, positions, full_digest)
@@ -39,9 +39,9 @@ def saved_of(
 
 
 def _by_worker(saved: SavedState, values: list[dict[str, Any]]) -> list[Any]:
-    """The loaders' own states in order of the workers that they take themselves for: a launch of a loader that is
-    resumed by its own methods begins with worker 0, and that may be any slot. Says in `saved` where some went on as
-    their saved state said, and others had to be made again: what each counts began elsewhere."""
+    """Return the loaders' own states in the order of their logical workers: a launch of a loader that is resumed by its
+    own methods begins with worker 0, which may be any slot. Sets `saved.is_mixed` if some loaders resumed by their
+    saved state and others were made again: their counts then have different starts."""
     launches = [value["launch"] for value in values if "launch" in value]
     if len(launches) < len(values):
         return [value["user"] for value in values]
@@ -58,7 +58,7 @@ def _by_worker(saved: SavedState, values: list[dict[str, Any]]) -> list[Any]:
 def checkpoints_of(fetched: FetchedState, loaded: SavedState | None, step: int) -> list[DataLoaderCheckpoint]:
     """Return the workers' records, with counts of this launch and of all.
 
-    loaded: the state that this launch began from. Workers of other numbers than its own began from nothing.
+    loaded: the state that this launch began from; workers of another topology than its own began from nothing.
     """
     began = loaded.step if loaded is not None else 0
     before = {(part.box, part.slot): part for part in loaded.parts} if loaded is not None else {}

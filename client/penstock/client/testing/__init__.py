@@ -9,10 +9,10 @@
                 ...
             state = loader.state_dict()
 
-There is no socket, thread or process beside, and nothing to wait for: a batch is made when the loop asks for it. All
-the rest is the real thing: DataLoader, DataExecutor, checkpoint_closure, Lookahead, states. The batches are those that
-workers would send, from the same positions and with the same seeds, and a state that is saved here resumes on a real
-Appliance, and the other way round. See docs/testing.md for what differs.
+There is no other socket, thread or process, and nothing to wait for: a batch is made when the loop requests it. All
+other parts are real: DataLoader, DataExecutor, checkpoint_closure, Lookahead, states. The batches are those that
+workers would send, from the same positions and with the same seeds. A state that is saved here resumes on a real
+Appliance, and the reverse. See docs/testing.md for the differences.
 """
 
 from penstock.client.in_process import Fault

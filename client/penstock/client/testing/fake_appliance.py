@@ -21,29 +21,41 @@ __all__ = ["FakeAppliance"]
 
 
 class FakeAppliance(Appliance):
-    """An Appliance whose workers are in this process and thread.
+    """An Appliance whose workers run in this process and thread, for tests of training loops.
 
-    It is given to executors, or opened in a `with`, as an Appliance is. One box of `num_boxes` is this process; the
-    others are taken to do what it does, when a state is saved: take the same steps, and leave an epoch after the same
-    one. The other boxes' batches are those of a FakeAppliance with another `box`.
+    Example::
 
-    No variable and no settings file is looked at.
+        def test_loop_survives_a_lost_worker():
+            faults = [LostWorker(step=3)]
+            with FakeAppliance(num_workers_per_box=2, seed=7, faults=faults) as appliance:
+                executor = DataExecutor(DataLoader(input_fn), num_steps=10, appliance=appliance)
+                train(executor)
+                assert executor.stats.recoveries == 1
+
+    Pass it to executors, or open it in a `with`, like an Appliance. This process is one box of `num_boxes`. When a
+    state is saved, the other boxes are assumed to do the same as this one: take the same steps, and leave an epoch
+    after the same step. For the other boxes' batches, make a FakeAppliance with another `box`.
+
+    It reads neither environment variables nor the settings file.
 
     Args:
         num_workers_per_box: worker slots of each box (1).
-        box, num_boxes: which one this is (0 of 1).
-        job: the job's name (a fresh one).
-        seed: of the run, 0 to 2**64 - 1 (that of a loaded state, or a fresh one).
-        device: where the tensors of a batch arrive (None: the CPU). Batches have memory of their own.
-        max_batch_bytes: a larger batch is an error (1 GiB).
-        digest: what the stream digest covers (as the loaded state has it, else "sample").
-        strict_structure: refuse a batch whose tree or dtypes differ from the first one's (False).
-        replay: save loaders that have no state methods too (False).
-        retention_steps: how many delivered steps back a state can be had (256).
-        timeout_s: seconds, the deadline that a SlowBatch meets (120).
-        faults: what happens to each run that is opened, and before which step.
+        box, num_boxes: number of this box, and number of boxes (0 of 1).
+        job: name of the job (a new name).
+        seed: seed of the run, 0 to 2**64 - 1 (that of a loaded state, or a random one).
+        device: device where the tensors of a batch arrive (None: the CPU). Batches have memory of their own.
+        max_batch_bytes: largest size of a batch in bytes; a larger one is an error (1 GiB).
+        digest: bytes that the digest of a batch covers (that of the loaded state, else "sample").
+        strict_structure: refuse a batch whose structure or dtypes differ from the first one's (False).
+        replay: save loaders without state methods too (False).
+        retention_steps: number of delivered steps for which a state stays available (256).
+        timeout_s: deadline of a batch in seconds, for SlowBatch (120).
+        faults: faults to inject into each run: InputError, LostWorker, SlowBatch.
 
-    Raises InvalidArgumentError, BoxOutOfRangeError as Appliance does.
+    Raises:
+        InvalidArgumentError, BoxOutOfRangeError: an argument has an invalid value, as for Appliance; or the step of a
+            fault is below 1.
+        RuntimeError: called inside a worker, because the main script lacks its main guard.
     """
 
     def __init__(
@@ -84,11 +96,11 @@ class FakeAppliance(Appliance):
         self._describe(settings)
         self._faults = tuple(faults)
         self._seeds: dict[int, int] = {}
-        """Ordinal -> the seed of its run, which a loader that is opened once more has again."""
+        """Seeds of runs by ordinal: a loader that is opened again keeps its seed."""
 
     @property
     def job(self) -> str:
-        """The name of the job that runs are opened under."""
+        """Name of the job that runs are opened under."""
         return self.settings.job
 
     def open_stream(self, owner: Any, opening: Opening) -> tuple[StreamRun, Reader]:
@@ -118,9 +130,9 @@ class FakeAppliance(Appliance):
         return self._spec(opening.reference, b"", opening.cover).options
 
     def _disconnect(self) -> None:
-        """Nothing was started."""
+        """No-op: no process was started."""
 
     def __repr__(self) -> str:
         settings = self.settings
-        shape = f"box {settings.box} of {settings.num_boxes}, {settings.num_workers_per_box} workers each"
-        return f"<FakeAppliance {shape}>"
+        topology = f"box {settings.box} of {settings.num_boxes}, {settings.num_workers_per_box} workers each"
+        return f"<FakeAppliance {topology}>"

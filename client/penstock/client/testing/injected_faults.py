@@ -1,4 +1,4 @@
-"""Faults that a test injects into a FakeAppliance's runs: what happens, and before which step."""
+"""Faults that a test injects into a FakeAppliance's runs, each before a step."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ __all__ = ["InputError", "LostWorker", "SlowBatch"]
 
 @dataclass(frozen=True)
 class SlowBatch:
-    """The batch of this step comes `seconds` late. From the appliance's `timeout_s` on the loop gets a DeadlineError,
-    after which it may go on: the next executor gets the batch."""
+    """A batch that comes `seconds` late. From the appliance's `timeout_s` on, the loop gets a DeadlineError and may
+    then continue: the next executor gets the batch."""
 
     step: int
     seconds: float
@@ -25,8 +25,8 @@ class SlowBatch:
 
 @dataclass(frozen=True)
 class InputError:
-    """Making the batch of this step raises `error` (a ValueError): the loop gets an InputFnError that names it, and the
-    run is over; load_state_dict begins another one."""
+    """An `error` (a ValueError) raised while the batch of this step is made: the loop gets an InputFnError that names
+    it, and the run is over; load_state_dict begins another one."""
 
     step: int
     error: Exception = field(default_factory=partial(ValueError, "injected by a test"))
@@ -37,9 +37,9 @@ class InputError:
 
 @dataclass(frozen=True)
 class LostWorker:
-    """The worker that was to make the batch of this step dies. The slot is made anew and brought back, with a warning
-    and a count in DataExecutor.stats.recoveries; with `for_good` the loop gets a WorkerLostError, and the run is over.
-    """
+    """A death of the worker that is to make the batch of this step. The slot is made again and brought to its position,
+    with a warning and a count in DataExecutor.stats.recoveries; with `for_good` the loop gets a WorkerLostError, and
+    the run is over."""
 
     step: int
     for_good: bool = False
