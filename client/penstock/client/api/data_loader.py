@@ -496,10 +496,11 @@ class DataLoader:
         """
         session, step = self._session, self.step if step is None else step
         if session is None or not session.first_step < step <= self.step:
-            first = session.first_step + 1 if session is not None else step + 1
+            first = session.first_step + 1 if session is not None else self.step + 1
+            steps = f"steps {first} to {self.step} have" if first <= self.step else "no step has"
             raise StateUnavailableError(
-                f"{self.name}: step must be from {first} to {self.step}, got {step}: workers have records of the steps "
-                "delivered since the loader was made or loaded"
+                f"{self.name}: there are no records of step {step}: {steps} been delivered since the loader was made or "
+                "loaded"
             )
         fetched, _ = self._fetch(session, step)
         return checkpoints_of(fetched, self._loaded, step)
