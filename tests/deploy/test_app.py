@@ -49,7 +49,7 @@ def test_options_that_all_have(name: str) -> None:
     assert not {"--token", "--no-json", "--no-debug"} & options
 
 
-def test_an_error_with_json_is_one_object_on_standard_error(shell: Any) -> None:
+def test_json_error_is_one_object_on_stderr(shell: Any) -> None:
     done = shell.call("status", "--json", "--coordinator", "127.0.0.1:1")
     assert (done.returncode, done.stdout) == (11, "")
     assert len(done.stderr.splitlines()) == 1

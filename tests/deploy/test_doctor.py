@@ -130,7 +130,7 @@ def test_later_batches_than_the_next_are_compared(examine: Examine) -> None:
 
 
 @pytest.mark.parametrize("input_fn", ["delayed:draws_twice", "delayed:queues_orders", "delayed:never_the_same"])
-def test_passes_that_only_the_beginning_leads_to_are_told(examine: Examine, input_fn: str) -> None:
+def test_epochs_reached_by_replay_are_reported(examine: Examine, input_fn: str) -> None:
     found = examine(input_fn, batches=40)
     assert (found.code, wrong(found)) == (0, {})
     (warning,) = found.warnings
@@ -140,7 +140,7 @@ def test_passes_that_only_the_beginning_leads_to_are_told(examine: Examine, inpu
 @pytest.mark.parametrize(
     ("input_fn", "args"), [("four_methods:SummedLoader", [304]), ("four_methods:shard_per_worker", [])]
 )
-def test_counts_of_former_launches_are_the_loaders(examine: Examine, input_fn: str, args: list[Any]) -> None:
+def test_counts_of_former_launches_are_kept(examine: Examine, input_fn: str, args: list[Any]) -> None:
     """What load_state_dict takes is what deaggregate_state_dict returned, launch after launch."""
     found = examine(input_fn, *args, workers=2, batches=22)
     assert (found.code, saved_by(found.question, found.loaders)) == (0, METHODS)

@@ -103,9 +103,7 @@ def fleet(module_shell: Any) -> Iterator[RayFleet]:
             shutil.rmtree(session, ignore_errors=True)
 
 
-def test_a_lost_node_and_a_killed_coordinator_change_no_batch(
-    fleet: RayFleet, until: Callable[[Callable[[], bool]], None]
-) -> None:
+def test_lost_node_or_coordinator_keeps_batches(fleet: RayFleet, until: Callable[[Callable[[], bool]], None]) -> None:
     done = fleet.up("--workers", "2", "--send-token")
     assert done.returncode == 0, done.stderr
     assert f"PENSTOCK_TOKEN_FILE={fleet.folder.token}\n" in done.stdout
