@@ -24,7 +24,7 @@ class Verified:
 
 
 def is_path(target: str) -> bool:
-    """Whether a target is a folder, and not the module:name of an input_fn."""
+    """Return whether a target is a folder, and not the module:name of an input_fn."""
     return Path(target).is_dir() or "/" in target
 
 

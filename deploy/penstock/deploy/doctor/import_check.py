@@ -1,4 +1,4 @@
-"""Can this input_fn be imported here? Tried in a process of its own with a deadline, for importing runs user code.
+"""Check that an input_fn can be imported here, in a child process with a deadline: importing runs user code.
 
 The module is found by the same rules as in a worker's runner: what is installed, PYTHONPATH, the working directory.
 """
@@ -24,10 +24,10 @@ TRACEBACK = 8 << 10
 
 @dataclass(frozen=True)
 class ImportedLoader:
-    """It can be."""
+    """Result of a successful import."""
 
     file: str
-    """Of the module."""
+    """File of the module."""
 
 
 def try_import(input_fn: str, deadline_s: float) -> ImportedLoader:
@@ -58,7 +58,7 @@ def try_import(input_fn: str, deadline_s: float) -> ImportedLoader:
 
 
 def main() -> None:
-    """In the child: arguments are the name, and the number of the pipe to answer on."""
+    """Run in the child: arguments are the name, and the number of the pipe to answer on."""
     from penstock.proto.v1 import records_pb2
 
     input_fn, pipe = sys.argv[1], int(sys.argv[2])

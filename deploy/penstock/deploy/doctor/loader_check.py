@@ -37,8 +37,8 @@ __all__ = [
 ]
 
 STATE, METHODS, REPLAY = "state", "methods", "replay"
-"""How a loader is saved: by its own state; by its aggregate and deaggregate; or by counting batches from a place that
-is proven, and replaying them."""
+"""Methods of saving a loader: by its own state; by its aggregate and deaggregate; or by counting batches from a proven
+position, and replaying them."""
 COMPARED = 8
 """Batches and ends of epochs after which the next generation's state is taken."""
 _WHERE = {
@@ -60,7 +60,7 @@ _AGAIN = ("", ", saved by a loader that was restored", ", saved by one that was 
 
 @dataclass(frozen=True)
 class LoaderQuestion:
-    """What to examine."""
+    """Loader to examine, and the topology to examine it on."""
 
     input_fn: str
     args: str
@@ -68,9 +68,9 @@ class LoaderQuestion:
     kwargs: str
     """A JSON object."""
     batches: int
-    """Of each worker."""
+    """Batches of each worker."""
     workers: int
-    """Of the one box."""
+    """Workers of the one box."""
     replay: bool
     """A loader without state methods counts as one that can be saved."""
     seed: int
@@ -78,7 +78,7 @@ class LoaderQuestion:
     """Seconds, of each child process."""
 
     def fields(self, slot: int) -> dict[str, Any]:
-        """For a task on one of the workers. Raises InvalidArgumentError."""
+        """Return the fields of a task on one of the workers. Raises InvalidArgumentError."""
         module, _, name = self.input_fn.partition(":")
         if not module or not name:
             raise InvalidArgumentError(f"{self.input_fn!r} is not MODULE:NAME, such as mypackage.data:train_input")
@@ -106,40 +106,41 @@ def json_option(option: str, text: str, kind: type) -> Any:
 
 @dataclass
 class LoaderCheck:
-    """One restore."""
+    """Result of one restore."""
 
     where: str
     total: int
     """Batches of this worker before it."""
     snapshot: bool
-    """From a worker's own state_dict(), and not from the start of an epoch or by aggregate and deaggregate."""
+    """Restored from a worker's own state_dict(), not from the start of an epoch or by aggregate and deaggregate."""
     generation: int = 1
-    """How many loaders were restored one after the other."""
+    """Number of loaders restored one after the other."""
     exact: bool = True
     differs: int | None = None
-    """The first batch that is another one."""
+    """Number of the first batch that differs."""
     what: str = ""
     from_beginning: bool = False
-    """It came over the end of its epoch only with a loader that was streamed from the beginning again."""
+    """Reached its next epoch only with a loader that was streamed from the beginning again."""
     traceback: str = ""
-    """Of user code that raised in this process."""
+    """Traceback of user code that raised in this process."""
 
 
 @dataclass
 class ExaminedLoader:
-    """One worker's loader, and what was found of it."""
+    """A worker's loader, and the results of its checks."""
 
     slot: int
     capabilities: dict[str, Any]
     streamed: dict[str, Any]
-    """As penstock.deploy.doctor.loader_trials tells: events, looked_at, samples, unsaved, state_bytes, batch_ms,
+    """Results of penstock.deploy.doctor.loader_trials: events, looked_at, samples, unsaved, state_bytes, batch_ms,
     snapshot_ms."""
     points: dict[str, tuple[int, bool, bytes]]
     """Name -> (total, whether it is the start of an epoch, encoded)."""
     checks: list[LoaderCheck] = field(default_factory=list)
 
     def events_after(self, total: int, *, epoch_start: bool) -> list[list[Any]]:
-        """What came after `total` batches. The end of the epoch before, if this is the start of an epoch, does not."""
+        """Return the events after `total` batches, without the end of the epoch before if this is the start of an
+        epoch."""
         events: list[list[Any]] = self.streamed["events"]
         start = next(
             (i for i, event in enumerate(events) if event[1] > total or (event[1] == total and event[2] is None)),
@@ -168,7 +169,7 @@ def examine(question: LoaderQuestion) -> LoaderReport:
 
 
 def examine_in(trials: TrialProcesses, question: LoaderQuestion) -> LoaderReport:
-    """The same in a ward that is there already, with its deadline."""
+    """Run all checks in trial processes that exist already, with their deadline."""
     loaders = [_streamed(trials, question, slot) for slot in range(question.workers)]
     for examined in loaders:
         for name in _restored(examined):
@@ -180,7 +181,7 @@ def examine_in(trials: TrialProcesses, question: LoaderQuestion) -> LoaderReport
 
 
 def _saves(examined: ExaminedLoader) -> bool:
-    """It has snapshots to restore."""
+    """Return whether it has snapshots to restore."""
     capabilities = examined.capabilities
     return (
         bool(capabilities["state_methods"]) and not capabilities["not_restartable"] and not examined.streamed["unsaved"]
@@ -273,8 +274,8 @@ def _up_to_a_batch(events: list[list[Any]]) -> list[list[Any]]:
 
 
 def _launches(trials: TrialProcesses, question: LoaderQuestion, loaders: list[ExaminedLoader]) -> None:
-    """One launch after the other, from places that all workers reach in their first epoch; and a launch from a step at
-    which the workers do not have equally many batches."""
+    """Check launch after launch, from positions that all workers reach in their first epoch; and a launch from a step
+    at which the workers do not have equally many batches."""
     if _within_first_epoch(loaders[0], "uneven"):
         one, others = (
             loaders[0].points["uneven"],

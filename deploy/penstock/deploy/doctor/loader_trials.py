@@ -37,8 +37,8 @@ __all__ = ["main"]
 Event = list[Any]
 
 SETTLE_S = 0.05
-"""Before a snapshot that is kept: what prefetches in the background gets the time to run ahead that a training step
-would give it, or its snapshot might be right by chance."""
+"""Seconds before a snapshot that is kept: a background prefetch gets the time to run ahead that a training step would
+give it. Otherwise its snapshot might be right by chance."""
 
 
 def main() -> None:
@@ -95,7 +95,7 @@ class _Stream:
         self._workers: int = fields["workers"]
         self._unsaved = ""
         self._snapshot: tuple[int, bytes] | None = None
-        """Of the newest batch: (total, encoded)."""
+        """Snapshot of the newest batch: (total, encoded)."""
         self._ended = False
         self._batch_s: list[float] = []
         self._snapshot_s: list[float] = []
@@ -210,7 +210,7 @@ def _check(
 def _resume(
     source: RestorableLoader, channel: ControlChannel, fields: Mapping[str, Any], parts: Sequence[bytes]
 ) -> None:
-    """As a runner does on the same topology: the loader's own methods, then the RNG of the moment."""
+    """Resume as a runner does on the same topology: the loader's own methods, then the RNG of the moment."""
     point = RestartPoint.taken(parts[0])
     source.build()
     launch = Launch(fields["launch"]["step"], point.position.total, point.position.samples, source.worker)
@@ -254,7 +254,7 @@ def _compare(source: RestorableLoader, channel: ControlChannel, fields: Mapping[
 
 
 def _aggregate(_: RestorableLoader, channel: ControlChannel, fields: Mapping[str, Any], parts: Sequence[bytes]) -> None:
-    """As the training process does: one instance of its own, outside any worker."""
+    """Aggregate as the training process does: one instance of its own, outside any worker."""
     input_fn = load_input_fn(records_pb2.LoaderSpec(input_fn=fields["input_fn"]))
     with place_of.assigned(place_of.NEUTRAL):
         loader = input_fn(*fields["args"], **fields["kwargs"])

@@ -36,11 +36,11 @@ HOPELESS = frozenset({2, 3, 12, 15, 16})
 """Exit codes (penstock.deploy.console.exit_codes) of what another try does not mend: usage, TLS, token, version, unsafe
 address."""
 QUICK_DEATHS = 5
-"""In a row, before a daemon is given up. With the pauses below that is 8 s of trying."""
+"""Failed starts in a row before a daemon is given up. With the pauses below that is 8 s of trying."""
 STEADY_S = 30.0
 """A daemon that lived so long starts counting anew."""
 WORKER_GRACE_S = 20.0
-"""For a worker to end after SIGTERM: it hands its slots on, and its runners end."""
+"""Seconds for a worker to end after SIGTERM: it hands its slots on, and its runners end."""
 COORDINATOR_GRACE_S = 10.0
 PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 WORDS = 5
@@ -48,7 +48,7 @@ WORDS = 5
 
 
 class FleetKeeper:
-    """One daemon, from start to `stop`.
+    """A daemon, from start to `stop`.
 
     Args:
         title: what it is, for people: "worker fleet-1".

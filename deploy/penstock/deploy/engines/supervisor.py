@@ -37,9 +37,9 @@ __all__ = ["supervise"]
 _log = logging.getLogger("penstock.deploy.engines")
 
 LEFTOVERS_S = 30.0
-"""For daemons of a supervisor that was killed, which are on their way out."""
+"""Seconds for daemons of a killed supervisor to end."""
 RECORD_AGAIN_S = 2.0
-"""Between tries to write the record of what is up, while that fails."""
+"""Seconds between tries to write the record, while that fails."""
 
 
 def supervise(
@@ -188,7 +188,7 @@ class _Supervisor:
             await self._until_ready([self._coordinator])
 
     async def _until_ready(self, kept: list[FleetKeeper]) -> None:
-        """Until these are; raises what becomes of one that is given up before."""
+        """Wait until these are ready; raise the error of one that is given up before."""
         waits = [asyncio.ensure_future(one.ready.wait()) for one in kept]
         try:
             while not all(wait.done() for wait in waits):
@@ -289,7 +289,8 @@ def _daemon(name: str, kept: FleetKeeper) -> dict[str, Any]:
 
 
 def main() -> int:
-    """What `penstock up --detach` starts. How the start ended is one line of JSON on the descriptor."""
+    """Run the process that `penstock up --detach` starts. The result of the start is one line of JSON on the
+    descriptor."""
     parser = argparse.ArgumentParser(prog="python -m penstock.deploy.engines.supervisor")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--ready-fd", type=int, required=True)

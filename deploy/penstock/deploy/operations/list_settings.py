@@ -70,7 +70,7 @@ def show_config(of: str | None, as_json: bool) -> int:
 
 
 def _token() -> str:
-    """Where it comes from."""
+    """Source of the value."""
     if os.environ.get("PENSTOCK_TOKEN"):
         return "the variable PENSTOCK_TOKEN"
     if named := os.environ.get("PENSTOCK_TOKEN_FILE"):

@@ -33,17 +33,17 @@ class KnownPosition:
 
     position: Position
     checkpoint: SavedState | None = None
-    """That it is of: the workers can start there."""
+    """Checkpoint of this position, from which the workers can start."""
 
 
 @dataclass(frozen=True)
 class ReplayPlan:
     start: KnownPosition
     snapshots: tuple[pb.SnapshotHeader | None, ...]
-    """By slot, if the start is of no checkpoint: what it is restored from; None: how the attempt began."""
+    """Snapshot by slot, if the start has no checkpoint; None: restored as the attempt began."""
     abandoned: dict[int, int]
     check: Position | None
-    """Where the stream digest is compared."""
+    """Position at which the stream digest is compared."""
     unverified: str
     """Why it is not, if `check` is None."""
 
@@ -77,7 +77,7 @@ def _last(history: pb.History) -> int:
 
 
 def plan(history: pb.History, checkpoints: Sequence[SavedState], step: int) -> ReplayPlan:
-    """How to get to the step. Raises StateMismatchError for a checkpoint that is not of this run."""
+    """Return the plan that leads to the step. Raises StateMismatchError for a checkpoint that is not of this run."""
     opening = history.opening
     point = Position.from_proto(opening.start)
     abandoned = {abandoned_epoch.epoch: abandoned_epoch.step for abandoned_epoch in history.abandoned}
@@ -109,7 +109,7 @@ def plan(history: pb.History, checkpoints: Sequence[SavedState], step: int) -> R
 
 
 def _place_of(opening: pb.OpenRunRequest, begun: int, saved: SavedState) -> Position | None:
-    """Where the box stood when the state was saved; None if that is before the attempt began.
+    """Return the box's position when the state was saved; None if it is before the attempt began.
 
     A state of another shape is good where the attempt began, for that is how the attempt was resumed; later ones are of
     another attempt. Raises StateMismatchError.

@@ -48,7 +48,7 @@ __all__ = ["BatchReplay", "ReplayRequest", "archive_of", "replay"]
 
 @dataclass(frozen=True)
 class ReplayRequest:
-    """What is to be replayed, and from what. Raises InvalidArgumentError for what cannot be meant."""
+    """Batch to replay, and its sources. Raises InvalidArgumentError for invalid values."""
 
     run: str | None
     """None: from a checkpoint alone."""
@@ -67,7 +67,7 @@ class ReplayRequest:
     """The same."""
     allow: Sequence[str] = ()
     script: Path | None = None
-    """Where an input_fn of a main script is."""
+    """Script file of an input_fn of a main script."""
     timeout_s: float = 3600.0
 
     def __post_init__(self) -> None:
@@ -86,7 +86,7 @@ class ReplayRequest:
 
 
 def archive_of(request: ReplayRequest, peer: Peer) -> Archive | None:
-    """Where the run's history is; None for a checkpoint alone."""
+    """Return the source of the run's history; None for a checkpoint alone."""
     if request.run is None:
         return None
     if request.state_dir is not None:
@@ -144,7 +144,7 @@ def _of_checkpoint(saved: SavedState, request: ReplayRequest) -> pb.History:
 
 
 def _loader(request: ReplayRequest, history: pb.History, archive: Archive | None) -> records_pb2.LoaderSpec:
-    """What the children are to import and call. Raises InputFnNotAllowedError, StateUnavailableError."""
+    """Return what the children import and call. Raises InputFnNotAllowedError, StateUnavailableError."""
     from penstock.proto.state.codec import decode_state, encode_state
 
     opened = history.opening.loader
@@ -191,7 +191,7 @@ def _counted(number: int, what: str) -> str:
 
 
 class BatchReplay:
-    """One replay under way."""
+    """A replay in progress."""
 
     def __init__(self, request: ReplayRequest, history: pb.History, way: ReplayPlan, archive: Archive | None) -> None:
         self._request, self._history, self._plan, self._archive = request, history, way, archive
@@ -305,7 +305,7 @@ class BatchReplay:
         return data
 
     def _verify(self, walk: StreamReplay) -> tuple[bool, str]:
-        """Whether the stream digest was compared, and how. Raises ReplayMismatchError if it is another one."""
+        """Return whether the stream digest was compared, and how. Raises ReplayMismatchError if it differs."""
         check, first = self._plan.check, self._plan.start.position.step + 1
         if check is None:
             return False, f"not verified: {self._plan.unverified}"

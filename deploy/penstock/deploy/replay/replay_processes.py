@@ -13,7 +13,7 @@ __all__ = ["ReplayForker", "ReplayProcesses", "Task", "digests_of"]
 
 
 def digests_of(answer: ControlMessage) -> list[int]:
-    """Of the batches since the child's last answer; the last is that of batch `total`."""
+    """Return the digests of the batches since the child's last answer; the last is that of batch `total`."""
     return list(struct.unpack(f"<{len(answer.payload) // 8}Q", answer.payload))
 
 

@@ -44,7 +44,7 @@ from penstock.worker.tools.user_loaders import (
 __all__ = ["main"]
 
 TELL_S = 0.5
-"""How often a child tells how far it is."""
+"""Seconds between two progress reports of a child."""
 
 
 def main() -> None:
@@ -71,7 +71,7 @@ def _serve(channel: ControlChannel) -> None:
 
 
 class _SlotReplay:
-    """One worker's loader."""
+    """A worker's loader."""
 
     def __init__(self, channel: ControlChannel, assignment: records_pb2.WorkerAssignment) -> None:
         self._channel = channel
@@ -84,7 +84,7 @@ class _SlotReplay:
         self._told = 0.0
 
     def start(self, parts: Sequence[bytes], fields: Mapping[str, Any]) -> None:
-        """From a snapshot, a saved state, or nothing, to `total` in epoch `epoch`."""
+        """Go from a snapshot, a saved state, or the beginning, to `total` in epoch `epoch`."""
         source, total, epoch = self._source, fields["total"], fields["epoch"]
         source.build()
         if fields["snapshot"]:
@@ -101,7 +101,7 @@ class _SlotReplay:
         self._point = point
 
     def _seek(self, leg: Leg) -> None:
-        """To a place that is known to have been reached."""
+        """Go to a position that is known to have been reached."""
         source, total, epoch, digest = self._source, leg.total, leg.epoch, leg.digest
         replayed = source.position.total < total
         if not source.seek(total, epoch, self._seen):
@@ -130,7 +130,8 @@ class _SlotReplay:
         self._done(ended=not reached)
 
     def leave(self, epoch: int, total: int) -> None:
-        """What was asked for beyond the end of its input is not what the loop did: then once more, up to there."""
+        """Abandon the epoch. Replay up to there again if the worker ran past the end of its input, which the loop did
+        not."""
         source = self._source
         if source.position.epoch > epoch:
             assert self._point is not None

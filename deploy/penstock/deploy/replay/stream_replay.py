@@ -30,13 +30,13 @@ class StreamReplay:
         self.at = start.copy()
         self._start, self._ask, self._abandoned = start, ask, abandoned
         self._made = list(start.total)
-        """By slot, batches that were made."""
+        """Batches made, by slot."""
         self._ends: dict[tuple[int, int], int] = {}
         self._digests: dict[tuple[int, int], int] = {}
 
     @property
     def slot(self) -> int:
-        """Whose batch the last step was."""
+        """Slot whose batch the last step delivered."""
         return self.at.live[(self.at.cursor - 1) % len(self.at.live)]
 
     def to(self, step: int) -> None:
