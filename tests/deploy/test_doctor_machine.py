@@ -112,7 +112,7 @@ def test_no_target_checks_the_machine(shell: Any) -> None:
     assert shell.call("doctor").stdout.startswith("This machine\ncheck ")
     assert json.loads(shell.call("doctor", "--json", "--slots", "1").stdout)["of"] == "This machine"
     assert shell.call("doctor", "nothing-like-this").returncode == 2
-    assert "--args 'x' is no JSON list" in shell.call("doctor", "--args", "x", "nowhere:fn").error
+    assert "--args must be a JSON list" in shell.call("doctor", "--args", "x", "nowhere:fn").error
     found = json.loads(shell.call("doctor", "--json", "--debug", "--input-fn", "light:fn").stdout)
     assert found["findings"][-1]["check"] == "input_fn"
 

@@ -128,7 +128,7 @@ def _way(address: str, tls: Tls | None) -> Iterator[Finding]:
 
 
 def _connect_error(address: str | None) -> str:
-    """Why there is no TCP connection to an address; "" if there is one."""
+    """Return why no TCP connection to an address can be made; "" if one can."""
     if not address:
         return "it has no address for lanes from other machines"
     try:

@@ -19,7 +19,7 @@ from penstock.worker.tools.loader_children import interpreter, load_input_fn
 __all__ = ["ImportedLoader", "main", "try_import"]
 
 TRACEBACK = 8 << 10
-"""Characters: with the message, less than a pipe holds, for nobody reads before the end."""
+"""Characters: with the message, less than a pipe holds, which is read only at the end."""
 
 
 @dataclass(frozen=True)

@@ -98,9 +98,9 @@ def json_option(option: str, text: str, kind: type) -> Any:
     try:
         value = json.loads(text)
     except ValueError as error:
-        raise InvalidArgumentError(f"{option} {text!r} is no JSON {what}: {error}") from error
+        raise InvalidArgumentError(f"{option} must be a JSON {what}, got {text!r}: {error}") from error
     if not isinstance(value, kind):
-        raise InvalidArgumentError(f"{option} {text!r} is no JSON {what}")
+        raise InvalidArgumentError(f"{option} must be a JSON {what}, got {text!r}")
     return value
 
 
@@ -194,7 +194,7 @@ def _by_own_methods(examined: ExaminedLoader) -> bool:
 
 
 def _restored(examined: ExaminedLoader) -> Iterator[str]:
-    """Names of the bases that are restored; not one twice."""
+    """Return the names of the restart points to restore, each once."""
     end = examined.points.get("end", (0, False, b""))[0]
     for name, (total, epoch_start, _) in examined.points.items():
         alone = _saves(examined) and not _by_own_methods(examined)
@@ -223,7 +223,7 @@ def _ask(
     parts: Sequence[bytes],
     **fields: Any,
 ) -> bytes | None:
-    """Have a base restored, and note whether what comes next is what came then. Returns the next generation's base."""
+    """Restore a restart point, and note whether the same events follow. Return the next generation's restart point."""
     examined.checks.append(check)
     try:
         answer = trials.ask(
@@ -246,7 +246,7 @@ def _ask(
 
 
 def _chain(trials: TrialProcesses, question: LoaderQuestion, examined: ExaminedLoader, name: str) -> None:
-    """Restore one of the patient's bases, and where a chain goes out from it, what the restored loader gives."""
+    """Restore a restart point, and where a chain starts from it, the states of the restored loader."""
     total, epoch_start, data = examined.points[name]
     last = GENERATIONS if name in _CHAINED else 1
     for generation in range(1, last + 1):
@@ -416,7 +416,7 @@ def _warnings(question: LoaderQuestion, loaders: list[ExaminedLoader]) -> Iterat
     digests = [[event[2] for event in examined.streamed["events"] if event[2] is not None] for examined in loaders]
     asked = any(examined.streamed["looked_at"] for examined in loaders)
     if question.workers > 1 and (not asked or all(of_one == digests[0] for of_one in digests)):
-        why = "and all stream the same batches" if asked else "and it never asks who it is"
+        why = "and all stream the same batches" if asked else "and it never reads its assignment"
         yield (
             f"there are {question.workers} workers, {why}: each streams the whole input. Shard by "
             "penstock.worker.current_assignment() or torch's get_worker_info()"
@@ -436,4 +436,4 @@ def _warnings(question: LoaderQuestion, loaders: list[ExaminedLoader]) -> Iterat
             "depend on, and is it the same when it is asked twice?"
         )
     if all(len(set(of_one)) == 1 for of_one in digests):
-        yield "all its batches are the same, so that a wrong one cannot be told from the right one: try real data"
+        yield "all its batches are the same, so that a wrong batch is not noticed: try real data"

@@ -1,7 +1,7 @@
 """Properties of this machine, read from the kernel, the disk and the network, for machine_findings.py to judge.
 
 Each probe does what Penstock would do, and undoes it. None needs privileges, and none fails: what cannot be found out
-is None, or is told with the reason.
+is None, or is returned with the reason.
 """
 
 from __future__ import annotations

@@ -198,7 +198,7 @@ def open_log(path: Path) -> BinaryIO:
 
 
 def _fleet(found: Any) -> Fleet:
-    """TypeError, KeyError, AttributeError: it is no record."""
+    """Parse a record. TypeError, KeyError, AttributeError: it is invalid."""
     fleet = Fleet(**found)
     if fleet.engine == "local":
         Identity(**fleet.about["supervisor"])

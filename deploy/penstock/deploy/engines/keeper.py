@@ -81,7 +81,7 @@ class FleetKeeper:
         self._child: Spawned | None = None
 
     async def run(self) -> None:
-        """Returns after `stop`, or when the daemon was told by others to leave. CommandError: it is given up."""
+        """Return after `stop`, or when the daemon was stopped by others. CommandError: it is given up."""
         quick, pause = 0, PAUSE_S
         while True:
             began = time.monotonic()

@@ -265,7 +265,7 @@ class _Supervisor:
         )
 
     def _record(self) -> None:
-        """A record that cannot be written, as on a full disk, is no reason to end what works: it is written later."""
+        """A record that cannot be written, as on a full disk, does not end the fleet: it is written later."""
         if self._unwritten is not None:
             self._unwritten.cancel()
         try:

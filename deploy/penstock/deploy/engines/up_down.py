@@ -90,8 +90,8 @@ def _folder(settings: UpSettings) -> FleetFolder:
 
 
 def _told_to_end(folder: FleetFolder) -> contextlib.AbstractContextManager[Callable[[], None]]:
-    """What would end this process at once, and leave a fleet that is being started to itself, is an error, as Ctrl-C
-    is: the fleet ends with it."""
+    """Turn signals that would end this process at once into an error, as Ctrl-C is: a fleet that is being started
+    ends with it."""
     return raised(
         lambda number: CommandError(
             f"the fleet in {folder.path} was told to end ({number.name}) while it was starting", INTERRUPTED

@@ -27,7 +27,7 @@ class ReplayForker(ForkingInterpreter):
 class ReplayProcesses:
     """`count` children, one for each worker of the box.
 
-    `until`: the monotonic time at which everything must be done. `told`: hears (slot, total) from time to time.
+    `until`: the monotonic time at which everything must be done. `told`: called with (slot, total) from time to time.
     """
 
     def __init__(self, forker: ReplayForker, count: int, until: float, told: Callable[[int, int], None]) -> None:

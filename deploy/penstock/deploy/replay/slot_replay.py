@@ -1,6 +1,6 @@
 """The children of `penstock replay`: one for each worker of the box, in which the user's loader runs as it ran there.
 
-One fresh interpreter imports torch and forks them, as a worker's fork server does. A child is told where to start, and
+One fresh interpreter imports torch and forks them, as a worker's fork server does. A child receives where to start, and
 then how far to go; it tells the digest of each batch on the way, and shows the one that it has made last. What it is
 asked:
 
@@ -106,7 +106,7 @@ class _SlotReplay:
         replayed = source.position.total < total
         if not source.seek(total, epoch, self._seen):
             raise ReplayMismatchError(
-                f"{source.name}: pass {epoch} ended after batch {source.position.total} of the worker, but batch "
+                f"{source.name}: epoch {epoch} ended after batch {source.position.total} of the worker, but batch "
                 f"{total} had been delivered: its data or its code are not what they were"
             )
         if replayed and digest and source.digest != digest:
@@ -151,7 +151,7 @@ class _SlotReplay:
         self._channel.send("done", text, digest=self._source.digest)
 
     def _done(self, **fields: Any) -> None:
-        """Tells the digests of the batches since the last answer, which end with batch `total`."""
+        """Send the digests of the batches since the last answer, which end with batch `total`."""
         digests, self._digests = self._digests, []
         data = struct.pack(f"<{len(digests)}Q", *digests)
         self._channel.send("done", data, total=self._source.position.total, **fields)
