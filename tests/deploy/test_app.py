@@ -1,4 +1,4 @@
-"""What holds for every command that there is, also for those that are added later."""
+"""Rules for every command, also for those added later."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.deploy.cli.main import app
 from penstock.deploy.console.exit_codes import CODES
 
 WITHOUT_DATA = {"coordinator", "worker", "worker drain", "up", "down", "demo", "top"}
-"""They run until they are ended, or do one thing and say so: there is nothing to print as JSON."""
+"""Commands without --json: they run until they are ended, or do one thing, and have nothing to print."""
 
 
 def commands(group: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:

@@ -88,7 +88,7 @@ LIGHT = (
 
 
 def test_torch_is_imported_only_when_needed() -> None:
-    """One process imports all: what one of them does not load, they do not together."""
+    """Import all in one process: what one of them does not load, they do not together."""
     modules = [
         *(f"penstock.deploy.{name}" for name in LIGHT),
         "penstock.appliance.edge.server",
@@ -106,7 +106,7 @@ for module in {modules}:
 
 
 def test_the_command_line_does_not_import_grpc() -> None:
-    """It is told to be quiet before that, by the command; and help is quicker."""
+    """Check that grpc is not imported before the command silences it; help is quicker too."""
     code = "import penstock.deploy.cli.main, sys; sys.exit('grpc' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 

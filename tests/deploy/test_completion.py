@@ -28,7 +28,7 @@ done
 
 
 def completed(shell: Any, *lines: str, **environment: str) -> list[str]:
-    """What bash offers at the end of each line, after the function that the shell has been told of."""
+    """Return what bash offers at the end of each line, after the function that the shell has been told of."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     done = subprocess.run(
         ["bash", "--norc", "-c", SCRIPT],

@@ -136,7 +136,7 @@ def test_config_json_has_sources_and_no_secret(shell: Any) -> None:
 
 
 def test_the_commands_take_the_file(shell: Any) -> None:
-    """For real: `status` asks the coordinator that the file names, with the token file that it names."""
+    """Run it: `status` asks the coordinator that the file names, with the token file that it names."""
     (shell.folder / "p.toml").write_text('[cluster]\ncoordinator = "127.0.0.1:1"\ntoken_file = "t"\n')
     (shell.folder / "t").write_text("x\n")
     done = shell.call("status", "--config", "p.toml", PENSTOCK_TOKEN=None)

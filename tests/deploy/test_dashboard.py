@@ -153,7 +153,7 @@ def shown(browser: Any, selector: str) -> list[str]:
 
 
 def complaints(browser: Any) -> list[str]:
-    """What the browser's console says, but for answers that did not come."""
+    """Return the log of the browser's console, except for answers that did not come."""
     said = [str(entry["message"]) for entry in browser.get_log("browser")]
     return [message for message in said if "ERR_CONNECTION" not in message and "ERR_EMPTY_RESPONSE" not in message]
 
@@ -174,7 +174,7 @@ class Top:
         self.said = ""
 
     def has(self, text: str) -> bool:
-        """Whether it says so from now on."""
+        """Return whether it shows that from now on."""
         self.said = ""
         until = time.monotonic() + DEADLINE_S
         while time.monotonic() < until:

@@ -41,5 +41,5 @@ def test_told_to_end_it_leaves_nothing(shell: Any, tmp_path: Path) -> None:
 
 
 def left(place: Path) -> list[str]:
-    """What is there, if anything."""
+    """Return the content, if any."""
     return [path.name for path in place.iterdir()]

@@ -141,7 +141,7 @@ def test_epochs_reached_by_replay_are_reported(examine: Examine, input_fn: str) 
     ("input_fn", "args"), [("four_methods:SummedLoader", [304]), ("four_methods:shard_per_worker", [])]
 )
 def test_counts_of_former_launches_are_kept(examine: Examine, input_fn: str, args: list[Any]) -> None:
-    """What load_state_dict takes is what deaggregate_state_dict returned, launch after launch."""
+    """Check that load_state_dict takes what deaggregate_state_dict returned, launch after launch."""
     found = examine(input_fn, *args, workers=2, batches=22)
     assert (found.code, saved_by(found.question, found.loaders)) == (0, METHODS)
     assert max(check.generation for check in found.loaders[1].checks if check.exact) >= 2

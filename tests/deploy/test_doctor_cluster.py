@@ -42,7 +42,7 @@ def findings(shell: Any, *arguments: str, **environment: str) -> tuple[int, dict
 
 
 def of(shell: Any, job: JobQuestion) -> dict[str, Finding]:
-    """In this process."""
+    """Run in this process."""
     environment = shell.environment
     address, token = environment["PENSTOCK_COORDINATOR"], environment["PENSTOCK_TOKEN"]
     return {each.check: each for each in check_cluster(address, lambda: None, lambda: token, job)}

@@ -1,4 +1,4 @@
-"""Which signals end a command."""
+"""Signals that end a command."""
 
 from __future__ import annotations
 

@@ -36,8 +36,8 @@ DOWNWARD = {
     "metadata.annotations['batch.kubernetes.io/job-completion-index']": "0",
 }
 SECONDS_TO_LEAVE = {"coordinator": 2.0, "worker": 45.0, "trainer": 0.0}
-"""What the daemons need after SIGTERM at worst: a coordinator its STOP_GRACE_S and its journal; a worker 10 s to hand
-its slots over and 2 to say good-bye, then KILL_S for runners, END_S for what they left and LAST_STATUS_S for fork
+"""Seconds that the daemons need after SIGTERM at worst: a coordinator its STOP_GRACE_S and its journal; a worker 10 s to
+hand its slots over and 2 to say good-bye, then KILL_S for runners, END_S for what they left and LAST_STATUS_S for fork
 servers, some of it twice."""
 
 

@@ -85,7 +85,7 @@ def test_files_that_hold_none(tmp_path: Path) -> None:
 
 
 def of_positions(boxes: int, **options: Any) -> dict[str, Any]:
-    """What a run of `boxes` boxes with a MapLoader saves at its beginning."""
+    """Return what a run of `boxes` boxes with a MapLoader saves at its beginning."""
     states = []
     for box in range(boxes):
         with assigned(Assignment(box, boxes, 0, 1, 0, 1)):

@@ -97,7 +97,7 @@ def test_service_keeps_its_coordinator_address(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["service", "fleet"])
 def test_a_dead_worker_is_started_again(tmp_path: Path, kind: str) -> None:
-    """Under its name, until it ends as told; and when the last has ended the job has, too."""
+    """Restart a worker under its name until it is stopped; the job ends with the last one."""
     environment = programs(tmp_path)
     (tmp_path / "worker_ends").write_text("137\n0\n")
     done = run(SERVICE if kind == "service" else fleet_script(tmp_path), environment)

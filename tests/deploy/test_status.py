@@ -149,7 +149,7 @@ def test_status_on_a_terminal_is_drawn(running: Running) -> None:
 
 @pytest.fixture(scope="module")
 def found_at_5(running: Running) -> Any:
-    """What `penstock state` says of step 5."""
+    """Return the output of `penstock state` for step 5."""
     return running.json("state", "job", "--step", "5")
 
 

@@ -72,7 +72,7 @@ def fetch(url: str) -> tuple[int, str]:
 
 @dataclass
 class Cluster:
-    """What was seen of it while the job was open, and what is left."""
+    """Observations while the job was open, and what is left."""
 
     shell: Any
     scrapes: dict[Process, Scrape]

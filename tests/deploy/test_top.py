@@ -1,4 +1,4 @@
-"""What `penstock top` shows, from a status: it fits, what matters most is on top, and peers move no cursor."""
+"""Screen of `penstock top`, from a status: it fits, what matters most is on top, and peers move no cursor."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ UP = ("up", "--detach", "--listen", "127.0.0.1:0", "--slots", "1", "--allow", "s
 
 
 class Fleet:
-    """One that is up, as its record shows it."""
+    """A running fleet, as its record shows it."""
 
     def __init__(self, shell: Any) -> None:
         self.shell = shell
@@ -39,7 +39,7 @@ class Fleet:
         return fleet.as_dict()
 
     def processes(self) -> dict[str, Identity | None]:
-        """By name; None: between two lives, or for good."""
+        """Return processes by name; None: between two lives, or for good."""
         record = self.record()
         found = {daemon["name"]: daemon["identity"] for daemon in record["daemons"]} | {"sup": record["supervisor"]}
         living = {name: Identity(**identity) if identity else None for name, identity in found.items()}
@@ -47,7 +47,7 @@ class Fleet:
         return living
 
     def workers(self) -> dict[str, str]:
-        """Those that are live, with the addresses of their lanes."""
+        """Return the live workers, with the addresses of their lanes."""
         done = self.shell.call("status", "--json", PENSTOCK_COORDINATOR=self.folder.address)
         if done.returncode == 11:  # the coordinator is between two lives
             return {}

@@ -49,11 +49,11 @@ class Recorded:
         shell.environment |= {"PATH": path, "CALLS": str(self._calls), "ANSWERS": str(self._answers)}
 
     def answer(self, **answers: tuple[str, int]) -> None:
-        """What they say, with which status: kubectl_get=("error", 1)."""
+        """Set their output and status: kubectl_get=("error", 1)."""
         self._answers.write_text(json.dumps({name.replace("_", " "): said for name, said in answers.items()}))
 
     def calls(self) -> list[list[str]]:
-        """Those since the last time it was asked."""
+        """Return the calls since the last query."""
         found = [json.loads(line) for line in self._calls.read_text().splitlines()] if self._calls.exists() else []
         self._calls.unlink(missing_ok=True)
         return found
@@ -246,7 +246,7 @@ while [[ $1 == --* ]]; do shift; done
 for n in 0 1; do SLURM_PROCID=$n "$@" & done
 while [ -n "$(jobs -pr)" ]; do wait; done
 """
-"""In the place of Slurm's: two tasks, here."""
+"""Replace Slurm's srun: two tasks, here."""
 
 
 def test_job_script_runs_and_ends_daemons(shell: Any, tmp_path: Path, until: Any) -> None:
