@@ -57,7 +57,7 @@ def test_coordinator_refuses_readable_token_file(shell: Any, tmp_path: Path) -> 
 def test_coordinator_ends_as_told(shell: Any, number: signal.Signals) -> None:
     started = shell.start("coordinator", *LOCAL, "--state-dir", "state")
     assert started.stop(number) == 0
-    assert started.log.read_text().endswith("ended as told\n")
+    assert started.log.read_text().endswith("stopped on request\n")
 
 
 def test_coordinator_in_memory_needs_a_token(shell: Any, tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ DOWNWARD = {
     "metadata.annotations['batch.kubernetes.io/job-completion-index']": "0",
 }
 SECONDS_TO_LEAVE = {"coordinator": 2.0, "worker": 45.0, "trainer": 0.0}
-"""Seconds that the daemons need after SIGTERM at worst: a coordinator its STOP_GRACE_S and its journal; a worker 10 s to
+"""Seconds that daemons need after SIGTERM at worst: a coordinator its STOP_GRACE_S and its journal; a worker 10 s to
 hand its slots over and 2 to say good-bye, then KILL_S for runners, END_S for what they left and LAST_STATUS_S for fork
 servers, some of it twice."""
 
@@ -379,7 +379,7 @@ def test_daemons_of_the_base_start_and_stop(
     for role, started in (("worker", worker), ("coordinator", coordinator)):
         os.kill(started.process.pid, signal.SIGTERM)  # as a container's first process gets it
         assert started.process.wait(node.pod(role).spec["terminationGracePeriodSeconds"]) == 0
-        assert started.log.read_text().endswith("ended as told\n")
+        assert started.log.read_text().endswith("stopped on request\n")
 
 
 def test_base_without_allowed_modules_says_so(shell: Any, tmp_path: Path) -> None:

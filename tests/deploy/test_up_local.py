@@ -161,7 +161,7 @@ def test_down_leaves_no_process_and_is_idempotent(fleet: Fleet) -> None:
     assert [line.split()[0] for line in json.loads(done.stdout)["ended"]] == ["supervisor", "coordinator", "penstock-1"]
     assert fleet.gone()
     log = (fleet.folder.logs / "coordinator.log").read_text()
-    assert log.splitlines()[-1].endswith("ended as told")
+    assert log.splitlines()[-1].endswith("stopped on request")
     again = fleet.shell.call("down", "--dir", "fleet")
     assert (again.returncode, again.stdout) == (0, f"nothing is up in {fleet.folder.path}\n")
     never = fleet.shell.call("down", "--dir", "elsewhere")

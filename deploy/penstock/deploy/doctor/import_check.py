@@ -73,4 +73,4 @@ def main() -> None:
     os.write(pipe, json.dumps(found).encode())
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # what the module started keeps nobody waiting
+    os._exit(0)  # do not wait for threads that the module started

@@ -73,7 +73,7 @@ class FleetKeeper:
         self.pid = 0
         self.restarts = 0
         self.state = "starting"
-        """starting, ready, waiting (to be started again), left (ended as told), failed, ended."""
+        """starting, ready, waiting (to be started again), left (stopped on request), failed, ended."""
         self.ready = asyncio.Event()
         """Set when it has said its line for the first time."""
         self._command, self._path, self._come_back, self._changed = command, log, come_back, changed
@@ -90,7 +90,7 @@ class FleetKeeper:
                 self._become("ended")
                 return
             if code == 0 and not self._come_back:
-                _log.info("%s left as it was told", self.title)
+                _log.info("%s stopped on request", self.title)
                 self._become("left")
                 return
             if time.monotonic() - began >= STEADY_S:

@@ -64,7 +64,7 @@ class LocalEngine:
         if said is None:
             told = in_time and process.result() == -signal.SIGTERM
             process.send(signal.SIGTERM)
-            if told:  # before it could hear of it
+            if told:  # before it could handle the signal
                 raise CommandError(f"the fleet in {where.path} was told to end while it was starting", INTERRUPTED)
             raise CommandError(f"the supervisor did not start: {last_words(log)}", BUG)
         answer = json.loads(said)

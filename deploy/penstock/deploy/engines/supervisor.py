@@ -142,7 +142,7 @@ class _Supervisor:
             await asyncio.gather(stopped, living, return_exceptions=True)
 
     async def _live(self) -> None:
-        """Start all, say so, and then watch until something is beyond repair, or every worker left as it was told."""
+        """Start all, say so, and then watch until something is beyond repair, or every worker stopped on request."""
         try:
             async with asyncio.timeout(self._plan.timeout_s):
                 await self._start_coordinator()
@@ -170,7 +170,7 @@ class _Supervisor:
             for task in [task for task in self._tasks if task.done()]:
                 self._ended(task)
             if all(worker.state in ("failed", "left") for worker in self._workers.values()):
-                _log.info("the last worker left as it was told: the fleet ends")
+                _log.info("the last worker stopped on request: the fleet ends")
                 return
 
     async def _start_coordinator(self) -> None:
