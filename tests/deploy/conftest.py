@@ -108,7 +108,7 @@ class Shell:
         self.environment["PENSTOCK_CONFIG"] = os.devnull  # not what a developer has at home
 
     def run(self, *arguments: str, deadline_s: float = DEADLINE_S, **environment: str | None) -> Finished:
-        """To its end. A variable that is None is removed."""
+        """Run to its end. A variable that is None is removed."""
         done = subprocess.run(
             [PENSTOCK, *arguments],
             env=self.env(environment),
@@ -180,7 +180,7 @@ class Shell:
 
 @pytest.fixture
 def shell(tmp_path: Path) -> Iterator[Shell]:
-    """One for this test; what it started is stopped after it."""
+    """Return one for this test; its processes are stopped after it."""
     shell = Shell(tmp_path)
     yield shell
     shell.close()

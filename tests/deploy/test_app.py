@@ -1,4 +1,4 @@
-"""What holds for every command that there is, also for those that are added later."""
+"""Rules for every command, also for those added later."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.deploy.cli.main import app
 from penstock.deploy.console.exit_codes import CODES
 
 WITHOUT_DATA = {"coordinator", "worker", "worker drain", "up", "down", "demo", "top"}
-"""They run until they are ended, or do one thing and say so: there is nothing to print as JSON."""
+"""Commands without --json: they run until they are ended, or do one thing, and have nothing to print."""
 
 
 def commands(group: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
@@ -49,7 +49,7 @@ def test_options_that_all_have(name: str) -> None:
     assert not {"--token", "--no-json", "--no-debug"} & options
 
 
-def test_an_error_with_json_is_one_object_on_standard_error(shell: Any) -> None:
+def test_json_error_is_one_object_on_stderr(shell: Any) -> None:
     done = shell.call("status", "--json", "--coordinator", "127.0.0.1:1")
     assert (done.returncode, done.stdout) == (11, "")
     assert len(done.stderr.splitlines()) == 1

@@ -37,7 +37,7 @@ COMMANDS = tuple(typer.main.get_command(app).commands)  # type: ignore[attr-defi
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_of_each_command_shows_its_options_and_the_exit_codes(shell: Any, command: str) -> None:
+def test_help_shows_options_and_exit_codes(shell: Any, command: str) -> None:
     done = shell.call(command, "--help")
     assert done.returncode == 0
     assert done.stdout.startswith(f"Usage: penstock {command} ")
@@ -45,7 +45,7 @@ def test_help_of_each_command_shows_its_options_and_the_exit_codes(shell: Any, c
         assert f"{code.number:>3}  {code.meaning}" in done.stdout
 
 
-def test_help_names_all_commands_and_no_command_is_a_usage_error(shell: Any) -> None:
+def test_no_command_is_a_usage_error_with_help(shell: Any) -> None:
     done = shell.run("--help")
     assert done.returncode == 0
     for command in COMMANDS:
@@ -87,8 +87,8 @@ LIGHT = (
 )
 
 
-def test_nothing_imports_torch_before_it_is_needed() -> None:
-    """One process imports all: what one of them does not load, they do not together."""
+def test_torch_is_imported_only_when_needed() -> None:
+    """Import all in one process: what one of them does not load, they do not together."""
     modules = [
         *(f"penstock.deploy.{name}" for name in LIGHT),
         "penstock.appliance.edge.server",
@@ -106,7 +106,7 @@ for module in {modules}:
 
 
 def test_the_command_line_does_not_import_grpc() -> None:
-    """It is told to be quiet before that, by the command; and help is quicker."""
+    """Check that grpc is not imported before the command silences it; help is quicker too."""
     code = "import penstock.deploy.cli.main, sys; sys.exit('grpc' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
@@ -119,7 +119,7 @@ def test_every_error_has_one_exit_code() -> None:
         assert exit_code(entry.error("x")) not in (0, 1)
 
 
-def test_the_manual_has_the_same_exit_codes_and_all_commands() -> None:
+def test_manual_lists_all_commands_and_exit_codes() -> None:
     manual = (REPO / "docs" / "cli.md").read_text()
     rows = dict(re.findall(r"^\| (\d+) \| ([^|]+?) \|", manual, re.MULTILINE))
     assert rows == {str(code.number): code.meaning for code in CODES}
@@ -177,12 +177,12 @@ def code_of(error: BaseException | None) -> int:
     return ended.value.exit_code
 
 
-def test_an_error_of_ours_is_one_line_and_its_code(capsys: pytest.CaptureFixture[str]) -> None:
+def test_penstock_error_is_one_line_and_its_code(capsys: pytest.CaptureFixture[str]) -> None:
     assert code_of(StateUnavailableError("no step 7:\n steps 8 to 9", remote_traceback="Traceback: far away")) == 20
     assert capsys.readouterr().err == "penstock: no step 7: steps 8 to 9\n"
 
 
-def test_debug_shows_the_traceback_and_the_remote_one(
+def test_debug_shows_local_and_remote_tracebacks(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(exit_codes, "_debug", True)
@@ -259,7 +259,7 @@ def test_what_cannot_be_said_or_read_is_one_line(shell: Any, redirected: str, co
     assert says in done.stderr
 
 
-def test_a_name_that_the_terminal_cannot_show_is_escaped(shell: Any) -> None:
+def test_unprintable_name_is_escaped(shell: Any) -> None:
     done = shell.run("config", "worker", PENSTOCK_WORKER_NAME="日本", PYTHONIOENCODING="ascii")
     assert (done.returncode, done.stderr) == (0, "")
     assert r"\u65e5\u672c" in done.stdout
@@ -275,7 +275,7 @@ def test_a_name_that_the_terminal_cannot_show_is_escaped(shell: Any) -> None:
         ("doctor", "os:getcwd", "--seed", "9" * 20),
     ],
 )
-def test_a_number_that_no_message_holds_is_a_usage_error(shell: Any, arguments: tuple[str, ...]) -> None:
+def test_number_out_of_range_is_a_usage_error(shell: Any, arguments: tuple[str, ...]) -> None:
     done = shell.call(*arguments, PENSTOCK_COORDINATOR="127.0.0.1:9")
     assert (done.returncode, done.stdout) == (2, "")
     assert "less than or equal to" in done.error

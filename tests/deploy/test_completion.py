@@ -28,7 +28,7 @@ done
 
 
 def completed(shell: Any, *lines: str, **environment: str) -> list[str]:
-    """What bash offers at the end of each line, after the function that the shell has been told of."""
+    """Return what bash offers at the end of each line, after the function that the shell has been told of."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     done = subprocess.run(
         ["bash", "--norc", "-c", SCRIPT],
@@ -72,7 +72,7 @@ def test_runs_that_the_coordinator_knows(coordinator: Any) -> None:
     assert found == ["lm/0", "vision/0", ""]
 
 
-def test_a_coordinator_that_does_not_answer_costs_a_second_and_no_error(shell: Any) -> None:
+def test_silent_coordinator_costs_a_second_only(shell: Any) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         began = time.monotonic()
         address = f"127.0.0.1:{silent.getsockname()[1]}"
@@ -88,7 +88,7 @@ def test_scripts_of_other_shells_are_printed(shell: Any, name: str) -> None:
     assert f"complete_{name} penstock" in done.stdout or f"_PENSTOCK_COMPLETE=complete_{name}" in done.stdout
 
 
-def test_completing_commands_loads_neither_grpc_nor_torch() -> None:
+def test_completion_loads_neither_grpc_nor_torch() -> None:
     heavy = ("grpc", "google.protobuf", "torch", "numpy")
     code = f"import sys, penstock.deploy.cli.main; print([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

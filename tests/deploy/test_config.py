@@ -37,7 +37,7 @@ def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_flag_over_variable_over_file_over_default(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flag_beats_variable_beats_file(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written.write_text(CLUSTER + '[worker]\nslots = 4\nallow = ["mypackage", "other.data"]\nname = "of-file"\n')
     settings = resolve(WorkerSettings)
     assert (settings.slots, settings.prefixes) == (4, ["mypackage", "other.data"])
@@ -84,7 +84,7 @@ def test_mistakes_are_named_with_their_line(written: Path, text: str, says: str)
         resolve(WorkerSettings, allow="a")
 
 
-def test_the_example_is_every_setting_at_its_default(written: Path) -> None:
+def test_example_has_every_setting_at_its_default(written: Path) -> None:
     written.write_text("")
     text = "\n".join(example())
     assert tomllib.loads(text) == {"cluster": {}, "coordinator": {}, "worker": {}, "client": {}, "up": {}}
@@ -107,7 +107,7 @@ def test_the_example_is_every_setting_at_its_default(written: Path) -> None:
     assert resolve(WorkerSettings, slots=1, allow="a").listen == "127.0.0.1:0"
 
 
-def test_config_shows_values_and_where_they_came_from(shell: Any) -> None:
+def test_config_shows_values_and_their_sources(shell: Any) -> None:
     file = shell.folder / "p.toml"
     file.write_text(CLUSTER + "[worker]\nslots = 4\n")
     done = shell.call("config", "worker", "--config", "p.toml", PENSTOCK_WORKER_NAME="w1")
@@ -122,7 +122,7 @@ def test_config_shows_values_and_where_they_came_from(shell: Any) -> None:
     assert "Token: the variable PENSTOCK_TOKEN" in done.stdout
 
 
-def test_config_as_json_tells_all_three_and_no_secret(shell: Any) -> None:
+def test_config_json_has_sources_and_no_secret(shell: Any) -> None:
     done = shell.call("config", "--json", PENSTOCK_TOKEN="s3cret-s3cret", PENSTOCK_WORKER_SLOTS="none")
     found = json.loads(done.stdout)
     assert done.returncode == 2
@@ -136,7 +136,7 @@ def test_config_as_json_tells_all_three_and_no_secret(shell: Any) -> None:
 
 
 def test_the_commands_take_the_file(shell: Any) -> None:
-    """For real: `status` asks the coordinator that the file names, with the token file that it names."""
+    """Run it: `status` asks the coordinator that the file names, with the token file that it names."""
     (shell.folder / "p.toml").write_text('[cluster]\ncoordinator = "127.0.0.1:1"\ntoken_file = "t"\n')
     (shell.folder / "t").write_text("x\n")
     done = shell.call("status", "--config", "p.toml", PENSTOCK_TOKEN=None)
@@ -180,13 +180,13 @@ def test_a_value_of_another_type_is_not_taken(written: Path, line: str) -> None:
     assert resolve(WorkerSettings).drain == 3.0  # an integer is a number of seconds too
 
 
-def test_a_list_is_taken_only_where_a_list_is_meant(written: Path) -> None:
+def test_list_is_accepted_only_for_list_settings(written: Path) -> None:
     written.write_text('[cluster]\ncoordinator = ["head:7070"]\n')
     with pytest.raises(InvalidArgumentError, match=rf"{written}:2: .* it should be a valid string"):
         resolve(PeerSettings)
 
 
-def test_paths_of_every_section_are_relative_to_the_file(written: Path) -> None:
+def test_paths_are_relative_to_the_file(written: Path) -> None:
     written.write_text(
         '[up]\ndir = "fleet"\nallow = ["a", "b"]\n[worker]\nslots = 1\nallow = "a"\nliveness_file = "~/p"\n'
     )
@@ -201,7 +201,7 @@ def test_an_address_with_a_nul(written: Path) -> None:
         resolve(PeerSettings)
 
 
-def test_config_refuses_a_variable_that_the_daemon_would(shell: Any) -> None:
+def test_config_refuses_what_the_daemon_refuses(shell: Any) -> None:
     for of in (("worker",), ()):
         done = shell.call("config", *of, PENSTOCK_WORKER_SLOTZ="1")
         assert (done.returncode, done.stdout) == (2, "")

@@ -20,7 +20,7 @@ from penstock.proto.rpc.calls import CoordinatorClient
 LOCAL = ("--listen", "127.0.0.1:0")
 
 
-def test_coordinator_makes_a_token_that_only_it_can_read_and_never_shows_it(shell: Any, tmp_path: Path) -> None:
+def test_coordinator_makes_a_private_hidden_token(shell: Any, tmp_path: Path) -> None:
     started = shell.start("coordinator", *LOCAL, "--state-dir", "state", "--ready-file", "ready", PENSTOCK_TOKEN=None)
     file = tmp_path / "state" / "token"
     token = file.read_text().strip()
@@ -43,7 +43,7 @@ def test_coordinator_makes_a_token_that_only_it_can_read_and_never_shows_it(shel
         client.status()
 
 
-def test_coordinator_refuses_a_token_file_of_its_own_that_others_can_read(shell: Any, tmp_path: Path) -> None:
+def test_coordinator_refuses_readable_token_file(shell: Any, tmp_path: Path) -> None:
     (tmp_path / "state").mkdir(mode=0o700)
     (tmp_path / "state" / "token").write_text("secret-secret-secret")
     (tmp_path / "state" / "token").chmod(0o644)
@@ -57,7 +57,7 @@ def test_coordinator_refuses_a_token_file_of_its_own_that_others_can_read(shell:
 def test_coordinator_ends_as_told(shell: Any, number: signal.Signals) -> None:
     started = shell.start("coordinator", *LOCAL, "--state-dir", "state")
     assert started.stop(number) == 0
-    assert started.log.read_text().endswith("ended as told\n")
+    assert started.log.read_text().endswith("stopped on request\n")
 
 
 def test_coordinator_in_memory_needs_a_token(shell: Any, tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_a_state_directory_that_cannot_be(shell: Any, tmp_path: Path) -> None:
         (("coordinator",), "--state-dir is missing"),
     ],
 )
-def test_missing_and_bad_settings_are_usage_errors(shell: Any, arguments: tuple[str, ...], says: str) -> None:
+def test_bad_settings_are_usage_errors(shell: Any, arguments: tuple[str, ...], says: str) -> None:
     done = shell.call(*arguments)
     assert done.returncode == 2
     assert says in done.error
@@ -174,9 +174,7 @@ def test_worker_with_a_wrong_token(coordinator: Any) -> None:
     assert "the token is wrong" in done.error
 
 
-def test_worker_waits_for_its_coordinator_and_ends_when_told(
-    shell: Any, until: Callable[[Callable[[], bool]], None]
-) -> None:
+def test_worker_waits_for_coordinator_and_ends(shell: Any, until: Callable[[Callable[[], bool]], None]) -> None:
     started = shell.begin("worker", "--slots", "1", "--allow", "streams", PENSTOCK_COORDINATOR=_closed_port())
     until(lambda: "waiting for the coordinator" in started.log.read_text())
     assert started.process.poll() is None
@@ -229,7 +227,7 @@ def dashboard(started: Any) -> str:
     return found.group(1)
 
 
-def test_coordinators_that_were_not_told_a_port_for_the_dashboard_each_take_one(shell: Any) -> None:
+def test_default_dashboard_port_is_a_free_one(shell: Any) -> None:
     run = {"PENSTOCK_COORDINATOR_HTTP": None}
     first = shell.start("coordinator", *LOCAL, "--state-dir", "a", **run)
     second = shell.start("coordinator", *LOCAL, "--state-dir", "b", **run)
@@ -254,7 +252,7 @@ def test_no_dashboard(shell: Any) -> None:
     assert found["coordinator"]["dashboard"] is None
 
 
-def test_a_dashboard_that_others_can_reach_asks_for_the_token(shell: Any) -> None:
+def test_reachable_dashboard_requires_the_token(shell: Any) -> None:
     done = shell.call("coordinator", *LOCAL, "--state-dir", "state", "--http", "0.0.0.0:0")
     assert done.returncode == 16
     started = shell.start("coordinator", *LOCAL, "--state-dir", "state", "--http", "0.0.0.0:0", "--insecure")

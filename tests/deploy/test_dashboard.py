@@ -153,7 +153,7 @@ def shown(browser: Any, selector: str) -> list[str]:
 
 
 def complaints(browser: Any) -> list[str]:
-    """What the browser's console says, but for answers that did not come."""
+    """Return the log of the browser's console, except for answers that did not come."""
     said = [str(entry["message"]) for entry in browser.get_log("browser")]
     return [message for message in said if "ERR_CONNECTION" not in message and "ERR_EMPTY_RESPONSE" not in message]
 
@@ -174,7 +174,7 @@ class Top:
         self.said = ""
 
     def has(self, text: str) -> bool:
-        """Whether it says so from now on."""
+        """Return whether it shows that from now on."""
         self.said = ""
         until = time.monotonic() + DEADLINE_S
         while time.monotonic() < until:
@@ -209,7 +209,7 @@ def top(live: Live) -> Iterator[Top]:
     top.close()
 
 
-def test_the_data_of_the_page_are_those_of_the_command(live: Live) -> None:
+def test_page_and_command_show_the_same_data(live: Live) -> None:
     until(lambda: bool(live.get("/api/status.json")["runs"]))
     page, command = live.get("/api/status.json"), live.status()
     assert set(page) == {*command, "at"}
@@ -239,7 +239,7 @@ def test_the_slot_that_lags_is_found(live: Live) -> None:
     until(well_known)
 
 
-def test_the_page_shows_the_run_and_names_the_slot(live: Live, browser: Any) -> None:
+def test_page_shows_the_run_and_names_the_slot(live: Live, browser: Any) -> None:
     until(lambda: shown(browser, ".finding strong") == ["▲ Straggler"])
     assert f"for slot {LAGS} on worker" in shown(browser, ".finding p")[0]
     assert shown(browser, "article h2") == ["lm/0"]
@@ -257,7 +257,7 @@ def test_the_page_shows_the_run_and_names_the_slot(live: Live, browser: Any) -> 
     assert complaints(browser) == []
 
 
-def test_a_slot_that_is_chosen_tells_more_and_stays_chosen(browser: Any) -> None:
+def test_selected_slot_shows_more_and_stays(browser: Any) -> None:
     from selenium.webdriver.common.by import By
     from selenium.webdriver.common.keys import Keys
 
@@ -287,7 +287,7 @@ def test_the_page_fits_a_phone(browser: Any) -> None:
         browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
-def test_however_long_a_name_is_it_widens_neither_the_page_nor_its_table(browser: Any) -> None:
+def test_long_name_widens_neither_page_nor_table(browser: Any) -> None:
     script = """
         const texts = ["article h2", "article .line .quiet", ".finding p", "#workers tbody th", "#workers td.text"];
         const before = texts.map((one) => [document.querySelector(one), document.querySelector(one).textContent]);
@@ -345,7 +345,7 @@ def test_a_worker_that_is_killed_is_a_fault(live: Live, browser: Any, top: Top) 
     assert complaints(browser) == []
 
 
-def test_a_coordinator_that_goes_away_is_said_to_be_and_found_again(live: Live, browser: Any, top: Top) -> None:
+def test_lost_coordinator_is_shown_then_found(live: Live, browser: Any, top: Top) -> None:
     step = live.get("/api/status.json")["runs"][0]["boxes"][0]["step"]
     live.coordinator.stop(signal.SIGKILL)
     until(lambda: "the coordinator is away for" in shown(browser, "#link")[0])
@@ -359,7 +359,7 @@ def test_a_coordinator_that_goes_away_is_said_to_be_and_found_again(live: Live, 
     assert complaints(browser) == []
 
 
-def test_q_ends_top_and_leaves_the_terminal_as_it_was(top: Top) -> None:
+def test_q_ends_top_and_restores_the_terminal(top: Top) -> None:
     assert top.has("lm/0")  # what is typed before the screen is there goes to nobody
     assert top.press(b"q") == 0
     assert "\x1b[?25h" in top.said  # the cursor is back
@@ -378,7 +378,7 @@ def test_ctrl_c_ends_top_too(live: Live) -> None:
         top.close()
 
 
-def test_signals_that_end_top_leave_the_terminal_as_it_was_and_other_keys_do_nothing(live: Live) -> None:
+def test_signals_end_top_other_keys_do_nothing(live: Live) -> None:
     tops = {number: Top(live) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         for number, top in tops.items():
@@ -397,7 +397,7 @@ def test_signals_that_end_top_leave_the_terminal_as_it_was_and_other_keys_do_not
             top.close()
 
 
-def test_a_terminal_that_can_only_print_gets_lines(live: Live) -> None:
+def test_plain_terminal_gets_lines(live: Live) -> None:
     top = Top(live, term="dumb")
     try:
         assert top.has("  step ")

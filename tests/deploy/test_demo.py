@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 
-def test_the_demo_shows_equal_streams_and_leaves_nothing(shell: Any, tmp_path: Path) -> None:
+def test_demo_shows_equal_streams_and_cleans_up(shell: Any, tmp_path: Path) -> None:
     place = tmp_path / "tmp"
     place.mkdir()
     done = shell.run(
@@ -41,5 +41,5 @@ def test_told_to_end_it_leaves_nothing(shell: Any, tmp_path: Path) -> None:
 
 
 def left(place: Path) -> list[str]:
-    """What is there, if anything."""
+    """Return the content, if any."""
     return [path.name for path in place.iterdir()]

@@ -58,7 +58,7 @@ def test_what_is_copied_is_there_and_not_ignored() -> None:
         assert (REPO / path).exists(), path
 
 
-def test_the_wheel_has_all_its_packages_in_the_build() -> None:
+def test_build_copies_all_packages_of_the_wheel() -> None:
     pyproject = tomllib.loads((REPO / "pyproject.toml").read_text())
     copied = {rest.split()[0] for name, rest in stages()["build"] if name == "COPY"}
     for package in pyproject["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]:
@@ -66,7 +66,7 @@ def test_the_wheel_has_all_its_packages_in_the_build() -> None:
 
 
 @pytest.mark.parametrize("stage", ["coordinator", "torch"])
-def test_an_image_runs_as_a_numbered_user_that_is_not_root(stage: str) -> None:
+def test_image_runs_as_numeric_non_root_user(stage: str) -> None:
     users = [rest for name, rest in stages()[stage] if name == "USER"]
     assert users == ["10001:10001"]
     for role in ("worker", "client"):
@@ -74,7 +74,7 @@ def test_an_image_runs_as_a_numbered_user_that_is_not_root(stage: str) -> None:
 
 
 @pytest.mark.parametrize(("role", "settings"), [("coordinator", CoordinatorSettings), ("worker", WorkerSettings)])
-def test_a_role_starts_by_its_command_is_probed_and_has_settings_that_exist(role: str, settings: Any) -> None:
+def test_role_has_command_probe_and_settings(role: str, settings: Any) -> None:
     stage = dict(stages()[role])
     assert stage["ENTRYPOINT"] == '["penstock"]'
     assert stage["CMD"] == f'["{role}"]'
@@ -86,7 +86,7 @@ def test_a_role_starts_by_its_command_is_probed_and_has_settings_that_exist(role
     assert {name for name in given if name.startswith("PENSTOCK_")} <= known
 
 
-def test_extras_exist_and_versions_are_those_of_the_package() -> None:
+def test_extras_exist_and_versions_match() -> None:
     for extras in re.findall(r"^ARG EXTRAS=(\S+)$", DOCKERFILE, re.MULTILINE):
         assert set(extras.split(",")) <= set(PROJECT["optional-dependencies"])
     assert set(re.findall(r"-t penstock-\w+:(\S+)", DOCKERFILE)) == {PROJECT["version"]}
@@ -95,7 +95,7 @@ def test_extras_exist_and_versions_are_those_of_the_package() -> None:
     assert tags == {PROJECT["version"]}
 
 
-def test_a_coordinator_needs_neither_torch_nor_fsspec(shell: Any) -> None:
+def test_coordinator_needs_no_torch_or_fsspec(shell: Any) -> None:
     (shell.folder / "sitecustomize.py").write_text(BLOCKED)
     path = f"{shell.folder}:{shell.environment['PYTHONPATH']}"
     started = shell.start("coordinator", "--listen", "127.0.0.1:0", "--state-dir", "state", PYTHONPATH=path)

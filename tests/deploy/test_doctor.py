@@ -105,11 +105,11 @@ def test_exact(examine: Examine, input_fn: str, args: list[Any], methods: int, o
     ("input_fn", "args", "where"),
     [
         ("streams:stateful", [96, 2, True], "after batch 1, batch"),  # randomness in its own processes
-        ("streams:counts_late", [], "after batch 1, batch 2 is another one"),
-        ("streams:prefetches", [], "after batch 1, batch 2 is another one"),
-        ("patients:forgets_its_end", [], "it goes on after batch 6, the last of epoch 1"),
+        ("streams:counts_late", [], "after batch 1, batch 2 differs"),
+        ("streams:prefetches", [], "after batch 1, batch 2 differs"),
+        ("patients:forgets_its_end", [], "it continues after batch 6, the last of epoch 1"),
         # torchdata counts its fast-forward twice: only what a restored loader saves is wrong
-        ("third_party:stream", [], "after batch 9, saved by a loader that was restored, batch 10 is another one"),
+        ("third_party:stream", [], "after batch 9, saved by a loader that was restored, batch 10 differs"),
         ("third_party:begins_where_it_was", [], "at the start of the next epoch (batch 12 done), it ends before batch"),
     ],
 )
@@ -124,13 +124,13 @@ def test_wrong_states_are_replaced_by_replay(examine: Examine, input_fn: str, ar
 def test_later_batches_than_the_next_are_compared(examine: Examine) -> None:
     found = examine("delayed:looks_ahead", 20, batches=32)
     assert saved_by(found.question, found.loaders) == REPLAY
-    assert "restored after batch 1, batch 22 is another one" in found.verdict
+    assert "restored after batch 1, batch 22 differs" in found.verdict
     found = examine("delayed:grows", batches=45)
-    assert "batch 37 is another one" in found.verdict, "the first of the fourth pass"
+    assert "batch 37 differs" in found.verdict, "the first of the fourth pass"
 
 
 @pytest.mark.parametrize("input_fn", ["delayed:draws_twice", "delayed:queues_orders", "delayed:never_the_same"])
-def test_passes_that_only_the_beginning_leads_to_are_told(examine: Examine, input_fn: str) -> None:
+def test_epochs_reached_by_replay_are_reported(examine: Examine, input_fn: str) -> None:
     found = examine(input_fn, batches=40)
     assert (found.code, wrong(found)) == (0, {})
     (warning,) = found.warnings
@@ -140,13 +140,13 @@ def test_passes_that_only_the_beginning_leads_to_are_told(examine: Examine, inpu
 @pytest.mark.parametrize(
     ("input_fn", "args"), [("four_methods:SummedLoader", [304]), ("four_methods:shard_per_worker", [])]
 )
-def test_counts_of_former_launches_are_the_loaders(examine: Examine, input_fn: str, args: list[Any]) -> None:
-    """What load_state_dict takes is what deaggregate_state_dict returned, launch after launch."""
+def test_counts_of_former_launches_are_kept(examine: Examine, input_fn: str, args: list[Any]) -> None:
+    """Check that load_state_dict takes what deaggregate_state_dict returned, launch after launch."""
     found = examine(input_fn, *args, workers=2, batches=22)
     assert (found.code, saved_by(found.question, found.loaders)) == (0, METHODS)
     assert max(check.generation for check in found.loaders[1].checks if check.exact) >= 2
     (warning,) = found.warnings
-    assert "the others one batch behind, batch 3 is another one: a state of a step at which workers do not" in warning
+    assert "the others one batch behind, batch 3 differs: a state of a step at which workers do not" in warning
 
 
 @pytest.mark.parametrize("input_fn", ["streams:shuffled", "streams:generator", "streams:sharded_by_torch"])
@@ -171,7 +171,7 @@ def test_not_repeatable_at_all(examine: Examine) -> None:
 def test_wrong_aggregation_of_right_states(examine: Examine) -> None:
     found = examine("patients:aggregates_badly", workers=2)
     assert found.code == 30
-    assert "restored after batch 8, by aggregate and deaggregate, batch 9 is another one" in found.verdict
+    assert "restored after batch 8, by aggregate and deaggregate, batch 9 differs" in found.verdict
 
 
 @pytest.mark.parametrize(
@@ -213,7 +213,7 @@ def test_cannot_be_saved(examine: Examine, input_fn: str, says: str) -> None:
         ("streams:half_strict", [], InputFnError, "give it to both or to neither"),
         ("streams:returns_none", [], InputFnError, "returned None"),
         ("streams:returns_number", [], InputFnError, "not iterable"),
-        ("streams:empty", [], EmptyInputError, "streams:empty (box 0, slot 0): pass 0 ended without a single batch"),
+        ("streams:empty", [], EmptyInputError, "streams:empty (box 0, slot 0): epoch 0 ended without a single batch"),
         (
             "streams:odd_leaf",
             [],
@@ -256,7 +256,7 @@ def test_what_user_code_leaves_behind_is_killed(
 def test_workers_that_stream_the_same(examine: Examine) -> None:
     never = examine("streams:unsharded", workers=2, replay=True, batches=4)
     (warning,) = never.warnings
-    assert "there are 2 workers, and it never asks who it is: each streams the whole input" in warning
+    assert "there are 2 workers, and it never reads its assignment: each streams the whole input" in warning
     (warning,) = examine("patients:unsharded", workers=2, batches=2).warnings
     assert "there are 2 workers, and all stream the same batches" in warning
     assert not examine("streams:unsharded", replay=True).warnings
@@ -275,9 +275,9 @@ def test_batches_that_prove_nothing(examine: Examine) -> None:
     [
         ("streams", "[]", "{}", "'streams' is not MODULE:NAME"),
         ("streams:", "[]", "{}", "is not MODULE:NAME"),
-        ("streams:counter", "[1", "{}", "--args '[1' is no JSON list"),
-        ("streams:counter", "{}", "{}", "--args '{}' is no JSON list"),
-        ("streams:counter", "[]", "[]", "--kwargs '[]' is no JSON object"),
+        ("streams:counter", "[1", "{}", "--args must be a JSON list"),
+        ("streams:counter", "{}", "{}", "--args must be a JSON list"),
+        ("streams:counter", "[]", "[]", "--kwargs must be a JSON object"),
     ],
 )
 def test_bad_questions(input_fn: str, args: str, kwargs: str, says: str) -> None:
@@ -325,7 +325,7 @@ def test_command_as_json(call: Callable[..., Result]) -> None:
         "generation": 1,
         "exact": False,
         "differs": 2,
-        "what": "batch 2 is another one",
+        "what": "batch 2 differs",
         "from_beginning": False,
     }
 

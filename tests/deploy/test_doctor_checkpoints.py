@@ -52,7 +52,7 @@ def test_a_flipped_bit_and_a_missing_file(folder: Path, capsys: pytest.CaptureFi
     code, out, err = doctor(capsys, str(folder))
     assert code == 24
     assert "step-5   .metadata: missing" in out
-    assert "2 of 2 checkpoints are damaged; there is no good one here" in err
+    assert "2 of 2 checkpoints are damaged; none here is intact" in err
     code, out, _ = doctor(capsys, str(folder), "--json")
     assert (code, json.loads(out)["ok"]) == (24, False)
 
@@ -75,6 +75,6 @@ def test_leftovers_are_told(folder: Path, capsys: pytest.CaptureFixture[str]) ->
 def test_what_is_no_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = doctor(capsys, str(tmp_path))
     assert code == 23
-    assert "is no checkpoint of AsyncCheckpointer's" in err
+    assert "is not a checkpoint of AsyncCheckpointer" in err
     code, _, err = doctor(capsys, str(tmp_path / "nowhere"))
-    assert (code, "nowhere is no folder" in err) == (23, True)
+    assert (code, "nowhere is not a folder" in err) == (23, True)

@@ -42,7 +42,7 @@ def findings(shell: Any, *arguments: str, **environment: str) -> tuple[int, dict
 
 
 def of(shell: Any, job: JobQuestion) -> dict[str, Finding]:
-    """In this process."""
+    """Run in this process."""
     environment = shell.environment
     address, token = environment["PENSTOCK_COORDINATOR"], environment["PENSTOCK_TOKEN"]
     return {each.check: each for each in check_cluster(address, lambda: None, lambda: token, job)}
@@ -128,7 +128,7 @@ def test_a_worker_whose_lanes_cannot_be_reached(cluster: Any) -> None:
     assert "penstock worker --listen ITS-ADDRESS:0" in found.remedy
 
 
-def test_a_worker_that_hangs_and_one_that_was_lost(cluster: Any, until: Any) -> None:
+def test_hanging_and_lost_workers_are_reported(cluster: Any, until: Any) -> None:
     stopped = cluster.start("worker", "--slots", "1", "--allow", "streams", "--name", "stopped")
     os.kill(stopped.process.pid, signal.SIGSTOP)
     try:
@@ -142,7 +142,7 @@ def test_a_worker_that_hangs_and_one_that_was_lost(cluster: Any, until: Any) -> 
     assert lost.level == "warning"
 
 
-def test_a_worker_that_was_lost_and_forgotten_is_named_for_a_while() -> None:
+def test_forgotten_worker_is_named_for_a_while() -> None:
     reply = pb.StatusReply()
     reply.workers.add(worker="back", live=True)
     for name, age_s in (("old", 5000), ("gone", 90), ("back", 80), ("gone", 9)):

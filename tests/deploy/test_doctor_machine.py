@@ -95,7 +95,7 @@ def machine_of(done: Any) -> dict[str, dict[str, str]]:
     return {each["check"]: each for each in json.loads(done.stdout)["findings"]}
 
 
-def test_this_machine_is_checked_and_nothing_is_left(shell: Any) -> None:
+def test_machine_check_leaves_nothing(shell: Any) -> None:
     done = shell.run(
         "doctor", "machine", "--slots", "1", "--state-dir", "deep/state", "--listen", "127.0.0.1:0", "--json"
     )
@@ -108,11 +108,11 @@ def test_this_machine_is_checked_and_nothing_is_left(shell: Any) -> None:
     assert list(shell.folder.iterdir()) == []
 
 
-def test_no_argument_is_this_machine_and_a_target_is_a_loader(shell: Any) -> None:
+def test_no_target_checks_the_machine(shell: Any) -> None:
     assert shell.call("doctor").stdout.startswith("This machine\ncheck ")
     assert json.loads(shell.call("doctor", "--json", "--slots", "1").stdout)["of"] == "This machine"
     assert shell.call("doctor", "nothing-like-this").returncode == 2
-    assert "--args 'x' is no JSON list" in shell.call("doctor", "--args", "x", "nowhere:fn").error
+    assert "--args must be a JSON list" in shell.call("doctor", "--args", "x", "nowhere:fn").error
     found = json.loads(shell.call("doctor", "--json", "--debug", "--input-fn", "light:fn").stdout)
     assert found["findings"][-1]["check"] == "input_fn"
 
@@ -186,7 +186,7 @@ def _command(*arguments: str) -> list[str]:
     return [str(Path(sys.executable).with_name("penstock")), "doctor", "machine", "--json", *arguments]
 
 
-def test_a_network_filesystem_by_the_journals_own_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_network_filesystem_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here = filesystems.filesystem(tmp_path, Path("/proc/self/mountinfo").read_text())
     monkeypatch.setattr(filesystems, "NETWORK", {here})
     found = {each.check: each for each in check_machine(MachineQuestion({"state_dir": tmp_path / "state"}))}
@@ -194,7 +194,7 @@ def test_a_network_filesystem_by_the_journals_own_table(tmp_path: Path, monkeypa
     assert f"network filesystem ({here})" in found["state directory"].found
 
 
-def test_a_coordinator_that_runs_here_may_have_its_port(coordinator: Any) -> None:
+def test_running_coordinator_may_hold_its_port(coordinator: Any) -> None:
     address = coordinator.environment["PENSTOCK_COORDINATOR"]
     done = coordinator.call("doctor", "machine", "--listen", address, "--state-dir", "state", "--json")
     found = machine_of(done)["port of the coordinator"]
@@ -217,9 +217,7 @@ def test_a_coordinator_that_runs_here_may_have_its_port(coordinator: Any) -> Non
         ("colon", "*", "problem", "is not MODULE:NAME"),
     ],
 )
-def test_user_code_is_imported_in_a_process_of_its_own(
-    shell: Any, input_fn: str, allow: str, level: str, says: str
-) -> None:
+def test_user_code_is_imported_in_a_child_process(shell: Any, input_fn: str, allow: str, level: str, says: str) -> None:
     (shell.folder / "light.py").write_text("def fn(): ...\n")
     (shell.folder / "lacking.py").write_text("import not_installed_here\n")
     (shell.folder / "waiting_module.py").write_text("import time\ntime.sleep(600)\n")
@@ -232,7 +230,7 @@ def test_user_code_is_imported_in_a_process_of_its_own(
     assert "Traceback" not in done.stderr
 
 
-def test_the_traceback_of_an_import_is_shown_when_asked_for(shell: Any) -> None:
+def test_import_traceback_is_shown_on_request(shell: Any) -> None:
     (shell.folder / "lacking.py").write_text("import not_installed_here\n")
     done = shell.call("doctor", "machine", "--input-fn", "lacking:fn", "--debug")
     assert "import not_installed_here" in done.stderr

@@ -23,7 +23,7 @@ def worker(coordinator: Any) -> str:
     return "w1"
 
 
-def test_a_worker_without_slots_is_drained_at_once_and_taken_back(coordinator: Any, worker: str) -> None:
+def test_idle_worker_is_drained_and_undrained(coordinator: Any, worker: str) -> None:
     done = coordinator.call("worker", "drain", worker)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == "worker w1 is drained: it has no slots and gets none; stop it, or take it back with --undo\n"
@@ -45,7 +45,7 @@ def test_a_worker_that_is_not_there_is_named(coordinator: Any, worker: str) -> N
     assert done.error == "penstock: worker must be one of w1, got 'w2'"
 
 
-def test_an_option_before_drain_is_the_daemon_s_and_refused(coordinator: Any, worker: str) -> None:
+def test_daemon_option_before_drain_is_refused(coordinator: Any, worker: str) -> None:
     done = coordinator.call("worker", "--coordinator", "127.0.0.1:1", "drain", worker)
     assert done.returncode == 2
     assert "it is an option of the daemon here: give it behind `drain`" in done.stderr
@@ -63,7 +63,7 @@ def holding(coordinator: Any, worker: str) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("holding")
-def test_a_slot_without_a_place_is_told_and_ends_the_wait(coordinator: Any, worker: str) -> None:
+def test_slot_without_free_capacity_ends_the_wait(coordinator: Any, worker: str) -> None:
     done = coordinator.call("worker", "drain", worker, "--timeout", "1", "--json")
     assert (done.returncode, done.stdout) == (17, "")
     assert "still has 1 slots, which go on; for 1 of them there is no place elsewhere" in done.error
@@ -88,7 +88,7 @@ def test_a_slot_that_has_failed_is_told(coordinator: Any, worker: str, until: An
 
 
 @pytest.mark.usefixtures("holding")
-def test_who_takes_the_order_back_is_not_overruled_by_who_waits(coordinator: Any, worker: str, until: Any) -> None:
+def test_waiting_drain_does_not_overrule_undrain(coordinator: Any, worker: str, until: Any) -> None:
     waiting = coordinator.begin("worker", "drain", worker, "--timeout", "60")
     with CoordinatorClient(coordinator.environment["PENSTOCK_COORDINATOR"], TOKEN) as client:
         until(lambda: client.status().workers[0].draining)

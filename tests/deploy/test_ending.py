@@ -1,4 +1,4 @@
-"""Which signals end a command."""
+"""Signals that end a command."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from penstock.deploy.console.signals import raised
 
 
 @pytest.mark.parametrize("nohup", [False, True])
-def test_a_closed_terminal_ends_a_command_unless_nohup_was_asked(nohup: bool) -> None:
+def test_closed_terminal_ends_command_but_nohup(nohup: bool) -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN if nohup else signal.SIG_DFL)
     try:
         if nohup:
@@ -30,7 +30,7 @@ class Finalized:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_an_error_that_a_finalizer_swallowed_is_raised_again() -> None:
+def test_error_swallowed_by_finalizer_is_reraised() -> None:
     again = raised(InterruptedError)
     check = again.__enter__()
     Finalized()

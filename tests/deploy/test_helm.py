@@ -28,7 +28,7 @@ def made(**values: Any) -> dict[tuple[str, str], dict[str, Any]]:
 
 
 def by_name(documents: Any) -> dict[tuple[str, str], dict[str, Any]]:
-    """With a settings' checksum that says only that there is one."""
+    """Replace the settings' checksum by a constant."""
     found = {(document["kind"], document["metadata"]["name"]): document for document in documents}
     for document in found.values():
         template = document.get("spec", {}).get("template", {})

@@ -36,8 +36,8 @@ DOWNWARD = {
     "metadata.annotations['batch.kubernetes.io/job-completion-index']": "0",
 }
 SECONDS_TO_LEAVE = {"coordinator": 2.0, "worker": 45.0, "trainer": 0.0}
-"""What the daemons need after SIGTERM at worst: a coordinator its STOP_GRACE_S and its journal; a worker 10 s to hand
-its slots over and 2 to say good-bye, then KILL_S for runners, END_S for what they left and LAST_STATUS_S for fork
+"""Seconds that daemons need after SIGTERM at worst: a coordinator its STOP_GRACE_S and its journal; a worker 10 s to
+hand its slots over and 2 to say good-bye, then KILL_S for runners, END_S for what they left and LAST_STATUS_S for fork
 servers, some of it twice."""
 
 
@@ -81,7 +81,7 @@ def test_a_misspelt_field_is_found() -> None:
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_selectors_find_pods_and_only_those_of_their_role(overlay: str) -> None:
+def test_selectors_match_only_pods_of_their_role(overlay: str) -> None:
     documents = rendered(overlay)
     here = pods(documents)
     for document in documents:
@@ -106,7 +106,7 @@ def _selectors(kind: str, spec: dict[str, Any]) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_the_network_lets_through_what_the_daemons_listen_on_and_nothing_else(overlay: str) -> None:
+def test_network_policy_admits_only_daemon_ports(overlay: str) -> None:
     documents = rendered(overlay)
     ports: dict[str, int] = {}
     for pod in pods(documents):
@@ -149,7 +149,7 @@ def test_the_network_lets_through_what_the_daemons_listen_on_and_nothing_else(ov
             assert told == {"grpc": ports["coordinator"], **({"http": monitoring} if monitoring is not None else {})}
 
 
-def test_the_prometheus_operator_is_told_the_port_the_certificates_and_the_token_of_each_daemon() -> None:
+def test_pod_monitors_have_port_cert_and_token() -> None:
     documents = rendered("overlays/monitored-by-operator")
     monitors = {
         doc["metadata"]["name"]: PodMonitor.model_validate(doc) for doc in documents if doc["kind"] == "PodMonitor"
@@ -172,7 +172,7 @@ def test_the_prometheus_operator_is_told_the_port_the_certificates_and_the_token
         assert f"--from-file={token.key}=" in manual
 
 
-def test_workers_and_boxes_look_for_the_coordinator_where_it_is() -> None:
+def test_workers_and_boxes_find_the_coordinator() -> None:
     for overlay, pod in all_pods():
         documents = rendered(overlay)
         if pod.role == "coordinator":
@@ -187,7 +187,7 @@ def test_workers_and_boxes_look_for_the_coordinator_where_it_is() -> None:
             assert host in {doc["metadata"]["name"] for doc in documents if doc["kind"] == "Service"}
 
 
-def test_every_container_is_nobody_special_and_writes_only_where_there_is_a_volume() -> None:
+def test_containers_are_unprivileged_read_only() -> None:
     for overlay, pod in all_pods():
         where, container = (overlay, pod.name), pod.container
         assert pod.spec["securityContext"]["runAsNonRoot"] is True, where
@@ -214,7 +214,7 @@ def _written(settings: dict[str, str]) -> list[Path]:
     return [Path("/tmp/any"), *(Path(settings[name]) for name in names if name in settings)]
 
 
-def test_what_is_mounted_is_there_or_the_users_to_make_and_read_where_it_is_mounted() -> None:
+def test_volume_mounts_exist_and_are_read() -> None:
     manual = (KUBERNETES.parents[1] / "docs" / "deploy.md").read_text()
     for name in GIVEN:
         assert name in manual
@@ -237,7 +237,7 @@ def test_what_is_mounted_is_there_or_the_users_to_make_and_read_where_it_is_moun
         assert ("tls" in mounts) == bool(settings["PENSTOCK_TLS_CA"]), where
 
 
-def test_a_coordinator_has_one_writer_and_one_volume() -> None:
+def test_coordinator_has_one_writer_one_volume() -> None:
     for overlay in OVERLAYS:
         (coordinator,) = (pod for pod in pods(rendered(overlay)) if pod.role == "coordinator")
         if coordinator.owner["kind"] == "JobSet":
@@ -250,7 +250,7 @@ def test_a_coordinator_has_one_writer_and_one_volume() -> None:
         assert claim["spec"]["accessModes"] == ["ReadWriteOncePod"]
 
 
-def test_probes_ask_often_enough_and_there_is_time_to_leave() -> None:
+def test_probe_and_termination_times_suffice() -> None:
     for overlay, pod in daemons():
         container = pod.container
         for what, name in (("live", "startupProbe"), ("live", "livenessProbe"), ("ready", "readinessProbe")):
@@ -270,7 +270,7 @@ def test_arguments_are_those_of_the_command() -> None:
         assert pod.container["args"] == [pod.role]
 
 
-def test_workers_are_scaled_by_the_recommended_number_and_drain_first() -> None:
+def test_autoscaler_follows_demand_and_drains() -> None:
     """Never by processors: what went then had slots, and the job ended with a NoWorkersError."""
     scalers = [
         (overlay, document)
@@ -293,7 +293,7 @@ def test_workers_are_scaled_by_the_recommended_number_and_drain_first() -> None:
     assert 60 <= int(drain) < pod["terminationGracePeriodSeconds"]
 
 
-def test_a_machine_that_is_overloaded_is_no_reason_to_kill_a_daemon() -> None:
+def test_overloaded_machine_kills_no_daemon() -> None:
     for overlay, pod in daemons():
         live = pod.container["livenessProbe"]
         assert live["periodSeconds"] * live["failureThreshold"] >= 300, overlay
@@ -358,7 +358,7 @@ class Node:
         return done.returncode
 
 
-def test_the_daemons_of_the_base_start_are_probed_and_leave(
+def test_daemons_of_the_base_start_and_stop(
     shell: Any, tmp_path: Path, until: Callable[[Callable[[], bool]], None]
 ) -> None:
     node = Node(shell, tmp_path, "base")
@@ -379,10 +379,10 @@ def test_the_daemons_of_the_base_start_are_probed_and_leave(
     for role, started in (("worker", worker), ("coordinator", coordinator)):
         os.kill(started.process.pid, signal.SIGTERM)  # as a container's first process gets it
         assert started.process.wait(node.pod(role).spec["terminationGracePeriodSeconds"]) == 0
-        assert started.log.read_text().endswith("ended as told\n")
+        assert started.log.read_text().endswith("stopped on request\n")
 
 
-def test_a_base_without_what_may_run_there_says_so(shell: Any, tmp_path: Path) -> None:
+def test_base_without_allowed_modules_says_so(shell: Any, tmp_path: Path) -> None:
     node = Node(shell, tmp_path, "base")
     done = shell.call("worker", **node.environment("worker"))
     node.close()
@@ -390,7 +390,7 @@ def test_a_base_without_what_may_run_there_says_so(shell: Any, tmp_path: Path) -
     assert "--allow is missing (or the variable PENSTOCK_WORKER_ALLOW)" in done.error
 
 
-def test_certificates_are_for_the_name_that_the_daemons_expect() -> None:
+def test_certificates_have_the_expected_names() -> None:
     made = {
         document["spec"]["secretName"]: document["spec"]
         for document in yaml.safe_load_all((KUBERNETES / "certificates" / "cert-manager.yaml").read_text())

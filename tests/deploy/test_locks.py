@@ -31,7 +31,7 @@ def pinned(name: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_lock_has_what_the_package_asks_for_in_a_version_that_it_admits(name: str) -> None:
+def test_lock_satisfies_the_package_requirements(name: str) -> None:
     python, extras, without = KINDS[name]
     project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
     wanted = [*project["dependencies"], *(d for extra in extras for d in project["optional-dependencies"][extra])]
@@ -47,7 +47,7 @@ def test_a_lock_has_what_the_package_asks_for_in_a_version_that_it_admits(name: 
             assert requirement.specifier.contains(locked.get(canonicalize_name(requirement.name), "0"), True), where
 
 
-def test_the_image_of_workers_has_the_extras_that_are_locked_for_it() -> None:
+def test_worker_image_has_its_locked_extras() -> None:
     dockerfile = (REPO / "deploy" / "docker" / "Dockerfile").read_text()
     assert re.findall(r"^ARG EXTRAS=(\S+)$", dockerfile, re.MULTILINE) == [",".join(KINDS["worker"][1])]
     for name in set(KINDS) - {"development"}:

@@ -25,7 +25,7 @@ def at(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     monkeypatch.setattr(time, "monotonic", lambda: seconds)
 
 
-def test_a_pulse_file_that_is_a_folder_is_a_warning(
+def test_folder_as_liveness_file_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -34,7 +34,7 @@ def test_a_pulse_file_that_is_a_folder_is_a_warning(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_worker_without_its_coordinator_is_live_and_not_ready(
+def test_worker_without_coordinator_is_not_ready(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "pulse"
@@ -54,7 +54,7 @@ def test_a_worker_without_its_coordinator_is_live_and_not_ready(
     assert [path.name for path in tmp_path.iterdir()] == ["pulse"]
 
 
-def test_a_worker_whose_rounds_do_not_end_is_not_live(
+def test_worker_stuck_in_a_round_is_not_live(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "pulse"
@@ -65,7 +65,7 @@ def test_a_worker_whose_rounds_do_not_end_is_not_live(
     assert "heartbeat stands still since 121 s" in capsys.readouterr().err
 
 
-def test_what_is_not_there_or_something_else_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_or_foreign_target_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["worker", "live"]) == 1
     assert "--liveness-file is missing (or the variable PENSTOCK_WORKER_LIVENESS_FILE)" in capsys.readouterr().err
     assert main(["worker", "live", "--liveness-file", str(tmp_path / "none")]) == 1
@@ -77,9 +77,7 @@ def test_what_is_not_there_or_something_else_is_named(tmp_path: Path, capsys: py
     assert "127.0.0.1:1 cannot be reached" in capsys.readouterr().err
 
 
-def test_a_pulse_that_cannot_be_written_is_said_once_and_ends_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unwritable_liveness_file_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     liveness = LivenessWriter(str(tmp_path / "no" / "such" / "folder"))
     liveness.heard()
     liveness.heard()

@@ -52,7 +52,7 @@ def test_a_state_is_found_wherever_it_is(tmp_path: Path) -> None:
             file.the("m:other")
 
 
-def test_a_state_of_no_run_fits_any_shape_and_is_copied(tmp_path: Path) -> None:
+def test_state_of_no_run_fits_any_topology(tmp_path: Path) -> None:
     torch.save({"loader": state()}, tmp_path / "in")
     (done,) = convert(tmp_path / "in", tmp_path / "out", 5, 3)
     assert (done["from"], done["converted"]) == (None, False)
@@ -85,7 +85,7 @@ def test_files_that_hold_none(tmp_path: Path) -> None:
 
 
 def of_positions(boxes: int, **options: Any) -> dict[str, Any]:
-    """What a run of `boxes` boxes with a MapLoader saves at its beginning."""
+    """Return what a run of `boxes` boxes with a MapLoader saves at its beginning."""
     states = []
     for box in range(boxes):
         with assigned(Assignment(box, boxes, 0, 1, 0, 1)):
@@ -130,7 +130,7 @@ def test_as_many_boxes_as_there_are_rows(tmp_path: Path, options: dict[str, int]
 
 
 @pytest.mark.parametrize("own", [{"format": 3, "order": {}, "topology": {"boxes": 2, "batch": 5}}, [1], "text", None])
-def test_a_state_of_a_loader_of_the_users_own_says_nothing_of_batches(tmp_path: Path, own: Any) -> None:
+def test_custom_loader_state_omits_batch_counts(tmp_path: Path, own: Any) -> None:
     saved = replace(read(of_positions(2, global_batch_size=5)), aggregated=own)
     (tmp_path / "in").write_bytes(encode_state(saved.to_dict()))
     (done,) = convert(tmp_path / "in", tmp_path / "out", 6, 1)

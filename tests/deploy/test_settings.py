@@ -97,7 +97,7 @@ def test_all_mistakes_are_told_at_once() -> None:
         resolve(WorkerSettings, slots=0)
 
 
-def test_an_unknown_variable_is_an_error_with_the_likely_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_variable_suggests_the_likely_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_WORKER_SLOT", "4")
     with pytest.raises(InvalidArgumentError, match=r"PENSTOCK_WORKER_SLOT names .*is PENSTOCK_WORKER_SLOTS meant"):
         resolve(WorkerSettings, slots=1, allow="a")
@@ -120,6 +120,6 @@ def test_an_unknown_key_is_an_error() -> None:
         "PENSTOCK_COORDINATOR_PORT_7070_TCP_ADDR",
     ],
 )
-def test_variables_of_a_kubernetes_service_are_let_be(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_kubernetes_service_variables_are_ignored(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv(name, "tcp://10.0.0.1:7070")
     assert resolve(CoordinatorSettings, state_dir="x").listen == "127.0.0.1:7070"

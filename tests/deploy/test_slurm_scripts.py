@@ -71,7 +71,7 @@ def fleet_script(folder: Path) -> Path:
 
 @pytest.mark.parametrize("kind", ["service", "fleet"])
 @pytest.mark.parametrize("code", [13, 14])
-def test_a_coordinator_that_is_gone_for_good_ends_the_job_with_its_code(tmp_path: Path, kind: str, code: int) -> None:
+def test_failed_coordinator_ends_job_with_code(tmp_path: Path, kind: str, code: int) -> None:
     environment = programs(tmp_path, code)
     script = SERVICE if kind == "service" else fleet_script(tmp_path)
     done = run(script, environment)
@@ -85,7 +85,7 @@ def test_a_coordinator_that_is_gone_for_good_ends_the_job_with_its_code(tmp_path
     assert where == f"/var/tmp/penstock-{secret}/{name}", "a name that no other user of the node can take first"
 
 
-def test_a_service_keeps_its_coordinator_at_its_address(tmp_path: Path) -> None:
+def test_service_keeps_its_coordinator_address(tmp_path: Path) -> None:
     until_again = 'while [ "$(wc -l < $FAKE/starts)" -lt 2 ]; do sleep 0.1; done'
     done = run(SERVICE, programs(tmp_path, 137), "sh", "-c", until_again)
     assert done.returncode == 0, done.stderr
@@ -97,7 +97,7 @@ def test_a_service_keeps_its_coordinator_at_its_address(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["service", "fleet"])
 def test_a_dead_worker_is_started_again(tmp_path: Path, kind: str) -> None:
-    """Under its name, until it ends as told; and when the last has ended the job has, too."""
+    """Restart a worker under its name until it is stopped; the job ends with the last one."""
     environment = programs(tmp_path)
     (tmp_path / "worker_ends").write_text("137\n0\n")
     done = run(SERVICE if kind == "service" else fleet_script(tmp_path), environment)
@@ -121,7 +121,7 @@ def test_the_plan_wins_over_the_environment(tmp_path: Path) -> None:
     assert {f"PENSTOCK_TLS_{name}" for name in ("CA", "CERT", "KEY", "NAME")} <= set(named)
 
 
-def test_a_service_whose_coordinator_ended_as_if_told_has_not_done_its_work(tmp_path: Path) -> None:
+def test_service_fails_if_its_coordinator_exits_0(tmp_path: Path) -> None:
     assert run(SERVICE, programs(tmp_path, 0)).returncode == 1
 
 

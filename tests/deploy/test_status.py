@@ -149,7 +149,7 @@ def test_status_on_a_terminal_is_drawn(running: Running) -> None:
 
 @pytest.fixture(scope="module")
 def found_at_5(running: Running) -> Any:
-    """What `penstock state` says of step 5."""
+    """Return the output of `penstock state` for step 5."""
     return running.json("state", "job", "--step", "5")
 
 
@@ -202,7 +202,7 @@ def test_state_that_cannot_be_had(running: Running) -> None:
 # ---- what a reply may hold, without a process
 
 
-def test_waited_share_is_of_the_time_between_two_reports() -> None:
+def test_waited_share_covers_one_report_interval() -> None:
     world = FakeCluster()
     world.worker("w")
     box = world.open()

@@ -72,7 +72,7 @@ def fetch(url: str) -> tuple[int, str]:
 
 @dataclass
 class Cluster:
-    """What was seen of it while the job was open, and what is left."""
+    """Observations while the job was open, and what is left."""
 
     shell: Any
     scrapes: dict[Process, Scrape]
@@ -171,7 +171,7 @@ def cluster(module_shell: Any) -> Iterator[Cluster]:
 
 
 @pytest.mark.parametrize("process", ["coordinator", "worker", "client"])
-def test_a_process_exports_just_what_the_catalogue_says(cluster: Cluster, process: Process) -> None:
+def test_exported_metrics_match_the_catalogue(cluster: Cluster, process: Process) -> None:
     scrape = cluster.scrapes[process]
     ours = {name for name in scrape.types if name.startswith("penstock_")}
     assert ours == {metric.name for metric in CATALOGUE if process in metric.processes}
@@ -183,7 +183,7 @@ def test_a_process_exports_just_what_the_catalogue_says(cluster: Cluster, proces
     assert "process_resident_memory_bytes" in scrape.types
 
 
-def test_a_collector_in_a_registry_of_the_users_shows_the_same(cluster: Cluster) -> None:
+def test_collector_in_a_users_registry_is_equal(cluster: Cluster) -> None:
     ours = {name for name in cluster.own_registry.types if name.startswith("penstock_")}
     assert ours == {metric.name for metric in CATALOGUE if "client" in metric.processes}
     assert cluster.own_registry.get("penstock_client_steps_total", run="lm/0", box="0") == 200
@@ -236,7 +236,7 @@ def test_the_figures_are_those_of_the_job(cluster: Cluster) -> None:
 # ---- logs
 
 
-def test_every_line_of_the_log_is_an_object_with_time_level_and_process(cluster: Cluster) -> None:
+def test_json_log_lines_have_time_level_process(cluster: Cluster) -> None:
     for process, lines in cluster.logs.items():
         assert lines
         for line in lines:
@@ -257,7 +257,7 @@ def test_records_say_which_slot_they_are_about(cluster: Cluster) -> None:
     assert len(generations) == 2, "the second runner of the slot has another generation"
 
 
-def test_the_coordinator_tells_what_happened_to_runs(cluster: Cluster) -> None:
+def test_coordinator_logs_events_of_runs(cluster: Cluster) -> None:
     lines = [line for line in cluster.logs["coordinator"] if line.get("run") == "lm/0"]
     assert lines
     assert any(line["level"] == "warning" for line in lines), "a slot was lost"
@@ -266,7 +266,7 @@ def test_the_coordinator_tells_what_happened_to_runs(cluster: Cluster) -> None:
 # ---- traces
 
 
-def test_calls_have_spans_that_hang_together_across_processes(cluster: Cluster) -> None:
+def test_spans_are_linked_across_processes(cluster: Cluster) -> None:
     by_id = {span.span: span for span in cluster.spans}
     services = {span.service for span in cluster.spans}
     assert services == {"penstock-coordinator", "penstock-worker", "penstock-client"}
@@ -290,7 +290,7 @@ def test_calls_have_spans_that_hang_together_across_processes(cluster: Cluster) 
     assert not {"Heartbeat", "WatchRun"} & {span.name for span in cluster.spans}
 
 
-def test_spans_say_which_run_they_are_about_and_hold_no_token(cluster: Cluster) -> None:
+def test_spans_name_the_run_and_hold_no_token(cluster: Cluster) -> None:
     opened = [span for span in cluster.spans if span.name == "OpenRun"]
     challenged = grpc.StatusCode.UNAUTHENTICATED.value[0]  # of whose request nothing is read
     said = [span.attributes for span in opened if span.attributes.get("rpc.grpc.status_code") != challenged]

@@ -1,4 +1,4 @@
-"""What `penstock top` shows, from a status: it fits, what matters most is on top, and peers move no cursor."""
+"""Screen of `penstock top`, from a status: it fits, what matters most is on top, and peers move no cursor."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def screen(found: ClusterView, width: int, height: int, away: str = "") -> list[
 
 @pytest.mark.parametrize("height", [5, 10, 24, 60, 500])
 @pytest.mark.parametrize("width", [40, 80, 200])
-def test_it_fits_and_the_bottleneck_is_never_cut_away(width: int, height: int) -> None:
+def test_screen_fits_and_keeps_the_bottleneck(width: int, height: int) -> None:
     lines = screen(status(), width, height)
     assert len(lines) <= height
     assert all(len(line) <= width for _, line in lines)
@@ -75,7 +75,7 @@ def test_the_most_interesting_comes_first() -> None:
     assert slots < events < boxes
 
 
-def test_a_failed_slot_stands_above_those_that_are_waited_for() -> None:
+def test_failed_slot_stands_above_waiting_slots() -> None:
     found = reply(2, 2)
     slot = found.runs[0].boxes[1].slots[1]
     slot.phase, slot.doing = pb.FAILED, "in next() for 3 s"
@@ -100,7 +100,7 @@ def test_an_old_picture_says_so() -> None:
     assert lines[1] == ("bold red", "the coordinator has not answered for 5 s")
 
 
-def test_nothing_that_a_peer_sent_moves_the_cursor() -> None:
+def test_text_from_peers_never_moves_the_cursor() -> None:
     found = status(boxes=2, slots=2, worker="\x1b[2J\x1b]0;owned\x07\n")
     for text in ("\n".join(line for _, line in screen(found, 400, 60)), "\n".join(plain(found, 0.0))):
         assert "\x1b" not in text
@@ -135,7 +135,7 @@ def test_only_q_and_esc_themselves_end_it(keys: bytes, quits: bool) -> None:
     assert show_top.told_to_quit(keys) is quits
 
 
-def test_keys_are_heard_while_the_coordinator_hangs() -> None:
+def test_keys_work_while_the_coordinator_hangs() -> None:
     answered = threading.Event()
     begun = time.monotonic()
 

@@ -26,7 +26,7 @@ UP = ("up", "--detach", "--listen", "127.0.0.1:0", "--slots", "1", "--allow", "s
 
 
 class Fleet:
-    """One that is up, as its record shows it."""
+    """A running fleet, as its record shows it."""
 
     def __init__(self, shell: Any) -> None:
         self.shell = shell
@@ -39,7 +39,7 @@ class Fleet:
         return fleet.as_dict()
 
     def processes(self) -> dict[str, Identity | None]:
-        """By name; None: between two lives, or for good."""
+        """Return processes by name; None: between two lives, or for good."""
         record = self.record()
         found = {daemon["name"]: daemon["identity"] for daemon in record["daemons"]} | {"sup": record["supervisor"]}
         living = {name: Identity(**identity) if identity else None for name, identity in found.items()}
@@ -47,7 +47,7 @@ class Fleet:
         return living
 
     def workers(self) -> dict[str, str]:
-        """Those that are live, with the addresses of their lanes."""
+        """Return the live workers, with the addresses of their lanes."""
         done = self.shell.call("status", "--json", PENSTOCK_COORDINATOR=self.folder.address)
         if done.returncode == 11:  # the coordinator is between two lives
             return {}
@@ -80,7 +80,7 @@ def fleet(module_shell: Any) -> Iterator[Fleet]:
     assert fleet.gone()
 
 
-def test_what_is_up_answers_and_its_folder_is_its_owners(fleet: Fleet) -> None:
+def test_fleet_answers_and_its_folder_is_private(fleet: Fleet) -> None:
     assert set(fleet.workers()) == {"penstock-1", "penstock-2"}
     assert stat.S_IMODE(fleet.folder.token.stat().st_mode) == 0o600
     assert stat.S_IMODE(fleet.folder.path.stat().st_mode) == 0o700
@@ -94,7 +94,7 @@ def test_what_is_up_answers_and_its_folder_is_its_owners(fleet: Fleet) -> None:
         assert token not in log.read_text()
 
 
-def test_a_second_one_in_the_same_folder_is_refused(fleet: Fleet) -> None:
+def test_second_fleet_in_a_folder_is_refused(fleet: Fleet) -> None:
     for arguments, says in (((), "is up in"), (("--slots", "2"), "another --slots was given")):
         done = fleet.shell.call(*UP, *arguments)
         assert (done.returncode, done.stdout) == (2, "")
@@ -109,7 +109,7 @@ def test_a_second_one_in_the_same_folder_is_refused(fleet: Fleet) -> None:
     assert (fleet.folder.plan(), fleet.folder.token.read_text()) == (plan, token)  # and nothing of it has changed
 
 
-def test_a_killed_worker_and_a_killed_coordinator_come_back_under_their_names(fleet: Fleet, until: Until) -> None:
+def test_killed_daemons_come_back_by_name(fleet: Fleet, until: Until) -> None:
     before, lanes = fleet.processes(), fleet.workers()
     address = fleet.folder.address
     record = fleet.folder.path / "fleet.json"
@@ -143,7 +143,7 @@ def test_workers_join_and_leave(fleet: Fleet, until: Until) -> None:
     until(lambda: set(fleet.workers()) == {"penstock-1"})
 
 
-def test_nothing_outlives_a_killed_supervisor_and_the_next_one_goes_on(fleet: Fleet, until: Until) -> None:
+def test_nothing_outlives_a_killed_supervisor(fleet: Fleet, until: Until) -> None:
     supervisor = fleet.processes()["sup"]
     assert supervisor is not None
     address = fleet.folder.address
@@ -154,14 +154,14 @@ def test_nothing_outlives_a_killed_supervisor_and_the_next_one_goes_on(fleet: Fl
     assert set(fleet.workers()) == {"penstock-1"}
 
 
-def test_down_leaves_no_process_and_can_be_said_again(fleet: Fleet) -> None:
+def test_down_leaves_no_process_and_is_idempotent(fleet: Fleet) -> None:
     fleet.processes()
     done = fleet.shell.run("down", "--dir", "fleet", "--json")
     assert done.returncode == 0, done.stderr
     assert [line.split()[0] for line in json.loads(done.stdout)["ended"]] == ["supervisor", "coordinator", "penstock-1"]
     assert fleet.gone()
     log = (fleet.folder.logs / "coordinator.log").read_text()
-    assert log.splitlines()[-1].endswith("ended as told")
+    assert log.splitlines()[-1].endswith("stopped on request")
     again = fleet.shell.call("down", "--dir", "fleet")
     assert (again.returncode, again.stdout) == (0, f"nothing is up in {fleet.folder.path}\n")
     never = fleet.shell.call("down", "--dir", "elsewhere")
@@ -179,7 +179,7 @@ def test_the_foreground_ends_with_ctrl_c(shell: Any, until: Until) -> None:
     assert json.loads(started.process.stdout.read())["environment"]["PENSTOCK_TOKEN_FILE"] == str(fleet.folder.token)
 
 
-def test_what_cannot_start_says_why_and_leaves_nothing(shell: Any) -> None:
+def test_failed_start_says_why_and_leaves_nothing(shell: Any) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -190,7 +190,7 @@ def test_what_cannot_start_says_why_and_leaves_nothing(shell: Any) -> None:
     assert FleetFolder(shell.folder / "fleet").fleet() is None
 
 
-def test_a_folder_that_others_can_change_is_refused(shell: Any) -> None:
+def test_folder_writable_by_others_is_refused(shell: Any) -> None:
     (shell.folder / "fleet").mkdir()
     (shell.folder / "fleet").chmod(0o777)
     done = shell.call(*UP)
@@ -199,7 +199,7 @@ def test_a_folder_that_others_can_change_is_refused(shell: Any) -> None:
     assert list((shell.folder / "fleet").iterdir()) == []
 
 
-def test_another_port_is_tried_only_when_the_former_one_is_taken(shell: Any) -> None:
+def test_another_port_is_tried_only_if_taken(shell: Any) -> None:
     folder = FleetFolder(shell.folder / "fleet")
     folder.make()
     folder.address = "127.0.0.1:1"
@@ -251,9 +251,7 @@ def test_what_cannot_be_meant(shell: Any, arguments: tuple[str, ...], code: int,
     assert "Traceback" not in done.stderr
 
 
-def test_a_daemon_that_dies_again_and_again_is_given_up_by_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_crash_looping_daemon_is_given_up_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_TOKEN", "a-token-for-tests-only-0123456789")
     monkeypatch.setattr(keeper, "PAUSE_S", 0.01)
     monkeypatch.setattr(keeper, "QUICK_DEATHS", 3)
@@ -269,7 +267,7 @@ def test_a_daemon_that_dies_again_and_again_is_given_up_by_name(
     assert (kept.restarts, kept.state) == (2, "failed")
 
 
-def test_a_number_that_is_another_process_by_now_is_not_hit() -> None:
+def test_reused_pid_is_not_signalled() -> None:
     mine = Identity.of(os.getpid())
     assert not _ended(mine)
     for other in (Identity(mine.pid, mine.started + 1, mine.boot), Identity(mine.pid, mine.started, "another boot")):
@@ -296,7 +294,7 @@ def _is_held_by_another(folder: FleetFolder, one: Identity) -> bool:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_an_up_that_is_told_to_end_leaves_no_fleet(shell: Any, until: Until, number: signal.Signals) -> None:
+def test_terminated_up_leaves_no_fleet(shell: Any, until: Until, number: signal.Signals) -> None:
     folder = FleetFolder(shell.folder / "fleet")
     for _ in range(5):
         starting = shell.begin(*UP)

@@ -69,14 +69,14 @@ class RayFleet:
         return Job(training, job=name, input="shared_noisy", arguments=[STEPS], steps=STEPS, workers=2, **options)
 
     def status(self) -> dict[str, Any]:
-        """As the coordinator sees it; nothing while it is away."""
+        """Return the coordinator's view; nothing while it is away."""
         fleet = self.folder.fleet()
         assert fleet is not None
         done = self.shell.call("status", "--json", "--coordinator", fleet.coordinator)
         return dict(json.loads(done.stdout)) if done.returncode == 0 else {}
 
     def lanes(self) -> dict[str, str]:
-        """Of the live workers."""
+        """Return the lane addresses of the live workers, by name."""
         workers = self.status().get("workers", [])
         return {one["worker"]: one["tcp_address"] for one in workers if one["live"] and not one["draining"]}
 
@@ -103,9 +103,7 @@ def fleet(module_shell: Any) -> Iterator[RayFleet]:
             shutil.rmtree(session, ignore_errors=True)
 
 
-def test_a_lost_node_and_a_killed_coordinator_change_no_batch(
-    fleet: RayFleet, until: Callable[[Callable[[], bool]], None]
-) -> None:
+def test_lost_node_or_coordinator_keeps_batches(fleet: RayFleet, until: Callable[[Callable[[], bool]], None]) -> None:
     done = fleet.up("--workers", "2", "--send-token")
     assert done.returncode == 0, done.stderr
     assert f"PENSTOCK_TOKEN_FILE={fleet.folder.token}\n" in done.stdout

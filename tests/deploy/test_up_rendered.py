@@ -49,11 +49,11 @@ class Recorded:
         shell.environment |= {"PATH": path, "CALLS": str(self._calls), "ANSWERS": str(self._answers)}
 
     def answer(self, **answers: tuple[str, int]) -> None:
-        """What they say, with which status: kubectl_get=("error", 1)."""
+        """Set their output and status: kubectl_get=("error", 1)."""
         self._answers.write_text(json.dumps({name.replace("_", " "): said for name, said in answers.items()}))
 
     def calls(self) -> list[list[str]]:
-        """Those since the last time it was asked."""
+        """Return the calls since the last query."""
         found = [json.loads(line) for line in self._calls.read_text().splitlines()] if self._calls.exists() else []
         self._calls.unlink(missing_ok=True)
         return found
@@ -95,7 +95,7 @@ def test_the_manifests_are_valid_and_careful(shell: Any, safety: tuple[str, ...]
         assert container["command"] == ["penstock"], "the image's entry point may be another"
 
 
-def test_the_variables_of_the_pods_are_settings_of_the_daemons(shell: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pod_variables_are_daemon_settings(shell: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from penstock.deploy.console.daemon_settings import CoordinatorSettings, PeerSettings, WorkerSettings, resolve
 
     items = tuple(json.loads(shell.call(*KUBERNETES, "--insecure", "--render").stdout)["items"])
@@ -142,7 +142,7 @@ def test_a_changed_setting_replaces_the_pods(shell: Any) -> None:
     assert checksums() != checksums("--runner-memory", "3GiB")
 
 
-def test_tokens_without_one_for_workers_are_refused(recorded: Recorded) -> None:
+def test_missing_worker_token_is_refused(recorded: Recorded) -> None:
     recorded.answer(kubectl_get=("Error from server (NotFound): secrets not found", 1))
     done = recorded.shell.call(*KUBERNETES, "--insecure", PENSTOCK_TOKEN="client:c-0123456789\nadmin:a-0123456789")
     assert done.returncode == 2
@@ -151,7 +151,7 @@ def test_tokens_without_one_for_workers_are_refused(recorded: Recorded) -> None:
     assert "apply" not in [call[3] for call in recorded.calls()]
 
 
-def test_up_and_down_say_to_kubectl_what_they_should(recorded: Recorded) -> None:
+def test_up_and_down_call_kubectl_correctly(recorded: Recorded) -> None:
     recorded.answer(kubectl_get=("Error from server (NotFound): secrets not found", 1))
     done = recorded.shell.call(*KUBERNETES, "--insecure", "--namespace", "train", "--name", "lm", "--json")
     assert done.returncode == 0, done.stderr
@@ -246,10 +246,10 @@ while [[ $1 == --* ]]; do shift; done
 for n in 0 1; do SLURM_PROCID=$n "$@" & done
 while [ -n "$(jobs -pr)" ]; do wait; done
 """
-"""In the place of Slurm's: two tasks, here."""
+"""Replace Slurm's srun: two tasks, here."""
 
 
-def test_the_job_script_runs_daemons_and_ends_them(shell: Any, tmp_path: Path, until: Any) -> None:
+def test_job_script_runs_and_ends_daemons(shell: Any, tmp_path: Path, until: Any) -> None:
     """The real script and real daemons, but for srun. A killed worker comes back; SIGTERM ends all, as scancel does."""
     done = shell.call(*SLURM, "--render", "--slots", "1", "--state-dir", str(tmp_path / "my cluster state"))
     assert done.returncode == 0, done.stderr

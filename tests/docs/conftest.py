@@ -1,4 +1,4 @@
-"""What fragments of the pages take for granted: data that lie elsewhere, a model that is there already.
+"""Surroundings that fragments of the pages assume: data that lie elsewhere, a model that is there already.
 
 A fixture here returns the names that a block needs, and once the block has been executed uses what it defined: an
 input_fn of a page is called, and must yield a batch. Folders and buckets that pages name are small ones below tmp_path.
@@ -143,7 +143,7 @@ def images_and_texts(tmp_path: Path) -> Iterator[Names]:
 
 @pytest.fixture(scope="module")
 def appliance() -> Iterator[None]:
-    """What loaders of fragments run on: daemons of their own would be seconds of a core for each."""
+    """Daemons for the loaders of fragments: daemons of their own would be seconds of a core for each."""
     with Appliance(num_workers_per_box=1):
         yield
 

@@ -96,10 +96,10 @@ def test_elastic_workers_and_a_job_failing_once(site: Site) -> None:
     slurm.run("scancel", f"{array}_1")
     wait_for("a cancelled worker has left", lambda: f"penstock-workers-{array}-1" not in site.workers(), 20)
     assert slurm.wait(f"{array}_1", "CANCELLED")
-    assert "ended as told" in site.log(f"{array}_1")
+    assert "stopped on request" in site.log(f"{array}_1")
 
     slurm.run("scancel", "--signal=USR1", "--batch", f"{array}_2")  # what Slurm sends before the time is over
-    wait_for("the worker has left", lambda: "ended as told" in site.log(f"{array}_2"), 30)
+    wait_for("the worker has left", lambda: "stopped on request" in site.log(f"{array}_2"), 30)
     wait_for("it is queued again", lambda: slurm.facts(f"{array}_2")["Restarts"] == "1", 30)
 
     before = site.steps(0)
@@ -118,7 +118,7 @@ def test_elastic_workers_and_a_job_failing_once(site: Site) -> None:
     assert slurm.facts(f"{array}_1")["JobState"] == "CANCELLED", "and not the other one"
     slurm.run("scancel", service, array)
     slurm.wait(service, "CANCELLED")
-    wait_for("all three have left in good order", lambda: site.log(service).count("ended as told") == 3, 60)
+    wait_for("all three have left in good order", lambda: site.log(service).count("stopped on request") == 3, 60)
 
 
 @pytest.mark.timeout(300)
@@ -130,7 +130,7 @@ def test_a_service_ends_with_its_command_and_code(site: Site) -> None:
     bad = site.submit("service.sbatch", "sh", "-c", "exit 7", PENSTOCK_STATE_DIR=str(site.folder / "other"))
     assert site.slurm.wait(good, "COMPLETED", 90)
     assert "No runs at " in site.log(good)
-    assert site.log(good).count("ended as told") == 3
+    assert site.log(good).count("stopped on request") == 3
     assert site.slurm.wait(bad, "FAILED", 90)["ExitCode"] == "7:0"
 
 

@@ -324,7 +324,7 @@ def test_the_command_shows_the_batch_and_a_row_with_its_key(stage: Stage) -> Non
         (["two", "--step", "1"], 25, "say that it may by --allow streams"),
         (["two", "--step", "1", "--allow", "stream"], 25, "say that it may by --allow streams"),
         (["--step", "1"], 2, "name the RUN"),
-        (["two", "--step", "1", "--out", "x.pkl"], 2, "ends with none of .pst, .npz, .pt"),
+        (["two", "--step", "1", "--out", "x.pkl"], 2, "must end with one of .pst, .npz, .pt"),
         (["two", "--step", "1", "--state-dir", "/nonexistent"], 14, "no state directory of a coordinator"),
     ],
 )

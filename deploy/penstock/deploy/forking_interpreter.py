@@ -35,14 +35,14 @@ from penstock.worker.tools.loader_children import (
 __all__ = ["ForkedChild", "ForkingInterpreter", "Task", "serve", "take_task", "wait_for_news"]
 
 ABORT_S = 2.0
-"""For a child that is told to show its stack and end."""
+"""Seconds for a child to print its stack and end."""
 EXIT_S = 2.0
-"""For a child whose socket is closed to be seen to have ended."""
+"""Seconds for the end of a child to be seen after its socket closed."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """What a child is asked."""
+    """Task for a child."""
 
     kind: str
     fields: Mapping[str, Any] = field(default_factory=dict)
@@ -98,7 +98,7 @@ class ForkingInterpreter:
         return int(self._hear().fields["status"])
 
     def _hear(self) -> ControlMessage:
-        """What it says next; WorkerLostError if it died."""
+        """Return its next message; WorkerLostError if it died."""
         until = time.monotonic() + START_DEADLINE_S
         try:
             while (message := self._channel.receive(wait=False)) is None:
@@ -140,7 +140,7 @@ class ForkedChild:
                 self.channel.send("part", part)
 
     def said(self) -> ControlMessage | None:
-        """What it has said next; None if nothing yet. LaneLostError: it will say nothing any more."""
+        """Return its next message; None if there is none yet. LaneLostError: it sends no more."""
         ended = self.process.ended  # looked at first: what it said before its end is there to be read
         message = self.channel.receive(wait=False)
         if message is None and ended:
@@ -179,7 +179,8 @@ def wait_for_news(children: Iterable[ForkedChild], until: float) -> list[ForkedC
 
 
 def serve(child: Callable[[ControlChannel], None]) -> None:
-    """In the interpreter: fork a child that does this for each socket that comes, until the inherited one closes."""
+    """Run in the interpreter: fork a child that does this for each socket that comes, until the inherited one
+    closes."""
     control = ControlChannel(socket.socket(fileno=int(sys.argv[1])))
     die_with_parent(int(sys.argv[2]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the command's, which stops us
@@ -210,7 +211,7 @@ def _in_child(child: Callable[[ControlChannel], None], control: ControlChannel, 
 
 
 def take_task(channel: ControlChannel) -> Task:
-    """In a child: wait for a task."""
+    """Wait for a task, in a child."""
     message = cast(ControlMessage, channel.receive())
     parts = [cast(ControlMessage, channel.receive()).payload for _ in range(message.fields.pop("parts"))]
     return Task(message.kind, message.fields, message.payload, parts)

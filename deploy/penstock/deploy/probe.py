@@ -24,7 +24,7 @@ from penstock.proto.errors import DeadlineError, InvalidArgumentError, PenstockE
 __all__ = ["main"]
 
 ANSWER_S = 4.0
-"""For a coordinator's answer: less than the 5 s that the manifests give a probe, so that this line is seen."""
+"""Seconds for a coordinator's answer: less than the 5 s that the manifests give a probe, so that this line is seen."""
 ALIVE_S = 15.0
 """The same, of one that is only to be alive, and has 20 s: busy is no reason to kill it."""
 LIVE_S = 120.0

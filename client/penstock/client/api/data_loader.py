@@ -499,8 +499,8 @@ class DataLoader:
             first = session.first_step + 1 if session is not None else self.step + 1
             steps = f"steps {first} to {self.step} have" if first <= self.step else "no step has"
             raise StateUnavailableError(
-                f"{self.name}: there are no records of step {step}: {steps} been delivered since the loader was made or "
-                "loaded"
+                f"{self.name}: there are no records of step {step}: {steps} been delivered since the loader was made "
+                "or loaded"
             )
         fetched, _ = self._fetch(session, step)
         return checkpoints_of(fetched, self._loaded, step)

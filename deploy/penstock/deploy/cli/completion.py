@@ -1,4 +1,4 @@
-"""What a shell completes beyond commands and options: names that the coordinator knows.
+"""Shell completion of names that the coordinator knows: runs and workers.
 
 A person waits for it with a finger on the key: the coordinator has a second, and whatever goes wrong, no names come.
 """

@@ -34,7 +34,7 @@ from penstock.runtime.telemetry.logs import printable
 __all__ = ["app", "main"]
 
 UNWRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE)
-"""What a print may raise."""
+"""Errors that a print may raise."""
 
 
 class _Commands(Group):

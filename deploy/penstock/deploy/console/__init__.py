@@ -1,1 +1,1 @@
-"""What commands have in common: settings, options, exit codes, tables."""
+"""Common parts of commands: settings, options, exit codes, tables."""

@@ -1,4 +1,4 @@
-"""Where a command's token comes from. It is never an argument, which every user of the machine could read, and never
+"""Source of a command's token. It is never an argument, which every user of the machine could read, and never
 printed or logged; a coordinator that was given none makes one and says in which file it is.
 """
 
@@ -18,7 +18,7 @@ __all__ = ["coordinator_tokens", "make_token", "peer_token"]
 
 _log = logging.getLogger("penstock.deploy")
 FILE = "token"
-"""Of the state directory."""
+"""Token file in the state directory."""
 
 
 def peer_token(role: Role, file: Path | None) -> str:

@@ -1,4 +1,4 @@
-"""What commands have in common: how their help is laid out, and the options that all of them take.
+"""Common parts of commands: the layout of their help, and the options that all of them take.
 
 `App` and `subcommands` make every command the same way, so that none can be without its exit codes or `--config`. A
 command that asks the coordinator has one parameter `peer`, which stands for the options that say where it is.
@@ -54,7 +54,7 @@ def _format_options(self: Any, ctx: Any, formatter: Any) -> None:
 
 class _Command(TyperCommand):
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Under heads."""
+        """Show options under their heads."""
         _format_options(self, ctx, formatter)
 
 
@@ -65,17 +65,17 @@ class Group(TyperGroup):
     """Head -> commands, in order; all others come under "Commands"."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """In the order of the heads, also where a shell completes."""
+        """List commands in the order of the heads, also for shell completion."""
         order = [name for commands in self.heads.values() for name in commands]
         return sorted(self.commands, key=lambda name: order.index(name) if name in order else len(order))
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Under heads; then the commands."""
+        """Show options under their heads, then the commands."""
         _format_options(self, ctx, formatter)
         self.format_commands(ctx, formatter)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """By head."""
+        """Show commands by head."""
         names = [name for name in self.list_commands(ctx) if not self.commands[name].hidden]
         listed = {name for commands in self.heads.values() for name in commands}
         rest = {"Commands": tuple(name for name in names if name not in listed)}
@@ -87,15 +87,15 @@ class Group(TyperGroup):
 
 
 def _first_line(command: Any) -> str:
-    """Of its help, whole: what is cut off teaches nothing."""
+    """Return the whole help text: no part is cut off."""
     return " ".join((command.help or "").split("\n\n")[0].split())
 
 
 class App(typer.Typer):
-    """Whose commands all end their help with the exit codes, and take `--config`."""
+    """Application whose commands end their help with the exit codes, and take `--config`."""
 
     def command(self, name: str | None = None, **settings: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:  # type: ignore[override]
-        """As of Typer."""
+        """Register a command, as Typer does."""
         add = super().command(name, **{"cls": _Command, "epilog": EPILOG, **settings})
         return lambda command: add(completed(command))
 

@@ -45,7 +45,7 @@ class Peer:
         return peer_token("admin", self.token_file)
 
     def client(self) -> CoordinatorClient:
-        """To ask it with."""
+        """Return a client of the coordinator."""
         from penstock.proto.rpc.calls import CoordinatorClient
 
         return CoordinatorClient(self.address, self.token(), tls=self.tls())

@@ -112,7 +112,7 @@ Modules = Annotated[str, IsList(), Unit("PREFIX")]
 
 
 class PeerSettings(Section):
-    """Of commands that ask the coordinator something."""
+    """Settings of commands that call the coordinator."""
 
     model_config = SettingsConfigDict(env_prefix="PENSTOCK_")
     table: ClassVar[str] = CLUSTER
@@ -121,7 +121,7 @@ class PeerSettings(Section):
 
 
 class TlsSettings(TlsFiles):
-    """Of every command."""
+    """Settings of every command."""
 
     def load(self) -> Tls | None:
         """The files, read and checked. TlsError names the file and the remedy."""
@@ -129,7 +129,7 @@ class TlsSettings(TlsFiles):
 
 
 class TelemetrySettings(Section):
-    """Of both daemons: how they tell what they do. Training jobs have PENSTOCK_OTEL too."""
+    """Settings of both daemons: logs, metrics and traces. Training jobs have PENSTOCK_OTEL too."""
 
     model_config = SettingsConfigDict(env_prefix="PENSTOCK_")
     table: ClassVar[str] = CLUSTER
@@ -143,7 +143,7 @@ class TelemetrySettings(Section):
 
 
 class CoordinatorSettings(Section):
-    """Of `penstock coordinator`."""
+    """Settings of `penstock coordinator`."""
 
     model_config = SettingsConfigDict(env_prefix="PENSTOCK_COORDINATOR_")
     table: ClassVar[str] = "coordinator"
@@ -185,7 +185,7 @@ class CoordinatorSettings(Section):
 
 
 class WorkerSettings(Section):
-    """Of `penstock worker`."""
+    """Settings of `penstock worker`."""
 
     model_config = SettingsConfigDict(env_prefix="PENSTOCK_WORKER_")
     table: ClassVar[str] = "worker"

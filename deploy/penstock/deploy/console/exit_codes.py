@@ -52,7 +52,7 @@ INTERRUPTED = 130
 
 @dataclass(frozen=True)
 class ExitCode:
-    """One exit code. `errors`: the classes of penstock.proto.errors that end with it."""
+    """An exit code. `errors`: the classes of penstock.proto.errors that end with it."""
 
     number: int
     meaning: str
@@ -164,7 +164,7 @@ def set_debug(value: bool) -> bool:
 
 
 def debugging() -> bool:
-    """Whether tracebacks are to be shown."""
+    """Return whether tracebacks are shown."""
     return _debug
 
 

@@ -1,4 +1,4 @@
-"""What `penstock up` was given: flags over PENSTOCK_UP_* over defaults. Light, for every command imports it."""
+"""Settings of `penstock up`: flags over PENSTOCK_UP_* over defaults. Light, for every command imports it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _fleet_name(value: str) -> str:
 
 
 class UpSettings(Section):
-    """Of `penstock up`."""
+    """Settings of `penstock up`."""
 
     model_config = SettingsConfigDict(env_prefix="PENSTOCK_UP_")
     table: ClassVar[str] = "up"

@@ -34,7 +34,7 @@ __all__ = [
 
 
 LARGEST = 2**63 - 1
-"""Of a step or an attempt: what messages and the journal hold."""
+"""Range of a step or an attempt, as in messages and the journal."""
 LARGEST_BOX = 2**32 - 1
 LARGEST_SEED = 2**64 - 1
 
@@ -44,7 +44,7 @@ rest. See penstock.deploy.console.common_options."""
 
 
 def option(section: type[Section], field: str) -> Any:
-    """Of a setting."""
+    """Return the option of a setting."""
     info = section.model_fields[field]
     facts = [variable(section, field)]
     if info.is_required():

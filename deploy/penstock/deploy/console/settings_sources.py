@@ -1,4 +1,4 @@
-"""How a command's settings are found: flags over PENSTOCK_* variables over the settings file over defaults, complete.
+"""Sources of a command's settings: flags over PENSTOCK_* variables over the settings file over defaults, complete.
 
 What is given and has no meaning is an error, wherever it stands: a setting that is silently not applied is worse than
 a daemon that does not start. So a variable with a daemon's name and an unknown rest is refused (only those that
@@ -22,7 +22,7 @@ from penstock.runtime.config.settings_file import CLUSTER, likely, read_settings
 __all__ = ["check_settings_file", "daemon", "describe", "flag", "refuse_unknown", "resolve", "sections", "variable"]
 
 _KUBERNETES = re.compile(r".*_(SERVICE_HOST|SERVICE_PORT(_.+)?|PORT(_\d+_(TCP|UDP|SCTP)(_.+)?)?)")
-"""What a Service named penstock-coordinator puts into every pod's environment."""
+"""Variables that a Service named penstock-coordinator puts into every pod's environment."""
 
 _Section = TypeVar("_Section", bound=Section)
 

@@ -25,7 +25,7 @@ __all__ = ["Table", "drawn", "show"]
 
 @dataclass(frozen=True)
 class Table:
-    """What to show. A heading that ends with ">" stands over a column of numbers, aligned to the right."""
+    """A table to show. A heading that ends with ">" stands over a column of numbers, aligned to the right."""
 
     title: str
     headings: Sequence[str]

@@ -41,7 +41,7 @@ class _Demo:
         self.killed = ""
         self.recoveries = 0
         self.longest_s = 0.0
-        """That the loop waited for one batch after the kill."""
+        """Longest wait of the loop for one batch after the kill, in seconds."""
 
     def stream(self, job: str, workers: int, *, state: dict[str, Any] | None = None, until: int = STEPS) -> Any:
         """A training loop up to a step, and its state there: the digests of its stream by step."""

@@ -24,7 +24,7 @@ class Verified:
 
 
 def is_path(target: str) -> bool:
-    """Whether a target is a folder, and not the module:name of an input_fn."""
+    """Return whether a target is a folder, and not the module:name of an input_fn."""
     return Path(target).is_dir() or "/" in target
 
 
@@ -48,7 +48,7 @@ def show_checkpoints(path: Path, as_json: bool) -> int:
     bad = [one for one in verified if one.wrong]
     if bad:
         good = next((one.found.path for one in verified if not one.wrong), None)
-        offer = f"the newest good one is {good}" if good else "there is no good one here"
+        offer = f"the newest good one is {good}" if good else "none here is intact"
         raise CheckpointCorruptError(
             f"{len(bad)} of {len(verified)} checkpoints {'is' if len(bad) == 1 else 'are'} damaged; {offer}"
         )
@@ -57,7 +57,7 @@ def show_checkpoints(path: Path, as_json: bool) -> int:
 
 def _at(path: Path) -> list[FoundCheckpoint]:
     if not path.is_dir():
-        raise CheckpointNotFoundError(f"{path} is no folder")
+        raise CheckpointNotFoundError(f"{path} is not a folder")
     try:
         manifest = read_manifest(path)
         return [FoundCheckpoint(manifest.step, path, manifest, "")]
@@ -67,7 +67,7 @@ def _at(path: Path) -> list[FoundCheckpoint]:
         found = checkpoints(path)
         if not found:
             raise CheckpointNotFoundError(
-                f"{path} is no checkpoint of AsyncCheckpointer's (it has no penstock.json), and no folder with any"
+                f"{path} is not a checkpoint of AsyncCheckpointer (it has no penstock.json), nor a folder with any"
             ) from None
         return found
 

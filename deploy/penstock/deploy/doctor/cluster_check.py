@@ -32,7 +32,7 @@ __all__ = ["JobQuestion", "check_cluster", "check_lost", "check_skew", "check_sl
 CONNECT_S = 3.0
 """Seconds for a TCP connection within a cluster."""
 SILENT = f"it accepts connections and answers none within {CONNECT_S:g} s"
-"""Of a worker that hangs or is stopped: the kernel goes on accepting for it."""
+"""Seconds for the answer of a worker: for one that hangs or is stopped, the kernel still accepts connections."""
 QUIET_S = 2.0
 """Since a worker's last heartbeat, of which there is one a second: worth a word before its lease runs out."""
 MANY = 1000
@@ -44,11 +44,11 @@ SKEW_S, FAR_OFF_S = 2.0, 300.0
 
 @dataclass(frozen=True)
 class JobQuestion:
-    """What the cluster shall do. None: nothing in particular."""
+    """Requirements on the cluster. None: no requirement."""
 
     boxes: int | None = None
     workers: int | None = None
-    """Of each box."""
+    """Workers of each box."""
     input_fn: str | None = None
 
 
@@ -97,7 +97,7 @@ def check_cluster(
 
 
 def _way(address: str, tls: Tls | None) -> Iterator[Finding]:
-    """To the coordinator: name, connection, TLS."""
+    """Check the way to the coordinator: name, connection, TLS."""
     if socket_path(address) is not None:
         return
     host, port = host_of(address)
@@ -128,7 +128,7 @@ def _way(address: str, tls: Tls | None) -> Iterator[Finding]:
 
 
 def _connect_error(address: str | None) -> str:
-    """Why there is no TCP connection to an address; "" if there is one."""
+    """Return why no TCP connection to an address can be made; "" if one can."""
     if not address:
         return "it has no address for lanes from other machines"
     try:
@@ -258,7 +258,7 @@ def check_lost(found: ClusterView) -> Iterator[Finding]:
 
 
 def check_slots(workers: Sequence[WorkerView], job: JobQuestion) -> Finding:
-    """Whether there is room for a job, on workers that may run it."""
+    """Check for free capacity for a job, on workers that may run it."""
     ready = [worker for worker in workers if worker.state == "live"]
     module = module_of(job.input_fn) if job.input_fn else ""
     may = [worker for worker in ready if not module or not worker.allow or under(module, worker.allow)]

@@ -1,4 +1,4 @@
-"""What `penstock doctor` found of a machine or a cluster: what is, whether it will do, and what to do about it."""
+"""Findings of `penstock doctor` about a machine or a cluster: the value, whether it suffices, and the remedy."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ Level = Literal["ok", "warning", "problem"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at."""
+    """Result of one check."""
 
     check: str
     level: Level
     found: str
     remedy: str = ""
-    """What to do, a command where there is one; "" if nothing is to be done."""
+    """Remedy, a command where there is one; "" if none is needed."""
 
 
 def ok(check: str, found: str) -> Finding:
-    """As it should be."""
+    """Return a finding without a problem."""
     return Finding(check, "ok", found)
 
 
 def warning(check: str, found: str, remedy: str) -> Finding:
-    """It works, and may not work well, or not for long."""
+    """Return a warning: it works, but perhaps not well or not for long."""
     return Finding(check, "warning", found, remedy)
 
 
 def problem(check: str, found: str, remedy: str) -> Finding:
-    """It does not work."""
+    """Return a problem: it does not work."""
     return Finding(check, "problem", found, remedy)
 
 

@@ -1,4 +1,4 @@
-"""Can this input_fn be imported here? Tried in a process of its own with a deadline, for importing runs user code.
+"""Check that an input_fn can be imported here, in a child process with a deadline: importing runs user code.
 
 The module is found by the same rules as in a worker's runner: what is installed, PYTHONPATH, the working directory.
 """
@@ -19,15 +19,15 @@ from penstock.worker.tools.loader_children import interpreter, load_input_fn
 __all__ = ["ImportedLoader", "main", "try_import"]
 
 TRACEBACK = 8 << 10
-"""Characters: with the message, less than a pipe holds, for nobody reads before the end."""
+"""Characters: with the message, less than a pipe holds, which is read only at the end."""
 
 
 @dataclass(frozen=True)
 class ImportedLoader:
-    """It can be."""
+    """Result of a successful import."""
 
     file: str
-    """Of the module."""
+    """File of the module."""
 
 
 def try_import(input_fn: str, deadline_s: float) -> ImportedLoader:
@@ -58,7 +58,7 @@ def try_import(input_fn: str, deadline_s: float) -> ImportedLoader:
 
 
 def main() -> None:
-    """In the child: arguments are the name, and the number of the pipe to answer on."""
+    """Run in the child: arguments are the name, and the number of the pipe to answer on."""
     from penstock.proto.v1 import records_pb2
 
     input_fn, pipe = sys.argv[1], int(sys.argv[2])
@@ -73,4 +73,4 @@ def main() -> None:
     os.write(pipe, json.dumps(found).encode())
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # what the module started keeps nobody waiting
+    os._exit(0)  # do not wait for threads that the module started

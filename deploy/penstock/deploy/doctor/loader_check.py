@@ -37,8 +37,8 @@ __all__ = [
 ]
 
 STATE, METHODS, REPLAY = "state", "methods", "replay"
-"""How a loader is saved: by its own state; by its aggregate and deaggregate; or by counting batches from a place that
-is proven, and replaying them."""
+"""Methods of saving a loader: by its own state; by its aggregate and deaggregate; or by counting batches from a proven
+position, and replaying them."""
 COMPARED = 8
 """Batches and ends of epochs after which the next generation's state is taken."""
 _WHERE = {
@@ -60,7 +60,7 @@ _AGAIN = ("", ", saved by a loader that was restored", ", saved by one that was 
 
 @dataclass(frozen=True)
 class LoaderQuestion:
-    """What to examine."""
+    """Loader to examine, and the topology to examine it on."""
 
     input_fn: str
     args: str
@@ -68,9 +68,9 @@ class LoaderQuestion:
     kwargs: str
     """A JSON object."""
     batches: int
-    """Of each worker."""
+    """Batches of each worker."""
     workers: int
-    """Of the one box."""
+    """Workers of the one box."""
     replay: bool
     """A loader without state methods counts as one that can be saved."""
     seed: int
@@ -78,7 +78,7 @@ class LoaderQuestion:
     """Seconds, of each child process."""
 
     def fields(self, slot: int) -> dict[str, Any]:
-        """For a task on one of the workers. Raises InvalidArgumentError."""
+        """Return the fields of a task on one of the workers. Raises InvalidArgumentError."""
         module, _, name = self.input_fn.partition(":")
         if not module or not name:
             raise InvalidArgumentError(f"{self.input_fn!r} is not MODULE:NAME, such as mypackage.data:train_input")
@@ -98,48 +98,49 @@ def json_option(option: str, text: str, kind: type) -> Any:
     try:
         value = json.loads(text)
     except ValueError as error:
-        raise InvalidArgumentError(f"{option} {text!r} is no JSON {what}: {error}") from error
+        raise InvalidArgumentError(f"{option} must be a JSON {what}, got {text!r}: {error}") from error
     if not isinstance(value, kind):
-        raise InvalidArgumentError(f"{option} {text!r} is no JSON {what}")
+        raise InvalidArgumentError(f"{option} must be a JSON {what}, got {text!r}")
     return value
 
 
 @dataclass
 class LoaderCheck:
-    """One restore."""
+    """Result of one restore."""
 
     where: str
     total: int
     """Batches of this worker before it."""
     snapshot: bool
-    """From a worker's own state_dict(), and not from the start of an epoch or by aggregate and deaggregate."""
+    """Restored from a worker's own state_dict(), not from the start of an epoch or by aggregate and deaggregate."""
     generation: int = 1
-    """How many loaders were restored one after the other."""
+    """Number of loaders restored one after the other."""
     exact: bool = True
     differs: int | None = None
-    """The first batch that is another one."""
+    """Number of the first batch that differs."""
     what: str = ""
     from_beginning: bool = False
-    """It came over the end of its epoch only with a loader that was streamed from the beginning again."""
+    """Reached its next epoch only with a loader that was streamed from the beginning again."""
     traceback: str = ""
-    """Of user code that raised in this process."""
+    """Traceback of user code that raised in this process."""
 
 
 @dataclass
 class ExaminedLoader:
-    """One worker's loader, and what was found of it."""
+    """A worker's loader, and the results of its checks."""
 
     slot: int
     capabilities: dict[str, Any]
     streamed: dict[str, Any]
-    """As penstock.deploy.doctor.loader_trials tells: events, looked_at, samples, unsaved, state_bytes, batch_ms,
+    """Results of penstock.deploy.doctor.loader_trials: events, looked_at, samples, unsaved, state_bytes, batch_ms,
     snapshot_ms."""
     points: dict[str, tuple[int, bool, bytes]]
     """Name -> (total, whether it is the start of an epoch, encoded)."""
     checks: list[LoaderCheck] = field(default_factory=list)
 
     def events_after(self, total: int, *, epoch_start: bool) -> list[list[Any]]:
-        """What came after `total` batches. The end of the epoch before, if this is the start of an epoch, does not."""
+        """Return the events after `total` batches, without the end of the epoch before if this is the start of an
+        epoch."""
         events: list[list[Any]] = self.streamed["events"]
         start = next(
             (i for i, event in enumerate(events) if event[1] > total or (event[1] == total and event[2] is None)),
@@ -168,7 +169,7 @@ def examine(question: LoaderQuestion) -> LoaderReport:
 
 
 def examine_in(trials: TrialProcesses, question: LoaderQuestion) -> LoaderReport:
-    """The same in a ward that is there already, with its deadline."""
+    """Run all checks in trial processes that exist already, with their deadline."""
     loaders = [_streamed(trials, question, slot) for slot in range(question.workers)]
     for examined in loaders:
         for name in _restored(examined):
@@ -180,7 +181,7 @@ def examine_in(trials: TrialProcesses, question: LoaderQuestion) -> LoaderReport
 
 
 def _saves(examined: ExaminedLoader) -> bool:
-    """It has snapshots to restore."""
+    """Return whether it has snapshots to restore."""
     capabilities = examined.capabilities
     return (
         bool(capabilities["state_methods"]) and not capabilities["not_restartable"] and not examined.streamed["unsaved"]
@@ -193,7 +194,7 @@ def _by_own_methods(examined: ExaminedLoader) -> bool:
 
 
 def _restored(examined: ExaminedLoader) -> Iterator[str]:
-    """Names of the bases that are restored; not one twice."""
+    """Return the names of the restart points to restore, each once."""
     end = examined.points.get("end", (0, False, b""))[0]
     for name, (total, epoch_start, _) in examined.points.items():
         alone = _saves(examined) and not _by_own_methods(examined)
@@ -222,7 +223,7 @@ def _ask(
     parts: Sequence[bytes],
     **fields: Any,
 ) -> bytes | None:
-    """Have a base restored, and note whether what comes next is what came then. Returns the next generation's base."""
+    """Restore a restart point, and note whether the same events follow. Return the next generation's restart point."""
     examined.checks.append(check)
     try:
         answer = trials.ask(
@@ -245,7 +246,7 @@ def _ask(
 
 
 def _chain(trials: TrialProcesses, question: LoaderQuestion, examined: ExaminedLoader, name: str) -> None:
-    """Restore one of the patient's bases, and where a chain goes out from it, what the restored loader gives."""
+    """Restore a restart point, and where a chain starts from it, the states of the restored loader."""
     total, epoch_start, data = examined.points[name]
     last = GENERATIONS if name in _CHAINED else 1
     for generation in range(1, last + 1):
@@ -273,8 +274,8 @@ def _up_to_a_batch(events: list[list[Any]]) -> list[list[Any]]:
 
 
 def _launches(trials: TrialProcesses, question: LoaderQuestion, loaders: list[ExaminedLoader]) -> None:
-    """One launch after the other, from places that all workers reach in their first epoch; and a launch from a step at
-    which the workers do not have equally many batches."""
+    """Check launch after launch, from positions that all workers reach in their first epoch; and a launch from a step
+    at which the workers do not have equally many batches."""
     if _within_first_epoch(loaders[0], "uneven"):
         one, others = (
             loaders[0].points["uneven"],
@@ -415,7 +416,7 @@ def _warnings(question: LoaderQuestion, loaders: list[ExaminedLoader]) -> Iterat
     digests = [[event[2] for event in examined.streamed["events"] if event[2] is not None] for examined in loaders]
     asked = any(examined.streamed["looked_at"] for examined in loaders)
     if question.workers > 1 and (not asked or all(of_one == digests[0] for of_one in digests)):
-        why = "and all stream the same batches" if asked else "and it never asks who it is"
+        why = "and all stream the same batches" if asked else "and it never reads its assignment"
         yield (
             f"there are {question.workers} workers, {why}: each streams the whole input. Shard by "
             "penstock.worker.current_assignment() or torch's get_worker_info()"
@@ -435,4 +436,4 @@ def _warnings(question: LoaderQuestion, loaders: list[ExaminedLoader]) -> Iterat
             "depend on, and is it the same when it is asked twice?"
         )
     if all(len(set(of_one)) == 1 for of_one in digests):
-        yield "all its batches are the same, so that a wrong one cannot be told from the right one: try real data"
+        yield "all its batches are the same, so that a wrong batch is not noticed: try real data"

@@ -1,4 +1,4 @@
-"""What `penstock doctor` says: its findings as tables or JSON, and its exit code."""
+"""Output of `penstock doctor`: its findings as tables or JSON, and its exit code."""
 
 from __future__ import annotations
 

@@ -10,8 +10,8 @@ has seen no user code. Tasks:
     aggregate  a four-method loader's aggregate_state_dict over the states of all workers
     resume     deaggregate and load that as the next launch does, compare, and take a state there
 
-What comes from a loader is told as events: [epoch, total, digest] for a batch, [epoch, total, null] for the end of a
-pass.
+The output of a loader is sent as events: [epoch, total, digest] for a batch, [epoch, total, null] for the end of an
+epoch.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ __all__ = ["main"]
 Event = list[Any]
 
 SETTLE_S = 0.05
-"""Before a snapshot that is kept: what prefetches in the background gets the time to run ahead that a training step
-would give it, or its snapshot might be right by chance."""
+"""Seconds before a snapshot that is kept: a background prefetch gets the time to run ahead that a training step would
+give it. Otherwise its snapshot might be right by chance."""
 
 
 def main() -> None:
@@ -95,7 +95,7 @@ class _Stream:
         self._workers: int = fields["workers"]
         self._unsaved = ""
         self._snapshot: tuple[int, bytes] | None = None
-        """Of the newest batch: (total, encoded)."""
+        """Snapshot of the newest batch: (total, encoded)."""
         self._ended = False
         self._batch_s: list[float] = []
         self._snapshot_s: list[float] = []
@@ -145,7 +145,7 @@ class _Stream:
     def _end(self, epoch: int) -> None:
         place = self._source.position
         if not self._events or self._events[-1][2] is None:
-            raise EmptyInputError(f"{self._source.name}: pass {epoch} ended without a single batch")
+            raise EmptyInputError(f"{self._source.name}: epoch {epoch} ended without a single batch")
         self._events.append([epoch, place.total, None])
         if not self._ended:
             self._ended = True
@@ -210,7 +210,7 @@ def _check(
 def _resume(
     source: RestorableLoader, channel: ControlChannel, fields: Mapping[str, Any], parts: Sequence[bytes]
 ) -> None:
-    """As a runner does on the same topology: the loader's own methods, then the RNG of the moment."""
+    """Resume as a runner does on the same topology: the loader's own methods, then the RNG of the moment."""
     point = RestartPoint.taken(parts[0])
     source.build()
     launch = Launch(fields["launch"]["step"], point.position.total, point.position.samples, source.worker)
@@ -225,7 +225,7 @@ def _resume(
 
 
 def _compare(source: RestorableLoader, channel: ControlChannel, fields: Mapping[str, Any]) -> None:
-    """Says whether these events come next, or the first that does not. If they are to lead to another launch (`then`:
+    """Send whether these events come next, or the first that does not. If they are to lead to another launch (`then`:
     after how many batches, and its step), sends a snapshot of that place on the way."""
     replay_digest, then = ReplayDigest(), fields.get("then")
     for epoch, total, digest in fields["events"]:
@@ -239,9 +239,9 @@ def _compare(source: RestorableLoader, channel: ControlChannel, fields: Mapping[
         else:
             _take(source, replay_digest, batch)
             if digest is None:
-                what, total = f"it goes on after batch {total}, the last of epoch {epoch + 1}", total + 1
+                what, total = f"it continues after batch {total}, the last of epoch {epoch + 1}", total + 1
             elif source.digest != digest:
-                what = f"batch {total} is another one"
+                what = f"batch {total} differs"
             else:
                 if then is not None and total == then[0]:
                     channel.send(
@@ -254,7 +254,7 @@ def _compare(source: RestorableLoader, channel: ControlChannel, fields: Mapping[
 
 
 def _aggregate(_: RestorableLoader, channel: ControlChannel, fields: Mapping[str, Any], parts: Sequence[bytes]) -> None:
-    """As the training process does: one instance of its own, outside any worker."""
+    """Aggregate as the training process does: one instance of its own, outside any worker."""
     input_fn = load_input_fn(records_pb2.LoaderSpec(input_fn=fields["input_fn"]))
     with place_of.assigned(place_of.NEUTRAL):
         loader = input_fn(*fields["args"], **fields["kwargs"])

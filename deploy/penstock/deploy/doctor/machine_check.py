@@ -54,14 +54,14 @@ __all__ = ["MachineQuestion", "check_import", "check_machine"]
 
 @dataclass(frozen=True)
 class MachineQuestion:
-    """What was given on the command line; None: as the settings have it."""
+    """Options of the command line; None: the value of the settings."""
 
     flags: dict[str, Any]
     """listen and state_dir of a coordinator, slots and allow of a worker, the TLS files."""
     token_file: Path | None = None
     input_fn: str | None = None
     deadline_s: float = 60.0
-    """Of the import of input_fn."""
+    """Deadline of the import of input_fn, in seconds."""
 
 
 def check_machine(asked: MachineQuestion) -> Iterator[Finding]:
@@ -143,7 +143,7 @@ def _found(section: type[Section], field: str) -> ResolvedSetting:
 
 
 def _value(section: type[Section], field: str, asked: MachineQuestion) -> Any:
-    """As given, else as it holds; None if it is missing or cannot be meant."""
+    """Return the value given, else that of the settings; None if it is missing or invalid."""
     given = asked.flags.get(field) if section is not JobSettings else None
     if given is not None:
         return given
@@ -160,7 +160,7 @@ def _disk(path: Path) -> Finding:
 
 
 def _port(section: type[Section], asked: MachineQuestion, state_dir: Path | None) -> Iterator[Finding]:
-    """Of a daemon. Only one that is set up here makes a taken port a problem."""
+    """Check the port of a daemon. Only one that is set up here makes a taken port a problem."""
     name = section.table
     given = asked.flags.get("listen") if section is CoordinatorSettings else None
     listen = given or _value(section, "listen", MachineQuestion({}))

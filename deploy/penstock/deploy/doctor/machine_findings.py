@@ -1,4 +1,4 @@
-"""What Penstock needs of a machine: values in, findings out. Where the values come from is in machine_probes.py.
+"""Requirements of Penstock on a machine: values in, findings out. machine_probes.py reads the values.
 
 A number here is a floor below which something was seen to fail or to crawl, not a wish; what is only slower is a
 warning. Which of them matter depends on what the machine is for: `slots` is how many runners it shall have.
@@ -31,7 +31,8 @@ __all__ = [
 
 MIB = 1 << 20
 RUNNER_BYTES = 512 * MIB
-"""Of a runner: 170 MiB were resident with torch alone, 60 of them its own; the rest for its ring, code and data."""
+"""Memory of a runner: 170 MiB were resident with torch alone, 60 of them its own; the rest for its ring, code and
+data."""
 RUNNER_FILES = 24
 """Descriptors that a daemon holds for a runner: 10 were seen with a lane over TCP; rings grow, and senders overlap."""
 DAEMON_FILES = 128
@@ -224,7 +225,8 @@ def check_clock(source: str, now: datetime.datetime, synchronised: bool | None) 
 
 
 def check_disk(path: str, filesystem: str, network: bool, free: int, sync_s: float | None) -> Finding:
-    """Of the coordinator's state directory. `sync_s`: median seconds of an fsync there; None: cannot be written to."""
+    """Check the coordinator's state directory. `sync_s`: median seconds of an fsync there; None: cannot be written
+    to."""
     if network:
         return problem(
             "state directory",

@@ -1,7 +1,7 @@
-"""What this machine is, asked of the kernel, the disk and the network: values for machine_findings.py to judge.
+"""Properties of this machine, read from the kernel, the disk and the network, for machine_findings.py to judge.
 
 Each probe does what Penstock would do, and undoes it. None needs privileges, and none fails: what cannot be found out
-is None, or is told with the reason.
+is None, or is returned with the reason.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _O_DIRECT_BLOCK = 4096
 
 
 def requirements() -> list[str]:
-    """What the installed package of Penstock needs, without extras."""
+    """Return the requirements of the installed package of Penstock, without extras."""
     try:
         return [each for each in metadata.requires("penstock") or () if ";" not in each]
     except metadata.PackageNotFoundError:
@@ -64,7 +64,7 @@ def installed(requires: list[str]) -> dict[str, str]:
 
 
 def kernel_gaps() -> dict[str, str]:
-    """What Penstock asks of the kernel and is refused -> the reason."""
+    """Return the kernel features that Penstock needs and cannot use -> the reason."""
     tries: dict[str, Callable[[], object]] = {
         "memfd_create with seals": _sealed_memfd,
         "pidfd_open": lambda: Process(os.getpid()).close(),
@@ -143,7 +143,7 @@ def memory_available(meminfo: str) -> int:
 
 
 def cgroup_room(what: str, root: Path = CGROUPS) -> tuple[int, int] | None:
-    """Of "memory" or "pids": the limit of the cgroup that leaves the least, and what it leaves. None: no limit.
+    """Return the limit of "memory" or "pids" of the cgroup with the least left, and what is left. None: no limit.
 
     Memory that only caches files, and would be given up, counts as free.
     """
@@ -194,7 +194,7 @@ def clock_source() -> str:
 
 
 def clock_synchronised() -> bool | None:
-    """Whether something keeps the wall clock, as the kernel knows (adjtimex); None if it does not tell."""
+    """Return whether the wall clock is synchronised, as the kernel knows (adjtimex); None if it does not tell."""
     if sys.maxsize < 1 << 32:
         return None
     libc = ctypes.CDLL(None, use_errno=True)

@@ -1,4 +1,4 @@
-"""Where the doctor's patients are: the process that runs loaders, seen from the doctor, who waits with a deadline."""
+"""Process in which the doctor runs loaders, seen from the doctor, which waits with a deadline."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["TrialAnswer", "TrialProcesses"]
 
 
 class TrialAnswer(list[ControlMessage]):
-    """What a task said, in order; the last message is its `done`."""
+    """Messages of a task, in order; the last is its `done`."""
 
     @property
     def done(self) -> ControlMessage:

@@ -1,1 +1,1 @@
-"""What starts and supervises coordinator and workers: on this machine, on Ray, under Slurm, in Kubernetes."""
+"""Engines that start and supervise coordinator and workers: on this machine, on Ray, under Slurm, in Kubernetes."""

@@ -1,4 +1,4 @@
-"""What an engine is asked to run, and what it says of it. A plan is frozen data, made of settings; engines do the rest.
+"""Input of an engine (a plan) and its result (a fleet). A plan is frozen data, made of settings; engines do the rest.
 
 Penstock schedules no machines: the local engine supervises processes here, and the others hand the same daemons to
 Ray, Slurm or Kubernetes, which place them, restart them, and replace nodes.
@@ -17,28 +17,28 @@ __all__ = ["Engine", "Fleet", "FleetPlan", "exports", "worker_name"]
 
 @dataclass(frozen=True)
 class FleetPlan:
-    """One coordinator, and so many workers that are alike."""
+    """Plan of one coordinator and a number of equal workers."""
 
     engine: str
     name: str
-    """Of the fleet."""
+    """Name of the fleet."""
     workers: int
     slots: int
-    """Of each worker: runners at a time."""
+    """Slots of each worker: runners at a time."""
     allow: str
     """Module prefixes, separated by commas."""
     listen: str
-    """Of the coordinator, HOST:PORT. Engines of several machines take the port alone."""
+    """Address of the coordinator, HOST:PORT. Engines of several machines take the port alone."""
     token_file: str
-    """Where the daemons find the token: on this machine, or the same path on all."""
+    """Path of the token file: on this machine, or the same path on all."""
     runner_memory: str = ""
     insecure: bool = False
     tls: Mapping[str, str] = field(default_factory=dict)
     """tls_ca, tls_cert, tls_key, tls_name, as far as they were given: files on the daemons' machines."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """What only this engine knows."""
+    """Settings of this engine alone."""
     timeout_s: float = 120.0
-    """Until all of it is ready."""
+    """Seconds until all daemons must be ready."""
 
     def differences(self, other: FleetPlan) -> list[str]:
         """Flags of what is not the same."""
@@ -83,27 +83,27 @@ def worker_name(fleet: str, number: int) -> str:
 
 @dataclass(frozen=True)
 class Fleet:
-    """What is up."""
+    """A running fleet."""
 
     engine: str
     name: str
     folder: str
-    """Where its record is, on the machine where it was started."""
+    """Folder of its record, on the machine where it was started."""
     coordinator: str
     """Address for training jobs; "" while it is not known."""
     token_file: str
     tls: Mapping[str, str] = field(default_factory=dict)
     about: Mapping[str, Any] = field(default_factory=dict)
-    """What the engine needs to find it again."""
+    """Data by which the engine finds it again."""
 
     def environment(self) -> dict[str, str]:
-        """What a training job needs."""
+        """Return the variables that a training job needs."""
         shared = {"PENSTOCK_COORDINATOR": self.coordinator, "PENSTOCK_TOKEN_FILE": self.token_file}
         files = {f"PENSTOCK_{name.upper()}": self.tls.get(name, "") for name in ("tls_ca", "tls_name")}
         return {name: value for name, value in {**shared, **files}.items() if value}
 
     def as_dict(self) -> dict[str, Any]:
-        """For --json."""
+        """Return the fields of --json."""
         return {
             "engine": self.engine,
             "name": self.name,

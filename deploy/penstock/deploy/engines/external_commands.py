@@ -11,11 +11,11 @@ from penstock.proto.errors import DeadlineError, PenstockError
 __all__ = ["called"]
 
 DEADLINE_S = 120.0
-"""For a command that talks to a controller elsewhere."""
+"""Seconds for a command that calls a remote controller."""
 
 
 def called(command: Sequence[str], *, stdin: str = "", deadline_s: float = DEADLINE_S) -> str:
-    """What the command prints. What is secret goes in by standard input, never as an argument.
+    """Return the output of the command. Secrets go in by standard input, never as an argument.
 
     Raises CommandError if it is not installed, PenstockError with its own last words if it fails, DeadlineError.
     """

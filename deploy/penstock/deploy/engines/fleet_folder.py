@@ -30,7 +30,7 @@ _T = TypeVar("_T")
 
 
 def default_folder(name: str) -> Path:
-    """Of a fleet of this name: below XDG_STATE_HOME."""
+    """Return the folder of a fleet of this name, below XDG_STATE_HOME."""
     home = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
     return Path(home) / "penstock" / name
 
@@ -48,7 +48,7 @@ class FleetFolder:
         self._address = self.path / "address"
 
     def make(self) -> None:
-        """With what is in it readable by its owner alone. CommandError: it cannot be made, or others can change it, and
+        """Make the folder, readable by its owner alone. CommandError: it cannot be made, or others can change it, and
         with it what runs here."""
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -93,7 +93,7 @@ class FleetFolder:
             raise CommandError(f"{self.path / 'lock'} cannot be written: {error.strerror}", USAGE) from error
 
     def holder(self) -> Identity | None:
-        """What `hold` said last; that process may have ended since. CommandError: others could have said it."""
+        """Return what `hold` wrote last; that process may have ended since. CommandError: others could have said it."""
         try:
             self._refuse_others()
             return Identity(**json.loads((self.path / "lock").read_text()))
@@ -124,11 +124,11 @@ class FleetFolder:
         _write(self._record, _encoded(asdict(fleet)))
 
     def fleet(self) -> Fleet | None:
-        """What the record says is up."""
+        """Return the fleet that the record names as running."""
         return self._read(self._record, _fleet)
 
     def forget(self) -> None:
-        """Nothing is up any more."""
+        """Delete the record: no daemon runs any more."""
         self._record.unlink(missing_ok=True)
 
     def _read(self, path: Path, made: Callable[[Any], _T]) -> _T | None:
@@ -147,7 +147,7 @@ class FleetFolder:
 
     @property
     def address(self) -> str:
-        """Where the coordinator listened last; training jobs know it by that."""
+        """Return the last address of the coordinator; training jobs know it by that."""
         try:
             return self._address.read_text().strip()
         except OSError:
@@ -193,12 +193,12 @@ def _from_environment() -> Path | None:
 
 
 def open_log(path: Path) -> BinaryIO:
-    """To append to; readable by its owner alone if it is made here."""
+    """Open a file for appending; a new file is readable by its owner alone."""
     return open(path, "ab", opener=lambda name, flags: os.open(name, flags, 0o600))
 
 
 def _fleet(found: Any) -> Fleet:
-    """TypeError, KeyError, AttributeError: it is no record."""
+    """Parse a record. TypeError, KeyError, AttributeError: it is invalid."""
     fleet = Fleet(**found)
     if fleet.engine == "local":
         Identity(**fleet.about["supervisor"])

@@ -1,4 +1,4 @@
-"""From what `penstock up` was given to the plan of an engine, checked as the daemons will check it."""
+"""Plan of an engine, made from the settings of `penstock up`, checked as the daemons will check it."""
 
 from __future__ import annotations
 

@@ -36,11 +36,11 @@ HOPELESS = frozenset({2, 3, 12, 15, 16})
 """Exit codes (penstock.deploy.console.exit_codes) of what another try does not mend: usage, TLS, token, version, unsafe
 address."""
 QUICK_DEATHS = 5
-"""In a row, before a daemon is given up. With the pauses below that is 8 s of trying."""
+"""Failed starts in a row before a daemon is given up. With the pauses below that is 8 s of trying."""
 STEADY_S = 30.0
 """A daemon that lived so long starts counting anew."""
 WORKER_GRACE_S = 20.0
-"""For a worker to end after SIGTERM: it hands its slots on, and its runners end."""
+"""Seconds for a worker to end after SIGTERM: it hands its slots on, and its runners end."""
 COORDINATOR_GRACE_S = 10.0
 PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 WORDS = 5
@@ -48,7 +48,7 @@ WORDS = 5
 
 
 class FleetKeeper:
-    """One daemon, from start to `stop`.
+    """A daemon, from start to `stop`.
 
     Args:
         title: what it is, for people: "worker fleet-1".
@@ -73,7 +73,7 @@ class FleetKeeper:
         self.pid = 0
         self.restarts = 0
         self.state = "starting"
-        """starting, ready, waiting (to be started again), left (ended as told), failed, ended."""
+        """starting, ready, waiting (to be started again), left (stopped on request), failed, ended."""
         self.ready = asyncio.Event()
         """Set when it has said its line for the first time."""
         self._command, self._path, self._come_back, self._changed = command, log, come_back, changed
@@ -81,7 +81,7 @@ class FleetKeeper:
         self._child: Spawned | None = None
 
     async def run(self) -> None:
-        """Returns after `stop`, or when the daemon was told by others to leave. CommandError: it is given up."""
+        """Return after `stop`, or when the daemon was stopped by others. CommandError: it is given up."""
         quick, pause = 0, PAUSE_S
         while True:
             began = time.monotonic()
@@ -90,7 +90,7 @@ class FleetKeeper:
                 self._become("ended")
                 return
             if code == 0 and not self._come_back:
-                _log.info("%s left as it was told", self.title)
+                _log.info("%s stopped on request", self.title)
                 self._become("left")
                 return
             if time.monotonic() - began >= STEADY_S:

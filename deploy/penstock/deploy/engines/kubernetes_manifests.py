@@ -46,7 +46,8 @@ PROCESSES = ("coordinator", "worker", "client")
 
 @dataclass(frozen=True)
 class FleetSettings:
-    """One coordinator and some workers. The defaults are those of deploy/kubernetes/base and of the chart's values."""
+    """A fleet of one coordinator and some workers. The defaults are those of deploy/kubernetes/base and of the chart's
+    values."""
 
     name: str = "penstock"
     """Beginning of the names of all objects, and what tells fleets of one namespace apart: as a label it is in all
@@ -82,7 +83,8 @@ class FleetSettings:
     )
     """Role -> the Secret with ca.crt, tls.crt and tls.key, for the name ROLE.penstock."""
     checksum: str = ""
-    """Of the ConfigMaps, as an annotation of the pods, so that changed settings replace them; "" = no annotation."""
+    """Checksum of the ConfigMaps, as an annotation of the pods, so that changed settings replace them; "" = no
+    annotation."""
     limit_egress: bool = True
     """Forbid workers to call anything but the coordinator, name servers and HTTPS, and coordinators to call at all."""
 

@@ -30,7 +30,7 @@ GONE = {"failed", "left"}
 KILLED_S = 10.0
 """Seconds for the kernel to end a supervisor that is killed."""
 POLL_S = 0.05
-"""Between two looks at a record that a supervisor is about to change."""
+"""Seconds between two reads of a record that a supervisor is about to change."""
 
 
 class LocalEngine:
@@ -64,7 +64,7 @@ class LocalEngine:
         if said is None:
             told = in_time and process.result() == -signal.SIGTERM
             process.send(signal.SIGTERM)
-            if told:  # before it could hear of it
+            if told:  # before it could handle the signal
                 raise CommandError(f"the fleet in {where.path} was told to end while it was starting", INTERRUPTED)
             raise CommandError(f"the supervisor did not start: {last_words(log)}", BUG)
         answer = json.loads(said)
@@ -142,7 +142,7 @@ def _adjust(plan: FleetPlan, where: FleetFolder) -> Fleet:
 
 
 def _states(fleet: Fleet) -> list[str]:
-    """Of its workers."""
+    """Return the states of its workers."""
     return [daemon["state"] for daemon in fleet.about["daemons"] if daemon["name"] != "coordinator"]
 
 

@@ -35,15 +35,15 @@ NAMESPACE = "penstock"
 HEAD = "node:__internal_head__"
 """The resource by which Ray marks its head node."""
 TRACE = 0.001
-"""Of a resource: to be where it is without taking it from others."""
+"""Amount of a resource that places an actor beside it without taking it from others."""
 GIVE_UP_S = 5.0
 """The same after a start that failed: an actor that found no room never answers."""
 STOP_S = 40.0
-"""For an actor to end its daemon: more than the daemon's own grace."""
+"""Seconds for an actor to end its daemon: more than the daemon's own grace."""
 
 
 def worker_options(plan: FleetPlan) -> dict[str, Any]:
-    """What Ray is asked for, for one worker: a core for each slot, spread out, near what was named."""
+    """Return the resources requested from Ray for one worker: a core for each slot, spread out, near what was named."""
     near = str(plan.options["near"])
     key, equals, value = near.partition("=")
     where: dict[str, Any] = {}
@@ -187,7 +187,7 @@ def _node_of_coordinator(nodes: list[dict[str, Any]], wanted: str) -> dict[str, 
 
 
 def _refuse_another_plan(there: Mapping[str, Any], where: FleetFolder, plan: FleetPlan) -> None:
-    """What is up may be given another number of workers, and nothing else: those that are there would not follow."""
+    """Refuse changes of a running fleet other than its number of workers: running daemons would not apply them."""
     if not there:
         return
     before = where.plan()
@@ -217,7 +217,7 @@ def _with_token_on_nodes(plan: FleetPlan) -> FleetPlan:
 def _ready(
     ray: Any, actors: Mapping[str, Any], plan: FleetPlan, deadline: float, *, some: bool = False
 ) -> dict[str, dict[str, Any]]:
-    """What each says of itself once it is ready. `some`: those that Ray finds no room for in time are no error as long
+    """Return the status of each once it is ready. `some`: those that Ray finds no room for in time are no error as long
     as others are ready; Ray goes on trying, and they join when a node comes back."""
     waits = {actor.ready.remote(): name for name, actor in actors.items()}
     done, _ = ray.wait(list(waits), num_returns=len(waits), timeout=max(0.1, deadline - time.monotonic()))

@@ -1,4 +1,4 @@
-"""What runs on a Ray node: an actor that is the parent of one real daemon, and keeps it running.
+"""Actor on a Ray node: it that is the parent of one real daemon, and keeps it running.
 
 Ray places actors, and starts them anew elsewhere when their node is lost; each start makes a new daemon under the same
 name, and the coordinator hands the old one's slots on as soon as it registers. The daemon watches the actor's process
@@ -23,12 +23,12 @@ __all__ = ["DaemonActor", "node_folder"]
 
 
 def node_folder(plan: FleetPlan) -> Path:
-    """On a node: the coordinator's journal, logs, and the token if it came through Ray."""
+    """Folder on a node: the coordinator's journal, logs, and the token if it came through Ray."""
     return Path(plan.options["state_dir"] or f"/var/tmp/penstock-{os.getuid()}") / plan.name
 
 
 class DaemonActor:
-    """One daemon.
+    """Parent of one daemon.
 
     Args:
         plan: the fields of a Plan.

@@ -24,7 +24,7 @@ __all__ = ["SlurmEngine", "render"]
 BEGINNING = "set -euo pipefail\n"
 """The first line of the template behind its #SBATCH lines."""
 POLL_S = 1.0
-"""Between two questions to Slurm's controller, which has others to answer."""
+"""Seconds between two queries to Slurm's controller, which many users share."""
 
 
 def render(plan: FleetPlan, folder: Path) -> str:
@@ -131,7 +131,7 @@ class SlurmEngine:
 
 
 def _state(job: str) -> str:
-    """As PENDING, RUNNING, COMPLETING; "" = it is over."""
+    """Return the job's state: PENDING, RUNNING, COMPLETING; "" = it has ended."""
     with contextlib.suppress(PenstockError):  # squeue does not know it any more
         state = called(["squeue", "--noheader", "--jobs", job, "--format", "%T"]).strip()
         return state if state in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED") else ""

@@ -37,9 +37,9 @@ __all__ = ["supervise"]
 _log = logging.getLogger("penstock.deploy.engines")
 
 LEFTOVERS_S = 30.0
-"""For daemons of a supervisor that was killed, which are on their way out."""
+"""Seconds for daemons of a killed supervisor to end."""
 RECORD_AGAIN_S = 2.0
-"""Between tries to write the record of what is up, while that fails."""
+"""Seconds between tries to write the record, while that fails."""
 
 
 def supervise(
@@ -142,7 +142,7 @@ class _Supervisor:
             await asyncio.gather(stopped, living, return_exceptions=True)
 
     async def _live(self) -> None:
-        """Start all, say so, and then watch until something is beyond repair, or every worker left as it was told."""
+        """Start all, say so, and then watch until something is beyond repair, or every worker stopped on request."""
         try:
             async with asyncio.timeout(self._plan.timeout_s):
                 await self._start_coordinator()
@@ -170,7 +170,7 @@ class _Supervisor:
             for task in [task for task in self._tasks if task.done()]:
                 self._ended(task)
             if all(worker.state in ("failed", "left") for worker in self._workers.values()):
-                _log.info("the last worker left as it was told: the fleet ends")
+                _log.info("the last worker stopped on request: the fleet ends")
                 return
 
     async def _start_coordinator(self) -> None:
@@ -188,7 +188,7 @@ class _Supervisor:
             await self._until_ready([self._coordinator])
 
     async def _until_ready(self, kept: list[FleetKeeper]) -> None:
-        """Until these are; raises what becomes of one that is given up before."""
+        """Wait until these are ready; raise the error of one that is given up before."""
         waits = [asyncio.ensure_future(one.ready.wait()) for one in kept]
         try:
             while not all(wait.done() for wait in waits):
@@ -265,7 +265,7 @@ class _Supervisor:
         )
 
     def _record(self) -> None:
-        """A record that cannot be written, as on a full disk, is no reason to end what works: it is written later."""
+        """A record that cannot be written, as on a full disk, does not end the fleet: it is written later."""
         if self._unwritten is not None:
             self._unwritten.cancel()
         try:
@@ -289,7 +289,8 @@ def _daemon(name: str, kept: FleetKeeper) -> dict[str, Any]:
 
 
 def main() -> int:
-    """What `penstock up --detach` starts. How the start ended is one line of JSON on the descriptor."""
+    """Run the process that `penstock up --detach` starts. The result of the start is one line of JSON on the
+    descriptor."""
     parser = argparse.ArgumentParser(prog="python -m penstock.deploy.engines.supervisor")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--ready-fd", type=int, required=True)

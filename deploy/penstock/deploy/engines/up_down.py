@@ -30,7 +30,7 @@ ENGINES: Mapping[str, Engine] = {
     "slurm": slurm.SlurmEngine(),
     "kubernetes": kubernetes.KubernetesEngine(),
 }
-"""Those that hand a fleet to a cluster's own scheduler."""
+"""Engines that hand a fleet to a cluster's own scheduler."""
 RENDERERS: Mapping[str, Callable[[FleetPlan, Path], str]] = {"slurm": slurm.render, "kubernetes": kubernetes.render}
 """Engine -> what it would submit, as text."""
 
@@ -82,7 +82,7 @@ def run_up(
 
 
 DOWN_S = 60.0
-"""For an orderly end of a fleet that was told to end while it started."""
+"""Seconds for the orderly end of a fleet that is stopped while it starts."""
 
 
 def _folder(settings: UpSettings) -> FleetFolder:
@@ -90,8 +90,8 @@ def _folder(settings: UpSettings) -> FleetFolder:
 
 
 def _told_to_end(folder: FleetFolder) -> contextlib.AbstractContextManager[Callable[[], None]]:
-    """What would end this process at once, and leave a fleet that is being started to itself, is an error, as Ctrl-C
-    is: the fleet ends with it."""
+    """Turn signals that would end this process at once into an error, as Ctrl-C is: a fleet that is being started
+    ends with it."""
     return raised(
         lambda number: CommandError(
             f"the fleet in {folder.path} was told to end ({number.name}) while it was starting", INTERRUPTED
@@ -100,7 +100,7 @@ def _told_to_end(folder: FleetFolder) -> contextlib.AbstractContextManager[Calla
 
 
 def _refuse_another(folder: FleetFolder, plan: FleetPlan) -> None:
-    """One folder is one fleet: an engine may adjust its own, none takes another's place."""
+    """Refuse a folder of another fleet: an engine may adjust its own, but never replace another's."""
     up = folder.fleet()
     if folder.supervised or (up is not None and (up.engine, up.name) != (plan.engine, plan.name)):
         what = f"{up.name} ({up.engine})" if up is not None else "a local one"

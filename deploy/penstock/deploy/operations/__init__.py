@@ -1,1 +1,1 @@
-"""What the commands for people do: status, states, settings, drains."""
+"""Work of the commands for people: status, states, settings, drains."""

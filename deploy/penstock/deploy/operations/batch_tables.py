@@ -51,7 +51,7 @@ def _is_container(value: Any) -> bool:
 
 
 def _fields(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """What a container holds, by name; nothing of a leaf."""
+    """Return the children of a container, by name; none for a leaf."""
     dot = f"{name}." if name else ""
     if isinstance(value, Mapping):
         named: Iterable[tuple[Any, Any]] = value.items()
@@ -100,7 +100,7 @@ def _is_record(value: Any) -> bool:
 
 
 def _length_in(value: Any) -> int | None:
-    """Of the first list that has a value for each row."""
+    """Return the length of the first list that has a value for each row."""
     if _is_column(value) or _is_samples(value):
         return len(value)
     items = (item for _, item in _fields(value, ""))
@@ -243,8 +243,8 @@ def _array(name: str, value: Any) -> np.ndarray[Any, Any]:
 
 
 def _is_kept(value: Any, array: np.ndarray[Any, Any]) -> bool:
-    """Whether plain values are in the array as they are: a text loses the NULs at its end there, and where kinds are
-    mixed, or integers large, one becomes another."""
+    """Return whether the array holds plain values unchanged: a text loses the NULs at its end there, and where kinds
+    are mixed, or integers large, one becomes another."""
     if not _is_column(value):
         if type(value) not in _SCALARS:
             return True
@@ -260,8 +260,8 @@ def _torch(batch: Any) -> bytes:
 
 
 def _plain(value: Any, name: str) -> Any:
-    """As torch.load(weights_only=True) reads it again. A tensor that is a view is copied, for torch saves all of the
-    storage behind it."""
+    """Return the batch as torch.load(weights_only=True) reads it again. A tensor that is a view is copied, for torch
+    saves all of the storage behind it."""
     if type(value) in (list, tuple):
         return type(value)(_plain(item, f"{name}[{index}]") for index, item in enumerate(value))
     if type(value) is dict:

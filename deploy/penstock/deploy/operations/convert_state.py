@@ -125,7 +125,7 @@ def _uneven(saved: SavedState) -> list[str]:
 
 
 def _meaning(before: SavedState, after: SavedState) -> tuple[list[str], list[str]]:
-    """What is kept exactly, and what starts anew."""
+    """Return what is kept exactly, and what starts anew."""
     if after is before:
         return ["everything"], []
     kept = ["the step", "the seed", "the loader's own state: its deaggregate_state_dict says which samples come next"]

@@ -23,7 +23,7 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 __all__ = ["drain"]
 
 LOOK_S = 0.3
-"""Between two looks."""
+"""Seconds between two queries."""
 GONE_S = 10.0
 """A worker that the coordinator does not know for so long has ended. One that was started again hears of its workers
 within a second or so."""
@@ -54,7 +54,7 @@ def drain(worker: str, undo: bool, timeout_s: float, peer: Peer, as_json: bool) 
 def _wait(
     client: CoordinatorClient, worker: str, left: pb.DrainWorkerReply, until: float, *, quiet: bool
 ) -> pb.DrainWorkerReply:
-    """How it is once it has nothing left, or the time is over."""
+    """Return the worker's status once it has no slots left, or the time is over."""
     session, told, seen = left.session, -1, time.monotonic()
     while left.slots and time.monotonic() < until:
         if left.slots != told and not quiet:

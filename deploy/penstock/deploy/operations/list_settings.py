@@ -45,7 +45,7 @@ TOKEN_FILE = "File that holds the token, or lines ROLE:TOKEN, readable by its ow
 
 
 def show_config(of: str | None, as_json: bool) -> int:
-    """Print what holds for one of OF, or for all. Returns the exit code: 2 if a value cannot be meant."""
+    """Print what holds for one of OF, or for all. Returns the exit code: 2 if a value is invalid."""
     check_settings_file()
     for name in [of] if of else OF:
         for section in OF[name]:
@@ -70,7 +70,7 @@ def show_config(of: str | None, as_json: bool) -> int:
 
 
 def _token() -> str:
-    """Where it comes from."""
+    """Source of the value."""
     if os.environ.get("PENSTOCK_TOKEN"):
         return "the variable PENSTOCK_TOKEN"
     if named := os.environ.get("PENSTOCK_TOKEN_FILE"):

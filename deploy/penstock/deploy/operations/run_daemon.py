@@ -97,7 +97,7 @@ def run_coordinator(
             http_any_port="http" not in settings.model_fields_set,
         )
     )
-    _log.info("ended as told")
+    _log.info("stopped on request")
 
 
 def run_worker(
@@ -170,7 +170,7 @@ def run_worker(
             ready,
         )
     )
-    _log.info("ended as told")
+    _log.info("stopped on request")
 
 
 def _begin(debug: bool, telemetry: TelemetrySettings, **always: str) -> None:

@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 __all__ = ["run_top", "told_to_quit"]
 
 DEADLINE_S = 5.0
-"""Of one question: what is older than that is no live view."""
+"""Deadline of one query, in seconds: an older answer is not a live view."""
 ESCAPE_S = 0.05
-"""Within that the rest of an escape sequence follows its beginning, which alone is the key Esc."""
+"""Seconds within which the rest of an escape sequence follows its beginning, which alone is the key Esc."""
 _SEQUENCE = re.compile(rb"\x1b(\[[0-?]*[ -/]*[@-~]|O.|[^\x1b])", re.DOTALL)
 AWAY = (CoordinatorUnavailableError, DeadlineError)
 
@@ -67,7 +67,7 @@ class _Watch:
         self._client, self._address = client, address
         self._found: ClusterView | None = None
         self.away_s = 0.0
-        """For so long there was no answer; 0 = there was one just now."""
+        """Seconds without an answer; 0 = the last query was answered."""
         self._answered_at = 0.0
 
     def ask(self) -> None:
@@ -140,7 +140,7 @@ def _terminal() -> Console | None:
 
 
 def _live(watch: _Watch, interval_s: float, console: Console) -> None:
-    """Until q, Esc or Ctrl-C. A signal that ends it is SystemExit."""
+    """Run until q, Esc or Ctrl-C. A signal that ends it raises SystemExit."""
     from rich.live import Live
 
     watch.ask()  # an error of the first answer is no matter for a screen
@@ -175,7 +175,7 @@ def _ask(ask: Callable[[], None], quits: Callable[[float], bool]) -> bool:
 
 
 def told_to_quit(keys: bytes) -> bool:
-    """Whether q or Esc is among what the terminal sent, and not only as a part of other keys' sequences."""
+    """Return whether q or Esc is among what the terminal sent, and not only as a part of other keys' sequences."""
     plain_keys = _SEQUENCE.sub(b"", keys)
     return any(key in plain_keys for key in (b"q", b"Q", b"\x1b"))
 

@@ -18,7 +18,7 @@ __all__ = ["as_json", "brief"]
 BYTES_IN_FULL = 1024
 """Longer ones show their size alone."""
 BRIEF_ITEMS = 8
-"""Of one container, in the short form."""
+"""Values of one container that the short form shows."""
 BRIEF_TEXT = 32
 BRIEF_DEPTH = 3
 
@@ -78,7 +78,7 @@ def _name(key: Any) -> str:
 
 
 def _shape(value: Any) -> list[int] | None:
-    """Of a tensor, array or numpy scalar. By what it has: this module knows no torch."""
+    """Describe a tensor, array or numpy scalar by its attributes: this module knows no torch."""
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
     return None if shape is None or dtype is None else [int(length) for length in shape]
 

@@ -1,4 +1,4 @@
-"""What `penstock top` shows: a screen that rich draws, or lines for a file or a pipe.
+"""Screen of `penstock top`: a screen that rich draws, or lines for a file or a pipe.
 
 A fleet has more slots than a terminal has lines. So each table is sorted by how much there is to see, slots by how long
 boxes wait for them, and is cut where the room ends; the sentence that names the bottleneck is never cut away. Which
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["Screen", "plain"]
 
 LEAST_ROWS = 3
-"""Of each table, before any gets more."""
+"""Rows of each table, before any gets more."""
 WIDEST = 1000
 """A table is drawn so wide, and cut at the right: what comes first in it matters most."""
 STYLES = {"": "", "info": "cyan", "warn": "yellow", "bad": "red"}
@@ -94,8 +94,8 @@ class Screen:
 
 
 def fit(rows: Sequence[int], height: int) -> list[int]:
-    """How many rows of each table to show in so many lines; the first ones matter most. Each that is shown takes two
-    lines more: its head, and a blank."""
+    """Return the number of rows of each table to show in so many lines; the first ones matter most. Each that is shown
+    takes two lines more: its head, and a blank."""
     counts = [0] * len(rows)
     for index, count in enumerate(rows):
         least = min(count, LEAST_ROWS)

@@ -1,4 +1,4 @@
-"""Where `penstock replay` learns what a run was: from the coordinator, or from the files of one that is stopped."""
+"""History of a run for `penstock replay`: from the coordinator, or from the files of a stopped one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Archive", "RunningArchive", "StoppedArchive"]
 
 class Archive(Protocol):
     def histories(self, run: str, box: int) -> list[pb.History]:
-        """Of all attempts, oldest first. Raises UnknownRunError if there is none."""
+        """Return the histories of all attempts, oldest first. Raises UnknownRunError if there is none."""
 
     def snapshot(self, header: pb.SnapshotHeader) -> bytes: ...
 

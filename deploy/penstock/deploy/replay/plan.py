@@ -1,12 +1,12 @@
-"""The way to a batch that was delivered: from which place of the box, and from what each of its workers gets there.
+"""Plan of the replay of a delivered batch: the box's position to start from, and how each worker gets there.
 
-A batch is a function of what the stream was started from and of the epochs that the loop left by `break`. Whose turn
-step S was, and so which worker made it, follows from the lengths of all workers' passes, which nobody has written
-down; so all workers of the box are run again, from the newest place whose position is known and that each of them can
-be brought to: by a durable snapshot before it, by a checkpoint of it, or from the beginning of the attempt. That way
-the stream digest of the box comes out too, and is compared where the box, or a checkpoint, told it.
+A batch is a function of what the stream was started from and of the epochs that the loop abandoned by `break`. Which
+worker made step S follows from the lengths of all workers' epochs, which are not recorded. So all workers of the box
+run again, from the newest known position that each of them can be brought to: by a durable snapshot before it, by a
+checkpoint of it, or from the beginning of the attempt. That yields the stream digest of the box too, which is compared
+where the box, or a checkpoint, recorded it.
 
-Pure: it looks at what is known, and runs nothing.
+Pure: it reads what is known, and runs nothing.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ class KnownPosition:
 
     position: Position
     checkpoint: SavedState | None = None
-    """That it is of: the workers can start there."""
+    """Checkpoint of this position, from which the workers can start."""
 
 
 @dataclass(frozen=True)
 class ReplayPlan:
     start: KnownPosition
     snapshots: tuple[pb.SnapshotHeader | None, ...]
-    """By slot, if the start is of no checkpoint: what it is restored from; None: how the attempt began."""
+    """Snapshot by slot, if the start has no checkpoint; None: restored as the attempt began."""
     abandoned: dict[int, int]
     check: Position | None
-    """Where the stream digest is compared."""
+    """Position at which the stream digest is compared."""
     unverified: str
     """Why it is not, if `check` is None."""
 
 
 def attempt_of(histories: Sequence[pb.History], box: int, step: int, number: int | None) -> pb.History:
-    """The attempt that delivered the step: the newest that came so far. Raises StateUnavailableError."""
+    """Return the attempt that delivered the step: the newest that reached it. Raises StateUnavailableError."""
     of_number = [history for history in histories if number in (None, history.attempt)]
     if not of_number:
         have = ", ".join(str(history.attempt) for history in histories)
@@ -72,12 +72,12 @@ def attempt_of(histories: Sequence[pb.History], box: int, step: int, number: int
 
 
 def _last(history: pb.History) -> int:
-    """The last step that the box is known to have been handed."""
+    """Return the last step known to be delivered to the box."""
     return max(history.opening.start.step, max((position.step for position in history.known), default=0))
 
 
 def plan(history: pb.History, checkpoints: Sequence[SavedState], step: int) -> ReplayPlan:
-    """How to get to the step. Raises StateMismatchError for a checkpoint that is not of this run."""
+    """Return the plan that leads to the step. Raises StateMismatchError for a checkpoint that is not of this run."""
     opening = history.opening
     point = Position.from_proto(opening.start)
     abandoned = {abandoned_epoch.epoch: abandoned_epoch.step for abandoned_epoch in history.abandoned}
@@ -109,10 +109,10 @@ def plan(history: pb.History, checkpoints: Sequence[SavedState], step: int) -> R
 
 
 def _place_of(opening: pb.OpenRunRequest, begun: int, saved: SavedState) -> Position | None:
-    """Where the box stood when the state was saved; None if that is before the attempt began.
+    """Return the box's position when the state was saved; None if it is before the attempt began.
 
-    A state of another shape is good where the attempt began, for that is how the attempt was resumed; later ones are of
-    another attempt. Raises StateMismatchError.
+    A state of another topology is valid where the attempt began, for the attempt was resumed from it; later ones
+    belong to another attempt. Raises StateMismatchError.
     """
     ours, theirs = (opening.num_boxes, opening.num_workers_per_box), (saved.num_boxes, saved.num_workers_per_box)
     if saved.input_fn != opening.loader.input_fn:
@@ -139,8 +139,8 @@ def _place_of(opening: pb.OpenRunRequest, begun: int, saved: SavedState) -> Posi
 def _start(
     history: pb.History, known: Sequence[KnownPosition], abandoned: dict[int, int], step: int
 ) -> tuple[KnownPosition, tuple[pb.SnapshotHeader | None, ...]]:
-    """The newest known place before the step that all workers can be brought to without going all the way there; the
-    first that is known is where the attempt began."""
+    """Return the newest known position before the step that all workers can be restored to; the first known one is
+    where the attempt began."""
     before = [one for one in known if one.position.step < step]
     for one in sorted(before, key=lambda one: (one.position.step, one.checkpoint is not None), reverse=True):
         if one.checkpoint is not None:
@@ -152,13 +152,13 @@ def _start(
 
 
 def _left(first: int, epoch: int, abandoned: dict[int, int]) -> bool:
-    """An epoch from `first` on and before `epoch` was left: how far each worker was then is not known beforehand."""
+    """Return whether an epoch in [first, epoch) was abandoned: each worker's position then is not known in advance."""
     return any(first <= abandoned_epoch < epoch for abandoned_epoch in abandoned)
 
 
 def _snapshot(history: pb.History, slot: int, at: Position, abandoned: dict[int, int]) -> pb.SnapshotHeader | None:
-    """The newest snapshot that leads to the slot's place; each that is durable was proven. Not for a loader that is
-    restored by its own methods only: that starts where the attempt began."""
+    """Return the newest snapshot that leads to the slot's position; each durable one was verified. None for a loader
+    restored by its own methods only: it starts where the attempt began."""
     if slot >= len(history.slots):
         return None
     kept = history.slots[slot]

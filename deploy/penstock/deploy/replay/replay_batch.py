@@ -1,4 +1,4 @@
-"""`penstock replay`: a batch that was delivered, made again here, to see what was in it.
+"""`penstock replay`: makes a delivered batch again here, to show what was in it.
 
 The loader is user code that the run names: it is imported and run in child processes, and only if its module is among
 those that the caller allows, for what stands in a journal, or in a file, somebody else has written there.
@@ -48,7 +48,7 @@ __all__ = ["BatchReplay", "ReplayRequest", "archive_of", "replay"]
 
 @dataclass(frozen=True)
 class ReplayRequest:
-    """What is to be replayed, and from what. Raises InvalidArgumentError for what cannot be meant."""
+    """Batch to replay, and its sources. Raises InvalidArgumentError for invalid values."""
 
     run: str | None
     """None: from a checkpoint alone."""
@@ -59,7 +59,7 @@ class ReplayRequest:
     attempt: int | None = None
     """None: the one that delivered the step last."""
     state_dir: Path | None = None
-    """None: the coordinator is asked."""
+    """None: read from the coordinator."""
     checkpoints: Sequence[Path] = ()
     args: str | None = None
     """JSON; None: as the run had them."""
@@ -67,7 +67,7 @@ class ReplayRequest:
     """The same."""
     allow: Sequence[str] = ()
     script: Path | None = None
-    """Where an input_fn of a main script is."""
+    """Script file of an input_fn of a main script."""
     timeout_s: float = 3600.0
 
     def __post_init__(self) -> None:
@@ -76,9 +76,9 @@ class ReplayRequest:
         if self.run is None and not self.checkpoints:
             raise InvalidArgumentError("name the RUN, as `penstock status` shows it, or a --checkpoint of it")
         if self.run is None and (self.state_dir is not None or self.attempt is not None):
-            raise InvalidArgumentError("--state-dir and --attempt speak of a RUN, and none is named")
+            raise InvalidArgumentError("--state-dir and --attempt need a RUN: name it, as `penstock status` shows it")
         if self.out is not None and self.out.suffix not in FORMATS:
-            raise InvalidArgumentError(f"--out {self.out}: the name ends with none of {', '.join(FORMATS)}")
+            raise InvalidArgumentError(f"--out must end with one of {', '.join(FORMATS)}, got {self.out}")
         if self.out is not None and not self.out.absolute().parent.is_dir():
             raise InvalidArgumentError(f"--out {self.out}: there is no directory {self.out.absolute().parent}")
         if self.out is not None and self.out.is_dir():
@@ -86,7 +86,7 @@ class ReplayRequest:
 
 
 def archive_of(request: ReplayRequest, peer: Peer) -> Archive | None:
-    """Where the run's history is; None for a checkpoint alone."""
+    """Return the source of the run's history; None for a checkpoint alone."""
     if request.run is None:
         return None
     if request.state_dir is not None:
@@ -95,10 +95,10 @@ def archive_of(request: ReplayRequest, peer: Peer) -> Archive | None:
 
 
 def replay(request: ReplayRequest, archive: Archive | None, forker: ReplayForker | None = None) -> dict[str, Any]:
-    """Make the batch again; what is in it and known of it, under the names of docs/cli.md. `forker`: of the run's seed,
+    """Make the batch again; return contents and origin under the names of docs/cli.md. `forker`: of the run's seed,
     if there is one already.
 
-    Raises what stands against it, ReplayMismatchError if it is another batch.
+    Raises the error that prevents it, ReplayMismatchError if the batch differs.
     """
     from penstock.deploy.operations.saved_file import SavedFile
     from penstock.deploy.replay.plan import attempt_of, plan
@@ -123,7 +123,7 @@ def replay(request: ReplayRequest, archive: Archive | None, forker: ReplayForker
 
 
 def _of_checkpoint(saved: SavedState, request: ReplayRequest) -> pb.History:
-    """All that a saved state says of a run's attempt; its arguments it does not say."""
+    """Return a saved state's record of a run's attempt; it lacks the arguments."""
     if saved.step >= request.step or not saved.positions:
         have = f"steps from {saved.step + 1} on can be had from it" if saved.positions else "it is of no run yet"
         raise StateUnavailableError(
@@ -144,7 +144,7 @@ def _of_checkpoint(saved: SavedState, request: ReplayRequest) -> pb.History:
 
 
 def _loader(request: ReplayRequest, history: pb.History, archive: Archive | None) -> records_pb2.LoaderSpec:
-    """What the children are to import and call. Raises InputFnNotAllowedError, StateUnavailableError."""
+    """Return what the children import and call. Raises InputFnNotAllowedError, StateUnavailableError."""
     from penstock.proto.state.codec import decode_state, encode_state
 
     opened = history.opening.loader
@@ -191,7 +191,7 @@ def _counted(number: int, what: str) -> str:
 
 
 class BatchReplay:
-    """One replay under way."""
+    """A replay in progress."""
 
     def __init__(self, request: ReplayRequest, history: pb.History, way: ReplayPlan, archive: Archive | None) -> None:
         self._request, self._history, self._plan, self._archive = request, history, way, archive
@@ -299,13 +299,13 @@ class BatchReplay:
         data = self._archive.blob(blob)
         if data is None:
             raise StateUnavailableError(
-                f"attempt {self._history.attempt} went on from a state of step {self._history.opening.start.step}, "
+                f"attempt {self._history.attempt} was resumed from a state of step {self._history.opening.start.step}, "
                 "which is not kept any more: give the file that holds it (--checkpoint)"
             )
         return data
 
     def _verify(self, walk: StreamReplay) -> tuple[bool, str]:
-        """Whether the stream digest was compared, and how. Raises ReplayMismatchError if it is another one."""
+        """Return whether the stream digest was compared, and how. Raises ReplayMismatchError if it differs."""
         check, first = self._plan.check, self._plan.start.position.step + 1
         if check is None:
             return False, f"not verified: {self._plan.unverified}"
@@ -322,7 +322,7 @@ class BatchReplay:
     # ---- progress
 
     def told(self, slot: int, total: int) -> None:
-        """A worker is so far."""
+        """Show the progress of a worker."""
         self._made[slot] = total
         if self._line.due():
             start: Position = self._plan.start.position

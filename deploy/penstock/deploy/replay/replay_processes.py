@@ -13,7 +13,7 @@ __all__ = ["ReplayForker", "ReplayProcesses", "Task", "digests_of"]
 
 
 def digests_of(answer: ControlMessage) -> list[int]:
-    """Of the batches since the child's last answer; the last is that of batch `total`."""
+    """Return the digests of the batches since the child's last answer; the last is that of batch `total`."""
     return list(struct.unpack(f"<{len(answer.payload) // 8}Q", answer.payload))
 
 
@@ -27,7 +27,7 @@ class ReplayForker(ForkingInterpreter):
 class ReplayProcesses:
     """`count` children, one for each worker of the box.
 
-    `until`: the monotonic time at which everything must be done. `told`: hears (slot, total) from time to time.
+    `until`: the monotonic time at which everything must be done. `told`: called with (slot, total) from time to time.
     """
 
     def __init__(self, forker: ReplayForker, count: int, until: float, told: Callable[[int, int], None]) -> None:

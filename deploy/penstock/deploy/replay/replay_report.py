@@ -1,4 +1,4 @@
-"""What `penstock replay` says: the batch as tables or JSON."""
+"""Output of `penstock replay`: the batch as tables or JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["show_replay", "tables"]
 ROW_TEXT = 160
 """Characters of a row's values in a table; --json has more of them."""
 ONE_TEXT = 8192
-"""Of a value that is one text: a restore key, which is of use only whole, has some hundreds."""
+"""Characters of a value that is one text: a restore key has some hundreds, and is useful only whole."""
 
 
 def show_replay(

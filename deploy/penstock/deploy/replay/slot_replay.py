@@ -1,6 +1,6 @@
 """The children of `penstock replay`: one for each worker of the box, in which the user's loader runs as it ran there.
 
-One fresh interpreter imports torch and forks them, as a worker's fork server does. A child is told where to start, and
+One fresh interpreter imports torch and forks them, as a worker's fork server does. A child receives where to start, and
 then how far to go; it tells the digest of each batch on the way, and shows the one that it has made last. What it is
 asked:
 
@@ -44,7 +44,7 @@ from penstock.worker.tools.user_loaders import (
 __all__ = ["main"]
 
 TELL_S = 0.5
-"""How often a child tells how far it is."""
+"""Seconds between two progress reports of a child."""
 
 
 def main() -> None:
@@ -71,7 +71,7 @@ def _serve(channel: ControlChannel) -> None:
 
 
 class _SlotReplay:
-    """One worker's loader."""
+    """A worker's loader."""
 
     def __init__(self, channel: ControlChannel, assignment: records_pb2.WorkerAssignment) -> None:
         self._channel = channel
@@ -84,7 +84,7 @@ class _SlotReplay:
         self._told = 0.0
 
     def start(self, parts: Sequence[bytes], fields: Mapping[str, Any]) -> None:
-        """From a snapshot, a saved state, or nothing, to `total` in epoch `epoch`."""
+        """Go from a snapshot, a saved state, or the beginning, to `total` in epoch `epoch`."""
         source, total, epoch = self._source, fields["total"], fields["epoch"]
         source.build()
         if fields["snapshot"]:
@@ -101,12 +101,12 @@ class _SlotReplay:
         self._point = point
 
     def _seek(self, leg: Leg) -> None:
-        """To a place that is known to have been reached."""
+        """Go to a position that is known to have been reached."""
         source, total, epoch, digest = self._source, leg.total, leg.epoch, leg.digest
         replayed = source.position.total < total
         if not source.seek(total, epoch, self._seen):
             raise ReplayMismatchError(
-                f"{source.name}: pass {epoch} ended after batch {source.position.total} of the worker, but batch "
+                f"{source.name}: epoch {epoch} ended after batch {source.position.total} of the worker, but batch "
                 f"{total} had been delivered: its data or its code are not what they were"
             )
         if replayed and digest and source.digest != digest:
@@ -130,7 +130,8 @@ class _SlotReplay:
         self._done(ended=not reached)
 
     def leave(self, epoch: int, total: int) -> None:
-        """What was asked for beyond the end of its input is not what the loop did: then once more, up to there."""
+        """Abandon the epoch. Replay up to there again if the worker ran past the end of its input, which the loop did
+        not."""
         source = self._source
         if source.position.epoch > epoch:
             assert self._point is not None
@@ -150,7 +151,7 @@ class _SlotReplay:
         self._channel.send("done", text, digest=self._source.digest)
 
     def _done(self, **fields: Any) -> None:
-        """Tells the digests of the batches since the last answer, which end with batch `total`."""
+        """Send the digests of the batches since the last answer, which end with batch `total`."""
         digests, self._digests = self._digests, []
         data = struct.pack(f"<{len(digests)}Q", *digests)
         self._channel.send("done", data, total=self._source.position.total, **fields)

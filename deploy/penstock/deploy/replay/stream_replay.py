@@ -1,4 +1,4 @@
-"""A box's way through its stream, gone again: the round robin over workers that are asked how far their epochs go.
+"""Replay of a box's stream: the round robin over workers, which report where their epochs end.
 
 The lengths of epochs are nowhere written down. So each worker is asked to go to where the box's position would be if
 no further epoch ended; one whose input ends before says so, and the position is worked out again. What all have reached
@@ -23,24 +23,24 @@ class StreamReplay:
     """
     Args:
         ask: has workers do tasks, by slot: see slot_replay.py. They stand at `start`.
-        cuts: epoch -> the last step taken in it before the loop left it.
+        abandoned: epoch -> the last step taken in it before the loop abandoned it.
     """
 
     def __init__(self, ask: Ask, start: Position, abandoned: dict[int, int]) -> None:
         self.at = start.copy()
         self._start, self._ask, self._abandoned = start, ask, abandoned
         self._made = list(start.total)
-        """By slot, batches that were made."""
+        """Batches made, by slot."""
         self._ends: dict[tuple[int, int], int] = {}
         self._digests: dict[tuple[int, int], int] = {}
 
     @property
     def slot(self) -> int:
-        """Whose batch the last step was."""
+        """Slot whose batch the last step delivered."""
         return self.at.live[(self.at.cursor - 1) % len(self.at.live)]
 
     def to(self, step: int) -> None:
-        """Go on to right after this step."""
+        """Advance to right after this step."""
         while self.at.step < step:
             abandon_epoch = min((epoch for epoch in self._abandoned if epoch >= self.at.epoch), default=None)
             until = step if abandon_epoch is None else min(step, self._abandoned[abandon_epoch])
@@ -52,8 +52,8 @@ class StreamReplay:
     def _leave(self, epoch: int) -> None:
         if epoch > self.at.epoch:
             raise StateUnavailableError(
-                f"the loop left pass {epoch} after step {self.at.step}, before its first batch: what came after that "
-                "cannot be replayed; start from a checkpoint of a later step (--checkpoint)"
+                f"the loop abandoned epoch {epoch} after step {self.at.step}, before its first batch: what "
+                "came after that cannot be replayed; start from a checkpoint of a later step (--checkpoint)"
             )
         totals = enumerate(self.at.total)
         self._ask({slot: Task("leave", {"epoch": epoch, "total": total}) for slot, total in totals})
@@ -80,5 +80,5 @@ class StreamReplay:
                     self._ends[slot, plan.epoch] = total
 
     def chain(self) -> int | None:
-        """The stream digest of the box here; None if that of the start is not known."""
+        """Return the stream digest of the box here; None if that of the start is not known."""
         return chain_at(self._start, self.at.step, self._ends, self._abandoned, self._digests)

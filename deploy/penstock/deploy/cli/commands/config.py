@@ -13,7 +13,7 @@ __all__ = ["config"]
 
 
 class WhoseSettings(StrEnum):
-    """Whose settings."""
+    """Command or daemon whose settings are shown."""
 
     coordinator = "coordinator"
     worker = "worker"

@@ -52,7 +52,7 @@ def _worker(
 
 
 def _refuse_options_of_the_daemon(context: typer.Context) -> None:
-    """They would not count for the command that follows: --coordinator before `drain` names no coordinator for it."""
+    """Refuse options before a subcommand, which would ignore them (--coordinator before `drain`)."""
     for parameter in context.command.params:
         name = parameter.name or ""
         given = context.get_parameter_source(name)
