@@ -76,6 +76,8 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
     be saved. Subclasses may override `__getitem__`, for example to tokenize. Safe for threads, and for forked and
     spawned worker processes.
 
+    Example::
+
         dataset = StreamingDataset("s3://bucket/train", "/data/cache", cache_limit="64gb")
         loader = StreamingLoader(dataset, batch_size=32, shuffle=True)
     """

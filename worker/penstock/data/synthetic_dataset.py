@@ -22,7 +22,7 @@ HIGHEST = 128
 class SyntheticDataset(torch.utils.data.Dataset[Any]):
     """A map-style dataset of random samples. Sample i is the same each time, in every process.
 
-    For example:
+    For example::
 
         dataset = SyntheticDataset({"x": torch.empty(3, 224, 224), "label": torch.tensor(0)}, 10_000)
     """

@@ -24,6 +24,8 @@ class SampleLog:
     A resumed job continues the same file: lines of steps that it repeats are replaced, and so is a line that a crash
     cut off. Each box writes a file of its own.
 
+    Example::
+
         with SampleLog("keys/box0.jsonl") as log:
             for batch in executor:
                 log.write(executor.step, batch)

@@ -63,6 +63,8 @@ class AsyncCheckpointer:
     Every rank makes one, and all ranks call `save` and `restore` together. A checkpoint exists completely, with model
     and loader at the same step, or not at all.
 
+    Example::
+
         with AsyncCheckpointer("/shared/run-1", keep_last=3) as checkpointer:
             checkpointer.restore({"model": model, "optimizer": optimizer, "loader": loader})
             for step, batch in enumerate(loader):

@@ -1,5 +1,7 @@
 """Testing a training loop without daemons: an appliance in this process and thread.
 
+Example::
+
     from penstock.client.testing import FakeAppliance
 
     def test_training_survives_a_restart():

@@ -27,6 +27,8 @@ __all__ = ["MapLoader"]
 class MapLoader(PositionLoader):
     """Batches of a dataset that has `__len__` and `__getitem__`, in an order that does not depend on boxes and workers.
 
+    Example::
+
         def input_fn():
             return MapLoader(dataset, batch_size=32, shuffle=True)
 

@@ -32,6 +32,8 @@ EXAMINED_POSITIONS = 1 << 14
 class StreamingLoader(PositionLoader):
     """Batches of a StreamingDataset, in an order that does not depend on boxes and workers.
 
+    Example::
+
         def input_fn():
             return StreamingLoader(StreamingDataset("s3://bucket/train"), batch_size=32, shuffle=True)
 

@@ -38,6 +38,8 @@ _log = logging.getLogger(__name__)
 class ShardLoader(torch.utils.data.IterableDataset[Any]):
     """Batches of a source in logical shards, in an order that does not depend on boxes and workers.
 
+    Example::
+
         def input_fn():
             shards = LogicalShards([LineFile(path) for path in sorted(glob("/data/*.jsonl"))], shards=240)
             return ShardLoader(Repeated(shards), batch_size=32, partitions=8)

@@ -298,6 +298,8 @@ class MDSWriter(Writer):
     """Writer of samples with any columns. `columns`: name -> encoding, see encodings.py. A value that is already bytes
     is stored as it is, whatever the encoding.
 
+    Example::
+
         with MDSWriter("s3://bucket/train", {"tokens": "ndarray:int32", "label": "int"}, compression="zstd") as writer:
             writer.write({"tokens": np.arange(9, dtype=np.int32), "label": 1})
     """
