@@ -139,7 +139,7 @@ def _meaning(before: SavedState, after: SavedState) -> tuple[list[str], list[str
 
 def _table(found: dict[str, Any]) -> Table:
     rows: list[Sequence[str]] = [
-        ("step", f"{found['step']} (pass {found['epoch'] + 1})"),
+        ("step", f"{found['step']} (epoch {found['epoch']})"),
         ("from", _text(found["from"])),
         ("to", _text(found["to"])),
         ("kept", "; ".join(found["kept"])),
