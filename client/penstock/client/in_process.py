@@ -64,7 +64,7 @@ class Fault(Protocol):
 
 
 class _Box:
-    """One box: where it stands, and its slots."""
+    """State of one box: its position and its slots."""
 
     def __init__(self, number: int, start: BoxStart, slots: list[InProcessSlot], kept: int) -> None:
         self.number = number
@@ -113,7 +113,7 @@ class _Box:
                 self.exhaust(slot)
 
     def at(self, step: int) -> Position:
-        """Where it stood right after a step; where it stands, if it took no further one."""
+        """Return its position right after a step, or its present one if it took no further step."""
         known = self._at.get(step)
         if known is not None:
             return known
@@ -170,7 +170,7 @@ class InProcessRun:
 
     @property
     def num_workers(self) -> int:
-        """Of all boxes."""
+        """Number of workers of all boxes."""
         return self.num_boxes * self.num_slots
 
     def check(self) -> None:
@@ -226,7 +226,7 @@ class InProcessRun:
         return ready(self)
 
     def report(self) -> None:
-        """There is nobody to tell."""
+        """Do nothing: no coordinator exists."""
 
     def fail(self, error: PenstockError) -> None:
         self.error = error
@@ -320,7 +320,7 @@ class InProcessReader:
 
     @property
     def label(self) -> str:
-        """Of the loader, for messages."""
+        """Name of the loader, for messages."""
         return self._label
 
     # ---- the stream
@@ -442,7 +442,7 @@ class InProcessReader:
         self._run.last_epoch = max(self._run.last_epoch, limit)
 
     def announce(self, schedule: CheckpointSchedule, last: int | None) -> int | None:
-        """Nothing is prepared ahead."""
+        """Do nothing: no state is prepared ahead."""
         return None
 
     def abandon_epoch(self) -> None:
@@ -468,4 +468,4 @@ class InProcessReader:
         return self.position.to_proto()
 
     def close(self) -> None:
-        """Nothing is held: batches have memory of their own."""
+        """Return 0: batches have memory of their own."""

@@ -88,7 +88,7 @@ class ClusterState:
         self._discarded: deque[Box] = deque()
         """Boxes of attempts that are over: see `free_discarded`."""
         self._free_at = 0.0
-        """When the next of `_discarded` may be freed; inf: an attempt has ended since the last tick."""
+        """Time from which `_discarded` may be freed; inf: an attempt has ended since the last tick."""
         self.touched: set[tuple[str, int, int]] = set()
         """(run, attempt, box) whose slots or progress changed: their part of state queries is planned again."""
         self.tickets_expire = 0

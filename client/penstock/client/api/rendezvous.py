@@ -79,7 +79,7 @@ def _names(name: str) -> list[str]:
 
 
 class SharedAppliance:
-    """One appliance that the ranks of a launch share."""
+    """Appliance that the ranks of a launch share."""
 
     def __init__(self, torchrun: Torchrun) -> None:
         global _shared_so_far

@@ -1,4 +1,4 @@
-"""One opening of a loader: a run at an appliance, and the reader of its batches."""
+"""Opening of a loader: a run at an appliance, and the reader of its batches."""
 
 from __future__ import annotations
 

@@ -63,8 +63,8 @@ class LoaderState(Callback):
             self._ahead.leave_epoch()
 
     def _epoch_over(self) -> bool:
-        """Whether the epoch has had its last batch. Such checkpoints are saved in several hooks, after the batch, the
-        validation, the epoch; so this asks what Lightning itself goes by when it resumes."""
+        """Return whether the epoch has had its last batch. Such checkpoints are saved in several hooks, after the
+        batch, the validation, the epoch; so this asks what Lightning itself goes by when it resumes."""
         if self._trainer is None:
             return False
         batches = self._trainer.fit_loop.epoch_loop.batch_progress

@@ -102,7 +102,7 @@ class FileSystemWriterAsync(AsyncFileSystemWriter):
         self.checkpoint_dir = path
         self.write_buckets: StagedFiles | None = None
         self._buffer: StagingBuffer | None = None
-        """In use by a process, until its end is known."""
+        """Mark it as used by a process, until the end of that process is known."""
         self._failure = ""
         self._places: list[tuple[MetadataIndex, StorageInfo]] = []
 
@@ -127,7 +127,8 @@ class FileSystemWriterAsync(AsyncFileSystemWriter):
         self.write_buckets = StagedFiles(self._buffer.image, sizes, verdict, str(self.path), self.sync_files)
 
     def get_save_function_and_args(self) -> tuple[Callable[..., None] | None, Callable[..., Any] | None, list[Any]]:
-        """What writes the files, None, and its arguments; (None, None, []) where this rank has nothing to write.
+        """Return the function that writes the files, None, and its arguments; (None, None, []) where this rank has
+        nothing to write.
 
         The function may be called in another process, forked or spawned. Nothing is left to be preloaded.
         """
@@ -141,7 +142,7 @@ class FileSystemWriterAsync(AsyncFileSystemWriter):
         return write_buckets
 
     def retrieve_write_results(self) -> list[WriteResult] | tuple[BaseException, Any]:
-        """What this rank has written, or why it has not, as torch wraps an exception for other ranks.
+        """Return what this rank has written, or why it has not, as torch wraps an exception for other ranks.
 
         Called when the function of `get_save_function_and_args` has returned, or its process has ended.
         """
@@ -185,7 +186,7 @@ class StagedFiles:
         return len(self.files)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """For a process that was spawned: the descriptor travels, and not what is in it."""
+        """Pickle it for a spawned process: the descriptor travels, not its content."""
         assert self._image is not None
         handle = reduction.DupFd(self._image.fd)
         return _received, (handle, self._image.nbytes, self.files, self._verdict, self._folder, self._durable)
@@ -224,7 +225,7 @@ class StagedFiles:
         self._image.put(self._verdict, len(data).to_bytes(LENGTH))
 
     def heard(self) -> dict[str, Any] | None:
-        """What was said; None if nothing was."""
+        """Return the message; None if there was none."""
         assert self._image is not None
         begin = self._verdict + LENGTH
         length = int.from_bytes(self._image.map[self._verdict : begin])
@@ -232,7 +233,8 @@ class StagedFiles:
 
 
 def write_staged(rank: int, staged: StagedFiles, results_queue: None) -> None:
-    """What the scheduler calls, in whatever process. Raises nothing: `retrieve_write_results` tells how it ended."""
+    """Write the files: the scheduler calls it, in any process. Raises nothing: `retrieve_write_results` tells how it
+    ended."""
     staged.write()
     staged.close()
 

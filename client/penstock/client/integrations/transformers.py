@@ -43,7 +43,7 @@ class LoaderState(TrainerCallback, ExportableState):
         self._ahead: Lookahead | None = None
 
     def state(self) -> dict[str, Any]:
-        """What the Trainer saves of this callback, as JSON; it asks once before the training, too."""
+        """Return the state of this callback that the Trainer saves as JSON; it asks once before the training, too."""
         saved = None if self._ahead is None else base64.b64encode(encode_state(self._ahead.state_dict())).decode()
         return {"args": {}, "attributes": {"saved": saved}}
 
@@ -93,7 +93,7 @@ class LoaderState(TrainerCallback, ExportableState):
         self._took()
 
     def _took(self) -> None:
-        """One of the two hooks above is called for each batch."""
+        """Count a batch: one of the two hooks above is called for each."""
         assert self._ahead is not None
         self._ahead.took()
 

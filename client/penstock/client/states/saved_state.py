@@ -43,7 +43,7 @@ FORMAT = 3
 
 @dataclass(frozen=True)
 class WorkerPart:
-    """One worker's part of a record."""
+    """Part of a record that belongs to one worker."""
 
     box: int
     slot: int
@@ -230,7 +230,7 @@ def blank() -> dict[str, Any]:
 
 
 def is_to_be_filled() -> bool:
-    """Whether the state that is asked for now is one for torch.distributed.checkpoint.load to fill.
+    """Return whether the requested state is one for torch.distributed.checkpoint.load to fill.
 
     That asks whatever it loads into for its state, and tells it nothing; so who calls is all there is to go by. Should
     it not be found here any more, it gets the whole state, which does for loaders whose states keep their parts.

@@ -109,7 +109,7 @@ class PageLocks:
         self._told = False
 
     def lock(self, memory: Mapped) -> bool:
-        """Whether it is page-locked now; the first time that something is not, a UserWarning says so."""
+        """Return whether it is page-locked now; the first time that something is not, a UserWarning says so."""
         runtime = self._runtime
         error = runtime.cudaHostRegister(memory.address, memory.nbytes, 0)
         if not int(error):

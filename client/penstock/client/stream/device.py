@@ -27,18 +27,18 @@ __all__ = ["CpuBackend", "DeviceBackend", "DeviceEvent", "check_device", "copied
 
 
 class DeviceEvent(Protocol):
-    """Where the device stood when it was made. torch.cuda.Event is one."""
+    """Point in the work of a device. torch.cuda.Event is one."""
 
     def query(self) -> bool:
-        """Whether everything before it is done. Never waits."""
+        """Return whether all work before it is done. Never waits."""
 
 
 class DeviceBackend(Protocol):
-    """One device, for one feed. All of it belongs to the training thread."""
+    """Device of one ordered reader. All of it belongs to the training thread."""
 
     @property
     def device(self) -> torch.device:
-        """Where batches arrive."""
+        """Device on which batches arrive."""
 
     def lock(self, ring: Ring) -> None:
         """Make copies out of this ring fast, for as long as the `Ring` lives: called once, before the first of them.
@@ -53,7 +53,7 @@ class DeviceBackend(Protocol):
         """
 
     def prepare_migration(self, copies: Sequence[torch.Tensor], event: DeviceEvent) -> None:
-        """What this thread has the device do from now on comes after these copies; never waits for them."""
+        """Order what this thread has the device do from now on behind these copies; never waits for them."""
 
 
 class _Done:
@@ -71,13 +71,13 @@ class CpuBackend:
         self._done = _Done()
 
     def lock(self, ring: Ring) -> None:
-        """Nothing would make it faster."""
+        """No-op: page-locking does not speed up copies here."""
 
     def copy(self, sources: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], DeviceEvent]:
         return copied(sources, self.device), self._done
 
     def prepare_migration(self, copies: Sequence[torch.Tensor], event: DeviceEvent) -> None:
-        """They are there."""
+        """No-op: copies are synchronous."""
 
 
 _CARRIED: Final[dict[torch.dtype, torch.dtype]] = {

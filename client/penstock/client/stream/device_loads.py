@@ -45,7 +45,7 @@ class DeviceLoad:
         self.copies: list[torch.Tensor] = []
         """Its tensors."""
         self.event: DeviceEvent | None = None
-        """None if it has no tensors."""
+        """Event of its copies; None if it has no tensors."""
 
     def move(self, leaves: list[Any]) -> list[Any]:
         """Start the copies of views of the ring entry, and put them in the place of those."""
@@ -69,7 +69,7 @@ class DeviceLoad:
 
     @property
     def done(self) -> bool:
-        """Nothing reads the ring entry any more. Raises what the device has failed with."""
+        """Wait until the ring entry is not read any more. Raises the error of the device."""
         return self.event is None or self.event.query()
 
     def forget(self) -> None:
@@ -93,7 +93,7 @@ class PeekingConsumer(Consumer):
         self._seen: Frame | PenstockError | None = None
 
     def look(self) -> Frame | None:
-        """What the next `receive` will return; what it will raise is None here, and kept for it too."""
+        """Return what the next `receive` will return, or None if it will raise; the error is kept for it."""
         if self._seen is None:
             try:
                 self._seen = super().receive()

@@ -44,7 +44,7 @@ CLOSE_S = 5.0
 """Seconds that closing waits for copies; they take milliseconds, unless the device has failed."""
 
 _stranded: list[DeviceLoad] = []
-"""Those whose copies did not end within CLOSE_S: their rings must never go."""
+"""Loads whose copies did not end within CLOSE_S: their rings must never be freed."""
 
 
 class DeviceReader(OrderedReader):

@@ -1,4 +1,4 @@
-"""One slot's lane as the training loop holds it: the consumer, the rings it maps, and which ring entries are still
+"""Lane of one slot as the training loop holds it: the consumer, the rings it maps, and which ring entries are still
 seen.
 
 A `SlotLane` belongs to one generation of a slot and outlives its connections: when a connection breaks, what it holds
@@ -59,7 +59,8 @@ class RingView:
         self.held: set[int] = set()
         """Slots that views still see."""
         self.limit = min(max(2, ring.entries // 2), ring.entries - 1)
-        """From so many held slots on the loop gets copies: one that keeps its batches must not stop the producer."""
+        """Number of held entries from which the loop gets copies: a loop that keeps its batches must not stop the
+        producer."""
         self.group = max(1, ring.entries // 4)
         """Deliveries between two acks."""
 
@@ -104,10 +105,10 @@ class SlotLane:
         self.slot = slot
         self.generation = generation
         self.name = name
-        """For messages: worker, box, slot."""
+        """Worker, box and slot, for messages."""
         self.consumer: Consumer | None = None
         self.poll = select.poll()
-        """For what comes over the connection. Made once: it would cost more than the wait of a quick worker."""
+        """Poll object of the connection. Made once: it would cost more than the wait of a quick worker."""
         self.rings: dict[int, RingView] = {}
         self.current_ring = 0
         self.release: deque[int] = deque()
@@ -123,13 +124,13 @@ class SlotLane:
         self.abandoned: deque[tuple[int, int]] = deque(maxlen=ABANDONED_KEPT)
         """(epoch, the slot's last batch of it) of the epochs left."""
         self.unsettled = False
-        """Nothing has come since the lane was opened or an epoch was left."""
+        """True if nothing has come since the lane was opened or an epoch was abandoned."""
         self.unused = 0
         """Frames since the last batch that was due, or since the connection was made."""
         self.last_digest = 0
         self.layout: tuple[Structure, list[int]] | None = None
         """Structure and dims of the batch that was checked last."""
-        """Of the slot's last delivered batch."""
+        """Digest of the slot's last delivered batch."""
         self.wanted: list[int] = []
         """Step, total, step, total ... of the snapshots announced and not yet passed."""
         self.retry_at = 0.0
@@ -193,7 +194,7 @@ class SlotLane:
         self.trouble = ""
 
     def _consumer(self, sock: socket.socket) -> Consumer:
-        """What reads a connection."""
+        """Return the consumer that reads a connection."""
         return Consumer(sock, self.name)
 
     def settle(self) -> None:
@@ -256,7 +257,7 @@ class SlotLane:
         return batch
 
     def checked(self, frame: Frame) -> tuple[RingView, Assembler, list[int]]:
-        """What is needed to assemble a batch, once its bytes are those that its runner wrote."""
+        """Return what is needed to assemble a batch, after its digest was compared."""
         ring = self.rings.get(frame.ring)
         if ring is None:
             ring = self._map(frame.ring)

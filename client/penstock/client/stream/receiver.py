@@ -94,11 +94,11 @@ PACKED_READS_A_TURN = 8
 NEVER = float("inf")
 
 Connection = socket.socket | OSError | PenstockError
-"""What came of a try to connect."""
+"""Result of a try to connect."""
 
 
 class ReceiverLane:
-    """One consumer, one TCP connection, one ring between them."""
+    """Lane of the receiver: one consumer, one TCP connection, one ring between them."""
 
     def __init__(self, loop: ReceiverLoop, sock: socket.socket, max_batch_bytes: int) -> None:
         sock.setblocking(False)
@@ -324,7 +324,7 @@ class ReceiverLane:
                 raise ProtocolError(f"a frame of unknown kind {kind}")
 
     def _check_claims(self, frame: Frame) -> None:
-        """Of a batch, before memory is taken for it. Raises ProtocolError."""
+        """Check a batch before memory is taken for it. Raises ProtocolError."""
         size = frame.nbytes + 8 * frame.size
         if size > self._slot_bytes.get(frame.ring, -1):
             raise ProtocolError(f"a batch of {frame.nbytes} bytes in no ring that was announced")
@@ -374,7 +374,7 @@ class ReceiverLane:
         return True
 
     def _unpack(self, unpacker: Unpacker) -> None:
-        """What `_target` asked for of a compressed payload has come."""
+        """Unpack the part of a compressed payload that `_target` asked for."""
         if self._frame.abandons < self._producer.abandons:  # the epoch was left while it came in: spare the work
             assert self._slab is not None
             self._producer.return_unused(self._slab)
@@ -446,7 +446,7 @@ class ReceiverLane:
 
 
 class ReceiverLoop:
-    """One thread, one epoll, all lanes."""
+    """Event loop of all lanes: one thread, one epoll."""
 
     def __init__(self, name: str, parent_pid: int, max_batch_bytes: int, tls: Tls | None = None) -> None:
         self.again: set[ReceiverLane] = set()

@@ -21,8 +21,8 @@ START_S = 30.0
 """Seconds for the process to listen; it takes 0.1 on an idle machine."""
 
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20), "MALLOC_TRIM_THRESHOLD_": str(4 << 20)}
-"""For glibc: unpacking makes and drops 256 KiB for each piece, and giving them back to the kernel each time, which it
-does by default, took more than half of the receiver's time with lz4: 9.5 ms for 8 MiB instead of 4."""
+"""Setting for glibc: unpacking makes and drops 256 KiB for each piece, and giving them back to the kernel each time,
+which it does by default, took more than half of the receiver's time with lz4: 9.5 ms for 8 MiB instead of 4."""
 
 
 class Receiver:
@@ -42,7 +42,7 @@ class Receiver:
 
     @property
     def pid(self) -> int | None:
-        """Of the running receiver."""
+        """Process id of the running receiver."""
         process = self._process
         return process.pid if process is not None and process.status is None else None
 
