@@ -235,7 +235,7 @@ def test_a_local_folder_may_be_below_the_home(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.parametrize("weight", [{"proportion": 0.5}, {"repeat": 1}, {"choose": 7}])
 def test_a_stream_without_samples_has_no_share(tmp_path: Path, hundred: Path, weight: dict[str, Any]) -> None:
     numbers(tmp_path / "none", 0)
-    with pytest.raises(DatasetError, match=f"{tmp_path}/none: the index names no sample"):
+    with pytest.raises(DatasetError, match=f"{tmp_path}/none: the index lists no samples"):
         StreamingDataset(streams=[Stream(local=hundred, **weight), Stream(local=tmp_path / "none", **weight)])
     nothing: dict[str, Any] = dict.fromkeys(weight, 0)
     dataset = StreamingDataset(streams=[Stream(local=hundred, **weight), Stream(local=tmp_path / "none", **nothing)])

@@ -169,8 +169,8 @@ class ForkedChild:
 
 
 def wait_for_news(children: Iterable[ForkedChild], until: float) -> list[ForkedChild]:
-    """Wait until one of them has said something or ended, and return those; none if nothing came by this monotonic
-    time."""
+    """Wait until a child has sent a message or ended, and return those children; empty at the monotonic time
+    `until`."""
     by_fd = {fd: child for child in children for fd in (child.channel.fileno(), child.process.fileno())}
     return list(dict.fromkeys(by_fd[fd] for fd in wait_for_any(by_fd, until - time.monotonic())))
 

@@ -25,8 +25,8 @@ CheckpointSteps = int | Iterable[int | range] | Callable[[int], bool] | None
 HORIZON = 256
 """Steps ahead for which a callable is called, to announce its next checkpoint step."""
 FEWEST_AHEAD = 2
-"""Checkpoint steps that are announced at once, however far they are. The near ones are not limited: a worker passes a
-step that was not announced without a snapshot, and its state would have to be replayed."""
+"""Least number of checkpoint steps that are announced ahead, however far away. Those within the horizon are all
+announced: a worker takes no snapshot at a step that was not announced, and its state would have to be replayed."""
 
 
 def positive(name: str, value: Any, least: int = 1) -> int:

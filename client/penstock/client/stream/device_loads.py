@@ -48,7 +48,7 @@ class DeviceLoad:
         """Event of its copies; None if it has no tensors."""
 
     def move(self, leaves: list[Any]) -> list[Any]:
-        """Start the copies of views of the ring entry, and put them in the place of those."""
+        """Start copying the tensors to the device, and put the copies in place of the views of the ring entry."""
         backend, tensors = self.lane.backend, [leaf for leaf in leaves if type(leaf) is torch.Tensor]
         if tensors:
             if torch.is_inference_mode_enabled():

@@ -1,8 +1,8 @@
 """The receiver: TCP -> a ring of this host, for the lanes of a training job whose workers are elsewhere.
 
 A small process of its own, without torch or numpy: a thread of the training process would share the interpreter lock
-with the training loop. It runs by its file's path (`landing.Receiver` starts it), because `python -m` would import
-penstock.client, and with that torch.
+with the training loop. It runs by its file's path (`receiver_process.Receiver` starts it), because `python -m` would
+import penstock.client, and with that torch.
 
 A consumer connects to it as it would to a daemon on its own host, and says in its Hello where the daemon is
 (`target`). From there on the receiver is a producer like any other towards the consumer, except that each batch is

@@ -1,9 +1,8 @@
-"""Sources of a command's settings: flags over PENSTOCK_* variables over the settings file over defaults, complete.
+"""Sources of a command's settings: flags over PENSTOCK_* variables over the settings file over defaults.
 
-What is given and has no meaning is an error, wherever it stands: a setting that is silently not applied is worse than
-a daemon that does not start. So a variable with a daemon's name and an unknown rest is refused (only those that
-Kubernetes makes of a Service's name are let be), and so is every unknown section and key of the file, also of sections
-that this command does not read.
+An unknown setting is an error in every source: a setting that is silently not applied is worse than a daemon that does
+not start. So a variable with a daemon's prefix and an unknown name is refused (except those that Kubernetes makes of a
+Service's name), and so is every unknown section and key of the file, also in sections that this command does not read.
 """
 
 from __future__ import annotations

@@ -301,7 +301,7 @@ class Producer:
     def reserve_current(self) -> FreeEntry | None:
         """Return an entry of the current ring, or None while all are taken or before the first batch.
 
-        For a batch that is built in the entry before its size is known. Such an entry may stay reserved beside another.
+        For a batch that is built in the entry before its size is known. Another entry may be reserved meanwhile.
         """
         ring = self._rings.get(self._current)
         if ring is None or not self._free:

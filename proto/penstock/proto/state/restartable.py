@@ -152,7 +152,8 @@ _FOUR = (*_TWO, "aggregate_state_dict", "deaggregate_state_dict")
 
 
 def state_methods(loader: object) -> int:
-    """Return the number of state methods that count: 4, 2 or 0."""
+    """Return how many state methods the loader has: 4 (with aggregate and deaggregate), 2 (state_dict, load_state_dict)
+    or 0."""
     if all(callable(getattr(loader, name, None)) for name in _FOUR):
         return 4
     return 2 if all(callable(getattr(loader, name, None)) for name in _TWO) else 0

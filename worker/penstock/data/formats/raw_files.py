@@ -95,7 +95,7 @@ class SampleFile:
 
 
 def read_checked(path: Path, stored: StoredFile) -> bytes:
-    """Return a small file's content, if it has the size in its index."""
+    """Return a small file's content. Raises ShardCorruptError if its size differs from the index's."""
     try:
         data = read_plain(path)
     except OSError as error:

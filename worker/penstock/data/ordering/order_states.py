@@ -64,7 +64,7 @@ class OrderProgress:
     done: int
     """Batches of this worker since then."""
     topology: Topology
-    """Topology of the partition."""
+    """Numbers of boxes and workers among which the batches are divided, and the global batch."""
     first: int = 0
     """Worker of each box that makes the partition's first batch."""
 

@@ -177,7 +177,8 @@ class Daemon:
         self._stuck = 0
         """Slots of this worker for which no other worker has capacity, as the coordinator reports while it drains."""
         self._commit_mark = b""
-        """Mark up to which the coordinator's journal has certainly got; sent to a coordinator that replaces it."""
+        """Signed number of the newest journal commit that the coordinator reported. Each heartbeat carries it, so that
+        a coordinator whose journal lacks commits notices."""
         self._replied = asyncio.Event()
         self.stopping = asyncio.Event()
         self._at_once = asyncio.Event()

@@ -22,7 +22,7 @@ __all__ = ["QueueTurn", "TurnQueue"]
 TURN_S = 10.0
 """Seconds after its fork in which a runner that is busy keeps its turn."""
 IDLE_SHARE = 0.3
-"""Share of a processor below which a start stands still."""
+"""Share of a processor below which a starting runner counts as idle, and gives its turn up."""
 IDLE_LOOKS = 2
 """Looks in a row that find it so."""
 

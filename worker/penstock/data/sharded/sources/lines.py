@@ -39,7 +39,7 @@ class LineFile:
         Raises DatasetError for a file that cannot be read.
         """
         if not callable(parse):
-            raise InvalidArgumentError(f"parse must be a function that makes a record of a line, got {parse!r}")
+            raise InvalidArgumentError(f"parse must be a function that turns a line into a record, got {parse!r}")
         self.path, self._parse = Path(path), parse
         try:
             self.size = self.path.stat().st_size
