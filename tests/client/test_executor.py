@@ -241,7 +241,7 @@ def test_an_error_of_the_input_ends_the_stream(appliances: Any, loader: DataLoad
 
 def test_a_loader_streams_from_one_appliance(two: Any, loader: DataLoader, appliances: Any) -> None:
     next(iter(DataExecutor(loader, num_steps=1, appliance=two)))
-    with pytest.raises(RuntimeError, match="cannot be iterated on"):
+    with pytest.raises(RuntimeError, match="cannot also be iterated on"):
         iter(DataExecutor(loader, appliance=appliances(numbers)))
     list(DataExecutor(loader, num_steps=1))  # with none named, it goes on where it is
     two.close()

@@ -349,7 +349,7 @@ def test_a_shorter_box_is_saved_at_its_end() -> None:
 
 
 def test_input_that_nobody_shards_is_told() -> None:
-    with fake(), pytest.warns(UserWarning, match="no worker asked for its assignment"):
+    with fake(), pytest.warns(UserWarning, match="no worker read its assignment"):
         next(iter(DataLoader(list, [torch.tensor(1)])))
 
 

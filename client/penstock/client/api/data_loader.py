@@ -498,8 +498,8 @@ class DataLoader:
         if session is None or not session.first_step < step <= self.step:
             first = session.first_step + 1 if session is not None else step + 1
             raise StateUnavailableError(
-                f"{self.name}: step must be from {first} to {self.step}, got {step}: workers have records of the steps "
-                "delivered since the loader was made or loaded"
+                f"{self.name}: workers have no records of step {step}, only of the steps after {first - 1} up to "
+                f"{self.step}: those delivered since the loader was made or loaded"
             )
         fetched, _ = self._fetch(session, step)
         return checkpoints_of(fetched, self._loaded, step)

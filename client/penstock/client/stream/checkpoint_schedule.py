@@ -1,8 +1,8 @@
-"""Which steps of an executor are checkpoint steps.
+"""Schedules of checkpoint steps.
 
     None or 0             none
     N                     every step that N divides, and the executor's last
-    iterable              the steps in it; ranges may stand among them
+    iterable              the steps in it; it may contain ranges
     callable              the steps for which it is true
 
 Steps are absolute: they count the batches of the box over the whole life of the run, so a resumed run has the same
@@ -23,14 +23,14 @@ __all__ = ["CheckpointSchedule", "CheckpointSteps", "positive"]
 CheckpointSteps = int | Iterable[int | range] | Callable[[int], bool] | None
 
 HORIZON = 256
-"""Steps ahead that a callable is asked about, to announce its next checkpoint step."""
+"""Steps ahead for which a callable is called, to announce its next checkpoint step."""
 FEWEST_AHEAD = 2
-"""Checkpoint steps that are announced at once, however far they are. There is no limit on the near ones: a worker that
-had not heard of one would have passed it without a snapshot, and its state would have to be replayed."""
+"""Checkpoint steps that are announced at once, however far they are. The near ones are not limited: a worker passes a
+step that was not announced without a snapshot, and its state would have to be replayed."""
 
 
 def positive(name: str, value: Any, least: int = 1) -> int:
-    """`value` as a number of steps. Raises InvalidArgumentError below `least`, TypeError for no integer."""
+    """Return `value` as a number of steps. Raises InvalidArgumentError below `least`, TypeError if not an integer."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(f"{name} must be an integer, not {value!r}")
     number = int(value.__index__())
@@ -41,7 +41,7 @@ def positive(name: str, value: Any, least: int = 1) -> int:
 
 @dataclass(frozen=True)
 class CheckpointSchedule:
-    """Checkpoint steps, ready to be asked."""
+    """A set of checkpoint steps."""
 
     every: int = 0
     steps: tuple[int, ...] = ()
@@ -49,11 +49,11 @@ class CheckpointSchedule:
     ranges: tuple[range, ...] = ()
     ask: Callable[[int], bool] | None = None
     and_last: bool = field(default=False)
-    """The last step of the executor is one too."""
+    """True if the last step of the executor is a checkpoint step too."""
 
     @classmethod
     def of(cls, steps: CheckpointSteps) -> CheckpointSchedule:
-        """Raises InvalidArgumentError or TypeError for what is no schedule."""
+        """Return the schedule of an argument. Raises InvalidArgumentError or TypeError for an invalid one."""
         if steps is None:
             return cls()
         if callable(steps):
@@ -85,7 +85,7 @@ class CheckpointSchedule:
         return (index > 0 and self.steps[index - 1] == step) or any(step in entry for entry in self.ranges)
 
     def after(self, step: int) -> int | None:
-        """The first checkpoint step beyond `step`; None if there is none, or none in sight of a callable."""
+        """Return the first checkpoint step after `step`; None if there is none, or none within a callable's HORIZON."""
         if self.every:
             return (step // self.every + 1) * self.every
         if self.ask is not None:

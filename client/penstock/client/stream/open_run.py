@@ -1,9 +1,9 @@
-"""One open run of one box: its place at the coordinator, kept up by a thread that watches it.
+"""An open run of one box, registered with the coordinator and watched by a thread.
 
-The thread reports progress, renews the box's lease, and learns where the slots are. It talks to the training thread in
-two ways only: it replaces `views` as a whole and then raises `version`, and it makes `wake_fd` readable. When the
-coordinator is away it tries again for as long as the run is open: batches do not pass through the coordinator, so its
-restart disturbs nobody who is not waiting for a slot.
+The thread reports progress, renews the box's lease, and receives the slots' addresses. It communicates with the
+training thread in two ways only: it replaces `views` as a whole and then raises `version`, and it makes `wake_fd`
+readable. When the coordinator is away it retries for as long as the run is open: batches do not pass through the
+coordinator, so its restart affects only a loop that waits for a slot.
 
 The thread holds the run but not the loader. A loader that is dropped without being closed sets `abandoned` from its
 finalizer, which may run inside the garbage collector and therefore does nothing else; the thread then closes the run.
@@ -41,53 +41,53 @@ from penstock.runtime.process import forks
 __all__ = ["BoxProgress", "OpenRun", "RunLink"]
 
 HOLD_S = 1.0
-"""Seconds of a long poll until the coordinator says how long; it is also how often progress is reported."""
+"""Seconds of a long poll until the coordinator sets them; also the interval of progress reports."""
 CLOSE_S = 5.0
-"""Seconds that leaving may take at most; a coordinator that does not answer finds out by the lease."""
+"""Deadline of closing, in seconds; a coordinator that does not answer detects the end by the lease."""
 DIAL_S = 10.0
 AWAY = (CoordinatorUnavailableError, DeadlineError, JournalError)
-"""What passes: batches do not go through the coordinator, also not one that cannot write for want of disk."""
+"""Errors that are retried: batches do not go through the coordinator, so it may be away, or out of disk."""
 SHORTEST_BACKOFF_S, MAX_BACKOFF_S = 0.1, 2.0
 RETRY_S = 0.3
-"""Deadline of the last try of a state query, whatever is left."""
+"""Smallest deadline of a try of a state query, in seconds."""
 AWAY_S = 3600.0
-"""Seconds that a state query waits for a coordinator that is away: as long as it keeps an attempt of which no box is
-heard (Limits.abandoned_s). Training goes on without it, so that it is away is no reason to fail a save."""
+"""Seconds that a state query waits for a coordinator that is away: as long as it keeps an attempt without heartbeats
+(Limits.abandoned_s). Training continues without it, so its absence is no reason to fail a save."""
 AWAY_WARN_S = 30.0
-"""Seconds of it after which the log says so, and again each time that it has doubled."""
+"""Seconds of that wait until the first warning; the next ones follow each time that it has doubled."""
 
 _Result = TypeVar("_Result")
 _log = logging.getLogger("penstock.client")
 
 
 class RunLink(Protocol):
-    """What a run needs of its appliance."""
+    """The part of an appliance that its runs use."""
 
     host: str
     """See penstock.proto.rpc.channel.host_id."""
     force_tcp: bool
     compression: str | None
-    """Of batches over TCP: see penstock.proto.lane.compression.NAMES."""
+    """Codec of batches over TCP: see penstock.proto.lane.compression.NAMES."""
     embedded: bool
 
     def client(self) -> CoordinatorClient:
-        """A new client of the coordinator."""
+        """Return a new client of the coordinator."""
 
     def receiver(self) -> str:
-        """The address of the receiver, which is started if need be."""
+        """Return the address of the receiver; start it if necessary."""
 
 
 @dataclass
 class BoxProgress:
-    """What the training thread tells the coordinator. The thread replaces values, never changes them in place."""
+    """The training thread's progress, for the coordinator. The thread replaces values, never changes them in place."""
 
     position: Callable[[], records_pb2.BoxPosition | None] = lambda: None
     waiting_for: int = 0
-    """Slot + 1; 0 = none."""
+    """Slot + 1 that the loop waits for; 0: none."""
     waiting_since: float = 0.0
-    """time.monotonic(), with `waiting_for`."""
+    """Start of that wait, a time.monotonic()."""
     waited_by_slot: list[float] = field(default_factory=list)
-    """Seconds; a new list starts anew."""
+    """Seconds waited, by slot; a new list resets the count."""
     epoch_ended: bool = False
     unreachable: Callable[[], list[tuple[int, int, str]]] = list
     """(slot, generation, why) of workers that this host cannot reach."""
@@ -96,9 +96,9 @@ class BoxProgress:
     _told: tuple[list[float], list[float]] = field(default=([], []))
 
     def waits(self) -> list[float]:
-        """Seconds waited so far, by slot, with the wait that is under way: one that lasts is told while it does.
+        """Return the seconds waited so far, by slot, including the wait under way.
 
-        Never less than before, although the training thread may be between the end of a wait and its entry.
+        They never fall, although the training thread may be between the end of a wait and its entry.
         """
         counted = self.waited_by_slot
         seconds, slot = list(counted), self.waiting_for - 1
@@ -119,32 +119,32 @@ class OpenRun:
         self.box = request.box
         self.num_slots = request.num_workers_per_box
         self.num_workers = request.num_boxes * request.num_workers_per_box
-        """Of all boxes."""
+        """Workers of all boxes."""
         self.cover = cover_of(request.loader.options)
         self.name = f"{request.job}/{request.ordinal}"
         self.attempt = 0
         self.seed = 0
         self._lease_s = 0.0
-        """That the coordinator has granted; it follows the number of boxes."""
+        """Seconds of the lease that the coordinator has granted; it depends on the number of boxes."""
         self._commit_mark = b""
-        """The coordinator's journal was at least as far, as the next coordinator on it is told."""
+        """Lower bound of the journal's position, sent to the next coordinator that opens this journal."""
         self.ended_boxes: dict[int, int] = {}
-        """Other boxes that take no further step -> their last one."""
+        """Last steps of other boxes that have ended their epoch, by box."""
         self.views: list[pb.SlotView] = [pb.SlotView(slot=slot) for slot in range(self.num_slots)]
         self._taken = 0
-        """The version of the reply that `views` are of; the coordinator's rise over everything."""
+        """Version of the reply that `views` came with; the coordinator's versions rise over all runs."""
         self._take_lock = threading.Lock()
         self.version = 0
-        """Raised whenever `views` or `error` was replaced."""
+        """Counter of replacements of `views` and `error`."""
         self.error: PenstockError | None = None
-        """Why the run cannot go on: it was superseded, say."""
+        """Reason why the run is over, such as a newer attempt."""
         self.away_since: float | None = None
-        """Since when (monotonic) the coordinator has not answered; None = it does."""
+        """Monotonic time since which the coordinator has not answered; None: it answers."""
         self.heard_at = 0.0
-        """When (monotonic) the coordinator answered last."""
+        """Monotonic time of the coordinator's last reply."""
         self._reporting: threading.Thread | None = None
         self.away_because = ""
-        """What it, or the network, said the last time."""
+        """Last error of a call to it."""
         self.progress = BoxProgress()
         self.abandoned = False
         self.wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -159,16 +159,16 @@ class OpenRun:
         forks.keep(self)
 
     def forked(self) -> None:
-        """See penstock.runtime.process.forks: here the run is over, with an error that names the fork."""
+        """End the run in a forked child, with an error that names the fork (see penstock.runtime.process.forks)."""
         self.error = self._owner.error(f"run {self.name}, box {self.box}")
         self._closed = True
-        self.version += 1  # whoever reads it looks at `error` first
+        self.version += 1  # its readers check `error` first
         forks.silence(self.wake_fd)
 
     # ---- opening
 
     def open(self) -> None:
-        """Take the box's place. Raises what the coordinator answers."""
+        """Join the run as this box. Raises the coordinator's error."""
         reply = self._client.open_run(self._request)
         self.name, self.attempt, self.seed = reply.run, reply.attempt, reply.seed
         self._lease_s = reply.lease_s
@@ -223,7 +223,7 @@ class OpenRun:
             except LaneClosedError:
                 return
             except PenstockError as error:
-                if not self._closing.is_set():  # else it is the answer to our own CloseRun
+                if not self._closing.is_set():  # else it is a consequence of this box's CloseRun
                     self.fail(error)
                 self._linger()
                 return
@@ -235,21 +235,21 @@ class OpenRun:
             self._take(reply)
 
     def reach(self, seconds: float) -> None:
-        """Wait until the coordinator can be reached, for so long at most; never for no time at all, for one that can be
-        reached may still not do what it is asked for. From any thread."""
+        """Wait until the coordinator can be reached, or `seconds` are over; at least SHORTEST_BACKOFF_S, because a
+        reachable coordinator may still refuse a call. From any thread."""
         self._closing.wait(SHORTEST_BACKOFF_S)
         if not self._closing.is_set():
             self._client.reach(seconds)
 
     def _linger(self) -> None:
-        """The run is over for the coordinator, but the loader still holds it."""
+        """Wait until the loader drops a run that is over for the coordinator."""
         while not self._closing.wait(HOLD_S):
             if self.abandoned:
                 self.close()
                 return
 
     def _take(self, reply: pb.WatchRunReply) -> None:
-        """Take a reply's views, unless a newer one was quicker: the thread asks, and `report` does beside it."""
+        """Take a reply's views, unless a newer reply came first: `report` calls in parallel with the watch thread."""
         with self._take_lock:
             if reply.version <= self._taken:
                 return
@@ -269,12 +269,12 @@ class OpenRun:
             pass  # full, so it is readable; or closed meanwhile
 
     def fail(self, error: PenstockError) -> None:
-        """The run cannot go on; tells the training thread. From any thread."""
+        """End the run with an error, and wake the training thread. From any thread."""
         self.error = error
         self._notify()
 
     def wait_for(self, ready: Callable[[StreamRun], bool], timeout_s: float) -> bool:
-        """Wait until the slots' views are as wanted. False if the time ran out. Raises the run's error."""
+        """Wait until `ready` is true. False if the time ran out. Raises the run's error."""
         until = time.monotonic() + timeout_s
         poll = select.poll()
         poll.register(self.wake_fd, select.POLLIN)
@@ -298,7 +298,7 @@ class OpenRun:
         self._take(reply)
 
     def report_soon(self) -> None:
-        """Report progress now, in a thread of its own: of one that is under way the next tells more."""
+        """Report progress now in a thread of its own, unless such a report is under way: the next one follows soon."""
         if self._reporting is None or not self._reporting.is_alive():
             self._reporting = threading.Thread(target=self.report, name=f"penstock-report-{self.name}", daemon=True)
             self._reporting.start()
@@ -306,9 +306,9 @@ class OpenRun:
     # ---- calls of the training thread
 
     def dial(self, view: pb.SlotView, hello: lane_pb2.Hello) -> socket.socket:
-        """A connection to the slot's runner, or to the receiver that connects to it, with the hello sent.
+        """Connect to the slot's runner, or to the receiver that connects to it, and send the hello.
 
-        Raises OSError, or LaneLostError, if nobody is there.
+        Raises OSError or LaneLostError if the peer does not listen.
         """
         hello.protocol = LANE_PROTOCOL
         hello.run, hello.attempt, hello.box = self.name, self.attempt, self.box
@@ -329,11 +329,11 @@ class OpenRun:
         return sock
 
     def is_remote(self, view: pb.SlotView) -> bool:
-        """The slot's batches come over TCP."""
+        """Return whether the slot's batches come over TCP."""
         return self.link.force_tcp or view.host_id != self.link.host or not view.local_address
 
     def fetch_state(self, step: int, deadline_s: float) -> FetchedState:
-        """The records of all workers at a step."""
+        """Return the records of all workers at a step."""
         request = pb.FetchStateRequest(run=self.name, attempt=self.attempt, step=step, deadline_s=deadline_s)
         request.progress.CopyFrom(self._watch_request(0, 0.0))
         return self._fetched(request)
@@ -348,8 +348,8 @@ class OpenRun:
         return self._when_back(fetch, f"the state of step {request.step}", request.deadline_s)
 
     def _when_back(self, call: Callable[[float], _Result], what: str, deadline_s: float) -> _Result:
-        """`call`, made again while the coordinator is away, for AWAY_S or `deadline_s` at most; it may just be
-        restarting, or moving. `call` is told how many seconds it was away for so far: they do not count."""
+        """Return the result of `call`; retry it while the coordinator is away, for AWAY_S or `deadline_s` at most: it
+        may be restarting or moving. The argument of `call` is the seconds of absence so far, which do not count."""
         away_s, since, warn_at = 0.0, 0.0, AWAY_WARN_S
         while True:
             asked = time.monotonic()
@@ -367,19 +367,19 @@ class OpenRun:
                 away_s += time.monotonic() - asked
 
     def aggregate(self, states: bytes, deadline_s: float) -> bytes:
-        """The loader's aggregate_state_dict on a worker: envelopes of the list of states and of what it returned."""
+        """Run the loader's aggregate_state_dict on a worker: an envelope of the list of states -> one of the result."""
         request = pb.FetchStateRequest(run=self.name, attempt=self.attempt, deadline_s=deadline_s)
         request.progress.CopyFrom(self._watch_request(0, 0.0))
         put = self._client.put_blob
         request.aggregate_blob = self._when_back(lambda _: put(states, self.name), "an aggregation", deadline_s)
         return self._fetched(request).records[0][1]
 
-    # ---- the end
+    # ---- closing
 
     def close(self, *, forget: bool = True) -> None:
-        """Give the box's place back. Never raises for a coordinator that is gone; safe to call again.
+        """Leave the run. Never raises for a coordinator that is gone; safe to call again.
 
-        forget: nobody will open the run again; looked at only where the coordinator dies with this process.
+        forget: True: the run will not be opened again. Used only in embedded mode.
         """
         with self._close_lock:
             if self._closed:
@@ -400,7 +400,7 @@ class OpenRun:
                     deadline_s=CLOSE_S,
                 )
         except PenstockError:
-            pass  # superseded, or the coordinator is gone: then there is nothing to give back
+            pass  # superseded, or the coordinator is gone: then there is nothing to leave
         self._client.close()
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():

@@ -1,7 +1,7 @@
-"""What this process has open, for metrics: who streams, who receives, how saves went.
+"""Registry of this process's readers, receivers and saves, for metrics.
 
-Things announce themselves here when they begin and are forgotten when they are gone; a scrape, on another thread, asks
-for those that are left. No step of a loop comes by here.
+Objects register here when they begin and are dropped when they are gone. A scrape, on another thread, reads those that
+are left. No step of a loop passes through here.
 """
 
 from __future__ import annotations
@@ -21,54 +21,54 @@ _Thing = TypeVar("_Thing")
 
 
 class _Watched(Generic[_Thing]):
-    """Things of a kind, without keeping them alive."""
+    """A set of objects that does not keep them alive."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # a set must not grow while it is iterated
         self._things: weakref.WeakSet[_Thing] = weakref.WeakSet()
 
     def add(self, thing: _Thing) -> None:
-        """It has begun."""
+        """Register an object."""
         with self._lock:
             self._things.add(thing)
 
     def all(self) -> list[_Thing]:
-        """Those that are left."""
+        """Return the objects that are alive."""
         with self._lock:
             return list(self._things)
 
 
 @dataclass
 class SaveCounters:
-    """How the checkpoints of this process went, of all its AsyncCheckpointers. Times in seconds."""
+    """Counters of the checkpoints of all AsyncCheckpointers of this process."""
 
     ok: int = 0
     failed: int = 0
     in_flight: int = 0
     stalled_s: float = 0.0
-    """That save() kept the training loop, in all."""
+    """Total time that save() blocked the training loop, in seconds."""
     last_stall_s: float = 0.0
     last_write_s: float = 0.0
-    """From there to the commit."""
+    """Time from the end of the last stall to the commit, in seconds."""
     written_bytes: int = 0
     last_step: int = -1
-    """Of the last that is whole; -1: there was none."""
+    """Step of the last complete checkpoint; -1: none."""
     _lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
-    """A signal handler that saves may come in the middle of a save."""
+    """Lock; reentrant, because a signal handler may save in the middle of a save."""
 
     def stalled(self, seconds: float) -> None:
-        """A save() has returned, or raised."""
+        """Count a save() that has returned or raised."""
         with self._lock:
             self.stalled_s += seconds
             self.last_stall_s = seconds
 
     def begun(self) -> None:
-        """One is being written."""
+        """Count a checkpoint whose writing begins."""
         with self._lock:
             self.in_flight += 1
 
     def ended(self, step: int, seconds: float, written: int, *, ok: bool) -> None:
-        """One that was being written is whole, or has failed."""
+        """Count a checkpoint whose writing is complete or has failed."""
         with self._lock:
             self.in_flight -= 1
             self.written_bytes += written
@@ -78,7 +78,7 @@ class SaveCounters:
                 self.last_step, self.last_write_s = step, seconds
 
     def refused(self) -> None:
-        """One has failed before it was written."""
+        """Count a checkpoint that failed before its writing began."""
         with self._lock:
             self.failed += 1
 

@@ -1,13 +1,13 @@
 """The hot path: frames of several lanes -> batches in the order of the position. All of it runs in the training thread.
 
-`OrderedReader.next` asks the lane whose turn it is for a frame, makes a batch of it and moves the position on; when
-nothing is there it waits for that lane or for news of the slots. What went before is acknowledged at a later call and
-not before the batch is returned: until then the loop does not have it. Acks go in groups; a wait that lasts sends all
-acks of all lanes, for a producer without credits would wait for us.
+`OrderedReader.next` reads a frame from the lane whose turn it is, makes a batch of it and advances the position. If
+there is no frame it waits for that lane or for changes of the slots. A batch is acknowledged at a later call, not
+before it is returned: until then the loop does not have it. Acks go in groups; a long wait sends all acks of all lanes,
+because a producer without credits would wait for them.
 
-Nothing is taken on trust about order: a batch that is not exactly the next one of its slot is an error, and what comes
-twice after a reconnect is given back unseen. Nor about content: a batch that is damaged is fetched again from the ring
-at the lane's other end, and an error only if it stays damaged (penstock.client.stream.lane_reader).
+Order is checked: a batch that is not exactly the next one of its slot is an error, and a repeated one after a reconnect
+is released unread. Content is checked too: a damaged batch is fetched again from the ring at the lane's other end, and
+is an error only if it stays damaged (penstock.client.stream.lane_reader).
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ __all__ = ["EPOCH_ENDED", "OrderedReader", "StreamStats"]
 EPOCH_ENDED: Final = object()
 """Returned by `OrderedReader.next` instead of a batch."""
 OUTRUN = 2 * (MAX_ENTRIES + 8)
-"""Batches of each slot that announced checkpoint steps reach ahead: a worker may be a ring ahead of the loop, and hears
-of more when the loop is half way there."""
+"""Batches of each slot that announced checkpoint steps reach ahead: a worker may be a ring ahead of the loop, and gets
+the next announcement when the loop is half way there."""
 FAILED_GRACE_S = 2.0
-"""A slot that has failed may still have batches, and its own error, on the way in its lane."""
+"""Seconds in which batches, and the error, of a failed slot may still arrive over its lane."""
 RETRY_FLUSH_S = 0.02
 LAZY_S = 0.002
-"""Seconds of a wait after which acks go out whose group is not full. At once would be one system call and one wake-up
-of the producer for each batch of a loop that is faster than its workers."""
+"""Seconds of a wait after which acks of groups that are not full are sent. Sent at once, they would cost one system
+call and one wake-up of the producer for each batch of a loop that is faster than its workers."""
 
 _log = logging.getLogger("penstock.client")
 
@@ -68,21 +68,21 @@ class StreamStats:
     """Figures of a run's stream so far."""
 
     steps: int = 0
-    """Batches handed to the loop."""
+    """Batches delivered to the loop."""
     waited_s: float = 0.0
     """Seconds that the loop waited for data."""
     waited_by_worker: dict[str, float] = field(default_factory=dict)
     """Seconds, by the worker that was waited for."""
     copies: int = 0
-    """Batches that were handed out as copies, because the loop held too many views."""
+    """Batches delivered as copies, because the loop held too many views."""
     ahead: int = 0
-    """Batches whose copy to the device had been started before the loop asked for them; 0 without a device."""
+    """Batches whose copy to the device began before the loop requested them; 0 without a device."""
     recoveries: int = 0
     """Slots that moved to another runner while the loop was reading."""
     corrupt: int = 0
-    """Times that something came damaged, over the network or in memory, and was fetched again."""
+    """Number of times that data arrived damaged, over the network or in memory, and were fetched again."""
     skipped: int = 0
-    """Batches that were left out since the loader was opened, for they killed their runners (poison="skip")."""
+    """Poison batches left out since the loader was opened (poison="skip")."""
 
 
 class OrderedReader:
@@ -92,13 +92,13 @@ class OrderedReader:
         self.position = position
         self.stats = StreamStats()
         self.first_step = position.step
-        """Before its first batch."""
+        """Step before the first batch."""
         self.wait_s = 0.0
         """Seconds waited for the last batch."""
         self.layout: tuple[Structure, list[int]] | None = None
         """Structure and dims of the last batch."""
         self.thread = threading.get_ident()
-        """The thread that reads; lanes know no other."""
+        """Thread that reads; lanes belong to it alone."""
         self._run = run
         self._label = label
         self._timeout_s = timeout_s
@@ -110,7 +110,7 @@ class OrderedReader:
         self._slow = [""] * run.num_slots
         self._start_places = [0] * run.num_slots
         self._queue_moved = 0.0
-        """When a runner that waited to be started had fewer before it, or none, the last time."""
+        """Monotonic time at which a waiting runner last moved up in its worker's queue of starts."""
         self._open_epochs = position.epoch
         self._waiting_since = 0.0
         self._moving = False
@@ -124,11 +124,11 @@ class OrderedReader:
     # ---- the hot path
 
     def next(self) -> Any:
-        """The next batch, or EPOCH_ENDED; waits for it.
+        """Wait for the next batch, and return it; EPOCH_ENDED at the end of an epoch.
 
         Raises:
-            DeadlineError: no batch within the deadline; names who was waited for.
-            PenstockError: the input failed, after every batch that came before it.
+            DeadlineError: no batch came within the deadline; the error names slot and worker.
+            PenstockError: the input failed; all batches before the failure were delivered.
         """
         position = self.position
         total = position.total
@@ -154,7 +154,7 @@ class OrderedReader:
             if frame is None:
                 self._wait(lane)
                 continue
-            if lane.unsettled and frame.kind != CLOSE:  # that one may have been sent before a cut was heard of
+            if lane.unsettled and frame.kind != CLOSE:  # a CLOSE may predate the message that an epoch is abandoned
                 lane.settle()
             if frame.kind != BATCH or frame.epoch != position.epoch or frame.total != total[slot] + 1:
                 if self._other(lane, frame):
@@ -174,7 +174,7 @@ class OrderedReader:
             return batch
 
     def _count(self, lane: SlotLane, digest: int) -> None:
-        """The batch that is due is delivered."""
+        """Count the due batch as delivered."""
         if self._waiting_since:
             self._waiting_since = 0.0
         lane.last_digest = digest
@@ -186,7 +186,7 @@ class OrderedReader:
         self._moving = False
 
     def _corrupt(self, lane: SlotLane, what: str) -> None:
-        """What came of this lane is damaged: fetch it again, or raise BatchCorruptError if it stays so."""
+        """Fetch damaged data of this lane again, or raise BatchCorruptError if they stay damaged."""
         lane.corrupt += 1
         self.stats.corrupt += 1
         lane.lose(time.monotonic(), what)
@@ -203,7 +203,7 @@ class OrderedReader:
         _log.warning("%s: what came is damaged and is fetched again: %s", self._label, what)
 
     def _other(self, lane: SlotLane, frame: Frame) -> bool:
-        """Anything but the batch that is due. True if the epoch has ended."""
+        """Handle any frame but the due batch. True if the epoch has ended."""
         position, kind, slot = self.position, frame.kind, lane.slot
         if kind == ERROR:
             if frame.error.name == BatchCorruptError.__name__:
@@ -215,7 +215,7 @@ class OrderedReader:
         if kind == END:
             if frame.epoch < position.epoch:
                 self._pass_over(lane)
-                return False  # of a slot that had ended, said again after a reconnect
+                return False  # repeated after a reconnect: the slot had ended
             if frame.epoch != position.epoch or frame.total != position.total[slot]:
                 raise self._confused(lane, f"the end of epoch {frame.epoch} after batch {frame.total}")
             if by_own_methods(self._run.views[slot].capabilities):
@@ -238,16 +238,16 @@ class OrderedReader:
         return False
 
     def _cut_off(self, lane: SlotLane, error: records_pb2.ErrorDetail) -> None:
-        """The receiver cannot reach the lane's worker. Reports go out at once: to hear whether the coordinator can be
-        reached from here, and then to ask it for another worker."""
+        """Handle a receiver that cannot reach the lane's worker. Reports go out at once: to find out whether the
+        coordinator can be reached from here, and then to request another worker."""
         silent_s = USER_TIMEOUT_S if error.name == DeadlineError.__name__ else 0.0
         first = not lane.cut_off_at
         if lane.cut_off(time.monotonic(), silent_s, error.message) or first:
             self._run.report_soon()
 
     def _unreachable(self) -> list[tuple[int, int, str]]:
-        """(slot, generation, why) of workers that cannot be reached, for the watch thread: all that they have of this
-        box. The loop waits for one slot at a time, and would find out of each only when its turn comes."""
+        """Return (slot, generation, why) of all slots on unreachable workers, for the watch thread. The loop waits for
+        one slot at a time, and would detect each only when its turn comes."""
         views, lanes = self._run.views, list(self._lanes)
         why = {views[lane.slot].worker: lane.unreachable for lane in lanes if lane.unreachable}
         known = [(lane, views[lane.slot]) for lane in lanes]
@@ -258,10 +258,10 @@ class OrderedReader:
         ]
 
     def _pass_over(self, lane: SlotLane) -> None:
-        """A frame came that nobody needs. If that is all that comes, no wait and no deadline would ever be reached."""
+        """Count an unneeded frame. If a peer sent only such frames, no wait and no deadline would be reached."""
         lane.unused += 1
         if lane.unused > MAX_UNUSED:
-            raise self._confused(lane, f"{lane.unused} frames that nobody needs")
+            raise self._confused(lane, f"{lane.unused} frames that are not needed")
 
     def _confused(self, lane: SlotLane, what: str) -> ProtocolError:
         position, slot = self.position, lane.slot
@@ -289,7 +289,7 @@ class OrderedReader:
         view = run.views[lane.slot]
         if lane.consumer is None and self._connect(lane, view, now):
             return
-        # A runner that waits for others to be started is not late while these are: each of them has its own deadline.
+        # A runner in a queue of starts is not late while the queue moves: each start has its own deadline.
         until = max(self._waiting_since, self._queue_moved) + self._timeout_s
         if now >= until:
             self.flush()
@@ -316,7 +316,7 @@ class OrderedReader:
             self._waited(lane.slot, worker, time.monotonic() - now)
 
     def _waited(self, slot: int, worker: str, seconds: float) -> None:
-        """Enter a wait into the figures."""
+        """Add a wait to the figures."""
         self.wait_s += seconds
         stats = self.stats
         stats.waited_s += seconds
@@ -324,7 +324,8 @@ class OrderedReader:
         self._run.progress.waited_by_slot[slot] += seconds
 
     def _failed(self, lane: SlotLane, view: pb.SlotView, now: float) -> float:
-        """The slot is lost for good: raises its error once nothing more can come; until then, when to look again."""
+        """Raise the error of a slot that is lost for good, once nothing more can arrive; until then, return the time of
+        the next check."""
         if lane.consumer is None:
             if lane.tried_failed:
                 raise self._slot_error(view)
@@ -336,7 +337,7 @@ class OrderedReader:
         return lane.failed_since + FAILED_GRACE_S
 
     def raise_failed(self, view: pb.SlotView) -> NoReturn:
-        """The slot has failed and will deliver nothing any more."""
+        """Raise the error of a slot that has failed for good."""
         raise self._slot_error(view)
 
     def _slot_error(self, view: pb.SlotView) -> PenstockError:
@@ -345,7 +346,7 @@ class OrderedReader:
         return error
 
     def _placed(self, error: PenstockError, slot: int) -> PenstockError:
-        """The same error with its place."""
+        """Return the error with worker, box, slot and step added to its message."""
         run = self._run
         return placed(error, run.views[slot].worker, run.box, slot, self.position.step + 1)
 
@@ -361,7 +362,7 @@ class OrderedReader:
             return NoWorkersError(
                 f"{self._label}: box {run.box} waited {waited:.0f} s for step {step}: {missing} of its "
                 f"{run.num_slots} slots have no worker (slot {slot} is due){away}. Start more `penstock worker`s or "
-                "ones with more --slots, or lower num_workers_per_box; `penstock status` shows who is there"
+                "ones with more --slots, or lower num_workers_per_box; `penstock status` shows the workers"
             )
         starting = "its runner is still starting"
         if view.start_queue_position:
@@ -379,17 +380,17 @@ class OrderedReader:
     # ---- slots and their lanes
 
     def _first_lane(self, slot: int) -> SlotLane:
-        """A slot's lane before any generation of it is known."""
+        """Return a slot's lane before any generation of it is known."""
         return SlotLane(slot, 0, self._lane_name(slot, ""))
 
     def _lane_name(self, slot: int, worker: str) -> str:
         return f"box {self._run.box}, slot {slot}, worker {worker or 'unknown'}"
 
     def _refresh(self) -> None:
-        """Take note of what the watch thread learned: slots that moved, slots that became ready."""
+        """Apply the watch thread's new views: slots that moved, slots that became ready."""
         run = self._run
         if isinstance(run.error, ForkedProcessError):
-            raise run.error  # also where frames are left that had been read: they are the parent's
+            raise run.error  # even if frames that were read are left: they belong to the parent
         self._version = run.version
         notes = []
         now = time.monotonic()
@@ -425,7 +426,7 @@ class OrderedReader:
             warnings.warn(f"{self._label}: {note}", UserWarning, stacklevel=2)
 
     def _tell_not_used(self, views: Sequence[pb.SlotView]) -> None:
-        """Say once that states of the loader are not used: its saves and recoveries take longer."""
+        """Log once that states of the loader are not used: its saves and recoveries take longer."""
         why = next((view.capabilities.not_used for view in views if view.capabilities.not_used), "")
         if why and not self._told_not_used:
             self._told_not_used = True
@@ -435,7 +436,7 @@ class OrderedReader:
         if view.generation != lane.generation or now < lane.retry_at:
             return False
         if view.phase == pb.FAILED and not lane.tried_failed and (view.local_address or view.tcp_address):
-            lane.tried_failed = True  # what it had produced before it failed may still be had
+            lane.tried_failed = True  # batches that it produced before it failed may still arrive
         elif view.phase != pb.READY:
             lane.tried_failed = lane.tried_failed or view.phase == pb.FAILED
             return False
@@ -457,7 +458,7 @@ class OrderedReader:
     # ---- between batches
 
     def flush(self) -> bool:
-        """Send all acks. False while a socket has no room."""
+        """Send all acks. False while a socket's buffer is full."""
         total = self.position.total
         done = True
         for lane in self._lanes:
@@ -473,7 +474,7 @@ class OrderedReader:
                     lane.consumer.open_epochs(limit)
 
     def announce(self, schedule: CheckpointSchedule, last: int | None) -> int | None:
-        """Tell the workers which snapshots will be asked for next. Returns the step at which to do so again."""
+        """Announce the next checkpoint steps to the workers. Returns the step at which to do so again."""
         position = self.position
         steps = schedule.ahead(position.step, last, OUTRUN * len(self._lanes))
         pairs: list[list[int]] = [[] for _ in self._lanes]
@@ -495,7 +496,7 @@ class OrderedReader:
         return steps[(len(steps) - 1) // 2] if steps else None
 
     def abandon_epoch(self) -> None:
-        """Leave the epoch here; the workers drop what they have of it."""
+        """Abandon the epoch at this position; the workers drop its remaining batches."""
         position = self.position
         if not any(position.delivered):
             return  # nothing of the epoch was taken
@@ -513,32 +514,32 @@ class OrderedReader:
         self._moving = True
         position.abandon_epoch()
         self._moving = False
-        # Other boxes may ask for a state before this one's next report, which would then lack the cut.
+        # Another box may request a state before this one's next report: it would lack the abandoned epoch.
         self._run.report()
 
     @property
     def copies(self) -> int:
-        """Batches handed out as copies."""
+        """Batches delivered as copies."""
         return sum(lane.copies for lane in self._lanes)
 
     @property
     def run(self) -> OpenRun:
-        """Whose batches these are."""
+        """Run whose batches these are."""
         return self._run
 
     def open_lanes(self) -> list[Literal["local", "tcp"]]:
-        """The kind of each lane that is open; from any thread."""
+        """Return the kind of each open lane; from any thread."""
         views = self._run.views
         lanes = [lane for lane in list(self._lanes) if lane.consumer is not None]
         return ["tcp" if self._run.is_remote(views[lane.slot]) else "local" for lane in lanes]
 
     @property
     def held(self) -> int:
-        """Batches of which the loop holds views, as far as it is known by now; from any thread."""
+        """Batches of which the loop is known to hold views; from any thread."""
         return sum(len(ring.held) for lane in list(self._lanes) for ring in list(lane.rings.values()))
 
     def snapshot(self) -> records_pb2.BoxPosition | None:
-        """The position, also while the training thread moves it: for the watch thread."""
+        """Return the position, also while the training thread moves it: for the watch thread."""
         position = self.position
         for _ in range(1000):
             before = (position.step, position.epoch, len(position.live))
@@ -550,7 +551,7 @@ class OrderedReader:
         return None
 
     def close(self) -> None:
-        """Leave all lanes. Batches that the loop still holds stay valid."""
+        """Close all lanes. Batches that the loop still holds stay valid."""
         last = self.snapshot()
         self._run.progress.position = lambda: last  # for the run's last report
         self._run.progress.unreachable = list

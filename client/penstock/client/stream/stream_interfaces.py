@@ -1,6 +1,5 @@
-"""What a loader needs of an open run and of its reader, whatever makes the batches: worker processes, by way of a
-coordinator and lanes (open_run.py, ordered_reader.py), or this process itself (penstock.client.in_process). And what
-both of them say in the same words."""
+"""Interfaces of an open run and of its reader, whose batches come from worker processes, through a coordinator and
+lanes (open_run.py, ordered_reader.py), or from this process (penstock.client.in_process). And the messages of both."""
 
 from __future__ import annotations
 
@@ -33,35 +32,35 @@ class StreamRun(Protocol):
     seed: int
     cover: DigestCover
     error: PenstockError | None
-    """Why it cannot go on."""
+    """Reason why the run is over."""
     views: list[pb.SlotView]
     progress: BoxProgress
     ended_boxes: dict[int, int]
-    """Other boxes that take no further step -> their last one."""
+    """Last steps of other boxes that have ended their epoch, by box."""
     abandoned: bool
-    """The loader is gone; set by its finalizer."""
+    """True once the loader was collected; set by its finalizer."""
     away_since: float | None
 
     @property
     def closed(self) -> bool: ...
 
     def wait_for(self, ready: Callable[[StreamRun], bool], timeout_s: float) -> bool:
-        """Wait until the slots' views are as wanted. False if the time ran out."""
+        """Wait until `ready` is true. False if the time ran out."""
 
     def report(self) -> None:
         """Report progress now."""
 
     def fail(self, error: PenstockError) -> None:
-        """The run cannot go on. From any thread."""
+        """End the run with an error. From any thread."""
 
     def fetch_state(self, step: int, deadline_s: float) -> FetchedState:
-        """The records of all workers of all boxes at a step."""
+        """Return the records of all workers of all boxes at a step."""
 
     def aggregate(self, states: bytes, deadline_s: float) -> bytes:
-        """The loader's aggregate_state_dict: envelopes of the list of states and of what it returned."""
+        """Run the loader's aggregate_state_dict: an envelope of the list of states -> one of the result."""
 
     def close(self, *, forget: bool = True) -> None:
-        """Give the box's place back; safe to call again."""
+        """Leave the run; safe to call again."""
 
 
 class Reader(Protocol):
@@ -82,50 +81,49 @@ class Reader(Protocol):
     def held(self) -> int: ...
 
     def next(self) -> Any:
-        """The next batch, or EPOCH_ENDED."""
+        """Return the next batch, or EPOCH_ENDED."""
 
     def flush(self) -> bool:
-        """Say what was delivered."""
+        """Acknowledge the delivered batches."""
 
     def open_epochs(self, limit: int) -> None:
-        """Epochs up to this one may be opened."""
+        """Allow epochs up to this one to be opened."""
 
     def announce(self, schedule: CheckpointSchedule, last: int | None) -> int | None:
-        """Say which states will be asked for next. Returns the step at which to do so again."""
+        """Announce the next checkpoint steps. Returns the step at which to do so again."""
 
     def abandon_epoch(self) -> None:
         """Abandon the epoch at this position."""
 
     def raise_failed(self, view: pb.SlotView) -> NoReturn:
-        """The slot has failed and will deliver nothing any more."""
+        """Raise the error of a slot that has failed for good."""
 
     def open_lanes(self) -> list[Literal["local", "tcp"]]:
-        """The kind of each lane that is open."""
+        """Return the kind of each open lane."""
 
     def close(self) -> None:
-        """Leave. Batches that the loop still holds stay valid."""
+        """Close the reader. Batches that the loop still holds stay valid."""
 
 
 def placed(error: PenstockError, worker: str, box: int, slot: int, step: int) -> PenstockError:
-    """The same error with its place."""
+    """Return the error with worker, box, slot and step added to its message."""
     message = f"{error.message} [worker {worker or 'no worker'}, box {box}, slot {slot}, step {step}]"
     return type(error)(message, remote_traceback=error.remote_traceback)
 
 
 def recovered(box: int, slot: int, why: str) -> str:
-    """What the loop is warned of."""
-    return f"slot {slot} of box {box} was recovered: {why}; the stream goes on as if nothing had happened"
+    """Return the loop's warning of a recovered slot."""
+    return f"slot {slot} of box {box} was recovered: {why}; the stream continues with exactly the same batches"
 
 
 def warn_of_whole_input(label: str, views: Sequence[pb.SlotView], num_workers: int) -> bool:
-    """Warn if no worker asked which part of the input is its own, once the first batches are out. `num_workers`: of all
-    boxes."""
+    """Warn if no worker has read its assignment by the time of the first batches. `num_workers`: of all boxes."""
     if num_workers < 2 or not all(
         view.HasField("capabilities") and not view.capabilities.looked_at_assignment for view in views
     ):
         return False
     warnings.warn(
-        f"{label}: no worker asked for its assignment, so every worker streams the whole input, and each "
+        f"{label}: no worker read its assignment, so every worker streams the whole input, and each "
         "sample comes once from every worker. Shard it in input_fn or its dataset: a = penstock.worker."
         "current_assignment() and a.global_worker_id of a.total_num_workers, or torch's get_worker_info()",
         UserWarning,
