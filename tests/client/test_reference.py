@@ -100,7 +100,7 @@ def test_a_name_that_is_not_there() -> None:
         return []
 
     function.__module__, function.__qualname__ = "streams", "gone"
-    with pytest.raises(InvalidArgumentError, match=r"streams.gone, but there is nothing of that name"):
+    with pytest.raises(InvalidArgumentError, match=r"streams.gone, but nothing of that name"):
         refer(function)
     function.__module__ = "no_such_module"
     with pytest.raises(InvalidArgumentError, match="no_such_module"):

@@ -112,7 +112,7 @@ def test_four_methods_change_their_shape_and_bring_the_step_along() -> None:
 
 @pytest.mark.parametrize("methods", [0, 2])
 def test_other_loaders_keep_their_shape(methods: int) -> None:
-    with pytest.raises(StateMismatchError, match=r"on 2 boxes with 2 workers each.*with 1 box with 4 workers each"):
+    with pytest.raises(StateMismatchError, match=r"on 2 boxes with 2 workers each.*on 1 box with 4 workers each"):
         make(methods).start(0, 1, 4, strict=True)
 
 
@@ -131,7 +131,7 @@ def test_a_state_from_before_the_first_step_fits_any_shape(methods: int) -> None
 
 @pytest.mark.parametrize("value", [None, 3, {}, {"model": 1}, []])
 def test_no_state_of_ours(value: Any) -> None:
-    with pytest.raises(StateMismatchError, match=r"which no DataLoader\.state_dict"):
+    with pytest.raises(StateMismatchError, match=r"must be a value of DataLoader\.state_dict"):
         read(value)
 
 
