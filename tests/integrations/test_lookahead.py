@@ -223,7 +223,7 @@ def test_steps_whose_state_cannot_be_had(appliance: Appliance) -> None:
         with pytest.raises(StateUnavailableError, match=f"step must be from 0 to 3, got {step}"):
             loader.state_at(step)
     loader.load_state_dict(state)
-    with pytest.raises(StateUnavailableError, match="only of 2 to 2"):
+    with pytest.raises(StateUnavailableError, match="from 2 to 2"):
         loader.state_at(1)
     assert place_of(loader.state_at(2)) == place_of(state)
 
