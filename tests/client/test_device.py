@@ -164,7 +164,7 @@ def test_every_dtype_arrives_to_the_bit(backend: DeviceBackend, ring: Ring, shap
         source = filled(ring, dtype, shape)
         expected = bits(source)
         (copy,), event = backend.copy([source])
-        backend.prepare_migration([copy], event)
+        backend.order_after_copies([copy], event)
         assert landed(event)
         assert copy.device == backend.device
         assert bits(copy) == expected
@@ -174,7 +174,7 @@ def test_empty_tensors_arrive(backend: DeviceBackend, ring: Ring) -> None:
     backend.lock(ring)
     sources = [torch.empty(0), torch.empty(3, 0, 2, dtype=torch.bfloat16), filled(ring, torch.int32, (2,))]
     copies, event = backend.copy(sources)
-    backend.prepare_migration(copies, event)
+    backend.order_after_copies(copies, event)
     assert landed(event)
     assert [(tuple(copy.shape), copy.dtype) for copy in copies] == [
         ((0,), torch.float32),
@@ -192,7 +192,7 @@ def test_copies_have_memory_of_their_own(backend: DeviceBackend, ring: Ring) -> 
     assert landed(event)
     for source in sources:
         source.zero_()  # the slot is another batch's now
-    backend.prepare_migration(copies, event)
+    backend.order_after_copies(copies, event)
     assert [copy.tolist() for copy in copies] == expected
     assert len({copy.untyped_storage().data_ptr() for copy in copies}) == 3
     assert all(copy.untyped_storage().nbytes() == copy.nbytes for copy in copies), "torch.save writes a leaf alone"
@@ -210,7 +210,7 @@ def test_what_is_computed_after_handing_over_sees_the_batch(backend: DeviceBacke
     for number in range(50):
         source = filled(ring, torch.int64, (1024,)).fill_(number)
         copies, event = backend.copy([source])
-        backend.prepare_migration(copies, event)
+        backend.order_after_copies(copies, event)
         if backend.device.type == "cpu":
             assert landed(event)  # a CPU does not wait for events
         total = copies[0].sum()
@@ -224,7 +224,7 @@ def test_a_ring_may_go_once_its_copies_are_done(backend: DeviceBackend) -> None:
         copies, event = backend.copy([filled(ring, torch.uint8, (100,)).fill_(number)])
         assert landed(event)
         del ring
-        backend.prepare_migration(copies, event)
+        backend.order_after_copies(copies, event)
         assert copies[0].tolist() == [number] * 100
 
 
@@ -241,7 +241,7 @@ def test_the_copy_is_made_on_a_stream_of_its_own_and_the_loop_s_waits_for_it(fak
     copies, event = backend.copy(sources)
     assert fake_cuda.notes == ["on side", "event 1 recorded on side", "off side"]
     fake_cuda.notes.clear()
-    backend.prepare_migration(copies, event)
+    backend.order_after_copies(copies, event)
     assert fake_cuda.notes == ["loop waits for event 1", "loop uses 2 bytes", "loop uses 3 bytes"]
 
 

@@ -112,7 +112,7 @@ class FakeBackend:
         self._queue.append(copy)
         return list(copy.copies), copy
 
-    def prepare_migration(self, copies: Sequence[torch.Tensor], event: DeviceEvent) -> None:
+    def order_after_copies(self, copies: Sequence[torch.Tensor], event: DeviceEvent) -> None:
         self.migrated.append(event)
 
     def finish(self, count: int | None = None) -> None:

@@ -68,7 +68,7 @@ class CudaBackend:
             event.record(self._stream)  # type: ignore[attr-defined]
         return copies, event
 
-    def prepare_migration(self, copies: Sequence[torch.Tensor], event: DeviceEvent) -> None:
+    def order_after_copies(self, copies: Sequence[torch.Tensor], event: DeviceEvent) -> None:
         current = self._cuda.current_stream(self.device)
         current.wait_event(event)
         for copy in copies:

@@ -2,7 +2,7 @@
 
 A `DeviceBackend` copies tensors to its device. Copies only start in `copy`, in one order of their own, and how far they
 are is asked of an `DeviceEvent`; so a source must stay as it is until then, and a result may be read by whatever the
-device runs after `prepare_migration`. Three implementations: the CPU here, whose copies are done when `copy` returns;
+device runs after `order_after_copies`. Three implementations: the CPU here, whose copies are done when `copy` returns;
 CUDA in cuda.py; and in the tests one whose copies happen when the test says so. One suite of tests holds for all.
 
 Each tensor is copied by itself into memory of its own, and not the batch's whole region at once with views cut from
@@ -52,7 +52,7 @@ class DeviceBackend(Protocol):
         when the last of them is. Until then the sources' memory must neither change nor go.
         """
 
-    def prepare_migration(self, copies: Sequence[torch.Tensor], event: DeviceEvent) -> None:
+    def order_after_copies(self, copies: Sequence[torch.Tensor], event: DeviceEvent) -> None:
         """Order what this thread has the device do from now on behind these copies; never waits for them."""
 
 
@@ -76,7 +76,7 @@ class CpuBackend:
     def copy(self, sources: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], DeviceEvent]:
         return copied(sources, self.device), self._done
 
-    def prepare_migration(self, copies: Sequence[torch.Tensor], event: DeviceEvent) -> None:
+    def order_after_copies(self, copies: Sequence[torch.Tensor], event: DeviceEvent) -> None:
         """No-op: copies are synchronous."""
 
 

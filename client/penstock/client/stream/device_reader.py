@@ -88,7 +88,7 @@ class DeviceReader(OrderedReader):
     def _hand_over(self, load: DeviceLoad) -> Any:
         batch = load.batch
         if load.event is not None:
-            self._backend.prepare_migration(load.copies, load.event)
+            self._backend.order_after_copies(load.copies, load.event)
         load.forget()
         load.ring.held.add(load.entry)
         self._lent.append(load)

@@ -49,7 +49,7 @@ class Receiver:
     def start(self, parent_watch: int | None = None) -> str:
         """The name to connect to (`lane.connect_local`), of a receiver that listens.
 
-        parent watch: the pid with whose end the receiver leaves, by default this process's.
+        parent_watch: the pid with whose end the receiver leaves, by default this process's.
 
         Raises DeadlineError or PenstockError if none can be started.
         """
