@@ -47,7 +47,7 @@ class Receiver:
         return process.pid if process is not None and process.status is None else None
 
     def start(self, parent_watch: int | None = None) -> str:
-        """The name to connect to (`lane.connect_local`), of a receiver that listens.
+        """Return the name to connect to (`lane.connect_local`), of a receiver that listens.
 
         parent_watch: the pid with whose end the receiver leaves, by default this process's.
 

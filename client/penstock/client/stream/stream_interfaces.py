@@ -113,7 +113,7 @@ def placed(error: PenstockError, worker: str, box: int, slot: int, step: int) ->
 
 def recovered(box: int, slot: int, why: str) -> str:
     """Return the loop's warning of a recovered slot."""
-    return f"slot {slot} of box {box} was recovered: {why}; the stream continues with exactly the same batches"
+    return f"slot {slot} of box {box} was recovered: {why}; the stream continues as without the fault"
 
 
 def warn_of_whole_input(label: str, views: Sequence[pb.SlotView], num_workers: int) -> bool:
