@@ -177,7 +177,8 @@ def check_runner_user(wanted: str, why_not: str, *, as_root: bool) -> Finding:
 
 
 def check_locked_memory(soft: int, device: str) -> Finding:
-    """`soft`: bytes, -1 = no limit. `device`: where a training job here wants its batches."""
+    """Check the limit on locked memory, which a ring for CUDA needs. `soft`: bytes, -1 = no limit. `device`: where a
+    training job here wants its batches."""
     found = f"{size(soft) if soft >= 0 else 'any amount'} may be locked"
     if device.startswith("cuda") and 0 <= soft < 1 << 30:
         return warning(

@@ -42,7 +42,7 @@ class QueueTurn:
         return self._queue.place(self)
 
     async def end_when_idle(self, pid: int) -> None:
-        """End the turn when the runner `pid` stands still, or has had its time."""
+        """Wait until the runner `pid` uses almost no processor time, or for TURN_S at most; then end the turn."""
         demand, idle, until = ProcessorDemand(pid), 0, time.monotonic() + TURN_S
         while idle < IDLE_LOOKS and time.monotonic() < until and not self.over.is_set():
             idle = idle + 1 if demand.look(time.monotonic()) < IDLE_SHARE else 0

@@ -296,12 +296,12 @@ class _Runner:
                 return
             flat = flatten(batch)
             del batch
-            slab = self._reserve(flat)
-            if slab is None:
+            entry = self._reserve(flat)
+            if entry is None:
                 del flat
                 self._go_back()
                 return
-            ring, offset = slab.ring, slab.offset
+            ring, offset = entry.ring, entry.offset
             flat.write_to(ring.address + offset)
             structure, nbytes, shapes = flat.structure, flat.nbytes, flat.shapes
             seed, dims = layout(structure.key, nbytes, shapes)
@@ -324,7 +324,7 @@ class _Runner:
                 self._looked = True
                 progress_page.saw_look()
             progress_page.record(total, position.epoch, digest, position.samples, producer.delivered)
-            producer.publish(slab, total, position.epoch, number, nbytes, dims, digest, cover=cover)
+            producer.publish(entry, total, position.epoch, number, nbytes, dims, digest, cover=cover)
             if not self._begun:
                 self._begun = True
                 self._channel.send("begun")
@@ -362,17 +362,17 @@ class _Runner:
         """Wait for a ring entry and return it; None if the loop abandoned this epoch meanwhile."""
         producer = self.producer
         need = flat.nbytes + (8 * len(flat.shapes) if len(flat.shapes) > LONG_SHAPES else 0)
-        slab = self._lease.take(flat, need) or producer.reserve(need)
-        if slab is not None:
-            return slab
+        entry = self._lease.take(flat, need) or producer.reserve(need)
+        if entry is not None:
+            return entry
         self._doing("sending")
-        while slab is None:
+        while entry is None:
             self._serve(None)
             if producer.abandoned:
                 return None
-            slab = producer.reserve(need)
+            entry = producer.reserve(need)
         self._doing("next")
-        return slab
+        return entry
 
     def _wait_in_user_code(self) -> bool:
         """Wait for a ring entry for a batch that is yet to be built. What ends the wait is raised when user code has
