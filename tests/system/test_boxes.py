@@ -134,7 +134,7 @@ def test_a_box_whose_pass_ends_before_the_others_is_announced(cluster: Cluster) 
                 ended.set()
             return taken
 
-    with pytest.warns(UserWarning, match="the epoch of box 0 ended at step 3, and box 1 goes on"):
+    with pytest.warns(UserWarning, match="the epoch of box 0 ended at step 3, and box 1 continues"):
         assert together(2, train) == [3, 9]
 
 

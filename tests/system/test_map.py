@@ -133,6 +133,6 @@ def test_synthetic_input_repeats_the_first_batch_of_each_worker_and_has_no_state
             loader.state_dict()
         resumed = DataLoader(mapped, **OPTIONS)
         resumed.load_state_dict(state)
-        with pytest.raises(NotRestartableError, match="load no state, or leave synthetic= and PENSTOCK_SYNTHETIC out"):
+        with pytest.raises(NotRestartableError, match="load no state, or leave out synthetic= and PENSTOCK_SYNTHETIC"):
             next(iter(DataExecutor(resumed, appliance=appliance)))
     assert repeated == [*real[:2] * 3, real[0]]

@@ -56,7 +56,7 @@ def skipped(appliance: Appliance, kind: str, poison: list[int], shuffle: bool) -
     loader = DataLoader(hazards.poisoned, kind, poison, shuffle)
     with recorded() as told:
         got = stream(appliance, loader)
-    named = [text for text in told if "is quarantined and left out, for it killed its runner 4 times" in text]
+    named = [text for text in told if "is quarantined and skipped: it killed its runner 4 times" in text]
     assert len(named) == len(poison)
     assert all(re.search(r"batch \d+ of box 0 slot 0 \(step \d+\) is quarantined", text) for text in named)
     session = loader._session

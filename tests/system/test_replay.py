@@ -325,7 +325,7 @@ def test_the_command_shows_the_batch_and_a_row_with_its_key(stage: Stage) -> Non
         (["two", "--step", "1", "--allow", "stream"], 25, "say that it may by --allow streams"),
         (["--step", "1"], 2, "name the RUN"),
         (["two", "--step", "1", "--out", "x.pkl"], 2, "must end with one of .pst, .npz, .pt"),
-        (["two", "--step", "1", "--state-dir", "/nonexistent"], 14, "no state directory of a coordinator"),
+        (["two", "--step", "1", "--state-dir", "/nonexistent"], 14, "a state directory of a coordinator must have"),
     ],
 )
 def test_what_cannot_be_had_is_said(stage: Stage, arguments: list[str], code: int, says: str) -> None:
@@ -336,7 +336,7 @@ def test_what_cannot_be_had_is_said(stage: Stage, arguments: list[str], code: in
 def test_the_files_of_a_coordinator_that_is_stopped(stage: Stage) -> None:
     """As it ends, and as it is killed; of runs that had ended, and of one at work. Its files stay as they are."""
     cluster, state_dir = stage.cluster, stage.cluster.state_dir
-    with pytest.raises(errors.JournalError, match="in use by a coordinator that runs"):
+    with pytest.raises(errors.JournalError, match="in use by a running coordinator"):
         StoppedArchive(state_dir)
     got = stage.seen.batches["open", 0] = {}
     with box_of(cluster, "open") as appliance:
