@@ -81,7 +81,7 @@ def _bombs() -> dict[str, Callable[[], object]]:
 
     def said(text: int, payload: int) -> object:
         inbox = MessageInbox()
-        inbox.reader(struct.pack("<IQB", text, payload, 0) + b"{}", [])
+        inbox.feed(struct.pack("<IQB", text, payload, 0) + b"{}", [])
         return inbox.take()
 
     torch.zeros(1)

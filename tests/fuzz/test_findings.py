@@ -286,16 +286,16 @@ def test_control_message_is_an_object_with_kind(text: bytes) -> None:
     inbox = MessageInbox()
     head = bytearray(encode_head(ControlMessage("x"))[:13])
     head[:4] = len(text).to_bytes(4, "little")
-    inbox.reader(bytes(head) + text, [])
+    inbox.feed(bytes(head) + text, [])
     with pytest.raises(ProtocolError):
         inbox.take()
 
 
 def test_unannounced_descriptors_are_closed() -> None:
     inbox = MessageInbox()
-    inbox.reader(b"", [os.memfd_create("unannounced") for _ in range(MAX_FDS)])
-    with pytest.raises(ProtocolError, match=f"{MAX_FDS + 1} descriptors"):
-        inbox.reader(b"", [os.memfd_create("unannounced")])
+    inbox.feed(b"", [os.memfd_create("unannounced") for _ in range(MAX_FDS)])
+    with pytest.raises(ProtocolError, match=f"got {MAX_FDS + 1}"):
+        inbox.feed(b"", [os.memfd_create("unannounced")])
     assert not open_as("/memfd:unannounced")
 
 

@@ -91,7 +91,7 @@ def test_no_wait_gives_none_and_closed_is_lost() -> None:
 @given(st.binary(max_size=200))
 def test_nonsense_is_refused_and_nothing_else(data: bytes) -> None:
     inbox = MessageInbox()
-    inbox.reader(data, [])
+    inbox.feed(data, [])
     try:
         inbox.take()
     except ProtocolError:
@@ -100,7 +100,7 @@ def test_nonsense_is_refused_and_nothing_else(data: bytes) -> None:
 
 def test_declared_size_is_checked_before_reading() -> None:
     inbox = MessageInbox()
-    inbox.reader(encode_head(ControlMessage("x"))[:0] + (1 << 30).to_bytes(4, "little") + bytes(20), [])
+    inbox.feed(encode_head(ControlMessage("x"))[:0] + (1 << 30).to_bytes(4, "little") + bytes(20), [])
     with pytest.raises(ProtocolError):
         inbox.take()
 

@@ -21,22 +21,22 @@ from penstock.worker.processes.child_output import (
 
 def test_lines_come_whole_however_they_arrive() -> None:
     lines = OutputLines(0.0)
-    assert lines.reader(b"one\ntw", 0.0) == ["one"]
-    assert lines.reader(b"o\nthree", 0.0) == ["two"]
-    assert lines.reader(b"", 0.0) == ["three"]
+    assert lines.feed(b"one\ntw", 0.0) == ["one"]
+    assert lines.feed(b"o\nthree", 0.0) == ["two"]
+    assert lines.feed(b"", 0.0) == ["three"]
 
 
 def test_endless_line_is_cut_and_costs_no_memory() -> None:
     lines = OutputLines(0.0)
-    shown = [text for _ in range(1000) for text in lines.reader(b"y" * 5000, 0.0)]
+    shown = [text for _ in range(1000) for text in lines.feed(b"y" * 5000, 0.0)]
     assert [len(text) for text in shown] == [LONGEST_LINE + len(" ... cut")]
-    assert lines.reader(b"rest\nnext\n", 0.0) == ["next"]
+    assert lines.feed(b"rest\nnext\n", 0.0) == ["next"]
 
 
 def test_a_flood_is_thinned_out_counted_and_told() -> None:
     lines = OutputLines(0.0)
-    assert len(lines.reader(b"x\n" * (BURST + 500), 0.0)) == BURST
-    said = [text for tick in range(1, 31) for text in lines.reader(b"x\n" * 1000, tick / 10)]
+    assert len(lines.feed(b"x\n" * (BURST + 500), 0.0)) == BURST
+    said = [text for tick in range(1, 31) for text in lines.feed(b"x\n" * 1000, tick / 10)]
     told = [text for text in said if "left out" in text]
     shown, counted = len(said) - len(told), sum(int(text.split()[1]) for text in told)
     assert len(told) == 3
@@ -46,18 +46,18 @@ def test_a_flood_is_thinned_out_counted_and_told() -> None:
 
 def test_what_was_left_out_is_told_at_the_end() -> None:
     lines = OutputLines(0.0)
-    lines.reader(b"x\n" * (BURST + 1), 0.0)
-    assert lines.reader(b"", 0.1) == ["... 1 lines were left out: it prints more than 200 a second"]
+    lines.feed(b"x\n" * (BURST + 1), 0.0)
+    assert lines.feed(b"", 0.1) == ["... 1 lines were left out: it prints more than 200 a second"]
 
 
 def test_reading_is_bounded_in_bytes() -> None:
     lines = OutputLines(0.0)
     for _ in range(BYTES_PER_S >> 16):
         assert not lines.too_fast
-        lines.reader(bytes(1 << 16), 0.0)
-    lines.reader(b"x", 0.0)
+        lines.feed(bytes(1 << 16), 0.0)
+    lines.feed(b"x", 0.0)
     assert lines.too_fast
-    lines.reader(b"", 0.001)
+    lines.feed(b"", 0.001)
     assert not lines.too_fast
 
 

@@ -44,7 +44,7 @@ def _control(data: bytes) -> None:
     inbox = MessageInbox()
     for what, piece in pieces(data):
         text, payload = (piece[:-64], piece[-64:]) if what % 2 else (b"", b"")
-        inbox.reader(piece if not what % 2 else HEAD.pack(len(text), len(payload), 0) + text + payload, [])
+        inbox.feed(piece if not what % 2 else HEAD.pack(len(text), len(payload), 0) + text + payload, [])
         while (message := inbox.take()) is not None:
             assert type(message.kind) is str
             counts(message, *list(message.fields)[:4])

@@ -46,7 +46,7 @@ class OutputLines:
         self.left_out = 0
         """Lines left out since they were last reported."""
 
-    def reader(self, data: bytes, now: float) -> list[str]:
+    def feed(self, data: bytes, now: float) -> list[str]:
         """Return the lines to log. b"" ends the output: the rest is returned."""
         passed, self._at = max(0.0, now - self._at), now
         self._credit = min(BURST, self._credit + passed * LINES_PER_S)

@@ -232,7 +232,7 @@ class Child:
             loop.remove_reader(self._output)
             os.close(self._output)
             self._output = -1
-            self._log(self._lines.reader(b"", time.monotonic()))
+            self._log(self._lines.feed(b"", time.monotonic()))
         if self._process is not None:
             self._process.close()
             self._process = None
@@ -262,7 +262,7 @@ class Child:
         except BlockingIOError:
             return
         loop = asyncio.get_running_loop()
-        self._log(self._lines.reader(data, time.monotonic()))
+        self._log(self._lines.feed(data, time.monotonic()))
         if not data:
             loop.remove_reader(self._output)
         elif self._lines.too_fast:

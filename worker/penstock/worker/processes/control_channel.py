@@ -71,7 +71,7 @@ class MessageInbox:
         self._buffer = bytearray()
         self._fds: list[int] = []
 
-    def reader(self, data: bytes, fds: list[int]) -> None:
+    def feed(self, data: bytes, fds: list[int]) -> None:
         """Take bytes and descriptors. Raise ProtocolError, and close them, for descriptors that no message can have
         announced."""
         self._buffer += data
@@ -207,7 +207,7 @@ class ControlChannel:
                     os.close(fd)
                 self._check_own()
                 raise LaneLostError("the other end of the control socket is gone")
-            self._inbox.reader(data, fds)
+            self._inbox.feed(data, fds)
         return message
 
 
