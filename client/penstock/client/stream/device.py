@@ -1,4 +1,4 @@
-"""Devices that batches can be handed out on, and what the feed needs of one.
+"""Devices that batches can be handed out on, and what the ordered reader needs of one.
 
 A `DeviceBackend` copies tensors to its device. Copies only start in `copy`, in one order of their own, and how far they
 are is asked of an `DeviceEvent`; so a source must stay as it is until then, and a result may be read by whatever the

@@ -1,4 +1,4 @@
-"""The feed of `Appliance(device=...)`: batches are copied out of the ring, one ahead of the loop.
+"""The ordered reader of `Appliance(device=...)`: batches are copied out of the ring, one ahead of the loop.
 
     frame of batch n+1 ──> views of its ring entry ──> copies on the device ········ event
                                                       (staged)                        ├─> the slot is released
@@ -16,7 +16,7 @@ its runner is replaced, the new one sends it again. Only the frame that is due n
 error, stays with the consumer that looked for it until its turn comes, and is met by the ordinary feed.
 
 **A slot is released by its copy's event**, once the batch is delivered, and not by the death of views: there are none.
-Events are looked at whenever the feed is called, and while it waits: a producer without free slots may be what it
+Events are looked at whenever the reader is called, and while it waits: a producer without free slots may be what it
 waits for.
 """
 
@@ -48,7 +48,7 @@ _stranded: list[DeviceLoad] = []
 
 
 class DeviceReader(OrderedReader):
-    """A feed whose batches arrive on the backend's device."""
+    """Ordered reader whose batches arrive on the backend's device."""
 
     def __init__(self, run: OpenRun, position: Position, label: str, timeout_s: float, backend: DeviceBackend) -> None:
         self._backend = backend
@@ -206,7 +206,7 @@ def backend_of(device: str) -> DeviceBackend:
 
 
 def reader_for(device: str, run: OpenRun, position: Position, label: str, timeout_s: float) -> OrderedReader:
-    """The feed of a run: with a device, one whose batches arrive there; "": one that hands out views of the ring."""
+    """Return the ordered reader of a run: with a device, one whose batches arrive there; "": one that hands out views of the ring."""
     if not device:
         return OrderedReader(run, position, label, timeout_s)
     return DeviceReader(run, position, label, timeout_s, backend_of(device))
