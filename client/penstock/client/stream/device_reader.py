@@ -206,7 +206,8 @@ def backend_of(device: str) -> DeviceBackend:
 
 
 def reader_for(device: str, run: OpenRun, position: Position, label: str, timeout_s: float) -> OrderedReader:
-    """Return the ordered reader of a run: with a device, one whose batches arrive there; "": one that hands out views of the ring."""
+    """Return the ordered reader of a run: with a device, one whose batches arrive there; "": one that hands out views
+    of the ring."""
     if not device:
         return OrderedReader(run, position, label, timeout_s)
     return DeviceReader(run, position, label, timeout_s, backend_of(device))

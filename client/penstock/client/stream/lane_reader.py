@@ -10,8 +10,8 @@ penstock.proto.batch.assemble).
 
 **What is delivered is what was made.** Before a batch is handed out its bytes are compared with the digest that its
 runner computed when it wrote them: of up to 64 KiB all, of more a sample, or all with `Appliance(digest="full")`. A
-difference is a BatchCorruptError, upon which the reader gives the connection up: the ring at its other end still has the
-batch. Only what stays wrong, CORRUPT_TRIES times in a row, is an error in the training loop.
+difference is a BatchCorruptError, upon which the reader gives the connection up: the ring at its other end still has
+the batch. Only what stays wrong, CORRUPT_TRIES times in a row, is an error in the training loop.
 """
 
 from __future__ import annotations
