@@ -39,7 +39,8 @@ MANY = 1000
 """Workers beyond which heartbeats may be rarer (penstock.appliance.policies.lease_policy), and so is that word."""
 AT_A_TIME = 64
 SKEW_S, FAR_OFF_S = 2.0, 300.0
-"""Seconds between two clocks: the first is worth a word; with the second, certificates may not be valid at one end."""
+"""Difference of two clocks, in seconds: above SKEW_S it is reported; above FAR_OFF_S certificates may be invalid at one
+end."""
 
 
 @dataclass(frozen=True)

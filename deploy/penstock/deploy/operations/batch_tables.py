@@ -227,7 +227,7 @@ def _arrays(batch: Any) -> bytes:
 
 
 def _array(name: str, value: Any) -> np.ndarray[Any, Any]:
-    """Raises InvalidArgumentError for what numpy would hold as something else."""
+    """Return the value as an array. Raises InvalidArgumentError if an array would not keep its value and type."""
     if isinstance(value, bytes):
         return np.frombuffer(value, np.uint8)
     try:

@@ -118,7 +118,8 @@ def progress_of(state: Any) -> OrderProgress:
 
 
 def skip_of(state: Mapping[str, Any]) -> Ranges:
-    """Return what was skipped when it was saved. Raises TypeError or ValueError for impossible values."""
+    """Return the ranges of `skip` that the state was saved with. Raises TypeError or ValueError for impossible
+    values."""
     skip = tuple((first, end) for first, end in state.get("skip", ()))
     last = -1
     for number in (number for piece in skip for number in piece):

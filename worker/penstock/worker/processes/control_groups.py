@@ -42,7 +42,7 @@ _REMEDY = (
 
 
 class OutOfMemory(Enum):
-    """Owner of the memory that ran out when the kernel killed a process in a group."""
+    """Whose memory had run out, if the kernel killed a process of a group."""
 
     NO = "it has killed nothing"
     OWN = "that of the group"

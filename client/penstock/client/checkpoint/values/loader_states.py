@@ -22,7 +22,7 @@ __all__ = ["Loader", "load_loader", "loader_leaves", "names_for"]
 Loader = DataLoader | Lookahead
 
 SHARED = "all"
-"""Name, under a loader's key, of the state of all boxes."""
+"""Key below a loader's key, in place of a box's own, for one state that covers all boxes."""
 UNIT = 4096
 """Bytes: states are padded to a multiple of it. While lengths stay the same, so does torch's index; making it anew
 would take as long as the rest of a save."""
