@@ -42,7 +42,7 @@ _REMEDY = (
 
 
 class OutOfMemory(Enum):
-    """Whose memory had run out, if the kernel killed a process of a group."""
+    """Group whose memory had run out when the kernel killed a process in it."""
 
     NO = "it has killed nothing"
     OWN = "that of the group"
