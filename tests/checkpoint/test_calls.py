@@ -121,7 +121,9 @@ def test_handlers_that_raise_at_random_instants(tmp_path: Path) -> None:
     """Ctrl-C: the checkpointer can be used at once, and what is there is whole."""
 
     def handler(number: int, frame: Any) -> None:
+        nonlocal armed
         if armed:
+            armed = False  # here: a second signal could come before the loop has caught this one
             raise KeyboardInterrupt
 
     interrupted, armed = 0, False
@@ -132,7 +134,6 @@ def test_handlers_that_raise_at_random_instants(tmp_path: Path) -> None:
                 checkpointer.save(step, state_of(float(step)))
                 armed = False
             except KeyboardInterrupt:
-                armed = False
                 interrupted += 1
         checkpointer.wait()
         there = [one.step for one in checkpoints(tmp_path)]
