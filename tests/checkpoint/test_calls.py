@@ -120,13 +120,14 @@ def test_handlers_that_save_at_random_instants(tmp_path: Path) -> None:
 def test_handlers_that_raise_at_random_instants(tmp_path: Path) -> None:
     """Ctrl-C: the checkpointer can be used at once, and what is there is whole."""
 
+    interrupted, armed = 0, False
+
     def handler(number: int, frame: Any) -> None:
         nonlocal armed
         if armed:
             armed = False  # here: a second signal could come before the loop has caught this one
             raise KeyboardInterrupt
 
-    interrupted, armed = 0, False
     with AsyncCheckpointer(tmp_path, fsync=False) as checkpointer, handled(handler), signals_at_random(0.006):
         for step in range(TIMES // 4):
             try:
