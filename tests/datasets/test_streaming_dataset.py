@@ -199,7 +199,7 @@ def test_what_is_no_dataset_is_named(tmp_path: Path) -> None:
     for content, error, says in (
         ("{", DatasetError, "is not JSON"),
         ('{"version": 3, "shards": []}', DatasetError, "version"),
-        ('{"version": 2, "shards": []}', DatasetError, "names no sample"),
+        ('{"version": 2, "shards": []}', DatasetError, "lists no samples"),
     ):
         (tmp_path / "index.json").write_text(content)
         with pytest.raises(error, match=f"{tmp_path}.*{says}"):
@@ -235,7 +235,7 @@ def test_a_local_folder_may_be_below_the_home(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.parametrize("weight", [{"proportion": 0.5}, {"repeat": 1}, {"choose": 7}])
 def test_a_stream_without_samples_has_no_share(tmp_path: Path, hundred: Path, weight: dict[str, Any]) -> None:
     numbers(tmp_path / "none", 0)
-    with pytest.raises(DatasetError, match=f"{tmp_path}/none: the index lists no samples"):
+    with pytest.raises(DatasetError, match=f"{tmp_path}/none: the index names no sample"):
         StreamingDataset(streams=[Stream(local=hundred, **weight), Stream(local=tmp_path / "none", **weight)])
     nothing: dict[str, Any] = dict.fromkeys(weight, 0)
     dataset = StreamingDataset(streams=[Stream(local=hundred, **weight), Stream(local=tmp_path / "none", **nothing)])
@@ -582,7 +582,7 @@ def test_closing_ends_its_threads(hundred: Path, tmp_path: Path) -> None:
 def test_samples_equal_mosaicml_streamings(tmp_path: Path, expected: dict[str, list[Any]]) -> None:
     for folder, samples in expected.items():
         if not samples:
-            with pytest.raises(DatasetError, match="names no sample"):
+            with pytest.raises(DatasetError, match="lists no samples"):
                 StreamingDataset(str(MDS / folder), tmp_path / folder)
             continue
         dataset = StreamingDataset(str(MDS / folder), tmp_path / folder, allow_unsafe_types=True)
