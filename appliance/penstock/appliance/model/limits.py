@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from penstock.proto.rpc.calls import VALUE_MAX
+
 KIB = 1 << 10
 MIB = 1 << 20
 GIB = 1 << 30
@@ -95,7 +97,7 @@ class Limits:
     cadence_share: float = 0.9
     """Share of the budget for snapshots that only shorten a replay; the rest is for the first one of a slot and for
     states to resume from, without which nothing can start."""
-    value_max: int = 900_000_000
+    value_max: int = VALUE_MAX
     """Largest snapshot, blob or state. SQLite's own limit on a value is 1,000,000,000."""
     transfers_max: int = 64 * MIB
     """Bytes of snapshots, and as many of blobs, in memory before they are written: half for small ones."""

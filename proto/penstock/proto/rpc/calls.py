@@ -46,6 +46,9 @@ DEADLINE_S = 10.0
 """Seconds that a call may take, beyond any hold: the coordinator answers in milliseconds, or is stopped or far gone."""
 TRANSFER_DEADLINE_S = 120.0
 """Seconds for a call that moves a state or a snapshot: 1 GiB over 10 MB/s."""
+VALUE_MAX = 900_000_000
+"""Largest snapshot or blob that a caller takes, bytes: what a coordinator stores. A coordinator that is taken over must
+not fill its workers' memory."""
 ARGUMENTS_INLINE = 64 * 1024
 """Bytes of a loader's arguments above which they travel as a blob: the spec is repeated for every slot."""
 
@@ -140,6 +143,9 @@ class Gather(Generic[_Header]):
     def add(self, header: _Header | None, data: bytes) -> None:
         if header is not None:
             self._close()
+            if self._size_of(header) > VALUE_MAX:
+                size = self._size_of(header)
+                raise ProtocolError(f"{self._what}: a value must have at most {VALUE_MAX} bytes, got {size}")
             self._header = header
         if data:
             if self._header is None:
@@ -183,6 +189,13 @@ class _StateGather:
 
 def _snapshot_gather() -> Gather[pb.SnapshotHeader]:
     return Gather("GetSnapshots", lambda header: header.size)
+
+
+def _blob_length(name: str, length: int) -> int:
+    """Return the length of the parts so far. Raise ProtocolError for more than a blob may have."""
+    if length > VALUE_MAX:
+        raise ProtocolError(f"blob {name} must have at most {VALUE_MAX} bytes, got more")
+    return length
 
 
 def _checked_blob(name: str, data: bytes) -> bytes:
@@ -346,9 +359,11 @@ class CoordinatorClient(AuthenticatedCall):
         self, name: str, write: Callable[[bytes], None], *, deadline_s: float = TRANSFER_DEADLINE_S
     ) -> None:
         """Pass the bytes to `write` as they come. They are verified only once this returns."""
-        digest = hashlib.sha256()
+        digest, length = hashlib.sha256(), 0
 
         def take(part: pb.BlobPart) -> None:
+            nonlocal length
+            length = _blob_length(name, length + len(part.data))
             digest.update(part.data)
             write(part.data)
 
