@@ -37,6 +37,9 @@ FORMATS: Mapping[str, tuple[str, ...]] = {
 MOST_BYTES = (1 << 32) - 1
 """Largest size of a file with offsets, which have 32 bits, in bytes."""
 
+MOST = 1 << 44
+"""Largest size of a file in bytes, and largest number of its samples: sums over all shards stay below 64 bits."""
+
 _OWN = {"version", "format", "samples", "compression", "hashes"}
 _OWN |= {f"{form}_{part}" for form in ("raw", "zip") for part in ("data", "meta")}
 """Fields of an entry that are not settings."""
@@ -162,6 +165,9 @@ def _stored(entry: dict[str, Any], field: str, files: dict[str, StoredFile]) -> 
         raise _Bad(f"{field}.basename", f"must be a string, got {_kind(name)}")
     if not _PLAIN_PATH.fullmatch(name):
         raise _Bad(f"{field}.basename", f"must be a plain path below the dataset's folder, got {name!r}")
+    encoded = name.encode(errors="replace")
+    if encoded.decode() != name or len(encoded) > 3000 or any(len(step) > 255 for step in encoded.split(b"/")):
+        raise _Bad(f"{field}.basename", f"must be a name that a file can have, got {name[:100]!r}")
     if _OURS.fullmatch(name):
         raise _Bad(f"{field}.basename", f"must not be a name that the cache uses itself, got {name!r}")
     size = _count(info, "bytes", f"{field}.bytes")
@@ -185,6 +191,8 @@ def _count(entry: dict[str, Any], key: str, field: str) -> int:
         raise _Bad(field, f"must be an integer, got {_kind(value)}" if key in entry else "is missing")
     if value < 0:
         raise _Bad(field, f"must be at least 0, got {value}")
+    if value > MOST:
+        raise _Bad(field, f"must be at most {MOST}, got more")
     return value
 
 
