@@ -11,15 +11,15 @@ import pytest
 from penstock.data import StreamingDataset
 from penstock.proto.errors import DatasetError
 
-MDS = Path(__file__).parents[1] / "data" / "mds" / "none"
+MDS = Path(__file__).parents[1] / "data" / "mds" / "encodings"
 
 
-@pytest.mark.parametrize("samples", [1 << 63, 1 << 64, 10**4000])
+@pytest.mark.parametrize("samples", [1 << 63, 1 << 64, 10**4000], ids=["63", "64", "huge"])
 def test_samples_beyond_counting_are_refused(tmp_path: Path, samples: int) -> None:
     refused(tmp_path, "samples must be at most", samples=samples)
 
 
-@pytest.mark.parametrize("name", ["\ud800", "x" * 256, "x/" * 2000 + "x"])
+@pytest.mark.parametrize("name", ["\ud800", "x" * 256, "x/" * 2000 + "x"], ids=["surrogate", "step", "path"])
 def test_name_that_no_file_can_have_is_refused(tmp_path: Path, name: str) -> None:
     raw = json.loads((MDS / "index.json").read_text())["shards"][0]["raw_data"]
     refused(tmp_path, "must be a name that a file can have", raw_data={**raw, "basename": name})
