@@ -351,8 +351,8 @@ def test_a_reader_that_takes_nothing_is_ended() -> None:
 
 
 def test_a_worker_has_so_many_slots() -> None:
-    with pytest.raises(InvalidArgumentError, match="slots must be at most 4096 for one worker, got 4097"):
-        FakeCluster().worker("w", 4097)
+    with pytest.raises(InvalidArgumentError, match="slots must be at most 1024 for one worker, got 1025"):
+        FakeCluster().worker("w", 1025)
 
 
 def test_slots_of_one_token_are_counted() -> None:
