@@ -100,6 +100,27 @@ def test_a_fleet_that_is_lost_goes_in_slices() -> None:
     assert [slot.worker for slot in world.slots()] == [""] * 12
 
 
+def test_a_close_looks_at_no_other_box() -> None:
+    """To look at all of them with each close takes time with the square of their number."""
+
+    class Counted(dict[int, Any]):
+        looks = 0
+
+        def values(self) -> Any:
+            type(self).looks += 1
+            return super().values()
+
+    world = FakeCluster()
+    boxes = [world.open(number, num_boxes=8, num_workers_per_box=1) for number in range(8)]
+    (attempt,) = world.registry.cluster.open_attempts()
+    attempt.boxes = Counted(attempt.boxes)
+    for box in boxes[:-1]:
+        box.close()
+        assert attempt.live == {other.number for other in attempt.boxes.copy().values() if other.place.name == "LIVE"}
+    assert attempt.live == {7}
+    assert Counted.looks == 0
+
+
 def test_boxes_that_are_lost_go_in_slices() -> None:
     """A box of two slots counts for six, since its own rows take their time too."""
     world = FakeCluster(replace(Limits(), slots_at_once=12))
@@ -351,8 +372,8 @@ def test_a_reader_that_takes_nothing_is_ended() -> None:
 
 
 def test_a_worker_has_so_many_slots() -> None:
-    with pytest.raises(InvalidArgumentError, match="slots must be at most 4096 for one worker, got 4097"):
-        FakeCluster().worker("w", 4097)
+    with pytest.raises(InvalidArgumentError, match="slots must be at most 1024 for one worker, got 1025"):
+        FakeCluster().worker("w", 1025)
 
 
 def test_slots_of_one_token_are_counted() -> None:

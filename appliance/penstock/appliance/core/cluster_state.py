@@ -353,7 +353,7 @@ class ClusterState:
 
     def vacate(self, attempt: Attempt, box: Box, place: BoxPresence, note: str) -> None:
         """Free the box's workers at once: its client is lost or has closed."""
-        box.place = place
+        attempt.set_place(box, place)
         kind = "box lost" if place is BoxPresence.GONE else "box closed"
         self.events.add(kind, note, run=attempt.run, attempt=attempt.number, box=box.number)
         if box.reported:
@@ -373,7 +373,7 @@ class ClusterState:
 
     def revive(self, attempt: Attempt, box: Box, now: float) -> None:
         """Take a lost client back: it has returned, and the next attempt was not opened meanwhile."""
-        box.place = BoxPresence.LIVE
+        attempt.set_place(box, BoxPresence.LIVE)
         text = f"the training job of box {box.number} reported again"
         self.events.add("box back", text, run=attempt.run, attempt=attempt.number, box=box.number)
         box.lease_until = now + self.box_lease_policy().lease_s

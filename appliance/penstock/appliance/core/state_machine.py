@@ -254,7 +254,7 @@ class Registry:
             return
         if request.HasField("progress"):
             self._report(request.progress)
-        box.place = BoxPresence.CLOSED
+        attempt.set_place(box, BoxPresence.CLOSED)
         attempt.set_ended(box, True)
         if attempt.any_live():
             box.lingers_until = self._clock() + self.limits.linger_s

@@ -288,6 +288,8 @@ class Attempt:
     boxes: dict[int, Box] = field(default_factory=dict)
     ended: set[int] = field(default_factory=set)
     """Boxes whose epoch_ended is set."""
+    live: set[int] = field(default_factory=set)
+    """Boxes whose place is LIVE: each close asks for them, and must not look at all boxes for that."""
     left: dict[int, int] = field(default_factory=dict)
     """Step after which some box abandoned an epoch -> the first box that did."""
     _left: list[int] = field(default_factory=list)
@@ -298,11 +300,16 @@ class Attempt:
 
     def add_box(self, box: Box) -> None:
         self.boxes[box.number] = box
+        self.set_place(box, box.place)
         self.blobs |= {box.opening.resume.blob, box.opening.loader.arguments_blob}
 
     @property
     def topology(self) -> str:
         return topology(self.num_boxes, self.num_workers)
+
+    def set_place(self, box: Box, place: BoxPresence) -> None:
+        box.place = place
+        (self.live.add if place is BoxPresence.LIVE else self.live.discard)(box.number)
 
     def set_ended(self, box: Box, ended: bool) -> None:
         box.epoch_ended = ended
@@ -331,10 +338,10 @@ class Attempt:
         return next((left for left in ahead if left > own), None)
 
     def all_live(self) -> bool:
-        return all(box.place is BoxPresence.LIVE for box in self.boxes.values())
+        return len(self.live) == len(self.boxes)
 
     def any_live(self) -> bool:
-        return any(box.place is BoxPresence.LIVE for box in self.boxes.values())
+        return bool(self.live)
 
 
 @dataclass

@@ -162,8 +162,9 @@ class Limits:
     """Workers of all open runs. Each takes some 5 KB."""
     box_slots_max: int = 256
     """Workers of a box: to open it, and to send its view, takes 20 us per worker, in which heartbeats wait."""
-    worker_slots_max: int = 4096
-    """Slots of a worker: to send it all of them takes 20 us each."""
+    worker_slots_max: int = 1024
+    """Slots of a worker: to send it all of them, or to drain or remove it, takes some 20 us each, in which heartbeats
+    wait. Each slot is a runner process of its own, and a machine does not run more of them."""
     slots_at_once: int = 1024
     """Slots that are placed, lost or failed in one go, before other calls have their turn: some 20 ms."""
     opening_max: int = 256 * KIB
