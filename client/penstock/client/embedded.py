@@ -35,8 +35,8 @@ from penstock.runtime.process.watch import readable, wait_for_any
 
 __all__ = ["Embedded"]
 
-SLOTS = 4096
-"""Worker slots of the embedded daemon: more than fit on one machine, so that the machine is the limit."""
+SLOTS = 1024
+"""Worker slots of the embedded daemon: as many as a coordinator takes from one worker."""
 TAIL_LINES = 40
 STOP_S = 5.0
 """Seconds for a daemon to end after SIGTERM."""
