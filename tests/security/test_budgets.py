@@ -121,6 +121,29 @@ def test_a_close_looks_at_no_other_box() -> None:
     assert Counted.looks == 0
 
 
+def test_an_end_looks_at_one_slice_of_boxes() -> None:
+    """The last close of a run of 16,384 boxes took 42 ms when it went over all of them."""
+
+    class Counted(list[Any]):
+        looks = 0
+
+        def __iter__(self) -> Any:
+            type(self).looks += 1
+            return super().__iter__()
+
+    world = FakeCluster(replace(Limits(), slots_at_once=1))
+    boxes = [world.open(number, num_boxes=8, num_workers_per_box=1) for number in range(8)]
+    for box in boxes[:-1]:
+        box.close()
+    (attempt,) = world.registry.cluster.open_attempts()
+    for each in attempt.boxes.values():
+        each.slots = Counted(each.slots)
+    world.registry.cluster.journal.deferred = True  # its rows are made in another thread
+    boxes[-1].close()
+    assert attempt.state.name == "ENDED"
+    assert Counted.looks == 1
+
+
 def test_boxes_that_are_lost_go_in_slices() -> None:
     """A box of two slots counts for six, since its own rows take their time too."""
     world = FakeCluster(replace(Limits(), slots_at_once=12))

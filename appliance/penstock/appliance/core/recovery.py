@@ -76,6 +76,7 @@ def _fill(cluster: ClusterState, now: float, worker_lease_s: float, client_lease
         slot = cluster.slot(SlotKey(row["run"], row["attempt"], row["box"], row["slot"]))
         if slot is not None:  # else a release that does not know them ended the attempt
             slot.reserved = row["generation"]
+            cluster.box_of(slot)[0].note_generation(slot.reserved)
     for row in journal.rows("abandoned"):
         attempt = cluster.runs[row["run"]].current
         if attempt is not None and attempt.number == row["attempt"]:  # else a release that does not know them ended it
@@ -124,6 +125,7 @@ def _slot(cluster: ClusterState, row: Mapping[str, Any], now: float) -> None:
     )
     slot.error = None if row["error"] is None else records_pb2.ErrorDetail.FromString(row["error"])
     box.slots.append(slot)
+    attempt.note_generation(slot.generation)
     if slot.worker:
         worker = cluster.workers.get(slot.worker)
         if worker is None:

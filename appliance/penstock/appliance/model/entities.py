@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_left, insort
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -295,13 +295,24 @@ class Attempt:
     _left: list[int] = field(default_factory=list)
     """Keys of `left`, sorted."""
     last_live: float = 0.0
+    generation: int = 0
+    """Highest generation that its slots used or reserved."""
+    clients: dict[int, str] = field(default_factory=dict)
+    """Box -> client, by the digest of its secret."""
+    credentials: Counter[str] = field(default_factory=Counter)
+    """Number of boxes, by the digest of the credential token that opened them."""
     blobs: set[str] = field(default_factory=set)
     """Names of the blobs in its openings."""
 
     def add_box(self, box: Box) -> None:
         self.boxes[box.number] = box
+        self.clients[box.number] = box.client
+        self.credentials[box.credential] += 1
         self.set_place(box, box.place)
         self.blobs |= {box.opening.resume.blob, box.opening.loader.arguments_blob}
+
+    def note_generation(self, generation: int) -> None:
+        self.generation = max(self.generation, generation)
 
     @property
     def topology(self) -> str:
