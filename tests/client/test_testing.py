@@ -304,7 +304,7 @@ def test_arguments_are_checked_as_always() -> None:
     with pytest.raises(BoxOutOfRangeError):
         FakeAppliance(box=2, num_boxes=2)
     with pytest.raises(InvalidArgumentError, match="num_workers_per_box"):
-        FakeAppliance(num_workers_per_box=0)
+        FakeAppliance(num_workers_per_box=-1)
     with fake(max_batch_bytes=8) as appliance, pytest.raises(BatchTooLargeError):
         take(appliance, 1)
 

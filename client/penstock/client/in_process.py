@@ -36,7 +36,7 @@ from penstock.proto.batch.flatten import Assembler, wrap_buffer
 from penstock.proto.batch.structure import Structure
 from penstock.proto.errors import DeadlineError, PenstockError, StateUnavailableError
 from penstock.proto.rpc.calls import FetchedState
-from penstock.proto.rpc.channel import detail_of, error_of
+from penstock.proto.rpc.channel import detail_of
 from penstock.proto.state.codec import decode_state, encode_state
 from penstock.proto.state.position import Position
 from penstock.proto.state.restartable import by_own_methods
@@ -161,6 +161,8 @@ class InProcessRun:
         """Epoch -> the step after which this box's loop left it."""
         self._opening, self._options, self._on_closed = opening, options, on_closed
         self._boxes: dict[int, _Box] = {}
+        self.failures: dict[int, PenstockError] = {}
+        """Errors of slots whose loaders could not be made."""
         self._closed = False
         self._owner = OwnerProcess()
 
@@ -215,6 +217,7 @@ class InProcessRun:
             except PenstockError as error:
                 view.phase = pb.FAILED
                 view.error.CopyFrom(detail_of(error))
+                self.failures[view.slot] = error
 
     # ---- what a loader asks
 
@@ -364,7 +367,7 @@ class InProcessReader:
             try:
                 made = box.make(slot)
             except PenstockError as error:
-                raise self.failed(error) from error.__cause__
+                self._raise(error)
             if made is not None:
                 view.capabilities.looked_at_assignment |= box.slots[slot].capabilities.looked_at_assignment
                 return made
@@ -396,13 +399,18 @@ class InProcessReader:
     # ---- errors and faults
 
     def failed(self, error: PenstockError) -> PenstockError:
-        """End the run with this error of the slot whose turn it is; returns it with its place."""
+        """End the run with this error of the slot whose turn it is; return it with worker, box, slot and step."""
         position, run = self.position, self._run
         run.error = placed(error, HERE, run.box, position.turn, position.step + 1)
+        if error.__cause__ is not None:  # its traceback is of this process, and is printed with it
+            run.error.remote_traceback = ""
         return run.error
 
+    def _raise(self, error: PenstockError) -> NoReturn:
+        raise self.failed(error) from error.__cause__
+
     def raise_failed(self, view: pb.SlotView) -> NoReturn:
-        raise self.failed(error_of(view.error))
+        self._raise(self._run.failures[view.slot])
 
     def _strike(self, step: int) -> None:
         while self._faults and self._faults[0].step <= step:

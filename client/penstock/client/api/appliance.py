@@ -1,7 +1,8 @@
 """The source of batches: a coordinator with its workers, on other machines or started here.
 
 An `Appliance` consists of settings and a connection. Without an address it starts coordinator and worker daemon as
-children of this process. Loaders open runs on it. It closes open runs when it is closed itself, at the end of its
+children of this process; with `num_workers_per_box=0` it starts nothing, and batches are made in this process. Loaders
+open runs on it. It closes open runs when it is closed itself, at the end of its
 `with`, or at exit.
 
 Loaders that are iterated without naming an appliance share one: the innermost that is open in a `with` of the thread
@@ -18,7 +19,7 @@ import time
 import weakref
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 
@@ -45,6 +46,9 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 from penstock.runtime.process.forks import OwnerProcess
 
+if TYPE_CHECKING:
+    from penstock.client.in_process import Fault
+
 __all__ = ["Appliance", "current_appliance", "current_settings"]
 
 REACH_S = 20.0
@@ -70,7 +74,9 @@ class Appliance:
 
     Args:
         address: "host:port" of the coordinator. None: embedded; coordinator and workers are started and stopped here.
-        num_workers_per_box: processes that run input_fn for each box (1).
+        num_workers_per_box: processes that run input_fn for each box (1). 0: no process is started and no coordinator
+            used, even with an address; input_fn runs in this process and thread when the loop asks for a batch, so that
+            breakpoint(), print() and profilers work (docs/debugging.md). Batches and states are those of 1.
         box: number of this box, from 0 (0).
         num_boxes: number of boxes (1).
         job: name of the job. A job that is started again under its name takes over its runs (torchrun's run id unless
@@ -157,30 +163,38 @@ class Appliance:
         forbid_in_runner("creating an Appliance")
         given = {name: value for name, value in locals().items() if name != "self"}
         self._describe(resolve(**given))
-        self._connect()
+        self._tls = _tls_of(self.settings)
+        self.metrics_url = _exported(self.settings, self._torchrun, self._tls)
+        if not self.in_process:
+            self._connect()
+        _open.add(self)
 
     metrics_url = ""
     """URL of this process's metrics; "" without `http`."""
 
     def _describe(self, settings: ApplianceSettings) -> None:
         self.settings = settings
+        self._torchrun = Torchrun()
         self._owner = OwnerProcess()
         self._closed = False
         self._lock = threading.Lock()
         self._runs: list[StreamRun] = []
         self._ordinals: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._opened = 0
-        self.embedded = not settings.address
+        self._seeds: dict[int, int] = {}
+        """Seeds of runs in this process, by ordinal: a loader that is opened again keeps its seed."""
+        self._job_here = ""
+        """Name of the job whose runs are in this process."""
+        self._faults: tuple[Fault, ...] = ()
+        self.in_process = settings.num_workers_per_box == 0
+        self.embedded = self.in_process or not settings.address
         self.force_tcp = settings.lane == "tcp"
 
     def _connect(self) -> None:
         settings = self.settings
-        self._torchrun = Torchrun()
         self._place: DaemonAddresses | None = None
         self._daemons: Embedded | None = None
         self._meeting: SharedAppliance | None = None
-        self._tls = _tls_of(settings)
-        self.metrics_url = _exported(settings, self._torchrun, self._tls)
         if settings.otel:
             tracing.start("penstock-client")
         self._receiver = Receiver(settings.max_batch_bytes, self._tls)
@@ -206,7 +220,6 @@ class Appliance:
                 "HOST:PORT` on those that shall load data, and pass the address, or set "
                 "PENSTOCK_COORDINATOR=HOST:PORT, on every box"
             )
-        _open.add(self)
 
     def _embed(self) -> None:
         self._daemons = daemons = Embedded(_Deaths(self))
@@ -242,13 +255,20 @@ class Appliance:
     @property
     def job(self) -> str:
         """Name of the job that runs are opened under."""
-        return self._reach(time.monotonic() + self.settings.timeout_s).job
+        if not self.in_process:
+            return self._reach(time.monotonic() + self.settings.timeout_s).job
+        if not self._job_here:
+            self._job_here = self._job(fresh=True)
+        return self._job_here
+
+    def _check_open(self) -> None:
+        self._owner.check(f"{self!r}")
+        if self._closed:
+            raise PenstockError(f"this {type(self).__name__} is closed")
 
     def _reach(self, deadline: float) -> DaemonAddresses:
         """Return the coordinator's address; wait until it is up if it is embedded here."""
-        self._owner.check(f"{self!r}")
-        if self._closed:
-            raise PenstockError("this Appliance is closed")
+        self._check_open()
         if self._place is None:
             assert self._meeting is not None
             self._place = self._meeting.join(deadline, self.settings.timeout_s)
@@ -262,9 +282,32 @@ class Appliance:
         Args:
             owner: the loader; its first opening gives it its number within the job.
         """
+        if self.in_process:
+            return self._open_here(owner, opening)
         settings, run = self.settings, self._open_run(owner, opening)
         position = Position.from_proto(opening.start.position)
         return run, reader_for(settings.device, run, position, opening.reference.name, settings.timeout_s)
+
+    def _open_here(self, owner: Any, opening: Opening) -> tuple[StreamRun, Reader]:
+        """Open a run in this process and thread."""
+        from penstock.client.in_process import InProcessReader, InProcessRun  # here: it imports the worker's code
+
+        self._check_open()
+        settings, ordinal = self.settings, self._ordinal(owner)
+        seed = opening.seed if opening.seed is not None else self._seeds.get(ordinal)
+        if seed is None and settings.num_boxes > 1:
+            raise InvalidArgumentError(
+                f"seed must be given to a job of {settings.num_boxes} boxes without workers, got None: no coordinator "
+                "gives all boxes the same one. Pass Appliance(seed=...)"
+            )
+        self._seeds[ordinal] = seed = secrets.randbits(63) if seed is None else seed
+        options = self._spec(opening.reference, b"", opening.cover).options
+        topology = settings.box, settings.num_boxes, settings.slots_per_box
+        run = InProcessRun(f"{self.job}/{ordinal}", *topology, options, opening, seed, self._forget)
+        reader = InProcessReader(run, opening.reference.name, settings.device, settings.timeout_s, self._faults)
+        with self._lock:
+            self._runs.append(run)
+        return run, reader
 
     def _ordinal(self, owner: Any) -> int:
         """Return the number of a loader within the job."""
@@ -298,7 +341,7 @@ class Appliance:
             client_id=secrets.token_hex(16),
             box=settings.box,
             num_boxes=settings.num_boxes,
-            num_workers_per_box=settings.num_workers_per_box,
+            num_workers_per_box=settings.slots_per_box,
             host_id=self.host,
             loader=self._spec(reference, opening.arguments, opening.cover),
             start=start.position,
@@ -374,7 +417,8 @@ class Appliance:
         _open.discard(self)
         for run in runs:
             run.close()
-        self._disconnect()
+        if not self.in_process:
+            self._disconnect()
 
     def _disconnect(self) -> None:
         self._receiver.stop()
@@ -394,9 +438,9 @@ class Appliance:
 
     def __repr__(self) -> str:
         settings = self.settings
-        where = settings.address or "embedded"
+        where = "in this process" if self.in_process else settings.address or "embedded"
         topology = f"box {settings.box} of {settings.num_boxes}, {settings.num_workers_per_box} workers each"
-        return f"<Appliance {where}, {topology}>"
+        return f"<{type(self).__name__} {where}, {topology}>"
 
 
 class _Deaths:

@@ -344,8 +344,8 @@ class DataLoader:
     def _start_of(self, settings: ApplianceSettings, box: int) -> BoxStart:
         saved = self._loaded
         if saved is None:
-            return BoxStart(Position.start(settings.num_workers_per_box).to_proto(), b"", False)
-        return saved.start(box, settings.num_boxes, settings.num_workers_per_box, strict=self._strict)
+            return BoxStart(Position.start(settings.slots_per_box).to_proto(), b"", False)
+        return saved.start(box, settings.num_boxes, settings.slots_per_box, strict=self._strict)
 
     # ---- the iterator protocol and len
 
@@ -366,8 +366,8 @@ class DataLoader:
         settings = self._settings
         seed = settings.seed if settings.seed is not None else 0
         assignments = [
-            Assignment(settings.box, settings.num_boxes, slot, settings.num_workers_per_box, seed, self.step + 1)
-            for slot in range(settings.num_workers_per_box)
+            Assignment(settings.box, settings.num_boxes, slot, settings.slots_per_box, seed, self.step + 1)
+            for slot in range(settings.slots_per_box)
         ]
         return self._local.length(assignments)
 

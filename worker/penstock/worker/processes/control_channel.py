@@ -15,6 +15,7 @@ import socket
 import struct
 import sys
 import termios
+from bdb import BdbQuit
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -266,6 +267,11 @@ def describe(error: BaseException) -> str:
         text = str(error)
     except Exception:
         text = "<no text: __str__ raised>"
+    if isinstance(error, BdbQuit):
+        text = (
+            "breakpoint() needs a terminal, and workers have none: set num_workers_per_box=0 "
+            "(PENSTOCK_NUM_WORKERS_PER_BOX=0) to run input_fn in the training process"
+        )
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
