@@ -13,33 +13,31 @@ If it is not known, the first batch of the next epoch is made in the first two w
 loader's `state_dict()` and the generators after them, FRESH will do. Otherwise the slot's stream is made again from the
 beginning, once, and the result decides for good. The batch alone would not suffice: where an epoch's number decides on
 the order of shards, two epochs may begin with the same batch. Where a state was saved at an epoch's end, the batch that
-came next then is known (`RestorableLoader.awaited`): ways that agree on another one are wrong.
+came next then is known (`PositionedLoader.awaited`): ways that agree on another one are wrong.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from penstock.proto.batch.digest import cover_of
 from penstock.proto.batch.replay_digest import ReplayDigest
 from penstock.proto.errors import InputFnError, PenstockError, ReplayMismatchError
 from penstock.proto.state.codec import encode_state
 from penstock.worker.loader.crossing_kinds import FRESH, KEPT, REPLAY, First, are_one, first_choice, the_right_one
+from penstock.worker.loader.positioned_loader import PositionedLoader
 from penstock.worker.loader.restart_plan import Leg, Target
 from penstock.worker.loader.restart_points import END, RestartPoint, StreamHistory, StreamPosition
 from penstock.worker.loader.travel import catch_up, travel
-
-if TYPE_CHECKING:
-    from penstock.worker.loader.restorable_loader import RestorableLoader
 
 __all__ = ["cross"]
 
 _log = logging.getLogger("penstock.worker")
 
 
-def cross(source: RestorableLoader, step: int) -> RestartPoint:
+def cross(source: PositionedLoader, step: int) -> RestartPoint:
     """Open the next epoch of a restored source by the right crossing; return its epoch start."""
     end, untouched, history = source.rng(), source.is_untouched, source.history
     choice = first_choice(
@@ -83,7 +81,7 @@ def cross(source: RestorableLoader, step: int) -> RestartPoint:
     return opened
 
 
-def _cross_as_resumed(source: RestorableLoader, step: int) -> RestartPoint:
+def _cross_as_resumed(source: PositionedLoader, step: int) -> RestartPoint:
     """Open the next epoch of a loader that resumes by its own methods and can be restored only where its launch began.
 
     Its next epoch is right if it begins with the batch that came when the state was saved there, or with that of a
@@ -123,7 +121,7 @@ def _cross_as_resumed(source: RestorableLoader, step: int) -> RestartPoint:
     return opened
 
 
-def _to(source: RestorableLoader, goal: StreamPosition, history: StreamHistory, seen: Callable[[Any], None]) -> None:
+def _to(source: PositionedLoader, goal: StreamPosition, history: StreamHistory, seen: Callable[[Any], None]) -> None:
     """Go to a position, without an error where an epoch ends earlier."""
 
     def go(leg: Leg) -> None:
@@ -133,7 +131,7 @@ def _to(source: RestorableLoader, goal: StreamPosition, history: StreamHistory, 
 
 
 def _as_resumed(
-    source: RestorableLoader,
+    source: PositionedLoader,
     start: RestartPoint,
     goal: StreamPosition,
     history: StreamHistory,
@@ -153,7 +151,7 @@ def _as_resumed(
     source.restored = True
 
 
-def _first_of(source: RestorableLoader, take: Callable[[Any], tuple[int, int]]) -> First:
+def _first_of(source: PositionedLoader, take: Callable[[Any], tuple[int, int]]) -> First:
     batch = source.peek()
     digest = None if batch is END else take(batch)[0]
     try:
@@ -162,7 +160,7 @@ def _first_of(source: RestorableLoader, take: Callable[[Any], tuple[int, int]]) 
         return First(digest, b"")
 
 
-def _tried(source: RestorableLoader, step: int, take: Callable[[Any], tuple[int, int]]) -> First:
+def _tried(source: PositionedLoader, step: int, take: Callable[[Any], tuple[int, int]]) -> First:
     """Return the beginning of the epoch if it is opened as the source is now. A loader that raises where it was
     restored may be one that cannot begin again, and another crossing is right; if it always raises, the last crossing
     reports it."""
@@ -175,7 +173,7 @@ def _tried(source: RestorableLoader, step: int, take: Callable[[Any], tuple[int,
         source.abort()
 
 
-def _from_the_beginning(source: RestorableLoader, take: Callable[[Any], tuple[int, int]]) -> None:
+def _from_the_beginning(source: PositionedLoader, take: Callable[[Any], tuple[int, int]]) -> None:
     """Bring a loader from the beginning to where the source stands, between two epochs."""
     goal, digest, history = source.position.copy(), source.digest, source.history
     why = (

@@ -38,10 +38,10 @@ from penstock.proto.v1 import records_pb2
 from penstock.worker.loader.restart_plan import Leg, Target, plan_recovery
 from penstock.worker.loader.restart_points import END, RestartPoint, StreamPosition
 from penstock.worker.loader.restorable_loader import RestorableLoader
-from penstock.worker.loader.shared_process import ProcessGlobals
 from penstock.worker.loader.start import start
 from penstock.worker.loader.travel import catch_up, leave, recover, replay
 from penstock.worker.runner.replayer import state_at
+from penstock.worker.user_loader.shared_process import ProcessGlobals
 
 __all__ = ["InProcessSlot", "MadeBatch", "SlotState"]
 
