@@ -14,7 +14,7 @@ import torch
 
 from penstock.client.stream.checkpoint_schedule import CheckpointSchedule
 from penstock.client.stream.lane_reader import SlotLane
-from penstock.client.stream.ordered_reader import EPOCH_ENDED
+from penstock.client.stream.stream_interfaces import EPOCH_ENDED
 from penstock.proto.errors import (
     DeadlineError,
     EmptyInputError,

@@ -29,9 +29,15 @@ from penstock.client.stream import open_streams
 from penstock.client.stream.checkpoint_schedule import CheckpointSchedule
 from penstock.client.stream.device import DeviceBackend
 from penstock.client.stream.device_reader import backend_of
-from penstock.client.stream.open_run import BoxProgress
-from penstock.client.stream.ordered_reader import EPOCH_ENDED, StreamStats
-from penstock.client.stream.stream_interfaces import StreamRun, placed, recovered, warn_of_whole_input
+from penstock.client.stream.stream_interfaces import (
+    EPOCH_ENDED,
+    BoxProgress,
+    StreamRun,
+    StreamStats,
+    placed,
+    recovered,
+    warn_of_whole_input,
+)
 from penstock.proto.batch.flatten import Assembler, wrap_buffer
 from penstock.proto.batch.structure import Structure
 from penstock.proto.errors import DeadlineError, PenstockError, StateUnavailableError

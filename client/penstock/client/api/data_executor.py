@@ -21,7 +21,7 @@ from penstock.client.api.scopes import ApplianceScope
 from penstock.client.api.session import Session
 from penstock.client.states.code_reference import forbid_in_runner
 from penstock.client.stream.checkpoint_schedule import CheckpointSchedule, CheckpointSteps, positive
-from penstock.client.stream.ordered_reader import EPOCH_ENDED, StreamStats
+from penstock.client.stream.stream_interfaces import EPOCH_ENDED, StreamStats
 from penstock.proto.errors import EmptyInputError
 from penstock.proto.state.position import EPOCHS_AHEAD
 

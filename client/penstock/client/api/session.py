@@ -7,8 +7,7 @@ import warnings
 from dataclasses import dataclass, field, replace
 
 from penstock.client.api.appliance import Appliance
-from penstock.client.stream.ordered_reader import StreamStats
-from penstock.client.stream.stream_interfaces import Reader, StreamRun
+from penstock.client.stream.stream_interfaces import Reader, StreamRun, StreamStats
 from penstock.proto.errors import EmptyInputError
 
 __all__ = ["Session"]

@@ -18,10 +18,9 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
-from penstock.client.stream.stream_interfaces import StreamRun
+from penstock.client.stream.stream_interfaces import BoxProgress, StreamRun
 from penstock.proto.batch.digest import cover_of
 from penstock.proto.errors import (
     CoordinatorUnavailableError,
@@ -35,10 +34,10 @@ from penstock.proto.lane.compression import require
 from penstock.proto.lane.endpoints import LANE_PROTOCOL, connect_local
 from penstock.proto.rpc.calls import CoordinatorClient, FetchedState
 from penstock.proto.v1 import coordinator_pb2 as pb
-from penstock.proto.v1 import lane_pb2, records_pb2
+from penstock.proto.v1 import lane_pb2
 from penstock.runtime.process import forks
 
-__all__ = ["BoxProgress", "OpenRun", "RunLink"]
+__all__ = ["OpenRun", "RunLink"]
 
 HOLD_S = 1.0
 """Seconds of a long poll until the coordinator sets them; also the interval of progress reports."""
@@ -75,40 +74,6 @@ class RunLink(Protocol):
 
     def receiver(self) -> str:
         """Return the address of the receiver; start it if necessary."""
-
-
-@dataclass
-class BoxProgress:
-    """The training thread's progress, for the coordinator. The thread replaces values, never changes them in place."""
-
-    position: Callable[[], records_pb2.BoxPosition | None] = lambda: None
-    waiting_for: int = 0
-    """Slot + 1 that the loop waits for; 0: none."""
-    waiting_since: float = 0.0
-    """Start of that wait, a time.monotonic()."""
-    waited_by_slot: list[float] = field(default_factory=list)
-    """Seconds waited, by slot; a new list resets the count."""
-    epoch_ended: bool = False
-    unreachable: Callable[[], list[tuple[int, int, str]]] = list
-    """(slot, generation, why) of workers that this host cannot reach."""
-    abandoned: tuple[tuple[int, int], ...] = field(default=())
-    """(epoch, last step) of the epochs left by `break`."""
-    _told: tuple[list[float], list[float]] = field(default=([], []))
-
-    def waits(self) -> list[float]:
-        """Return the seconds waited so far, by slot, including the wait under way.
-
-        They never fall, although the training thread may be between the end of a wait and its entry.
-        """
-        counted = self.waited_by_slot
-        seconds, slot = list(counted), self.waiting_for - 1
-        if 0 <= slot < len(seconds):
-            seconds[slot] += max(0.0, time.monotonic() - self.waiting_since)
-        of, before = self._told
-        if of is counted:
-            seconds = [max(pair) for pair in zip(before, seconds, strict=True)]
-        self._told = (counted, seconds)
-        return seconds
 
 
 class OpenRun:

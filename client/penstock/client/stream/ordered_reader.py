@@ -19,14 +19,19 @@ import threading
 import time
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final, Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 from penstock.client.stream import open_streams
 from penstock.client.stream.checkpoint_schedule import CheckpointSchedule
 from penstock.client.stream.lane_reader import CORRUPT_TRIES, SlotLane
 from penstock.client.stream.open_run import OpenRun
-from penstock.client.stream.stream_interfaces import placed, recovered, warn_of_whole_input
+from penstock.client.stream.stream_interfaces import (
+    EPOCH_ENDED,
+    StreamStats,
+    placed,
+    recovered,
+    warn_of_whole_input,
+)
 from penstock.proto.batch.structure import Structure
 from penstock.proto.errors import (
     BatchCorruptError,
@@ -46,10 +51,8 @@ from penstock.proto.state.restartable import by_own_methods
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import lane_pb2, records_pb2
 
-__all__ = ["EPOCH_ENDED", "OrderedReader", "StreamStats"]
+__all__ = ["OrderedReader"]
 
-EPOCH_ENDED: Final = object()
-"""Returned by `OrderedReader.next` instead of a batch."""
 OUTRUN = 2 * (MAX_ENTRIES + 8)
 """Batches of each slot that announced checkpoint steps reach ahead: a worker may be a ring ahead of the loop, and gets
 the next announcement when the loop is half way there."""
@@ -61,28 +64,6 @@ LAZY_S = 0.002
 call and one wake-up of the producer for each batch of a loop that is faster than its workers."""
 
 _log = logging.getLogger("penstock.client")
-
-
-@dataclass
-class StreamStats:
-    """Figures of a run's stream so far."""
-
-    steps: int = 0
-    """Batches delivered to the loop."""
-    waited_s: float = 0.0
-    """Seconds that the loop waited for data."""
-    waited_by_worker: dict[str, float] = field(default_factory=dict)
-    """Seconds, by the worker that was waited for."""
-    copies: int = 0
-    """Batches delivered as copies, because the loop held too many views."""
-    ahead: int = 0
-    """Batches whose copy to the device began before the loop requested them; 0 without a device."""
-    recoveries: int = 0
-    """Slots that moved to another runner while the loop was reading."""
-    corrupt: int = 0
-    """Number of times that data arrived damaged, over the network or in memory, and were fetched again."""
-    skipped: int = 0
-    """Poison batches left out since the loader was opened (poison="skip")."""
 
 
 class OrderedReader:
