@@ -184,7 +184,7 @@ def test_list_of_a_loader_keeps_every_batch(appliances: Any, loader: DataLoader)
 
 
 def test_iterating_the_loader_is_the_same(two: Any, loader: DataLoader, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.client.api.data_loader.current_appliance", lambda loader: two)
+    monkeypatch.setattr("penstock.client.api.opened_loader.current_appliance", lambda loader: two)
     assert tuples(loader) == one_pass(0)
 
 

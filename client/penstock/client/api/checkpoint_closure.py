@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
-from penstock.client.api.data_executor import iterating
+from penstock.client.api.data_loader import iterating
 
 __all__ = ["checkpoint_closure"]
 

@@ -23,8 +23,7 @@ from typing import Any, TypeVar, cast
 from torch.utils.data import IterableDataset, get_worker_info
 
 from penstock.client.api.appliance import Appliance
-from penstock.client.api.data_executor import DataExecutor
-from penstock.client.api.data_loader import DataLoader
+from penstock.client.api.data_loader import DataExecutor, DataLoader
 from penstock.client.stream.checkpoint_schedule import CheckpointSteps, positive
 
 __all__ = ["Lookahead"]
