@@ -40,7 +40,6 @@ from penstock.proto.lane.tcp import sealed
 from penstock.proto.state.codec import encode_state
 from penstock.proto.v1 import lane_pb2
 from penstock.worker.daemon.sender import Sender
-from penstock.worker.daemon.snapshots import MAX_BYTES, MOST, SlotSnapshots, StoredSnapshot
 from penstock.worker.loader.restart_points import RestartPoint
 from penstock.worker.processes.child_processes import Child
 from penstock.worker.processes.control_channel import (
@@ -53,6 +52,7 @@ from penstock.worker.processes.control_channel import (
     encode_head,
 )
 from penstock.worker.processes.progress_page import ProgressPage
+from penstock.worker.slots.snapshots import MAX_BYTES, MOST, SlotSnapshots, StoredSnapshot
 
 DEADLINE_S = 20.0
 

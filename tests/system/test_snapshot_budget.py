@@ -18,7 +18,7 @@ from family import runners
 
 from penstock.client import Appliance, DataExecutor, DataLoader
 from penstock.proto import errors
-from penstock.worker.daemon.durable_snapshots import LARGE
+from penstock.worker.slots.durable_snapshots import LARGE
 
 STATE = 300_000
 """Bytes of the loader's state, and a little more on disk."""

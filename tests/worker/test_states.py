@@ -16,16 +16,18 @@ from penstock.proto.state.assignment import assigned, current_assignment
 from penstock.proto.state.codec import encode_state
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
-from penstock.worker.daemon.proofs import LoaderFindings
-from penstock.worker.daemon.slot import Slot, SlotHost
-from penstock.worker.daemon.slot_states import POLL_S, SlotStates
-from penstock.worker.daemon.snapshots import SlotSnapshots, StoredSnapshot
 from penstock.worker.loader.restart_plan import Target
 from penstock.worker.loader.restart_points import END, RestartPoint
 from penstock.worker.loader.restorable_loader import RestorableLoader
 from penstock.worker.loader.travel import catch_up, leave, travel
 from penstock.worker.processes.progress_page import ProgressPage
 from penstock.worker.runner.replayer import state_at
+from penstock.worker.slots.loader_findings import LoaderFindings
+from penstock.worker.slots.proofs import RestartPointProver
+from penstock.worker.slots.slot import Slot
+from penstock.worker.slots.slot_interfaces import SlotHost
+from penstock.worker.slots.slot_states import POLL_S, SlotStates
+from penstock.worker.slots.snapshots import SlotSnapshots, StoredSnapshot
 
 DEADLINE_S = 10.0
 
@@ -40,9 +42,8 @@ def progress_page() -> Iterator[ProgressPage]:
 def states_of(progress_page: ProgressPage, **fields: Any) -> SlotStates:
     fields = {"assignment": records_pb2.WorkerAssignment(), "attached": True, "phase": pb.READY} | fields
     fields |= {"is_savable": True, "findings": LoaderFindings()}
-    return SlotStates(
-        cast(Slot, SimpleNamespace(progress_page=progress_page, name="box 0 slot 1", drain=lambda: None, **fields))
-    )
+    slot = cast(Slot, SimpleNamespace(progress_page=progress_page, name="box 0 slot 1", drain=lambda: None, **fields))
+    return SlotStates(slot, RestartPointProver(slot))
 
 
 def request(epoch: int, delivered: int, total: int) -> pb.StateRequest:

@@ -32,7 +32,7 @@ class DurableSnapshot:
 
     @property
     def is_sure(self) -> bool:
-        """Any loader can restart from here: see Kept in penstock.worker.daemon.snapshots."""
+        """Any loader can restart from here: see Kept in penstock.worker.slots.snapshots."""
         return not self.epoch_start or self.epoch == 0
 
 

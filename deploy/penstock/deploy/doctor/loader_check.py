@@ -6,7 +6,7 @@ then. That proves one generation, so chains follow: a state is taken from the re
 process, and once more. A four-method loader whose own states are only its own goes the way of launches: all workers'
 states are aggregated, deaggregated in the processes of a next launch, streamed from, and saved again.
 
-A run does not believe a state either (worker/daemon/proofs.py): what does not lead to the batches that were delivered
+A run does not believe a state either (worker/slots/proofs.py): what does not lead to the batches that were delivered
 is not used, and batches are counted and replayed instead. So a loader whose states are wrong can be saved and resumed,
 as long as it yields the same again from its start; what it costs, and what it means for other numbers of workers, is
 said here.

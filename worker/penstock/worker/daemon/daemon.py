@@ -35,12 +35,8 @@ from penstock.proto.rpc.credentials.tickets import check_ticket
 from penstock.proto.v1 import coordinator_pb2, lane_pb2, records_pb2
 from penstock.runtime.process.liveness_file import LivenessWriter
 from penstock.runtime.process.watch import Process, become_subreaper
-from penstock.worker.daemon.durable_snapshots import SnapshotQuota
 from penstock.worker.daemon.heartbeats import Heartbeats, fitted
 from penstock.worker.daemon.listeners import LaneListeners, slot_of
-from penstock.worker.daemon.memory_watch import HARD_LIMIT
-from penstock.worker.daemon.proofs import LoaderFindings
-from penstock.worker.daemon.slot import DaemonCounters, Slot, SlotKey, key_of
 from penstock.worker.helpers.blobs import Blobs
 from penstock.worker.helpers.helper_pool import HelperPool
 from penstock.worker.loader.crossing_kinds import more_careful
@@ -53,6 +49,10 @@ from penstock.worker.processes.temporary_folders import TemporaryFolders
 from penstock.worker.processes.user_code import BY_VALUE, MAIN, check_allowed, check_plain
 from penstock.worker.resources.processor_time import cores
 from penstock.worker.resources.turn_queue import TurnQueue
+from penstock.worker.slots.loader_findings import LoaderFindings
+from penstock.worker.slots.memory_watch import HARD_LIMIT
+from penstock.worker.slots.slot import Slot
+from penstock.worker.slots.slot_interfaces import DaemonCounters, SlotKey, SnapshotQuota, key_of
 
 __all__ = ["DaemonSettings", "own_name", "serve"]
 

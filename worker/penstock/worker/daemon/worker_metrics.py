@@ -17,8 +17,8 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.runtime.web.http_server import Page, WebServer
 from penstock.runtime.web.prometheus import Collector, MetricReadings, cpu_seconds, in_loop, metrics_route
 from penstock.worker.daemon.daemon import Daemon
-from penstock.worker.daemon.slot import DaemonCounters
 from penstock.worker.resources.memory_use import family, held_by
+from penstock.worker.slots.slot_interfaces import DaemonCounters
 
 __all__ = ["health", "open_web"]
 

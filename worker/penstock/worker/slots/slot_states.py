@@ -5,17 +5,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from penstock.proto.errors import DeadlineError, NotRestartableError, PenstockError, StateUnavailableError
 from penstock.proto.rpc.channel import detail_of, error_of
 from penstock.proto.v1 import coordinator_pb2
 from penstock.worker.helpers.replayers import DEADLINE_S
 from penstock.worker.processes.progress_page import ENTRIES, BatchRecord
-
-if TYPE_CHECKING:
-    from penstock.worker.daemon.slot import Slot
-    from penstock.worker.daemon.snapshots import StoredSnapshot
+from penstock.worker.slots.proofs import RestartPointProver
+from penstock.worker.slots.slot_interfaces import SlotContext
+from penstock.worker.slots.snapshots import StoredSnapshot
 
 __all__ = ["POLL_S", "SlotStates"]
 
@@ -62,8 +60,8 @@ def _left(request: coordinator_pb2.StateRequest) -> dict[int, int]:
 class SlotStates:
     """The answers of one slot."""
 
-    def __init__(self, slot: Slot) -> None:
-        self._slot = slot
+    def __init__(self, slot: SlotContext, prover: RestartPointProver) -> None:
+        self._slot, self._prover = slot, prover
 
     async def answer(self, request: coordinator_pb2.StateRequest) -> tuple[coordinator_pb2.StateAnswer, bytes] | None:
         """Return the slot's state at a position, once that is produced, or where the epoch ended before it. Return None
@@ -138,7 +136,7 @@ class SlotStates:
             return point
         inside = [kept for kept in store if kept.epoch == request.epoch and kept.total <= request.position.total]
         for candidate in (*inside[-1:], *inside[:1]):
-            if not candidate.refuted and await self._slot.prover.prove_now(candidate, _share(until)):
+            if not candidate.refuted and await self._prover.prove_now(candidate, _share(until)):
                 return candidate
         return point
 

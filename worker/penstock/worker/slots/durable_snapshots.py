@@ -9,17 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import random
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from penstock.proto.errors import CoordinatorUnavailableError, DeadlineError, JournalError, PenstockError
 from penstock.proto.v1 import coordinator_pb2
-from penstock.worker.daemon.snapshots import StoredSnapshot
+from penstock.worker.slots.slot_interfaces import SlotContext
+from penstock.worker.slots.snapshots import StoredSnapshot
 
-if TYPE_CHECKING:
-    from penstock.worker.daemon.slot import Slot
-
-__all__ = ["NOT_OURS", "DurableSnapshots", "SnapshotQuota"]
+__all__ = ["NOT_OURS", "DurableSnapshots"]
 
 NOT_OURS = (CoordinatorUnavailableError, DeadlineError, JournalError)
 """Errors of the coordinator that are temporary."""
@@ -29,22 +25,10 @@ AGAIN_S = 0.2
 """Seconds between two attempts while the coordinator is unreachable."""
 
 
-@dataclass(frozen=True)
-class SnapshotQuota:
-    """A slot's quota of durable snapshots, set by the coordinator: interval in seconds and bytes per second."""
-
-    every_s: float
-    bytes_per_s: float
-
-    def pause_s(self, size: int) -> float:
-        """Return the seconds to wait after a snapshot of `size` bytes."""
-        return max(self.every_s, size / self.bytes_per_s)
-
-
 class DurableSnapshots:
     """The durable restart points of one slot."""
 
-    def __init__(self, slot: Slot) -> None:
+    def __init__(self, slot: SlotContext) -> None:
         self._slot = slot
         self.refused = ""
         """Reason for which the coordinator refused the last snapshot; "" = it did not."""

@@ -6,14 +6,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from typing import TYPE_CHECKING
 
 from penstock.proto.v1 import coordinator_pb2
 from penstock.worker.processes.control_groups import OutOfMemory
 from penstock.worker.resources.memory_use import held_by
-
-if TYPE_CHECKING:
-    from penstock.worker.daemon.slot import Slot
+from penstock.worker.slots.durable_snapshots import DurableSnapshots
+from penstock.worker.slots.proofs import RestartPointProver
+from penstock.worker.slots.slot_interfaces import SlotContext
 
 __all__ = ["HARD_LIMIT", "MemoryWatch", "killed_for_memory"]
 
@@ -30,8 +29,8 @@ GAIN_S = 0.05
 class MemoryWatch:
     """The memory watch of one slot."""
 
-    def __init__(self, slot: Slot) -> None:
-        self._slot = slot
+    def __init__(self, slot: SlotContext, prover: RestartPointProver, durable: DurableSnapshots) -> None:
+        self._slot, self._prover, self._durable = slot, prover, durable
 
     async def run(self, pid: int, limit: int) -> None:
         """Watch a runner; one that holds too much ends at a snapshot, and another one continues from there."""
@@ -78,13 +77,13 @@ class MemoryWatch:
             slot.progress_page.refresh()
             if usable and usable[0] < slot.progress_page.delivered:
                 break
-            if not usable and not slot.prover.hurry():
+            if not usable and not self._prover.hurry():
                 break
             await asyncio.sleep(GAIN_S)
-        await slot.durable.prepare_migration()
+        await self._durable.prepare_migration()
 
 
-def killed_for_memory(slot: Slot, whose: OutOfMemory, *, young: bool) -> None:
+def killed_for_memory(slot: SlotContext, whose: OutOfMemory, *, young: bool) -> None:
     """Report the slot lost after the kernel killed its runner, or one of its processes. If the limit of its control
     group was the reason, the result is that of the watch. `young`: it happened before the runner's second batch."""
     at = f"the runner of {slot.name} was killed by the kernel at batch {slot.progress_page.total}, for"
