@@ -13,7 +13,7 @@ from pki import Pki
 from tests.security.conftest import INPUTS, SECRETS, TOKENS, Starter, tls_flags
 
 from penstock.client.api.rendezvous import DaemonAddresses
-from penstock.worker.daemon.daemon import DaemonSettings
+from penstock.worker.daemon.worker_settings import DaemonSettings
 
 TRAIN = """
 import json, sys

@@ -112,7 +112,8 @@ def run_worker(
 ) -> None:
     """Serve until SIGTERM or SIGINT, or until the parent `parent_pid` is gone. The dicts: what was given on the
     command line, None for the rest."""
-    from penstock.worker.daemon.daemon import DaemonSettings, own_name, serve
+    from penstock.worker.daemon.daemon import serve
+    from penstock.worker.daemon.worker_settings import DaemonSettings, own_name
 
     peer = resolve(PeerSettings, **coordinator)
     settings = resolve(WorkerSettings, **flags)
