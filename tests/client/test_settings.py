@@ -74,7 +74,7 @@ def test_attempts_are_told_apart_by_torchrun_s_restarts(torchrun: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"num_workers_per_box": 0}, "num_workers_per_box=0: .*greater than or equal to 1"),
+        ({"num_workers_per_box": -1}, "num_workers_per_box=-1: .*greater than or equal to 0"),
         ({"num_boxes": 0}, "num_boxes=0"),
         ({"seed": -1}, "seed=-1"),
         ({"lane": "udp"}, "lane='udp'"),

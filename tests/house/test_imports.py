@@ -46,6 +46,8 @@ EXCEPTIONS = {
     # It runs the worker's loaders in this process, where there is no daemon to ask for their batches: tests of training
     # loops (penstock.client.testing). A copy of them would not be what is tested.
     "penstock.client.in_process": {"penstock.worker"},
+    # It makes an input_fn of torch's own arguments, which is a source of ours.
+    "penstock.client.torch_loaders": {"penstock.data"},
     # It loads once what the input_fns of all its children may use.
     "penstock.worker.runner.fork_server": {"penstock.data"},
 }

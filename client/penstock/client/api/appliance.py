@@ -18,6 +18,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -27,7 +28,7 @@ from penstock.client.api.appliance_settings import ApplianceSettings, Torchrun, 
 from penstock.client.api.rendezvous import DaemonAddresses, SharedAppliance
 from penstock.client.api.scopes import ApplianceScope
 from penstock.client.embedded import Embedded
-from penstock.client.states.code_reference import CodeReference, forbid_in_runner, search_path
+from penstock.client.states.code_reference import forbid_in_runner, search_path
 from penstock.client.states.run_opening import Opening
 from penstock.client.states.saved_state import BoxStart
 from penstock.client.stream import open_streams
@@ -301,7 +302,7 @@ class Appliance:
                 "gives all boxes the same one. Pass Appliance(seed=...)"
             )
         self._seeds[ordinal] = seed = secrets.randbits(63) if seed is None else seed
-        options = self._spec(opening.reference, b"", opening.cover).options
+        options = self._spec(replace(opening, arguments=b"")).options
         topology = settings.box, settings.num_boxes, settings.slots_per_box
         run = InProcessRun(f"{self.job}/{ordinal}", *topology, options, opening, seed, self._forget)
         reader = InProcessReader(run, opening.reference.name, settings.device, settings.timeout_s, self._faults)
@@ -343,7 +344,7 @@ class Appliance:
             num_boxes=settings.num_boxes,
             num_workers_per_box=settings.slots_per_box,
             host_id=self.host,
-            loader=self._spec(reference, opening.arguments, opening.cover),
+            loader=self._spec(opening),
             start=start.position,
         )
         if opening.seed is not None:
@@ -380,13 +381,14 @@ class Appliance:
                     ) from error
                 run.reach(error.retry_after_s if isinstance(error, OverloadedError) else RETRY_S)
 
-    def _spec(self, reference: CodeReference, arguments: bytes, cover: DigestCover) -> records_pb2.LoaderSpec:
+    def _spec(self, opening: Opening) -> records_pb2.LoaderSpec:
         settings = self.settings
-        spec = records_pb2.LoaderSpec(input_fn=reference.name, arguments=arguments)
+        reference, cover = opening.reference, opening.cover
+        spec = records_pb2.LoaderSpec(input_fn=reference.name, arguments=opening.arguments)
         spec.options.max_batch_bytes = settings.max_batch_bytes
         spec.options.full_digest, spec.options.row_digest = cover == DigestCover.FULL, cover == DigestCover.ROWS
         spec.options.strict_structure = settings.strict_structure
-        spec.options.replay_without_state = settings.replay
+        spec.options.replay_without_state = opening.replay
         spec.options.retention_steps = settings.retention_steps
         spec.options.force_tcp = self.force_tcp
         spec.options.timeout_s = settings.timeout_s

@@ -19,6 +19,8 @@ import copy
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
+from torch.utils.data import DataLoader as TorchLoader
+
 from penstock.client.api.appliance import Appliance
 from penstock.client.api.progress_line import ProgressLine
 from penstock.client.api.resumable_loader import ResumableLoader
@@ -33,11 +35,12 @@ from penstock.proto.errors import (
 )
 from penstock.proto.state.position import EPOCHS_AHEAD
 
-__all__ = ["DataExecutor", "DataLoader", "iterating"]
+__all__ = ["DataExecutor", "DataLoader", "iterating", "wrap"]
 
 
 class DataLoader(ResumableLoader):
-    """An iterable over the batches of `input_fn(*args, **kwargs)`, which runs on the workers.
+    """An iterable over the batches of `input_fn(*args, **kwargs)`, which runs on the workers; or over those of a
+    dataset, given with the arguments of torch's DataLoader.
 
     Example::
 
@@ -49,13 +52,16 @@ class DataLoader(ResumableLoader):
             ...
         torch.save(loader.state_dict(), "loader.pt")
 
+        loader = DataLoader(dataset, batch_size=32, shuffle=True)    # with torch's own arguments
+
     Batches have the structure, shapes and dtypes that input_fn's loader yields: nested dicts, lists, tuples and
     dataclasses of tensors, arrays and plain values.
 
     Args:
         input_fn: a callable that returns a torch DataLoader or an iterable of nested tensors: a function or class at
             the top level of a module that workers can import. In embedded mode, where workers are children of this
-            process, any callable works: a function of the main script, a lambda, a partial, a method.
+            process, any callable works: a function of the main script, a lambda, a partial, a method. Or a dataset:
+            see docs/from_torch.md for the arguments of torch that are taken over.
         args, kwargs: arguments of input_fn on every worker: plain values, tensors and arrays; in embedded mode also
             objects that can be pickled, and functions of any kind. They are copied at once.
 
@@ -128,6 +134,29 @@ class DataLoader(ResumableLoader):
             self._drawn,
         ]
         return next((seed for seed in given if seed is not None), 0)
+
+
+def wrap(loader: TorchLoader[Any]) -> DataLoader:
+    """Return a loader that makes the batches of a torch DataLoader on the workers, with an exact position.
+
+    Example::
+
+        for batch in wrap(torch.utils.data.DataLoader(dataset, batch_size=32, shuffle=True)):
+            ...
+
+    A map-style dataset is read by a penstock.data.MapLoader: unshuffled batches are those of torch, shuffled ones come
+    in the order of the run's seed (of the `generator`, where it has one), and the state resumes on any number of
+    workers and boxes. An IterableDataset must shard itself by torch's get_worker_info(); its state is restored by
+    replay from the start of the epoch, on the same number of workers. The dataset goes to the workers by value, so the
+    appliance must be embedded; for workers on other machines write an input_fn.
+
+    Raises:
+        InvalidArgumentError: its sampler or batch_sampler has an order that cannot be taken over.
+        TypeError: it is no torch DataLoader.
+    """
+    if not isinstance(loader, TorchLoader):
+        raise TypeError(f"wrap() takes a torch DataLoader, got a {type(loader).__qualname__}")
+    return DataLoader(loader)  # type: ignore[arg-type]  # which the constructor takes, for this function
 
 
 def iterating() -> DataExecutor | None:

@@ -18,6 +18,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from torch.utils.data import Dataset
+
 from penstock.client.api.appliance import Appliance, current_appliance, current_settings
 from penstock.client.api.appliance_settings import ApplianceSettings
 from penstock.client.api.session import Session
@@ -45,8 +47,16 @@ _ids = itertools.count(1)
 class OpenedLoader:
     """The run of a DataLoader, for executors; see there."""
 
-    def __init__(self, input_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        args, kwargs = copy.deepcopy(args), copy.deepcopy(kwargs)
+    def __init__(self, input_fn: Callable[..., Any] | Dataset[Any], *args: Any, **kwargs: Any) -> None:
+        self._replay = False
+        """True: states are made by replay, whatever Appliance(replay=) says."""
+        if isinstance(input_fn, Dataset) or not callable(input_fn):
+            from penstock.client.torch_loaders import taken_over  # here: it imports the data sources
+
+            taken = taken_over(input_fn, *args, **kwargs)
+            input_fn, args, kwargs, self._replay = taken.input_fn, taken.args, taken.kwargs, taken.replay
+        else:
+            args, kwargs = copy.deepcopy(args), copy.deepcopy(kwargs)
         self._reference, self._arguments = ship(input_fn, args, kwargs)
         self.name = self._reference.name
         """Name of input_fn, "module:qualname"."""
@@ -195,7 +205,7 @@ class OpenedLoader:
                 "worker, which has no position: load no state, or leave out synthetic= and PENSTOCK_SYNTHETIC"
             )
         else:
-            if saved.methods == 0 and saved.positions and not settings.replay:
+            if saved.methods == 0 and saved.positions and not self._replays(settings):
                 raise NotRestartableError(
                     f"the loaded state of {self.name} was saved with replay=True, and can only be restored by replay: "
                     "pass Appliance(replay=True)"
@@ -222,7 +232,17 @@ class OpenedLoader:
         start = start_of(settings.box)
         # Each opening in one launch has its own key: else a loader that starts over would join the run it just left.
         key = f"#{self._openings}" if self._openings else ""
-        opening = Opening(self._reference, self._arguments, self._local.maker, start, start_of, seed, key, cover)
+        opening = Opening(
+            self._reference,
+            self._arguments,
+            self._local.maker,
+            start,
+            start_of,
+            seed,
+            key,
+            self._replays(settings),
+            cover,
+        )
         run, reader = appliance.open_stream(self, opening)
         self._openings += 1
         position = reader.position
@@ -243,6 +263,10 @@ class OpenedLoader:
             )
         weakref.finalize(self, _abandon, run, reader).atexit = False
         return session
+
+    def _replays(self, settings: ApplianceSettings) -> bool:
+        """Return whether a loader without state methods is saved too, by replay."""
+        return self._replay or settings.replay
 
     def _start_of(self, settings: ApplianceSettings, box: int) -> BoxStart:
         saved = self._loaded

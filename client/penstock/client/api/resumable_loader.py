@@ -41,12 +41,12 @@ class ResumableLoader(OpenedLoader):
         """True if state_dict() works: by the loader's own methods, or by replay with Appliance(replay=True)."""
         session = self._session
         if session is None or session.run.closed or session.run.error is not None:
-            replay = (session.appliance.settings if session is not None else current_settings()).replay
-            return replay or self._local.methods("is_restartable") > 0
+            settings = session.appliance.settings if session is not None else current_settings()
+            return self._replays(settings) or self._local.methods("is_restartable") > 0
         capabilities = self._capabilities(session)[0]
         if capabilities.not_restartable:
             return False
-        return capabilities.state_methods > 0 or session.appliance.settings.replay
+        return capabilities.state_methods > 0 or self._replays(session.appliance.settings)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of all boxes after the last delivered step; the same value on every box.
@@ -101,7 +101,7 @@ class ResumableLoader(OpenedLoader):
         session = self._session
         settings = self._settings
         methods = self._local.methods("the state before the first step")
-        self._require_methods(methods, settings.replay)
+        self._require_methods(methods, self._replays(settings))
         seed = session.run.seed if session is not None else self._seed_to_come(settings)
         saved = SavedState(0, self.name, methods, 0, 0, seed)
         if methods == 4:
@@ -167,7 +167,7 @@ class ResumableLoader(OpenedLoader):
         capabilities = self._capabilities(session)[0]
         if capabilities.not_restartable:
             raise NotRestartableError(f"{self.name} cannot be saved: {capabilities.not_restartable}")
-        self._require_methods(capabilities.state_methods, settings.replay)
+        self._require_methods(capabilities.state_methods, self._replays(settings))
         if threading.get_ident() == session.reader.thread:
             session.reader.flush()
         return run.fetch_state(step, settings.timeout_s), capabilities.state_methods
