@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from penstock.data.cache.file_locks import FileLock, take
+from penstock.data.cache.file_locks import LONGEST_TEXT, FileLock, take
 from penstock.data.remote.folders import RemoteFolder
 from penstock.proto.errors import DatasetError, ShardUnavailableError
 from penstock.runtime.files.plain_files import is_ours, read_plain
@@ -199,7 +199,7 @@ class CacheState:
 def _holder(path: str) -> str:
     """Return what the text of a lock tells about its holder."""
     try:
-        text = read_plain(path)
+        text = read_plain(path, LONGEST_TEXT)
     except OSError:
         return "released just now"
     return f"process {text.decode().strip()}" if text.strip().isdigit() else "shared by its users"

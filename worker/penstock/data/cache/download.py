@@ -281,7 +281,7 @@ class Downloads:
     def _inflate(self, shard: Shard, file: ShardFile, path: Path, temporary: Path) -> None:
         """Inflate a packed file; verify the packed and the raw bytes."""
         assert file.packed is not None
-        data = read_plain(path)
+        data = read_plain(path, file.packed.size)
         source = (
             str(path) if self._remote is None else f"{self._remote.url_of(file.packed.name)} ({self._own(file.raw)})"
         )

@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from penstock.data.cache.cache_state import CacheState
-from penstock.data.cache.file_locks import FileLock, take
+from penstock.data.cache.file_locks import LONGEST_TEXT, FileLock, take
 from penstock.data.cache.shard_versions import ShardVersion
 from penstock.runtime.files.plain_files import read_plain
 
@@ -69,7 +69,7 @@ class Eviction:
                     time_ns = file.stat().st_mtime_ns
                     entry = known.get(file.name)
                     if entry is None or entry.time_ns != time_ns:
-                        version = ShardVersion.decoded(read_plain(file.path))
+                        version = ShardVersion.decoded(read_plain(file.path, LONGEST_TEXT))
                         if version is None:
                             continue
                         entry = _Entry(time_ns, version)

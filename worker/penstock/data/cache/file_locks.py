@@ -18,9 +18,9 @@ import weakref
 
 from penstock.data.formats.descriptors import Descriptor
 
-__all__ = ["FileLock", "take"]
+__all__ = ["LONGEST_TEXT", "FileLock", "take"]
 
-_LONGEST_TEXT = 1 << 20
+LONGEST_TEXT = 1 << 20
 """Largest text that is read back, in bytes."""
 
 _opening = threading.RLock()
@@ -50,7 +50,7 @@ class FileLock:
 
     def read(self) -> bytes:
         """Return the text of the file."""
-        return self._held().read(_LONGEST_TEXT, 0)
+        return self._held().read(LONGEST_TEXT, 0)
 
     def write(self, text: bytes) -> None:
         """Write one line, which readers see whole or not at all; the rest of a longer one is cut off afterwards."""

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from penstock.data.cache.file_locks import LONGEST_TEXT
 from penstock.data.formats.index import INDEX
-from penstock.data.remote.folders import RemoteFolder
+from penstock.data.remote.folders import LARGEST_READ, RemoteFolder
 from penstock.proto.errors import DatasetError, PenstockError
 from penstock.runtime.files.atomic_files import write_whole
 from penstock.runtime.files.plain_files import read_plain
@@ -78,7 +79,7 @@ class IndexWatch:
 
     def _is_same(self) -> bool:
         try:
-            return _digest(read_plain(self.path)) == self.digest
+            return _digest(read_plain(self.path, LARGEST_READ)) == self.digest
         except OSError:
             return False
 
@@ -99,7 +100,7 @@ class RemoteIndex:
         """Raise DatasetError if the remote's index was replaced or removed since then. Does nothing if the remote has
         no versions, or does not answer now: it is asked again for the next shard."""
         try:
-            before = self.record.read_text()
+            before = read_plain(self.record, LONGEST_TEXT).decode(errors="replace")
         except FileNotFoundError:
             return
         now = self._version() if before else ""

@@ -29,7 +29,7 @@ from penstock.data.cache.prefetch import Prefetcher
 from penstock.data.cache.shard_versions import ShardVersion, file_stat, key_of
 from penstock.data.formats.index import INDEX
 from penstock.data.formats.shards import Shard
-from penstock.data.remote.folders import RemoteFolder
+from penstock.data.remote.folders import LARGEST_READ, RemoteFolder
 from penstock.proto.errors import DatasetError, InvalidArgumentError, PenstockError, ShardUnavailableError
 from penstock.runtime.files.plain_files import read_plain
 
@@ -179,7 +179,7 @@ class ShardCache:
         that is not an index."""
         if self._in_place:
             try:
-                return read_plain(self.index_path)
+                return read_plain(self.index_path, LARGEST_READ)
             except FileNotFoundError:
                 what = f"{self._in_place} must be a dataset's folder: it has no {INDEX}{self._remedy()}"
                 raise ShardUnavailableError(what) from None
@@ -191,7 +191,7 @@ class ShardCache:
         until = time.monotonic() + self._timeout_s
         while True:
             with contextlib.suppress(FileNotFoundError):
-                return read_plain(path)
+                return read_plain(path, LARGEST_READ)
             with self._state.fetching(INDEX, until, INDEX) as temporary:
                 if file_stat(str(path)) is None:
                     self._downloads.before_index_fetch()

@@ -50,10 +50,12 @@ from penstock.proto.errors import PenstockError
 from penstock.proto.state.checkpoint_files import (
     ASKED,
     FAILED,
+    LARGEST_RECORD,
     LATEST,
     LOCK,
     MANIFEST,
     METADATA,
+    MOST,
     CheckpointFile,
     Manifest,
     checkpoints,
@@ -73,6 +75,7 @@ from penstock.proto.state.checkpoint_files import (
 from penstock.proto.state.checkpoint_index import DescribedIndex
 from penstock.runtime.files.atomic_files import sync_folder, write_whole
 from penstock.runtime.files.part_checksums import PartHasher
+from penstock.runtime.files.plain_files import read_plain
 from penstock.runtime.process.watch import wait_for_parent_end
 
 CHUNK = 16 << 20
@@ -231,7 +234,7 @@ class SaveJob:
         files = [CheckpointFile.from_row(*file) for rank in range(self.ranks) for file in reports[rank]["files"]]
         files.append(CheckpointFile(METADATA, len(metadata), xxhash.xxh3_128_hexdigest(metadata)))
         before = checkpoints(self.folder, sizes=self.request["keep_last"] is not None)
-        sequence = 1 + max((one.manifest.sequence for one in before if one.manifest), default=0)
+        sequence = min(1 + max((one.manifest.sequence for one in before if one.manifest), default=0), MOST)
         manifest = Manifest(self.request["step"], self.save, sequence, self.ranks, tuple(files))
         for rank in range(1, self.ranks):
             os.unlink(self.temporary / report_name(rank))
@@ -407,8 +410,8 @@ class SaveJob:
     def _read(self, path: Path) -> dict[str, Any] | None:
         """Return the contents of another writer's file of this save; None if there is none yet."""
         try:
-            value = json.loads(path.read_bytes())
-        except (OSError, ValueError):
+            value = json.loads(read_plain(path, LARGEST_RECORD))
+        except (OSError, ValueError, RecursionError):
             return None
         return value if isinstance(value, dict) and self.save in (value.get("save"), _saved(value)) else None
 
