@@ -160,8 +160,8 @@ class CheckpointFile:
             raise ValueError(f"{file.name!r}, of {file.nbytes:,} bytes, is not a file of a checkpoint's own folder")
         if not _PARTS.fullmatch(file.parts):
             raise ValueError(f"the parts of {file.name!r} must be pairs of a position and a checksum")
-        ends = [end for end, _ in file.spans.values()]
-        if ends != sorted(ends) or (ends and ends[-1] > file.nbytes):
+        begins = [int(part.partition(":")[0]) for part in file.parts.split()]
+        if begins != sorted(begins) or (begins and begins[-1] > file.nbytes):
             raise ValueError(f"the parts of {file.name!r} must lie within its {file.nbytes:,} bytes, one after another")
         return file
 
