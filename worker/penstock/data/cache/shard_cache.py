@@ -197,7 +197,7 @@ class ShardCache:
                     self._downloads.before_index_fetch()
                     data = self.remote.read(INDEX, deadline_s=until - time.monotonic())
                     self._check_index(data)
-                    put(data, temporary("raw"), path, self.remote.url_of(INDEX))
+                    put(data, temporary("raw"), self.folder, INDEX, self.remote.url_of(INDEX))
 
     def _remedy(self) -> str:
         """Return a remedy for a folder without an index. Looks only one folder down: there may be millions of files."""
@@ -237,7 +237,7 @@ class ShardCache:
                 return HeldShard(self, key, in_use.paths)
         self._state.prepare()
         until = time.monotonic() + self._timeout_s
-        lock = self._state.wait(os.path.join(self._state.shards, key), until, shard.name, shared=True)
+        lock = self._state.wait(f"{self._state.shards}/{key}", until, shard.name, shared=True)
         try:
             paths = self._ready(shard, lock)
             if paths is None:
@@ -350,8 +350,8 @@ class ShardCache:
 
     def _others_fetch_ahead(self, key: str) -> bool:
         """Return True if other processes prefetch shards other than `key`, which this process is fetching."""
-        prefetched = set(os.listdir(self._state.prefetched)) - {key}
-        return not prefetched.isdisjoint(os.listdir(self._state.fetching_folder))
+        prefetched = set(os.listdir(os.path.join(self._root, self._state.prefetched))) - {key}
+        return not prefetched.isdisjoint(os.listdir(os.path.join(self._root, self._state.fetching_folder)))
 
     def _try_claim(
         self, key: str, lock: FileLock, need: ShardVersion, until: float, *, demand: bool, exceed: bool = False
@@ -390,7 +390,7 @@ class ShardCache:
     def _bring(self, shard: Shard, key: str, decided: Callable[[], None]) -> bool:
         """Fetch a shard that no reader waits for. Returns False if there is no space."""
         until = time.monotonic() + self._timeout_s
-        lock = self._state.wait(os.path.join(self._state.shards, key), until, shard.name, shared=True)
+        lock = self._state.wait(f"{self._state.shards}/{key}", until, shard.name, shared=True)
         try:
             return bool(self._ready(shard, lock) or self._fill(shard, key, lock, until, decided))
         finally:
