@@ -82,7 +82,7 @@ def test_a_writer_that_lives_is_waited_for(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(writer, "SIGN_S", 0.1)
     slow, first = save_of(tmp_path, 1, orphaned=True), save_of(tmp_path, 0, orphaned=True)
 
-    def write() -> list[Any]:
+    def write(folder: Path) -> list[Any]:
         until = time.monotonic() + 1.5
         while time.monotonic() < until:
             slow._progress()

@@ -153,6 +153,7 @@ def test_the_index_is_durable_before_its_name(tmp_path: Path, monkeypatch: pytes
             warnings.simplefilter("ignore")  # torch's, that there is a checkpoint already
             save({"x": torch.ones(9)}, storage_writer=AsyncFileSystemWriter(folder, thread_count=1))
     assert done == [
+        f"removed {folder}/__0_0.distcp",
         "__0_0: True",
         "..metadata: True",
         ".metadata replaced: True",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -32,6 +33,16 @@ def test_folder_as_liveness_file_is_a_warning(
     LivenessWriter(".").turned()
     assert "the liveness file . cannot be written" in caplog.text
     assert list(tmp_path.iterdir()) == []
+
+
+def test_liveness_file_writes_through_no_link(tmp_path: Path) -> None:
+    """The name beside it was made of the process's number, which every user knows."""
+    victim = tmp_path / "thesis"
+    victim.write_text("years of work")
+    (tmp_path / f".pulse.{os.getpid()}").symlink_to(victim)
+    LivenessWriter(str(tmp_path / "pulse")).heard()
+    assert victim.read_text() == "years of work"
+    assert read_liveness(str(tmp_path / "pulse")).heard_s_ago < 60
 
 
 def test_worker_without_coordinator_is_not_ready(

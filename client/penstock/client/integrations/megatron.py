@@ -36,12 +36,12 @@ from torch.distributed.checkpoint.storage import WriteResult
 from penstock.client.checkpoint.saving.planning import Key, LocalItem, RankLayout, lay_out
 from penstock.client.checkpoint.saving.shared_image import SharedImage
 from penstock.client.checkpoint.saving.tensor_staging import StagingBuffer
-from penstock.client.checkpoint.saving.writer import write_file
 from penstock.client.checkpoint.storage import AsyncFileSystemWriter
 from penstock.client.checkpoint.values.torch_frames import is_plain, saved_bytes
 from penstock.client.checkpoint.values.torch_private import StorageInfo, StoragePrefix, wrap_exception
 from penstock.proto.errors import CheckpointError, InvalidArgumentError
 from penstock.proto.state.checkpoint_files import METADATA
+from penstock.runtime.files.direct_files import write_file
 
 __all__ = ["FileSystemWriterAsync"]
 

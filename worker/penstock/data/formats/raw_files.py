@@ -97,7 +97,7 @@ class SampleFile:
 def read_checked(path: Path, stored: StoredFile) -> bytes:
     """Return a small file's content. Raises ShardCorruptError if its size differs from the index's."""
     try:
-        data = read_plain(path)
+        data = read_plain(path, stored.size)
     except OSError as error:
         raise ShardCorruptError(f"{stored.name}: {path} cannot be read: {error}") from error
     if len(data) != stored.size:

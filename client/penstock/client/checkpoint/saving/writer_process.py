@@ -27,6 +27,7 @@ from penstock.client.stream import open_streams
 from penstock.proto.errors import CheckpointError, DeadlineError
 from penstock.proto.state.checkpoint_files import FAILED, report_name, temporary_name
 from penstock.runtime.files.atomic_files import write_whole
+from penstock.runtime.files.held_folders import HeldFolder
 from penstock.runtime.process.end import exit_words
 from penstock.runtime.process.line_reader import LineReader
 from penstock.runtime.process.spawn import NULL, by_path, environment, spawn
@@ -301,7 +302,8 @@ def _give_up(pending: PendingSave, rank: int, why: str) -> None:
                 name = report_name(rank)
             else:
                 value, name = {"causes": {"0": why}}, FAILED
-            write_whole(temporary / name, json.dumps({"save": request["save"], **value}).encode())
+            with HeldFolder(temporary) as inside:
+                write_whole(inside.path / name, json.dumps({"save": request["save"], **value}).encode())
     pending.end({rank: why})
 
 
