@@ -21,12 +21,10 @@ from typing import Any
 
 import grpc
 import grpc.aio
-from google.protobuf.message import DecodeError
 from grpc_health.v1 import health  # type: ignore[import-untyped]
 
 from penstock.proto.errors import (
     AuthenticationError,
-    InvalidArgumentError,
     NotPermittedError,
     PenstockError,
     VersionSkewError,
@@ -35,6 +33,7 @@ from penstock.proto.rpc import tracing
 from penstock.proto.rpc.connection_limits import Connections
 from penstock.proto.rpc.credentials.roles import METHODS, READ_ONLY
 from penstock.proto.rpc.credentials.token_proof import CHALLENGE_KEY, PROOF_KEY, Caller, Challenged, TokenVerifier
+from penstock.proto.rpc.message_bounds import parsed_request
 from penstock.proto.rpc.tls import Tls
 from penstock.proto.rpc.version import PROTOCOL, PROTOCOL_KEY, VERSION, VERSION_KEY
 from penstock.proto.rpc.wire_errors import abort, status_of
@@ -197,18 +196,6 @@ def _refusing(error: PenstockError, trailing: tuple[tuple[str, str], ...]) -> gr
     return grpc.stream_stream_rpc_method_handler(refuse)
 
 
-def _reading(name: str, parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    """Return `parse` with an error of ours for bytes that are not a request of this method."""
-
-    def read(data: bytes) -> Any:
-        try:
-            return parse(data)
-        except DecodeError as error:
-            raise InvalidArgumentError(f"{name}: the {len(data)} received bytes are not a request of it") from error
-
-    return read
-
-
 def _serialised(serialise: Callable[[Any], bytes], said: Any) -> bytes:
     """Return the serialised reply; a handler may yield one that is serialised already, once for many callers."""
     return said if isinstance(said, bytes) else serialise(said)
@@ -239,7 +226,7 @@ def _translated(
     name: str, handler: Any, calls: CallCounters, heard: Callable[[_Context], None]
 ) -> grpc.RpcMethodHandler[Any, Any]:
     """Return `handler` with its errors put into status and trailing metadata. `heard`: called for each call."""
-    read = _reading(name, handler.request_deserializer)
+    read = partial(parsed_request, name, handler.request_deserializer)
     # A request that is no stream is read here: what a deserializer raises before the handler runs would be UNKNOWN to
     # the caller, and a traceback in our log.
     codecs = {
