@@ -29,6 +29,7 @@ def advance(cluster: ClusterState, attempt: Attempt, box: Box, request: pb.Watch
 
 def note_abandoned(cluster: ClusterState, attempt: Attempt, box: Box, request: pb.WatchRunRequest) -> None:
     """Record the epochs that the box's loop abandoned. Raises InvalidArgumentError above `abandoned_max`."""
+    touched: list[Box] = []
     for abandoned_epoch in request.abandoned:
         if abandoned_epoch.epoch in box.abandoned:
             continue
@@ -37,13 +38,12 @@ def note_abandoned(cluster: ClusterState, attempt: Attempt, box: Box, request: p
                 f"box {box.number} must abandon at most {cluster.limits.abandoned_max} epochs in an attempt: resume "
                 "from a saved state to start the next attempt"
             )
-        for other in (
-            attempt.boxes.values()
-            if attempt.note_abandoned(box, abandoned_epoch.epoch, abandoned_epoch.step)
-            else [box]
-        ):
-            cluster.touch(attempt, other)
+        if attempt.note_abandoned(box, abandoned_epoch.epoch, abandoned_epoch.step):
+            touched = list(attempt.boxes.values())
         cluster.save_abandoned(attempt, box, abandoned_epoch.epoch)
+        touched = touched or [box]
+    for other in touched:
+        cluster.touch(attempt, other)
 
 
 def _note_ends(cluster: ClusterState, attempt: Attempt, box: Box, position: Position) -> None:

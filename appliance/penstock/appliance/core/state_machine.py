@@ -37,7 +37,7 @@ from penstock.appliance.model.entities import (
 )
 from penstock.appliance.model.limits import Limits
 from penstock.appliance.model.recent_events import RecentEvents
-from penstock.appliance.model.request_checks import check_counts, check_measures, check_reports
+from penstock.appliance.model.request_checks import check_counts, check_measures, check_number, check_reports
 from penstock.appliance.policies import quarantine
 from penstock.appliance.policies.lease_policy import PromisedLease, patience_s, updated_load_factor
 from penstock.appliance.policies.placement import why_not_allowed
@@ -60,6 +60,8 @@ from penstock.proto.v1 import records_pb2
 
 _DOING, _STACK = 300, 12_000
 """Longest report of a hang or a crash, in characters: it goes into every view of the box."""
+SLOTS_TOLD = 2
+"""Slots in a worker's heartbeat for each that it has: those that it runs, and those that it could not begin."""
 _NO_REASON = records_pb2.ErrorDetail(name="PenstockError", message="the worker reported no reason")
 
 
@@ -220,6 +222,8 @@ class Registry:
         check_measures(hold_s=request.hold_s, lease_s=request.lease_s)
         check_measures(waited_s=request.waited_s, waited_by_slot_s=sum(by_slot_s))
         attempt, box = self._place_of(request.run, request.attempt, request.box, request.client_id)
+        check_number("unreachable slots", len(request.unreachable), attempt.num_workers)
+        check_number("abandoned epochs in a report", len(request.abandoned), self.limits.abandoned_at_once)
         for abandoned_epoch in request.abandoned:
             check_counts(epoch=abandoned_epoch.epoch, step=abandoned_epoch.step)
         self._renew(attempt, box, now, request.lease_s)
@@ -351,9 +355,10 @@ class Registry:
     def report_worker(self, request: pb.HeartbeatRequest) -> None:
         now = self._clock()
         check_measures(hold_s=request.hold_s, lease_s=request.lease_s)
-        check_reports(request.slots, self.limits.capabilities_max)
         worker = self._registered(request.worker, request.session)
         if worker is not None:
+            check_number("slots in a heartbeat", len(request.slots), SLOTS_TOLD * worker.capacity)
+            check_reports(request.slots, self.limits.capabilities_max)
             worker.seen_at = now
             worker.lease_until = now + self.cluster.worker_lease_policy().promised(
                 request.lease_s, self.limits.lease_max_s

@@ -47,6 +47,12 @@ def check_counts(**values: int) -> None:
             raise InvalidArgumentError(f"{name} must be between 0 and {MOST}, got {value}")
 
 
+def check_number(what: str, number: int, most: int) -> None:
+    """Raise InvalidArgumentError for more elements of a request than `most`: each takes time of the event loop."""
+    if number > most:
+        raise InvalidArgumentError(f"{what} must be at most {most}, got {number}")
+
+
 def check_name(what: str, name: str) -> None:
     """Raise InvalidArgumentError for a name that is too long, is not one printable line, or has blanks at its ends."""
     if len(name) > LONGEST_NAME:
