@@ -5,6 +5,7 @@ from __future__ import annotations
 from penstock.appliance.core.cluster_state import ClusterState
 from penstock.appliance.model.entities import Attempt, Box
 from penstock.proto.errors import InvalidArgumentError
+from penstock.proto.rpc.message_bounds import owned
 from penstock.proto.state.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
 
@@ -12,7 +13,7 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 def advance(cluster: ClusterState, attempt: Attempt, box: Box, request: pb.WatchRunRequest, now: float) -> None:
     """Record the box's position `request.delivered`, which is not before the one recorded so far."""
     position = Position.from_proto(request.delivered)
-    steps, box.delivered = position.step - box.step, request.delivered
+    steps, box.delivered = position.step - box.step, owned(request.delivered)
     _note_ends(cluster, attempt, box, position)
     box.measure(now, steps)
     # The positions of the window, thinned out: its lower edge may be late by a fraction of it, never early.

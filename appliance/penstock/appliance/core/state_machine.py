@@ -37,7 +37,13 @@ from penstock.appliance.model.entities import (
 )
 from penstock.appliance.model.limits import Limits
 from penstock.appliance.model.recent_events import RecentEvents
-from penstock.appliance.model.request_checks import check_counts, check_measures, check_number, check_reports
+from penstock.appliance.model.request_checks import (
+    check_capabilities,
+    check_counts,
+    check_measures,
+    check_number,
+    check_reports,
+)
 from penstock.appliance.policies import quarantine
 from penstock.appliance.policies.lease_policy import PromisedLease, patience_s, updated_load_factor
 from penstock.appliance.policies.placement import why_not_allowed
@@ -55,6 +61,7 @@ from penstock.proto.errors import (
 )
 from penstock.proto.rpc.channel import VERSION, detail_of
 from penstock.proto.rpc.credentials.tickets import expiry
+from penstock.proto.rpc.message_bounds import owned
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 
@@ -431,12 +438,13 @@ class Registry:
             elif report.lost:
                 what = report.error.message or "its runner died"
                 slot.stack = report.error.remote_traceback[:_STACK]
-                making = report.making if report.HasField("making") and quarantine.is_place(report.making) else None
+                has_place = report.HasField("making") and quarantine.is_place(report.making)
+                making = owned(report.making) if has_place else None
                 self.cluster.move(slot, f"runner of {slot} on worker {worker.name} died: {what}", now, making)
             else:
                 self.cluster.fail(slot, report.error if report.HasField("error") else _NO_REASON)
         elif report.phase == pb.READY and slot.phase in (pb.STARTING, pb.READY):
-            capabilities = report.capabilities if report.HasField("capabilities") else slot.capabilities
+            capabilities = owned(report.capabilities) if report.HasField("capabilities") else slot.capabilities
             if slot.phase != pb.READY or capabilities != slot.capabilities:
                 slot.moved_at = now if slot.phase != pb.READY else slot.moved_at
                 slot.phase, slot.ever_ready, slot.capabilities = pb.READY, True, capabilities
@@ -561,6 +569,7 @@ class Registry:
             raise InvalidArgumentError(
                 f"an answer must have at most {self.limits.answer_ends_max} ends of epochs, got {len(answer.ends)}"
             )
+        check_capabilities(answer, self.limits.capabilities_max)
         check_counts(ended_epoch=answer.ended_epoch, ended_total=answer.ended_total)
         for end in answer.ends:
             check_counts(epoch=end.epoch, total=end.total)

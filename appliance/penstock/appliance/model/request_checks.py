@@ -30,14 +30,19 @@ def check_measures(**values: float) -> None:
 def check_reports(reports: Iterable[pb.SlotReport], capabilities_max: int) -> None:
     """Raise InvalidArgumentError for invalid measurements of a runner or oversized capabilities of a loader."""
     for report in reports:
-        if report.HasField("capabilities") and (size := report.capabilities.ByteSize()) > capabilities_max:
-            raise InvalidArgumentError(f"capabilities of a slot must have at most {capabilities_max} bytes, got {size}")
+        check_capabilities(report, capabilities_max)
         check_measures(
             batches_per_s=report.batches_per_s,
             batch_s=report.batch_s,
             batch_cpu_s=report.batch_cpu_s,
             batch_delay_s=report.batch_delay_s,
         )
+
+
+def check_capabilities(report: pb.SlotReport | pb.StateAnswer, most: int) -> None:
+    """Raise InvalidArgumentError for capabilities of a loader with more bytes than `most`."""
+    if report.HasField("capabilities") and (size := report.capabilities.ByteSize()) > most:
+        raise InvalidArgumentError(f"capabilities of a slot must have at most {most} bytes, got {size}")
 
 
 def check_counts(**values: int) -> None:

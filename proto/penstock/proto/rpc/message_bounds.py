@@ -7,18 +7,30 @@ counted in its bytes, at the levels that can hold repeated ones; a message too s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
 from functools import cache, partial
-from typing import Any
+from typing import Any, TypeVar
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
-from penstock.proto.errors import InvalidArgumentError, ProtocolError
+from penstock.proto.errors import InvalidArgumentError, OverloadedError, ProtocolError
 from penstock.proto.v1 import coordinator_pb2
 
-__all__ = ["REPLY_FIELDS", "REQUEST_FIELDS", "BytesChannel", "check_fields", "parsed_reply", "parsed_request"]
+__all__ = [
+    "REPLY_FIELDS",
+    "REQUEST_FIELDS",
+    "BytesChannel",
+    "LargeRequests",
+    "check_fields",
+    "owned",
+    "parsed_parts",
+    "parsed_reply",
+    "parsed_request",
+]
 
 REQUEST_FIELDS = 16_384
 """Largest number of fields in a request: 1,024 reports of slots, 256 positions, 4,096 ends of epochs, 8,192 prefixes of
@@ -28,6 +40,12 @@ REPLY_FIELDS = 1 << 20
 LEVELS = 8
 """Depth of messages; ours have four levels."""
 
+SMALL_REQUEST = 64 << 10
+"""Bytes of a request that gRPC itself takes about as much for as it has."""
+LARGE_REQUESTS = 128 << 20
+"""Bytes of larger requests of one token that are answered at a time."""
+
+M = TypeVar("M", bound=Message)
 _Table = dict[int, "Descriptor | None"]
 
 
@@ -114,13 +132,71 @@ _METHODS = coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"].methods_by
 
 
 def parsed_request(method: str, parse: Callable[[bytes], Any], data: bytes) -> Any:
-    """Return the parsed request of a method, of this service or another. Raises InvalidArgumentError."""
+    """Return the parsed request of a method, of this service or another. Raises InvalidArgumentError.
+
+    Fields that are not known here are left out: what is kept of a request would keep them, and no limit counts them.
+    """
     try:
         if method in _METHODS:
             check_fields(data, _METHODS[method].input_type, REQUEST_FIELDS)
-        return parse(data)
+        request = parse(data)
     except DecodeError as error:
         raise InvalidArgumentError(f"{method}: the {len(data)} received bytes are not a request of it") from error
+    request.DiscardUnknownFields()
+    return request
+
+
+async def parsed_parts(
+    method: str, parse: Callable[[bytes], Any], parts: AsyncIterator[bytes], first: Callable[[int], None]
+) -> AsyncIterator[Any]:
+    """Yield the parsed parts of a request. `first`: called with the size of the first one, which its handler keeps."""
+    begun = False
+    async for part in parts:
+        if not begun:
+            first(len(part))
+            begun = True
+        yield parsed_request(method, parse, part)
+
+
+class LargeRequests:
+    """Bytes of large requests that are being answered, by token. A held poll keeps its request in memory for as long as
+    it is held, and there may be thousands."""
+
+    def __init__(self) -> None:
+        self._bytes: Counter[str] = Counter()
+
+    @contextmanager
+    def answering(self, token: str) -> Iterator[Callable[[int], None]]:
+        """Yield a function that counts the bytes of the request until it is answered. It raises OverloadedError above
+        the limit of the token."""
+        counted = 0
+
+        def count(size: int) -> None:
+            nonlocal counted
+            if size <= SMALL_REQUEST:
+                return
+            if self._bytes[token] + size > LARGE_REQUESTS:
+                raise OverloadedError(
+                    f"large requests of one token that are answered at a time must have at most {LARGE_REQUESTS} bytes "
+                    f"in all, got {self._bytes[token]} and {size} more: retry later"
+                )
+            self._bytes[token] += size
+            counted += size
+
+        try:
+            yield count
+        finally:
+            self._bytes[token] -= counted
+            if self._bytes[token] <= 0:
+                del self._bytes[token]
+
+
+def owned(message: M) -> M:
+    """Return a copy of a part of a message with memory of its own: the part itself keeps the whole message in
+    memory."""
+    copy = type(message)()
+    copy.CopyFrom(message)
+    return copy
 
 
 def parsed_reply(method: str, data: bytes) -> Any:
