@@ -12,10 +12,14 @@ import pytest
 from bearer import metadata
 from cluster import TOKEN, Cluster, running
 
+from penstock.appliance.core import views
+from penstock.appliance.model.entities import AttemptState
 from penstock.appliance.model.limits import MIB, Limits
+from penstock.appliance.storage.journal import StateDir
 from penstock.appliance.testing import FakeCluster
 from penstock.proto.errors import InvalidArgumentError, OverloadedError
 from penstock.proto.rpc import message_bounds
+from penstock.proto.rpc.channel import REPLY_MAX
 from penstock.proto.rpc.message_bounds import LargeRequests, check_fields, parsed_request
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
@@ -205,3 +209,68 @@ def test_a_report_has_so_many_parts() -> None:
     watch.abandoned.extend([pb.AbandonedEpoch()] * 4)
     with pytest.raises(InvalidArgumentError, match="abandoned epochs in a report must be at most 3, got 4"):
         world.registry.watch_run(watch)
+
+
+# ------------------------------------------------------------------------------------------------ replies to workers
+
+
+def test_a_worker_can_always_be_answered() -> None:
+    """A worker whose reply is too large to send is lost, with the slots of every job on it."""
+    world = FakeCluster()
+    worker = world.worker("w", 1024)
+    opening = pb.OpenRunRequest(job="large", client_id="c")
+    opening.loader.arguments = bytes(200 << 10)
+    for number in range(8):
+        world.open(job=f"large-{number}", num_workers_per_box=128, loader=opening.loader)
+    world.open(job="small")
+    placed = len(worker.heartbeat().assignments)
+    assert worker.heartbeat().ByteSize() < REPLY_MAX
+    assert 50 <= placed < 60
+    other = world.worker("other", 8)
+    worker.heartbeat()
+    assert len(other.heartbeat().assignments) == 8, "the rest waits for other workers"
+    world.registry.cluster.end(world.registry.cluster.open_attempts()[0], AttemptState.ENDED, "over")
+    for _ in range(4):
+        worker.heartbeat()
+    assert len(worker.heartbeat().assignments) == placed, "what has ended makes room"
+
+
+def test_room_for_assignments_outlives_a_restart(tmp_path: Path) -> None:
+    directory = StateDir(tmp_path)
+    world = FakeCluster(directory=directory)
+    worker = world.worker("w", 1024)
+    opening = pb.OpenRunRequest()
+    opening.loader.arguments = bytes(200 << 10)
+    world.open(num_workers_per_box=256, loader=opening.loader)
+    placed = len(worker.heartbeat().assignments)
+    size = world.registry.cluster.workers["w"].slots.size
+    world.restart(worker)
+    assert len(worker.heartbeat().assignments) == placed
+    assert world.registry.cluster.workers["w"].slots.size == size
+    world.journal.close()
+    directory.close()
+
+
+def test_state_requests_come_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reply has room for so many; the others follow as these are answered."""
+    monkeypatch.setattr(views, "STATE_REQUESTS", 3)
+    world = FakeCluster()
+    worker, box = world.worker("w"), world.open(num_workers_per_box=2)
+    worker.ready()
+    box.deliver(4)
+    for step in range(4):
+        world.registry.begin_state(pb.FetchStateRequest(run="job/0", attempt=1, step=step + 1, deadline_s=9))
+    answered: set[str] = set()
+    seen = 0
+    while True:
+        request = pb.HeartbeatRequest(worker="w", session=worker.session, seen_version=seen)
+        reply = world.registry.heartbeat(request)
+        if reply.unchanged:
+            break
+        assert len(reply.state_requests) <= 3
+        seen = reply.version
+        for one in reply.state_requests:
+            answered.add(one.request)
+            answer = pb.StateAnswer(request=one.request, worker="w", session=worker.session)
+            world.registry.answer_state(answer, b"")
+    assert len(answered) == 8

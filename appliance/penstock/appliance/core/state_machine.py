@@ -24,6 +24,7 @@ from penstock.appliance.core.migration import Migrations
 from penstock.appliance.core.recovery import restore
 from penstock.appliance.core.state_queries import StateQueries
 from penstock.appliance.model.entities import (
+    AssignedSlots,
     Attempt,
     AttemptState,
     Box,
@@ -306,7 +307,7 @@ class Registry:
                 f"at most {self.limits.workers_max} workers must be registered, got {len(cluster.workers)} and one more"
             )
         old = cluster.workers.get(request.worker)
-        keeps: set[SlotKey] = set()
+        keeps = AssignedSlots()
         draining = request.draining
         if old is not None and old.session == request.session:
             keeps, draining = old.slots, old.draining or request.draining

@@ -53,7 +53,7 @@ DEADLINE_S = 10.0
 """Seconds that a call may take, beyond any hold: the coordinator answers in milliseconds, or is stopped or far gone."""
 TRANSFER_DEADLINE_S = 120.0
 """Seconds for a call that moves a state or a snapshot: 1 GiB over 10 MB/s."""
-ARGUMENTS_INLINE = 64 * 1024
+ARGUMENTS_INLINE = 4 * 1024
 """Bytes of a loader's arguments above which they travel as a blob: the spec is repeated for every slot."""
 
 
