@@ -34,7 +34,7 @@ from penstock.proto.errors import (
     error_named,
 )
 from penstock.proto.rpc import authenticated_calls, tracing, wire_errors
-from penstock.proto.rpc.calls import AsyncCoordinatorClient, CoordinatorClient, Gather, blob_name
+from penstock.proto.rpc.calls import AsyncCoordinatorClient, CoordinatorClient, blob_name
 from penstock.proto.rpc.channel import (
     CHUNK,
     PROTOCOL,
@@ -48,6 +48,7 @@ from penstock.proto.rpc.channel import (
     host_id,
     server_aio,
 )
+from penstock.proto.rpc.reply_parts import SnapshotParts
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import coordinator_pb2_grpc as rpc
 
@@ -455,12 +456,12 @@ def test_received_bytes_match_the_declaration() -> None:
             await client.get_blob("other")
 
     trial(body)
-    gather: Gather[pb.SnapshotHeader] = Gather("Get", lambda header: header.size)
-    with pytest.raises(ProtocolError, match="Get: data before any header"):
-        gather.add(None, b"x")
-    gather.add(pb.SnapshotHeader(size=1), b"")
-    with pytest.raises(ProtocolError, match="Get: more than the 1 bytes declared"):
-        gather.add(None, b"xy")
+    snapshots = SnapshotParts()
+    with pytest.raises(ProtocolError, match="GetSnapshots: data before any header"):
+        snapshots.add(pb.SnapshotPart(data=b"x"))
+    snapshots.add(pb.SnapshotPart(header=pb.SnapshotHeader(size=1)))
+    with pytest.raises(ProtocolError, match="GetSnapshots: more than the 1 bytes declared"):
+        snapshots.add(pb.SnapshotPart(data=b"xy"))
 
 
 # ---------------------------------------------------------------------------------------------------------- addresses

@@ -43,8 +43,9 @@ from penstock.proto.errors import (
     SupersededError,
     UnknownRunError,
 )
-from penstock.proto.rpc.calls import AsyncCoordinatorClient, CoordinatorClient, _StateGather, blob_name
+from penstock.proto.rpc.calls import AsyncCoordinatorClient, CoordinatorClient, blob_name
 from penstock.proto.rpc.channel import CHUNK, connect_aio
+from penstock.proto.rpc.reply_parts import StateParts
 from penstock.proto.state.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
@@ -423,12 +424,12 @@ def test_small_parts_are_packed() -> None:
     assert max(part.ByteSize() for part in together) < 2 * CHUNK
     gathers = []
     for said in (apart, together):
-        gather = _StateGather()
+        state = StateParts()
         for part in said:
-            gather.add(part)
-        gathers.append(gather.all())
+            state.add(part)
+        gathers.append((state.records(), state.positions))
     assert gathers[0] == gathers[1]
-    assert [len(data) for _, data in gathers[1].records] == sizes
+    assert [len(data) for _, data in gathers[1][0]] == sizes
     assert not any(part.parts for part in apart)
     assert [part for one in together for part in (one.parts or [one])] == apart
 

@@ -169,7 +169,7 @@ def test_next_attempt_gets_the_freed_slots() -> None:
     slots = world.slots()
     assert [slot.worker for slot in slots] == ["w"] * 8
     assert {slot.key.attempt for slot in slots} == {2}
-    assert world.registry.cluster.workers["w"].slots == {slot.key for slot in slots}
+    assert set(world.registry.cluster.workers["w"].slots) == {slot.key for slot in slots}
 
 
 def test_an_attempt_ends_in_slices() -> None:
@@ -279,9 +279,9 @@ def test_a_worker_is_told_its_slots_in_steps(monkeypatch: pytest.MonkeyPatch) ->
     request, reply = pb.HeartbeatRequest(worker="w", session="w-1"), pb.HeartbeatReply()
     steps = world.registry.worker_view_steps(request, reply)
     next(steps)
-    assert [assignment.slot for assignment in reply.assignments] == [0]
+    assert [assignment.slot for assignment in reply.assignments] == [0, 1]
     world.open(job="job1", num_workers_per_box=4, client_id="again")
-    assert len(list(steps)) == 3
+    assert len(list(steps)) == 1
     assert [(one.run, one.slot) for one in reply.assignments] == [("job0/0", slot) for slot in range(4)]
     request.seen_version = reply.version
     assert [one.attempt for one in world.registry.heartbeat(request).assignments] == [1, 1, 1, 1, 2, 2, 2, 2]

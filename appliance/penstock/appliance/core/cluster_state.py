@@ -519,7 +519,7 @@ class ClusterState:
             slot.phase, slot.worker, slot.session = pb.STARTING, worker.name, worker.session
             # A slot that has delivered something must be recovered; one that never ran just starts.
             slot.recovery = slot.restarts > 0 and (slot.ever_ready or bool(self.snapshot_index.snapshots(slot.key)))
-            worker.slots.add(slot.key)
+            worker.slots.add(slot.key, box.assignment_size)
             self.placed += 1
             self.save_slot(slot)
             self.bump_worker(worker)
@@ -558,7 +558,7 @@ class ClusterState:
         slot.target = MigrationTarget(worker.name, worker.session, slot.reserved, why, now)
         self.appointed[slot.key] = slot
         self.journal.put("reserved", slot.key._asdict() | {"generation": slot.reserved})
-        worker.slots.add(slot.key)
+        worker.slots.add(slot.key, self.box_of(slot)[1].assignment_size)
         self.placed += 1
         self.bump_worker(worker)
         self.bump_box(attempt, box)

@@ -71,8 +71,11 @@ def validate(request: pb.OpenRunRequest, limits: Limits) -> Position:
             f"got {request.box}"
         )
     given, count = len(request.start.slots), request.num_workers_per_box
-    if given not in (0, count):
-        raise InvalidArgumentError(f"the position to start from must have {count} slots like the box, got {given}")
+    live = len(request.start.live)
+    if given not in (0, count) or live > given:
+        raise InvalidArgumentError(
+            f"the position to start from must have {count} slots like the box, got {given} and {live} live ones"
+        )
     return start_of(request)
 
 
@@ -115,7 +118,7 @@ def check_limits(
             f"num_workers_per_box must be at most {limits.box_slots_max}, got {request.num_workers_per_box}: spread "
             "the workers over more boxes"
         )
-    size = request.ByteSize() - request.start.ByteSize()
+    size = request.ByteSize()
     if size > limits.opening_max:
         raise InvalidArgumentError(
             f"an opening must have at most {limits.opening_max} bytes, got {size}: send large arguments with PutBlob"

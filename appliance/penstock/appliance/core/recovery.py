@@ -131,7 +131,7 @@ def _slot(cluster: ClusterState, row: Mapping[str, Any], now: float) -> None:
         if worker is None:
             worker = Worker(slot.worker, slot.session, "", 0, "", "", False, now, now, cluster.next_version())
             cluster.workers[worker.name] = worker
-        worker.slots.add(slot.key)
+        worker.slots.add(slot.key, box.assignment_size)
         cluster.placed += 1
     elif slot.phase == pb.WAITING and box.place is BoxPresence.LIVE:
         cluster.waiting[slot.key] = slot

@@ -24,6 +24,7 @@ from penstock.appliance.core.migration import Migrations
 from penstock.appliance.core.recovery import restore
 from penstock.appliance.core.state_queries import StateQueries
 from penstock.appliance.model.entities import (
+    AssignedSlots,
     Attempt,
     AttemptState,
     Box,
@@ -37,7 +38,13 @@ from penstock.appliance.model.entities import (
 )
 from penstock.appliance.model.limits import Limits
 from penstock.appliance.model.recent_events import RecentEvents
-from penstock.appliance.model.request_checks import check_counts, check_measures, check_reports
+from penstock.appliance.model.request_checks import (
+    check_capabilities,
+    check_counts,
+    check_measures,
+    check_number,
+    check_reports,
+)
 from penstock.appliance.policies import quarantine
 from penstock.appliance.policies.lease_policy import PromisedLease, patience_s, updated_load_factor
 from penstock.appliance.policies.placement import why_not_allowed
@@ -55,11 +62,14 @@ from penstock.proto.errors import (
 )
 from penstock.proto.rpc.channel import VERSION, detail_of
 from penstock.proto.rpc.credentials.tickets import expiry
+from penstock.proto.rpc.message_bounds import owned
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 
 _DOING, _STACK = 300, 12_000
 """Longest report of a hang or a crash, in characters: it goes into every view of the box."""
+SLOTS_TOLD = 2
+"""Slots in a worker's heartbeat for each that it has: those that it runs, and those that it could not begin."""
 _NO_REASON = records_pb2.ErrorDetail(name="PenstockError", message="the worker reported no reason")
 
 
@@ -220,6 +230,8 @@ class Registry:
         check_measures(hold_s=request.hold_s, lease_s=request.lease_s)
         check_measures(waited_s=request.waited_s, waited_by_slot_s=sum(by_slot_s))
         attempt, box = self._place_of(request.run, request.attempt, request.box, request.client_id)
+        check_number("unreachable slots", len(request.unreachable), attempt.num_workers)
+        check_number("abandoned epochs in a report", len(request.abandoned), self.limits.abandoned_at_once)
         for abandoned_epoch in request.abandoned:
             check_counts(epoch=abandoned_epoch.epoch, step=abandoned_epoch.step)
         self._renew(attempt, box, now, request.lease_s)
@@ -295,7 +307,7 @@ class Registry:
                 f"at most {self.limits.workers_max} workers must be registered, got {len(cluster.workers)} and one more"
             )
         old = cluster.workers.get(request.worker)
-        keeps: set[SlotKey] = set()
+        keeps = AssignedSlots()
         draining = request.draining
         if old is not None and old.session == request.session:
             keeps, draining = old.slots, old.draining or request.draining
@@ -351,9 +363,10 @@ class Registry:
     def report_worker(self, request: pb.HeartbeatRequest) -> None:
         now = self._clock()
         check_measures(hold_s=request.hold_s, lease_s=request.lease_s)
-        check_reports(request.slots, self.limits.capabilities_max)
         worker = self._registered(request.worker, request.session)
         if worker is not None:
+            check_number("slots in a heartbeat", len(request.slots), SLOTS_TOLD * worker.capacity)
+            check_reports(request.slots, self.limits.capabilities_max)
             worker.seen_at = now
             worker.lease_until = now + self.cluster.worker_lease_policy().promised(
                 request.lease_s, self.limits.lease_max_s
@@ -426,12 +439,13 @@ class Registry:
             elif report.lost:
                 what = report.error.message or "its runner died"
                 slot.stack = report.error.remote_traceback[:_STACK]
-                making = report.making if report.HasField("making") and quarantine.is_place(report.making) else None
+                has_place = report.HasField("making") and quarantine.is_place(report.making)
+                making = owned(report.making) if has_place else None
                 self.cluster.move(slot, f"runner of {slot} on worker {worker.name} died: {what}", now, making)
             else:
                 self.cluster.fail(slot, report.error if report.HasField("error") else _NO_REASON)
         elif report.phase == pb.READY and slot.phase in (pb.STARTING, pb.READY):
-            capabilities = report.capabilities if report.HasField("capabilities") else slot.capabilities
+            capabilities = owned(report.capabilities) if report.HasField("capabilities") else slot.capabilities
             if slot.phase != pb.READY or capabilities != slot.capabilities:
                 slot.moved_at = now if slot.phase != pb.READY else slot.moved_at
                 slot.phase, slot.ever_ready, slot.capabilities = pb.READY, True, capabilities
@@ -556,6 +570,7 @@ class Registry:
             raise InvalidArgumentError(
                 f"an answer must have at most {self.limits.answer_ends_max} ends of epochs, got {len(answer.ends)}"
             )
+        check_capabilities(answer, self.limits.capabilities_max)
         check_counts(ended_epoch=answer.ended_epoch, ended_total=answer.ended_total)
         for end in answer.ends:
             check_counts(epoch=end.epoch, total=end.total)

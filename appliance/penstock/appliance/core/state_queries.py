@@ -13,6 +13,7 @@ more.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
 
 from penstock.appliance.core.cluster_state import ClusterState
 from penstock.appliance.model.entities import Attempt
@@ -39,13 +40,11 @@ class StateQueries:
         self._closed: dict[str, StateQuery] = {}
         """Run that has ended -> its newest completed state query."""
 
-    def slot_requests(self, worker: str, now: float) -> list[tuple[SlotStateRequest, float]]:
-        """Return the worker's open requests, with the seconds until the latest deadline of their callers."""
-        return [
-            (slot_request, max(0.0, query.deadline - now))
-            for query in self._open.values()
-            for slot_request in query.by_worker.get(worker, {}).values()
-        ]
+    def slot_requests(self, worker: str, now: float) -> Iterator[tuple[SlotStateRequest, float]]:
+        """Yield the worker's open requests, with the seconds until the latest deadline of their callers."""
+        for query in self._open.values():
+            for slot_request in query.by_worker.get(worker, {}).values():
+                yield slot_request, max(0.0, query.deadline - now)
 
     def begin(self, request: pb.FetchStateRequest, caller: int | None, now: float) -> StateQuery:
         """Start or join a query. `caller`: the calling box, if one does. Raises StateUnavailableError,
@@ -226,9 +225,10 @@ class StateQueries:
             else:
                 self._asked.pop(slot_request.id, None)
                 withdrawn |= slot_request.id != answered  # its answer may be in transfer, or waiting for the budget
-        for name in sorted({slot_request.worker for slot_request in changed if slot_request.id != answered}):
+        others = {slot_request.worker for slot_request in changed if slot_request.id != answered}
+        for name in sorted({slot_request.worker for slot_request in changed}):
             worker = self._cluster.workers.get(name)
-            if worker is not None:
+            if worker is not None and (name in others or worker.more_requests):
                 self._cluster.bump_worker(worker)
         if query.done:
             asked = self._joinable.get(query.key) is query

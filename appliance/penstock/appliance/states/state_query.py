@@ -30,12 +30,14 @@ from typing import Any
 
 from penstock.appliance.model.entities import Attempt, Box, BoxPresence, SlotKey
 from penstock.proto.errors import (
+    InvalidArgumentError,
     PenstockError,
     ProtocolError,
     StateUnavailableError,
     error_named,
 )
 from penstock.proto.rpc.channel import error_of
+from penstock.proto.rpc.message_bounds import owned
 from penstock.proto.state.position import Position, advance, chain_at
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
@@ -419,10 +421,15 @@ class StateQuery:
         if answer.ended:
             self._ended(attempt, box, slot_request, answer)
             return
+        if len(answer.digests) > max(0, slot_request.total - answer.digests_after):
+            raise InvalidArgumentError(
+                f"an answer must have at most a digest for each batch after {answer.digests_after} up to "
+                f"{slot_request.total}, got {len(answer.digests)}"
+            )
         place = (slot_request.key.box, slot_request.key.slot)
         before = self._answers.get(place)
         self.held += len(data) - self.coming.pop(answer.request, 0) - (len(before.data) if before else 0)
-        self._answers[place] = _Answer(slot_request, answer, data)
+        self._answers[place] = _Answer(slot_request, owned(answer), data)
         self.refresh(attempt, slot_request.key.box)
 
     def _ended(self, attempt: Attempt, box: Box, slot_request: SlotStateRequest, answer: pb.StateAnswer) -> None:

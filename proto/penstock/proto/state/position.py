@@ -163,6 +163,10 @@ class Position:
     @classmethod
     def from_proto(cls, message: records_pb2.BoxPosition) -> Position:
         """Return the position. Raises InvalidArgumentError for a record that a round robin cannot reach."""
+        if len(message.live) > len(message.slots):
+            raise InvalidArgumentError(
+                f"live slots must be at most {len(message.slots)}, one per slot, got {len(message.live)}"
+            )
         position = cls(
             message.step,
             message.epoch,
