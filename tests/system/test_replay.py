@@ -325,7 +325,7 @@ def test_the_command_shows_the_batch_and_a_row_with_its_key(stage: Stage) -> Non
         (["two", "--step", "1", "--allow", "stream"], 25, "say that it may by --allow streams"),
         (["--step", "1"], 2, "name the RUN"),
         (["two", "--step", "1", "--out", "x.pkl"], 2, "must end with one of .pst, .npz, .pt"),
-        (["two", "--step", "1", "--state-dir", "/nonexistent"], 14, "a state directory of a coordinator must have"),
+        (["two", "--step", "1", "--state-dir", "/nonexistent"], 14, "must be a coordinator's state directory"),
     ],
 )
 def test_what_cannot_be_had_is_said(stage: Stage, arguments: list[str], code: int, says: str) -> None:

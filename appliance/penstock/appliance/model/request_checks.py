@@ -31,7 +31,10 @@ def check_reports(reports: Iterable[pb.SlotReport], capabilities_max: int) -> No
     """Raise InvalidArgumentError for invalid measurements of a runner or oversized capabilities of a loader."""
     for report in reports:
         if report.HasField("capabilities") and (size := report.capabilities.ByteSize()) > capabilities_max:
-            raise InvalidArgumentError(f"capabilities of a slot must have at most {capabilities_max} bytes, got {size}")
+            raise InvalidArgumentError(
+                f"the capabilities that a worker reports of a loader must have at most {capabilities_max} bytes, got "
+                f"{size}"
+            )
         check_measures(
             batches_per_s=report.batches_per_s,
             batch_s=report.batch_s,

@@ -64,8 +64,9 @@ LOOK_S = 0.02
 KILL_S = 10.0
 """Seconds for the kernel to end a killed process; one that hangs in a driver or a filesystem does not end."""
 _NO_ROOM = (
-    "{name}: its first snapshot cannot be kept, and without it nothing could be recovered: {why}; close the runs that "
-    "are over, or give this one a coordinator of its own"
+    "{name}: the coordinator cannot keep its first snapshot, and without one it could not be recovered: {why}; end "
+    "jobs "
+    "that are no longer needed, or give this one a coordinator of its own"
 )
 
 SlotKey = tuple[str, int, int, int, int]
