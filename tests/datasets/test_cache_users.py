@@ -44,10 +44,11 @@ def test_other_users_folder_needs_a_group(hold: Hold, tmp_path: Path, path: str)
     folder.mkdir(parents=True)
     os.chown(folder, STRANGER, STRANGER)
     with pytest.raises(
-        DatasetError, match=rf"the cache .*/cache is not used: {folder} is of user {STRANGER}, mode 755"
+        DatasetError,
+        match=rf"the cache folder .*/cache is not safe to use: {folder} is owned by user {STRANGER} with mode 755",
     ):
         hold()
-    with pytest.raises(DatasetError, match=r"give a folder of your own, or cache_group=\.\.\. for one that a group"):
+    with pytest.raises(DatasetError, match=r"Give a folder of your own, or cache_group=\.\.\. for one that a group"):
         hold(STRANGER + 1)
     assert not list(tmp_path.glob("cache/shard*"))
     hold(STRANGER)

@@ -167,7 +167,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
             raise DatasetError(f"{self.name}: the index lists no samples: was the dataset written to its end?")
         for stream, sizes, (_, _, name) in zip(self.streams, self.sizes, remotes, strict=True):
             if (stream.proportion or stream.repeat or stream.choose) and not sizes.sum():
-                raise DatasetError(f"{name}: the index names no sample, but an epoch needs some of this stream")
+                raise DatasetError(f"{name}: the index lists no samples, but an epoch needs some of this stream")
         self.fingerprint = _fingerprint(shards)
         """Digest of all shards: changes with the data, and does not depend on where they are stored."""
 
@@ -185,7 +185,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
         if at < 0:
             at += len(self)
         if not 0 <= at < len(self):
-            raise IndexError(f"{self.name}: sample {index} of {len(self)}")
+            raise IndexError(f"{self.name}: a sample's number must be at least 0 and below {len(self)}, got {index}")
         shard = bisect_right(self._starts, at) - 1
         return self._open.get(shard, self._opened)[at - self._starts[shard]]
 
@@ -353,7 +353,9 @@ def _check_weights(streams: Sequence[Stream]) -> None:
         for stream in streams
     }
     if len(kinds) > 1 or len(next(iter(kinds))) > 1:
-        raise InvalidArgumentError("streams must all be mixed by the same one of proportion, repeat and choose")
+        raise InvalidArgumentError(
+            "all streams must use the same one of proportion, repeat and choose, or none of them"
+        )
     for number, stream in enumerate(streams):
         for name in ("proportion", "repeat", "choose"):
             value = getattr(stream, name)

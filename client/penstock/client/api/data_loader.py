@@ -246,9 +246,9 @@ class DataLoader:
         """Abandon the epoch of a loaded state: the next executor begins the next epoch, as after a `break`."""
         if self._loaded is not None and self._loaded.methods != 4:
             raise StateMismatchError(
-                f"the loaded state of {self.name} was saved at an epoch's end, in an epoch that the loop abandoned, "
-                "and a loader without aggregate_state_dict and deaggregate_state_dict may resume that epoch: load a "
-                "state from the middle of an epoch, or let each epoch run to its end"
+                f"the loaded state of {self.name} was saved after the loop had left its epoch by `break`. A loader "
+                "without aggregate_state_dict and deaggregate_state_dict cannot start the next epoch from it: load a "
+                "state that was saved inside the loop, or let each epoch run to its end"
             )
         self._leaves_epoch = True
 
@@ -279,17 +279,17 @@ class DataLoader:
         cover = DigestCover.SAMPLE if settings.digest is None else DigestCover[settings.digest.upper()]
         if self._drawn is not None and seed is not None and seed != self._drawn:
             raise StateMismatchError(
-                f"a state of {self.name} was taken before its run was opened, with seed {self._drawn} drawn for it, "
-                f"and Appliance(seed={seed}) has another: take the state once the loop has begun, or on the "
-                "appliance that it will run on"
+                f"a state of {self.name} was taken before its first loop, with the random seed {self._drawn}, but "
+                f"Appliance(seed={seed}) sets another: take the state once the loop has begun, or inside `with "
+                "Appliance(...)`"
             )
         start = self._start_of(settings, settings.box)
         if saved is None:
             seed = self._drawn if seed is None else seed
         elif settings.synthetic:
             raise NotRestartableError(
-                f"a state of {self.name} was loaded, and Appliance(synthetic=True) repeats the first batch of each "
-                "worker, which has no position: load no state, or leave out synthetic= and PENSTOCK_SYNTHETIC"
+                f"a state of {self.name} was loaded, but Appliance(synthetic=True) repeats the first batch of each "
+                "worker and cannot resume: load no state, or leave out synthetic= and PENSTOCK_SYNTHETIC"
             )
         else:
             if saved.methods == 0 and saved.positions and not settings.replay:
@@ -299,20 +299,20 @@ class DataLoader:
                 )
             if seed is None and saved.seed is None and not saved.by_hand:
                 raise StateMismatchError(
-                    f"the loaded state of {self.name} has no seed: an older Penstock took it before its run was "
-                    "opened. Pass Appliance(seed=...), or start without the state"
+                    f"the loaded state of {self.name} has no seed: an older Penstock took it before the first loop. "
+                    "Pass Appliance(seed=...), or start without the state"
                 )
             if seed is not None and saved.seed is not None and seed != saved.seed:
                 raise StateMismatchError(
-                    f"the loaded state of {self.name} was saved with seed {saved.seed}, and Appliance(seed={seed}) "
-                    "has another: leave out seed, or start without a state"
+                    f"the loaded state of {self.name} was saved with seed {saved.seed}, but Appliance(seed={seed}) "
+                    "sets another: leave out seed, or start without a state"
                 )
             seed = saved.seed if seed is None else seed
             if saved.positions and settings.digest is not None and cover != saved.cover:
                 had = saved.cover.name.lower()
                 raise StateMismatchError(
-                    f"the loaded state of {self.name} was saved with digest={had!r}, and Appliance(digest="
-                    f"{settings.digest!r}) has another: leave out digest, or start without a state"
+                    f"the loaded state of {self.name} was saved with digest={had!r}, but Appliance(digest="
+                    f"{settings.digest!r}) sets another: leave out digest, or start without a state"
                 )
             cover = saved.cover if saved.positions else cover
         start_of = partial(_on, cover, partial(self._start_of, settings))
@@ -335,8 +335,9 @@ class DataLoader:
         if self._leaves_epoch and not start.same_topology:
             self.close()
             raise StateMismatchError(
-                f"the loaded state of {self.name} was saved at the end of an abandoned epoch. It can be resumed only "
-                "with the same number of boxes and workers: use those, or a state from the middle of an epoch"
+                f"the loaded state of {self.name} was saved after the loop had left its epoch by `break`. It can be "
+                "resumed only with the same number of boxes and workers: use those, or a state that was saved inside "
+                "the loop"
             )
         weakref.finalize(self, _abandon, run, reader).atexit = False
         return session
@@ -377,8 +378,9 @@ class DataLoader:
         if not run.wait_for(_all_known, session.appliance.settings.timeout_s):
             late = [view for view in run.views if not _known(view)]
             raise DeadlineError(
-                f"{self.name}: waited {session.appliance.settings.timeout_s:g} s for slot {late[0].slot} of box "
-                f"{run.box} (worker {late[0].worker or 'none'}) to build its loader"
+                f"{self.name}: waited timeout_s={session.appliance.settings.timeout_s:g} s for slot {late[0].slot} of "
+                f"box {run.box} (on worker {late[0].worker or 'none'}) to build its loader: `penstock status` shows "
+                "what it waits for; raise timeout_s if input_fn needs longer"
             )
         for view in run.views:
             if view.phase == pb.FAILED and not view.HasField("capabilities"):
@@ -466,8 +468,8 @@ class DataLoader:
             return settings.seed
         if settings.num_boxes > 1:
             raise StateUnavailableError(
-                f"{self.name}: a state without a seed is available only once the run is open: the seed is drawn then, "
-                "and all boxes must have the same. Pass Appliance(seed=...), or take the state once the loop has begun"
+                f"{self.name}: no state is available before the first loop, because the random seed that all boxes "
+                "share is not chosen yet. Pass Appliance(seed=...), or take the state once the loop has begun"
             )
         if self._drawn is None:
             self._drawn = secrets.randbits(63)
@@ -499,8 +501,8 @@ class DataLoader:
             first = session.first_step + 1 if session is not None else self.step + 1
             steps = f"steps {first} to {self.step} have" if first <= self.step else "no step has"
             raise StateUnavailableError(
-                f"{self.name}: there are no records of step {step}: {steps} been delivered since the loader was made "
-                "or loaded"
+                f"{self.name}: step {step} has no records: {steps} been delivered since the loader was made or its "
+                "state loaded"
             )
         fetched, _ = self._fetch(session, step)
         return checkpoints_of(fetched, self._loaded, step)
@@ -552,13 +554,15 @@ class DataLoader:
         """
         if self._iterating:
             raise RuntimeError(
-                f"{self.name}: load_state_dict while an executor iterates: leave its loop, or close() its iterator"
+                f"{self.name}: load_state_dict was called while an executor iterates: leave its loop first, or close() "
+                "its iterator"
             )
         saved = self._made_by_hand(sd) or read(sd)
         if not self._reference.same_as(saved.input_fn):
             raise StateMismatchError(
-                f"the state is of the loader {saved.input_fn}, and this is the loader {self.name}: load into each "
-                "loader its own state"
+                f"the state was saved by the loader {saved.input_fn}, but loaded into the loader {self.name}: load "
+                "each "
+                "state into the loader that saved it"
             )
         if saved.methods == 4:
             try:
@@ -580,8 +584,10 @@ class DataLoader:
             return None
         encode_state(dict(sd))
         _log.warning(
-            "%s: the loaded state has no record of a run, so deaggregate_state_dict alone decides where the stream "
-            "resumes; steps count from 0, and the seed is new unless Appliance(seed=) gives it",
+            "%s: the loaded state was not made by DataLoader.state_dict(), so the loader's deaggregate_state_dict "
+            "alone "
+            "decides where the stream resumes; steps count from 0, and the seed is new unless Appliance(seed=) gives "
+            "it",
             self.name,
         )
         return SavedState(0, self.name, 4, 0, 0, None, aggregated=dict(sd), by_hand=True)

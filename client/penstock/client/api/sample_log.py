@@ -51,8 +51,8 @@ class SampleLog:
         keys = batch.get(self._field) if isinstance(batch, Mapping) else None
         if not isinstance(keys, Sequence) or isinstance(keys, str) or not all(isinstance(key, str) for key in keys):
             raise InvalidArgumentError(
-                f"the batch must have the restore keys of its rows in {self._field!r}, got a {type(batch).__name__} "
-                f"with {type(keys).__name__}: make the loader with keys={self._field!r}"
+                f"the batch must be a dict with a list of restore keys under {self._field!r}, got a "
+                f"{type(batch).__name__} with {type(keys).__name__} there: make the loader with keys={self._field!r}"
             )
         if self._file is None:
             self._file = self._open(step)

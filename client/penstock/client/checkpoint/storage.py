@@ -81,7 +81,9 @@ class AsyncFileSystemWriter(FileSystemWriter):
                 for task in tasks:
                     results += task.result()
         if len(results) != len(plan.items):
-            raise CheckpointError(f"{self.path}: {len(results)} of {len(plan.items)} items were written")
+            raise CheckpointError(
+                f"{self.path}: only {len(results)} of the {len(plan.items)} planned tensors and objects were written"
+            )
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done

@@ -117,7 +117,8 @@ class XSVWriter(_TextWriter):
         line = self.separator.encode().join(values.values())
         if line.split(self.separator.encode()) != list(values.values()):  # two adjoining ends form another separator
             raise DatasetError(
-                f"{self.name}: sample {self._written}: a value must not end as the separator begins, got {line!r}"
+                f"{self.name}: sample {self._written}: a value must not end with the separator's first characters, got "
+                f"{line!r}"
             )
         return line + self.newline.encode()
 

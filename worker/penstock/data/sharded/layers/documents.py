@@ -187,8 +187,9 @@ class _Documents:
         """Raise DatasetError unless the present document, which has `there` of `what`, has number `at` of them."""
         if at >= there:
             raise DatasetError(
-                f"{self.where} has {there} {what}, but the state is at {at} of them: the data differ from those it "
-                "was saved with"
+                f"{self.where} has {there} {what}, but the state says that {at} of them were read: the data have "
+                "changed "
+                "since the state was saved"
             )
 
     def close(self) -> None:

@@ -188,8 +188,8 @@ class _EachCursor:
             return self._call(sample, self._index - 1)
         except SkipSample as error:
             raise InvalidArgumentError(
-                f"{self._call.where} {self._index - 1}: SkipSample was raised, but this Mapped must yield one sample "
-                "for each of its source's; set skip_failures=1 or more, or use Filtered"
+                f"{self._call.where} {self._index - 1} raised SkipSample, but a Mapped with skip_failures=0 must yield "
+                "one sample for each input: set skip_failures to 1 or more, or use Filtered"
             ) from error
 
     def skip(self, count: int) -> int:

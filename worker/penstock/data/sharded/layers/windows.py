@@ -184,8 +184,8 @@ class _Cursor:
             held = self._arrange(read, self._number)
             if self._done and self._done >= len(held):
                 raise DatasetError(
-                    f"{self._where}: window {self._number} has {len(held)} samples, but the state is at {self._done} "
-                    "of them: the data differ from those it was saved with"
+                    f"{self._where}: window {self._number} has {len(held)} samples, but the state says that "
+                    f"{self._done} of them were read: the data have changed since the state was saved"
                 )
             if held or len(read) < self._window or self._limit is None:
                 self._held = held
