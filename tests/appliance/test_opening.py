@@ -173,7 +173,7 @@ def test_forget_leaves_nothing(world: FakeCluster) -> None:
         (
             {"start": records_pb2.BoxPosition(step=1, slots=[records_pb2.SlotPosition()] * 2)},
             InvalidArgumentError,
-            "live slots must be rising",
+            "must be rising numbers",
         ),
     ],
 )

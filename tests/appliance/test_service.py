@@ -619,7 +619,7 @@ def test_nothing_but_our_numbers_is_believed() -> None:
         await client.open_run(opening())
         bad = watching(steps=1)
         bad.delivered.live[:] = [5]
-        with pytest.raises(InvalidArgumentError, match="live slots must be rising"):
+        with pytest.raises(InvalidArgumentError, match="must be rising numbers"):
             await client.watch_run(bad)
         assert (await client.status()).runs[0].run == "job/0"
 

@@ -78,11 +78,11 @@ def test_a_lock_that_is_a_link_cuts_nothing(folder: Path, tmp_path: Path) -> Non
     victim.write_text("years of work")
     (folder / ".lock").unlink(missing_ok=True)
     (folder / ".lock").symlink_to(victim)
-    with pytest.raises(CheckpointError, match=r"\.lock cannot be locked: it is a link \(to .*/thesis\)"):
+    with pytest.raises(CheckpointError, match=r"\.lock cannot be locked: it is a symbolic link \(to .*/thesis\)"):
         restored(folder)
     with AsyncCheckpointer(folder) as checkpointer:
         checkpointer.save(2, state())
-        with pytest.raises(CheckpointError, match="it is a link"):
+        with pytest.raises(CheckpointError, match="it is a symbolic link"):
             checkpointer.wait()
     assert victim.read_text() == "years of work"
 

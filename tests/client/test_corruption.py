@@ -185,7 +185,7 @@ def test_bits_that_always_flip_are_an_error_with_a_name(far: Callable[[str], Far
 def test_a_hello_that_is_always_damaged_is_an_error_with_a_name(far: Callable[[str], FarRig]) -> None:
     rig = far("tcp")
     rig.proxy.damage = lambda towards, passed, data: (data[:-1] + b"?") if towards == "up" else data
-    with pytest.raises(BatchCorruptError, match=r"message of .* damaged on its way"):
+    with pytest.raises(BatchCorruptError, match=r"message of .* damaged in transit"):
         rig.run()
 
 

@@ -213,5 +213,5 @@ def test_the_settings_file_stands_below_torchrun_and_above_defaults(
     assert settings.address == "head:7070"
     assert resolve(address="").address == ""
     path.write_text("[client]\nnum_boxes = 4\n")
-    with pytest.raises(InvalidArgumentError, match="num_boxes does not go into"):
+    with pytest.raises(InvalidArgumentError, match="num_boxes does not belong into"):
         resolve()

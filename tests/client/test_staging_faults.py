@@ -83,8 +83,8 @@ def test_a_batch_out_of_order_is_an_error_when_its_step_is_due(rig: Any, total: 
 @pytest.mark.parametrize(
     ("packet", "words"),
     [
-        (b"\xff" * 9, "worker w0: a frame of"),
-        (framed(a_frame(kind=BATCH, total=3, ring=1).encode()), "must lie in an announced ring entry"),
+        (b"\xff" * 9, "worker w0: a frame must end"),
+        (framed(a_frame(kind=BATCH, total=3, ring=1).encode()), "must lie in an entry of an announced ring"),
     ],
 )
 def test_what_no_producer_sends_is_an_error_when_its_step_is_due(rig: Any, packet: bytes, words: str) -> None:

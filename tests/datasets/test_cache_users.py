@@ -89,7 +89,7 @@ def test_a_lock_that_is_a_link_cuts_nothing(hold: Hold, tmp_path: Path, name: st
     path = tmp_path / "cache" / ".penstock" / name
     path.parent.mkdir(parents=True)
     path.symlink_to(victim)
-    with pytest.raises(ShardUnavailableError, match=rf"it is a link \(to {victim}\), and is not written through"):
+    with pytest.raises(ShardUnavailableError, match=rf"it is a symbolic link \(to {victim}\), which is not followed"):
         hold()
     assert victim.read_text() == "years of work"
 

@@ -273,8 +273,8 @@ def test_batches_that_prove_nothing(examine: Examine) -> None:
 @pytest.mark.parametrize(
     ("input_fn", "args", "kwargs", "says"),
     [
-        ("streams", "[]", "{}", "'streams' is not MODULE:NAME"),
-        ("streams:", "[]", "{}", "is not MODULE:NAME"),
+        ("streams", "[]", "{}", "must be MODULE:NAME, .* got 'streams'"),
+        ("streams:", "[]", "{}", "must be MODULE:NAME"),
         ("streams:counter", "[1", "{}", "--args must be a JSON list"),
         ("streams:counter", "{}", "{}", "--args must be a JSON list"),
         ("streams:counter", "[]", "[]", "--kwargs must be a JSON object"),
@@ -345,7 +345,7 @@ def test_command_with_a_loader_that_hangs(
     done = shell.run("doctor", "patients:hangs", "--args", json.dumps([str(marker)]), "--deadline", "5")
     assert done.returncode == 17
     assert "in waits_for_ever" in done.stderr
-    assert "streaming 32 batches of patients:hangs, worker 0 took more than 5 s; its stack is above" in done.error
+    assert "streaming 32 batches of patients:hangs, worker 0 took more than 5 s (its stack is above)" in done.error
     until(lambda: gone(int(marker.read_text())))
 
 

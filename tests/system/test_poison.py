@@ -131,7 +131,7 @@ def test_a_loader_that_cannot_pass_over_a_batch_fails_and_says_why(skipping: App
     got: list[Any] = []
     with (
         recorded() as told,
-        pytest.raises(errors.InputFnError, match=f"batch 6 is quarantined.*cannot be left out.*{says}"),
+        pytest.raises(errors.InputFnError, match=f"batch 6 killed its runner.*cannot be skipped.*{says}"),
     ):
         got.extend(DataExecutor(DataLoader(hazards.poisoned, kind, [20]), appliance=skipping))
     assert len(got) == 10  # all that came before it

@@ -149,10 +149,12 @@ class Gather(Generic[_Header]):
             self._header = header
         if data:
             if self._header is None:
-                raise ProtocolError(f"{self._what}: data before any header")
+                raise ProtocolError(f"{self._what}: the coordinator sent data before a header")
             self._bytes += len(data)
             if self._bytes > self._size_of(self._header):
-                raise ProtocolError(f"{self._what}: more than the {self._size_of(self._header)} bytes declared")
+                raise ProtocolError(
+                    f"{self._what}: the coordinator declared {self._size_of(self._header)} bytes, got more"
+                )
             self._data.append(data)
 
     def _close(self) -> None:
@@ -160,7 +162,7 @@ class Gather(Generic[_Header]):
             return
         declared = self._size_of(self._header)
         if declared != self._bytes:
-            raise ProtocolError(f"{self._what}: {declared} bytes declared, {self._bytes} came")
+            raise ProtocolError(f"{self._what}: the coordinator declared {declared} bytes, got {self._bytes}")
         self._done.append((self._header, b"".join(self._data)))
         self._header, self._data, self._bytes = None, [], 0
 
@@ -194,13 +196,15 @@ def _snapshot_gather() -> Gather[pb.SnapshotHeader]:
 def _blob_length(name: str, length: int) -> int:
     """Return the length of the parts so far. Raise ProtocolError for more than a blob may have."""
     if length > VALUE_MAX:
-        raise ProtocolError(f"blob {name} must have at most {VALUE_MAX} bytes, got more")
+        raise ProtocolError(f"the stored value {name} must have at most {VALUE_MAX} bytes, got more")
     return length
 
 
 def _checked_blob(name: str, data: bytes) -> bytes:
     if blob_name(data) != name:
-        raise StateCorruptError(f"blob {name} came as {len(data)} bytes with the digest {blob_name(data)}")
+        raise StateCorruptError(
+            f"the stored value {name} arrived damaged, as {len(data)} bytes with the digest {blob_name(data)}"
+        )
     return data
 
 
@@ -369,7 +373,7 @@ class CoordinatorClient(AuthenticatedCall):
 
         self._read("GetBlob", deadline_s, pb.GetBlobRequest(blob=name), take)
         if digest.hexdigest() != name:
-            raise StateCorruptError(f"blob {name} came with the digest {digest.hexdigest()}")
+            raise StateCorruptError(f"the stored value {name} arrived damaged, with the digest {digest.hexdigest()}")
 
     def status(self, *, deadline_s: float | None = None) -> pb.StatusReply:
         deadline_s = deadline_s or self.deadline_s

@@ -390,7 +390,10 @@ class Slot:
             return
         if message.kind == "ready":
             if len(message.payload) > MOST_TRAITS:
-                raise ProtocolError(f"capabilities must have at most {MOST_TRAITS} bytes, got {len(message.payload)}")
+                raise ProtocolError(
+                    f"what a runner reports about its loader must have at most {MOST_TRAITS} bytes, got "
+                    f"{len(message.payload)}"
+                )
             self.capabilities.ParseFromString(message.payload)
             self.spawn(self._become_ready())
         elif message.kind == "unsaved":
@@ -453,7 +456,7 @@ class Slot:
         except asyncio.CancelledError:
             if self._attaching is attaching:  # it is our caller that ends
                 raise
-            raise SupersededError(f"a newer lane of {self.name} was opened") from None
+            raise SupersededError(f"a newer connection reads the batches of {self.name}") from None
         assert self._child is not None
         self.attached = self._handed = True
         await self._child.send("attach", hello.SerializeToString(), [sock.detach()])
