@@ -452,7 +452,9 @@ def test_received_bytes_match_the_declaration() -> None:
     async def body(_: RunningServer, __: Scripted, client: AsyncCoordinatorClient) -> None:
         with pytest.raises(ProtocolError, match="GetSnapshots: the coordinator declared 3 bytes, got 2"):
             await client.get_snapshots(pb.GetSnapshotsRequest())
-        with pytest.raises(StateCorruptError, match="blob other came as 4 bytes with the digest"):
+        with pytest.raises(
+            StateCorruptError, match="the stored value other arrived damaged, as 4 bytes with the digest"
+        ):
             await client.get_blob("other")
 
     trial(body)

@@ -108,7 +108,7 @@ def test_rows_of_texts_and_lists(batch: Any, rows: int, of_row: dict[str, Any] |
     assert found["rows"] == rows
     assert {leaf["name"]: leaf["values"] for leaf in found["row"]["leaves"]} == of_row
     assert json.loads(json.dumps(found)) == found
-    with pytest.raises(InvalidArgumentError, match=f"--row {rows}: the batch has rows 0 to {rows - 1}"):
+    with pytest.raises(InvalidArgumentError, match=f"which has rows 0 to {rows - 1}, got {rows}"):
         describe(batch, rows)
 
 

@@ -71,14 +71,14 @@ def test_paths_in_a_file_are_relative_to_it(written: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("[worker]\nslot = 4\n", r"penstock.toml:2: \[worker\] has no setting 'slot'; is slots meant\?"),
+        ("[worker]\nslot = 4\n", r"penstock.toml:2: \[worker\] has no setting 'slot'; did you mean slots\?"),
         (
             '[worker]\ncoordinator = "h:1"\n',
             r"penstock.toml:2: coordinator does not belong into \[worker\]: .*\[cluster\]",
         ),
         ("[worker]\n\nslots = 0\n", r"penstock.toml:3: slots = 0: it should be greater than or equal to 1"),
         ("[client]\nbatches = 0\n", r"\[client\] has no setting 'batches'"),  # another one's section, and all the same
-        ("[coordinator]\nleas = 3\n", r"\[coordinator\] has no setting 'leas'; is lease meant\?"),
+        ("[coordinator]\nleas = 3\n", r"\[coordinator\] has no setting 'leas'; did you mean lease\?"),
     ],
 )
 def test_mistakes_are_named_with_their_line(written: Path, text: str, says: str) -> None:
@@ -208,5 +208,5 @@ def test_config_refuses_what_the_daemon_refuses(shell: Any) -> None:
     for of in (("worker",), ()):
         done = shell.call("config", *of, PENSTOCK_WORKER_SLOTZ="1")
         assert (done.returncode, done.stdout) == (2, "")
-        assert "PENSTOCK_WORKER_SLOTZ names no setting; did you mean PENSTOCK_WORKER_SLOTS?" in done.error
+        assert "PENSTOCK_WORKER_SLOTZ is not a setting; did you mean PENSTOCK_WORKER_SLOTS?" in done.error
     assert shell.call("config", "client", PENSTOCK_WORKER_SLOTZ="1").returncode == 0

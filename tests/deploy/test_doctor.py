@@ -223,7 +223,7 @@ def test_cannot_be_saved(examine: Examine, input_fn: str, says: str) -> None:
         ("streams:nobody", [], InputFnNotFoundError, "has no 'nobody'"),
         ("no_such_module:nobody", [], InputFnNotFoundError, "no module named 'no_such_module'"),
         ("patients:crashes", [], WorkerLostError, "the process that ran it was killed by SIGSEGV"),
-        ("hazards:exits_quietly", [], WorkerLostError, "ran it exited with status 0, which is no end of its input"),
+        ("hazards:exits_quietly", [], WorkerLostError, "ran it exited with status 0 before the end of its input"),
     ],
 )
 def test_what_stops_the_stream_is_raised(
@@ -273,7 +273,7 @@ def test_batches_that_prove_nothing(examine: Examine) -> None:
 @pytest.mark.parametrize(
     ("input_fn", "args", "kwargs", "says"),
     [
-        ("streams", "[]", "{}", "must be MODULE:NAME, .* got 'streams'"),
+        ("streams", "[]", "{}", ", got 'streams'"),
         ("streams:", "[]", "{}", "must be MODULE:NAME"),
         ("streams:counter", "[1", "{}", "--args must be a JSON list"),
         ("streams:counter", "{}", "{}", "--args must be a JSON list"),

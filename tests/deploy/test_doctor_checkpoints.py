@@ -46,7 +46,7 @@ def test_a_flipped_bit_and_a_missing_file(folder: Path, capsys: pytest.CaptureFi
     file.write_bytes(data)
     code, out, err = doctor(capsys, str(folder))
     assert code == 24
-    assert "step-10  __0_0.distcp: checksum" in out
+    assert "step-10  __0_0.distcp has checksum" in out
     assert f"1 of 2 checkpoints is damaged; the newest good one is {folder / 'step-5'}" in err
     (folder / "step-5" / ".metadata").unlink()
     code, out, err = doctor(capsys, str(folder))

@@ -95,14 +95,14 @@ def test_fleet_answers_and_its_folder_is_private(fleet: Fleet) -> None:
 
 
 def test_second_fleet_in_a_folder_is_refused(fleet: Fleet) -> None:
-    for arguments, says in (((), "is up in"), (("--slots", "2"), "another --slots was given")):
+    for arguments, says in (((), "already runs in"), (("--slots", "2"), "with another --slots")):
         done = fleet.shell.call(*UP, *arguments)
         assert (done.returncode, done.stdout) == (2, "")
         assert says in done.error
         assert "penstock down" in done.error
     plan, token = fleet.folder.plan(), fleet.folder.token.read_text()
     foreground = [part for part in UP if part != "--detach"]
-    for environment, says in (({}, "is up in"), ({"PENSTOCK_TOKEN": "of-another-fleet"}, "with another token")):
+    for environment, says in (({}, "already runs in"), ({"PENSTOCK_TOKEN": "of-another-fleet"}, "with another token")):
         done = fleet.shell.call(*foreground, "--slots", "2", **environment)
         assert done.returncode == 2
         assert says in done.error
@@ -238,7 +238,7 @@ def test_down_means_the_fleet_that_up_would(shell: Any) -> None:
         (("--allow", "x", "--near", "gpu"), 2, "--near must be left out for --engine local"),
         (("--allow", "x", "--engine", "docker"), 2, "--engine docker: the engine must be one of local, ray"),
         (("--allow", "x", "--name", "My Fleet"), 2, "--name My Fleet: a fleet's name must have 1 to"),
-        (("--allow", "x", "--name", "A_b"), 2, "small letters"),
+        (("--allow", "x", "--name", "A_b"), 2, "lowercase letters"),
         (("--allow", "x", "--listen", "10.1.2.3:0"), 16, "--insecure"),
         (("--allow", "x", "--render"), 2, "has no files to show"),
         (("--allow", "x", "--token-file", "no/such"), 12, "no/such cannot be read"),
@@ -304,7 +304,7 @@ def test_terminated_up_leaves_no_fleet(shell: Any, until: Until, number: signal.
             break
         assert shell.call("down", "--dir", "fleet").returncode == 0  # it had started before it was told
     assert status == 130
-    assert f"was told to end ({number.name}) while it was starting" in starting.log.read_text().splitlines()[-1]
+    assert f"was ended by {number.name} while it was starting" in starting.log.read_text().splitlines()[-1]
     assert (folder.supervised, folder.fleet()) == (False, None)
 
 

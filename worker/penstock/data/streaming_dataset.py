@@ -43,8 +43,8 @@ __all__ = ["Stream", "StreamingDataset"]
 
 @dataclass(frozen=True)
 class Stream:
-    """Source of a dataset, one of several. Give at most one of proportion, repeat and choose, and the same one for all
-    streams."""
+    """One of several datasets that a StreamingDataset reads together. Give at most one of proportion, repeat and
+    choose, and the same one for all streams."""
 
     remote: str | os.PathLike[str] | None = None
     """Folder of the dataset: a path, or any URL that fsspec opens (http://, s3://, ...). None: the data is in
@@ -70,9 +70,10 @@ class Stream:
 
 
 class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
-    """Samples (column -> value) by number, those of the first stream first.
+    """Map-style dataset of samples (dicts, column -> value) in shard files, which are downloaded to a local cache when
+    they are needed. Samples of the first stream come first.
 
-    A map-style dataset for any torch DataLoader. Give it to a StreamingLoader to read it at speed, in an order that can
+    It works with any torch DataLoader. Give it to a StreamingLoader to read it at speed, in an order that can
     be saved. Subclasses may override `__getitem__`, for example to tokenize. Safe for threads, and for forked and
     spawned worker processes.
 

@@ -37,7 +37,7 @@ def iterating() -> DataExecutor | None:
 
 
 class DataExecutor:
-    """A sequence of training steps: iterate it to get one batch for each.
+    """Iterable over the batches of a loader, one for each training step.
 
     Example::
 

@@ -54,7 +54,7 @@ _log = logging.getLogger("penstock.client")
 
 
 class DataLoader:
-    """An iterable over the batches of `input_fn(*args, **kwargs)`, which runs on the workers.
+    """Data loader whose batches are made on the workers, by the loader that `input_fn(*args, **kwargs)` returns there.
 
     Example::
 
@@ -145,7 +145,7 @@ class DataLoader:
         return self._local.can_restore_sample(self._seed_of_keys)
 
     def restore_sample(self, key: Any) -> Any:
-        """Return the sample that a restore key names, read again in this process; the stream does not move.
+        """Return the sample that a restore key names, read again in this process; the stream's position stays.
 
         The seed is that of the run, of the loaded state, or of Appliance(seed=). A key of another seed is refused.
 
@@ -259,7 +259,7 @@ class DataLoader:
         return settings.box, settings.num_boxes
 
     def expect(self, appliance: Appliance) -> None:
-        """Note the appliance that an executor will use: until it begins, its settings give boxes and workers."""
+        """Record the appliance that an executor will use: until it begins, its settings give boxes and workers."""
         self._expected = appliance.settings
 
     @property
@@ -410,9 +410,9 @@ class DataLoader:
             ...
             loader.load_state_dict(torch.load(path)["loader"])
 
-        Before the first step it is the loaded state, or that of an instance built here. It may be called in the loop,
-        between executors and after the last; the result depends only on the step. (torch.distributed.checkpoint.load,
-        which requests a state to load into, gets one to be filled.)
+        Before the first step it is the loaded state, or the state of a loader that is built in this process. It may be
+        called in the loop, between executors and after the last; the result depends only on the step.
+        (torch.distributed.checkpoint.load, which requests a state to load into, gets one to be filled.)
 
         Raises:
             NotRestartableError: the loader has no state methods, or cannot be saved for another reason.
@@ -423,7 +423,7 @@ class DataLoader:
     def state_at(self, step: int) -> dict[str, Any]:
         """Return what state_dict() returned after this step, at most Appliance(retention_steps=) steps ago.
 
-        It serves loops whose batches come through something that reads ahead: see penstock.client.Lookahead.
+        It is for loops whose batches come through a wrapper that reads ahead: see penstock.client.Lookahead.
 
         Raises:
             StateUnavailableError: the step lies before the loaded state, is not delivered yet, or is no longer kept by

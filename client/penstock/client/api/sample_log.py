@@ -19,7 +19,8 @@ __all__ = ["SampleLog"]
 
 
 class SampleLog:
-    """A file of lines {"step": 7, "keys": ["0.3.12...", ...]}, one for each step, in order.
+    """Log of the samples in each batch: a file of lines {"step": 7, "keys": ["0.3.12...", ...]}, one for each step, in
+    order. DataLoader.restore_sample reads a sample again by its key.
 
     A resumed job continues the same file: lines of steps that it repeats are replaced, and so is a line that a crash
     cut off. Each box writes a file of its own.

@@ -39,7 +39,7 @@ DCP_VERSION = "1.0.0"
 
 
 class AsyncFileSystemWriter(FileSystemWriter):
-    """Storage writer that writes a checkpoint into a folder.
+    """Storage writer for torch.distributed.checkpoint that writes a checkpoint's files into a folder, in threads.
 
     Args:
         path: the folder; created if missing.

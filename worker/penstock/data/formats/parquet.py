@@ -47,8 +47,8 @@ def _pyarrow() -> Any:
 
 
 def index_parquet(folder: str | os.PathLike[str]) -> list[Shard]:
-    """Write an index of all Parquet files in a local folder and below it, in the order of their paths; return its
-    shards. Raises DatasetError."""
+    """Write an index of all Parquet files in a local folder and below it, in the order of their paths, so that
+    StreamingDataset can read them; return its shards. Raises DatasetError."""
     root = Path(folder)
     files = sorted(root.rglob("*.parquet"))
     if not files:

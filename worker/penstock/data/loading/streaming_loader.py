@@ -30,7 +30,7 @@ EXAMINED_POSITIONS = 1 << 14
 
 
 class StreamingLoader(PositionLoader):
-    """Batches of a StreamingDataset, in an order that does not depend on boxes and workers.
+    """Loader of batches from a StreamingDataset, in an order that does not depend on boxes and workers.
 
     Example::
 

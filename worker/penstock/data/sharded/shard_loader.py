@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 
 class ShardLoader(torch.utils.data.IterableDataset[Any]):
-    """Batches of a source in logical shards, in an order that does not depend on boxes and workers.
+    """Loader of batches from a source in logical shards, in an order that does not depend on boxes and workers.
 
     Example::
 
@@ -242,8 +242,8 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         return {**state_dict, "done": OrderProgress.parsed(state_dict).done + batches}
 
     def load_state_dict(self, state_dict: Any, strict: bool = True) -> None:
-        """Go to a position of this order. Takes a state of this very topology, or one that fits any; the state of an
-        only worker fits any, too.
+        """Go to the position of a state. It must be of the same numbers of boxes and workers, or one that fits any
+        numbers: of aggregate_state_dict, or of a single worker.
 
         Raises:
             StateMismatchError: it is a position in another order, or of one of several workers of another topology.

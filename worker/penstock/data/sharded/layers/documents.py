@@ -28,8 +28,8 @@ MOST = (1 << 63) - 1
 
 
 class Chunked(Layer):
-    """Pieces of documents with bounded length, as int64 tensors of shape (tokens,): BOS before the first piece and EOS
-    after the last one of each document. A document without tokens is left out.
+    """Layer that splits tokenized documents into pieces of at most `length` tokens: int64 tensors of shape (tokens,),
+    with BOS before the first piece and EOS after the last one of each document. A document without tokens is left out.
 
         Packed(Chunked(documents, length=8192, eos=2), length=2048)
     """
@@ -85,8 +85,8 @@ class Chunked(Layer):
 
 
 class Packed(Layer):
-    """Lines of exactly `length` tokens, as int64 tensors of shape (length,), filled with a shard's documents in
-    order."""
+    """Layer that packs a shard's documents, in order, into lines of exactly `length` tokens: int64 tensors of shape
+    (length,)."""
 
     def __init__(
         self,

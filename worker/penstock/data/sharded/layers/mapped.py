@@ -56,7 +56,7 @@ class _PerSample(Layer):
 
 
 class Mapped(_PerSample):
-    """Samples of a source, each converted by a function.
+    """Layer that converts each sample of a source by a function.
 
     For example:
 
@@ -105,7 +105,7 @@ class Mapped(_PerSample):
 
 
 class Filtered(_PerSample):
-    """Samples of a source for which a predicate is true."""
+    """Layer that keeps the samples of a source for which a predicate is true."""
 
     def __init__(
         self, source: ShardedSource, predicate: _Function, *, random: bool = False, name: str | None = None

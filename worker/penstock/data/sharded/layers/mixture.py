@@ -39,7 +39,7 @@ FEW = 16
 
 
 class Mixture:
-    """Samples of several sources by weight.
+    """Layer that mixes the samples of several sources by weight.
 
         Mixture([code, text], [0.3, 0.7])
 

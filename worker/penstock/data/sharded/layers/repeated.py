@@ -17,7 +17,7 @@ __all__ = ["Repeated"]
 
 
 class Repeated(Layer):
-    """A finite source without end: the epochs of each shard, one after the other."""
+    """Layer that makes a finite source endless: each shard yields its epochs one after the other."""
 
     def __init__(self, source: ShardedSource) -> None:
         """

@@ -21,8 +21,8 @@ __all__ = ["LineFile", "LineRange", "cut_files"]
 
 
 class LineFile:
-    """Records of a file of lines, such as JSON lines: a piece for LogicalShards, which cuts it into ranges if there are
-    fewer pieces than shards.
+    """Text file with one record per line, such as JSON lines: a piece for LogicalShards, which splits it into ranges of
+    bytes if there are fewer files than shards.
 
         LogicalShards([LineFile("a.jsonl"), LineFile("b.jsonl")], shards=240)
 

@@ -36,7 +36,8 @@ KEPT_ORDERS = 2
 
 
 class LogicalShards:
-    """Records of some pieces in L logical shards.
+    """Source of the records of some pieces (files, tables, datasets), divided into a fixed number L of logical shards,
+    so that any number of boxes and workers can read them in one order.
 
         LogicalShards([LineFile(path) for path in sorted(paths)], shards=240)
 

@@ -23,7 +23,8 @@ __all__ = ["Savable"]
 
 
 class Savable:
-    """Streams that `make` makes, each a logical shard, saved at any sample.
+    """Source of streams, the iterables that `make(shard)` returns, whose position can be saved after any sample. Each
+    stream is one logical shard.
 
         Repeated(Savable(lambda shard: open_records(f"part-{shard}"), shards=16))
 
