@@ -164,7 +164,7 @@ def test_bits_that_flip_on_the_way_are_not_delivered(
     if direction == "down":
         assert flips
         assert 0 < rig.reader.stats.corrupt <= flips
-        assert "came is damaged and is fetched again" in caplog.text
+        assert "damaged data arrived and is fetched again" in caplog.text
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -177,14 +177,16 @@ def test_bits_that_always_flip_are_an_error_with_a_name(far: Callable[[str], Far
         return bytes([data[0] ^ 1]) + data[1:]
 
     rig.proxy.damage = damage
-    with pytest.raises(BatchCorruptError, match=rf"came damaged {CORRUPT_TRIES} times in a row.*box 0, slot 0, step"):
+    with pytest.raises(
+        BatchCorruptError, match=rf"arrived damaged {CORRUPT_TRIES} times in a row.*box 0, slot 0, step"
+    ):
         rig.run()
 
 
 def test_a_hello_that_is_always_damaged_is_an_error_with_a_name(far: Callable[[str], FarRig]) -> None:
     rig = far("tcp")
     rig.proxy.damage = lambda towards, passed, data: (data[:-1] + b"?") if towards == "up" else data
-    with pytest.raises(BatchCorruptError, match=r"message of .* damaged on its way"):
+    with pytest.raises(BatchCorruptError, match=r"message of .* damaged in transit"):
         rig.run()
 
 
@@ -205,7 +207,7 @@ def test_a_ring_entry_that_is_written_into_is_an_error_with_a_name(rigs: Any, si
     rig.runners[0].send(torch.zeros(size, dtype=torch.uint8))
     flip(rig, at)
     assert rig.take(1) == [7]
-    with pytest.raises(BatchCorruptError, match="batch 2 of the slot is not what its runner made"):
+    with pytest.raises(BatchCorruptError, match="batch 2 of the slot arrived with another digest"):
         rig.reader.next()
     assert rig.reader.position.step == 1
     assert rig.reader.stats.corrupt == CORRUPT_TRIES

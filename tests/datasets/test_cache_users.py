@@ -49,10 +49,11 @@ def test_other_users_folder_needs_a_group(hold: Hold, tmp_path: Path, path: str)
     folder.mkdir(parents=True)
     os.chown(folder, STRANGER, STRANGER)
     with pytest.raises(
-        DatasetError, match=rf"the cache .*/cache is not used: {folder} is of user {STRANGER}, mode 755"
+        DatasetError,
+        match=rf"the cache folder .*/cache is not safe to use: {folder} is owned by user {STRANGER} with mode 755",
     ):
         hold()
-    with pytest.raises(DatasetError, match=r"give a folder of your own, or cache_group=\.\.\. for one that a group"):
+    with pytest.raises(DatasetError, match=r"Give a folder of your own, or cache_group=\.\.\. for one that a group"):
         hold(STRANGER + 1)
     assert not list(tmp_path.glob("cache/shard*"))
     hold(STRANGER)
@@ -93,7 +94,7 @@ def test_a_lock_that_is_a_link_cuts_nothing(hold: Hold, tmp_path: Path, name: st
     path = tmp_path / "cache" / ".penstock" / name
     path.parent.mkdir(parents=True)
     path.symlink_to(victim)
-    with pytest.raises(ShardUnavailableError, match=rf"it is a link \(to {victim}\), and is not written through"):
+    with pytest.raises(ShardUnavailableError, match=rf"it is a symbolic link \(to {victim}\), which is not followed"):
         hold()
     assert victim.read_text() == "years of work"
 

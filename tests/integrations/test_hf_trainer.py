@@ -73,7 +73,7 @@ def test_accumulation_over_the_end_of_a_pass_is_warned_of(ahead: Lookahead) -> N
     begin(callback, ahead, step=0, gradient_accumulation_steps=4)
     states = {"LoaderState": callback.state()}
     begin(new(), ahead, states=states, gradient_accumulation_steps=5)
-    with pytest.warns(UserWarning, match="10 batches of an epoch are no multiple of gradient_accumulation_steps=4"):
+    with pytest.warns(UserWarning, match="10 batches of an epoch are not a multiple of gradient_accumulation_steps=4"):
         begin(new(), ahead, states=states, gradient_accumulation_steps=4)
 
 

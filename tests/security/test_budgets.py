@@ -342,12 +342,15 @@ def test_a_token_has_so_many_queries_open() -> None:
 def test_one_token_does_not_fill_the_blob_budget() -> None:
     snapshot_index = SnapshotIndex(replace(Limits(), budget=1000))
     snapshot_index.add_blob("a", 500, 0.0, "one")
-    assert "500 of 600 bytes of the coordinator's budget for blobs of one token" in snapshot_index.why_blob_refused(
-        101, "one"
+    assert (
+        "500 of 600 bytes of the coordinator's budget for such values from one token"
+        in snapshot_index.why_blob_refused(101, "one")
     )
     assert not snapshot_index.why_blob_refused(100, "one")
     assert not snapshot_index.why_blob_refused(400, "two")
-    assert "500 of 900 bytes of the coordinator's budget for blobs are" in snapshot_index.why_blob_refused(401, "two")
+    assert "500 of 900 bytes of the coordinator's budget for such values are" in snapshot_index.why_blob_refused(
+        401, "two"
+    )
 
 
 def test_uploads_of_a_token_wait_for_their_own() -> None:
@@ -402,7 +405,7 @@ def test_a_worker_has_so_many_slots() -> None:
 def test_slots_of_one_token_are_counted() -> None:
     world = FakeCluster(replace(Limits(), slots_max=4))
     world.open(job="a", num_workers_per_box=3)
-    with pytest.raises(OverloadedError, match="one token must have at most 4 workers in open runs, got 3"):
+    with pytest.raises(OverloadedError, match="with this token must have at most 4 workers in all, got 3"):
         world.open(job="b", num_workers_per_box=2)
 
 
@@ -414,7 +417,9 @@ def test_a_registration_has_so_many_bytes(field: str) -> None:
         request.allow.append("x" * 20_000)
     else:
         setattr(request, field, "x" * 20_000)
-    with pytest.raises(InvalidArgumentError, match="a registration must have at most 16384 bytes, got 200"):
+    with pytest.raises(
+        InvalidArgumentError, match="the registration of a worker must have at most 16384 bytes, got 200"
+    ):
         FakeCluster().registry.register_worker(request)
 
 
@@ -424,7 +429,7 @@ def test_a_report_tells_little_of_a_loader() -> None:
     worker = world.worker("w", 2)
     report = worker.slot_report(worker.heartbeat().assignments[0], pb.READY)
     report.capabilities.not_used = "x" * 20_000
-    with pytest.raises(InvalidArgumentError, match="capabilities of a slot must have at most 16384 bytes"):
+    with pytest.raises(InvalidArgumentError, match="reports of a loader must have at most 16384 bytes"):
         worker.heartbeat(report)
 
 

@@ -186,7 +186,7 @@ def test_a_loader_without_methods_that_does_not_repeat_itself_is_named_before_it
         except errors.ReplayMismatchError as error:
             refused = error.message
             break
-    assert "must yield the same batches when it is asked again" in refused
+    assert "must yield the same batches each time" in refused
 
 
 @pytest.fixture(scope="module")

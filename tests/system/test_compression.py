@@ -81,7 +81,7 @@ def test_a_worker_without_the_package_sends_batches_as_they_are(
                 found.append(list(digests(DataExecutor(loader, appliance=appliance))))
     assert found[0] == found[1]
     assert len(found[0]) == 2 * BATCHES
-    assert capfd.readouterr().err.count("asked for batches compressed with lz4") == 1
+    assert capfd.readouterr().err.count("asks for batches compressed with lz4") == 1
 
 
 def test_a_job_without_the_package_is_told_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:

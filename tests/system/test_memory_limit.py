@@ -43,7 +43,7 @@ def test_a_runner_that_leaks_is_recycled_and_the_stream_is_the_same(cluster: Clu
     """400 MiB of leaks in all, 100 MiB a second."""
     with at(cluster, "leak") as appliance:
         executor = DataExecutor(DataLoader(hazards.leaks, 4, 0, 100), appliance=appliance)
-        with pytest.warns(UserWarning, match=r"was recycled .* above the limit of 150 MiB"):
+        with pytest.warns(UserWarning, match=r"was replaced .* above the limit of 150 MiB"):
             got = [batch["number"] for batch in executor]
         assert got == list(range(1, 101))
         assert executor.stats.recoveries >= 2
@@ -55,7 +55,7 @@ def test_snapshots_far_apart_do_not_have_each_runner_replay_as_much_as_the_one_b
     one made."""
     with at(cluster, "dear") as appliance:
         executor = DataExecutor(DataLoader(hazards.leaks, 4, 0, 80, 0.05), appliance=appliance)
-        with pytest.warns(UserWarning, match=r"was recycled .* above the limit of 150 MiB"):
+        with pytest.warns(UserWarning, match=r"was replaced .* above the limit of 150 MiB"):
             got = [batch["number"] for batch in executor]
         assert got == list(range(1, 81))
 
@@ -63,7 +63,7 @@ def test_snapshots_far_apart_do_not_have_each_runner_replay_as_much_as_the_one_b
 def test_one_that_needs_more_than_the_limit_is_an_error_that_names_both(cluster: Cluster) -> None:
     with (
         at(cluster, "large") as appliance,
-        pytest.warns(UserWarning, match="was recycled"),
+        pytest.warns(UserWarning, match="was replaced"),
         pytest.raises(errors.MemoryLimitError, match=r"held \d+ MiB of memory, above the limit of 150 MiB") as caught,
     ):
         list(DataExecutor(DataLoader(hazards.leaks, 0, 180, 10**6), appliance=appliance))

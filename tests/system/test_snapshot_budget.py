@@ -38,7 +38,7 @@ def test_a_snapshot_that_is_refused_costs_a_longer_replay_and_nothing_else(tmp_p
             def refused() -> bool:
                 """After one more batch, for a runner that waits for the loop takes no snapshot."""
                 got.append(next(executor)["number"])
-                return b"is not kept, and a recovery replays" in log.read_bytes()
+                return b"does not keep its snapshot, so a recovery replays" in log.read_bytes()
 
             until(refused, 30, "no snapshot was refused")
             os.kill(runners(worker.pid)[0], signal.SIGKILL)
@@ -52,7 +52,10 @@ def test_a_slot_whose_first_snapshot_cannot_be_kept_does_not_start(tmp_path: Pat
         cluster.add_worker(1)
         with (
             Appliance(cluster.address, token=TOKEN, job="job", seed=3, timeout_s=60) as appliance,
-            pytest.raises(errors.JournalError, match=r"first snapshot cannot be kept.* bytes of the snapshot budget"),
+            pytest.raises(
+                errors.JournalError,
+                match=r"cannot keep its first snapshot.* bytes of the coordinator's snapshot budget",
+            ),
         ):
             next(iter(DataExecutor(DataLoader(streams.heavy, 200, STATE), appliance=appliance)))
 

@@ -375,7 +375,7 @@ def test_a_flood_of_output_costs_nobody_but_its_author(cluster: Cluster) -> None
     ("how", "error", "says", "frame"),
     [
         ("die", errors.WorkerLostError, "SIGSEGV in its state", "in reads_address_zero"),
-        ("hang", errors.DeadlineError, "did not finish its state", "in waits_for_ever"),
+        ("hang", errors.DeadlineError, "did not finish the task state", "in waits_for_ever"),
     ],
 )
 def test_a_scratch_child_that_goes_wrong_fails_the_save_and_not_the_stream(
@@ -422,7 +422,9 @@ def test_a_scratch_child_that_is_killed_is_replaced_once(cluster: Cluster, tmp_p
                 for number in range(times):
                     (tmp_path / f"kill {number}").touch()
                 if times == 2:
-                    with pytest.raises(errors.WorkerLostError, match=r"SIGKILL.* in its state; the stream goes on"):
+                    with pytest.raises(
+                        errors.WorkerLostError, match=r"SIGKILL.* during the task state; the stream continues"
+                    ):
                         loader.state_dict()
                 state = loader.state_dict()
         assert got == [*range(1, 61)] * 3

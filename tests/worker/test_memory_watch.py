@@ -70,7 +70,7 @@ def test_runner_is_watched_while_snapshot_waits(grows: bool, monkeypatch: pytest
             assert "was killed at batch" in slot.error.message
             assert not slot.recycle
         else:
-            assert "was recycled at batch" in slot.error.message
+            assert "was replaced at batch" in slot.error.message
             assert slot.recycle
             assert slot.outgrown  # so it was with the first look
         for task in slot._tasks:

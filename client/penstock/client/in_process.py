@@ -125,7 +125,10 @@ class _Box:
             return known
         if step >= self.position.step:  # its epoch was shorter than this box's
             return next(reversed(self._at.values()), self.position)
-        raise StateUnavailableError(f"box {self.number}: step {step} is behind the retention window")
+        raise StateUnavailableError(
+            f"box {self.number}: the state of step {step} is no longer kept: ask for a later step, or raise "
+            "retention_steps"
+        )
 
 
 class InProcessRun:
@@ -345,7 +348,7 @@ class InProcessReader:
         if run.error is not None:
             raise run.error
         if run.closed:
-            raise PenstockError(f"{self._label}: its run was closed while it was being read")
+            raise PenstockError(f"{self._label}: its appliance was closed while the loop was reading")
         began = time.monotonic()
         with run.lock:
             run.prepare()

@@ -36,8 +36,8 @@ def note_abandoned(cluster: ClusterState, attempt: Attempt, box: Box, request: p
             continue
         if len(box.abandoned) >= cluster.limits.abandoned_max:
             raise InvalidArgumentError(
-                f"box {box.number} must abandon at most {cluster.limits.abandoned_max} epochs in an attempt: resume "
-                "from a saved state to start the next attempt"
+                f"box {box.number} has left {cluster.limits.abandoned_max} epochs by `break`, the most that one launch "
+                "may: save a state, and start the job again from it"
             )
         if attempt.note_abandoned(box, abandoned_epoch.epoch, abandoned_epoch.step):
             touched = list(attempt.boxes.values())

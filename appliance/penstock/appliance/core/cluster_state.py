@@ -157,8 +157,10 @@ class ClusterState:
         if past is not None:
             raise SupersededError(past.why)
         if number < run.attempt:
-            raise SupersededError(f"attempt {number} of run {run_name} is over; the newest one is {run.attempt}")
-        raise UnknownRunError(f"run {run_name} has no attempt {number}; the newest one is {run.attempt}")
+            raise SupersededError(
+                f"attempt (launch) {number} of run {run_name} is over; the newest one is {run.attempt}"
+            )
+        raise UnknownRunError(f"run {run_name} has no attempt (launch) {number}; the newest one is {run.attempt}")
 
     def slot(self, key: SlotKey) -> Slot | None:
         run = self.runs.get(key.run)
@@ -242,13 +244,13 @@ class ClusterState:
             all_held -= len(superseded.boxes) * superseded.num_workers
             held -= superseded.credentials[credential] * superseded.num_workers
         for what, there, limit in (
-            ("one token", held, self.limits.slots_max),
-            ("all tokens", all_held, self.limits.slots_open_max),
+            ("with this token", held, self.limits.slots_max),
+            ("of the whole cluster", all_held, self.limits.slots_open_max),
         ):
             if there + count > limit:
                 raise OverloadedError(
-                    f"{what} must have at most {limit} workers in open runs, got {there} and {count} more; close runs "
-                    "that are over"
+                    f"the open runs {what} must have at most {limit} workers in all, got {there} and {count} more: end "
+                    "jobs that are no longer needed, or lower num_workers_per_box"
                 )
 
     def add_box(

@@ -38,8 +38,8 @@ def restore(cluster: ClusterState, now: float, worker_lease_s: float, client_lea
         _fill(cluster, now, worker_lease_s, client_lease_s)
     except (LookupError, TypeError, ValueError, AssertionError, DecodeError, PenstockError) as error:
         raise JournalError(
-            f"{cluster.journal.name} holds rows that do not fit together ({type(error).__name__}: {error}): restore it "
-            "from a copy, or move it away to start anew"
+            f"{cluster.journal.name} is damaged: its rows contradict each other ({type(error).__name__}: {error}). "
+            "Restore it from a copy, or move it away to start anew"
         ) from error
 
 

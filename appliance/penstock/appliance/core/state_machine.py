@@ -241,7 +241,8 @@ class Registry:
         delivered = request.delivered
         if delivered.slots and len(delivered.slots) != attempt.num_workers:
             raise InvalidArgumentError(
-                f"a position must have {attempt.num_workers} slots, one per worker, got {len(delivered.slots)}"
+                f"a reported position must have one entry for each of the box's {attempt.num_workers} workers, got "
+                f"{len(delivered.slots)} entries"
             )
         box_progress.note_abandoned(self.cluster, attempt, box, request)
         if delivered.step >= box.delivered.step:  # else it was overtaken by a later report
@@ -286,7 +287,10 @@ class Registry:
     def register_worker(self, request: pb.RegisterWorkerRequest) -> pb.RegisterWorkerReply:
         now, cluster = self._clock(), self.cluster
         if not request.worker or not request.session or request.slots < 1:
-            raise InvalidArgumentError("a worker must have a name, a session and at least one slot")
+            raise InvalidArgumentError(
+                "a worker that registers must give its name, its session and a number of slots >= 1, got "
+                f"{request.worker!r}, {'a session' if request.session else 'no session'} and {request.slots}"
+            )
         if request.slots > self.limits.worker_slots_max:
             raise InvalidArgumentError(
                 f"slots must be at most {self.limits.worker_slots_max} for one worker, got {request.slots}: start "
@@ -294,17 +298,19 @@ class Registry:
             )
         if (size := request.ByteSize()) > self.limits.registration_max:
             raise InvalidArgumentError(
-                f"a registration must have at most {self.limits.registration_max} bytes, got {size}: give the worker "
-                "fewer or shorter prefixes to allow"
+                f"the registration of a worker must have at most {self.limits.registration_max} bytes, got {size}: "
+                "give it fewer or shorter --allow prefixes"
             )
         cluster.journal.confirm(request.commit_mark, f"worker {request.worker}")
         if (request.worker, request.session) in self._old_sessions:
             raise SupersededError(
-                f"worker {request.worker} was registered by another process: give every worker a name of its own"
+                f"another process has registered as worker {request.worker} since: give every worker its own --name"
             )
         if request.worker not in cluster.workers and len(cluster.workers) >= self.limits.workers_max:
             raise OverloadedError(
-                f"at most {self.limits.workers_max} workers must be registered, got {len(cluster.workers)} and one more"
+                f"{len(cluster.workers)} workers are registered, the most that a coordinator takes: start fewer "
+                "workers "
+                "with more --slots each"
             )
         old = cluster.workers.get(request.worker)
         keeps = AssignedSlots()
@@ -458,7 +464,7 @@ class Registry:
         """Replace a runner that used too much memory and ended at a snapshot, or fail if the last one did just that."""
         if report.outgrown and 0 < slot.outgrown == slot.generation - 1:
             error = MemoryLimitError(
-                f"{report.error.message}; it held that much before its second batch, as did the runner before it: "
+                f"{report.error.message}; it reached the limit before its second batch, like the runner before it: "
                 "raise the limit (--runner-memory), or make smaller batches"
             )
             self.cluster.fail(slot, detail_of(error))
@@ -497,7 +503,8 @@ class Registry:
             raise UnknownRunError(f"run {key.run} (attempt {attempt.number}) has no box {key.box} slot {key.slot}")
         if slot.generation != generation or not slot.worker:
             raise SupersededError(
-                f"generation {generation} of {slot} of run {key.run} has been replaced by {slot.generation}"
+                f"the runner of {slot} of run {key.run} that reports (generation {generation}) has been replaced by a "
+                f"newer one (generation {slot.generation})"
             )
         return slot
 
@@ -532,8 +539,8 @@ class Registry:
         if request.HasField("progress"):
             if (request.progress.run, request.progress.attempt) != (request.run, request.attempt):
                 raise InvalidArgumentError(
-                    f"the progress in a state query must be of run {request.run} (attempt {request.attempt}), got "
-                    f"{request.progress.run} ({request.progress.attempt})"
+                    f"the progress sent with a request for a state must be of the same run and attempt, {request.run} "
+                    f"({request.attempt}), got {request.progress.run} ({request.progress.attempt})"
                 )
             self._report(request.progress)
             caller_box = request.progress.box
@@ -568,7 +575,8 @@ class Registry:
     def answer_state(self, answer: pb.StateAnswer, data: bytes) -> None:
         if len(answer.ends) > self.limits.answer_ends_max:
             raise InvalidArgumentError(
-                f"an answer must have at most {self.limits.answer_ends_max} ends of epochs, got {len(answer.ends)}"
+                f"a worker's answer to a state query must list at most {self.limits.answer_ends_max} ends of epochs, "
+                f"got {len(answer.ends)}"
             )
         check_capabilities(answer, self.limits.capabilities_max)
         check_counts(ended_epoch=answer.ended_epoch, ended_total=answer.ended_total)

@@ -64,8 +64,9 @@ class StateQueries:
         last_is_known = caller is not None or request.attempt == 0
         if step < first or (step > last and last_is_known):
             raise StateUnavailableError(
-                f"the step of a state of run {run.name} must be {first} to {last}, got {step}: this attempt started at "
-                f"step {boxes[0].start.step}, and keeps retention_steps={boxes[0].retention} steps"
+                f"run {run.name} has states of steps {first} to {last}, got a request for step {step}: this launch "
+                f"began at step {boxes[0].start.step}, and keeps states of the last retention_steps="
+                f"{boxes[0].retention} steps"
             )
         key = (run.name, attempt.number, step, "")
         self._forget(attempt, first)
@@ -97,7 +98,9 @@ class StateQueries:
         there = sum(one.run == query.run for one in self._open.values())
         if there >= self._cluster.limits.queries_max + 2 * self._cluster.runs[query.run].num_boxes:
             limit = self._cluster.limits.queries_max + 2 * self._cluster.runs[query.run].num_boxes
-            raise OverloadedError(f"run {query.run} must have at most {limit} open state queries: retry later")
+            raise OverloadedError(
+                f"run {query.run} already has {limit} states being fetched, the most it may: retry later"
+            )
 
     def sent(self, query: StateQuery, box: int) -> None:
         """Record that one of the callers has been sent the box's records."""

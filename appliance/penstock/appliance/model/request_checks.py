@@ -42,7 +42,9 @@ def check_reports(reports: Iterable[pb.SlotReport], capabilities_max: int) -> No
 def check_capabilities(report: pb.SlotReport | pb.StateAnswer, most: int) -> None:
     """Raise InvalidArgumentError for capabilities of a loader with more bytes than `most`."""
     if report.HasField("capabilities") and (size := report.capabilities.ByteSize()) > most:
-        raise InvalidArgumentError(f"capabilities of a slot must have at most {most} bytes, got {size}")
+        raise InvalidArgumentError(
+            f"the capabilities that a worker reports of a loader must have at most {most} bytes, got {size}"
+        )
 
 
 def check_counts(**values: int) -> None:

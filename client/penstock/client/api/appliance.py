@@ -60,7 +60,8 @@ _open: weakref.WeakSet[Appliance] = weakref.WeakSet()
 
 
 class Appliance:
-    """A coordinator and its workers, as seen from one box: one data-parallel training rank with its accelerators.
+    """Connection of this process, one box (a data-parallel training rank), to the coordinator and workers that load
+    its data.
 
     Example::
 
@@ -83,20 +84,20 @@ class Appliance:
         job: name of the job. A job that is started again under its name takes over its runs (torchrun's run id unless
             that is "none", else a new name).
         seed: seed of the run, 0 to 2**64 - 1 (that of the resumed run, else a random one).
-        device: device where the tensors of a batch arrive: "cuda", "cuda:N" or "cpu" (None: views of the ring that
-            workers fill). On a device they are private copies. With CUDA the ring is page-locked, and the next batch is
-            copied on a stream of its own while the loop computes; the current stream of the iterating thread waits
-            for it. That takes device memory for two batches. "cuda" is the device that is current when the loop
-            starts, so under torchrun call torch.cuda.set_device(LOCAL_RANK) first. Values that are not tensors stay on
-            the host. Without a device, batches are pageable views of the ring, and .to(device, non_blocking=True) in
-            the loop is safe.
+        device: device where the tensors of a batch arrive: "cuda", "cuda:N" or "cpu" (None: views of the ring, the
+            shared memory that workers fill). On a device they are private copies. With CUDA the ring is page-locked,
+            and the next batch is copied on a stream of its own while the loop computes; the current stream of the
+            iterating thread waits for it. That takes device memory for two batches. "cuda" is the device that is
+            current when the loop starts, so under torchrun call torch.cuda.set_device(LOCAL_RANK) first. Values that
+            are not tensors stay on the host. Without a device, batches are pageable views of the ring, and
+            .to(device, non_blocking=True) in the loop is safe.
         attempt: a string that is the same on all boxes of one launch and differs between launches (from torchrun).
         token: credential token of the role client (PENSTOCK_TOKEN, or the file that PENSTOCK_TOKEN_FILE names).
         tls_ca: file with the CA that signed the certificates of coordinator and workers; None: no TLS for calls and
             lanes. Files are PEM and read once (docs/security.md).
         tls_cert, tls_key: files with this client's certificate, for servers that request one, and its key.
         tls_name: name to expect in the servers' certificates, instead of the addresses that they are reached at.
-        lane: "auto" (shared memory on this host, TCP from others) or "tcp".
+        lane: transport of batches: "auto" (shared memory on this host, TCP from others) or "tcp" ("auto").
         compression: codec of batches over TCP: None, "lz4" or "zstd" (None). It speeds up a stream that shrinks if the
             network gives a lane less than 7 ("lz4") or 4 Gbit/s ("zstd"), for 1.3 or 2.4 to 3.2 processor seconds a GB
             (benchmarks/compression.md). Payloads that do not shrink travel uncompressed. It needs `pip install
@@ -128,7 +129,7 @@ class Appliance:
         InvalidArgumentError, BoxOutOfRangeError: an argument or a variable has an invalid value; this process cannot
             use the device; the package of the compression is not installed.
         TlsError: a certificate or key cannot be used; names the file.
-        RuntimeError: called inside a worker, because the main script lacks its main guard.
+        RuntimeError: called inside a worker, because the main script has no `if __name__ == "__main__":`.
     """
 
     def __init__(

@@ -39,8 +39,8 @@ __all__ = ["DataExecutor", "DataLoader", "iterating", "wrap"]
 
 
 class DataLoader(ResumableLoader):
-    """An iterable over the batches of `input_fn(*args, **kwargs)`, which runs on the workers; or over those of a
-    dataset, given with the arguments of torch's DataLoader.
+    """Data loader whose batches are made on the workers, by the loader that `input_fn(*args, **kwargs)` returns there.
+    Or by one of a dataset, which is given with the arguments of torch's DataLoader.
 
     Example::
 
@@ -115,7 +115,7 @@ class DataLoader(ResumableLoader):
         return self._local.can_restore_sample(self._seed_of_keys)
 
     def restore_sample(self, key: Any) -> Any:
-        """Return the sample that a restore key names, read again in this process; the stream does not move.
+        """Return the sample that a restore key names, read again in this process; the stream's position stays.
 
         The seed is that of the run, of the loaded state, or of Appliance(seed=). A key of another seed is refused.
 
@@ -168,7 +168,7 @@ def iterating() -> DataExecutor | None:
 
 
 class DataExecutor:
-    """A sequence of training steps: iterate it to get one batch for each.
+    """Iterable over the batches of a loader, one for each training step.
 
     Example::
 

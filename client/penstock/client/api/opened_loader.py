@@ -159,9 +159,9 @@ class OpenedLoader:
         """Abandon the epoch of a loaded state: the next executor begins the next epoch, as after a `break`."""
         if self._loaded is not None and self._loaded.methods != 4:
             raise StateMismatchError(
-                f"the loaded state of {self.name} was saved at an epoch's end, in an epoch that the loop abandoned, "
-                "and a loader without aggregate_state_dict and deaggregate_state_dict may resume that epoch: load a "
-                "state from the middle of an epoch, or let each epoch run to its end"
+                f"the loaded state of {self.name} was saved after the loop had left its epoch by `break`. A loader "
+                "without aggregate_state_dict and deaggregate_state_dict cannot start the next epoch from it: load a "
+                "state that was saved inside the loop, or let each epoch run to its end"
             )
         self._leaves_epoch = True
 
@@ -172,7 +172,7 @@ class OpenedLoader:
         return settings.box, settings.num_boxes
 
     def expect(self, appliance: Appliance) -> None:
-        """Note the appliance that an executor will use: until it begins, its settings give boxes and workers."""
+        """Record the appliance that an executor will use: until it begins, its settings give boxes and workers."""
         self._expected = appliance.settings
 
     @property
@@ -192,17 +192,17 @@ class OpenedLoader:
         cover = DigestCover.SAMPLE if settings.digest is None else DigestCover[settings.digest.upper()]
         if self._drawn is not None and seed is not None and seed != self._drawn:
             raise StateMismatchError(
-                f"a state of {self.name} was taken before its run was opened, with seed {self._drawn} drawn for it, "
-                f"and Appliance(seed={seed}) has another: take the state once the loop has begun, or on the "
-                "appliance that it will run on"
+                f"a state of {self.name} was taken before its first loop, with the random seed {self._drawn}, but "
+                f"Appliance(seed={seed}) sets another: take the state once the loop has begun, or inside `with "
+                "Appliance(...)`"
             )
         start = self._start_of(settings, settings.box)
         if saved is None:
             seed = self._drawn if seed is None else seed
         elif settings.synthetic:
             raise NotRestartableError(
-                f"a state of {self.name} was loaded, and Appliance(synthetic=True) repeats the first batch of each "
-                "worker, which has no position: load no state, or leave out synthetic= and PENSTOCK_SYNTHETIC"
+                f"a state of {self.name} was loaded, but Appliance(synthetic=True) repeats the first batch of each "
+                "worker and cannot resume: load no state, or leave out synthetic= and PENSTOCK_SYNTHETIC"
             )
         else:
             if saved.methods == 0 and saved.positions and not self._replays(settings):
@@ -212,20 +212,20 @@ class OpenedLoader:
                 )
             if seed is None and saved.seed is None and not saved.by_hand:
                 raise StateMismatchError(
-                    f"the loaded state of {self.name} has no seed: an older Penstock took it before its run was "
-                    "opened. Pass Appliance(seed=...), or start without the state"
+                    f"the loaded state of {self.name} has no seed: an older Penstock took it before the first loop. "
+                    "Pass Appliance(seed=...), or start without the state"
                 )
             if seed is not None and saved.seed is not None and seed != saved.seed:
                 raise StateMismatchError(
-                    f"the loaded state of {self.name} was saved with seed {saved.seed}, and Appliance(seed={seed}) "
-                    "has another: leave out seed, or start without a state"
+                    f"the loaded state of {self.name} was saved with seed {saved.seed}, but Appliance(seed={seed}) "
+                    "sets another: leave out seed, or start without a state"
                 )
             seed = saved.seed if seed is None else seed
             if saved.positions and settings.digest is not None and cover != saved.cover:
                 had = saved.cover.name.lower()
                 raise StateMismatchError(
-                    f"the loaded state of {self.name} was saved with digest={had!r}, and Appliance(digest="
-                    f"{settings.digest!r}) has another: leave out digest, or start without a state"
+                    f"the loaded state of {self.name} was saved with digest={had!r}, but Appliance(digest="
+                    f"{settings.digest!r}) sets another: leave out digest, or start without a state"
                 )
             cover = saved.cover if saved.positions else cover
         start_of = partial(_on, cover, partial(self._start_of, settings))
@@ -258,8 +258,9 @@ class OpenedLoader:
         if self._leaves_epoch and not start.same_topology:
             self.close()
             raise StateMismatchError(
-                f"the loaded state of {self.name} was saved at the end of an abandoned epoch. It can be resumed only "
-                "with the same number of boxes and workers: use those, or a state from the middle of an epoch"
+                f"the loaded state of {self.name} was saved after the loop had left its epoch by `break`. It can be "
+                "resumed only with the same number of boxes and workers: use those, or a state that was saved inside "
+                "the loop"
             )
         weakref.finalize(self, _abandon, run, reader).atexit = False
         return session
@@ -298,8 +299,9 @@ class OpenedLoader:
         if not run.wait_for(_all_known, session.appliance.settings.timeout_s):
             late = [view for view in run.views if not _known(view)]
             raise DeadlineError(
-                f"{self.name}: waited {session.appliance.settings.timeout_s:g} s for slot {late[0].slot} of box "
-                f"{run.box} (worker {late[0].worker or 'none'}) to build its loader"
+                f"{self.name}: waited timeout_s={session.appliance.settings.timeout_s:g} s for slot {late[0].slot} of "
+                f"box {run.box} (on worker {late[0].worker or 'none'}) to build its loader: `penstock status` shows "
+                "what it waits for; raise timeout_s if input_fn needs longer"
             )
         for view in run.views:
             if view.phase == pb.FAILED and not view.HasField("capabilities"):

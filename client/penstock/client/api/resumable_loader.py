@@ -57,9 +57,9 @@ class ResumableLoader(OpenedLoader):
             ...
             loader.load_state_dict(torch.load(path)["loader"])
 
-        Before the first step it is the loaded state, or that of an instance built here. It may be called in the loop,
-        between executors and after the last; the result depends only on the step. (torch.distributed.checkpoint.load,
-        which requests a state to load into, gets one to be filled.)
+        Before the first step it is the loaded state, or the state of a loader that is built in this process. It may be
+        called in the loop, between executors and after the last; the result depends only on the step.
+        (torch.distributed.checkpoint.load, which requests a state to load into, gets one to be filled.)
 
         Raises:
             NotRestartableError: the loader has no state methods, or cannot be saved for another reason.
@@ -70,7 +70,7 @@ class ResumableLoader(OpenedLoader):
     def state_at(self, step: int) -> dict[str, Any]:
         """Return what state_dict() returned after this step, at most Appliance(retention_steps=) steps ago.
 
-        It serves loops whose batches come through something that reads ahead: see penstock.client.Lookahead.
+        It is for loops whose batches come through a wrapper that reads ahead: see penstock.client.Lookahead.
 
         Raises:
             StateUnavailableError: the step lies before the loaded state, is not delivered yet, or is no longer kept by
@@ -115,8 +115,8 @@ class ResumableLoader(OpenedLoader):
             return settings.seed
         if settings.num_boxes > 1:
             raise StateUnavailableError(
-                f"{self.name}: a state without a seed is available only once the run is open: the seed is drawn then, "
-                "and all boxes must have the same. Pass Appliance(seed=...), or take the state once the loop has begun"
+                f"{self.name}: no state is available before the first loop, because the random seed that all boxes "
+                "share is not chosen yet. Pass Appliance(seed=...), or take the state once the loop has begun"
             )
         if self._drawn is None:
             self._drawn = secrets.randbits(63)
@@ -148,8 +148,8 @@ class ResumableLoader(OpenedLoader):
             first = session.first_step + 1 if session is not None else self.step + 1
             steps = f"steps {first} to {self.step} have" if first <= self.step else "no step has"
             raise StateUnavailableError(
-                f"{self.name}: there are no records of step {step}: {steps} been delivered since the loader was made "
-                "or loaded"
+                f"{self.name}: step {step} has no records: {steps} been delivered since the loader was made or its "
+                "state loaded"
             )
         fetched, _ = self._fetch(session, step)
         return checkpoints_of(fetched, self._loaded, step)
@@ -201,13 +201,15 @@ class ResumableLoader(OpenedLoader):
         """
         if self._iterating:
             raise RuntimeError(
-                f"{self.name}: load_state_dict while an executor iterates: leave its loop, or close() its iterator"
+                f"{self.name}: load_state_dict was called while an executor iterates: leave its loop first, or close() "
+                "its iterator"
             )
         saved = self._made_by_hand(sd) or read(sd)
         if not self._reference.same_as(saved.input_fn):
             raise StateMismatchError(
-                f"the state is of the loader {saved.input_fn}, and this is the loader {self.name}: load into each "
-                "loader its own state"
+                f"the state was saved by the loader {saved.input_fn}, but loaded into the loader {self.name}: load "
+                "each "
+                "state into the loader that saved it"
             )
         if saved.methods == 4:
             try:
@@ -229,8 +231,10 @@ class ResumableLoader(OpenedLoader):
             return None
         encode_state(dict(sd))
         _log.warning(
-            "%s: the loaded state has no record of a run, so deaggregate_state_dict alone decides where the stream "
-            "resumes; steps count from 0, and the seed is new unless Appliance(seed=) gives it",
+            "%s: the loaded state was not made by DataLoader.state_dict(), so the loader's deaggregate_state_dict "
+            "alone "
+            "decides where the stream resumes; steps count from 0, and the seed is new unless Appliance(seed=) gives "
+            "it",
             self.name,
         )
         return SavedState(0, self.name, 4, 0, 0, None, aggregated=dict(sd), by_hand=True)

@@ -39,7 +39,7 @@ DCP_VERSION = "1.0.0"
 
 
 class AsyncFileSystemWriter(FileSystemWriter):
-    """Storage writer that writes a checkpoint into a folder.
+    """Storage writer for torch.distributed.checkpoint that writes a checkpoint's files into a folder, in threads.
 
     Args:
         path: the folder; created if missing.
@@ -81,7 +81,9 @@ class AsyncFileSystemWriter(FileSystemWriter):
                 for task in tasks:
                     results += task.result()
         if len(results) != len(plan.items):
-            raise CheckpointError(f"{self.path}: {len(results)} of {len(plan.items)} items were written")
+            raise CheckpointError(
+                f"{self.path}: only {len(results)} of the {len(plan.items)} planned tensors and objects were written"
+            )
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done

@@ -147,11 +147,11 @@ class FileSystemWriterAsync(AsyncFileSystemWriter):
         Called when the function of `get_save_function_and_args` has returned, or its process has ended.
         """
         if self.write_buckets is None:
-            raise CheckpointError("retrieve_write_results() before prepare_write_data(): nothing was staged")
+            raise CheckpointError("retrieve_write_results() must be called after prepare_write_data(), got it before")
         if self._buffer is not None:
             said = self.write_buckets.heard()
             if said is None:  # the process may still be at work: its memory is nobody else's
-                self._failure = "ended before it had written everything, or is not done yet"
+                self._failure = "ended before it had written everything, or has not ended yet"
                 self._buffer.close()
             else:
                 self._failure = said["error"] and f"failed: {said['error']}"

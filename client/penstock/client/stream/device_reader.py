@@ -160,7 +160,7 @@ class DeviceReader(OrderedReader):
     def _late(self, waited: float) -> DeadlineError:
         return DeadlineError(
             f"{self._label}: box {self._run.box} waited {waited:.0f} s for device {self._backend.device} to finish the "
-            f"copy of a batch, after step {self.position.step} was handed out (timeout_s={self._timeout_s:g})"
+            f"copy of a batch, after step {self.position.step} was delivered (timeout_s={self._timeout_s:g})"
         )
 
     # ---- what ends a staged batch

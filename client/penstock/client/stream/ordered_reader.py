@@ -176,12 +176,13 @@ class OrderedReader:
             lane.corrupt = 0  # should the caller try again, so does the lane
             raise self._placed(
                 BatchCorruptError(
-                    f"{self._label}: batch {self.position.total[slot] + 1} of the slot came damaged {CORRUPT_TRIES} "
-                    f"times in a row; memory or network damages data, at the worker or here. The last time: {what}"
+                    f"{self._label}: batch {self.position.total[slot] + 1} of the slot arrived damaged {CORRUPT_TRIES} "
+                    "times in a row: memory or network damages data, on the worker's machine or this one. Last cause: "
+                    f"{what}"
                 ),
                 slot,
             )
-        _log.warning("%s: what came is damaged and is fetched again: %s", self._label, what)
+        _log.warning("%s: damaged data arrived and is fetched again: %s", self._label, what)
 
     def _other(self, lane: SlotLane, frame: Frame) -> bool:
         """Handle any frame but the due batch. True if the epoch has ended."""
@@ -242,13 +243,14 @@ class OrderedReader:
         """Count an unneeded frame. If a peer sent only such frames, no wait and no deadline would be reached."""
         lane.unused += 1
         if lane.unused > MAX_UNUSED:
-            raise self._confused(lane, f"{lane.unused} frames that are not needed")
+            raise self._confused(lane, f"{lane.unused} batches and messages that are not needed")
 
     def _confused(self, lane: SlotLane, what: str) -> ProtocolError:
         position, slot = self.position, lane.slot
         lane.lose(time.monotonic(), "out of order")
         return ProtocolError(
-            f"{lane.name}: sent {what}, where batch {position.total[slot] + 1} of epoch {position.epoch} was due"
+            f"{lane.name}: the worker sent {what}, but batch {position.total[slot] + 1} of epoch {position.epoch} was "
+            "due"
         )
 
     # ---- waiting
@@ -263,7 +265,7 @@ class OrderedReader:
         if run.error is not None:
             raise run.error
         if run.closed:
-            raise PenstockError(f"{self._label}: its run was closed while it was being read")
+            raise PenstockError(f"{self._label}: its appliance was closed while the loop was reading")
         now = time.monotonic()
         if not self._waiting_since:
             self._waiting_since = now
@@ -348,8 +350,8 @@ class OrderedReader:
         starting = "its runner is still starting"
         if view.start_queue_position:
             queued = f"number {view.start_queue_position} of {view.start_queue_length}"
-            starting = f"its runner is {queued} in the worker's queue of starts"
-        doing = {pb.STARTING: starting, pb.READY: "its next batch has not come"}
+            starting = f"its runner is {queued} in the worker's queue of runners to start"
+        doing = {pb.STARTING: starting, pb.READY: "its next batch has not arrived"}
         trouble = f"; its lane cannot be opened: {lane.trouble}" if lane.consumer is None and lane.trouble else ""
         what = f"its runner is {view.doing}" if view.doing else doing.get(view.phase, "it has failed")
         return DeadlineError(
@@ -384,7 +386,7 @@ class OrderedReader:
                 if moved:
                     self.stats.recoveries += 1
                 if moved and view.migrated:
-                    what = f"slot {slot} of box {run.box} is on worker {view.worker} now: {view.note}"
+                    what = f"slot {slot} of box {run.box} was moved to worker {view.worker}: {view.note}"
                     _log.info("%s: %s", self._label, what)
             if view.restarts > self._restarts[slot]:
                 self._restarts[slot] = view.restarts

@@ -81,7 +81,9 @@ class LoaderQuestion:
         """Return the fields of a task on one of the workers. Raises InvalidArgumentError."""
         module, _, name = self.input_fn.partition(":")
         if not module or not name:
-            raise InvalidArgumentError(f"{self.input_fn!r} is not MODULE:NAME, such as mypackage.data:train_input")
+            raise InvalidArgumentError(
+                f"input_fn must be MODULE:NAME, such as mypackage.data:train_input, got {self.input_fn!r}"
+            )
         return {
             "input_fn": self.input_fn,
             "args": json_option("--args", self.args, list),

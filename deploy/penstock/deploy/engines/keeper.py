@@ -178,7 +178,7 @@ def last_words(log: Path, lines: int = WORDS) -> str:
         return f"its log {log} cannot be read: {error.strerror}"
     found = [printable(line) for line in text.splitlines() if line.strip()]
     if not found:
-        return f"it said nothing ({log})"
+        return f"it logged nothing ({log})"
     if found[-1].startswith("penstock: "):
         return f"{found[-1].removeprefix('penstock: ')} ({log})"
     return f"{' | '.join(found[-lines:])} ({log})"

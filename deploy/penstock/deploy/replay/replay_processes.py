@@ -77,13 +77,11 @@ class ReplayProcesses:
                 else:
                     answers[slot] = message
         except LaneLostError as error:
-            how = f"the process that ran slot {slot} again {self._children[slot].how_it_ended()}"
+            how = f"the process that replayed slot {slot} {self._children[slot].how_it_ended()}"
             raise WorkerLostError(f"{how}, after batch {self._at[slot]} of the worker or later") from error
 
     def _late(self, slots: list[int]) -> DeadlineError:
         for slot in slots:
             self._children[slot].show_stack()
         at = ", ".join(f"slot {slot} at batch {self._at[slot]}" for slot in slots)
-        return DeadlineError(
-            f"the replay did not get there in time: {at}; give it more with --timeout. Stacks are above"
-        )
+        return DeadlineError(f"the replay did not finish in time ({at}; stacks are above): raise --timeout")

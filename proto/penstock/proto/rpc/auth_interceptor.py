@@ -95,15 +95,14 @@ class AuthInterceptor(grpc.GenericRpcHandler):
         if protocol != str(PROTOCOL) and method not in READ_ONLY:
             theirs = f"protocol {_short(protocol)}" if protocol is not None else "no protocol number"
             return VersionSkewError(
-                f"the caller (Penstock {_short(sent.get(VERSION_KEY, 'of unknown version'))}) speaks {theirs}, the "
-                f"coordinator (Penstock {VERSION}) protocol {PROTOCOL}: install the same release on both ends"
+                f"the caller (Penstock {_short(sent.get(VERSION_KEY, 'of unknown version'))}) uses {theirs}, the "
+                f"coordinator (Penstock {VERSION}) uses protocol {PROTOCOL}: install the same release on both ends"
             )
         allowed = METHODS[method]
         if not caller.roles & allowed:
             have, need = " or ".join(sorted(caller.roles)), " or ".join(sorted(allowed))
             return NotPermittedError(
-                f"the token is good for the role {have}, and {method} takes a token of the role {need}: see "
-                "docs/security.md"
+                f"{method} needs a token of the role {need}, got one of the role {have}: see docs/security.md"
             )
         return None
 
@@ -137,7 +136,7 @@ class AuthInterceptor(grpc.GenericRpcHandler):
         if not tls.roles_named(shown, roles):
             wanted = " or ".join(sorted(map(tls.expected, roles)))
             raise NotPermittedError(
-                f"{name} takes a certificate of the name {wanted}, got one of {_short(', '.join(shown))}: see "
+                f"{name} needs a certificate for the name {wanted}, got one for {_short(', '.join(shown))}: see "
                 "docs/security.md"
             )
 

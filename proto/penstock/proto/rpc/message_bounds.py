@@ -141,7 +141,10 @@ def parsed_request(method: str, parse: Callable[[bytes], Any], data: bytes) -> A
             check_fields(data, _METHODS[method].input_type, REQUEST_FIELDS)
         request = parse(data)
     except DecodeError as error:
-        raise InvalidArgumentError(f"{method}: the {len(data)} received bytes are not a request of it") from error
+        raise InvalidArgumentError(
+            f"the {len(data)} bytes received as a request of {method} cannot be decoded: install one "
+            "release on both ends"
+        ) from error
     request.DiscardUnknownFields()
     return request
 
@@ -206,7 +209,10 @@ def parsed_reply(method: str, data: bytes) -> Any:
         check_fields(data, kind, REPLY_FIELDS)
         return GetMessageClass(kind).FromString(data)
     except (DecodeError, InvalidArgumentError) as error:
-        raise ProtocolError(f"{method}: the {len(data)} received bytes are not a reply to it: {error}") from error
+        raise ProtocolError(
+            f"the {len(data)} bytes received as a reply of {method} cannot be decoded ({error}): install one "
+            "release on both ends"
+        ) from error
 
 
 class BytesChannel:

@@ -121,7 +121,7 @@ class BlobParts(ValueParts):
     """Bytes of a blob, whose name is their digest."""
 
     def __init__(self, name: str, write: Callable[[bytes], Any]) -> None:
-        super().__init__(f"blob {name}", write)
+        super().__init__(f"the stored value {name}", write)
         self._name, self._digest = name, hashlib.sha256()
 
     def add(self, part: pb.BlobPart) -> None:
@@ -132,7 +132,8 @@ class BlobParts(ValueParts):
         """Raise StateCorruptError if the bytes that came are not those of the name."""
         if self._digest.hexdigest() != self._name:
             raise StateCorruptError(
-                f"blob {self._name} came as {self._bytes} bytes with the digest {self._digest.hexdigest()}"
+                f"the stored value {self._name} arrived damaged, as {self._bytes} bytes with the digest "
+                f"{self._digest.hexdigest()}"
             )
 
 
@@ -176,10 +177,12 @@ class _Values(Generic[_Header]):
             self._header = header
         if data:
             if self._header is None:
-                raise ProtocolError(f"{self._what}: data before any header")
+                raise ProtocolError(f"{self._what}: the coordinator sent data before a header")
             self._bytes += len(data)
             if self._bytes > self._size_of(self._header):
-                raise ProtocolError(f"{self._what}: more than the {self._size_of(self._header)} bytes declared")
+                raise ProtocolError(
+                    f"{self._what}: the coordinator declared {self._size_of(self._header)} bytes, got more"
+                )
             self._data.append(data)
 
     def _close(self) -> None:
@@ -187,7 +190,7 @@ class _Values(Generic[_Header]):
             return
         declared = self._size_of(self._header)
         if declared != self._bytes:
-            raise ProtocolError(f"{self._what}: {declared} bytes declared, {self._bytes} came")
+            raise ProtocolError(f"{self._what}: the coordinator declared {declared} bytes, got {self._bytes}")
         self._done.append((self._header, b"".join(self._data)))
         self._header, self._data, self._bytes = None, [], 0
 

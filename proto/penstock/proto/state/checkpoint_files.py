@@ -157,7 +157,9 @@ class CheckpointFile:
         """Return the file of a `row`. Raises ValueError for anything else."""
         file = cls(str(name), int(nbytes), str(xxh3), str(parts))
         if not _FILE.fullmatch(file.name) or not 0 <= file.nbytes <= MOST:
-            raise ValueError(f"{file.name!r}, of {file.nbytes:,} bytes, is not a file of a checkpoint's own folder")
+            raise ValueError(
+                f"it lists {file.name!r} ({file.nbytes:,} bytes), which is no plain file name in its folder"
+            )
         if not _PARTS.fullmatch(file.parts):
             raise ValueError(f"the parts of {file.name!r} must be pairs of a position and a checksum")
         begins = [int(part.partition(":")[0]) for part in file.parts.split()]
@@ -250,11 +252,11 @@ def damage(path: Path, manifest: Manifest, *, contents: bool = False) -> Iterato
         try:
             nbytes = where.stat().st_size
             if nbytes != file.nbytes:
-                yield f"{file.name}: {nbytes:,} bytes where {file.nbytes:,} were written"
+                yield f"{file.name} has {nbytes:,} bytes, but {file.nbytes:,} were written"
             elif contents and (found := _checksum_of(where)) != file.xxh3:
-                yield f"{file.name}: checksum {found} where {file.xxh3} was written"
+                yield f"{file.name} has checksum {found}, but {file.xxh3} was written"
         except FileNotFoundError:
-            yield f"{file.name}: missing"
+            yield f"{file.name} is missing"
         except OSError as error:
             yield f"{file.name}: cannot be read: {error.strerror}"
 

@@ -123,9 +123,9 @@ class JobSettings(TlsFiles):
     @classmethod
     def _one_name(cls, job: str) -> str:
         if "/" in job:
-            raise ValueError("a job's name cannot hold a slash, which separates it from the loader's number")
+            raise ValueError("a job's name must not have a slash, which separates it from the loader's number")
         if len(job) > 200 or not job.isprintable():
-            raise ValueError("a job's name has at most 200 characters, all of them printable")
+            raise ValueError("a job's name must have at most 200 characters, all of them printable")
         return job
 
 

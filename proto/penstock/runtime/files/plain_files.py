@@ -32,7 +32,7 @@ def open_plain(path: str | Path, flags: int = os.O_RDONLY, mode: int = 0o666, *,
         handle = os.open(path, (flags & ~os.O_TRUNC) | os.O_CLOEXEC | os.O_NONBLOCK, mode, dir_fd=folder)
     except OSError as error:
         if error.errno == errno.ELOOP:
-            why = f"it is a link ({_target(path, folder)}), and is not written through: remove it"
+            why = f"it is a symbolic link ({_target(path, folder)}), which is not followed: remove it"
             raise OSError(errno.ELOOP, why, str(path)) from None
         if error.errno == errno.ENXIO:  # a FIFO or a socket
             raise OSError(errno.ENXIO, "it is not a regular file", str(path)) from None
@@ -82,4 +82,4 @@ def _target(path: str | Path, folder: int | None) -> str:
     try:
         return f"to {os.readlink(path, dir_fd=folder)}"
     except OSError:
-        return "it leads nowhere"
+        return "to nothing"

@@ -68,7 +68,7 @@ def read_liveness(path: str) -> Liveness:
         turned, heard = map(float, read_plain(path, LONGEST).split())
     except OSError as error:
         raise InvalidArgumentError(
-            f"the liveness file {path} cannot be read: {error.strerror}; does a worker run with this --liveness-file?"
+            f"the liveness file {path} cannot be read: {error.strerror}. Does a worker run with this --liveness-file?"
         ) from error
     except ValueError as error:
         raise InvalidArgumentError(f"{path} is not a worker's liveness file") from error

@@ -122,12 +122,12 @@ class CacheState:
             os.fchmod(folder, 0o2775)
 
     def _foreign(self, path: str, found: os.stat_result) -> DatasetError:
-        what = f"of user {found.st_uid}, mode {stat.S_IMODE(found.st_mode):o}: others can write to it"
+        what = f"owned by user {found.st_uid} with mode {stat.S_IMODE(found.st_mode):o}, so that others can write to it"
         if stat.S_ISLNK(found.st_mode):
             what = f"a link to {os.readlink(path)}"
         return DatasetError(
-            f"the cache {self.root} is not used: {path} is {what}; give a folder of your own, or cache_group=... for "
-            "one that a group shares"
+            f"the cache folder {self.root} is not safe to use: {path} is {what}. Give a folder of your own, or "
+            "cache_group=... for one that a group shares"
         )
 
     def _check_remote(self) -> None:
@@ -142,8 +142,8 @@ class CacheState:
                 lock.write(identity + b"\n")
             elif before != identity:
                 raise DatasetError(
-                    f"the cache {self.root} holds the dataset of {before[:500].decode(errors='replace')}, not that of"
-                    f" {self._remote.identity}; give another folder, or remove this one"
+                    f"the cache folder {self.root} has the dataset of {before[:500].decode(errors='replace')}, not "
+                    f"that of {self._remote.identity}: give another cache folder, or remove this one"
                 )
         finally:
             lock.release()
@@ -221,7 +221,9 @@ class CacheState:
     def check_open(self, name: str) -> None:
         """Raise ShardUnavailableError if the cache is closing."""
         if self.closing.is_set():
-            raise ShardUnavailableError(f"{self._address(name)} is no longer fetched: its cache was closed")
+            raise ShardUnavailableError(
+                f"{self._address(name)} was not fetched, because the dataset was closed meanwhile"
+            )
 
     def _address(self, name: str) -> str:
         if not name:
@@ -235,4 +237,4 @@ def _holder(path: str) -> str:
         text = read_plain(path, LONGEST_TEXT)
     except OSError:
         return "released just now"
-    return f"process {text.decode().strip()}" if text.strip().isdigit() else "shared by its users"
+    return f"process {text.decode().strip()}" if text.strip().isdigit() else "shared by several readers"

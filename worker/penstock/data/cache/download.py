@@ -243,12 +243,16 @@ class Downloads:
         expected = stored.hashes.get(algorithm)
         if expected is None:
             known = ", ".join(sorted(stored.hashes)) or "none"
-            raise DatasetError(f"{name}: the index must have its {algorithm} hash to validate by, got {known}")
+            raise DatasetError(
+                f"{name}: the index must have the {algorithm} hash of each file to validate by it, got the hashes "
+                f"{known}: "
+                "write the dataset with hashes=, or leave validate out"
+            )
         digest = digest_of(source, algorithm)
         if digest != expected.lower():
             raise ShardCorruptError(
-                f"{name} is corrupt: {algorithm} {expected} expected, {digest} found. If the dataset was written again "
-                "since its index was fetched, use another cache folder"
+                f"{name} is damaged: its {algorithm} hash must be {expected}, got {digest}. If the dataset was written "
+                "again since its index was fetched, use another cache folder"
             )
 
     def _fetch(self, stored: StoredFile, temporary: Path, until: float) -> None:
@@ -306,7 +310,7 @@ class Downloads:
             raise ShardCorruptError(f"{source}: {error}") from error
         if len(raw) != file.raw.size:
             raise ShardCorruptError(
-                f"{source} inflates to {len(raw)} bytes, but the index says {file.raw.size} for {file.raw.name}"
+                f"{source} must decompress to {file.raw.size} bytes ({file.raw.name} in the index), got {len(raw)}"
             )
         self._verify(raw, file.raw, f"{source} inflated")
         put(raw, temporary, self._folder, file.raw.name, source)

@@ -92,7 +92,7 @@ class FileLock:
 
     def _held(self) -> Descriptor:
         if self._descriptor is None:
-            raise ValueError(f"the lock {self.path} was released")
+            raise ValueError(f"the lock {self.path} has been released already")
         return self._descriptor
 
 

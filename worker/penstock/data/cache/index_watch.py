@@ -74,8 +74,8 @@ class IndexWatch:
 
     def _refuse(self, path: Path, what: str) -> NoReturn:
         raise DatasetError(
-            f"{path} was {what} since the dataset was opened: its rows would be of two datasets. Write new data to a "
-            "new folder, or open the dataset again"
+            f"{path} was {what} since the dataset was opened, so old and new samples would be mixed. Write new data to "
+            "a new folder, or open the dataset again"
         )
 
     def _is_same(self) -> bool:

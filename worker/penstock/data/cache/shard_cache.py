@@ -342,8 +342,8 @@ class ShardCache:
         if not self._warned:
             self._warned = True
             warnings.warn(
-                f"the cache {self.folder} exceeds its limit of {self._limit} bytes: {need.size} more are needed, and"
-                " everything in it is in use; give it a higher limit",
+                f"the cache {self.folder} exceeds its limit of {self._limit} bytes: {need.size} more are needed, and "
+                "everything in it is in use. Give it a higher cache_limit",
                 stacklevel=4,
             )
         return True

@@ -476,7 +476,7 @@ class RemoteFolder:
                 weakref.finalize(self, _Loop.close, self._loop)  # also at the interpreter's end
             loop = self._loop
             if loop.ended:
-                raise ShardUnavailableError(f"{self.url} is no longer read: it was closed")
+                raise ShardUnavailableError(f"{self.url} cannot be read any more, because it was closed")
         concurrent.futures.wait((loop.opening,), min(self._stall_s, max(0.0, until - time.monotonic())))
         if not loop.opening.done() or loop.opening.cancelled():
             raise TransferBroken("was not opened in time, or closed")

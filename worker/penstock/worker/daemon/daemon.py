@@ -180,7 +180,11 @@ class Daemon:
         at_once = asyncio.ensure_future(self._at_once.wait())
         while self._slots and not at_once.done() and (left_s := until - time.monotonic()) > 0:
             if self._draining and self._stuck >= len(self._slots):
-                _log.info("worker %s: no other worker has capacity for its %d slots", self.name, len(self._slots))
+                _log.info(
+                    "worker %s: no other worker has free capacity for its %d slots, so it ends without moving them",
+                    self.name,
+                    len(self._slots),
+                )
                 break
             self._replied.clear()
             replied = asyncio.ensure_future(self._replied.wait())
@@ -358,7 +362,9 @@ class Daemon:
         """Start the slot, or report it lost. An error of one slot does not end the others."""
         try:
             if len(self._slots) >= self.settings.slots:
-                raise OverloadedError(f"worker {self.name} has {self.settings.slots} slots and was assigned one more")
+                raise OverloadedError(
+                    f"worker {self.name} has all its {self.settings.slots} slots in use, and was assigned one more"
+                )
             self._begin_slot(key, assignment)
         except (PenstockError, OSError) as error:  # for example no memory or no descriptors
             _log.warning("%s box %d slot %d cannot be started: %s", *key[:1], *key[2:4], error)
@@ -464,8 +470,8 @@ class Daemon:
         slot = self._slots.get(slot_of(hello))
         if slot is None:
             raise SupersededError(
-                f"worker {self.name} does not run generation {hello.generation} of box {hello.box} slot {hello.slot} "
-                f"of {hello.run} (attempt {hello.attempt})"
+                f"worker {self.name} no longer has box {hello.box} slot {hello.slot} of run {hello.run} (attempt "
+                f"{hello.attempt}, generation {hello.generation}): the slot was moved, or its run is over"
             )
         now = self._coordinators_clock + time.monotonic()
         check_ticket(hello.ticket, slot.assignment.lane_key, now, slot.name)

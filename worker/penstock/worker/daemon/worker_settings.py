@@ -93,8 +93,8 @@ def groups_of_runners(settings: DaemonSettings) -> ControlGroups | None:
         _log.info("each runner has a control group of its own")
     elif settings.runner_processes and not settings.runner_user:
         raise InvalidArgumentError(
-            f"runner_processes must come with runner_user, got {settings.runner_processes} alone: the kernel counts by "
-            "user, and would count this worker and all else of its user; set runner_user, too. Control groups would "
-            f"count runners alone, but there are none here: {why_not}"
+            f"runner_processes={settings.runner_processes} needs runner_user, because the kernel counts processes by "
+            "user, and would count this worker and everything else of its user: set runner_user too. Control groups "
+            f"would count the runners alone, but cannot be used here: {why_not}"
         )
     return groups

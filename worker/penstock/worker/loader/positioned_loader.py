@@ -306,13 +306,17 @@ class PositionedLoader(SlotLoader, ABC):
         if self.by_own_methods:
             if self.resume is None:
                 raise StateMismatchError(
-                    f"{self.name}: it has four state methods now and does not declare loads_own_state, and a state "
-                    "that its state_dict returned cannot be loaded; resume from a saved state instead"
+                    f"{self.name} now has all four state methods without loads_own_state, so it cannot load a state "
+                    "that "
+                    "its state_dict returned: resume from a state of DataLoader.state_dict() instead"
                 )
             self.resume_by_own_methods(self.resume["aggregated"], self.resume["strict"])
         elif point.state is not None:
             if self.capabilities.state_methods == 0:
-                raise StateMismatchError(f"{self.name} has no load_state_dict, but its state was saved by one that has")
+                raise StateMismatchError(
+                    f"{self.name} has no load_state_dict, but the state was saved by a loader that has one: add the "
+                    "method"
+                )
             self._load(point.state, True)
 
     def mark_restored(self) -> None:
@@ -369,5 +373,6 @@ class PositionedLoader(SlotLoader, ABC):
         """Step over the end of the epoch, which is known to be here. Raise ReplayMismatchError if it continues."""
         if self.is_open and self.next() is not END:
             raise ReplayMismatchError(
-                f"{self.name}: epoch {self.position.epoch} continues after the batch that was its last"
+                f"{self.name}: epoch {self.position.epoch} has more batches than when it was delivered: the data have "
+                "changed, or the loader is not deterministic (see penstock doctor)"
             )

@@ -189,8 +189,8 @@ class SlotLoader:
                 skip_batch(self._loader, self._iterator)
         except CannotSkipError as why:
             raise InputFnError(
-                f"{self.name}: batch {position.total + 1} is quarantined, because it killed its runner each time, and "
-                f'cannot be left out as poison="skip" asks: {why}'
+                f"{self.name}: batch {position.total + 1} killed its runner each time, and cannot be skipped as "
+                f'poison="skip" asks: {why}'
             ) from None
         self._left_out(position.epoch, count)
 

@@ -74,7 +74,7 @@ def replay(
     if before < leg.total and leg.digest and source.digest != leg.digest:
         raise ReplayMismatchError(
             f"{source.name}: replayed from its last snapshot, batch {leg.total} of the slot differs from the one that "
-            "was delivered; the loader does not reproduce its batches"
+            "was delivered: the loader is not deterministic (see penstock doctor)"
         )
 
 

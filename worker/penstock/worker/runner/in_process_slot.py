@@ -229,7 +229,9 @@ class InProcessSlot:
             else plan_recovery([RestartPoint.decode(self._start_data)], target, counted=False)
         )
         if plan is None:
-            raise ReplayMismatchError(f"{source.name}: no snapshot lies before batch {target.total + 1} of the slot")
+            raise ReplayMismatchError(
+                f"{source.name}: no snapshot is kept from which batch {target.total + 1} of the slot can be replayed"
+            )
         recover(source, plan, target, partial(self._go, source))
         catch_up(source, target.epoch)
 
@@ -279,7 +281,7 @@ class InProcessSlot:
         if self._unsaved is not None and self.capabilities.state_methods:
             raise self._unsaved
         if self._start_data is None:
-            raise StateUnavailableError(f"{source.name}: no restart point leads to batch {total}")
+            raise StateUnavailableError(f"{source.name}: no snapshot is kept from which batch {total} can be replayed")
         position, exact = source.position, self.capabilities.exact_states
         is_here = (position.epoch, position.total) == (epoch, total) and source.is_open and not source.is_ahead
         if exact and is_here and not source.is_untouched:
@@ -328,7 +330,9 @@ class InProcessSlot:
             finally:
                 source.drop()
         if told.get("elsewhere") or told["ended"]:
-            raise StateUnavailableError(f"{source.name}: step {step} cannot be reached again by replay")
+            raise StateUnavailableError(
+                f"{source.name}: step {step} cannot be reached by replay: its epoch now ends at another batch"
+            )
         return SlotState(
             data, told["samples"], told["digest"], told["following"], told["over"] and told["following"] > 0
         )

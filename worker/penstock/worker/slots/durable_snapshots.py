@@ -75,11 +75,11 @@ class DurableSnapshots:
                 break
             except NOT_OURS as error:
                 if not logged:
-                    slot.log.warning("%s: its snapshot waits for the coordinator: %s", slot.name, error.message)
+                    slot.log.warning("%s: sending its snapshot waits for the coordinator: %s", slot.name, error.message)
                 logged = True
                 await asyncio.sleep(AGAIN_S)
             except PenstockError as error:
-                slot.log.warning("%s: its snapshot was not made durable: %s", slot.name, error.message)
+                slot.log.warning("%s: its snapshot could not be sent to the coordinator: %s", slot.name, error.message)
                 break
         point.durable = True
 
@@ -108,6 +108,6 @@ class DurableSnapshots:
             tally.snapshots_sent += 1
             tally.snapshot_sent_bytes += size
         if refused and not self.refused:
-            why = "its snapshot is not kept, and a recovery replays from an older one"
+            why = "the coordinator does not keep its snapshot, so a recovery replays from an older one"
             slot.log.warning("%s: %s: %s", slot.name, why, refused)
         self.refused = refused

@@ -51,14 +51,14 @@ class MemoryWatch:
             begun = slot.begun.is_set()
             held, took = await asyncio.to_thread(_looked_at, pid, limit)
             most = max(most, held)
-            what = f"it held {_mib(most)} of memory, above the limit of {_mib(limit)} (penstock worker --runner-memory)"
+            what = f"it used {_mib(most)} of memory, above the limit of {_mib(limit)} (penstock worker --runner-memory)"
             far = held > HARD_LIMIT * limit
             if far and not (young and begun):
                 # The loader, or a batch: a loss, with the batch that it was making.
                 slot.lose(f"the runner of {slot.name} was killed at batch {slot.progress_page.total}, for {what}")
             elif far or (handing is not None and handing.done()):
                 slot.recycle, slot.outgrown = True, young
-                slot.lose(f"the runner of {slot.name} was recycled at batch {slot.progress_page.total}, for {what}")
+                slot.lose(f"the runner of {slot.name} was replaced at batch {slot.progress_page.total}, for {what}")
             elif handing is None and held > limit and slot.ready.is_set():
                 handing = slot.spawn(self._hand_over_what_it_gained())
 
@@ -91,8 +91,9 @@ def killed_for_memory(slot: SlotContext, whose: OutOfMemory, *, young: bool) -> 
         slot.recycle = slot.outgrown = young
         limit = _mib(slot.host.runner_memory)
         slot.lose(
-            f"{at} it held far more memory than its control group may, above the limit of {limit} (penstock "
-            "worker --runner-memory)"
+            f"{at} it used far more memory than the limit of {limit} (penstock worker --runner-memory): raise the "
+            "limit, "
+            "or make smaller batches"
         )
     else:
         slot.lose(f"{at} its machine, container or systemd unit had no memory left")

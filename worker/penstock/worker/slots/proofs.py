@@ -239,7 +239,7 @@ class RestartPointProver:
             except InputFnError as error:  # the loader's own word that it cannot be restored from this
                 what = f"fails ({error.message.splitlines()[0]:.200})"
                 if beginning:
-                    slot.log.warning("%s: started once more beside the stream, it %s", slot.name, what)
+                    slot.log.warning("%s: a second loader from the beginning, made to verify it, %s", slot.name, what)
                     return 1.0
                 self._refute(point, {"differs": point.total + 1, "what": what, "alike": True})
                 return 1.0
@@ -292,10 +292,10 @@ class RestartPointProver:
         )
         if not fields["alike"]:
             mismatch = ReplayMismatchError(
-                f"{what}; nor does a loader that input_fn makes anew, seeded as at the start, yield the batches that "
-                "were delivered. A loader must yield the same batches when it is asked again: draw random numbers from "
-                "the seeded generators of python, numpy and torch, or from ones that you seed from "
-                "current_assignment().seed, and neither from the clock nor the system's entropy"
+                f"{what}. A new loader from input_fn with the same seed does not yield the delivered batches either. A "
+                "loader must yield the same batches each time: draw random numbers from the seeded generators of "
+                "python, numpy and torch, or from ones that you seed from current_assignment().seed, never from the "
+                "clock or the system's entropy"
             )
             if slot.capabilities.state_methods:
                 slot.fail(detail_of(mismatch), lost=False)

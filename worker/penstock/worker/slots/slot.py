@@ -64,8 +64,9 @@ LOOK_S = 0.02
 KILL_S = 10.0
 """Seconds for the kernel to end a killed process; one that hangs in a driver or a filesystem does not end."""
 _NO_ROOM = (
-    "{name}: its first snapshot cannot be kept, and without it nothing could be recovered: {why}; close the runs that "
-    "are over, or give this one a coordinator of its own"
+    "{name}: the coordinator cannot keep its first snapshot, and without one it could not be recovered: {why}; end "
+    "jobs "
+    "that are no longer needed, or give this one a coordinator of its own"
 )
 
 
@@ -348,7 +349,10 @@ class Slot:
             return
         if message.kind == "ready":
             if len(message.payload) > MOST_TRAITS:
-                raise ProtocolError(f"capabilities must have at most {MOST_TRAITS} bytes, got {len(message.payload)}")
+                raise ProtocolError(
+                    f"what a runner reports about its loader must have at most {MOST_TRAITS} bytes, got "
+                    f"{len(message.payload)}"
+                )
             self.capabilities.ParseFromString(message.payload)
             self.spawn(self._become_ready())
         elif message.kind == "unsaved":
@@ -411,7 +415,7 @@ class Slot:
         except asyncio.CancelledError:
             if self._attaching is attaching:  # it is our caller that ends
                 raise
-            raise SupersededError(f"a newer lane of {self.name} was opened") from None
+            raise SupersededError(f"a newer connection reads the batches of {self.name}") from None
         assert self._child is not None
         self.attached = self._handed = True
         await self._child.send("attach", hello.SerializeToString(), [sock.detach()])

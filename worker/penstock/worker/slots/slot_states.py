@@ -81,8 +81,9 @@ class SlotStates:
             page.refresh()
             doing, since = page.activity
             late = DeadlineError(
-                f"{self._slot.name} on worker {self._slot.host.name}: no state at step {request.step} within "
-                f"{request.deadline_s:.0f} s: it is at batch {page.total} of {request.position.total}, "
+                f"{self._slot.name} on worker {self._slot.host.name} made no state of step {request.step} within "
+                f"{request.deadline_s:.0f} s: it has made {page.total} of {request.position.total} batches, and has "
+                "been "
                 f"in {doing} for {since:.1f} s"
             )
             answer.error.CopyFrom(detail_of(late))
@@ -249,7 +250,7 @@ class SlotStates:
                 return False
             if unheard:
                 if self._slot.phase == coordinator_pb2.FAILED:
-                    raise StateUnavailableError(f"{self._slot.name}: it failed before epoch {epoch}")
+                    raise StateUnavailableError(f"{self._slot.name}: its runner failed before epoch {epoch}")
                 await _pauses.next()
                 continue
             if ends.get(epoch, total) < total:
@@ -263,7 +264,7 @@ class SlotStates:
                 self._slot.drain()  # its snapshots were sent before the progress page showed the batch
                 return True
             if self._slot.phase == coordinator_pb2.FAILED:
-                raise StateUnavailableError(f"{self._slot.name}: it failed before batch {total}")
+                raise StateUnavailableError(f"{self._slot.name}: its runner failed before batch {total}")
             await _pauses.next()
 
     async def _begun(self, request: coordinator_pb2.StateRequest, tried: StoredSnapshot) -> None:
@@ -274,14 +275,15 @@ class SlotStates:
         waits = not (self._waits_for_loop or position.delivered)
         while waits and slot.progress_page.begun < epoch:
             if slot.phase == coordinator_pb2.FAILED:
-                raise StateUnavailableError(f"{slot.name}: it failed before epoch {epoch}")
+                raise StateUnavailableError(f"{slot.name}: its runner failed before epoch {epoch}")
             await _pauses.next()
         slot.drain()
         if not waits or self._start(request) is tried:
             raise StateUnavailableError(
-                f"{slot.name}: step {request.step} is not available yet: it lies behind an epoch that the loop "
-                f"abandoned after batch {position.total - position.delivered} of the worker, and its new runner does "
-                "not know that yet; retry after the next batch of this worker"
+                f"{slot.name}: the state of step {request.step} is not available yet: the loop left an epoch by "
+                "`break` "
+                f"after batch {position.total - position.delivered} of this worker, and its replacement runner has not "
+                "been informed yet. Retry after the next batch of this worker"
             )
 
     async def _advance(
@@ -314,7 +316,8 @@ class SlotStates:
         point = self._start(request)
         if point is None:
             raise StateUnavailableError(
-                f"{self._slot.name}: no restart point from which batch {total} could be reached is kept any more"
+                f"{self._slot.name}: the worker no longer keeps a snapshot from which batch {total} could be replayed: "
+                "ask for a later step, or raise retention_steps"
             )
         digests = {
             str(count): entry.digest

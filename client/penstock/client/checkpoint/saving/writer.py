@@ -173,7 +173,7 @@ class SaveJob:
     def _check_final(self) -> None:
         """Raise WriteFailed if the checkpoint would replace something other than a checkpoint of Penstock's."""
         if self.final.exists() and not (self.final / MANIFEST).exists() and any(self.final.iterdir()):
-            raise WriteFailed({0: f"{self.final} exists and is not a checkpoint of Penstock's: move it away"})
+            raise WriteFailed({0: f"{self.final} exists and is not a Penstock checkpoint: move it away"})
 
     # ---- this rank's files
 
@@ -221,7 +221,7 @@ class SaveJob:
         def passing(data: memoryview) -> None:
             nonlocal before
             if self.cancelled:
-                raise InterruptedError(errno.EINTR, "given up")
+                raise InterruptedError(errno.EINTR, "the save was aborted")
             self.written += before
             hasher.update(data)
             before = len(data)
@@ -241,7 +241,7 @@ class SaveJob:
         for rank, report in sorted(reports.items()):
             if rank not in causes and [file[:2] for file in report["files"]] != plan[str(rank)]:
                 wrote = [file[:2] for file in report["files"]]
-                causes[rank] = f"wrote {wrote}, where the plan has {plan[str(rank)]}"
+                causes[rank] = f"wrote the files {wrote}, planned were {plan[str(rank)]}"
         if causes:
             raise WriteFailed(causes)
         start, size = self.request["commit"]["index"]
@@ -306,7 +306,9 @@ class SaveJob:
 
         if not self._wait_until(all_there):
             late = [rank for rank in range(1, self.ranks) if rank not in reports]
-            raise WriteFailed(dict.fromkeys(late, f"had not written its part after {self.request['timeout_s']:g} s"))
+            raise WriteFailed(
+                dict.fromkeys(late, f"its writer had not written its part after {self.request['timeout_s']:g} s")
+            )
         return reports
 
     def _expect_signs(self, late: list[int]) -> None:
@@ -320,7 +322,7 @@ class SaveJob:
                 self._signs[rank] = sign, now
         if lost := [rank for rank in late if now - self._signs[rank][1] > SILENCE_S]:
             raise WriteFailed(
-                dict.fromkeys(lost, f"its writer gave no sign of life for {SILENCE_S:g} s after the training had ended")
+                dict.fromkeys(lost, f"its writer has not reported for {SILENCE_S:g} s after the training had ended")
             )
 
     def _give_up(self, causes: dict[int, str]) -> None:
@@ -364,7 +366,7 @@ class SaveJob:
             return False
 
         if not self._wait_until(there):
-            raise WriteFailed({0: f"had not begun after {self.request['timeout_s']:g} s"})
+            raise WriteFailed({0: f"its writer had not begun the save after {self.request['timeout_s']:g} s"})
 
     def _given_up(self) -> bool:
         """Return whether rank 0 has given the save up and cleared the folder; `_await_verdict` finds out why."""
@@ -382,11 +384,11 @@ class SaveJob:
             if verdict is not None:
                 causes.update({int(rank): why for rank, why in verdict["causes"].items()})
             elif gone:
-                causes[0] = "its writer has given the save up"
+                causes[0] = "its writer has aborted the save"
             return bool(causes)
 
         if not self._wait_until(known):
-            causes[0] = f"had not committed the checkpoint after {self.request['timeout_s']:g} s"
+            causes[0] = f"its writer had not committed the checkpoint after {self.request['timeout_s']:g} s"
         if causes:
             raise WriteFailed(causes)
 
@@ -427,7 +429,7 @@ class SaveJob:
         if self._signs.setdefault(0, (sign, now))[0] != sign:
             self._signs[0] = sign, now
         elif now - self._signs[0][1] > 2 * SILENCE_S:
-            raise WriteFailed({0: "its writer gave no sign of life after the training had ended"})
+            raise WriteFailed({0: "its writer has not reported after the training had ended"})
 
     def _progress(self) -> None:
         now = time.monotonic()

@@ -76,8 +76,8 @@ class PendingSave:
         if causes:
             what = "; ".join(f"rank {rank}: {cause}" for rank, cause in sorted(causes.items()))
             self.error = CheckpointError(
-                f"step {self.step} was not saved into {self.request['folder']}: {what}. What was saved before "
-                "is as it was"
+                f"step {self.step} was not saved into {self.request['folder']}: {what}. Earlier checkpoints are "
+                "unchanged"
             )
             _log.warning("%s", self.error.message, extra=about(step=self.step))
         seconds = time.monotonic() - self.began
@@ -119,7 +119,7 @@ class WriterProcess:
                 _give_up(pending, self.rank, error.message)
             except BaseException as error:
                 # Interrupted: it is unknown how much of the request the writer has received, if there is one.
-                why = f"interrupted by {type(error).__name__} before its writer had it"
+                why = f"interrupted by {type(error).__name__} before its writer process had the request"
                 self.kill(why)
                 _give_up(pending, self.rank, why)
                 raise
