@@ -69,7 +69,7 @@ def test_leftovers_are_told(folder: Path, capsys: pytest.CaptureFixture[str]) ->
     (folder / "step-15.tmp-0123abcd").mkdir()
     code, out, _ = doctor(capsys, str(folder))
     assert code == 0
-    assert "step-15.tmp-0123abcd is what a save that did not end left" in out
+    assert "step-15.tmp-0123abcd belongs to a save that did not end" in out
 
 
 def test_what_is_no_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
