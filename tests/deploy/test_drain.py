@@ -26,7 +26,7 @@ def worker(coordinator: Any) -> str:
 def test_idle_worker_is_drained_and_undrained(coordinator: Any, worker: str) -> None:
     done = coordinator.call("worker", "drain", worker)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == "worker w1 is drained: it has no slots and gets none; stop it, or take it back with --undo\n"
+    assert done.stdout == "worker w1 is drained: it has no slots and gets none; stop it, or withdraw the drain with --undo\n"
     found = json.loads(coordinator.call("status", "--json").stdout)
     assert [(w["worker"], w["draining"]) for w in found["workers"]] == [("w1", True)]
     done = coordinator.call("worker", "drain", worker, "--undo")
@@ -66,10 +66,10 @@ def holding(coordinator: Any, worker: str) -> Iterator[None]:
 def test_slot_without_free_capacity_ends_the_wait(coordinator: Any, worker: str) -> None:
     done = coordinator.call("worker", "drain", worker, "--timeout", "1", "--json")
     assert (done.returncode, done.stdout) == (17, "")
-    assert "still has 1 slots, which go on; for 1 of them there is no place elsewhere" in done.error
+    assert "still has 1 slots, which keep running; for 1 of them no other worker has free capacity" in done.error
     done = coordinator.call("worker", "drain", worker, "--timeout", "0")
     assert done.returncode == 0
-    assert done.stdout.startswith("worker w1 still has 1 slots, which go on; for 1 of them")
+    assert done.stdout.startswith("worker w1 still has 1 slots, which keep running; for 1 of them")
 
 
 def test_a_slot_that_has_failed_is_told(coordinator: Any, worker: str, until: Any) -> None:
@@ -83,7 +83,7 @@ def test_a_slot_that_has_failed_is_told(coordinator: Any, worker: str, until: An
         until(lambda: client.status().runs[-1].boxes[0].slots[0].phase == pb.FAILED)
         done = coordinator.call("worker", "drain", worker, "--timeout", "1")
         assert done.returncode == 17
-        assert "w1 still has 1 slots, which go on; 1 of them have failed, and stay until their training" in done.error
+        assert "w1 still has 1 slots, which keep running; 1 of them have failed, and stay until their training" in done.error
     coordinator.call("worker", "drain", worker, "--undo")
 
 
