@@ -26,7 +26,10 @@ def worker(coordinator: Any) -> str:
 def test_idle_worker_is_drained_and_undrained(coordinator: Any, worker: str) -> None:
     done = coordinator.call("worker", "drain", worker)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == "worker w1 is drained: it has no slots and gets none; stop it, or withdraw the drain with --undo\n"
+    assert (
+        done.stdout
+        == "worker w1 is drained: it has no slots and gets none; stop it, or withdraw the drain with --undo\n"
+    )
     found = json.loads(coordinator.call("status", "--json").stdout)
     assert [(w["worker"], w["draining"]) for w in found["workers"]] == [("w1", True)]
     done = coordinator.call("worker", "drain", worker, "--undo")
@@ -83,7 +86,7 @@ def test_a_slot_that_has_failed_is_told(coordinator: Any, worker: str, until: An
         until(lambda: client.status().runs[-1].boxes[0].slots[0].phase == pb.FAILED)
         done = coordinator.call("worker", "drain", worker, "--timeout", "1")
         assert done.returncode == 17
-        assert "w1 still has 1 slots, which keep running; 1 of them have failed, and stay until their training" in done.error
+        assert "w1 still has 1 slots, which keep running; 1 of them have failed, and stay until their" in done.error
     coordinator.call("worker", "drain", worker, "--undo")
 
 

@@ -3,10 +3,10 @@
 One fresh interpreter imports torch and forks them, as a worker's fork server does. A child receives its start, and then
 its targets. It reports the digest of each batch on the way, and shows the newest batch. Its tasks:
 
-        start      build the loader; go to the start of an attempt, a saved state or a snapshot, and on to a position
-        go         advance to batch `total` of epoch `epoch`, or to the end of that epoch
-        leave      abandon the epoch, as the training loop did
-        show       show the newest batch: its content, also as a file
+    start      build the loader; go to the start of an attempt, a saved state or a snapshot, and on to a position
+    go         advance to batch `total` of epoch `epoch`, or to the end of that epoch
+    leave      abandon the epoch, as the training loop did
+    show       show the newest batch: its content, also as a file
 """
 
 from __future__ import annotations
