@@ -163,7 +163,7 @@ def test_bits_that_flip_on_the_way_are_not_delivered(
     if direction == "down":
         assert flips
         assert 0 < rig.reader.stats.corrupt <= flips
-        assert "came is damaged and is fetched again" in caplog.text
+        assert "damaged data arrived and are fetched again" in caplog.text
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -317,7 +317,8 @@ class DataLoader:
             cover = saved.cover if saved.positions else cover
         start_of = partial(_on, cover, partial(self._start_of, settings))
         start = start_of(settings.box)
-        # Each opening in one launch has its own key: else a loader that starts over would join the run it just left.
+        # Each opening in one launch has its own key: otherwise a loader that starts over would join the run that it
+        # just left.
         key = f"#{self._openings}" if self._openings else ""
         opening = Opening(self._reference, self._arguments, self._local.maker, start, start_of, seed, key, cover)
         run, reader = appliance.open_stream(self, opening)
@@ -351,7 +352,9 @@ class DataLoader:
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate `DataExecutor(self)`: one epoch, or the rest of it."""
-        from penstock.client.api.data_executor import DataExecutor  # here: that module imports this one
+        from penstock.client.api.data_executor import (
+            DataExecutor,
+        )  # imported here, because that module imports this one
 
         return iter(DataExecutor(self))
 
@@ -460,7 +463,7 @@ class DataLoader:
         return saved.to_dict()
 
     def _seed_to_come(self, settings: ApplianceSettings) -> int:
-        """Return the seed that the run will have. If none is given it is drawn here: else the state would fit any
+        """Return the seed that the run will have. If none is given, draw it here: otherwise the state would fit any
         order."""
         if settings.seed is not None:
             return settings.seed
@@ -611,6 +614,6 @@ def _all_known(run: StreamRun) -> bool:
 
 def _abandon(run: StreamRun, reader: Reader) -> None:
     """End the stream of a loader that was collected. It may run in the garbage collector, so the run's own thread does
-    what takes time or locks."""
+    all that takes time or locks."""
     run.abandoned = True
     reader.close()

@@ -1,5 +1,6 @@
 """Interfaces of an open run and of its reader, whose batches come from worker processes, through a coordinator and
-lanes (open_run.py, ordered_reader.py), or from this process (penstock.client.in_process). And the messages of both."""
+lanes (open_run.py, ordered_reader.py), or from this process (penstock.client.in_process). It also has the messages of
+both."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ __all__ = ["InputError", "LostWorker", "SlowBatch"]
 
 @dataclass(frozen=True)
 class SlowBatch:
-    """A batch that comes `seconds` late. From the appliance's `timeout_s` on, the loop gets a DeadlineError and may
+    """Batch that comes `seconds` late. From the appliance's `timeout_s` on, the loop gets a DeadlineError and may
     then continue: the next executor gets the batch."""
 
     step: int
@@ -25,8 +25,8 @@ class SlowBatch:
 
 @dataclass(frozen=True)
 class InputError:
-    """An `error` (a ValueError) raised while the batch of this step is made: the loop gets an InputFnError that names
-    it, and the run is over; load_state_dict begins another one."""
+    """Error (a ValueError) that is raised while the batch of this step is made: the loop gets an InputFnError that
+    names it, and the run is over; load_state_dict begins another one."""
 
     step: int
     error: Exception = field(default_factory=partial(ValueError, "injected by a test"))
@@ -37,9 +37,9 @@ class InputError:
 
 @dataclass(frozen=True)
 class LostWorker:
-    """A death of the worker that is to make the batch of this step. The slot is made again and brought to its position,
-    with a warning and a count in DataExecutor.stats.recoveries; with `for_good` the loop gets a WorkerLostError, and
-    the run is over."""
+    """Death of the worker that is to make the batch of this step. The slot is created again and brought to its
+    position, with a warning and a count in DataExecutor.stats.recoveries; with `for_good` the loop gets a
+    WorkerLostError, and the run is over."""
 
     step: int
     for_good: bool = False
