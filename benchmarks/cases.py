@@ -1,7 +1,7 @@
-"""Batches of each benchmark case, streamed as data that every player understands.
+"""Batches of each benchmark case, described as data that every player can read.
 
-A player is the process that measures one mode (see `serve.py`); some run in a peer's environment, so this module
-imports nothing but the standard library. The torch sources made of a case stand in `loaders.py`.
+A player is the process that measures one mode (see `serve.py`). Some players run in a peer's environment, so this
+module imports only the standard library. `loaders.py` makes torch sources of a case.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ class Case:
 
     name: str
     nbytes: int
-    """Bytes of a batch, of all its leaves together."""
+    """Size of a batch in bytes, over all its leaves."""
     leaves: int = 1
-    """1: a uint8 tensor. More: a dict of so many int64 tensors of LEAF_SHAPE."""
+    """Number of leaves. 1: a uint8 tensor. More: a dict of that many int64 tensors of LEAF_SHAPE."""
     busy_s: float = 0.0
     """Seconds that the source is busy with each batch, by the clock."""
     work: int = 0
-    """Turns of `spin` that the source makes for each batch instead: work that takes longer where others take its
+    """Number of turns of `spin` for each batch instead: work that takes longer where other programs use its
     processor, which `busy_s` would hide."""
     state_tensors: int | None = None
-    """Tensors of 1 KiB in the source's state; None: it has no state methods."""
+    """Number of tensors of 1 KiB in the source's state; None: no state methods."""
     checkpoint_every: int | None = None
-    """Penstock's `checkpoint_steps`: N asks for a snapshot at every N-th step."""
+    """Penstock's `checkpoint_steps`: N requests a snapshot at every N-th step."""
     counter: str = ""
-    """A file of 8 bytes in which the source counts the calls of its state_dict; "" = nowhere."""
+    """File of 8 bytes in which the source counts the calls of its state_dict; "" = none."""
     slots: int = 4
-    """Ring slots that the floors go round in: as many as Penstock's ring was seen to have, else by its rule."""
+    """Number of ring entries of the floors: that of Penstock's ring where it is known, else by its rule."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -51,11 +51,11 @@ class Times:
 
     warm_s: float = 0.25
     span_s: float = 0.8
-    """Throughput and processor time are taken over this span."""
+    """Span of throughput and processor time."""
     latency_s: float = 0.2
-    """Every `next()` of this span is timed by itself, after the other."""
+    """Later span in which every `next()` is timed by itself."""
     at_least: int = 20
-    """Batches that a span has at least, up to `at_most_s`."""
+    """Smallest number of batches of a span, up to `at_most_s`."""
     at_most_s: float = 6.0
 
 
@@ -83,13 +83,13 @@ PATH = (
     _case("8 MiB", 8 * MIB),
     _case("dict of 8 x 8 KiB", 64 * KIB, leaves=8),
 )
-"""Ready batches: what the path itself can do."""
+"""Ready batches: the speed of the path itself."""
 
 SLOW = (
     _case("2 ms by the clock", MIB, busy_s=BUSY_S),
-    _case("2 ms of work", MIB, work=1),  # `work` is calibrated when the suite begins, once for all modes
+    _case("2 ms of work", MIB, work=1),  # `work` is calibrated at the suite's start, once for all modes
 )
-"""Batches of 1 MiB that cost their source 2 ms of pure Python: what the path adds."""
+"""Batches of 1 MiB that cost their source 2 ms of pure Python: the cost that the path adds."""
 
 _NONE = _case("no state", MIB)
 _SLOW_NONE = _case("no state, 2 ms", MIB, busy_s=BUSY_S)
@@ -101,11 +101,12 @@ SNAPSHOTS = (
     _SLOW_NONE,
     replace(_SLOW_NONE, name="1 KiB, every step, 2 ms", state_tensors=1, checkpoint_every=1),
 )
-"""Batches of 1 MiB from sources with and without a state; each is compared with the one without, of its speed."""
+"""Batches of 1 MiB from sources with and without a state; each is compared with the one without a state at the same
+speed."""
 
 
 def spin(turns: int) -> int:
-    """A fixed amount of pure Python."""
+    """Run a fixed amount of pure Python."""
     value = 0
     for turn in range(turns):
         value = (value * 31 + turn) & 0xFFFF
@@ -113,7 +114,8 @@ def spin(turns: int) -> int:
 
 
 def calibrate(seconds: float) -> int:
-    """Turns of `spin` that take so long here: the least of several attempts, for others can only slow it."""
+    """Return the turns of `spin` that take so long here: the least of several attempts, as other programs only slow
+    it."""
     turns = 10_000
 
     def took() -> float:

@@ -1,13 +1,13 @@
-"""Checkpoints of a training loop: how long a save holds it up, when it is on the disk, and what memory it takes.
+"""Checkpoints of a training loop: the stall of a save, the time until it is on disk, and its memory.
 
     python -m benchmarks.checkpoint [--rounds 5] [--saves 3] [--mib 1024] [--quick] [--json FILE]
         [--write docs/benchmarks.md] [--folder DIR]
 
-Penstock's AsyncCheckpointer beside torch's own ways to save, and two floors. In each round everybody has one turn, in a
-process of its own (benchmarks/checkpoint_modes.py), in an order that moves on from round to round. Medians are of all
+Penstock's AsyncCheckpointer beside torch's own ways to save, and two floors. In each round each mode has one turn, in a
+process of its own (benchmarks/checkpoint_modes.py), in an order that rotates from round to round. Medians are of all
 saves of all rounds, and ratios are of these medians.
 
-Memory is measured from outside, in turns of its own: to look at a process's memory holds that process up.
+Memory is measured from outside, in separate turns, because reading a process's memory stalls that process.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ __all__ = ["Amounts", "main", "remembered", "run"]
 SAMPLE_S = 0.02
 """Seconds between two readings of the memory."""
 DEADLINE_S = 600.0
-"""Seconds for one turn."""
+"""Deadline of one turn, in seconds."""
 SETTLED = 5
-"""Looks at the memory before anything is saved, of which the median is the base."""
+"""Number of readings of the memory before the first save; their median is the base."""
 
 
 @dataclass(frozen=True)
 class Amounts:
     rounds: int
     saves: int
-    """Saves of a turn, besides the first one, which allocates what the others reuse."""
+    """Number of saves of a turn, besides the first one, which allocates the memory that the others reuse."""
     mib: int
     memory_rounds: int = 2
     step_ms: float = 50.0
-    """Milliseconds of a step of the training loop."""
+    """Duration of a step of the training loop, in milliseconds."""
 
 
 FULL = Amounts(rounds=5, saves=3, mib=1024)
@@ -58,7 +58,7 @@ QUICK = Amounts(rounds=1, saves=1, mib=64, memory_rounds=1, step_ms=10.0)
 
 
 class Turn:
-    """A process with one mode, from its start to its result. What it prints goes to files: nobody has to listen."""
+    """Process of one mode, from its start to its result. Its output goes to files, so that no pipe must be read."""
 
     def __init__(self, mode: str, amounts: Amounts, folder: Path, *, held: bool) -> None:
         self._go, self._output, self._errors = folder / "go", folder / "output", folder / "errors"
@@ -76,21 +76,21 @@ class Turn:
         return self._process.pid
 
     def ready(self) -> None:
-        """Wait until one that is held could begin. Raises RuntimeError if it ends, or takes too long."""
+        """Wait until a held process is ready. Raises RuntimeError if it ends, or takes too long."""
         while not _lines(self._output):
             self._check()
             time.sleep(SAMPLE_S)
 
     def go(self) -> None:
-        """Let it begin."""
+        """Let the process begin."""
         self._go.touch()
 
     def running(self) -> bool:
-        """False when it has a result. Raises RuntimeError if it failed, or takes too long."""
+        """Return False once it has a result. Raises RuntimeError if it failed, or takes too long."""
         return self._check()
 
     def result(self) -> list[dict[str, float]]:
-        """Wait for what it measured. Raises RuntimeError as `running` does."""
+        """Wait for its measurements. Raises RuntimeError as `running` does."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(max(self._until - time.monotonic(), 0.0))
         self._check()
@@ -98,7 +98,7 @@ class Turn:
         return found
 
     def _check(self) -> bool:
-        """Return whether it runs."""
+        """Return whether the process runs."""
         status = self._process.poll()
         if status is None and time.monotonic() < self._until:
             return True
@@ -108,7 +108,7 @@ class Turn:
         raise RuntimeError(": ".join([why, *_lines(self._errors)[-1:]]))
 
     def end(self) -> None:
-        """Leave nothing of it: torch's process may outlive the one that started it, and came to us then."""
+        """Kill all its processes: torch's process may outlive its parent, and is ours then."""
         kill_tree(os.getpid(), itself=False)
         self._process.wait()
         with suppress(ChildProcessError):
@@ -127,16 +127,16 @@ class Memory:
 
     pss: int
     files: int
-    """Part of it that maps files, such as libraries."""
+    """Part of it in mapped files, such as libraries."""
     others: int
-    """Part of it that processes besides the first hold privately: all but shared memory."""
+    """Private memory of the processes besides the first: all but shared memory."""
 
 
 def memory_of(first: int) -> Memory:
     """Return the memory of the process `first` and of all other processes that this program has started.
 
-    They are looked at one after the other, and then once more in the reverse order: while a writer maps what another
-    process holds, the halves that move to it would be counted twice, or not at all.
+    They are read one after the other, and then once more in the reverse order: while a writer maps memory of another
+    process, the halves that move to it would otherwise be counted twice, or not at all.
     """
     pids = [pid for pid in tree(os.getpid()) if pid != os.getpid()]
     pss = files = others = 0
@@ -154,7 +154,7 @@ def memory_of(first: int) -> Memory:
 
 
 def timed(mode: str, amounts: Amounts, folder: Path) -> list[dict[str, float]]:
-    """A turn that nobody looks at."""
+    """Run a turn without readings of memory."""
     turn = Turn(mode, amounts, folder, held=False)
     try:
         return turn.result()
@@ -163,8 +163,8 @@ def timed(mode: str, amounts: Amounts, folder: Path) -> list[dict[str, float]]:
 
 
 def remembered(mode: str, amounts: Amounts, folder: Path) -> dict[str, int]:
-    """A turn whose memory is looked at, from before anything is saved to its end: the base, and the moment when all
-    processes together had the most."""
+    """Run a turn with readings of memory, from before the first save to its end. Return the base, and the peak of all
+    processes together."""
     turn = Turn(mode, amounts, folder, held=True)
     try:
         turn.ready()
@@ -192,7 +192,7 @@ def remembered(mode: str, amounts: Amounts, folder: Path) -> dict[str, int]:
 
 
 def filesystem(folder: Path) -> str:
-    """Kind and device of what a folder is on."""
+    """Return the type and device of a folder's file system."""
     found, longest = "unknown", -1
     for line in Path("/proc/mounts").read_text().splitlines():
         device, mount, kind, *_ = line.split()
@@ -202,7 +202,7 @@ def filesystem(folder: Path) -> str:
 
 
 def run(amounts: Amounts, folder: Path) -> dict[str, Any]:
-    """All of it, as it is written to --json."""
+    """Run all turns; return the results as written to --json."""
     busy, load = busy_cores(1.0), os.getloadavg()[0]
     if busy > IDLE_CORES:
         print(f"the machine is not idle: {busy:.2f} cores are busy", file=sys.stderr)
@@ -225,7 +225,7 @@ def run(amounts: Amounts, folder: Path) -> dict[str, Any]:
             except RuntimeError as error:
                 failures.append(f"{name}, memory, round {number + 1}: {error}")
     took = time.monotonic() - began
-    ours = cpu_s(os.getpid()) - own_s  # of those that have ended too: all of them were waited for
+    ours = cpu_s(os.getpid()) - own_s  # including ended children: all of them were waited for
     return {
         "machine": machine.describe(),
         "torch": importlib.metadata.version("torch"),
@@ -253,15 +253,15 @@ def run(amounts: Amounts, folder: Path) -> dict[str, Any]:
 
 
 def main(given: list[str] | None = None) -> int:
-    """Exit status 1 if something failed, or, unless it was quick, a target was missed."""
+    """Return 1 if a measurement failed or, without --quick, a target was missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, help=f"{FULL.rounds}")
-    parser.add_argument("--saves", type=int, help=f"of a turn, besides its first one; {FULL.saves}")
-    parser.add_argument("--mib", type=int, help=f"that are saved; {FULL.mib}")
-    parser.add_argument("--quick", action="store_true", help="little of everything: shows that it runs")
+    parser.add_argument("--saves", type=int, help=f"saves of a turn, besides its first one; {FULL.saves}")
+    parser.add_argument("--mib", type=int, help=f"MiB that are saved; {FULL.mib}")
+    parser.add_argument("--quick", action="store_true", help="small amounts, to see that it runs")
     parser.add_argument("--json", type=Path, help="file for all figures")
     parser.add_argument("--write", type=Path, help="document whose tables are replaced")
-    parser.add_argument("--folder", type=Path, default=ROOT / "benchmarks/out", help="on the disk that is meant")
+    parser.add_argument("--folder", type=Path, default=ROOT / "benchmarks/out", help="folder on the disk to measure")
     options = parser.parse_args(given)
     usual = QUICK if options.quick else FULL
     given_ones = {name: value for name in ("rounds", "saves", "mib") if (value := getattr(options, name))}

@@ -1,13 +1,13 @@
-"""A way to save a checkpoint, in a process of its own that benchmarks/checkpoint.py starts.
+"""Modes of saving a checkpoint, each in a process of its own that benchmarks/checkpoint.py starts.
 
-A training loop in miniature: steps of matrix products on all cores, which end in a change of some of what is saved, as
-an optimizer's step does. In it some saves are made, and steps are timed: how long the call for a save holds the loop
-up, how much longer the steps take until the checkpoint is on the disk, and when that is.
+Each runs a small training loop: steps of matrix products on all cores, which end with a change of part of the saved
+tensors, as an optimizer's step does. Some saves are made in it, and steps are timed: how long the call for a save
+stalls the loop, how much longer the steps take until the checkpoint is on disk, and when that is.
 
-Where a mode copies while the loop goes on, the loop waits before it changes what is being copied, for else the
-checkpoint would be of two steps; that wait is part of the stall.
+Where a mode copies while the loop runs, the loop waits before it changes tensors that are being copied, because
+otherwise the checkpoint would mix two steps; that wait is part of the stall.
 
-"floor" is no mode: it copies the same bytes once, and writes them once, with nothing around it.
+"floor" is the lower limit: it only copies the same bytes once, and writes them once.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 from penstock.client.checkpoint import AsyncCheckpointer
 
 THREADS = 2
-"""Threads that write, in every mode."""
+"""Number of writing threads, in every mode."""
 CHUNK = 16 << 20
-"""Bytes that the floor writes at a time, as Penstock's writer does."""
+"""Bytes of one write of the floor, the same as of Penstock's writer."""
 TENSORS = 192
-"""A third of them parameters, the others an optimizer's moments; one of 4 is 16 times as large as the others."""
+"""Number of tensors: a third are parameters, the others an optimizer's moments; one in 4 is 16 times as large."""
 
 
 class Mode(ABC):
-    """A way to save."""
+    """Way to save."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     @abstractmethod
     def save(self, step: int, state: dict[str, Any]) -> None:
-        """Save, as a training loop would."""
+        """Save, as a training loop does."""
 
     @abstractmethod
     def done(self) -> bool:
@@ -61,7 +61,7 @@ class Mode(ABC):
     def wait(self) -> None:
         """Wait until the last save is on the disk."""
 
-    # Most modes have copied when `save` returns, and have nothing to end.
+    # Most modes have copied when `save` returns, and have nothing to release.
 
     def settle(self) -> None:  # noqa: B027
         """Wait, before the loop changes the state, until it has been copied."""
@@ -82,7 +82,7 @@ class Plain(Mode):
 
 
 class Asynchronous(Mode):
-    """dcp.async_save, as its documentation has it."""
+    """Mode with dcp.async_save, as its documentation recommends."""
 
     kind = AsyncCheckpointerType.THREAD
 
@@ -121,7 +121,7 @@ class InProcess(Asynchronous):
 
 
 class KeptStager(Asynchronous):
-    """Mode with a stager that keeps its memory from save to save; the default one is made anew for each."""
+    """Mode with a stager that keeps its memory from save to save; the default one is new for each."""
 
     shared, meanwhile = False, False
 
@@ -144,15 +144,15 @@ class KeptStager(Asynchronous):
 
 
 class SharedStager(KeptStager):
-    """Mode that stages in shared memory, which needs no copy to its process."""
+    """Mode that stages in shared memory, which avoids a copy to its process."""
 
     kind = AsyncCheckpointerType.PROCESS
     shared = True
 
 
 class StagedMeanwhile(SharedStager):
-    """Mode that saves in a thread, while the loop continues until it changes what is saved. torch's documentation says
-    that this needs CUDA; it works without."""
+    """Mode that saves in a thread, while the loop continues until it changes the saved tensors. torch's documentation
+    says that this needs CUDA; it works without."""
 
     meanwhile = True
 
@@ -192,7 +192,7 @@ MODES: dict[str, type[Mode]] = {
 
 
 def make_state(nbytes: int) -> dict[str, Any]:
-    """A model and its optimizer of `nbytes` in float32, and the few objects that go with them."""
+    """Return a model and its optimizer of `nbytes` in float32, and their few objects."""
     shares = [1 if number % 4 else 16 for number in range(TENSORS)]
     tensors = [torch.randn(nbytes // 4 * share // sum(shares) + 1) for share in shares]
     third = TENSORS // 3
@@ -213,7 +213,7 @@ def make_state(nbytes: int) -> dict[str, Any]:
 
 
 class Loop:
-    """Steps of a training."""
+    """Training loop, step by step."""
 
     def __init__(self, state: dict[str, Any], step_s: float) -> None:
         self._tensors = list(state["model"].values())
@@ -229,7 +229,7 @@ class Loop:
         return time.perf_counter() - began
 
     def step(self, mode: Mode) -> tuple[float, float]:
-        """Seconds that it took, and seconds that it waited for `mode` besides."""
+        """Return the seconds of the step, and the seconds that it waited for `mode` besides."""
         products = self._timed()
         began = time.perf_counter()
         mode.settle()
@@ -254,7 +254,7 @@ def measure(mode: Mode, state: dict[str, Any], loop: Loop, saves: int, nbytes: i
             excess, stall, steps = excess + took - usual, stall + waited, steps + 1
         mode.wait()
         total = time.perf_counter() - began
-        if number:  # the first one makes what is kept for the others
+        if number:  # the first save allocates memory for the others
             found.append({"stall": stall, "excess": excess, "total": total, "usual": usual, "steps": steps})
         else:
             first = stall
@@ -264,11 +264,11 @@ def measure(mode: Mode, state: dict[str, Any], loop: Loop, saves: int, nbytes: i
 
 
 def floor(folder: Path, saves: int, nbytes: int) -> list[dict[str, float]]:
-    """Measure the lower limit of all modes: a copy to memory that is there already, and a write past the page cache."""
+    """Measure the lower limit of all modes: a copy to memory that is faulted in, and a write past the page cache."""
     source = torch.randn(nbytes // 4).view(torch.uint8)
     memory = mmap.mmap(-1, nbytes)
     target = torch.frombuffer(memory, dtype=torch.uint8)
-    target.copy_(source)  # the pages are there from now on
+    target.copy_(source)  # the pages are faulted in from now on
     share = nbytes // THREADS
     paths = [folder / str(number) for number in range(THREADS)]
     found = []
@@ -288,7 +288,7 @@ def floor(folder: Path, saves: int, nbytes: int) -> list[dict[str, float]]:
 
 
 def write(path: Path, data: memoryview) -> bool:
-    """A file, on the disk. False if its file system has no O_DIRECT."""
+    """Write and sync a file. Return False if its file system has no O_DIRECT."""
     flags, direct = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, True
     try:
         handle = os.open(path, flags | os.O_DIRECT, 0o666)
@@ -312,7 +312,7 @@ def main() -> None:
     parser.add_argument("--saves", type=int, required=True)
     parser.add_argument("--step-ms", type=float, default=50.0)
     parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--go", type=Path, help="wait for this file before anything is saved, and say when")
+    parser.add_argument("--go", type=Path, help="wait for this file before the first save, and report readiness")
     given = parser.parse_args()
     warnings.filterwarnings("ignore")
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:

@@ -1,4 +1,4 @@
-"""The run of benchmarks/checkpoint.py as Markdown, and against what was promised."""
+"""Report of benchmarks/checkpoint.py as Markdown, with verdicts on its targets."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _times(value: float | None, other: float | None) -> str:
 
 
 def markdown(results: dict[str, Any]) -> str:
-    """Conditions, tables, targets."""
+    """Return conditions, tables and targets."""
     parts = [_setting(results), _times_table(results), _memory(results)]
     rows = [[one.what, one.wanted, one.found, one.word] for one in judge(results)]
     parts.append("**Targets**\n\n" + table(("", "wanted", "found", ""), rows))

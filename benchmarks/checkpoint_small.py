@@ -1,10 +1,11 @@
-"""Checkpoints of many small entries: what one entry costs, beside torch's own means.
+"""Checkpoints of many small entries: the cost of one entry, beside torch's own functions.
 
     python -m benchmarks.checkpoint_small [--entries 3000] [--rounds 5]
 
-A dict of that many values, by turns a tensor of 8 float32 and a number, is saved and restored by `AsyncCheckpointer`,
-`torch.save` and `torch.load`, and `torch.distributed.checkpoint`, one after another in each round; a round before the
-first one is not counted. A stall is how long the call for a save holds the training up; the first one plans, too.
+A dict of that many values, alternately a tensor of 8 float32 and a number, is saved and restored by
+`AsyncCheckpointer`, `torch.save` and `torch.load`, and `torch.distributed.checkpoint`, one after another in each round;
+a round before the first one is not counted. A stall is the time that the call for a save blocks training; the first one
+also plans.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ SAVES, LOADS = ("torch.save", "dcp.save"), ("torch.load", "dcp.load")
 
 
 def measure(entries: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds of each round, by what was done."""
+    """Return the seconds of each round, by operation."""
     found: dict[str, list[float]] = {}
     for number in range(rounds + 1):
         with tempfile.TemporaryDirectory() as folder:
@@ -79,7 +80,7 @@ def _timed(call: Callable[[], Any]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What checkpoints of many small entries cost.")
+    parser = argparse.ArgumentParser(description="Measure checkpoints of many small entries.")
     parser.add_argument("--entries", type=int, default=3000)
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()

@@ -2,15 +2,14 @@
 
     python benchmarks/collate.py [--rounds 5] [--json FILE]
 
-A torch DataLoader (num_workers=0) stacks 64 ready samples to a batch; the loop that takes the batches does nothing with
-them. One worker slot, the same host's lane, everything on. The processor time is that of the runner's process, for
-user code and Penstock together, and says more than the rate on a machine that others use. Rounds of the kinds are
+A torch DataLoader (num_workers=0) stacks 64 ready samples to a batch; the consuming loop does nothing with
+them. One worker slot, the same host's lane, all features on. The processor time is that of the runner's process, for
+user code and Penstock together; on a shared machine it is more reliable than the rate. Rounds of the kinds are
 interleaved and medians reported.
 
-"shared" is default_collate as it would be in a worker process of torch's DataLoader, and as it was in a runner up to
-this comparison: it makes shared memory for each batch. "held" is our collate in a loader that still holds its batch
-when it is yielded, so that it must be copied after all. "ready" yields one finished batch again and again, with the
-copy into the ring and no stacking.
+"shared" is default_collate as in a worker process of torch's DataLoader, which makes shared memory for each batch.
+"held" is our collate in a loader that still holds its batch at the yield, so that it must be copied after all. "ready"
+yields one finished batch repeatedly, with the copy into the ring and no stacking.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ from penstock.worker import collate, current_assignment
 
 ROWS = 64
 SIZES = {1 << 10: 6000, 16 << 10: 3000, 128 << 10: 500}
-"""Bytes of a sample -> batches of one round."""
+"""Size of a sample in bytes -> batches of one round."""
 KINDS = ("shared", "default", "ours", "held", "ready")
 WARM = 50
-"""Batches of each round that are not measured."""
+"""Number of batches of each round that are not measured."""
 
 
 class Ready(torch.utils.data.Dataset[torch.Tensor]):
-    """A few samples, again and again."""
+    """Dataset that repeats a few samples."""
 
     def __init__(self, size: int, batches: int) -> None:
         self.samples = [torch.full((size // 4,), float(number)) for number in range(4 * ROWS)]
@@ -52,7 +51,7 @@ class Ready(torch.utils.data.Dataset[torch.Tensor]):
 
 
 class Timed:
-    """Another loader's batches; prints the processor time that its process took for those after the first WARM."""
+    """Wrapper of a loader that prints its process's processor time for the batches after the first WARM."""
 
     def __init__(self, loader: Any, kind: str, batches: int, out: str) -> None:
         self.loader = loader
@@ -102,7 +101,7 @@ def source(kind: str, size: int, batches: int, out: str) -> Timed:
 
 
 def measure(kind: str, size: int, batches: int, out: str) -> tuple[float, float]:
-    """(batches per second, microseconds of the runner's processor per batch)."""
+    """Return (batches per second, microseconds of the runner's processor time per batch)."""
     with Appliance(num_workers_per_box=1, seed=1) as appliance:
         iterator = iter(
             DataExecutor(DataLoader(source, kind, size, batches, out), num_steps=batches, appliance=appliance)

@@ -1,15 +1,15 @@
-"""Costs and savings of compression on the TCP lane, by content, size and codec; and on which networks that pays.
+"""Costs and savings of compression on the TCP lane, by content, size and codec; and the networks on which it pays.
 
     python benchmarks/compression.py [--seconds 0.5] [--rounds 3] [--only codecs,levels,small,lane]
 
 codecs: packing and unpacking as sender and receiver do it (pieces, the copy, the lengths), in processor time of one
-thread, so that other work on the machine disturbs little; of the rounds the fastest counts. Two networks are named, in
-Gbit/s for one lane: *faster below*, where the slower of the two sides keeps up with the network, and a stream is
-therefore faster compressed than not, if both have a core to spare; and *worth it below*, where a second of processor
-time (both sides together) saves at least a second of network. levels: why these levels, over bare pieces. small: why
-batches below 2 KiB are left alone. lane: batches a second over the whole TCP lane (runner, sender, receiver, consumer)
-on the loopback, which is faster than any network: what it shows is the cost. Processor time per batch of runner,
-sender, receiver, consumer.
+thread, so that other work on the machine disturbs little; the fastest round counts. Two network speeds are given, in
+Gbit/s for one lane: *faster below*, where the slower of the two sides keeps up with the network, so that a stream is
+faster compressed than not, if both have a core to spare; and *worth it below*, where a second of processor time (both
+sides together) saves at least a second of network. levels: the reason for these levels, on bare pieces. small: the
+reason why batches below 2 KiB are not compressed. lane: batches a second over the whole TCP lane (runner, sender,
+receiver, consumer) on the loopback, which is faster than any network: it shows the cost. Processor time per batch of
+runner, sender, receiver, consumer.
 
 Content: `noise` (uint8, incompressible), `tokens` (int64, uniform below 50,000), `image` (float32, smooth, quantised to
 256 levels as decoded images are), `sensor` (float32, smooth with noise in the low bits).
@@ -81,7 +81,7 @@ def loaded(name: str) -> compression.Codec:
 
 
 def pack(packer: Packer, data: memoryview) -> None:
-    packer._skip = 0  # try again, whatever became of the last one
+    packer._skip = 0  # try again after a skip
     packer.pack(data)
 
 
@@ -165,8 +165,8 @@ def lane(seconds: float, rounds: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=0.5, help="of each measurement")
-    parser.add_argument("--rounds", type=int, default=3, help="of which the fastest counts")
+    parser.add_argument("--seconds", type=float, default=0.5, help="seconds of each measurement")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds, of which the fastest counts")
     parser.add_argument("--only", default="codecs,levels,small,lane")
     given = parser.parse_args()
     parts = {"codecs": codecs, "levels": levels, "small": small, "lane": lane}

@@ -2,8 +2,8 @@
 
     python benchmarks/device.py [--device cuda|cuda:N|cpu] [--workers N] [--rounds 3] [--max-bytes N] [--json FILE]
 
-Every way carries the same bytes, from batches that are ready, and the loop does nothing with them; the time ends when
-the device has them all.
+Every way carries the same bytes of ready batches, and the loop does nothing with them; the time ends when the device
+has all of them.
 
     plain copy      from page-locked buffers, as many as a ring has slots, into memory that is there already: what the
                     link gives (with --device cpu: what memcpy gives while nothing else uses the memory)
@@ -12,10 +12,10 @@ the device has them all.
     torch           torch's DataLoader with N workers and pin_memory=True, and .to(device, non_blocking=True)
 
 `loop us` is processor time of the loop's thread a batch. The last size is a dict of 8 tensors of 8 KiB, for the cost of
-many leaves. One worker fills a ring no faster than memcpy is on that machine: give as many as the link needs. Rounds
-are interleaved and medians reported; they are figures of one run on one machine.
+many leaves. One worker fills a ring at most at memcpy's speed: use as many as the link needs. Rounds are interleaved
+and medians reported; figures hold for one run on one machine.
 
-Exit codes: 0 measured; 3 nothing was measured, for there is no such device here.
+Exit codes: 0 measured; 3 nothing was measured, because there is no such device here.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from penstock.proto.errors import InvalidArgumentError
 from penstock.proto.lane.ring import entries_for
 
 SIZES = {64 << 10: 8000, 256 << 10: 4000, 1 << 20: 2000, 4 << 20: 600, 16 << 20: 150, 64 << 20: 40}
-"""Bytes of a batch -> batches of one round of ours."""
+"""Size of a batch in bytes -> batches of one round of Penstock."""
 LEAVES, LEAF = 8, 8 << 10
 DATALOADER_SHARE = 8
-"""torch's DataLoader gets so many times fewer batches: it is slower."""
+"""Factor by which torch's DataLoader gets fewer batches, because it is slower."""
 TARGET = 0.9
 NO_DEVICE = 3
 
@@ -67,12 +67,12 @@ class Ready(torch.utils.data.IterableDataset[Any]):
 
 
 def source(size: int, leaves: int, batches: int) -> Ready:
-    """The input_fn. Each worker yields `batches`."""
+    """Return the loader of each worker, which yields `batches`."""
     return Ready(size, leaves, batches)
 
 
 def moved(batch: Any, device: torch.device) -> Any:
-    """Move a batch to the device; on the CPU copy it, which `to` would not do."""
+    """Move a batch to the device; on the CPU copy it, which `to` does not do."""
     if isinstance(batch, dict):
         return {name: moved(leaf, device) for name, leaf in batch.items()}
     return batch.to(device, non_blocking=True, copy=True)
@@ -84,7 +84,7 @@ def settle(device: torch.device) -> None:
 
 
 def rate(batches: Iterable[Any], device: torch.device) -> tuple[float, float]:
-    """(batches per second, microseconds of this thread's processor per batch), from the first batch on."""
+    """Return (batches per second, microseconds of this thread's processor time per batch), from the first batch on."""
     iterator = iter(batches)
     next(iterator)
     settle(device)
@@ -185,7 +185,7 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=min(4, max(1, (os.cpu_count() or 1) // 2)))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--max-bytes", type=int, default=max(SIZES), help="leave out larger batches")
-    parser.add_argument("--json", help="write machine and rows there too")
+    parser.add_argument("--json", help="also write machine and rows to this file")
     given = parser.parse_args()
     try:
         device = torch.device(check_device(given.device))

@@ -1,13 +1,14 @@
-"""Cost of the stream digest: the stream without digests, with them as they are, and over every byte, in one run.
+"""Cost of the stream digest: the stream without digests, with the default ones, and with digests over every byte, in
+one run.
 
     python -m benchmarks.digest [--rounds 5] [--json FILE]
 
-A source whose batches are ready, one worker slot, the same host's lane, everything else on. "none" exchanges the digest
-for a constant in the runner and the loop, which no option does; what is left of it then is the chain in the loop. The
-kinds take turns within each round, and medians over the rounds are reported, with the share of the rate that a kind
-loses against "none". On two cores the stream's rate jumps by more than a digest costs, so the call is timed by itself,
-too, over a region that was just written, as the runner's is; `share` is that of the time between two batches of the
-stream, at its fastest. Such a source is the worst case: whatever makes batches hides the digest behind its own time.
+A source of ready batches, one worker slot, the same host's lane, all else on. "none" replaces the digest by a constant
+in the runner and the loop, which no option does; only the chain in the loop remains. The kinds take turns within each
+round, and medians over the rounds are reported, with the share of the rate that a kind loses against "none". On two
+cores the rate varies by more than the cost of a digest, so the call is also timed by itself, over a region that was
+just written, as the runner's is; `share` is its share of the time between two batches of the stream, at its fastest.
+Such a source is the worst case: the time of a real source hides the digest.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from penstock.proto.batch.digest import batch_digest
 from penstock.worker import current_assignment
 
 SIZES = {4 << 10: 60_000, 64 << 10: 40_000, 1 << 20: 12_000, 8 << 20: 1_500}
-"""Bytes of a batch -> batches of one round."""
+"""Size of a batch in bytes -> batches of one round."""
 KINDS = ("none", "sample", "full")
 RING_SLOTS = 8
 WARM_SHARE = 10
@@ -50,7 +51,7 @@ def source(kind: str, size: int) -> Iterator[Any]:
 
 
 def rate(kind: str, size: int, batches: int) -> float:
-    """Batches per second."""
+    """Return the batches per second."""
     digest: Literal["sample", "full"] = "full" if kind == "full" else "sample"
     with _unchecked(kind), Appliance(num_workers_per_box=1, seed=1, digest=digest) as appliance:
         stream = iter(DataExecutor(DataLoader(source, kind, size), num_steps=batches, appliance=appliance))
@@ -64,13 +65,13 @@ def rate(kind: str, size: int, batches: int) -> float:
 
 @contextmanager
 def _unchecked(kind: str) -> Iterator[None]:
-    """The training loop's comparison takes the runner's constant for right."""
+    """Make the training loop's comparison accept the runner's constant."""
     with patch.object(lane_reader, "region_digest", lambda *_: 1) if kind == "none" else nullcontext():
         yield
 
 
 def call_s(size: int, *, full: bool) -> float:
-    """Seconds of one digest of a batch that was just written to a region in turn."""
+    """Return the seconds of one digest of a batch that was just written; regions take turns."""
     region, batch = bytearray(size * RING_SLOTS), bytes(range(256)) * (size // 256)
     seconds = []
     for number in range(max(20, min(2_000, (256 << 20) // size))):
@@ -98,7 +99,7 @@ def main() -> None:
     rows = []
     for size, kinds in seen.items():
         for kind, rates in kinds.items():
-            # Rounds are compared with themselves: what else the machine did in one slowed all of its kinds.
+            # Rounds are compared with themselves: other load in a round slows all of its kinds.
             cost = statistics.median(
                 1 - with_it / without for with_it, without in zip(rates, kinds["none"], strict=True)
             )

@@ -1,7 +1,7 @@
 """Reduction of the rounds' measurements to one figure: medians, ratios within a round, costs per gigabyte.
 
-A ratio is taken within each round, between two measurements that lie seconds apart, and then its median: what slows the
-machine for a minute slows both. A figure that cannot be had is None all the way, and never left out silently.
+A ratio is taken within each round, between two measurements seconds apart, and then its median: load that slows the
+machine for a minute slows both. A missing figure is None throughout, and never omitted silently.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ __all__ = [
 Record = dict[str, Any]
 Figures = dict[str, dict[str, list[Record | None]]]
 Place = tuple[str, str]
-"""A case and a mode."""
+"""Pair of a case and a mode."""
 
 RECEIVING = frozenset((CONSUMER, "receiver"))
-"""The roles that run on the training host; all others are where the data come from, on this host or elsewhere."""
+"""Roles that run on the training host; all others run at the source of the data, on this host or elsewhere."""
 
 
 def median(values: Iterable[float | None]) -> float | None:
@@ -43,24 +43,24 @@ def median(values: Iterable[float | None]) -> float | None:
 
 
 def values(figures: Figures, place: Place, of: Callable[[Record], float]) -> list[float | None]:
-    """Return one value a round."""
+    """Return one value for each round."""
     case, mode = place
     records = figures.get(case, {}).get(mode, [])
     return [None if record is None else of(record) for record in records]
 
 
 def record_rate(record: Record) -> float:
-    """Batches a second."""
+    """Return the batches a second."""
     return float(record["batches"] / record["span_s"])
 
 
 def rate(figures: Figures, place: Place) -> float | None:
-    """Batches a second, median of the rounds."""
+    """Return the batches a second, median of the rounds."""
     return median(values(figures, place, record_rate))
 
 
 def ratio(figures: Figures, over: Place, under: Place, of: Callable[[Record], float] = record_rate) -> float | None:
-    """Median of the ratios of each round."""
+    """Return the median of the rounds' ratios."""
     pairs = zip(values(figures, over, of), values(figures, under, of), strict=False)
     return median(above / below for above, below in pairs if above is not None and below)
 
@@ -72,7 +72,7 @@ def loss(figures: Figures, place: Place, base: Place) -> float | None:
 
 
 def cpu_us(roles: Iterable[str] | None) -> Callable[[Record], float]:
-    """Processor microseconds a batch of these roles; None: of all that do not receive."""
+    """Return a function for the processor microseconds a batch of these roles; None: of all that do not receive."""
     chosen = None if roles is None else frozenset(roles)
 
     def of(record: Record) -> float:
@@ -91,11 +91,11 @@ def memory_mib(record: Record) -> float:
 
 
 def shared_files_mib(record: Record) -> float:
-    """The part of it that maps files, libraries above all."""
+    """Return the part in mapped files, mostly libraries."""
     return float(sum(entry["files"] for entry in record["memory"].values()))
 
 
 def roles_in(records: Sequence[Record | None]) -> list[str]:
-    """All roles seen, in the order of their cost in the first round."""
+    """Return all roles, in the order of their cost in the first round."""
     first = next((record for record in records if record is not None), None)
     return sorted(first["cpu_s"], key=lambda role: -first["cpu_s"][role]) if first else []

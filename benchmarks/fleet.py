@@ -2,8 +2,8 @@
 
     python -m benchmarks.fleet --workers 100 1000 10000 --seconds 20
 
-Each size is a fresh coordinator with its state on disk and a fresh generator (benchmarks/fleet_load.py), one after the
-other. Writes fleet.json, fleet.md and fleet.png; with --write also the table and the picture into a document.
+Each size has a new coordinator with its state on disk and a new generator (benchmarks/fleet_load.py), one after the
+other. Writes fleet.json, fleet.md and fleet.png; with --write also puts the table and the picture into a document.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["main", "run"]
 
 SIZES = (100, 1000, 10_000)
 DEADLINE_S = 900.0
-"""Seconds for one size."""
+"""Deadline of one size, in seconds."""
 CONNECTIONS = 1000
 
 
@@ -69,7 +69,7 @@ def run(workers: Sequence[int], seconds: float) -> dict[str, Any]:
             sizes.append(_with_cores(record))
     connection = _load(["--workers", "2", "--connections", str(CONNECTIONS)], failures)
     took = time.monotonic() - started
-    ours = cpu_s(os.getpid())  # of those that have ended and were waited for too
+    ours = cpu_s(os.getpid())  # including ended children that were waited for
     return {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "command": f"python -m benchmarks.fleet --workers {' '.join(map(str, workers))} --seconds {seconds:g}",
@@ -84,12 +84,12 @@ def run(workers: Sequence[int], seconds: float) -> dict[str, Any]:
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Exit status 1 if something could not be measured; a missed target is told and changes nothing."""
+    """Return 1 if a measurement failed; a missed target is reported without effect on the status."""
     parser = argparse.ArgumentParser("python -m benchmarks.fleet", description=__doc__.partition("\n")[0])
     parser.add_argument("--workers", type=int, nargs="+", default=SIZES, help="sizes, 10 workers to a box")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of the steady phases")
+    parser.add_argument("--seconds", type=float, default=20.0, help="seconds of the steady phases")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "out")
-    parser.add_argument("--write", type=Path, help="put table and picture into this document too")
+    parser.add_argument("--write", type=Path, help="also put table and picture into this document")
     options = parser.parse_args(given)
     options.out.mkdir(parents=True, exist_ok=True)
     results = run(options.workers, options.seconds)
@@ -98,7 +98,7 @@ def main(given: Sequence[str] | None = None) -> int:
     (options.out / "fleet.json").write_text(json.dumps(results, indent=1) + "\n")
     (options.out / "fleet.md").write_text(text + "\n")
     picture = options.out / "fleet.png"
-    from benchmarks.fleet_plot import draw  # matplotlib takes a second
+    from benchmarks.fleet_plot import draw  # importing matplotlib takes a second
 
     draw(results, picture)
     print(text)

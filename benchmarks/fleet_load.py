@@ -1,10 +1,10 @@
-"""The load generator of benchmarks/fleet.py: a coordinator process, and a fleet that talks to it, phase after phase.
+"""Load generator of benchmarks/fleet.py: a coordinator process, and a fleet that calls it, phase after phase.
 
     python -m benchmarks.fleet_load --workers 1000 --boxes 100 --seconds 10      ->  one line of JSON
 
-It runs in a process of its own. How long a heartbeat takes is measured by one more process, the probe, with a
-connection of its own: the generator speaks for thousands, so that its own event loop is late at times, and that is not
-the coordinator's time. The probe's heartbeats are those of a worker of the fleet that reports a change (no hold).
+It runs in a process of its own. Another process, the probe, with a connection of its own, measures the duration of a
+heartbeat: the generator serves thousands of workers, so that its own event loop is late at times, and that is not
+the coordinator's time. The probe's heartbeats are those of a worker that reports a change (no hold).
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ __all__ = ["Fleet", "main", "percentile"]
 
 WORKERS_PER_BOX = 10
 CONNECTIONS = 32
-"""Connections that the fleet's calls share. The coordinator's cost of a connection is measured separately."""
+"""Number of connections that the fleet's calls share. The coordinator's cost of a connection is measured separately."""
 PROBES_PER_S = 50.0
 LARGE = 76_000
-"""Bytes of a large state or snapshot."""
+"""Size of a large state or snapshot, in bytes."""
 MOVES = 40
-"""Slots that are moved, one after the other, to time an assignment in a fleet at work."""
+"""Number of slots that migrate, one after the other, to time an assignment in a busy fleet."""
 START_DEADLINE_S = 60.0
 PHASE_DEADLINE_S = 120.0
 
@@ -55,7 +55,7 @@ def percentile(values: Iterable[float], share: float) -> float | None:
 
 
 def spread(values: Sequence[float]) -> dict[str, float | int | None]:
-    """p50, p99, the largest, and of how many."""
+    """Return p50, p99, the largest value, and the number of values."""
     return {
         "p50": percentile(values, 0.5),
         "p99": percentile(values, 0.99),
@@ -72,7 +72,7 @@ def memory_mib(pid: int, field: str) -> float:
 
 
 class Probe:
-    """The process that times heartbeats, and what it has found so far."""
+    """Process that times heartbeats, and its results so far."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
@@ -94,7 +94,7 @@ class Probe:
             self._took.append(float(took))
 
     async def between(self, start: float, end: float) -> list[float]:
-        """Seconds of each heartbeat that began in the span; waits until the last of them has been told."""
+        """Return the seconds of each heartbeat that began in the span; wait until the last of them is reported."""
         until = time.monotonic() + PHASE_DEADLINE_S
         while (not self._times or self._times[-1] < end) and time.monotonic() < until:
             await asyncio.sleep(0.02)
@@ -107,7 +107,7 @@ class Probe:
 
 
 async def probe(address: str, workers: int) -> None:
-    """Says "TIME SECONDS" for each heartbeat."""
+    """Print "TIME SECONDS" for each heartbeat."""
     rng = random.Random(1)
     async with AsyncCoordinatorClient(address, os.environ["PENSTOCK_TOKEN"], deadline_s=PHASE_DEADLINE_S) as client:
         while True:
@@ -121,7 +121,7 @@ async def probe(address: str, workers: int) -> None:
 
 
 class Fleet:
-    """A coordinator, its fleet, and the phases of a measurement."""
+    """Coordinator, its fleet, and the phases of a measurement."""
 
     def __init__(self, workers: int, boxes: int, seconds: float) -> None:
         self.seconds = seconds
@@ -167,7 +167,7 @@ class Fleet:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     async def start_coordinator(self, listen: str) -> float:
-        """Returns the seconds until it takes calls."""
+        """Start the coordinator; return the seconds until it takes calls."""
         began = time.monotonic()
         read, write = os.pipe()
         arguments = ["--listen", listen, "--state-dir", str(self._folder), "--ready-fd", str(write)]
@@ -184,9 +184,9 @@ class Fleet:
 
     @asynccontextmanager
     async def measured(self) -> AsyncIterator[dict[str, Any]]:
-        """Around a phase: what it cost, and what heartbeats took meanwhile."""
+        """Measure a phase: its cost, and the duration of heartbeats meanwhile."""
         found: dict[str, Any] = {}
-        Path(f"/proc/{self.pid}/clear_refs").write_text("5")  # the high-water mark starts anew
+        Path(f"/proc/{self.pid}/clear_refs").write_text("5")  # reset the high-water mark
         ours, theirs = cpu_s(os.getpid()), cpu_s(self.pid)
         heartbeats, watches, began = self.tally.heartbeats, self.tally.watches, time.monotonic()
         self.tally.longest_gap_s, self.tally.shortest_margin = 0.0, float("inf")
@@ -210,14 +210,14 @@ class Fleet:
     # ---- the phases
 
     async def register(self) -> dict[str, Any]:
-        """All workers come at once."""
+        """Register all workers at once."""
         async with self.measured() as found:
             await asyncio.gather(*(worker.start() for worker in self.workers))
         self._probe = await Probe.start(self.address, self._count)
         return found
 
     async def open(self) -> dict[str, Any]:
-        """All boxes open at once; until every box has seen all its slots READY."""
+        """Open all boxes at once; return when every box has seen all its slots READY."""
         async with self.measured() as found:
             await asyncio.gather(*(box.open() for box in self.boxes))
             for box in self.boxes:
@@ -243,14 +243,14 @@ class Fleet:
         """Run all workers and boxes."""
         for box in self.boxes:
             box.train()
-        # What the opening has left to do is done within two beats.
+        # The rest of the opening takes at most two heartbeats.
         await asyncio.sleep(min(2.0, self.seconds) + 2 * max(worker.heartbeat_s for worker in self.workers))
         async with self.measured() as found:
             await asyncio.sleep(self.seconds)
         return found
 
     async def moves(self) -> dict[str, Any]:
-        """Workers drain one after the other; how long until another one is told to run the slot."""
+        """Drain workers one after the other; measure the time until another one is assigned the slot."""
         took = []
         async with self.measured() as found:
             for worker in self.workers[1 : 1 + min(MOVES, self._count - 1)]:
@@ -294,7 +294,7 @@ class Fleet:
         return found
 
     async def snapshots(self, size: int) -> dict[str, Any]:
-        """Everybody's snapshots are large, and go out as the coordinator allows."""
+        """Send large snapshots from all workers, at the coordinator's quota."""
         self.payload.snapshot, self.payload.sending = bytes(size), True
         before = (self.tally.snapshots, self.tally.snapshot_bytes, self.tally.refused)
         async with self.measured() as found:
@@ -320,7 +320,7 @@ class Fleet:
         return found
 
     async def restart(self) -> dict[str, Any]:
-        """The coordinator is killed and started again; everybody comes back."""
+        """Kill and restart the coordinator; wait until all workers and boxes are back."""
         assert self._coordinator is not None
         moved = self.tally.lost
         self._coordinator.send_signal(signal.SIGKILL)
@@ -391,10 +391,10 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
 def main(given: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m benchmarks.fleet_load", description=__doc__.partition("\n")[0])
     parser.add_argument("--workers", type=int, required=True)
-    parser.add_argument("--boxes", type=int, default=0, help="default: one for ten workers")
-    parser.add_argument("--seconds", type=float, default=10.0, help="of the steady phases")
+    parser.add_argument("--boxes", type=int, default=0, help="boxes; default: one for ten workers")
+    parser.add_argument("--seconds", type=float, default=10.0, help="seconds of the steady phases")
     parser.add_argument("--phases", nargs="*", help="only these (register and open are needed by most)")
-    parser.add_argument("--connections", type=int, help="instead: what so many connections cost")
+    parser.add_argument("--connections", type=int, help="instead measure the cost of this many connections")
     parser.add_argument("--probe", help=argparse.SUPPRESS)
     options = parser.parse_args(given)
     options.boxes = options.boxes or max(1, options.workers // WORKERS_PER_BOX)
@@ -402,10 +402,10 @@ def main(given: Sequence[str] | None = None) -> int:
     if options.probe:
         asyncio.run(probe(options.probe, options.workers))
         return 0
-    gc.disable()  # it would look through all of the fleet every few seconds, and keep heartbeats back meanwhile
+    gc.disable()  # it would scan all of the fleet every few seconds, and delay heartbeats meanwhile
     result = asyncio.run(connections(options.connections) if options.connections else measure(options))
     print(json.dumps(result), flush=True)
-    os._exit(0)  # gRPC may wait for ever for what is left of calls that were cancelled by the thousand
+    os._exit(0)  # gRPC may wait forever for thousands of cancelled calls
 
 
 if __name__ == "__main__":

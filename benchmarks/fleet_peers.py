@@ -1,9 +1,9 @@
-"""Workers and boxes that run nothing: they say to a coordinator what real ones say, many of them on one connection.
+"""Fake workers and boxes: they send a coordinator the calls of real ones, many of them on one connection.
 
 A fake worker does what worker/penstock/worker/daemon/daemon.py does: it registers, keeps one long poll open, reports a
-change at once beside it, makes a slot's first snapshot durable before the slot is READY, sends later ones as often as
-it was told to, and answers state requests. A fake box opens the run and watches it, and its training loop takes
-STEPS_PER_S batches a second. What is missing is whatever a coordinator does not see: runners, rings and lanes.
+change at once beside it, makes a slot's first snapshot durable before the slot is READY, sends later ones at its
+quota, and answers state requests. A fake box opens the run and watches it, and its training loop takes
+STEPS_PER_S batches a second. Everything that a coordinator does not see is missing: runners, rings and lanes.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from penstock.proto.v1 import records_pb2
 __all__ = ["FakeBox", "FakeWorker", "Payload", "Tally"]
 
 STEPS_PER_S = 10.0
-"""Steps a second of each box's training loop."""
+"""Rate of each box's training loop, in steps a second."""
 RETRY_S = 2.0
-"""The mean pause before a call is tried again. A real daemon waits 0.3 s, but each of those has a process: thousands
-that try so often in one would keep it from connecting at all."""
+"""Mean pause before a call is retried, in seconds. A real daemon waits 0.3 s, but each of those has a process:
+thousands that retry so often in one would keep it from connecting at all."""
 JOB = "fleet"
 
 
@@ -39,20 +39,20 @@ class Tally:
     longest_gap_s: float = 0.0
     """Seconds between two heartbeats of one worker."""
     shortest_margin: float = float("inf")
-    """Smallest lease of a worker over the time since its previous heartbeat."""
+    """Smallest ratio of a worker's lease to the time since its previous heartbeat."""
     assigned: list[tuple[tuple[int, int], float]] = field(default_factory=list)
-    """((box, slot), when its worker was told)."""
+    """((box, slot), time at which its worker got the assignment)."""
     settled: list[tuple[int, float]] = field(default_factory=list)
-    """(box, when it saw all its slots READY)."""
+    """(box, time at which it saw all its slots READY)."""
     snapshots: int = 0
     snapshot_bytes: int = 0
     refused: int = 0
     failures: list[str] = field(default_factory=list)
     retries: int = 0
     retried_for: str = ""
-    """Calls that met no coordinator, and what the last of them was told."""
+    """Number of calls without a coordinator, and the error of the last one."""
     lost: int = 0
-    """Slots that were moved because somebody was not heard of."""
+    """Number of slots that were moved because a worker missed its lease."""
 
     async def pause(self, error: PenstockError) -> None:
         """Wait before a call is retried."""
@@ -72,11 +72,11 @@ class Payload:
     state: bytes = bytes(1024)
     snapshot: bytes = bytes(1024)
     sending: bool = False
-    """Snapshots are sent beyond the first of a slot."""
+    """Flag: snapshots are sent beyond the first of a slot."""
 
 
 async def _cancelled(*tasks: asyncio.Task[None]) -> None:
-    """Cancel tasks and wait for their end: gRPC waits for ever for a call that is still being cancelled when its
+    """Cancel tasks and wait for their end: gRPC waits forever for a call that is still being cancelled when its
     channel closes."""
     for task in tasks:
         task.cancel()
@@ -84,14 +84,14 @@ async def _cancelled(*tasks: asyncio.Task[None]) -> None:
 
 
 class FakeWorker:
-    """A worker daemon with one slot."""
+    """Fake worker daemon with one slot."""
 
     def __init__(self, name: str, client: AsyncCoordinatorClient, tally: Tally, payload: Payload) -> None:
         self.name = name
         self.session = f"{name}-1"
         self.assignments: dict[tuple[int, int, int], records_pb2.WorkerAssignment] = {}
         self.assigned = asyncio.Event()
-        """Set whenever a new assignment came."""
+        """Event that is set by each new assignment."""
         self._client = client
         self._tally = tally
         self._payload = payload
@@ -116,7 +116,7 @@ class FakeWorker:
                 await self._tally.pause(error)
 
     async def start(self) -> None:
-        """Returns when it is registered."""
+        """Start; return when the worker is registered."""
         await self.register()
         self._spawn(self._heartbeats())
         self._spawn(self._uploads())
@@ -181,7 +181,7 @@ class FakeWorker:
             self._take(reply)
 
     async def _say(self) -> None:
-        """A change is told at once."""
+        """Report a change at once."""
         while True:
             try:
                 reply = await self._beat(self._version, 0.0)
@@ -283,7 +283,7 @@ class FakeWorker:
 
 
 class FakeBox:
-    """A training job's process."""
+    """Fake process of a training job."""
 
     def __init__(self, number: int, boxes: int, workers: int, client: AsyncCoordinatorClient, tally: Tally) -> None:
         self.number = number

@@ -1,4 +1,4 @@
-"""A fleet's figures as a picture."""
+"""Plot of a fleet's figures."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import matplotlib
 
-matplotlib.use("Agg")  # before pyplot: there is no screen
+matplotlib.use("Agg")  # before pyplot: there is no display
 
 from benchmarks.fleet_report import Record, find
 from matplotlib import pyplot as plt
@@ -17,7 +17,7 @@ __all__ = ["draw"]
 
 
 def draw(results: dict[str, Any], file: Path) -> None:
-    """Four pictures of growth, as PNG."""
+    """Draw four plots of growth, as PNG."""
     sizes = results["sizes"]
     counts = [record["workers"] for record in sizes]
     groups: list[tuple[str, list[tuple[str, Callable[[Record], float | None]]]]] = [

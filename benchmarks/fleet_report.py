@@ -1,4 +1,4 @@
-"""A fleet's figures as a table, and against what was promised."""
+"""Report of a fleet's figures as a table, with verdicts on its targets."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ __all__ = ["BEGIN", "END", "Record", "find", "judge", "markdown"]
 BEGIN = "<!-- fleet: begin (written by benchmarks/fleet.py --write) -->"
 END = "<!-- fleet: end -->"
 FULL = 10_000
-"""Workers of the fleet that the targets are about."""
+"""Number of workers of the fleet in the targets."""
 
 Record = dict[str, Any]
 """Results of benchmarks/fleet_load.py for one size."""
 
 
 def find(record: Record | None, *path: str) -> float | None:
-    """A figure, None where it was not measured."""
+    """Return a figure, None where it was not measured."""
     here: Any = record
     for name in path:
         here = here.get(name) if isinstance(here, dict) else None

@@ -1,15 +1,15 @@
-"""The floors: what this machine can do at all with the same bytes. A player, without torch.
+"""Floors: the limits of this machine with the same bytes. A player, without torch.
 
     python -m benchmarks.floors memcpy|tcp
 
 memcpy: one thread copies each leaf of a ready batch into the next slot of memory that was faulted in before. That is
-what the same host's lane cannot do without: its one copy, from the user's tensor into the ring.
+the one copy that the same host's lane needs, from the user's tensor into the ring.
 
-tcp: two processes and one connection over loopback; one sends each batch out of the next of its ring entries with
-`sendall`, the other receives it into the next of its own with `recv_into`. No framing, no acknowledgement, no copy on
-either side but the kernel's.
+tcp: two processes and one connection over loopback; one sends each batch from its next ring entry with
+`sendall`, the other receives it into its next entry with `recv_into`. No framing, no acknowledgement, and no copy on
+either side except the kernel's.
 
-Both go round in as many distinct slots as Penstock's ring has: with fewer, the bytes would stay nearer in the caches.
+Both use as many distinct entries as Penstock's ring: with fewer, the bytes would stay in nearer caches.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from benchmarks.serve import Way, serve
 
 
 def _memory(nbytes: int) -> mmap.mmap:
-    """Shared memory without a file, as a ring is, all its pages there."""
+    """Return shared memory without a file, like a ring, with all pages faulted in."""
     return mmap.mmap(-1, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE)
 
 
@@ -56,7 +56,7 @@ class Memcpy(Way):
 
 
 class RawTcp(Way):
-    # A fork shares our command line: it is the sender, for we are the root.
+    # A fork shares our command line: it is the sender, because we are the root.
     roles = (Role("benchmarks.floors", "sender"),)
 
     @contextmanager
@@ -90,7 +90,7 @@ class RawTcp(Way):
 
 
 def _send(address: tuple[str, int], case: Case) -> None:
-    """The other process: it sends until it is killed."""
+    """Run the other process: send until it is killed."""
     try:
         memory = _memory(case.nbytes * case.slots)
         memory[:] = os.urandom(4096) * (len(memory) // 4096)
@@ -103,7 +103,7 @@ def _send(address: tuple[str, int], case: Case) -> None:
                 for slot in slots:
                     send(slot)
     except OSError:
-        pass  # the receiver has gone
+        pass  # the receiver has ended
     finally:
         os._exit(0)
 

@@ -1,12 +1,12 @@
-"""The whole public path against what users would take instead, in one run on one machine.
+"""The whole public path against its alternatives, in one run on one machine.
 
     python -m benchmarks.full_path [--suite path|snapshots|slots|slow|all] [--quick] [--write docs/benchmarks.md]
 
-Same work for all, modes in turn within each round, medians and ratios. What is measured, how the peers are set up and
-what the figures do not say stands in docs/benchmarks.md. The results go to a folder (--out): results.json with
-everything of every round, results.md with the tables, results.png, and what each player printed.
+All modes have the same work and take turns within each round; medians and ratios are reported. docs/benchmarks.md has
+the method, the set-up of the peers and the limits of the figures. The results go to a folder (--out): results.json with
+all data of every round, results.md with the tables, results.png, and the output of each player.
 
-Peers run in environments of their own, made by `make bench-peers`; one that is not there is named and left out.
+Peers run in environments of their own, made by `make bench-peers`; a missing one is named and left out.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ QUICK = Plan(
 def arguments(given: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--suite", choices=[*SUITES, "all"], default="all")
-    parser.add_argument("--rounds", type=int, help=f"of each case; {Plan().rounds}")
-    parser.add_argument("--seconds", type=float, help=f"of the span for throughput; {Times().span_s:g}")
-    parser.add_argument("--quick", action="store_true", help="one short round, to see that all works")
+    parser.add_argument("--rounds", type=int, help=f"rounds of each case; {Plan().rounds}")
+    parser.add_argument("--seconds", type=float, help=f"span of throughput; {Times().span_s:g}")
+    parser.add_argument("--quick", action="store_true", help="one short round, to see that it runs")
     parser.add_argument("--peers", type=Path, default=ROOT / ".peers", help="folder of their environments")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/out", help="folder for the results")
     parser.add_argument("--write", type=Path, help="put the tables between the two markers of this document")
@@ -63,7 +63,7 @@ def plan_of(options: argparse.Namespace) -> Plan:
 
 
 def run(options: argparse.Namespace, plan: Plan) -> dict[str, Any]:
-    """All suites that were asked for. What is returned can be written as JSON."""
+    """Run the chosen suites. The result can be written as JSON."""
     options.out.mkdir(parents=True, exist_ok=True)
     noise = {"load_before": os.getloadavg()[0], "busy_before": busy_cores(2.0)}
     if noise["busy_before"] > IDLE_CORES:
@@ -82,7 +82,7 @@ def run(options: argparse.Namespace, plan: Plan) -> dict[str, Any]:
         noise["others"] = max(0.0, machine_s() - _ours_s() - used) / took
     finally:
         stage.close()
-        kill_tree(os.getpid(), itself=False)  # nothing that a player left behind shall outlive us
+        kill_tree(os.getpid(), itself=False)  # no descendant of a player may outlive us
     noise["steal"] = (machine.steal_s() - steal) / (took * (os.cpu_count() or 1))
     return {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
@@ -102,12 +102,12 @@ def run(options: argparse.Namespace, plan: Plan) -> dict[str, Any]:
 
 
 def _ours_s() -> float:
-    """Processor seconds of this process and all that it started, those that have ended too."""
+    """Return the processor seconds of this process and all its descendants, including ended ones."""
     return sum(map(cpu_s, tree(os.getpid())))
 
 
 def _shown(options: argparse.Namespace) -> list[str]:
-    """The options that change what is measured; folders are nobody's business."""
+    """Return the options that change the measurement; folders are left out."""
     shown = ["--quick"] if options.quick else []
     for name in ("suite", "rounds", "seconds"):
         if getattr(options, name) not in (None, "all"):
@@ -116,7 +116,7 @@ def _shown(options: argparse.Namespace) -> list[str]:
 
 
 def main(given: list[str] | None = None) -> int:
-    """Exit status 0 if everything that is there could be measured, whatever the targets say; 1 if something failed."""
+    """Return 0 if all that is installed was measured, also with missed targets; 1 if a measurement failed."""
     options = arguments(given)
     adopt_orphans()
     results = run(options, plan_of(options))
@@ -127,7 +127,7 @@ def main(given: list[str] | None = None) -> int:
     print(text)
     picture = options.out / "results.png"
     if "path" in results:
-        from benchmarks.plot import draw  # matplotlib takes a second, and only this suite is drawn
+        from benchmarks.plot import draw  # importing matplotlib takes a second, and only this suite is plotted
 
         draw(results, picture)
     if options.write:

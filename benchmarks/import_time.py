@@ -1,11 +1,11 @@
-"""Time of `import penstock.client` beyond `import torch`: the aim is below half a second.
+"""Time of `import penstock.client` beyond `import torch`: the target is half a second.
 
     python -m benchmarks.import_time --rounds 7
 
-Each round is a new interpreter that imports torch and then penstock.client, and takes the time of each: of the clock,
-and of the processor, which other programs on the machine disturb less. The first may have to write bytecode, and is
-not counted. With --costliest N the modules follow that cost most by themselves (of one run under `-X importtime`, whose
-own work makes all of them slower).
+Each round is a new interpreter that imports torch and then penstock.client, and measures each by the clock and in
+processor time, which other programs disturb less. The first round may write bytecode, and is not counted. With
+--costliest N the N costliest modules by themselves follow (from one run under `-X importtime`, whose overhead slows all
+of them).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _LINE = re.compile(r"import time:\s+(\d+) \|\s+(\d+) \| (\s*)(\S+)")
 
 
 def measure(rounds: int) -> dict[str, list[tuple[float, float]]]:
-    """Measure torch, and penstock.client after it: (seconds by the clock, of the processor) in each round."""
+    """Measure torch, and penstock.client after it: (seconds by the clock, processor seconds) in each round."""
     found: dict[str, list[tuple[float, float]]] = {"torch": [], "penstock.client": []}
     for number in range(rounds + 1):
         done = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, check=True, timeout=300)
@@ -45,7 +45,7 @@ def measure(rounds: int) -> dict[str, list[tuple[float, float]]]:
 
 
 def costs(report: str) -> list[tuple[str, float]]:
-    """Parse the output of `-X importtime`: the modules behind torch with the milliseconds that each took by itself."""
+    """Parse the output of `-X importtime`: the modules after torch with the milliseconds of each by itself."""
     rows = [_LINE.fullmatch(line) for line in report.splitlines()]
     names = [(row[4], int(row[1]) / 1000) for row in rows if row]
     behind = next((place for place, (name, _) in enumerate(names) if name == "torch"), -1) + 1
@@ -53,9 +53,9 @@ def costs(report: str) -> list[tuple[str, float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What importing penstock.client costs beyond torch.")
+    parser = argparse.ArgumentParser(description="Measure the import of penstock.client beyond torch.")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--costliest", type=int, default=0, metavar="N", help="show the N costliest modules, too")
+    parser.add_argument("--costliest", type=int, default=0, metavar="N", help="also show the N costliest modules")
     options = parser.parse_args()
     found = measure(options.rounds)
     machine = describe()

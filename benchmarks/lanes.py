@@ -1,13 +1,13 @@
-"""Speed of the bare lanes, and how near it is to the machine's limit: no torch, no user code, no control plane.
+"""Speed of the bare lanes beside the machine's limit: no torch, no user code, no control plane.
 
     python benchmarks/lanes.py [--seconds 1] [--sizes 4,64,1024,8192] [--rounds 3] [--tls FOLDER]
 
-For each batch size, in one run so that the figures can be compared: copying it in memory, sending it over one plain
-TCP connection between two processes (a send and a receive for each batch, no framing), the local lane (runner,
-consumer), and the TCP lane (runner, sender, receiver, consumer). The runner copies each batch into its ring from
-ordinary memory, as `FlatBatch.write_to` does; the consumer looks at the first byte, and gives slots back in groups of a
-quarter of the ring. The ways take turns, and of each the fastest round counts: what else the machine does can only slow
-it. `cpu us` is processor time a batch of each process, in that order.
+For each batch size, in one run so that the figures can be compared: copying it in memory, sending it over one plain TCP
+connection between two processes (a send and a receive for each batch, no framing), the local lane (runner, consumer),
+and the TCP lane (runner, sender, receiver, consumer). The runner copies each batch into its ring from ordinary memory,
+as `FlatBatch.write_to` does; the consumer reads the first byte, and releases entries in groups of a quarter of the
+ring. The ways take turns, and the fastest round of each counts: other load only slows them. `cpu us` is processor time
+a batch of each process, in that order.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ WARM_UP = 0.3
 
 
 def in_child(work: Callable[[], None]) -> int:
-    """Run `work` in a forked child, which ends with this process at the latest."""
+    """Run `work` in a forked child, which ends at the latest with this process."""
     pid = os.fork()
     if pid:
         return pid
@@ -52,7 +52,7 @@ def in_child(work: Callable[[], None]) -> int:
 
 
 def cpu_s(pid: int) -> float:
-    """Processor seconds of all threads that the process has now."""
+    """Return the processor seconds of all live threads of the process."""
     try:
         return (
             sum(int((task / "schedstat").read_text().split()[0]) for task in Path(f"/proc/{pid}/task").iterdir()) / 1e9
@@ -66,7 +66,7 @@ def source(size: int) -> memoryview:
 
 
 def run_runner(sock: socket.socket, size: int, content: memoryview | None = None) -> None:
-    """A runner without user code: copy, publish, and wait only for slots."""
+    """Run a runner without user code: copy, publish, and wait only for ring entries."""
     producer, batch = Producer(1 << 30), source(size) if content is None else content
     producer.know_structure(1, b"x")
     producer.attach(sock, lane_pb2.Hello(next_total=1))
@@ -89,7 +89,7 @@ def run_runner(sock: socket.socket, size: int, content: memoryview | None = None
 
 
 def consume(consumer: Consumer, size: int, seconds: float, pids: list[int]) -> tuple[float, list[float]]:
-    """Batches a second, and processor microseconds a batch of this process and of `pids`."""
+    """Return batches a second, and processor microseconds a batch of this process and of `pids`."""
     poll = select.poll()
     poll.register(consumer.fileno(), select.POLLIN)
     released: list[int] = []
@@ -247,12 +247,14 @@ def end(pid: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=1.0, help="of each measurement")
-    parser.add_argument("--sizes", default="4,64,1024,8192", help="KiB of a batch")
-    parser.add_argument("--rounds", type=int, default=3, help="of which the fastest counts")
+    parser.add_argument("--seconds", type=float, default=1.0, help="seconds of each measurement")
+    parser.add_argument("--sizes", default="4,64,1024,8192", help="sizes of a batch, in KiB")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds, of which the fastest counts")
     parser.add_argument("--only", default="memcpy,raw TCP,local lane,TCP lane")
     parser.add_argument(
-        "--tls", metavar="FOLDER", help="the TCP lane under TLS too, with its ca.pem, cert.pem, key.pem"
+        "--tls",
+        metavar="FOLDER",
+        help="also measure the TCP lane under TLS, with the folder's ca.pem, cert.pem, key.pem",
     )
     given = parser.parse_args()
     ways = {"memcpy": memcpy, "raw TCP": raw_tcp, "local lane": local, "TCP lane": remote}

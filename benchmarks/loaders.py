@@ -1,8 +1,8 @@
-"""The loaders of the cases for everything that runs torch: Penstock's workers, DataLoader, StatefulDataLoader.
+"""Loaders of the cases for all players that run torch: Penstock's workers, DataLoader, StatefulDataLoader.
 
-Memory is ready and the tensor object is new for each batch. The same object each time would flatter torch's DataLoader,
-which moves a tensor's memory to shared memory when it first sends it and then never copies again: no loader of real
-data has that luck.
+Memory is ready and the tensor object is new for each batch. Repeating one object would flatter torch's DataLoader,
+which moves a tensor's memory to shared memory at its first send and then never copies again; a loader of real
+data does not have that.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ __all__ = ["Asleep", "Ready", "Stateful", "asleep", "make", "source"]
 
 STATE_TENSOR_BYTES = 1 << 10
 SLEEP_S = 0.02
-"""Seconds that each source of the suite of many slots sleeps for a batch."""
+"""Seconds of sleep for a batch of each source in the suite of many slots."""
 
 
 class Ready(torch.utils.data.IterableDataset[Any]):
-    """A case's batches, for ever."""
+    """Endless dataset of a case's batches."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
@@ -34,7 +34,8 @@ class Ready(torch.utils.data.IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         case = self.case
         work = self._work if case.busy_s or case.work else None
-        random = np.random.default_rng(0)  # a restored source must yield the same, so no generator of the process's
+        # A restored source must yield the same batches, so it uses none of the process's generators.
+        random = np.random.default_rng(0)
         if case.leaves == 1:
             ready = random.integers(0, 255, case.nbytes, dtype=np.uint8)
             while True:
@@ -57,9 +58,9 @@ class Ready(torch.utils.data.IterableDataset[Any]):
 
 
 class Stateful(Ready):
-    """The same with a state: where it is, and tensors of 1 KiB.
+    """Dataset with a state: its position, and tensors of 1 KiB.
 
-    The tensors of each state are new ones, as those of a generator's or a shuffle buffer's state are.
+    The tensors of each state are new, as in the state of a generator or a shuffle buffer.
     """
 
     def __init__(self, case: Case) -> None:
@@ -81,12 +82,12 @@ def make(case: Case) -> Ready:
 
 
 def source(**case: Any) -> Ready:
-    """An input_fn: Penstock passes plain values to workers."""
+    """Return the loader: an input_fn, to which Penstock passes plain values."""
     return make(Case(**case))
 
 
 class Asleep(torch.utils.data.IterableDataset[torch.Tensor]):
-    """Batches of 4 KiB that say which slot they are from and how many there were before; each takes 20 ms of sleep."""
+    """Dataset of batches of 4 KiB that hold their slot and their number; each takes 20 ms of sleep."""
 
     def __init__(self, slot: int) -> None:
         self.slot = slot
@@ -103,6 +104,6 @@ class Asleep(torch.utils.data.IterableDataset[torch.Tensor]):
 
 def asleep() -> Asleep:
     """An input_fn."""
-    from penstock.worker import current_assignment  # not to be had in the peers' environments
+    from penstock.worker import current_assignment  # not available in the peers' environments
 
     return Asleep(current_assignment().slot)

@@ -1,4 +1,4 @@
-"""Description of the machine and software of a run, without which no figure means anything."""
+"""Description of the machine and software of a run, without which a figure has no meaning."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _caches() -> str:
 
 
 def describe() -> dict[str, Any]:
-    """The machine, in words and numbers."""
+    """Describe the machine, in words and numbers."""
     return {
         "processor": _first("/proc/cpuinfo", "model name"),
         "cores": len(os.sched_getaffinity(0)),
@@ -47,12 +47,12 @@ def describe() -> dict[str, Any]:
 
 
 def steal_s() -> float:
-    """Seconds that the hypervisor has given to others, of all cores, since the machine started."""
+    """Return the seconds that the hypervisor has taken from all cores since the machine started."""
     return int(Path("/proc/stat").read_text().split(None, 9)[8]) / os.sysconf("SC_CLK_TCK")
 
 
 def commit() -> str:
-    """The commit that is checked out, with a plus if files differ from it; "" outside a clone."""
+    """Return the checked-out commit, with a plus if files differ from it; "" outside a clone."""
     try:
         name = _git("rev-parse", "--short=12", "HEAD")
         return name + ("+" if _git("status", "--porcelain", "--untracked-files=no") else "")

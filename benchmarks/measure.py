@@ -1,8 +1,8 @@
 """Measurement of one mode: a warm-up, a span for throughput and processor time, memory, a span for latency.
 
-The loop does nothing with a batch but hold it until the next one is there, as a `for` loop does. In the span for
-throughput the clock is read about a hundred times a second and not at each batch; each `next()` is timed by itself in a
-span of its own. Standard library only: it runs in the peers' environments too.
+The loop only holds a batch until the next one comes, as a `for` loop does. In the span for throughput the clock is read
+about a hundred times a second and not at each batch; each `next()` is timed by itself in a span of its own. Standard
+library only: it runs in the peers' environments too.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ CHECK_S = 0.01
 def consume(
     batches: Iterator[Any], seconds: float, at_least: int, at_most_s: float, clock: Clock = time.perf_counter
 ) -> tuple[int, float]:
-    """Take batches for so long. Returns how many and the seconds that it took.
+    """Take batches for so long. Return their number and the seconds.
 
-    at_least: batches, also if it takes longer, up to `at_most_s` seconds.
+    at_least: smallest number of batches, up to `at_most_s` seconds.
     """
     started = now = clock()
     count, group = 0, 1
     batch: Any = None
     while (now < started + seconds or count < at_least) and now < started + at_most_s:
-        for batch in islice(batches, group):  # noqa: B007  # held until the next one is there
+        for batch in islice(batches, group):  # noqa: B007  # held until the next one comes
             count += 1
         before, now = now, clock()
         group = max(1, min(group * 2, round(group * CHECK_S / max(now - before, 1e-9))))
@@ -46,7 +46,7 @@ def consume(
 def latencies(
     batches: Iterator[Any], seconds: float, at_least: int, at_most_s: float, clock: Clock = time.perf_counter
 ) -> list[float]:
-    """Seconds of each single `next()` in the loop."""
+    """Return the seconds of each single `next()` in the loop."""
     times = [started := clock()]
     batch: Any = None
     for batch in batches:  # noqa: B007
@@ -58,17 +58,17 @@ def latencies(
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The value that this share of the values does not exceed (nearest rank)."""
+    """Return the value that this share of the values does not exceed (nearest rank)."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, max(0, -int(-share * len(ordered) // 1) - 1))]
 
 
 def batch_bytes(batch: Any) -> int:
-    """Bytes of all leaves of a batch of torch, numpy or TensorFlow."""
+    """Return the bytes of all leaves of a batch of torch, numpy or TensorFlow."""
     if isinstance(batch, dict):
         return sum(batch_bytes(leaf) for leaf in batch.values())
     if isinstance(batch, int):
-        return batch  # a floor says how many bytes it moved
+        return batch  # a floor returns the number of bytes that it moved
     nbytes = getattr(batch, "nbytes", None)
     return int(nbytes if nbytes is not None else batch.numpy().nbytes)
 
@@ -81,9 +81,9 @@ def count_of(counter: str) -> int:
 def measure(batches: Iterator[Any], case: Case, times: Times, roles: Sequence[Role]) -> dict[str, Any]:
     """Measure one mode and case.
 
-    batches: never ends. A batch that has not as many bytes as the case says is an error.
+    batches: never ends. A batch of another size than the case's is an error.
 
-    Returns a dict: `batches`, `span_s`, `thread_s` (processor seconds of this thread), `cpu_s` (processor seconds by
+    Return a dict: `batches`, `span_s`, `thread_s` (processor seconds of this thread), `cpu_s` (processor seconds by
     role), `states` (calls of the source's state_dict in the span, where it counts them), `memory` (see
     memory_by_role), `rings` (bytes of each), `latency_us` (p50, p99, samples).
     """
@@ -94,7 +94,8 @@ def measure(batches: Iterator[Any], case: Case, times: Times, roles: Sequence[Ro
     del first
     consume(batches, times.warm_s, 3, times.at_most_s)
     states = count_of(case.counter)
-    # To read /proc of a whole tree costs this process milliseconds: its own time is taken after that, and before it.
+    # Reading /proc of a whole tree takes milliseconds: this process's own time is read after it at the start, before it
+    # at the end.
     before = {**cpu_by_role(root, roles), CONSUMER: cpu_s(root)}
     thread = time.thread_time()
     count, span = consume(batches, times.span_s, times.at_least, times.at_most_s)
@@ -103,7 +104,7 @@ def measure(batches: Iterator[Any], case: Case, times: Times, roles: Sequence[Ro
     after = {**cpu_by_role(root, roles), CONSUMER: own}
     states = count_of(case.counter) - states
     memory, rings = memory_by_role(root, roles), ring_bytes(root)
-    # Reading all that took a while, in which batches were prepared: the first ones after it tell of no latency.
+    # Batches were prepared during these reads: the first ones after them show no latency.
     consume(batches, times.latency_s / 4, 3, times.at_most_s)
     waits = latencies(batches, times.latency_s, times.at_least, times.at_most_s)
     return {

@@ -1,8 +1,8 @@
-"""The modes that are compared, and their players, as the program sees them.
+"""Compared modes, and the program's handles on their players.
 
 A player is started once and keeps its process for the whole run, so that the modes can take turns within each round:
-while one is asked, the others wait for a line on standard input. A peer whose environment is not there is missing, by
-name; a player that fails is told of, once for each case, and asked again for the next one.
+while one measures, the others wait for a line on standard input. A peer without its environment is reported as missing,
+by name; a player that fails is reported, once for each case, and used again for the next one.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Mode:
     command: tuple[str, ...]
     """A module and its arguments."""
     peer: str = ""
-    """The environment that it runs in, by its name below the folder of the peers; "" = this one."""
+    """Environment of the player, by its name below the folder of the peers; "" = this one."""
 
 
 MODES = {
@@ -60,7 +60,7 @@ MODES = {
 
 
 class PlayerError(Exception):
-    """A player that could not do what it was asked."""
+    """Error of a player that could not answer a request."""
 
 
 class PlayerGoneError(PlayerError):
@@ -116,7 +116,7 @@ class Player:
         self._shut()
 
     def close(self) -> None:
-        """Let it end by itself, which lets it stop what it started; then see to it."""
+        """Let the player end by itself, so that it stops its children; then kill the rest."""
         self._shut(stdin_only=True)
         try:
             self._process.wait(STOP_S)
@@ -130,19 +130,18 @@ class Player:
                 try:
                     pipe.close()
                 except OSError:
-                    pass  # a request was still in it
+                    pass  # a request was still buffered
 
 
 class Stage:
-    """All players of a run.
+    """Set of all players of a run.
 
-    peers: the folder with the peers' environments.
-    logs: a folder for what players print.
+    peers: the folder with the peers' environments. logs: a folder for the output of players.
     """
 
     def __init__(self, peers: Path, logs: Path) -> None:
         self.missing: dict[str, str] = {}
-        """Mode -> why it is not measured."""
+        """Mode -> reason why it is not measured."""
         self.failures: list[str] = []
         self.versions: dict[str, dict[str, str]] = {}
         """Environment -> package -> version; the environment of Penstock itself is "penstock"."""
@@ -151,7 +150,7 @@ class Stage:
         self._players: dict[str, Player] = {}
 
     def start(self, names: list[str]) -> None:
-        """Start the players of these modes, those that are not there yet; all at once."""
+        """Start the players of these modes that do not run yet, all at once."""
         fresh = []
         for name in names:
             mode = MODES[name]
@@ -177,7 +176,7 @@ class Stage:
         self._players.pop(name).kill()
 
     def measure(self, name: str, case: Case, times: Times) -> dict[str, Any] | None:
-        """Make one measurement; return None if it failed, which `missing` or `failures` explain."""
+        """Make one measurement; return None if it failed; `missing` or `failures` has the reason."""
         player = self._players.get(name)
         if player is None:
             return None

@@ -1,8 +1,8 @@
-"""Penstock, as its users run it: embedded, one worker slot, every default. A player.
+"""Penstock with default settings: embedded, one worker slot. A player.
 
     python -m benchmarks.penstock_path auto|tcp
 
-Everything is on: round robin, deadlines, digests, the snapshots' cadence, acknowledgements. "auto" is the lane
+All features are on: round robin, deadlines, digests, the snapshots' cadence, acknowledgements. "auto" is the lane
 of the same host; "tcp" sends the same batches over loopback, through sender and receiver, as to another host.
 """
 
@@ -41,7 +41,7 @@ class Penstock(Way):
 
     @contextmanager
     def open(self, case: Case) -> Iterator[Iterator[Any]]:
-        # An appliance for each opening: one that is kept also keeps, for a while, the fork servers of runs that have
+        # One appliance for each opening: a kept one also keeps, for a while, the fork servers of runs that have
         # ended.
         with Appliance(num_workers_per_box=1, timeout_s=TIMEOUT_S, lane=self.lane) as appliance:
             loader = DataLoader(source, **case.to_json())

@@ -1,4 +1,4 @@
-"""The run as a picture: how fast each mode is at each size, and what a gigabyte costs in processor time."""
+"""Plot of a run: the speed of each mode at each size, and the processor time of a gigabyte."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import matplotlib
 
-matplotlib.use("Agg")  # before pyplot: there is no screen
+matplotlib.use("Agg")  # before pyplot: there is no display
 
 from benchmarks.figures import RECEIVING, cpu_us, median, rate, values
 from benchmarks.modes import MEMCPY, PENSTOCK, RAW_TCP, TCP
@@ -17,7 +17,7 @@ __all__ = ["draw"]
 
 COST_CASE = "1 MiB"
 STYLES = {PENSTOCK: ("C0", "-", 2.5), TCP: ("C1", "-", 2.5), MEMCPY: ("0.5", "--", 1.2), RAW_TCP: ("0.5", ":", 1.2)}
-"""Colour, line, width; all others are thin lines."""
+"""Mode -> colour, line, width; all others are thin lines."""
 COLOURS = ("C2", "C3", "C4", "C5", "C6", "C8", "C9")  # C7 is the grey of the floors
 
 
@@ -41,7 +41,7 @@ def draw(results: dict[str, Any], file: Path) -> None:
     left.set_xlabel("batch")
     left.set_ylabel("batches per second")
     left.grid(True, which="major", alpha=0.3)
-    figure.legend(loc="outside lower left", fontsize=8, ncols=5)  # not among the lines, which are everywhere
+    figure.legend(loc="outside lower left", fontsize=8, ncols=5)  # outside the axes, which are full of lines
 
     measured = [mode for mode in reversed(modes) if rate(figures, (COST_CASE, mode)) is not None]
     costs = {

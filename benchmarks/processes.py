@@ -1,7 +1,7 @@
 """Costs of a tree of processes, read from /proc: processor time, memory, rings. Standard library only.
 
-Every mode is measured in the same way: a player is the root of a tree, the consumer, and what it started are the other
-sides. Processes are told apart by their command lines.
+Every mode is measured in the same way: a player, the consumer, is the root of a tree, and its descendants are the other
+sides. Command lines tell processes apart.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 CONSUMER = "consumer"
-"""The role of the tree's root: the process with the training loop."""
+"""Role of the tree's root: the process with the training loop."""
 TICKS = os.sysconf("SC_CLK_TCK")
 PR_SET_CHILD_SUBREAPER = 36
 RING_NAME = "memfd:penstock-ring"
@@ -43,17 +43,17 @@ class Process:
     pid: int
     parent: int
     command: str
-    """The command line, arguments parted by spaces."""
+    """Command line, arguments separated by spaces."""
 
 
 @dataclass(frozen=True)
 class Role:
-    """A process whose command line contains `sign`."""
+    """Role of a process whose command line contains `sign`."""
 
     sign: str
     name: str
     forked: str = ""
-    """The name of one that such a process forked, which has the same command line; "" = the same name."""
+    """Name of a process forked from it, which has the same command line; "" = the same name."""
 
 
 def adopt_orphans() -> None:
@@ -62,12 +62,12 @@ def adopt_orphans() -> None:
 
 
 def _stat(pid: int) -> list[str]:
-    # The name in brackets may hold anything; fields are counted from behind it, the state being the first.
+    # The name in brackets may hold anything; fields are counted after it, the state being the first.
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 def tree(root: int) -> dict[int, Process]:
-    """The process `root` and all its descendants, by pid."""
+    """Return the process `root` and all its descendants, by pid."""
     found: dict[int, Process] = {}
     for entry in os.listdir("/proc"):
         if entry.isdigit():
@@ -99,9 +99,9 @@ def role_of(process: Process, family: Mapping[int, Process], root: int, roles: I
 
 
 def cpu_s(pid: int) -> float:
-    """Processor seconds of a process so far, and of those of its children that ended and were waited for.
+    """Return the processor seconds of a process so far, including its children that ended and were waited for.
 
-    Its own are exact to the nanosecond, those of the children to a clock tick. Summed over a tree nothing is lost when
+    Its own are exact to the nanosecond, those of children to a clock tick. A sum over a tree loses nothing when
     a process of it ends: its time moves to its parent.
     """
     try:
@@ -116,7 +116,7 @@ def cpu_s(pid: int) -> float:
 
 
 def cpu_by_role(root: int, roles: Iterable[Role]) -> dict[str, float]:
-    """Processor seconds of the tree so far, by role."""
+    """Return the processor seconds of the tree so far, by role."""
     family, roles, used = tree(root), list(roles), dict[str, float]()
     for process in family.values():
         name = role_of(process, family, root, roles)
@@ -125,10 +125,10 @@ def cpu_by_role(root: int, roles: Iterable[Role]) -> dict[str, float]:
 
 
 def memory_by_role(root: int, roles: Iterable[Role]) -> dict[str, dict[str, float]]:
-    """Return for each role: `processes`, `pss` and the part of it that maps files, `files`, both in MiB.
+    """Return for each role: `processes`, `pss` and its part in mapped files, `files`, both in MiB.
 
-    Memory that several processes share is divided among them (PSS). That of files is divided among all of the machine
-    that map them, of other trees too, so its share depends on who else runs.
+    Memory that several processes share is divided among them (PSS). Memory of files is divided among all processes of
+    the machine that map them, of other trees too, so its share depends on other programs.
     """
     family, roles = tree(root), list(roles)
     found: dict[str, dict[str, float]] = {}
@@ -146,7 +146,7 @@ def memory_by_role(root: int, roles: Iterable[Role]) -> dict[str, dict[str, floa
 
 
 def rings_in(maps: Iterable[str]) -> dict[int, int]:
-    """Inode -> bytes of each of Penstock's rings in the lines of a /proc/PID/maps."""
+    """Return inode -> bytes of each of Penstock's rings in the lines of a /proc/PID/maps."""
     rings: dict[int, int] = {}
     for line in maps:
         if RING_NAME in line:
@@ -157,7 +157,7 @@ def rings_in(maps: Iterable[str]) -> dict[int, int]:
 
 
 def ring_bytes(root: int) -> list[int]:
-    """The sizes of all rings that the tree has mapped, each counted once."""
+    """Return the sizes of all rings that the tree has mapped, each counted once."""
     rings: dict[int, int] = {}
     for pid in tree(root):
         try:
@@ -170,20 +170,21 @@ def ring_bytes(root: int) -> list[int]:
 
 
 def machine_s() -> float:
-    """Processor seconds that all processes of the machine have used since it started, interrupts not counted."""
+    """Return the processor seconds that all processes of the machine have used since it started, interrupts not
+    counted."""
     user, nice, system = map(int, Path("/proc/stat").read_text().split(None, 4)[1:4])
     return (user + nice + system) / TICKS
 
 
 def busy_cores(seconds: float) -> float:
-    """Cores that the whole machine uses over this time, by whatever runs on it."""
+    """Return the number of cores that all programs of the machine use over this time."""
     before, started = machine_s(), time.perf_counter()
     time.sleep(seconds)
     return (machine_s() - before) / (time.perf_counter() - started)
 
 
 def kill_tree(root: int, *, itself: bool) -> None:
-    """Kill all descendants of a process, and, if asked for, the process. New ones are looked for until none is left."""
+    """Kill all descendants of a process, and, with `itself`, the process. Repeat until no new one appears."""
     for _ in range(20):
         pids = [pid for pid in tree(root) if itself or pid != root]
         alive = [pid for pid in pids if _stat_state(pid) not in "ZX"]

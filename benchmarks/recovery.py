@@ -1,12 +1,12 @@
-"""Waiting time of the training loop for a worker that was killed, and for one that is drained.
+"""Waiting time of the training loop after a worker is killed, and while one is drained.
 
     python -m benchmarks.recovery [--kills 10]
 
-A coordinator and two daemons with room for all, default settings, one box with one slot, so that every kill is felt at
-once: the loop has taken all that was on its way before it waits. "runner": the process that runs the loader is
+A coordinator and two daemons with enough slots, default settings, one box with one slot, so that every kill shows at
+once: the loop takes all batches in flight before it waits. "runner": the process that runs the loader is
 killed; "daemon": the whole daemon is, and started again for the next kill: seconds from the kill to the next batch of
-the slot. "drained": the worker is drained, and the slot handed over: the longest that the loop waited for one batch
-meanwhile, of which 20 ms are the batch itself. Prints one JSON object: seconds, by lane and by what was done.
+the slot. "drained": the worker is drained, and the slot migrates: the longest wait of the loop for one batch
+meanwhile, of which 20 ms are the batch itself. Prints one JSON object: seconds, by lane and by operation.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ __all__ = ["slow_batches"]
 
 TARGET_S = {"runner": 2.0, "daemon": 5.0}
 WARM = 30
-"""Batches between two kills."""
+"""Number of batches between two kills."""
 
 
 class Slow:
-    """A batch each 20 ms, so that a ring's worth is not the whole run. With a state: what has none is replayed from the
-    start of the epoch, which takes as long as that takes."""
+    """Source of a batch each 20 ms, so that a ring does not hold the whole run. It has a state: a source without one is
+    replayed from the start of the epoch, which takes time."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -60,12 +60,12 @@ class Slow:
 
 
 def slow_batches() -> Slow:
-    """The benchmark's input_fn."""
+    """Return the benchmark's loader."""
     return Slow()
 
 
 class Fleet:
-    """The processes, as an operator starts them."""
+    """Coordinator and daemons, started as an operator does."""
 
     def __init__(self, folder: str, slots: int = 2) -> None:
         self._slots = slots
@@ -102,7 +102,7 @@ class Fleet:
             return process, pipe.readline().strip()
 
     def holder(self) -> tuple[str, int]:
-        """The daemon that has the slot, and its runner."""
+        """Return the daemon that has the slot, and its runner."""
         for name, daemon in self.daemons.items():
             below = tree(daemon.pid)
             fork_servers = {pid for pid, each in below.items() if each.parent == daemon.pid}
@@ -119,7 +119,7 @@ class Fleet:
 
 
 def waits(fleet: Fleet, what: str, lane: Literal["auto", "tcp"], kills: int) -> list[float]:
-    """Seconds from each kill to the first batch that the dead one had not made."""
+    """Return the seconds from each kill to the first batch that the dead process had not made."""
     found: list[float] = []
     with Appliance(
         fleet.address, job=f"{what}-{lane}", token=fleet.token, lane=lane, num_workers_per_box=1, box=0, num_boxes=1
@@ -145,7 +145,7 @@ def waits(fleet: Fleet, what: str, lane: Literal["auto", "tcp"], kills: int) -> 
 
 
 def drained_waits(fleet: Fleet, lane: Literal["auto", "tcp"], drains: int) -> list[float]:
-    """The longest wait for a batch while the slot was handed over, of each time."""
+    """Return the longest wait for a batch during each migration of the slot."""
     found: list[float] = []
     with (
         CoordinatorClient(fleet.address, fleet.token) as client,
@@ -180,7 +180,7 @@ def drained_waits(fleet: Fleet, lane: Literal["auto", "tcp"], drains: int) -> li
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Seconds from a kill to the next batch.")
-    parser.add_argument("--kills", type=int, default=10, help="of each kind, on each lane")
+    parser.add_argument("--kills", type=int, default=10, help="kills of each kind, on each lane")
     given = parser.parse_args()
     warnings.simplefilter("ignore", UserWarning)
     figures: dict[str, Any] = {"kills": given.kills, "target_s": TARGET_S, "waits_s": {}}
@@ -205,7 +205,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    # By its own name, for workers import the input from there.
+    # By its own name, because workers import the input from there.
     from benchmarks import recovery
 
     sys.exit(recovery.main())

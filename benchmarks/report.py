@@ -1,4 +1,4 @@
-"""The run as Markdown, and its place in a document: between two comments, which stay where they are."""
+"""Report of a run as Markdown, which is put into a document between two marker comments."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ __all__ = ["BEGIN", "END", "IDLE_CORES", "between", "conditions", "markdown", "t
 BEGIN = "<!-- figures: begin (written by benchmarks/full_path.py --write) -->"
 END = "<!-- figures: end -->"
 IDLE_CORES = 0.2
-"""Cores that may be busy on a machine that epochs as idle."""
+"""Largest number of busy cores on a machine that counts as idle."""
 OVER_TCP = (TCP, TF, RAW_TCP)
-"""Modes whose floor is raw TCP; that of all others is memcpy."""
+"""Modes whose floor is raw TCP; the floor of all others is memcpy."""
 
 
 def between(document: str, text: str, first: str = BEGIN, last: str = END) -> str:
-    """The document with `text` between its two markers. Raises ValueError without them."""
+    """Return the document with `text` between its two markers. Raises ValueError without them."""
     head, begin, rest = document.partition(first)
     _, end, tail = rest.partition(last)
     if not begin or not end:
@@ -30,7 +30,7 @@ def between(document: str, text: str, first: str = BEGIN, last: str = END) -> st
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """The first column is text, the others are numbers."""
+    """Return a Markdown table whose first column is text and whose others are numbers."""
     lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 

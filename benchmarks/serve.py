@@ -1,13 +1,13 @@
-"""A player's side of the talk: requests as JSON, one a line, on standard input; answers likewise on standard output.
+"""A player's side of the protocol: JSON requests, one a line, on standard input; answers likewise on standard output.
 
-A player is a process of its own, so that the consumer of each mode is alone in its process, whatever the mode starts is
-its descendant, and a peer runs with the interpreter of its own environment. It starts once and is asked in turn with
-the others; between its turns it sleeps.
+A player is a process of its own, so that the consumer of each mode is alone in its process, all that the mode starts is
+its descendant, and a peer runs with the interpreter of its own environment. It starts once and takes turns with
+the others; between turns it sleeps.
 
     {"do": "measure", "case": Case, "times": Times}  ->  what `measure` returns, and `open_s`
     {"do": "hello"}                                  ->  {"versions": {...}}
 
-A failure is an answer too: {"error": traceback}. What the mode itself prints goes to standard error.
+A failure is an answer too: {"error": traceback}. Output of the mode itself goes to standard error.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ __all__ = ["Way", "serve"]
 
 
 class Way(ABC):
-    """A way to get batches: what a player makes and measures."""
+    """Way to get batches, which a player creates and measures."""
 
     roles: Sequence[Role] = ()
     """Roles of the processes that it starts."""
     packages: Sequence[str] = ()
     """Packages whose versions are reported."""
     settle_s = 0.0
-    """Seconds that it is read for before the warm-up."""
+    """Seconds of reading before the warm-up."""
 
     @abstractmethod
     def open(self, case: Case) -> AbstractContextManager[Iterator[Any]]:
-        """The case's batches, without end, until the block is left."""
+        """Yield an endless iterator of the case's batches until the block ends."""
 
 
 def _answer(way: Way, request: dict[str, Any]) -> dict[str, Any]:
@@ -58,9 +58,9 @@ def _answer(way: Way, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def serve(make: Callable[[], Way]) -> None:
-    """Make the way, and answer requests until standard input ends."""
+    """Create the way, and answer requests until standard input ends."""
     adopt_orphans()
-    # Libraries print to standard output, and so do processes that they start: it is theirs, the answers take a copy.
+    # Libraries and their processes print to standard output: it stays theirs, and answers use a copy.
     with os.fdopen(os.dup(1), "w") as answers:
         os.dup2(2, 1)
         way = make()

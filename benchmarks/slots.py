@@ -1,10 +1,10 @@
-"""Many worker slots into one box, and how long a start takes. A program that prints one JSON line.
+"""Many worker slots into one box, and the time of a start. A program that prints one JSON line.
 
     python -m benchmarks.slots --slots 16 --seconds 3 [--lane auto]
 
-Each slot's source sleeps 20 ms for a batch, so the sum of what the sources can do is known, and 64 of them want no more
-than two cores. Each batch says which slot it is from and which of that slot's it is: the order is checked at every
-batch. With one slot the start-up is what is looked at.
+Each slot's source sleeps 20 ms for a batch, so the sum of the sources' rates is known, and 64 of them need no more than
+two cores. Each batch holds its slot and its number there: the order is checked at every batch. One slot measures the
+start-up.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from benchmarks.processes import adopt_orphans, cpu_by_role, memory_by_role, rin
 from penstock.client import Appliance, DataExecutor, DataLoader
 
 PAUSE_S = 1.0
-"""Long enough for each source to fill its ring, at 20 ms a batch and at most 32 ring entries."""
+"""Seconds for each source to fill its ring, at 20 ms a batch and at most 32 ring entries."""
 WAIT_S = 0.002
-"""A `next()` that took longer had to wait for a source."""
+"""Duration of a `next()` above which it waited for a source."""
 
 
 class Order:
-    """Says of each batch whether it is the one that is due: slots in turn, each slot's batches in their order."""
+    """Check that each batch is the one that is due: slots in turn, each slot's batches in their order."""
 
     def __init__(self, slots: int) -> None:
         self.slots = slots
@@ -46,7 +46,7 @@ class Order:
 
 
 def one_source(seconds: float) -> float:
-    """Batches a second of one source, iterated in this process."""
+    """Return the batches a second of one source, iterated in this process."""
     batches, count = iter(Asleep(0)), 0
     started = time.perf_counter()
     while time.perf_counter() < started + seconds:
@@ -56,7 +56,7 @@ def one_source(seconds: float) -> float:
 
 
 def ready_batches(batches: Generator[Any, None, None], order: Order, rate: float) -> float:
-    """Return the number of batches that wait for a loop that has paused: those it then gets at once, less what was made
+    """Return the number of batches that wait for a loop that has paused: those it then gets at once, less those made
     meanwhile.
 
     rate: batches a second of all sources.
@@ -86,7 +86,7 @@ def run(slots: int, seconds: float, lane: str) -> dict[str, Any]:
         for batch in islice(batches, slots - 1):
             order.check(batch)
         last = time.perf_counter()
-        # What piled up while the slots were starting is no rate of theirs.
+        # Batches that piled up during the start do not count.
         until = time.perf_counter() + seconds / 4
         while time.perf_counter() < until:
             order.check(next(batches))
@@ -123,7 +123,7 @@ def run(slots: int, seconds: float, lane: str) -> dict[str, Any]:
 
 
 def _second_start(appliance: Appliance) -> float:
-    """Seconds from `iter` to the first batch of another loader, now that the daemons are up."""
+    """Return the seconds from `iter` to the first batch of another loader while the daemons run."""
     loader = DataLoader(asleep)
     started = time.perf_counter()
     batches = cast(Generator[Any, None, None], iter(DataExecutor(loader, appliance=appliance)))
@@ -137,7 +137,7 @@ def _second_start(appliance: Appliance) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--slots", type=int, default=16)
-    parser.add_argument("--seconds", type=float, default=3.0, help="of the span that the rate is taken over")
+    parser.add_argument("--seconds", type=float, default=3.0, help="seconds of the span of the rate")
     parser.add_argument("--lane", default="auto", help="auto or tcp")
     given = parser.parse_args()
     warnings.filterwarnings("ignore", message="'set_vital'")

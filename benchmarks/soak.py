@@ -2,12 +2,11 @@
 
     python -m benchmarks.soak [--batches 200000] [--lanes auto,tcp]
 
-Embedded, one worker slot, a dict of 20 leaves. Of each process of the tree: bytes of its own memory (RssAnon: what it
-allocated, rings and mapped files not counted) and open descriptors, after the first tenth and at the end; and the
+Embedded, one worker slot, a dict of 20 leaves. Measured for each process of the tree: bytes of its own memory (RssAnon:
+its allocations, without rings and mapped files) and open descriptors, after the first tenth and at the end; and the
 bytes of all files that they have open, rings too. Exits with 1 if a process grows by more than 1 byte a batch or by
-more than 1 descriptor, or the files by more than 1 byte a batch. The C library gives memory back
-in pages and when it likes, so runs much below 200,000 batches say little; tests/client/test_growth.py counts to the
-byte, within one process.
+more than 1 descriptor, or the files by more than 1 byte a batch. The C library returns memory in pages and late, so
+runs much below 200,000 batches show little; tests/client/test_growth.py counts to the byte, within one process.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ from penstock.client import Appliance, DataExecutor, DataLoader
 
 LEAVES = 20
 MOST_BYTES = 1.0
-"""A batch, of each process and of all files."""
+"""Largest growth in bytes a batch, of each process and of all files."""
 MOST_DESCRIPTORS = 1
 
 
 def source() -> Iterator[dict[str, torch.Tensor]]:
-    """The input_fn: the tensor objects are new for each batch, the memory is not."""
+    """Yield batches whose tensor objects are new each time, and whose memory is not."""
     leaves = {f"leaf{number}": torch.full((8, 4), number) for number in range(LEAVES)}
     while True:
         yield {name: leaf.view_as(leaf) for name, leaf in leaves.items()}
@@ -56,7 +55,7 @@ class Sample:
 def opened(pid: int) -> Iterator[os.stat_result]:
     """Yield the status of the files that a process has open."""
     for fd in os.listdir(f"/proc/{pid}/fd"):
-        with suppress(FileNotFoundError):  # that of this very listing
+        with suppress(FileNotFoundError):  # the descriptor of this listing
             yield os.stat(f"/proc/{pid}/fd/{fd}")
 
 
@@ -81,7 +80,7 @@ def sample(step: int) -> Sample:
 
 
 def soak(lane: Literal["auto", "tcp"], batches: int) -> bool:
-    """Run once, print what grew, and return whether that is within the limits."""
+    """Run once, print the growth, and return whether it is within the limits."""
     first, started = batches // 10, time.perf_counter()
     with (
         Appliance(num_workers_per_box=1, lane=lane) as appliance,
@@ -107,7 +106,7 @@ def soak(lane: Literal["auto", "tcp"], batches: int) -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batches", type=int, default=200_000, help="of each lane")
+    parser.add_argument("--batches", type=int, default=200_000, help="batches of each lane")
     parser.add_argument("--lanes", default="auto,tcp")
     options = parser.parse_args()
     fits = True

@@ -1,10 +1,10 @@
-"""The sources that ship beside torch's DataLoader and torchdata's StatefulDataLoader: reading, seeking, saving.
+"""Penstock's sources beside torch's DataLoader and torchdata's StatefulDataLoader: reading, seeking, saving.
 
     python -m benchmarks.sources [--rounds 5] [--quick] [--json FILE] [--write docs/benchmarks.md]
 
-One process, one run, the same data in memory; in each round everybody has one turn, and medians are reported. Ratios
-are of these medians. The peers are set up as their own documentation has it. IBM's rescalable layers are no package
-that can be installed; the packing is compared with the loop that one would write by hand instead.
+One process, one run, the same data in memory; in each round each reader has one turn, and medians are reported. Ratios
+are of these medians. The peers are set up as their documentation recommends. IBM's rescalable layers are not a package
+that can be installed; packing is compared with a hand-written loop instead.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ __all__ = ["Amounts", "figures", "main", "run", "sizes"]
 
 SHARDS = (1, 64)
 AT = 0.9
-"""Share of an epoch to seek to."""
+"""Share of an epoch at which the seek ends."""
 
 
 @dataclass(frozen=True)
 class Amounts:
-    """Amounts that are read."""
+    """Amounts of data that are read."""
 
     rows: int
     documents: int
     batches: int
-    """Batches of a turn; a quarter of them for packed lines."""
+    """Number of batches of a turn; a quarter of it for packed lines."""
     lengths: tuple[int, ...]
     """Lengths of the datasets to seek in."""
     theirs: int
-    """The longest one in which StatefulDataLoader seeks: it replays each index."""
+    """Longest dataset in which StatefulDataLoader seeks: it replays each index."""
     processes: tuple[int, ...] = (0, 2)
 
 
@@ -60,7 +60,7 @@ QUICK = Amounts(20_000, 200, 100, (10**6, 10**9), 10**6)
 
 
 def rate(make: Make, batches: int) -> float:
-    """Batches a second, from the second one on."""
+    """Return the batches a second, from the second one on."""
     iterator = iter(make())
     next(iterator)
     began = time.perf_counter()
@@ -69,8 +69,8 @@ def rate(make: Make, batches: int) -> float:
 
 
 def saving(make: Make, batches: int) -> dict[str, float]:
-    """Batches a second with a state behind each; and what the calls for the states took, as a share of the rest. By
-    itself that says more than the difference of two runs, of which one may have been in the way of something else."""
+    """Return the batches a second with a state after each; and the time of the calls for states, as a share of the
+    rest. That share is more reliable than the difference of two runs, which other load may disturb."""
     loader: Any = make()
     iterator = iter(loader)
     next(iterator)
@@ -91,7 +91,7 @@ def times(saved: dict[str, float], samples: int) -> dict[str, float]:
 
 
 def ours_seeks(length: int) -> float:
-    """Seconds from a state at 90% of a shuffled epoch to the batch behind it, the loader's making included."""
+    """Return the seconds from a state at 90% of a shuffled epoch to the next batch, construction included."""
     dataset = Numbers(length)
 
     def make() -> MapLoader:
@@ -106,8 +106,8 @@ def ours_seeks(length: int) -> float:
 
 
 def theirs_seeks(length: int) -> float:
-    """The same of StatefulDataLoader. The state is one of its own after one batch, whose count of samples is moved on:
-    walking there would take minutes, and loading it takes what it takes."""
+    """Return the same of StatefulDataLoader. Its state after one batch gets a larger count of samples: reading up to
+    there would take minutes, and the load takes as long as with a real one."""
     dataset = Numbers(length)
 
     def make() -> Any:
@@ -126,7 +126,7 @@ def theirs_seeks(length: int) -> float:
 
 
 def _moved(state: Any, batches: int) -> Any:
-    """Its state with the counts of batches and samples of a later place."""
+    """Return its state with the counts of batches and samples of a later position."""
     samples = batches * BATCH
     counts = {"_num_yielded": batches, "_sampler_iter_yielded": batches, "samples_yielded": samples, "yielded": samples}
     if isinstance(state, dict):
@@ -138,14 +138,14 @@ def _moved(state: Any, batches: int) -> Any:
 
 
 def size(state: Any) -> int:
-    """Bytes of a state as it would be saved."""
+    """Return the bytes of a state as it is saved."""
     file = io.BytesIO()
     torch.save(state, file)
     return len(file.getvalue())
 
 
 def figures(rows: Rows, texts: list[Any], amounts: Amounts) -> dict[str, Any]:
-    """Every figure once, ours and theirs in turn."""
+    """Measure every figure once, ours and theirs in turn."""
     found: dict[str, Any] = {"read": {}, "saved": {}, "seek": {}, "packed": {}}
     for processes in amounts.processes:
         makes = readers(rows, processes)
@@ -171,7 +171,7 @@ def figures(rows: Rows, texts: list[Any], amounts: Amounts) -> dict[str, Any]:
 
 
 def sizes(rows: Rows, texts: list[Any], processes: int) -> dict[str, int]:
-    """Bytes of the states in the middle of an epoch."""
+    """Return the bytes of the states in the middle of an epoch."""
     found = {}
     for name, make in readers(rows, processes).items():
         if name in ("Penstock", "StatefulDataLoader"):
@@ -186,7 +186,7 @@ def sizes(rows: Rows, texts: list[Any], processes: int) -> dict[str, int]:
 
 
 def run(amounts: Amounts, rounds: int) -> dict[str, Any]:
-    """All of it, as it is written to --json."""
+    """Run all rounds; return the results as written to --json."""
     torch.set_num_threads(1)
     rows, texts = Rows(amounts.rows), documents(amounts.documents)
     busy, load = busy_cores(1.0), os.getloadavg()[0]
@@ -212,7 +212,7 @@ def run(amounts: Amounts, rounds: int) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--quick", action="store_true", help="little of everything: shows that it runs")
+    parser.add_argument("--quick", action="store_true", help="small amounts, to see that it runs")
     parser.add_argument("--json", type=Path, help="file for all figures")
     parser.add_argument("--write", type=Path, help="document whose tables are replaced")
     arguments = parser.parse_args()

@@ -16,16 +16,16 @@ __all__ = ["BATCH", "LINE", "ByHand", "Make", "Numbers", "Rows", "documents", "p
 
 BATCH = 64
 LINE = 1024
-"""Tokens of a packed line."""
+"""Number of tokens of a packed line."""
 WINDOW = 256
-"""Lines that are shuffled with each other."""
+"""Number of lines that are shuffled with each other."""
 BOS, EOS = 1, 2
 
 Make = Callable[[], Iterable[Any]]
 
 
 class Rows(torch.utils.data.Dataset[torch.Tensor]):
-    """Rows of 32 numbers, ready in memory: what a loader costs shows best where reading costs nothing."""
+    """Dataset of rows of 32 numbers, ready in memory: a loader's cost shows best where reading is free."""
 
     def __init__(self, rows: int) -> None:
         self.rows = torch.arange(rows * 32).reshape(rows, 32)
@@ -38,7 +38,7 @@ class Rows(torch.utils.data.Dataset[torch.Tensor]):
 
 
 class Numbers(torch.utils.data.Dataset[int]):
-    """A dataset of any number of samples, each its own number."""
+    """Dataset of any number of samples, each its own number."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -51,7 +51,7 @@ class Numbers(torch.utils.data.Dataset[int]):
 
 
 def readers(dataset: torch.utils.data.Dataset[Any], processes: int) -> dict[str, Make]:
-    """A shuffled epoch in batches, by everyone."""
+    """Return a reader of a shuffled epoch in batches by each library."""
 
     def sampled(**settings: Any) -> Make:
         return lambda: torch.utils.data.DataLoader(dataset, BATCH, num_workers=processes, **settings)
@@ -78,14 +78,14 @@ def documents(count: int) -> list[np.ndarray[Any, np.dtype[np.int64]]]:
 
 
 def packed(texts: list[Any], shards: int) -> ShardLoader:
-    """Lines of LINE tokens in batches, without end."""
+    """Return an endless loader of lines of LINE tokens in batches."""
     chunks = Chunked(LogicalShards([texts], shards=shards, shuffle=True), length=LINE, bos=BOS, eos=EOS)
     lines = Packed(Repeated(chunks), length=LINE)
     return ShardLoader(WindowShuffled(lines, WINDOW // shards), batch_size=8, seed=1)
 
 
 class ByHand(torch.utils.data.IterableDataset[torch.Tensor]):
-    """A packing dataset as one would write it by hand: no state, no shards, no window."""
+    """Hand-written packing dataset: no state, no shards, no window."""
 
     def __init__(self, texts: list[Any]) -> None:
         self.texts = texts

@@ -1,4 +1,4 @@
-"""The run of benchmarks/sources.py as Markdown, and against what was promised."""
+"""Report of benchmarks/sources.py as Markdown, with verdicts on its targets."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _median(results: dict[str, Any], *path: str) -> float | None:
 
 
 def judge(results: dict[str, Any]) -> list[Verdict]:
-    """Each promise with its figure."""
+    """Return the verdict on each target."""
     seek = _median(results, "seek", LONG, "Penstock")
     verdicts = [
         Verdict("sources", "seek to 90% of 10^9 positions", f"< {SEEK_S * 1e3:.0f} ms", _ms(seek), _below(seek, SEEK_S))
@@ -68,7 +68,7 @@ def _times(value: float | None, other: float | None) -> str:
 
 
 def markdown(results: dict[str, Any]) -> str:
-    """Conditions, tables, targets."""
+    """Return conditions, tables and targets."""
     setting = "\n".join(f"- {line}" for line in conditions(results, f"{len(results['rounds'])} rounds"))
     parts = [setting, _read(results), _seek(results), _packed(results), _sizes(results)]
     rows = [[one.what, one.wanted, one.found, one.word] for one in judge(results)]

@@ -1,18 +1,18 @@
-"""Many jobs that are opened, or many boxes that save, at the same moment: do all of them get what they ask for?
+"""Many jobs that open, or many boxes that save, at the same moment: do all requests succeed?
 
     python -m benchmarks.storm [--jobs 50] [--timeout-s 120]
     python -m benchmarks.storm --save [--boxes 200] [--rounds 3] [--timeout-s 600]
 
-A coordinator and two daemons on this machine, with room for all. Each prints one JSON object, with the most processes
-and memory (PSS of all, MiB) at a time, the highest load, and what was lost.
+A coordinator and two daemons on this machine, with enough slots. Each prints one JSON object, with the most processes
+and memory (PSS of all, MiB) at a time, the highest load, and the losses.
 
-Jobs: each has a seed of its own, so each needs an interpreter of its own, and takes 20 batches. Prints how many ran,
+Jobs: each has a seed of its own, so each needs an interpreter of its own, and takes 20 batches. Prints their number,
 and seconds to their first batches (median, longest). Ends with 1 if a job failed, or a slot or a worker was lost.
 
 Saves: one job of so many boxes with one worker each. After every few steps all boxes call `state_dict()` at once, at a
 step that was not announced, and after the last round once more at one that was. Prints seconds from the call to the
-state by round (median, longest), and whether batches and states are those that they must be. Ends with 1 if they are
-not, a box failed, a worker missed its lease, or a slot moved.
+state by round (median, longest), and whether batches and states are correct. Ends with 1 if they are not, a box failed,
+a worker missed its lease, or a slot moved.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from penstock.proto.state.assignment import current_assignment
 __all__ = ["boxes_batches", "main"]
 
 STEPS = 20
-"""Batches of each job."""
+"""Number of batches of each job."""
 BETWEEN = 7
-"""Steps from one save of all boxes to the next."""
+"""Number of steps from one save of all boxes to the next."""
 LOST = ("worker lost", "slot lost", "slot moved")
 """Kinds of events that must not be among the coordinator's newest."""
 APART = 10**6
@@ -53,7 +53,7 @@ APART = 10**6
 
 
 def _job(fleet: Fleet, number: int, timeout_s: float, together: threading.Barrier) -> float:
-    """Seconds until its first batch."""
+    """Run a job; return the seconds until its first batch."""
     name = f"storm{number}"
     appliance = Appliance(
         fleet.address, job=name, token=fleet.token, seed=number, num_boxes=1, box=0, timeout_s=timeout_s
@@ -70,7 +70,7 @@ def _job(fleet: Fleet, number: int, timeout_s: float, together: threading.Barrie
 
 
 class Numbered(Slow):
-    """Numbers that tell the box and the step."""
+    """Source of numbers that encode the box and the step."""
 
     def __iter__(self) -> Iterator[int]:
         first = APART * current_assignment().box
@@ -78,7 +78,7 @@ class Numbered(Slow):
 
 
 def boxes_batches() -> Numbered:
-    """The input_fn of boxes that save."""
+    """Return the loader of boxes that save."""
     return Numbered()
 
 
@@ -88,7 +88,7 @@ class Savers:
     def __init__(self, fleet: Fleet, boxes: int, rounds: int, timeout_s: float) -> None:
         self._fleet, self._boxes, self._timeout_s = fleet, boxes, timeout_s
         self.steps = [BETWEEN * (number + 1) for number in range(rounds + 1)]
-        """Steps at which they save; the last one is announced."""
+        """Steps of the saves; the last one is announced."""
         self._together = threading.Barrier(boxes)
         self._lock = threading.Lock()
         self.seconds: dict[int, list[float]] = {step: [] for step in self.steps}
@@ -96,7 +96,7 @@ class Savers:
         self.firsts: list[float] = []
         """Seconds until each box's first batch."""
         self.wrong: list[str] = []
-        """Batches that are others than they should be."""
+        """Descriptions of wrong batches."""
 
     def run(self, box: int) -> None:
         """Run one box from its start to its end."""
@@ -155,7 +155,7 @@ def _watch(peaks: dict[str, float], over: threading.Event) -> None:
 
 @contextlib.contextmanager
 def _fleet(slots: int, found: dict[str, Any]) -> Iterator[Fleet]:
-    """Two daemons with so many slots each; at its end, what it cost and what was lost of it is in `found`."""
+    """Run two daemons with so many slots each; at the end `found` has their cost and losses."""
     with tempfile.TemporaryDirectory() as folder, contextlib.closing(Fleet(folder, slots=slots)) as fleet:
         peaks: dict[str, float] = {}
         over = threading.Event()
@@ -221,7 +221,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3, help="with --save: saves at steps that were not announced")
     parser.add_argument("--timeout-s", type=float, help="120, or 600 with --save")
     options = parser.parse_args()
-    warnings.simplefilter("ignore", UserWarning)  # of recoveries: they are counted
+    warnings.simplefilter("ignore", UserWarning)  # recoveries warn, and are counted
     if options.save:
         found = save(options.boxes, options.rounds, options.timeout_s or 600.0)
         good = found["batches_equal"] and found["states_equal"] and not found["failures"]
@@ -233,7 +233,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    # By its own name, for workers import the input from there.
+    # By its own name, because workers import the input from there.
     from benchmarks import storm
 
     sys.exit(storm.main())

@@ -2,10 +2,10 @@
 
     python -m benchmarks.streaming --peers DIR [--rounds 3] [--quick] [--json FILE]
 
-One run, one machine, the same data: MDS datasets written once by ours and read by both, litdata's own format written
-by itself. Each reader is a process of its own (benchmarks/streaming_player.py), and they take turns within each round;
-medians over the rounds are reported, and ratios of them. That all read the same values is checked by a checksum of
-every byte. What a start costs is asked of a fresh process each time. `--write` puts the tables into a document.
+One run, one machine, the same data: MDS datasets written once by Penstock and read by both, litdata's own format
+written by itself. Each reader is a process of its own (benchmarks/streaming_player.py), and they take turns within each
+round; medians over the rounds are reported, and ratios of them. A checksum verifies that all read the same values, over
+every byte. The cost of a start is measured in a new process each time. `--write` puts the tables into a document.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from benchmarks.streaming_report import BEGIN, END, FLOORS, LITDATA, MOSAIC, OUR
 __all__ = ["Players", "Size", "figures", "main", "run"]
 
 ANSWER_S = 90.0
-"""Seconds for one request."""
+"""Deadline of one request, in seconds."""
 DELAY_S = 0.02
 SHAPES = {"samples": 0, "batches": 0, "workers": 2}
 """Way of reading an epoch -> number of worker processes."""
@@ -64,11 +64,11 @@ class Size:
     big_shards: int
     big_per_shard: int
     theirs: tuple[int, ...]
-    """Samples whose order mosaicml-streaming computes."""
+    """Number of samples whose order mosaicml-streaming computes."""
     quality_shards: int
     quality_per_shard: int
     at_least_s: float = 0.4
-    """Seconds of a rate's span."""
+    """Span of a rate, in seconds."""
 
 
 FULL = Size(tuple(KINDS.values()), TINY, 10_000, 100_000, (1_000_000, 10_000_000, 100_000_000), 1000, 1000)
@@ -76,13 +76,13 @@ QUICK = Size(tuple(kind.fewer(50) for kind in KINDS.values()), TINY.fewer(100), 
 
 
 class Players:
-    """The readers that are there, each started once, and fresh ones."""
+    """Available readers, each started once, and new ones for starts."""
 
     def __init__(self, peers: Path | None, logs: Path) -> None:
         self._peers, self._logs = peers, logs
         self.failures: list[str] = []
         self.missing: dict[str, str] = {}
-        """Reader -> why."""
+        """Reader -> reason why it is missing."""
         self.versions: dict[str, dict[str, str]] = {}
         self._players: dict[str, Player] = {}
         for name, mode in MODES.items():
@@ -106,7 +106,7 @@ class Players:
         return Player(mode, self._python(mode), self._logs / f"{'-'.join(mode.command)}.log")
 
     def ask(self, name: str, **request: Any) -> dict[str, Any] | None:
-        """The answer; None if there is none, which `failures` explain."""
+        """Send a request; return the answer, or None with the reason in `failures`."""
         player = self._players.get(name)
         if player is None:
             return None
@@ -119,7 +119,7 @@ class Players:
             return None
 
     def ask_fresh(self, name: str, **request: Any) -> dict[str, Any] | None:
-        """Measure a process that has only imported."""
+        """Send a request to a new process that has only imported."""
         if name not in self._players:
             return None
         player = self._start(MODES[name])
@@ -171,7 +171,7 @@ class Bench:
         return [name for name in there if kind.column != "image" or name not in NO_IMAGES]
 
     def prepare(self) -> None:
-        """Write all data, and see to it that all read the same."""
+        """Write all data, and verify that all readers read the same."""
         for kind in (*self._size.kinds, self._size.tiny):
             for name in {OURS, LITDATA} & set(self._readers(kind)):
                 if name == OURS or kind.name not in ("cold", TINY.name):
@@ -290,7 +290,7 @@ class Bench:
 
 
 def _warm(folder: Path) -> None:
-    """All of it into the page cache: between two turns the kernel may have taken it out again."""
+    """Read all of it into the page cache: the kernel may have evicted it between two turns."""
     for path in filter(Path.is_file, folder.iterdir()):
         with path.open("rb", buffering=0) as file:
             while file.read(1 << 20):
@@ -344,7 +344,7 @@ def run(size: Size, rounds: int, peers: Path | None, command: str) -> dict[str, 
         finally:
             players.close()
     took = time.monotonic() - started
-    spent = cpu_s(os.getpid()) - own  # of those that have ended and were waited for too
+    spent = cpu_s(os.getpid()) - own  # including ended children that were waited for
     return {
         **found,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
@@ -357,13 +357,13 @@ def run(size: Size, rounds: int, peers: Path | None, command: str) -> dict[str, 
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Exit status 1 if something failed; a missed target is told and changes nothing."""
+    """Return 1 if a measurement failed; a missed target is reported without effect on the status."""
     parser = argparse.ArgumentParser("python -m benchmarks.streaming", description=__doc__.partition("\n")[0])
     parser.add_argument("--peers", type=Path, help="folder of the peers' environments")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--quick", action="store_true", help="small data: does it run?")
+    parser.add_argument("--quick", action="store_true", help="small data, to see that it runs")
     parser.add_argument("--json", type=Path, help="file for all figures")
-    parser.add_argument("--write", type=Path, help="put the tables into this document too")
+    parser.add_argument("--write", type=Path, help="also put the tables into this document")
     options = parser.parse_args(given)
     command = f"python -m benchmarks.streaming --rounds {options.rounds}{' --quick' if options.quick else ''}"
     results = run(QUICK if options.quick else FULL, options.rounds, options.peers, command)

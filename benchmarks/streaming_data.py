@@ -1,6 +1,6 @@
-"""The datasets of the benchmark of streaming datasets, and what is done with a sample: the same for all who read them.
+"""Datasets of the benchmark of streaming datasets, and the use of a sample: the same for all readers.
 
-Values are a function of the sample's number, so whoever writes them in a format of his own writes the same ones. Runs
+Values are a function of the sample's number, so that each writer writes the same ones in its own format. It runs
 in the peers' environments too: numpy, torch and Pillow only.
 """
 
@@ -24,20 +24,20 @@ BATCH = 32
 
 @dataclass(frozen=True)
 class Kind:
-    """A dataset. `column`: what a sample has besides its number."""
+    """Kind of dataset. `column`: name of the value in a sample, besides its number."""
 
     name: str
     column: str
     encoding: str
     samples: int
     nbytes: int
-    """Bytes of a value, approximately."""
+    """Size of a value in bytes, approximately."""
     shard_bytes: int
     value: Callable[[int], Any]
 
     @property
     def columns(self) -> dict[str, str]:
-        """Column -> MDS encoding."""
+        """Return column -> MDS encoding."""
         return {"number": "int", **({self.column: self.encoding} if self.column else {})}
 
     def sample(self, number: int) -> dict[str, Any]:
@@ -64,7 +64,8 @@ def _tokens(number: int) -> Any:
 
 
 def _image(number: int) -> Any:
-    """Read from a JPEG in memory. Smooth: noise would take three times as long to decode as a photograph does."""
+    """Return an image read from a JPEG in memory. It is smooth: noise takes three times as long to decode as a
+    photograph."""
     small = np.random.default_rng(number).integers(0, 256, (8, 8, 3), np.uint8)
     out = BytesIO()
     Image.fromarray(small).resize((64, 64), Image.Resampling.BICUBIC).save(out, "JPEG")
@@ -78,17 +79,17 @@ KINDS = {
         Kind("64 KiB", "data", "bytes", 2_000, 64 << 10, 16 << 20, _noise(64 << 10)),
         Kind("tokens", "tokens", "ndarray:int32:2049", 16_000, 4 * 2049, 16 << 20, _tokens),
         Kind("JPEG", "image", "jpeg", 8_000, 1_200, 1 << 20, _image),
-        # What is read from a server: 50 shards.
+        # Read from a server: 50 shards.
         Kind("cold", "data", "bytes", 50_000, 1 << 10, 1 << 20, _noise(1 << 10)),
     )
 }
 
 TINY = Kind("tiny", "", "", 1_000_000, 8, 4 + 4 * 1001 + 8 * 1000 + 400, lambda number: number)
-"""An epoch to resume in: 1,000 shards of about 1,000 samples."""
+"""Dataset in which an epoch is resumed: 1,000 shards of about 1,000 samples."""
 
 
 def look_at(sample: dict[str, Any]) -> None:
-    """An image is decoded when somebody asks for its pixels; everything else is there."""
+    """Decode an image, which happens when its pixels are read; all else is decoded already."""
     np.asarray(sample["image"])
 
 
@@ -99,7 +100,7 @@ def collate(samples: list[dict[str, Any]]) -> Any:
 
 
 def value_checksum(samples: Iterable[dict[str, Any]]) -> tuple[int, int]:
-    """(samples, checksum of all bytes of all values), whatever the order."""
+    """Return (samples, checksum of all bytes of all values), independent of the order."""
     count = total = 0
     for sample in samples:
         check = zlib.crc32(int(sample["number"]).to_bytes(8, "little"))

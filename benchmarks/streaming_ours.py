@@ -1,9 +1,9 @@
-"""Penstock's streaming datasets as a reader, and what no reader in Python can be faster than.
+"""Penstock's streaming datasets as a reader, and floors that no reader in Python can exceed.
 
     python -m benchmarks.streaming_ours ours|pread|memcpy
 
-`pread` reads the bytes of each sample out of the page cache in the order of ours, and makes nothing of them but of an
-image, which Pillow decodes; `memcpy` copies as many from one place in memory to another.
+`pread` reads the bytes of each sample from the page cache in Penstock's order, and decodes only images, with
+Pillow; `memcpy` copies as many bytes from memory to memory.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _order(shards: int, per_shard: int, block: int | None) -> ShardedOrder:
 
 
 def _order_cost(shards: int, per_shard: int, position: int) -> dict[str, Any]:
-    """Measure making the order and finding a batch of it: seconds, then the growth of Python's and numpy's memory."""
+    """Measure creating the order and finding a batch in it: seconds, then the growth of Python's and numpy's memory."""
     before, started = memory_mib("VmRSS"), time.perf_counter()
     order = _order(shards, per_shard, 1 << 18)
     order.ids(0, np.arange(position, position + BATCH))
@@ -102,7 +102,7 @@ def _order_cost(shards: int, per_shard: int, position: int) -> dict[str, Any]:
 
 
 def _write_synthetic(folder: Path, shards: int, per_shard: int) -> None:
-    """A dataset of so many equal shards: each is another name of one file."""
+    """Write a dataset of so many equal shards: each is another name of one file."""
     one = folder / "one"
     with MDSWriter(one, TINY.columns, size_limit=None) as writer:
         for number in range(per_shard):
@@ -119,7 +119,7 @@ def _write_synthetic(folder: Path, shards: int, per_shard: int) -> None:
 
 
 def _download(remote: str) -> dict[str, Any]:
-    """All shards by one plain client over one connection, one after the other: the server's bandwidth."""
+    """Download all shards with one plain client over one connection, one after the other: the server's bandwidth."""
     url = urlsplit(remote)
     started, size, samples = time.perf_counter(), 0, 0
     connection = http.client.HTTPConnection(url.netloc)
@@ -148,7 +148,7 @@ class Floor(Reader):
 
 
 def _places(folder: Path, *, shuffle: bool) -> list[tuple[Path, int, int]]:
-    """(file, bytes, where they begin) of each sample in the order of an epoch of ours."""
+    """Return (file, bytes, offset) of each sample in the order of a Penstock epoch."""
     places, counts = [], []
     for shard in json.loads((folder / "index.json").read_bytes())["shards"]:
         path, count = folder / shard["raw_data"]["basename"], shard["samples"]
@@ -176,7 +176,8 @@ def _image(sample: bytes) -> dict[str, Any]:
 
 
 def _copies(sizes: list[int]) -> Iterator[int]:
-    """Sources lie apart, so that they come from memory and not from a cache, as a file's pages do."""
+    """Yield copies whose sources lie apart, so that they come from memory and not from a cache, as a file's pages
+    do."""
     source, target = memoryview(bytes(256 << 20)), memoryview(bytearray(1 << 20))
     begin = 0
     for size in sizes:

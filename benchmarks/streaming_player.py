@@ -1,6 +1,6 @@
-"""Requests to a reader of streaming datasets, and their timing: the same for ours and for the peers'.
+"""Requests to a reader of streaming datasets, and their timing: the same for Penstock and for the peers.
 
-A player is a process (see benchmarks/modes.py) that answers requests, one a line. What is measured:
+A player is a process (see benchmarks/modes.py) that answers requests, one a line. Measurements:
 
     rate    samples/s of warm epochs: the first tenth of each is the warm-up, the clock stops at its last sample
     cold    seconds of a whole epoch, from opening the dataset, with nothing in the local folder
@@ -34,7 +34,7 @@ __all__ = ["Reader", "answer_of", "memory_mib", "play"]
 WARM_SHARE = 10
 """Share of samples for the warm-up: one in this many."""
 LONGEST_S = 3.0
-"""Seconds for the epochs of one rate, with their openings, unless one epoch takes longer."""
+"""Limit of the epochs of one rate with their openings, in seconds, unless one epoch takes longer."""
 LARGE_BYTES = 24 << 20
 
 
@@ -42,18 +42,18 @@ class Reader(ABC):
     packages: Sequence[str] = ()
     """Packages whose versions are reported."""
     decodes = True
-    """Else it gives bytes of samples, and not their values."""
+    """Flag: it yields values of samples; otherwise their bytes."""
 
     @abstractmethod
     def samples(self, kind: str, folder: str, *, shuffle: bool) -> Iterator[dict[str, Any]]:
-        """An epoch of local data out of the dataset's iterator, in this process."""
+        """Return an epoch of local data from the dataset's iterator, in this process."""
 
     @abstractmethod
     def batches(self, kind: str, folder: str, *, shuffle: bool, workers: int, remote: str = "") -> Iterable[Any]:
-        """An epoch in batches of BATCH, collated. `remote`: where the data lie, to be kept in `folder`."""
+        """Return an epoch in collated batches of BATCH. `remote`: source of the data, which are cached in `folder`."""
 
     def write(self, kind: str, folder: str, samples: int) -> None:
-        """The dataset in the reader's own format, where that is not MDS."""
+        """Write the dataset in the reader's own format, where that is not MDS."""
         raise NotImplementedError
 
     def first_batch(self, folder: str, position: int) -> Any:
@@ -66,7 +66,7 @@ class Reader(ABC):
 
 
 def memory_mib(key: str) -> float:
-    """VmRSS or VmHWM of this process."""
+    """Return VmRSS or VmHWM of this process."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{key}:"):
             return int(line.split()[1]) / 1024
@@ -85,7 +85,7 @@ def _rate(items: Iterator[Any], total: int, size: int) -> dict[str, Any]:
     for item in islice(items, warm):  # noqa: B007
         pass
     started = time.perf_counter()
-    for item in islice(items, expected - warm):  # noqa: B007  # held until the next one is there, as a loop does
+    for item in islice(items, expected - warm):  # noqa: B007  # held until the next one comes, as a loop does
         pass
     seconds = time.perf_counter() - started
     if size > 1 and _size(item) != (total - 1) % size + 1:
@@ -103,7 +103,7 @@ def _epochs(reader: Reader, request: dict[str, Any]) -> dict[str, Any]:
         answer = {name: answer[name] + found[name] for name in answer}
         if answer["seconds"] >= request["at_least_s"] or time.perf_counter() - begun > LONGEST_S:
             return answer
-        gc.collect()  # an epoch that is read may be held by a cycle, and some readers cannot be opened twice at a time
+        gc.collect()  # a finished epoch may be held by a cycle, and some readers cannot be opened twice at a time
 
 
 def _epoch(reader: Reader, request: dict[str, Any]) -> dict[str, Any]:
@@ -159,10 +159,10 @@ def answer_of(reader: Reader, request: dict[str, Any]) -> dict[str, Any]:
 def play(reader: Reader) -> None:
     """Answer requests until standard input ends."""
     torch.set_num_threads(1)
-    # Until a process has freed a large block, the C library gives each freed batch back to the kernel, and takes it
+    # Until a process has freed a large block, the C library returns each freed batch to the kernel, and allocates it
     # anew page by page (samples of 64 KiB: a fifth of the rate). A training process has freed one.
     np.empty(LARGE_BYTES, np.uint8)
-    # Libraries print to standard output, and so do processes that they start: the answers take a copy of it.
+    # Libraries and their processes print to standard output: it stays theirs, and answers use a copy.
     with os.fdopen(os.dup(1), "w") as answers:
         os.dup2(2, 1)
         for line in sys.stdin:

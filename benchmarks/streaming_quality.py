@@ -1,7 +1,7 @@
 """Quality of a shuffled order, and its cost, in numbers.
 
 `order[p]` is the sample at position p; sample i lies in shard i // per_shard. Every figure is 1 for a permutation drawn
-uniformly from all, but for what is said of it.
+uniformly from all, unless its description says otherwise.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import numpy.typing as npt
 __all__ = ["Quality", "quality"]
 
 WINDOW = 256
-"""Samples: a large global batch."""
+"""Window in samples: a large global batch."""
 BINS = 20
-"""Parts of an epoch, for the chi-square."""
+"""Number of parts of an epoch, for the chi-square."""
 
 
 @dataclass(frozen=True)
@@ -26,21 +26,21 @@ class Quality:
     displacement: float
     """Mean of |position - sample| / samples; a third if uniform."""
     neighbours: float
-    """P(two consecutive samples are from one shard) over the same for uniform."""
+    """Ratio of P(two consecutive samples are from one shard) to that of a uniform order."""
     window_shards: float
     """Mean number of shards in WINDOW consecutive samples over its expectation."""
     chi_square: float
-    """Mean over the shards of how unevenly their samples lie in BINS parts of the epoch, over its degrees of
+    """Mean chi-square over the shards of their samples in BINS parts of the epoch, over its degrees of
     freedom."""
     most_in_use: float
-    """Shards between their first and their last sample at the worst moment, over all shards: what a cache must hold
-    so that none is fetched twice. All but 1 if uniform."""
+    """Largest number of shards between their first and their last sample, over all shards: the size of a cache
+    in which none is downloaded twice. All but 1 if uniform."""
     mean_in_use: float
-    """The same on average."""
+    """Mean of the same."""
 
 
 def quality(order: npt.NDArray[np.int64], shards: int, per_shard: int) -> Quality:
-    """Raises ValueError if the order is no permutation."""
+    """Return the quality of an order. Raises ValueError if it is no permutation."""
     samples = shards * per_shard
     positions = np.full(samples, -1, np.int64)
     positions[order] = np.arange(samples)
@@ -71,7 +71,7 @@ def _window_shards(shard_at: Any, shards: int, per_shard: int) -> float:
     windows = np.sort(shard_at[: samples // WINDOW * WINDOW].reshape(-1, WINDOW), axis=1)
     found = (np.diff(windows, axis=1) != 0).sum(axis=1).mean() + 1
 
-    def ways(of: int) -> float:  # log of (of choose WINDOW), without what cancels
+    def ways(of: int) -> float:  # log of (of choose WINDOW), without the terms that cancel
         return lgamma(of + 1) - lgamma(of - WINDOW + 1)
 
     missed = exp(ways(samples - per_shard) - ways(samples))

@@ -1,4 +1,4 @@
-"""The run of benchmarks/streaming.py as Markdown, and against what was promised."""
+"""Report of benchmarks/streaming.py as Markdown, with verdicts on its targets."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def judge(results: dict[str, Any]) -> list[Verdict]:
             found = ratio(by_reader[OURS], by_reader.get(MOSAIC, []))
             verdicts.append(_verdict(f"{case}, to {MOSAIC}", WARM_TARGET, found, "{:.1f}x"))
     for size, records in _by_size(results["start"]).items():
-        # The least of the rounds: other programs only ever make it longer.
+        # The least of the rounds: other programs only make it longer.
         known = [min(times) for found in records if (times := values(found, lambda record: record["seconds"]))]
         flat = max(known) / min(known) if len(known) > 1 else None
         what = f"first batch of {size} samples: slowest position to fastest"
@@ -194,7 +194,7 @@ def judge(results: dict[str, Any]) -> list[Verdict]:
 
 
 def _by_size(start: dict[str, Any]) -> dict[str, list[Records]]:
-    """Ours, at all positions."""
+    """Return our records by size, at all positions."""
     found: dict[str, list[Records]] = {}
     for case, by_reader in start.items():
         found.setdefault(case.partition(" samples")[0], []).append(by_reader[OURS])
@@ -208,7 +208,7 @@ def _verdict(what: str, wanted: float, found: float | None, shape: str, *, at_mo
 
 
 def same_values(checks: Iterable[tuple[str, dict[str, Any]]]) -> tuple[str, list[str]]:
-    """(what is the same for all who answered, failures)."""
+    """Return (description of the values that all answers share, failures)."""
     found = list(checks)
     counts = {(record["samples"], record["checksum"]) for _, record in found}
     names = ", ".join(name for name, _ in found)

@@ -1,10 +1,10 @@
-"""A folder over HTTP, from a process of its own; optionally far away.
+"""HTTP server of a folder, in a process of its own; optionally with a delay.
 
     python -m benchmarks.streaming_server FOLDER [--delay SECONDS]
 
-Prints its port and serves until standard input ends. A delay epochs before each answer, as the way to a store in
-another place takes; connections are kept. An S3 client that asks for path-style addresses gets what it needs too, since
-reading an object is GET, and HEAD before it.
+Prints its port and serves until standard input ends. With a delay it waits before each answer, as for a store in
+another region; connections are kept. An S3 client with path-style addresses can use it too, because reading an object
+is GET, and HEAD before it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["Folder"]
 
 class Folder(SimpleHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    # A head and a body in two packets would wait for each other's acknowledgement.
+    # Header and body in two packets would wait for each other's acknowledgement.
     wbufsize = 1 << 16
     disable_nagle_algorithm = True
 

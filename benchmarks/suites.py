@@ -1,7 +1,7 @@
-"""The suites: who is measured with what, in which order.
+"""Suites: the modes, the cases, and their order.
 
-In each round the compared modes take their turns one after the other, and each round begins with another of them, so
-that what the machine does besides falls on all alike. A figure is None where a mode could not be measured.
+In each round the compared modes take turns, and each round begins with another of them, so that other load of the
+machine affects all alike. A figure is None where a mode could not be measured.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from benchmarks.modes import ALONE, DATALOADER, MODES, PENSTOCK, ROOT, STATEFUL,
 __all__ = ["SUITES", "Figures", "Plan", "path", "slots", "slow", "snapshots", "startup"]
 
 Figures = dict[str, dict[str, list[dict[str, Any] | None]]]
-"""Case -> mode -> what was measured in each round."""
+"""Case -> mode -> measurements of each round."""
 SLOTS_DEADLINE_S = 120.0
 
 
@@ -30,10 +30,10 @@ class Plan:
 
     rounds: int = 3
     state_rounds: int = 5
-    """Rounds of the suite of snapshots, where a loss of 5% must be distinguished from noise."""
+    """Number of rounds of the suite of snapshots, where a loss of 5% must be distinguished from noise."""
     times: Times = field(default_factory=Times)
     slow_spans: int = 2
-    """The suite of slow sources takes so many spans together, for at 500 batches a second one is short."""
+    """Number of spans that the suite of slow sources joins, because one is short at 500 batches a second."""
     slots: tuple[int, ...] = (16, 64)
     slots_s: float = 3.0
 
@@ -43,13 +43,13 @@ def say(text: str) -> None:
 
 
 def turns(round_: int, names: Sequence[str]) -> list[str]:
-    """The order of a round: each begins with the next."""
+    """Return the order of a round: each begins with the next mode."""
     first = round_ % len(names)
     return [*names[first:], *names[:first]]
 
 
 def path(stage: Stage, plan: Plan) -> Figures:
-    """Every mode with ready batches of every size."""
+    """Measure every mode with ready batches of every size."""
     names = [name for name in MODES if name != ALONE]
     stage.start(names)
     figures: Figures = {}
@@ -66,7 +66,7 @@ def path(stage: Stage, plan: Plan) -> Figures:
 
 
 def _with_slots(case: Case, record: dict[str, Any]) -> Case:
-    """The case with as many slots as Penstock's ring has for it; its largest ring is the one in use."""
+    """Return the case with the number of entries of Penstock's ring; its largest ring is the one in use."""
     slots = max(record["rings"], default=0) // case.nbytes
     return replace(case, slots=slots) if slots else case
 
@@ -90,9 +90,9 @@ def slow(stage: Stage, plan: Plan) -> Figures:
 
 
 def snapshots(stage: Stage, plan: Plan, folder: Path) -> Figures:
-    """Sources with and without a state, through Penstock; some of them through StatefulDataLoader beside it.
+    """Measure sources with and without a state, through Penstock; some also through StatefulDataLoader.
 
-    folder: for the file that sources count their states in.
+    folder: for the file in which sources count their states.
     """
     stage.start([PENSTOCK, STATEFUL])
     pairs = [(PENSTOCK, case) for case in SNAPSHOTS]
@@ -125,7 +125,7 @@ def _slots_once(slots: int, seconds: float, failures: list[str]) -> dict[str, An
 
 
 def slots(stage: Stage, plan: Plan) -> dict[str, list[dict[str, Any] | None]]:
-    """Number of slots -> what was found in each round."""
+    """Return number of slots -> results of each round."""
     figures: dict[str, list[dict[str, Any] | None]] = {str(count): [] for count in plan.slots}
     for round_ in range(plan.rounds):
         say(f"slots: round {round_ + 1} of {plan.rounds}")

@@ -1,7 +1,7 @@
-"""Targets, and whether they were met: each target with the figure that answers it.
+"""Targets and verdicts: each target with its figure.
 
-A target that cannot be answered, because a peer is missing or failed, is told as such; one that is missed is told with
-its figure. Neither is ever left out.
+A target without a figure, because a peer is missing or failed, is reported as such; a missed one is reported with
+its figure. Neither is left out.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Target:
     what: str
     wanted: float
     find: Callable[[Any], float | None]
-    """Function from the suite's figures to the one that answers."""
+    """Function from the suite's figures to the target's figure."""
     shape: str = "{:,.0f}/s"
     """Format of the figure."""
     at_most: bool = False
@@ -38,7 +38,7 @@ class Verdict:
     wanted: str
     found: str
     met: bool | None
-    """None: it could not be measured."""
+    """Whether the target is met; None: it could not be measured."""
 
     @property
     def word(self) -> str:
@@ -58,7 +58,7 @@ def _times(case: str, mode: str, other: str, wanted: float, shape: str = "{:.2f}
 
 
 def _receiver(case: str) -> Target:
-    """Processor time of the training host's side: the training process and its receiver."""
+    """Return the target on the processor time of the training host: the training process and its receiver."""
     of = cpu_us(RECEIVING)
     what = f"{TCP}, {case}, receiver's processor time per GB, to raw TCP's receiver"
     return Target("path", what, 1.5, lambda f: ratio(f, (case, TCP), (case, RAW_TCP), of), RATIO, at_most=True)
@@ -129,7 +129,7 @@ TARGETS = (
 
 
 def judge(results: Results) -> list[Verdict]:
-    """A verdict on each target of the suites that were run."""
+    """Return a verdict on each target of the suites that were run."""
     verdicts = []
     for target in TARGETS:
         if target.suite not in results:

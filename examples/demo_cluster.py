@@ -1,4 +1,4 @@
-"""The processes of a demo: coordinator, worker daemons, and a training process for each box.
+"""Processes of a demo: coordinator, worker daemons, and a training process for each box.
 
 An operator starts these with `penstock coordinator`, `penstock worker` and torchrun; here one program starts them all,
 so that it can kill some.
@@ -23,31 +23,33 @@ from typing import Any
 __all__ = ["Cluster", "DemoError", "Step", "free_port", "read_log"]
 
 EXAMPLES = Path(__file__).resolve().parent
-START_S = 300.0  # until a daemon is up, or a training has made its first step
-STALLED_S = 120.0  # from one step to the next, or to the end: a slow machine may take long, and must get on
+START_S = 300.0  # deadline of a daemon's start, or of a training's first step
+STALLED_S = (
+    120.0  # deadline from one step to the next, or to the end: a slow machine may take long, but must make progress
+)
 
 Step = dict[str, Any]
-"""A line of a box's log."""
+"""Line of a box's log."""
 
 
 class DemoError(Exception):
-    """Something did not come up, did not end well, or did not end in time."""
+    """Error of a process that did not start, failed, or did not end in time."""
 
 
 class Cluster:
-    """Starts processes; what they print goes to `out`."""
+    """Processes of a demo; their output goes to `out`."""
 
     def __init__(self, out: Path) -> None:
         self.out = out
         self._daemons: list[str] = []
         ours = ("PENSTOCK_", "TORCHELASTIC_")
         kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
-        # The token is nowhere but in the environment: command lines can be read by everyone on the machine.
+        # The token is only in the environment: every user of the machine can read command lines.
         self.environment = {**kept, "PYTHONPATH": str(EXAMPLES), "PENSTOCK_TOKEN": secrets.token_urlsafe(24)}
 
     @contextlib.contextmanager
     def daemons(self, allow: str, slots: int) -> Iterator[None]:
-        """A coordinator on a free port, and two worker daemons with so many slots each that may run `allow`."""
+        """Run a coordinator on a free port, and two worker daemons with so many slots each that may run `allow`."""
         with contextlib.ExitStack() as stack:
             parent_watch = ["--parent-pid", str(os.getpid())]
             books = ["--listen", "127.0.0.1:0", "--state-dir", str(self.out / "coordinator")]
@@ -59,7 +61,7 @@ class Cluster:
             yield
 
     def _daemon(self, stack: contextlib.ExitStack, name: str, *command: str) -> str:
-        """Start a daemon, to be stopped with the stack; returns the line that it writes when it is up."""
+        """Start a daemon that the stack stops; return the line that it prints when it is ready."""
         read, write = os.pipe()
         self._daemons.append(name)
         process = self._start(name, *command, "--ready-fd", str(write), pass_fds=(write,))
@@ -75,7 +77,7 @@ class Cluster:
     def _start(
         self, name: str, *command: str, pass_fds: tuple[int, ...] = (), env: dict[str, str] | None = None
     ) -> subprocess.Popen[bytes]:
-        """Run a Python module; what it prints goes to a file."""
+        """Start a Python module; its output goes to a file."""
         with open(self.out / f"{name}.log", "wb") as log:
             return subprocess.Popen(
                 [sys.executable, "-m", *command],
@@ -97,7 +99,7 @@ class Cluster:
         kill_when: Callable[[], bool] | None = None,
         env: dict[str, str],
     ) -> None:
-        """Run a training module on all boxes, as torchrun would, to its end or until `kill_when`."""
+        """Run a training module on all boxes, as torchrun does, to its end or until `kill_when`."""
         print(f"running {title}", flush=True)
         shared = {
             "PENSTOCK_NUM_WORKERS_PER_BOX": str(workers),
@@ -139,11 +141,11 @@ class Cluster:
             raise DemoError(f"{title}: the boxes ended with {statuses}, not {expected}:\n{self._last_words(*names)}")
 
     def _logged(self) -> int:
-        """Bytes in the logs of all boxes, to which each step adds a line."""
+        """Return the bytes in the logs of all boxes, to which each step adds a line."""
         return sum(log.stat().st_size for log in self.out.rglob("*.jsonl"))
 
     def _last_words(self, *names: str) -> str:
-        """The ends of what these processes printed, and the daemons."""
+        """Return the last output of these processes, and of the daemons."""
         return "\n".join(
             f"--- {name}\n" + "\n".join((self.out / f"{name}.log").read_text(errors="replace").splitlines()[-25:])
             for name in (*names, *self._daemons)
@@ -151,7 +153,7 @@ class Cluster:
 
 
 def read_log(path: Path) -> list[Step]:
-    """The whole lines of a box's log, which may be killed while it writes one."""
+    """Return the complete lines of a box's log; a box may be killed while it writes one."""
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]

@@ -1,11 +1,11 @@
-"""A loader of one's own with the four methods: saved at any step, and resumed on any topology.
+"""Loader with the four methods, which can be saved at any step and resumed on any topology.
 
-penstock.data has such loaders ready; this one shows what they consist of, with the windows of train_lm:
+penstock.data has such loaders; this one shows their parts, with the windows of train_lm:
 
     PYTHONPATH=examples penstock doctor own_loader:input_fn --kwargs '{"batch_size": 16, "num_windows": 640}'
 
-An epoch is one list of batches, shuffled by (seed, epoch). It is dealt to the workers like cards, box by box, and each
-box's workers in turn. With 2 boxes of 2 workers:
+An epoch is one list of batches, shuffled by (seed, epoch). It is divided among the workers in turn, box by box, and
+each box's workers in turn. With 2 boxes of 2 workers:
 
     batch    0  1  2  3  4  5  6  7
     box      0  1  0  1  0  1  0  1
@@ -13,8 +13,8 @@ box's workers in turn. With 2 boxes of 2 workers:
     step     1  1  2  2  3  3  4  4
 
 Penstock takes from a box's slots in turn too, so at every step the boxes together have taken the first batches of the
-list, in its order: step s of box b is always batch (s - 1) * num_boxes + b. On another number of workers what is left
-of the list is dealt again. So no window comes twice, none is missed, and the order does not even change.
+list, in its order: step s of box b is always batch (s - 1) * num_boxes + b. On another number of workers the rest
+of the list is divided again. So no window is repeated or missed, and the order stays the same.
 """
 
 from __future__ import annotations
@@ -37,25 +37,27 @@ def input_fn(batch_size: int, num_windows: int) -> WindowLoader:
 
 
 class WindowLoader:
-    """A worker's share of the epochs' batches, each a dict of
+    """Share of one worker of the epochs' batches, each a dict of
 
     tokens: uint8, [batch_size, WINDOW + 1]; window: int64, [batch_size], the windows' numbers; epoch: int, from 0.
     """
 
-    loads_own_state = True  # load_state_dict takes what state_dict returned, too: a lost worker need not start over
+    loads_own_state = True  # load_state_dict also takes a result of state_dict: a lost worker need not start over
 
     def __init__(self, windows: torch.Tensor, batch_size: int) -> None:
         self.windows = windows
         self.batch_size = batch_size
         self.me = current_assignment()
         self.epoch = 0
-        self.start = 0  # batches of the epoch's list that were taken before this deal
-        self.taken = 0  # batches of its share that this worker has handed out
+        self.start = 0  # batches of the epoch's list that were taken before this division
+        self.taken = 0  # batches of its share that this worker has yielded
 
     def share(self) -> range:
-        """Return the numbers of the batches in the epoch's list that are dealt to this worker."""
+        """Return the numbers of the batches in the epoch's list of this worker."""
         end = len(self.windows) // self.batch_size
-        end -= (end - self.start) % self.me.num_boxes  # every box takes as many steps, or collectives would hang
+        end -= (
+            end - self.start
+        ) % self.me.num_boxes  # all boxes take the same number of steps, otherwise collectives would hang
         first = self.start + self.me.slot * self.me.num_boxes + self.me.box
         return range(first, end, self.me.total_num_workers)
 
@@ -63,11 +65,11 @@ class WindowLoader:
         return len(self.share())
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """The rest of this epoch; the next call goes on with the next epoch."""
+        """Yield the rest of this epoch; the next call continues with the next epoch."""
         order = list(range(len(self.windows)))
         random.Random(f"{self.me.seed} {self.epoch}").shuffle(order)
         for number in self.share()[self.taken :]:
-            self.taken += 1  # before the yield: a state counts the batch that was just handed out
+            self.taken += 1  # before the yield: a state counts the batch that was just yielded
             window = torch.tensor(order[number * self.batch_size : (number + 1) * self.batch_size])
             yield {"tokens": self.windows[window], "window": window, "epoch": self.epoch}
         self.epoch, self.start, self.taken = self.epoch + 1, 0, 0
@@ -91,8 +93,8 @@ class WindowLoader:
         before."""
         taken = aggregated["taken"]
         if (aggregated["num_boxes"], aggregated["num_workers"]) == (self.me.num_boxes, self.me.total_num_workers):
-            return {**aggregated, "taken": taken[self.me.global_worker_id]}  # the same deal goes on
-        return {**aggregated, "start": aggregated["start"] + sum(taken), "taken": 0}  # the rest is dealt again
+            return {**aggregated, "taken": taken[self.me.global_worker_id]}  # the same division continues
+        return {**aggregated, "start": aggregated["start"] + sum(taken), "taken": 0}  # the rest is divided again
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the worker's position. Called on each worker."""

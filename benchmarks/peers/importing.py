@@ -1,4 +1,4 @@
-"""mosaicml-streaming, imported where torchvision cannot be."""
+"""Import of mosaicml-streaming where torchvision cannot be imported."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["import_streaming"]
 
 
 def import_streaming() -> Any:
-    """The package, by name, for the type checker's environment has none.
+    """Return the package, imported by name, because the type checker's environment lacks it.
 
-    It imports torchvision for its image datasets, which are not used here, and fails where torchvision was built for
-    another torch: the one that pip finds may be for CUDA where torch is not. Then a stand-in takes its place.
+    It imports torchvision for its image datasets, which are not used here, and its import fails where torchvision was
+    built for another torch: the one that pip finds may be for CUDA where torch is not. Then a stand-in takes its place.
     """
     try:
         importlib.import_module("torchvision")

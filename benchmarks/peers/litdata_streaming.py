@@ -1,11 +1,10 @@
-"""litdata as a reader of streaming datasets, of data in its own format.
+"""litdata as a reader of streaming datasets in its own format.
 
     python -m benchmarks.peers.litdata_streaming
 
 As its documentation advises: written by `optimize` in chunks of 64 MB, read by StreamingDataset and StreamingDataLoader
-with their defaults. No images: it decodes them with torchvision and not with Pillow, which would compare those two.
-Nothing from a server: it reads no plain HTTP.
-No start in 10^6 tiny samples: to write them takes it minutes.
+with their defaults. No images: it decodes them with torchvision and not with Pillow, so the comparison would be of
+those two. No reads from a server: it has no plain HTTP. No start in 10^6 tiny samples: writing them takes minutes.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import torch
 from benchmarks.streaming_data import BATCH, KINDS
 from benchmarks.streaming_player import Reader, play
 
-# By name, for the type checker's environment has none.
+# By name, because the type checker's environment lacks it.
 litdata: Any = importlib.import_module("litdata")
 
 
@@ -48,7 +47,7 @@ class LitData(Reader):
         )
 
     def samples(self, kind: str, folder: str, *, shuffle: bool) -> Iterator[dict[str, Any]]:
-        # Asking it for its iterator begins again: nobody else may.
+        # Its iterator starts again on each request, so only this loop may take it.
         for sample in litdata.StreamingDataset(folder, shuffle=shuffle):  # noqa: UP028
             yield sample
 
@@ -58,7 +57,7 @@ class LitData(Reader):
         dataset = litdata.StreamingDataset(folder, shuffle=shuffle)
         more: dict[str, Any] = {"collate_fn": _collate} if KINDS[kind].encoding == "bytes" else {}
         if workers:
-            # As it says for Linux: a forked worker of a process that has read data before may wait for ever.
+            # As its documentation says for Linux: a forked worker of a process that has read data may wait forever.
             more["multiprocessing_context"] = "spawn"
         loader: Iterable[Any] = litdata.StreamingDataLoader(dataset, batch_size=BATCH, num_workers=workers, **more)
         return loader

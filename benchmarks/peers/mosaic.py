@@ -2,9 +2,9 @@
 
     python -m benchmarks.peers.mosaic
 
-Its source is files in its own format, and it cannot yield ready batches: the worker finds, reads and decodes each
-sample. The files are written before anything is timed, without compression and hashes, and are in the page cache. A
-sample is one batch of ours and the loader's batches have one sample, handed on as it was decoded: batches of 8 smaller
+Its source is files in its own format, so it cannot yield ready batches: the worker finds, reads and decodes each
+sample. The files are written before the measurement, without compression and hashes, and are in the page cache. A
+sample is one batch of ours and the loader's batches have one sample, passed on as decoded: batches of 8 smaller
 samples, collated by torch, were slower. No shuffling. One epoch is longer than any measurement.
 """
 
@@ -25,7 +25,7 @@ from benchmarks.processes import Role
 from benchmarks.serve import Way, serve
 
 DATA_BYTES = 128 << 20
-"""Largest number of bytes in a dataset; an epoch repeats it."""
+"""Largest size of a dataset in bytes; an epoch repeats it."""
 MOST_SAMPLES = 8192
 EPOCH_SAMPLES = 200_000
 
@@ -33,7 +33,7 @@ streaming = import_streaming()
 
 
 def _handed_on(samples: list[dict[str, Any]]) -> Any:
-    """The collate_fn: the one sample, as tensors over the memory that it was decoded in."""
+    """Collate the one sample as tensors over the memory of its decoded bytes."""
     (sample,) = samples
     leaves = {name: torch.from_numpy(leaf) for name, leaf in sample.items()}
     return leaves.get("data", leaves)
@@ -45,7 +45,7 @@ class Mosaic(Way):
     packages = ("mosaicml-streaming", "torch", "numpy")
 
     def __init__(self) -> None:
-        # The decoded sample is read-only memory, which torch warns of; nobody writes to it here.
+        # The decoded sample is read-only memory, which torch warns of; no code here writes to it.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         torch.set_num_threads(1)
         self.files = tempfile.TemporaryDirectory(prefix="penstock-bench-")
@@ -79,7 +79,7 @@ class Mosaic(Way):
             num_canonical_nodes=1,
         )
         loader = streaming.StreamingDataLoader(dataset, batch_size=1, num_workers=1, collate_fn=_handed_on)
-        yield iter(loader)  # its end is what stops the worker
+        yield iter(loader)  # its end stops the worker
 
 
 if __name__ == "__main__":

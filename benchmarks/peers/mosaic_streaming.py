@@ -6,8 +6,8 @@ As its documentation advises: `batch_size` given to the dataset too, num_canonic
 (one per node) and 1 for sequential reading, shuffle algorithm and block size its defaults. `predownload` is the whole
 epoch: with the default of 8 batches its two threads wait and wake all the time and share the interpreter with the
 reader (1 KiB, shuffled, three trials in turn on a busy machine: 4,137 to 9,515/s by default, 6,942 to 21,066/s so).
-Shards are fetched by its S3 client from a server that takes the same requests as any HTTP server, for it has none for
-plain HTTP.
+Its S3 client downloads shards from a server that takes the same requests as any HTTP server, because it has no client
+for plain HTTP.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Mosaic(Reader):
 
 
 def _order(shards: int, per_shard: int, algorithm: str, block: int) -> Any:
-    """Compute the epoch of one process as its dataset does."""
+    """Compute the order of an epoch of one process as its dataset does."""
     partition = importlib.import_module("streaming.base.partition").get_partitions
     shuffle = importlib.import_module("streaming.base.shuffle").get_shuffle
     canonical = 64 if algorithm == "py1s" else 1  # its defaults
@@ -92,7 +92,7 @@ def _loader(dataset: Any, kind: str, workers: int) -> Any:
 
 
 if __name__ == "__main__":
-    # Its arrays are over read-only memory, of which torch warns; nobody writes to them here.
+    # Its arrays are over read-only memory, of which torch warns; no code here writes to them.
     warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
     os.environ.update(AWS_ACCESS_KEY_ID="none", AWS_SECRET_ACCESS_KEY="none", AWS_DEFAULT_REGION="us-east-1")
     play(Mosaic())

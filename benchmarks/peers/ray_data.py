@@ -23,7 +23,7 @@ from benchmarks.processes import Role
 from benchmarks.serve import Way, serve
 
 os.environ.setdefault("RAY_DATA_DISABLE_PROGRESS_BARS", "1")
-# By name, for the type checker's environment has no Ray.
+# By name, because the type checker's environment lacks Ray.
 ray: Any = importlib.import_module("ray")
 data: Any = importlib.import_module("ray.data")
 datasource: Any = importlib.import_module("ray.data.datasource")
@@ -31,9 +31,9 @@ block: Any = importlib.import_module("ray.data.block")
 
 BLOCK_BYTES = 128 << 20
 STORE_BYTES = 2 << 30
-"""The object store: 16 blocks. With more, what was read ahead would last for longer than a measurement."""
+"""Size of the object store in bytes: 16 blocks. With more, the blocks read ahead would outlast a measurement."""
 PREFETCH = 4
-"""Batches; neither the default of 1 nor 16 was faster."""
+"""Number of prefetched batches; neither the default of 1 nor 16 was faster."""
 
 
 def _ready_block(case: Case) -> Any:
@@ -47,7 +47,7 @@ def _ready_block(case: Case) -> Any:
 
 
 class Ready(datasource.Datasource):  # type: ignore[misc]  # its base is untyped here
-    """A read task that never ends."""
+    """Data source with a read task that never ends."""
 
     def __init__(self, case: Case) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class RayData(Way):
     )
     packages = ("ray", "pyarrow", "numpy")
     settle_s = 1.5
-    """The first blocks are slower, for the store's pages are touched for the first time."""
+    """Warm-up in seconds: the first blocks are slower, because the store's pages are touched for the first time."""
 
     def __init__(self) -> None:
         ray.init(
@@ -95,7 +95,7 @@ class RayData(Way):
         try:
             yield batches
         finally:
-            batches.close()  # or the read task would go on
+            batches.close()  # otherwise the read task would keep running
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""The tf.data service: dispatcher, one worker and the consumer as three processes. A player.
+"""tf.data service: dispatcher, one worker and the consumer as three processes. A player.
 
     python -m benchmarks.peers.tf_service                   the consumer, which starts the other two
     python -m benchmarks.peers.tf_service dispatcher
     python -m benchmarks.peers.tf_service worker ADDRESS
 
-It has no Python stages in the service, so the source is `from_tensors(ready).repeat()`: the worker's C++ sends one
+The service has no Python stages, so the source is `from_tensors(ready).repeat()`: the worker's C++ sends one
 ready tensor again and again. gRPC, no compression. ShardingPolicy.OFF: with one worker there is nothing to divide, and
 the dataset has no end to be visited once. `prefetch(AUTOTUNE)` is the last stage, as TensorFlow's guide to input
 performance says. `max_outstanding_requests=16`: a tenth faster than its default up to 1 MiB, and no slower at 8.
@@ -26,18 +26,18 @@ from benchmarks.processes import Role
 from benchmarks.serve import Way, serve
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-# By name, for the type checker's environment has no TensorFlow.
+# By name, because the type checker's environment lacks TensorFlow.
 tf: Any = importlib.import_module("tensorflow")
 service: Any = tf.data.experimental.service
 
 OUTSTANDING = 16
 JOB_GONE_MS = 1000
-"""The dispatcher forgets a job that nobody reads after this time; its default of 5 minutes would keep the buffers of
+"""Time after which the dispatcher drops a job without readers; its default of 5 minutes would keep the buffers of
 all earlier cases."""
 
 
 def _child(*arguments: str) -> tuple[subprocess.Popen[str], str]:
-    """Start this module again; returns what it says first. It ends when its standard input does, with us."""
+    """Start this module again; return its first line. It ends with its standard input, and so with this process."""
     process = subprocess.Popen(
         [sys.executable, "-m", "benchmarks.peers.tf_service", *arguments],
         stdin=subprocess.PIPE,

@@ -2,9 +2,9 @@
 
     python -m benchmarks.peers.torch_loader DataLoader|StatefulDataLoader WORKERS
 
-Without batching of their own (`batch_size=None`), for the source yields batches; everything else is the default: two
-batches prefetched by each worker process, and StatefulDataLoader's snapshot at every step. Memory is pinned where there
-is a CUDA device to pin it for. 0 workers: the source is iterated in this process, to compare a path with.
+Without batching of their own (`batch_size=None`), because the source yields batches; all else is the default: two
+batches prefetched by each worker process, and StatefulDataLoader's snapshot at every step. Memory is pinned if there
+is a CUDA device. 0 workers: the source is iterated in this process, as a base for comparisons.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from benchmarks.serve import Way, serve
 
 
 class TorchLoader(Way):
-    # A fork has our command line; torch's own helper has another.
+    # A fork has our command line; torch's own helper has a different one.
     roles = (Role("benchmarks.peers.torch_loader", "worker"), Role("resource_tracker", "resource tracker"))
 
     def __init__(self, name: str, workers: int) -> None:
@@ -32,7 +32,7 @@ class TorchLoader(Way):
         stateful = name == "StatefulDataLoader"
         self.packages = ("torch", "numpy", *(["torchdata"] if stateful else []))
         module = "torchdata.stateful_dataloader" if stateful else "torch.utils.data"
-        # By name, for torchdata is not in every environment that this module runs in.
+        # By name, because some environments of this module lack torchdata.
         self.loader: Any = getattr(importlib.import_module(module), name)
         torch.set_num_threads(1)
 

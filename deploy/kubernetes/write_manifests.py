@@ -1,7 +1,7 @@
-"""Writes the files below deploy/kubernetes that are generated, from penstock.deploy.engines.kubernetes_manifests.
+"""Generator of the files below deploy/kubernetes that are generated, from penstock.deploy.engines.kubernetes_manifests.
 
-`make manifests` runs it; tests/deploy/test_manifest_files.py compares. By hand are the kustomizations and the chart's
-values, which operators change.
+`make manifests` runs it; tests/deploy/test_manifest_files.py compares. The kustomizations and the chart's
+values are written by hand, because operators change them.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _list(dumper: yaml.SafeDumper, items: list[Any]) -> yaml.Node:
-    """Short words in one line, as [a, b]."""
+    """Write short words in one line, as [a, b]."""
     short = all(isinstance(item, str) and "=" not in item for item in items) and len(" ".join(items)) < 60
     return dumper.represent_sequence("tag:yaml.org,2002:seq", items, flow_style=short)
 
@@ -78,7 +78,7 @@ def text(documents: list[Manifest], reasons: Mapping[str, Mapping[str, str]] = s
 
 
 def _commented(lines: list[str], left: dict[str, str]) -> Iterator[str]:
-    """A comment stands where its field is for the first time, and is taken out of `left`."""
+    """Yield the lines, with each comment at its field's first occurrence, and take it out of `left`."""
     for line in lines:
         for beginning in [one for one in left if line.lstrip(" -").startswith(one)]:
             indent = line[: len(line) - len(line.lstrip())] + "# "
@@ -94,7 +94,7 @@ OPTIONAL = {"checksum/settings:"}
 
 
 def common(fleet: FleetSettings) -> Manifest:
-    """Return the kustomization with the ConfigMaps, whose names kustomize makes from what is in them."""
+    """Return the kustomization with the ConfigMaps, whose names kustomize makes from their content."""
     maps = [
         {"name": one["metadata"]["name"], "literals": [f"{name}={value}" for name, value in one["data"].items()]}
         for one in source.config_maps(fleet)
@@ -109,16 +109,16 @@ def common(fleet: FleetSettings) -> Manifest:
 
 COMMON_REASONS = {
     "Kustomization": {
-        "apiVersion:": "What the base and the JobSet have in common: settings, and who may talk to whom.",
-        "configMapGenerator:": "A changed value has another name, by which the pods are replaced.",
+        "apiVersion:": "Common to the base and the JobSet: settings, and the network policies.",
+        "configMapGenerator:": "A changed value changes the name, which replaces the pods.",
         "PENSTOCK_TLS_NAME": "The * is the role of the other end: coordinator, worker, client.",
-        "PENSTOCK_WORKER_ALLOW": "Yours to set: without it a worker ends and says so.",
+        "PENSTOCK_WORKER_ALLOW": "Set this: a worker without it ends with an error.",
     }
 }
 
 
 def pod_monitors(fleet: FleetSettings) -> list[Manifest]:
-    """Return what tells the Prometheus operator of the component `monitored`."""
+    """Return the monitors of the component `monitored` for the Prometheus operator."""
     return [
         {
             "apiVersion": "monitoring.coreos.com/v1",
@@ -176,8 +176,8 @@ def certificates() -> list[Manifest]:
 
 CERTIFICATE_REASONS = {
     "Issuer": {
-        "apiVersion:": "Makes the Secrets penstock-tls-ROLE, and renews them, where cert-manager runs: `kubectl apply` "
-        "it beside the base, with the Issuer of your cluster or this one of its own. Daemons take up what it renews "
+        "apiVersion:": "Makes and renews the Secrets penstock-tls-ROLE with cert-manager: `kubectl apply` "
+        "it beside the base, with your cluster's Issuer or the one below. Daemons load renewed certificates "
         "while they run (docs/security.md)."
     }
 }
@@ -247,16 +247,17 @@ def _trainer(fleet: FleetSettings, job: str) -> Manifest:
 
 JOBSET_REASONS = {
     "JobSet": {
-        "apiVersion:": "The pods of coordinator and workers are those of ../../base, where comments say why; here they "
+        "apiVersion:": "The pods of coordinator and workers are those of ../../base, which explains them; here they "
         "end with the job.",
-        "network:": "Gives penstock-job-coordinator-0-0.penstock-job, which stays the same over restarts.",
-        "successPolicy:": "Done when the boxes are done; the controller then ends workers and coordinator.",
-        "sizeLimit:": "It outlives the container, not the pod: a restarted job resumes from its own checkpoint.",
-        "name: trainers": "One pod a box. If one fails the set restarts: all boxes resume from the same checkpoint.",
-        "image: penstock-trainer": "Yours: the training job, with penstock installed; and its volumes, with your "
+        "network:": "Makes the name penstock-job-coordinator-0-0.penstock-job, which is the same after restarts.",
+        "successPolicy:": "Complete when the boxes have completed; the controller then ends workers and coordinator.",
+        "sizeLimit:": "The state outlives the container, not the pod: a restarted job resumes from its own checkpoint.",
+        "name: trainers": "One pod for each box. If one fails, the set restarts: all boxes resume from the same "
+        "checkpoint.",
+        "image: penstock-trainer": "Replace it: your training job, with penstock installed; add its volumes, with your "
         "checkpoints.",
         "name: PENSTOCK_JOB": "The same after a restart.",
-        "memory: 32Gi": 'And your accelerators, below limits: nvidia.com/gpu: "1".',
+        "memory: 32Gi": 'Add your accelerators, below limits: nvidia.com/gpu: "1".',
     }
 }
 
@@ -281,16 +282,16 @@ VALUES = {
     "coordinator_tls": ".Values.secrets.coordinatorTls",
     "worker_tls": ".Values.secrets.workerTls",
 }
-"""Mark of a setting -> the value of the chart that takes its place."""
+"""Placeholder of a setting -> the chart's value for it."""
 CONDITIONS: dict[str, tuple[str, Any]] = {
     "tls": (".Values.tls", False),
     "storage_class": (".Values.coordinator.storageClass", ""),
 }
-"""Setting -> the condition of the chart under which it is as below, and what it is otherwise."""
+"""Setting -> the chart's condition under which it has the value below, and its value otherwise."""
 
 
 def chart() -> dict[str, str]:
-    """Return the templates: the manifests themselves, with Helm's notation in the place of each value."""
+    """Return the templates: the manifests, with Helm's notation in place of each value."""
     marks: dict[str, Any] = {name: f"HELM-{name}-" for name in VALUES}
     for setting, kind in (("token_secrets", "tokens"), ("tls_secrets", "tls")):
         marks[setting] = {role: marks.pop(f"{role}_{kind}") for role in ("coordinator", "worker")}
@@ -308,9 +309,9 @@ def chart() -> dict[str, str]:
 
 
 def _either(make: Callable[[FleetSettings], list[Manifest]], fleet: FleetSettings, conditions: list[str]) -> list[str]:
-    """Return the lines of the manifests, those below {{if}} that a condition adds or takes away.
+    """Return the lines of the manifests, with those below {{if}} that a condition adds or removes.
 
-    Whatever the conditions are, what Helm leaves is line by line the text of the manifests with those settings.
+    For all values of the conditions, Helm's output is line by line the text of the manifests with those settings.
     """
     if not conditions:
         return text(make(fleet)).splitlines()
@@ -330,7 +331,7 @@ def _either(make: Callable[[FleetSettings], list[Manifest]], fleet: FleetSetting
 
 
 def _spliced(line: str) -> str:
-    """Return the line with Helm's notation in the place of its mark. A block of YAML begins on a line of its own."""
+    """Return the line with Helm's notation in place of its placeholder. A block of YAML starts on a line of its own."""
     inner = len(line) - len(line.lstrip()) + 2
     for name, value in VALUES.items():
         opening = "{{-" if "INDENT" in value else "{{"

@@ -1,6 +1,6 @@
-"""Write the lock files beside this one: `make lock`. They say which files pip may install, by their hashes.
+"""Write the lock files beside this one: `make lock`. They list the files that pip may install, by hash.
 
-torch is in none of them: which build of it a machine wants, for processors or for accelerators, is not ours to say.
+torch is in none of them: each machine chooses its build, for processors or for accelerators.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ LOCKS = {
     "coordinator": ("3.12", ("metrics", "otel"), ("torch", "fsspec")),
     "worker": ("3.12", ("compression", "http", "metrics", "otel", "s3", "streaming"), ("torch",)),
 }
-"""Lock -> Python, extras, and what is left out. The last two are those of the images: ../docker/Dockerfile."""
+"""Lock -> Python, extras, and excluded packages. The last two locks are those of the images: ../docker/Dockerfile."""
 HEADER = "# {name}: what pip may install on Python {python} and Linux, by hash. Written by `make lock`; not by hand.\n"
 
 

@@ -1,5 +1,5 @@
-"""Hugging Face Accelerate with two processes, fed by Penstock. Killed and started again, it goes on from the newest
-checkpoint.
+"""Hugging Face Accelerate with two processes, fed by Penstock. If it is killed and started again, it resumes from the
+newest checkpoint.
 
     PYTHONPATH=examples torchrun --nproc-per-node 2 -m integrations.accelerate_loop --out /tmp/accelerate
 
@@ -7,8 +7,8 @@ checkpoint.
 CPUs use torchrun.) With PENSTOCK_COORDINATOR=HOST:PORT and PENSTOCK_TOKEN in the environment
 the same line takes its batches from the workers of that coordinator.
 
-Accelerate's loader moves batches to the device, and tells `accumulate` which batch is the last of an epoch, for which
-it is one batch ahead of the loop: hence the Lookahead.
+Accelerate's loader moves batches to the device, and reports the last batch of an epoch to `accumulate`; to know it,
+it reads one batch ahead of the loop. So this needs the Lookahead.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from penstock.client import Appliance, DataLoader, Lookahead
 
 
 def main() -> None:
-    arguments = options("Trains a small model with Accelerate.").parse_args()
-    torch.set_num_threads(1)  # the sums come out the same on every machine of a kind
+    arguments = options("Train a small model with Accelerate.").parse_args()
+    torch.set_num_threads(1)  # so that sums are equal on all machines of a kind
     torch.manual_seed(0)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
     model = WithLoss()
@@ -59,7 +59,7 @@ def main() -> None:
                     optimizer.zero_grad()
                 log.write(ahead.step, loss.item(), batch)
                 due = due or ahead.step % arguments.checkpoint_every == 0
-                if due and accelerator.sync_gradients:  # gradients that are being accumulated are in no checkpoint
+                if due and accelerator.sync_gradients:  # a checkpoint has no partly accumulated gradients
                     save(accelerator, arguments.out, ahead.step)
                     due = False
                 if ahead.step == arguments.steps:
@@ -68,7 +68,7 @@ def main() -> None:
 
 
 def save(accelerator: Accelerator, out: Path, step: int) -> None:
-    """A checkpoint that is there wholly or not at all."""
+    """Save a checkpoint atomically."""
     unfinished = out / "unfinished"
     accelerator.save_state(str(unfinished))
     accelerator.wait_for_everyone()

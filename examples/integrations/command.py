@@ -1,4 +1,4 @@
-"""Surroundings of the training in these examples: the command line, and a log by which two runs can be compared."""
+"""Common parts of these examples: the command line, and a log with which two runs can be compared."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ __all__ = ["StepLog", "options"]
 
 
 def options(description: str) -> argparse.ArgumentParser:
-    """--steps, --checkpoint-every and --out."""
+    """Return a parser of --steps, --checkpoint-every and --out."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--steps", type=int, default=200, help="to train up to, from the newest checkpoint (200)")
+    parser.add_argument("--steps", type=int, default=200, help="last step of the training (200)")
     parser.add_argument("--checkpoint-every", type=int, default=50, metavar="STEPS")
     parser.add_argument("--out", type=Path, required=True, help="folder for checkpoints and logs")
     return parser
 
 
 class StepLog:
-    """Log of one line of JSON a step: what came, and what it led to. Equal lines are equal to the last bit."""
+    """Log of one line of JSON a step: its batches and its loss. Equal lines mean bitwise equal values."""
 
     def __init__(self, path: Path) -> None:
-        """Goes on at the end of the file, if there is one."""
+        """Open the file for appending."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("a", buffering=1)
 
     def write(self, step: int, loss: float, *batches: Mapping[str, torch.Tensor]) -> None:
-        """batches: those of this step, on this rank."""
+        """Write a step's line. `batches`: those of this step, on this rank."""
         content = hashlib.blake2b(digest_size=16)
         for batch in batches:
             for name, tensor in sorted(batch.items()):

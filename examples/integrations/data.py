@@ -1,4 +1,4 @@
-"""The input of these examples: short pieces of Python's own source text, shuffled anew in each epoch."""
+"""Input of these examples: short pieces of Python's own source text, shuffled anew in each epoch."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from penstock.data import MapLoader
 __all__ = ["CONTEXT", "PIECES", "Pieces", "input_fn"]
 
 CONTEXT = 8
-"""Bytes from which the next one is to be guessed."""
+"""Number of bytes from which the next one is predicted."""
 PIECES = 1024
-"""Rows of an epoch."""
+"""Number of rows of an epoch."""
 
 
 def input_fn(global_batch_size: int) -> MapLoader:
@@ -28,7 +28,7 @@ def input_fn(global_batch_size: int) -> MapLoader:
 
 
 class Pieces(torch.utils.data.Dataset[dict[str, Any]]):
-    """The beginning of a module of the standard library, cut."""
+    """Pieces of the first part of a module of the standard library."""
 
     def __init__(self) -> None:
         self.bytes = torch.frombuffer(bytearray(Path(text.__file__).read_bytes()), dtype=torch.uint8).long()

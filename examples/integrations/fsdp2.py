@@ -3,7 +3,7 @@
     PYTHONPATH=examples torchrun --nproc-per-node 2 -m integrations.fsdp2 --out run1
 
 Box and number of boxes are torchrun's RANK and WORLD_SIZE. A checkpoint holds the whole model once, whatever the number
-of ranks, and goes on with another one.
+of ranks, and can be resumed with another number.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def train(steps: int, checkpoint_every: int, out: Path) -> None:
 
 
 def main() -> None:
-    chosen = options("Trains a small model, sharded over the ranks.").parse_args()
-    torch.set_num_threads(1)  # one core a rank; and the sums come out the same on every machine of a kind
+    chosen = options("Train a small model, sharded over the ranks.").parse_args()
+    torch.set_num_threads(1)  # one core a rank; and sums are equal on all machines of a kind
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     train(chosen.steps, chosen.checkpoint_every, chosen.out)
     dist.destroy_process_group()

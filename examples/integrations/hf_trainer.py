@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer, fed by Penstock. Killed and started again, it goes on from the newest checkpoint.
+"""Hugging Face's Trainer, fed by Penstock. If it is killed and started again, it resumes from the newest checkpoint.
 
     PYTHONPATH=examples python -m integrations.hf_trainer --out /tmp/trainer
 
@@ -30,13 +30,13 @@ class PenstockTrainer(Trainer):
 
     def training_step(self, model: torch.nn.Module, inputs: dict[str, Any], *more: Any) -> torch.Tensor:
         loss: torch.Tensor = super().training_step(model, inputs, *more)
-        self.lines.write(self.ahead.step + 1, loss.item(), inputs)  # a step counts once its hook for the end was called
+        self.lines.write(self.ahead.step + 1, loss.item(), inputs)  # a step counts after its end hook
         return loss
 
 
 def main() -> None:
-    arguments = options("Trains a small model with Hugging Face's Trainer.").parse_args()
-    torch.set_num_threads(1)  # the sums come out the same on every machine of a kind
+    arguments = options("Train a small model with Hugging Face's Trainer.").parse_args()
+    torch.set_num_threads(1)  # so that sums are equal on all machines of a kind
     torch.manual_seed(0)
     ahead = Lookahead(DataLoader(input_fn, global_batch_size=32), checkpoint_steps=arguments.checkpoint_every)
     checkpoints = arguments.out / "checkpoints"
@@ -45,7 +45,7 @@ def main() -> None:
         max_steps=arguments.steps,
         save_steps=arguments.checkpoint_every,
         learning_rate=1e-2,
-        ignore_data_skip=True,  # the loader knows where to go on
+        ignore_data_skip=True,  # the loader restores its position itself
         use_cpu=True,
         disable_tqdm=True,
         report_to="none",

@@ -1,4 +1,4 @@
-"""PyTorch Lightning, fed by Penstock. Killed and started again, it goes on from the newest checkpoint.
+"""PyTorch Lightning, fed by Penstock. If it is killed and started again, it resumes from the newest checkpoint.
 
     PYTHONPATH=examples python -m integrations.lightning_loop --out /tmp/lightning
 
@@ -39,8 +39,8 @@ class Module(LightningModule):
 
 
 def main() -> None:
-    arguments = options("Trains a small model with PyTorch Lightning.").parse_args()
-    torch.set_num_threads(1)  # the sums come out the same on every machine of a kind
+    arguments = options("Train a small model with PyTorch Lightning.").parse_args()
+    torch.set_num_threads(1)  # so that sums are equal on all machines of a kind
     torch.manual_seed(0)
     ahead = Lookahead(DataLoader(input_fn, global_batch_size=32), checkpoint_steps=arguments.checkpoint_every)
     checkpoints = ModelCheckpoint(

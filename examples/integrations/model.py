@@ -1,4 +1,4 @@
-"""The model of these examples: small, and made of parts that can be sharded and split."""
+"""Model of these examples: small, and made of parts that can be sharded and split."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch import nn
 __all__ = ["Block", "ByteModel", "WithLoss"]
 
 WIDTH = 16
-"""Numbers for each byte of the context."""
+"""Width of the embedding of each byte of the context."""
 
 
 class ByteModel(nn.Module):
-    """Guesses the next byte from those before it. 103,168 parameters."""
+    """Model that predicts the next byte from those before it. 103,168 parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -22,7 +22,7 @@ class ByteModel(nn.Module):
         self.head = nn.Linear(CONTEXT * WIDTH, 256)
 
     def forward(self, context: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """context: int64, [rows, CONTEXT]; target: int64, [rows]. Returns the loss: nats a byte, the rows' mean."""
+        """Return the loss, nats a byte, mean of the rows. context: int64, [rows, CONTEXT]; target: int64, [rows]."""
         hidden = self.embedding(context).flatten(1)
         for block in self.blocks:
             hidden = block(hidden)
@@ -30,7 +30,7 @@ class ByteModel(nn.Module):
 
 
 class Block(nn.Module):
-    """Residual block: what is added to the input."""
+    """Residual block, whose output is added to the input."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -38,13 +38,13 @@ class Block(nn.Module):
         self.down = nn.Linear(width, width)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden: float32, [rows, width]; returns the same."""
+        """Return float32, [rows, width], for hidden of the same shape."""
         added: torch.Tensor = self.down(nn.functional.gelu(self.up(hidden)))
         return hidden + added
 
 
 class WithLoss(nn.Module):
-    """The same as Hugging Face's Trainer takes models: called with all that is in a batch, it returns its loss."""
+    """Model for Hugging Face's Trainer: called with all values of a batch, it returns its loss."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -39,7 +39,7 @@ class Stage(nn.Module):
         self.head = model.head if number == STAGES - 1 else None
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The first stage takes bytes, the last returns logits; between them are float32, [rows, width]."""
+        """Run the stage: the first takes bytes, the last returns logits; between them are float32, [rows, width]."""
         if self.embedding is not None:
             hidden = self.embedding(hidden).flatten(1)
         hidden = self.block(hidden)
@@ -84,8 +84,8 @@ def train(steps: int, checkpoint_every: int, out: Path) -> None:
 
 
 def main() -> None:
-    chosen = options("Trains a small model in a pipeline of two stages.").parse_args()
-    torch.set_num_threads(1)  # one core a rank; and the sums come out the same on every machine of a kind
+    chosen = options("Train a small model in a pipeline of two stages.").parse_args()
+    torch.set_num_threads(1)  # one core a rank; and sums are equal on all machines of a kind
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     train(chosen.steps, chosen.checkpoint_every, chosen.out)
     dist.destroy_process_group()

@@ -1,8 +1,8 @@
-"""The least training that can be killed at any time and started again: one process, and nothing to set up.
+"""Minimal training that can be killed at any time and started again: one process, without set-up.
 
     PYTHONPATH=examples python -m integrations.plain --out run1
 
-The same line goes on from the newest checkpoint, as if nothing had happened.
+The same command resumes exactly from the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def train(steps: int, checkpoint_every: int, out: Path) -> None:
 
 
 def main() -> None:
-    chosen = options("Trains a small model in one process.").parse_args()
-    torch.set_num_threads(1)  # the sums come out the same on every machine of a kind
+    chosen = options("Train a small model in one process.").parse_args()
+    torch.set_num_threads(1)  # so that sums are equal on all machines of a kind
     train(chosen.steps, chosen.checkpoint_every, chosen.out)
 
 

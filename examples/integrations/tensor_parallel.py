@@ -6,7 +6,7 @@
         dp 0 ->      0      1       box 0: rank 0 has the loader, and rank 1 gets its batches from it
         dp 1 ->      2      3       box 1: rank 2 has the loader, and rank 3 gets its batches from it
 
-A checkpoint goes on with other numbers of both.
+A checkpoint can be resumed with other numbers of both.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from penstock.client.checkpoint import AsyncCheckpointer
 Batch = dict[str, torch.Tensor]
 
 HEADER = 1024
-"""Bytes for the names, dtypes and shapes of a batch."""
+"""Size of the message with the names, dtypes and shapes of a batch, in bytes."""
 
 
 def from_first(batches: Iterable[Batch] | None, group: dist.ProcessGroup) -> Iterator[Batch]:
-    """The batches of a group's first rank, on all of its ranks, one at a time. The other ranks give None."""
+    """Yield the batches of a group's first rank, on all of its ranks, one at a time. The other ranks pass None."""
     source = None if batches is None else iter(batches)
     while True:
         batch = None if source is None else next(source, None)
@@ -61,7 +61,7 @@ def from_first(batches: Iterable[Batch] | None, group: dist.ProcessGroup) -> Ite
 
 
 def parallelized(model: ByteModel, mesh: DeviceMesh) -> ByteModel:
-    """Layers are split over "tp", and what each rank has of them is sharded over "dp"."""
+    """Return the model with layers split over "tp", and each rank's part of them sharded over "dp"."""
     plan = {
         "embedding": RowwiseParallel(input_layouts=Replicate()),
         "blocks.*.up": ColwiseParallel(),
@@ -105,10 +105,10 @@ def train(steps: int, checkpoint_every: int, out: Path, tp: int) -> None:
 
 
 def main() -> None:
-    parser = options("Trains a small model that is split over groups of ranks.")
-    parser.add_argument("--tp", type=int, default=2, metavar="RANKS", help="of a group that splits the model (2)")
+    parser = options("Train a small model that is split over groups of ranks.")
+    parser.add_argument("--tp", type=int, default=2, metavar="RANKS", help="ranks of a group that splits the model (2)")
     chosen = parser.parse_args()
-    torch.set_num_threads(1)  # one core a rank; and the sums come out the same on every machine of a kind
+    torch.set_num_threads(1)  # one core a rank; and sums are equal on all machines of a kind
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     train(chosen.steps, chosen.checkpoint_every, chosen.out, chosen.tp)
     dist.destroy_process_group()

@@ -1,9 +1,9 @@
-"""A loop in the style of torchtitan: parallel dimensions, gradient accumulation, and torch's own checkpoints.
+"""Loop in the style of torchtitan: parallel dimensions, gradient accumulation, and torch's own checkpoints.
 
     PYTHONPATH=examples torchrun --nproc-per-node 2 -m integrations.titan_style --out run1
 
-Whatever has a state is a Stateful, and all of them are saved by `torch.distributed.checkpoint`. The DataLoader is one
-as it is. A step of this loop is one of the optimizer; the loader counts batches, of which each step takes several.
+Each object with a state is a Stateful, and `torch.distributed.checkpoint` saves all of them. The DataLoader is one
+unchanged. A step of this loop is one of the optimizer; the loader counts batches, of which each step takes several.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class ParallelDims:
 
     @property
     def dp(self) -> int:
-        """Ranks that take different batches: the boxes."""
+        """Number of ranks that take different batches: the boxes."""
         return self.dp_replicate * self.dp_shard
 
     def dp_rank(self, mesh: DeviceMesh) -> int:
@@ -65,14 +65,14 @@ class Config:
     """Steps."""
     folder: Path
     local_batch_size: int = 8
-    """Rows of a microbatch of one rank."""
+    """Number of rows of a microbatch of one rank."""
     global_batch_size: int = 32
-    """Rows of a step, of all ranks and microbatches."""
+    """Number of rows of a step, over all ranks and microbatches."""
     warmup_steps: int = 10
 
 
 class ModelState(Stateful):
-    """The model's parameters, under names that do not depend on how they are sharded."""
+    """State of the model's parameters, under names that do not depend on their sharding."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -85,7 +85,7 @@ class ModelState(Stateful):
 
 
 class OptimizerState(Stateful):
-    """The optimizer's, by the names of the parameters."""
+    """State of the optimizer, by the names of the parameters."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.model, self.optimizer = model, optimizer
@@ -98,26 +98,26 @@ class OptimizerState(Stateful):
 
 
 class Checkpoints:
-    """Folders step-N; whole is one that has torch's index, which is written last."""
+    """Folders step-N; a complete one has torch's index, which is written last."""
 
     def __init__(self, folder: Path, interval: int, states: dict[str, Stateful]) -> None:
         self.folder, self.interval, self.states = folder, interval, states
 
     def save(self, step: int, *, last: bool) -> None:
-        """All ranks call it after each step."""
+        """Save if a checkpoint is due; all ranks call this after each step."""
         if last or step % self.interval == 0:
             save(self.states, checkpoint_id=self.folder / f"step-{step}")
 
     def load(self) -> None:
-        """The newest, if there is one."""
+        """Load the newest checkpoint, if there is one."""
         steps = [int(index.parent.name.removeprefix("step-")) for index in self.folder.glob("step-*/.metadata")]
-        dist.barrier()  # all ranks have looked, so that nobody sees what another one saves next
+        dist.barrier()  # all ranks have listed the folder, so that none sees another rank's next save
         if steps:
             load(self.states, checkpoint_id=self.folder / f"step-{max(steps)}")
 
 
 class Trainer(Stateful):
-    """The job. As a Stateful it is what no part of it knows: the steps that were made."""
+    """Training job. Its own state as a Stateful is the number of steps made."""
 
     def __init__(self, config: Config) -> None:
         self.config, self.step = config, 0
@@ -176,12 +176,12 @@ class Trainer(Stateful):
                 self.checkpoints.save(self.step, last=self.step == config.steps)
 
     def train_step(self, batches: list[Batch]) -> float:
-        """Make one step of the optimizer; returns the mean loss of these microbatches, which are this rank's."""
+        """Make one step of the optimizer; return the mean loss of this rank's microbatches."""
         assert isinstance(self.model, FSDPModule)
         self.optimizer.zero_grad()
         total = 0.0
         for batch in batches:
-            self.model.set_requires_gradient_sync(batch is batches[-1])  # the ranks add theirs up once a step
+            self.model.set_requires_gradient_sync(batch is batches[-1])  # ranks sum gradients once a step
             loss = self.model(batch["context"], batch["target"]) / self.microbatches
             loss.backward()
             total += loss.item()
@@ -192,10 +192,10 @@ class Trainer(Stateful):
 
 
 def main() -> None:
-    parser = options("Trains a small model with gradient accumulation and torch's own checkpoints.")
+    parser = options("Train a small model with gradient accumulation and torch's own checkpoints.")
     parser.add_argument("--dp-replicate", type=int, default=1, help="replicas; ranks are shards of each (1)")
     chosen = parser.parse_args()
-    torch.set_num_threads(1)  # one core a rank; and the sums come out the same on every machine of a kind
+    torch.set_num_threads(1)  # one core a rank; and sums are equal on all machines of a kind
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     dims = ParallelDims(chosen.dp_replicate, dist.get_world_size() // chosen.dp_replicate)
     Trainer(Config(dims, chosen.steps, chosen.checkpoint_every, chosen.out)).train()

@@ -28,7 +28,7 @@ metadata.set("authorization", `Bearer ${PENSTOCK_TOKEN}`);
 const records = [];
 const request = { run, newest: true, deadline_s: 60, format: "STATE_JSON" };
 for await (const part of client.FetchState(request, metadata, { deadline: Date.now() + 90_000 })) {
-  if (part.record) records.push({ record: part.record, data: [] }); // large states go on in parts without one
+  if (part.record) records.push({ record: part.record, data: [] }); // large states continue in parts without one
   records.at(-1).data.push(part.data);
 }
 for (const { record, data } of records) {

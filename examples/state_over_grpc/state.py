@@ -1,12 +1,12 @@
-"""The state of a run over gRPC, with what protoc makes of Penstock's .proto files: neither Penstock nor torch.
+"""State of a run over gRPC, with protoc's output for Penstock's .proto files: neither Penstock nor torch.
 
     pip install grpcio grpcio-tools
     python -m grpc_tools.protoc -I proto --python_out=. --grpc_python_out=. \
         proto/penstock/proto/v1/coordinator.proto proto/penstock/proto/v1/records.proto
     PENSTOCK_TOKEN=... python state.py 127.0.0.1:7070 myjob/0
 
-It prints a line of JSON for each worker of each box. With PENSTOCK_TLS_CA, the path of a CA's certificate, it asks over
-TLS.
+It prints a line of JSON for each worker of each box. With PENSTOCK_TLS_CA, the path of a CA's certificate, it connects
+over TLS.
 """
 
 import json
@@ -33,7 +33,7 @@ def main(address: str, run: str) -> None:
     records: list[tuple[pb.WorkerRecord, bytearray]] = []
     with connect(address) as channel:
         for part in CoordinatorStub(channel).FetchState(request, timeout=90, metadata=metadata):
-            if part.HasField("record"):  # the next worker; large states go on in parts without one
+            if part.HasField("record"):  # the next worker; large states continue in parts without one
                 records.append((part.record, bytearray()))
             records[-1][1].extend(part.data)
     for record, data in records:

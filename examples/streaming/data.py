@@ -1,4 +1,4 @@
-"""The data: pictures of ten kinds with much noise, in compressed shards; and the input that streams them."""
+"""Data: pictures of ten kinds with much noise, in compressed shards; and the input that streams them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from penstock.data import MDSWriter, StreamingDataset, StreamingLoader
 __all__ = ["SIDE", "input_fn", "write"]
 
 SIDE = 12
-"""Pixels of a picture, each way."""
+"""Height and width of a picture, in pixels."""
 
 
 def input_fn(url: str, cache: str, global_batch_size: int) -> StreamingLoader:
@@ -21,7 +21,7 @@ def input_fn(url: str, cache: str, global_batch_size: int) -> StreamingLoader:
 
 
 def write(folder: Path, samples: int) -> None:
-    """A dataset that mosaicml-streaming could read as well."""
+    """Write a dataset that mosaicml-streaming can read as well."""
     random = np.random.default_rng(0)
     kinds = random.random((10, SIDE, SIDE), np.float32)
     columns = {"number": "int", "kind": "int", "picture": f"ndarray:float32:{SIDE},{SIDE}"}

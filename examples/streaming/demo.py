@@ -1,11 +1,10 @@
 """`make demo-streaming`: train from shards on an HTTP server through worker daemons, and resume on another topology.
 
-    (a) uninterrupted, on 1 box with 2 workers
-    (b) the same up to a step, where it is saved
-    (c) from there on 2 boxes with 3 workers each, over the end of the epoch
+    (a) uninterrupted, on 1 box with 2 workers (b) the same up to a step, where it is saved (c) resumed on 2 boxes with
+    3 workers each, over the end of the epoch
 
-Then the rows of all batches are compared, by number and checksum: (b) and (c) together must be (a), to the bit and in
-the same order. The exit status is 1 if they are not.
+Then the rows of all batches are compared, by number and checksum: (b) and (c) together must equal (a), bit for bit and
+in the same order. The exit status is 1 if they are not.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from streaming.data import write
 
 SAMPLES = 5000
 STEPS, SAVE_AT = 130, 40
-"""An epoch is 105 steps."""
+"""Number of steps; an epoch has 105."""
 
 
 class _Files(SimpleHTTPRequestHandler):
@@ -40,7 +39,7 @@ class _Files(SimpleHTTPRequestHandler):
 
 @contextmanager
 def served(folder: Path) -> Iterator[str]:
-    """The URL of a folder's files."""
+    """Serve a folder; yield the URL of its files."""
     with ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(_Files, directory=str(folder))) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_address[1]}"
@@ -63,8 +62,8 @@ def losses_of(folder: Path, boxes: int) -> list[float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Streams shards over HTTP, resumes on another shape and compares.")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "out", help="a folder, emptied first")
+    parser = argparse.ArgumentParser(description="Streams shards over HTTP, resumes on another topology and compares.")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "out", help="folder, emptied first")
     options = parser.parse_args()
     out: Path = options.out.resolve()
     shutil.rmtree(out, ignore_errors=True)
@@ -82,7 +81,7 @@ def main() -> int:
                 ("c", "(c) from there, 2 boxes with 3 workers each", 2, 3, STEPS, True),
             ]
             for name, title, boxes, workers, steps, resumed in runs:
-                if resumed:  # checkpoints are folders like any other; train.py takes the newest that is there
+                if resumed:  # checkpoints are folders like any other; train.py takes the newest one
                     shutil.copytree(out / "b" / "checkpoints", out / name / "checkpoints")
                 command = ["streaming.train", "--data", url, "--cache", str(out / f"cache-{name}")]
                 command += ["--steps", str(steps), "--out", str(out / name)]

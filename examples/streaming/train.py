@@ -1,4 +1,4 @@
-"""The training job: one process of this for each box. With everything started and stopped here:
+"""Training job: one process of this for each box. With all daemons started and stopped here:
 
 PYTHONPATH=examples torchrun --nproc-per-node 2 -m streaming.train --data URL --cache FOLDER --out FOLDER
 """
@@ -34,7 +34,7 @@ def train(data: str, cache: str, steps: int, out: Path) -> None:
     state = {"model": model, "optimizer": optimizer, "loader": loader}
     log_file = out / f"box{dist.get_rank()}.jsonl"
     with AsyncCheckpointer(out / "checkpoints") as checkpointer, Appliance(), log_file.open("w", buffering=1) as log:
-        done = checkpointer.restore(state) or 0  # saved on whatever boxes and workers
+        done = checkpointer.restore(state) or 0  # saved on any number of boxes and workers
         executor = DataExecutor(loader, num_steps=steps - done)
         for batch in executor:
             loss = nn.functional.cross_entropy(model(batch["picture"]), batch["kind"])
@@ -47,11 +47,11 @@ def train(data: str, cache: str, steps: int, out: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Trains a small classifier of noisy pictures.")
+    parser = argparse.ArgumentParser(description="Train a small classifier of noisy pictures.")
     parser.add_argument("--data", required=True, help="folder or URL of the dataset")
     parser.add_argument("--cache", required=True, help="folder for shards on each worker's host")
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--out", type=Path, required=True, help="for checkpoints and logs")
+    parser.add_argument("--out", type=Path, required=True, help="folder for checkpoints and logs")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)

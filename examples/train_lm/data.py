@@ -1,4 +1,4 @@
-"""The input: windows of Python's own source text, shuffled anew in each epoch."""
+"""Input: windows of Python's own source text, shuffled anew in each epoch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.data import MapLoader
 __all__ = ["WINDOW", "Windows", "corpus", "input_fn"]
 
 WINDOW = 128
-"""Bytes that the model reads at once; a window holds one more, the last to be guessed."""
+"""Number of bytes that the model reads at once; a window holds one more, the last to be predicted."""
 
 
 def input_fn(batch_size: int, num_windows: int) -> MapLoader:
@@ -26,7 +26,7 @@ def input_fn(batch_size: int, num_windows: int) -> MapLoader:
 
 
 class Windows(torch.utils.data.Dataset[dict[str, Any]]):
-    """The text, cut."""
+    """Windows of the text."""
 
     def __init__(self, count: int) -> None:
         self.windows = torch.frombuffer(corpus(count * WINDOW + 1), dtype=torch.uint8).unfold(0, WINDOW + 1, WINDOW)
@@ -39,7 +39,7 @@ class Windows(torch.utils.data.Dataset[dict[str, Any]]):
 
 
 def corpus(size: int) -> bytearray:
-    """The first `size` bytes of the standard library's source text, its files in order of their names."""
+    """Return the first `size` bytes of the standard library's source text, its files in order of their names."""
     text = bytearray()
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         text += path.read_bytes()

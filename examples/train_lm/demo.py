@@ -1,12 +1,11 @@
-"""`make demo`: train through Penstock, kill the training, resume it, and prove that nothing was lost or repeated.
+"""`make demo`: train through Penstock, kill the training, resume it, and verify that no sample was lost or repeated.
 
 A coordinator and two worker daemons run as processes of their own, and train.py as one process for each of 2 boxes:
 
-    (a) uninterrupted, with 2 workers a box
-    (b) the same, saved at a step that the workers do not divide, killed some steps later, resumed from the checkpoint
-    (c) resumed from the same checkpoint with 3 workers a box
+    (a) uninterrupted, with 2 workers a box (b) the same, saved at a step that the number of workers does not divide,
+    killed some steps later, resumed from the checkpoint (c) resumed from the same checkpoint with 3 workers a box
 
-Then the logs are compared: (b) must equal (a) batch by batch and loss by loss to the last bit, and (c) must see each
+Then the logs are compared: (b) must equal (a) batch by batch and loss by loss, bit for bit, and (c) must see each
 window of the epoch once. The exit status is 1 if they do not.
 """
 
@@ -37,11 +36,11 @@ class Run:
     name: str
     title: str
     logs: list[list[Step]]
-    """Results of each box."""
+    """Log lines of each box."""
 
     @property
     def rows(self) -> dict[tuple[int, int], Step]:
-        """(step, box) -> the line of the log."""
+        """Return (step, box) -> the line of the log."""
         return {(row["step"], box): row for box, log in enumerate(self.logs) for row in log}
 
     @property
@@ -50,7 +49,7 @@ class Run:
 
     @property
     def waited(self) -> float:
-        """Share of the time in which box 0 waited for data, from its first batch to its last."""
+        """Return the share of time in which box 0 waited for data, from its first batch to its last."""
         return float(sum(row["waited_s"] for row in self.logs[0][1:])) / self._seconds
 
     @property
@@ -59,7 +58,7 @@ class Run:
 
 
 class Demo(Cluster):
-    """The runs that are compared."""
+    """Cluster with the runs that are compared."""
 
     def __init__(self, out: Path, steps: int, save_at: int) -> None:
         super().__init__(out)
@@ -71,11 +70,11 @@ class Demo(Cluster):
     ) -> Run:
         """Run train.py on all boxes, to the end or until every box has logged step `kill_at`.
 
-        resume: a checkpoint to begin with.
+        resume: checkpoint to start from.
         """
         folder = self.out / name
         folder.mkdir()
-        if resume is not None:  # a checkpoint is a folder like any other; train.py takes the newest that is there
+        if resume is not None:  # a checkpoint is a folder like any other; train.py takes the newest one
             shutil.copytree(resume, folder / "checkpoints" / resume.name)
         command = ["train_lm.train", "--steps", str(self.steps), "--checkpoint-every", str(self.save_at)]
         command += ["--out", str(folder)]
@@ -91,7 +90,8 @@ class Demo(Cluster):
 
 
 def saved(folder: Path, step: int) -> Path:
-    """The checkpoint of a step, whole. The job was killed meanwhile: its writers finish what they had been given."""
+    """Wait for the complete checkpoint of a step and return it. The job was killed meanwhile: its writers finish their
+    work."""
     with locked(folder, timeout_s=30):
         found = newest(folder)
     if found is None or found.step != step:
@@ -99,11 +99,11 @@ def saved(folder: Path, step: int) -> Path:
     return found.path
 
 
-# ---- what must be true
+# ---- checks
 
 
 def differences(run: Run, reference: Run) -> list[str]:
-    """Return where a run's batches or losses differ from the reference in any bit."""
+    """Return the bitwise differences of a run's batches and losses from the reference."""
     return [
         f"{run.title}, step {step}, box {box}: {key} is {row[key]}, not {reference.rows[step, box][key]}"
         for (step, box), row in run.rows.items()
@@ -113,7 +113,7 @@ def differences(run: Run, reference: Run) -> list[str]:
 
 
 def check(a: Run, before: Run, after: Run, other: Run, steps: int, save_at: int) -> list[tuple[str, list[str]]]:
-    """(what must be true, what was found against it)."""
+    """Return pairs of a claim and the findings against it."""
     whole = {(step, box) for step in range(1, steps + 1) for box in range(BOXES)}
     rest = {place for place in whole if place[0] > save_at}
     gaps = [
@@ -140,7 +140,7 @@ def check(a: Run, before: Run, after: Run, other: Run, steps: int, save_at: int)
     ]
 
 
-# ---- what is shown
+# ---- output
 
 
 def table(runs: list[Run], checkpoint: Path) -> str:
@@ -154,7 +154,7 @@ def table(runs: list[Run], checkpoint: Path) -> str:
 
 
 def plot(runs: list[Run], save_at: int, path: Path) -> str:
-    """Loss curves as PNG; returns what became of it."""
+    """Draw the loss curves as PNG; return a line about it."""
     try:
         import matplotlib
     except ImportError:
@@ -166,7 +166,7 @@ def plot(runs: list[Run], save_at: int, path: Path) -> str:
     for run, look in zip(runs, ("-", "x", "o", "."), strict=True):
         steps = [row["step"] for row in run.logs[0]]
         losses = [sum(float.fromhex(log[i]["loss"]) for log in run.logs) / BOXES for i in range(len(steps))]
-        broad = look == "-"  # the others lie on it
+        broad = look == "-"  # the others are drawn over it
         axes.plot(steps, losses, look, markerfacecolor="none", lw=4 if broad else 1, alpha=0.4 if broad else 1)
         axes.lines[-1].set_label(run.title)
     axes.axvline(save_at + 0.5, color="gray", linestyle=":", label=f"checkpoint of step {save_at}")
@@ -177,14 +177,14 @@ def plot(runs: list[Run], save_at: int, path: Path) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Trains, kills, resumes and compares.")
-    parser.add_argument("--out", type=Path, help="a new or empty folder (examples/train_lm/out, emptied first)")
+    parser = argparse.ArgumentParser(description="Train, kill, resume and compare.")
+    parser.add_argument("--out", type=Path, help="new or empty folder (examples/train_lm/out, emptied first)")
     parser.add_argument("--steps", type=int, default=100, help="more than the 80 of an epoch (100)")
     parser.add_argument("--save-at", type=int, default=37, metavar="STEP")
     parser.add_argument("--kill-at", type=int, default=45, metavar="STEP")
     options = parser.parse_args()
     if not 1 <= options.save_at <= options.kill_at < options.steps:
-        parser.error("1 <= --save-at <= --kill-at < --steps is what can be shown")
+        parser.error("the demo needs 1 <= --save-at <= --kill-at < --steps")
     out: Path = options.out or EXAMPLES / "train_lm" / "out"
     if options.out is None:
         shutil.rmtree(out, ignore_errors=True)

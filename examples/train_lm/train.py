@@ -1,6 +1,6 @@
-"""The training job: one process of this for each box. It is an ordinary PyTorch loop; `train` is all there is to read.
+"""Training job: one process of this for each box. It is an ordinary PyTorch loop: read `train`.
 
-On one machine, with everything started and stopped here:
+On one machine, with all daemons started and stopped here:
 
     PYTHONPATH=examples torchrun --nproc-per-node 2 -m train_lm.train --steps 100 --checkpoint-every 25
 
@@ -32,7 +32,7 @@ NUM_WINDOWS = 2560  # 320 KiB of text; an epoch is 80 steps of 2 boxes
 
 
 class ByteModel(nn.Module):
-    """Guesses the next byte from those before it. 123,904 parameters."""
+    """Model that predicts the next byte from those before it. 123,904 parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class ByteModel(nn.Module):
         self.head = nn.Linear(128, 256)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """tokens: int64, [batch, time]. Returns logits: float32, [batch, time, 256]."""
+        """Return logits, float32, [batch, time, 256]. tokens: int64, [batch, time]."""
         hidden, _ = self.gru(self.embedding(tokens))
         logits: torch.Tensor = self.head(hidden)
         return logits
@@ -75,8 +75,7 @@ def train(steps: int, checkpoint_every: int, out: Path) -> None:
 
 
 def note(log: TextIO, executor: DataExecutor, batch: dict[str, Any], loss: float) -> None:
-    """Log one line a step for demo.py, which compares runs: what came, what it led to, and how long it was waited
-    for."""
+    """Log one line a step for demo.py, which compares runs: the batch, the loss, and the time waited for the batch."""
     digest = hashlib.blake2b(batch["tokens"].numpy().tobytes(), digest_size=16).hexdigest()
     epoch = (executor.step - 1) // (NUM_WINDOWS // (BATCH_SIZE * dist.get_world_size()))
     line = {"step": executor.step, "epoch": epoch, "windows": batch["window"].tolist(), "digest": digest}
@@ -84,13 +83,15 @@ def note(log: TextIO, executor: DataExecutor, batch: dict[str, Any], loss: float
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Trains a small model of Python source text.")
+    parser = argparse.ArgumentParser(description="Train a small model of Python source text.")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--checkpoint-every", type=int, default=25, metavar="STEPS")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "out", help="for checkpoints and logs")
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).parent / "out", help="folder for checkpoints and logs"
+    )
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    torch.set_num_threads(1)  # one core a box; and the sums come out the same on every machine of a kind
+    torch.set_num_threads(1)  # one core a box; and sums are equal on all machines of a kind
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     train(options.steps, options.checkpoint_every, options.out)
     dist.destroy_process_group()

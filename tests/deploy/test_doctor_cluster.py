@@ -56,7 +56,7 @@ def test_a_cluster_that_is_well(cluster: Any) -> None:
     assert code == 0
     assert list(found) == ["name", "connection", "token", "version", "clock", "worker w1", "slots"]
     assert {each["level"] for each in found.values()} == {"ok"}
-    assert re.match(r"live, last heard of .* ago, 0 of 2 slots used, lanes at", found["worker w1"]["found"])
+    assert re.match(r"live, last heartbeat .* ago, 0 of 2 slots used, lanes at", found["worker w1"]["found"])
     assert "2 free on 1 of 1 workers that may run streams:slow" in found["slots"]["found"]
 
 

@@ -26,7 +26,10 @@ def worker(coordinator: Any) -> str:
 def test_idle_worker_is_drained_and_undrained(coordinator: Any, worker: str) -> None:
     done = coordinator.call("worker", "drain", worker)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == "worker w1 is drained: it has no slots and gets none; stop it, or take it back with --undo\n"
+    assert (
+        done.stdout
+        == "worker w1 is drained: it has no slots and gets none; stop it, or withdraw the drain with --undo\n"
+    )
     found = json.loads(coordinator.call("status", "--json").stdout)
     assert [(w["worker"], w["draining"]) for w in found["workers"]] == [("w1", True)]
     done = coordinator.call("worker", "drain", worker, "--undo")

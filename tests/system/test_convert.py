@@ -101,7 +101,7 @@ def test_the_command_says_what_it_does(appliance: Appliance, tmp_path: Path) -> 
         "streams:shared (the whole file)",
         "1 x 2 workers",
         "3 x 1 workers",
-        "the boxes are others",
+        "the boxes differ",
         "Written",
     ):
         assert words in shown

@@ -76,7 +76,7 @@ def test_metrics_and_doctor_agree_on_lost_worker() -> None:
         if sample.name == "penstock_workers"
     }
     assert workers == {"live": 1, "draining": 0, "lost": 1}
-    assert check_worker(view(status()).workers[1], "", False, "0.1.0").found == "lost, last heard of 2 min ago"
+    assert check_worker(view(status()).workers[1], "", False, "0.1.0").found == "lost, last heartbeat 2 min ago"
 
 
 def test_lines_name_events_as_the_screen_does() -> None:

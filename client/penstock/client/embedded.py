@@ -1,4 +1,4 @@
-"""Coordinator and worker daemon as children of the training process: what `Appliance()` without an address starts.
+"""Coordinator and worker daemon as children of the training process: started by `Appliance()` without an address.
 
 The two are started at the same time and communicate over a Unix socket in a folder that is private to this user: there
 is no port to collide, and no other user can take the name first. The last process to end removes the folder. They have
@@ -144,7 +144,7 @@ class Embedded:
                         del outputs[fd]
                     continue
                 alive.pop(fd).process.wait()
-                # The worker ends with its coordinator, and may be the first to be noticed.
+                # The worker ends with its coordinator, and its end may be detected first.
                 self._ended(next(other for other in self._children if other.process.ended))
 
     def _ended(self, child: _Child) -> None:
@@ -159,21 +159,21 @@ class Embedded:
     # ---- closing
 
     def let_go(self) -> None:
-        """Send both SIGTERM without waiting: for a finalizer, which may run in the garbage collector."""
+        """Send both daemons SIGTERM without waiting: for a finalizer, which may run in the garbage collector."""
         if os.getpid() == self._pid and not self._closing:
             self._closing = True
             for child in self._children:
                 child.process.send(signal.SIGTERM)
 
     def close(self) -> None:
-        """Stop both and wait for them."""
+        """Stop both daemons and wait for them."""
         if os.getpid() != self._pid:
             return
         with self._lock:
             if self._closing:
                 return
             self._closing = True
-        # The worker first: it reports to the coordinator that it leaves.
+        # The worker first: it deregisters from the coordinator.
         for child in reversed(self._children):
             child.process.end(STOP_S)
         if self._thread is not threading.current_thread():

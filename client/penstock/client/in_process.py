@@ -1,15 +1,15 @@
-"""A run whose slots are in this process and thread: the same batches and states as from workers, and no process, socket
-or thread beside.
+"""Run whose slots are in this process and thread: the same batches and states as from workers, without processes,
+sockets or threads.
 
-    InProcessRun     the slots of all boxes (penstock.worker.runner.in_process_slot), each made when it is first needed
-    InProcessReader  this box's batches, in the order of its position; each is made when it is asked for
+    InProcessRun     the slots of all boxes (penstock.worker.runner.in_process_slot), each created when it is first
+    needed InProcessReader  this box's batches, in the order of its position; each is made on request
 
-A state covers all boxes, and what a slot yields is a function of its place. So the slots of other boxes are made here
-too, when a state is asked for, and brought to where those boxes stand if their loops do what this one does: take the
-same steps, and leave an epoch after the same one. With one box nothing is taken for granted.
+A state covers all boxes, and a slot's batches are a function of its position. So the slots of other boxes are created
+here too, when a state is requested, and brought to the positions that those boxes have if their loops do the same as
+this one: take the same steps, and leave an epoch after the same one. With one box there is no such assumption.
 
-This module and embedded.py alone know that penstock.worker exists: this one for its loaders, which are not copied here.
-`penstock.client.testing` is made of it.
+Only this module and embedded.py depend on penstock.worker: this one for its loaders, which are not copied here.
+`penstock.client.testing` is built on it.
 """
 
 from __future__ import annotations
@@ -54,19 +54,19 @@ from penstock.worker.runner.in_process_slot import InProcessSlot, MadeBatch
 __all__ = ["Fault", "InProcessReader", "InProcessRun"]
 
 HERE: Final = "this process"
-"""The name of the worker."""
+"""Name of the worker."""
 STRUCTURES_KEPT: Final = 64
 
 
 class Fault(Protocol):
-    """Something that happens to a run before a step."""
+    """Fault that is injected into a run before a step."""
 
     @property
     def step(self) -> int:
-        """Absolute, from 1; it happens before the batch of this step is handed out, once."""
+        """Absolute step, from 1; the fault happens once, before the batch of this step is delivered."""
 
     def strike(self, reader: InProcessReader) -> None:
-        """Do it. What it raises, the training loop gets."""
+        """Inject the fault. The training loop gets the error that this raises."""
 
 
 class _Box:
@@ -80,32 +80,32 @@ class _Box:
         self._kept = kept
 
     def deliver(self, made: MadeBatch) -> None:
-        """The batch of the slot whose turn it is was handed out."""
+        """Count the batch of the slot whose turn it is as delivered."""
         self.position.deliver(made.digest)
         self._at[self.position.step] = self.position.copy()
         if len(self._at) > self._kept:
             self._at.popitem(last=False)
 
     def make(self, slot: int) -> MadeBatch | None:
-        """The next batch of a slot; None at the end of the epoch."""
+        """Make the next batch of a slot; return None at the end of the epoch."""
         position = self.position
         return self.slots[slot].next(position.step + 1, position.epoch, position.total[slot])
 
     def exhaust(self, slot: int) -> bool:
-        """The slot whose turn it is has ended. True if that ended the epoch."""
+        """End the slot whose turn it is. Return True if that ended the epoch."""
         if by_own_methods(self.slots[slot].capabilities):
             self.position.carry()
         return self.position.exhaust()
 
     def abandon_epoch(self) -> None:
-        """The loop leaves the epoch here."""
+        """Abandon the epoch at this position."""
         for slot, total in zip(self.slots, self.position.total, strict=True):
             slot.leave(self.position.epoch, total)
         self.position.abandon_epoch()
 
     def go(self, step: int, last_epoch: int, abandoned: dict[int, int]) -> None:
-        """Take the steps up to this one, as a loop that leaves epochs there (epoch -> step) and opens none behind
-        `last_epoch`."""
+        """Take the steps up to this one, as a loop that abandons epochs at `abandoned` (epoch -> step) and opens none
+        after `last_epoch`."""
         position = self.position
         while position.step < step and position.epoch <= last_epoch:
             if abandoned.get(position.epoch) == position.step and any(position.delivered):
@@ -132,15 +132,12 @@ class _Box:
 
 
 class InProcessRun:
-    """An open run; see penstock.client.stream.stream_interfaces.StreamRun.
+    """Open run; see penstock.client.stream.stream_interfaces.StreamRun.
 
     Args:
-        name: "job/ordinal".
-        box, num_boxes, num_workers_per_box: which box this is, of how many, with how many slots each.
-        options: of the loader.
-        opening: which code, with which seed, from where.
-        seed: of the run.
-        on_closed: called when it is closed.
+        name: "job/ordinal". box, num_boxes, num_workers_per_box: number of this box, number of boxes, slots of each
+        box. options: options of the loader. opening: code, seed and start. seed: seed of the run. on_closed: called
+        when the run is closed.
     """
 
     def __init__(
@@ -163,11 +160,11 @@ class InProcessRun:
         self.abandoned = False
         self.away_since: float | None = None
         self.lock = threading.RLock()
-        """User code of all slots runs in turn, for they share what a process has once."""
+        """Guard of process-wide state, which the slots share: their user code runs in turn."""
         self.last_epoch = 0
-        """The last that this box's loop opens."""
+        """Last epoch that this box's loop opens."""
         self.abandoned_epochs: dict[int, int] = {}
-        """Epoch -> the step after which this box's loop left it."""
+        """Epoch -> step after which this box's loop abandoned it."""
         self._opening, self._options, self._on_closed = opening, options, on_closed
         self._boxes: dict[int, _Box] = {}
         self.failures: dict[int, PenstockError] = {}
@@ -189,7 +186,7 @@ class InProcessRun:
         self._owner.check(f"run {self.name}, box {self.box}")
 
     def box_of(self, number: int) -> _Box:
-        """A box, made when it is first asked for."""
+        """Return a box, created at its first use."""
         if number not in self._boxes:
             start = self._opening.start_of(number)
             slots = [self._slot(number, slot, start) for slot in range(self.num_slots)]
@@ -214,7 +211,7 @@ class InProcessRun:
         return InProcessSlot(assignment, self._opening.make, start.blob, noted=self._options.retention_steps + 2)
 
     def prepare(self) -> None:
-        """Make the loaders of this box. One that fails says so when its turn comes."""
+        """Create the loaders of this box. A failure is raised when the slot's turn comes."""
         for view, slot in zip(self.views, self.box_of(self.box).slots, strict=True):
             if view.phase in (pb.READY, pb.FAILED):
                 continue
@@ -228,7 +225,7 @@ class InProcessRun:
                 view.error.CopyFrom(detail_of(error))
                 self.failures[view.slot] = error
 
-    # ---- what a loader asks
+    # ---- requests of a loader
 
     def wait_for(self, ready: Callable[[StreamRun], bool], timeout_s: float) -> bool:
         if self.error is not None:
@@ -297,14 +294,12 @@ class InProcessRun:
 
 
 class InProcessReader:
-    """The batches of one box; see penstock.client.stream.stream_interfaces.Reader.
+    """Reader of one box's batches; see penstock.client.stream.stream_interfaces.Reader.
 
     Args:
-        run: whose batches.
-        label: of the loader, for messages.
-        device: where tensors of batches arrive, "" or "cpu": in memory of the batch's own.
-        timeout_s: deadline that an injected delay meets.
-        faults: what happens to the run, and when.
+        run: run of the batches. label: name of the loader, for messages. device: where tensors of batches arrive, "" or
+        "cpu": in memory of the batch's own. timeout_s: deadline of a batch, for injected delays. faults: faults to
+        inject into the run, with their steps.
     """
 
     def __init__(
@@ -338,10 +333,10 @@ class InProcessReader:
     # ---- the stream
 
     def next(self) -> Any:
-        """The next batch, or EPOCH_ENDED; makes it.
+        """Make and return the next batch, or return EPOCH_ENDED.
 
         Raises:
-            PenstockError: the input failed, after every batch that came before it.
+            PenstockError: the input failed; all batches before it were delivered.
         """
         run, box = self._run, self._box
         run.check()
@@ -366,7 +361,7 @@ class InProcessReader:
         return batch
 
     def _make(self, box: _Box) -> MadeBatch | None:
-        """The batch whose turn it is, over the ends of slots; None at the end of the epoch."""
+        """Make the batch that is due, past ends of slots; return None at the end of the epoch."""
         while True:
             slot = box.position.turn
             view = self._run.views[slot]
@@ -429,11 +424,11 @@ class InProcessReader:
 
     @property
     def due(self) -> InProcessSlot:
-        """The slot whose turn it is."""
+        """Slot whose turn it is."""
         return self._box.slots[self.position.turn]
 
     def delay(self, seconds: float) -> None:
-        """The batch comes late; DeadlineError after the timeout, upon which the loop may ask once more."""
+        """Delay the batch. Raises DeadlineError after the timeout; the loop may then continue."""
         time.sleep(min(seconds, self._timeout_s))
         if seconds >= self._timeout_s:
             position, run = self.position, self._run
@@ -443,7 +438,7 @@ class InProcessReader:
             )
 
     def replace_worker(self, why: str) -> None:
-        """The worker whose turn it is dies, and another one goes on where it was."""
+        """Replace the worker whose turn it is by another one, which continues at its position."""
         run, slot = self._run, self.position.turn
         self.due.lose()
         run.views[slot].restarts += 1
@@ -465,7 +460,7 @@ class InProcessReader:
     def abandon_epoch(self) -> None:
         position, run = self.position, self._run
         if not any(position.delivered):
-            return  # nothing of the epoch was taken
+            return  # no batch of the epoch was taken
         run.abandoned_epochs[position.epoch] = position.step
         with run.lock:
             self._box.abandon_epoch()
@@ -485,4 +480,4 @@ class InProcessReader:
         return self.position.to_proto()
 
     def close(self) -> None:
-        """Return 0: batches have memory of their own."""
+        """Do nothing: batches have memory of their own."""

@@ -7,7 +7,7 @@ A job that already exports metrics registers `collector()` beside its own:
 Another job passes `Appliance(http="127.0.0.1:9400")`, or sets PENSTOCK_HTTP. That starts a small server, one for the
 process however many appliances it opens, which runs until the process ends.
 
-A scrape reads, on its own thread, figures that the loop keeps anyway; it costs the loop nothing.
+A scrape reads, on its own thread, figures that the loop keeps anyway; it has no cost for the loop.
 """
 
 from __future__ import annotations

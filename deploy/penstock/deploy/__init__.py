@@ -1,1 +1,1 @@
-"""The top floor: the command line and the launchers."""
+"""Top layer: the command line and the launchers."""

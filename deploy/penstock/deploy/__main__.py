@@ -1,5 +1,5 @@
-"""The command `penstock`, also as `python -m penstock.deploy`, for programs that start daemons with an interpreter at
-hand. What it imports takes a good part of a second, in which a Ctrl-C is no bug either."""
+"""Command `penstock`, also as `python -m penstock.deploy`, for programs that start daemons with their own interpreter.
+Its imports take a good part of a second; a Ctrl-C during them is no bug either."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""An interpreter that forks, from both sides.
+"""Forking interpreter: the command's side and the child's.
 
 `penstock doctor` and `penstock replay` run loaders as workers do: in processes forked from a fresh interpreter that has
-imported torch and seen no user code, with the run's hash seed. Each child has a socket of its own to the command, by
-which it gets tasks and answers. It dies with the command, and its children with it.
+imported torch and seen no user code, with the run's hash seed. Each child has a socket of its own to the command, for
+tasks and answers. The interpreter dies with the command, and its children with it.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from penstock.worker.tools.loader_children import (
 __all__ = ["ForkedChild", "ForkingInterpreter", "Task", "serve", "take_task", "wait_for_news"]
 
 ABORT_S = 2.0
-"""Seconds for a child to print its stack and end."""
+"""Deadline for a child to print its stack and end, in seconds."""
 EXIT_S = 2.0
-"""Seconds for the end of a child to be seen after its socket closed."""
+"""Longest time from the close of a child's socket to its end, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Task:
 
 
 class ForkingInterpreter:
-    """Seen from the command, which waits with deadlines. What user code prints goes to standard error.
+    """Command's handle on the interpreter, with deadlines. Output of user code goes to standard error.
 
     `module`: its `main` calls `serve`.
     """
@@ -74,7 +74,7 @@ class ForkingInterpreter:
         self.close()
 
     def close(self) -> None:
-        """Kill it; its children die with it."""
+        """Kill the interpreter; its children die with it."""
         self._process.kill()
         self._process.wait()
         self._process.close()
@@ -93,12 +93,12 @@ class ForkingInterpreter:
             raise
 
     def reap(self, pid: int) -> int:
-        """Return the exit status of a child that has ended, as Python has it. What it left behind is killed."""
+        """Return the exit status of a child that has ended, as Python represents it. Its descendants are killed."""
         self._channel.send("reap", pid=pid)
         return int(self._hear().fields["status"])
 
     def _hear(self) -> ControlMessage:
-        """Return its next message; WorkerLostError if it died."""
+        """Return the interpreter's next message; raise WorkerLostError if it died."""
         until = time.monotonic() + START_DEADLINE_S
         try:
             while (message := self._channel.receive(wait=False)) is None:
@@ -112,7 +112,7 @@ class ForkingInterpreter:
 
 
 class ForkedChild:
-    """A child of the interpreter, seen from the command. Its end is seen by its process: what it forked may hold its
+    """Command's handle on a child of the interpreter. A pidfd reports its end, because its descendants may hold its
     socket."""
 
     def __init__(self, parent: ForkingInterpreter, channel: ControlChannel, pid: int) -> None:
@@ -128,36 +128,37 @@ class ForkedChild:
         self.close()
 
     def close(self) -> None:
-        """Kill it, and what it left behind."""
+        """Kill the child and its descendants."""
         if not self._reaped:
             kill_group(self.process.pid)
         self.process.close()
         self.channel.close()
 
     def ask(self, task: Task) -> None:
-        """Give it a task. If it has died it says nothing any more, which is found out by listening."""
+        """Send the child a task. If it has died, the next receive reports that."""
         with contextlib.suppress(LaneLostError):
             self.channel.send(task.kind, task.payload, parts=len(task.parts), **task.fields)
             for part in task.parts:
                 self.channel.send("part", part)
 
     def said(self) -> ControlMessage | None:
-        """Return its next message; None if there is none yet. LaneLostError: it sends no more."""
-        ended = self.process.ended  # looked at first: what it said before its end is there to be read
+        """Return the child's next message; None if there is none yet. Raises LaneLostError if it sends no more."""
+        ended = self.process.ended  # read first: messages sent before the end can still be read
         message = self.channel.receive(wait=False)
         if message is None and ended:
             raise LaneLostError("the process has ended")
         return message
 
     def hear(self, until: float) -> ControlMessage | None:
-        """Wait for what it says next; None if it has said nothing by this monotonic time. LaneLostError: see `said`."""
+        """Return the child's next message; None if none comes by this monotonic time. Raises LaneLostError as `said`
+        does."""
         while (message := self.said()) is None:
             if not wait_for_news([self], until):
                 return None
         return message
 
     def how_it_ended(self) -> str:
-        """Say in words how it ended, once it says nothing any more."""
+        """Describe how the child ended, once it sends no more."""
         if not self.process.wait(EXIT_S):
             return "closed its descriptors"
         status = self._parent.reap(self.process.pid)
@@ -165,7 +166,7 @@ class ForkedChild:
         return describe_exit(status)
 
     def show_stack(self) -> None:
-        """Have faulthandler print the stack of each of its threads, of which it dies."""
+        """Make faulthandler print the stack of each of its threads; this kills it."""
         self.process.send(signal.SIGABRT)
         self.process.wait(ABORT_S)
 
@@ -177,15 +178,15 @@ def wait_for_news(children: Iterable[ForkedChild], until: float) -> list[ForkedC
     return list(dict.fromkeys(by_fd[fd] for fd in wait_for_any(by_fd, until - time.monotonic())))
 
 
-# ---- inside
+# ---- the child's side
 
 
 def serve(child: Callable[[ControlChannel], None]) -> None:
-    """Run in the interpreter: fork a child that does this for each socket that comes, until the inherited one
+    """Run in the interpreter: fork a child that calls `child` for each received socket, until the inherited one
     closes."""
     control = ControlChannel(socket.socket(fileno=int(sys.argv[1])))
     die_with_parent(int(sys.argv[2]))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the command's, which stops us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command handles Ctrl-C and stops us
     faulthandler.enable()
     control.send("up")
     with contextlib.suppress(LaneLostError):
@@ -209,7 +210,7 @@ def _in_child(child: Callable[[ControlChannel], None], control: ControlChannel, 
         with contextlib.suppress(LaneLostError):
             child(channel)
     finally:
-        channel.sock.detach()  # it closes with the process
+        channel.sock.detach()  # it is closed by the end of the process
 
 
 def take_task(channel: ControlChannel) -> Task:

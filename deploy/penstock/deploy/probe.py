@@ -1,16 +1,14 @@
-"""`python -m penstock.deploy.probe ROLE live|ready`: is the daemon of this container well? For exec probes.
+"""`python -m penstock.deploy.probe ROLE live|ready`: is the daemon of this container live or ready? For exec probes.
 
-An exec probe, because the gRPC probes of Kubernetes speak no TLS, and because a worker has no gRPC to ask. It reads the
-same PENSTOCK_* variables as the daemon beside it, and is quick to start, for it runs every few seconds: no torch, no
-Typer, no pydantic, and gRPC only for a coordinator.
+It is an exec probe, because the gRPC probes of Kubernetes have no TLS, and because a worker has no gRPC server. It
+reads the same PENSTOCK_* variables as the daemon beside it, and starts quickly, because it runs every few seconds: no
+torch, no Typer, no pydantic, and gRPC only for a coordinator.
 
-A coordinator is live if it answers at all, and ready if it says SERVING. The question goes the way that callers' go,
-with TLS and all: one that shows a certificate that has run out is not live, and is healed by a new start. A worker is
-live if rounds of its heartbeat end, and ready if the coordinator answers them: see
-penstock.runtime.process.liveness_file.
+A coordinator is live if it answers at all, and ready if it answers SERVING. The probe connects as other callers do,
+with TLS: a coordinator with an expired certificate is not live, and a restart heals it. A worker is live if rounds of
+its heartbeat end, and ready if the coordinator answers them: see penstock.runtime.process.liveness_file.
 
-Exit status: 0 well, 1 not, or nobody can tell, 2 a mistake on the command line; 1 and 2 with a line on standard
-error.
+Exit status: 0 yes, 1 no or unknown, 2 a mistake on the command line; 1 and 2 with a line on standard error.
 """
 
 from __future__ import annotations
@@ -24,24 +22,27 @@ from penstock.proto.errors import DeadlineError, InvalidArgumentError, PenstockE
 __all__ = ["main"]
 
 ANSWER_S = 4.0
-"""Seconds for a coordinator's answer: less than the 5 s that the manifests give a probe, so that this line is seen."""
+"""Deadline of a coordinator's answer, in seconds: below the 5 s of a probe in the manifests, so that the error is
+printed."""
 ALIVE_S = 15.0
-"""The same, of one that is only to be alive, and has 20 s: busy is no reason to kill it."""
+"""Deadline of the liveness probe, which has 20 s: a busy daemon must not be killed."""
 LIVE_S = 120.0
-"""A round of a worker's heartbeat: a hold of at most 5 s in the largest fleet, and the 10 s of a call's deadline;
-several times that, for a machine that is overloaded."""
+"""Longest time without a round of a worker's heartbeat, in seconds. A round takes at most a hold of 5 s in the largest
+fleet and the 10 s of a call's deadline; this is several times that, for an overloaded machine."""
 READY_S = 30.0
 _ANY = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Parse, ask, and turn the answer into an exit status."""
-    parser = argparse.ArgumentParser(prog="python -m penstock.deploy.probe", description="Is this daemon well?")
+    """Parse, query, and turn the answer into an exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m penstock.deploy.probe", description="Check whether this daemon is live or ready."
+    )
     parser.add_argument("role", choices=["coordinator", "worker"])
     parser.add_argument("what", choices=["live", "ready"])
-    parser.add_argument("--address", help="of the coordinator [PENSTOCK_COORDINATOR_LISTEN]")
-    parser.add_argument("--liveness-file", help="of the worker [PENSTOCK_WORKER_LIVENESS_FILE]")
-    parser.add_argument("--within", type=float, metavar="SECONDS", help="since a worker's last sign")
+    parser.add_argument("--address", help="address of the coordinator [PENSTOCK_COORDINATOR_LISTEN]")
+    parser.add_argument("--liveness-file", help="liveness file of the worker [PENSTOCK_WORKER_LIVENESS_FILE]")
+    parser.add_argument("--within", type=float, metavar="SECONDS", help="largest age of a worker's last heartbeat")
     given = parser.parse_args(arguments)
     try:
         if given.role == "coordinator":

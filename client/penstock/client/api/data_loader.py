@@ -8,9 +8,9 @@ The iterator is a generator that has already run up to its first `yield` when th
 `iter()`, where its errors belong, and from then on ending the loop in any way (at the end, by `break`, by an exception,
 or by dropping the iterator) runs its `finally`.
 
-An epoch that the loop left by `break` is abandoned when the next executor starts, not at the `break`: until then the
+An epoch that the loop leaves by `break` is abandoned when the next executor starts, not at the `break`: until then the
 state is that of the last step, in the middle of the epoch. An epoch left at its last batch, by its length, is over and
-not abandoned. Nor is one that a persistent executor left: the next executor continues it.
+not abandoned. The same holds for one that a persistent executor left: the next executor continues it.
 """
 
 from __future__ import annotations
@@ -239,7 +239,7 @@ class DataExecutor:
         return len(self._loader) if self._num_steps is None else self._num_steps
 
     def __bool__(self) -> bool:
-        return True  # else bool() would call len(), which may wait for workers
+        return True  # otherwise bool() would call len(), which may wait for workers
 
     @property
     def user_iteration(self) -> int:
@@ -352,14 +352,14 @@ class DataExecutor:
                 left_early = stop is None and not self._persistent
                 yield batch
                 left_early = False
-                del batch  # or it would stay alive while the next one is waited for
+                del batch  # otherwise it would stay alive while the loop waits for the next one
             self._last = position.step
         finally:
             _iterating.leave(self)
             if line is not None:
                 line.finish()
             if left_early and session.expected_last() == position.step:
-                left_early = False  # the loop counts batches: none is left, and the end is read next
+                left_early = False  # the loop counts batches: all are taken, and the end is read next
             loader.finish(self, left_early=left_early, epoch_ended=stop is None and position.epoch > first_epoch)
 
 

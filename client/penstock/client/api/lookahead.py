@@ -1,4 +1,4 @@
-"""A loader for frameworks that prefetch: they take batches before the training loop gets them.
+"""Loader for frameworks that prefetch: they take batches before the training loop gets them.
 
 To know which batch is the last one of an epoch, Accelerate's loaders and Lightning's fetcher for loaders without a
 length take the next batch before they hand out this one. `DataLoader.state_dict()`, which counts taken batches, is then
@@ -9,8 +9,8 @@ has a length; so nothing is subtracted here. Instead the loop counts: it calls `
 and the state is that of this step, which workers keep for a while (Appliance(retention_steps=)). That costs nothing
 until a state is requested.
 
-The loop can forget to count, and a wrapper can hand out other batches than it took: share them among ranks, join them,
-repeat some to fill up. Either would save a wrong position, so both are errors.
+The loop can forget to count, and a wrapper can yield other batches than it took: share them among ranks, join them,
+repeat some as padding. Either would save a wrong position, so both are errors.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Lookahead(IterableDataset[Any]):
     penstock.client.integrations do. An epoch that the framework left early is over once it begins the next one.
 
     It is also an iterable dataset: torch.utils.data.DataLoader(ahead, batch_size=None) suits frameworks that accept
-    nothing else. The batches still come from Penstock's workers, so that needs no worker processes of its own.
+    nothing else. The batches still come from Penstock's workers, so it needs no worker processes of its own.
 
     Args:
         loader: the Penstock DataLoader.
@@ -111,7 +111,7 @@ class Lookahead(IterableDataset[Any]):
                 if len(self._waiting) > self._depth:
                     self._got()  # the loop does not count, or the framework is too far ahead: state_dict() raises
             yield batch
-            del batch  # or it would stay alive while the next one is waited for
+            del batch  # otherwise it would stay alive while the loop waits for the next one
 
     def __len__(self) -> int:
         """Return the batches of a whole epoch. Raises TypeError if the loader has no length."""
@@ -169,7 +169,7 @@ class Lookahead(IterableDataset[Any]):
         for batch in batches:
             self.took()
             yield batch
-            del batch  # or it would stay alive while the next one is waited for
+            del batch  # otherwise it would stay alive while the loop waits for the next one
             if self._loads != loads:
                 raise RuntimeError(
                     f"{self._loader.name}: load_state_dict while handed_out(...) is iterated; leave its loop first"

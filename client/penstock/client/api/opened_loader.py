@@ -230,7 +230,8 @@ class OpenedLoader:
             cover = saved.cover if saved.positions else cover
         start_of = partial(_on, cover, partial(self._start_of, settings))
         start = start_of(settings.box)
-        # Each opening in one launch has its own key: else a loader that starts over would join the run it just left.
+        # Each opening in one launch has its own key: otherwise a loader that starts over would join the run that it
+        # just left.
         key = f"#{self._openings}" if self._openings else ""
         opening = Opening(
             self._reference,
@@ -333,6 +334,6 @@ def _all_known(run: StreamRun) -> bool:
 
 def _abandon(run: StreamRun, reader: Reader) -> None:
     """End the stream of a loader that was collected. It may run in the garbage collector, so the run's own thread does
-    what takes time or locks."""
+    all that takes time or locks."""
     run.abandoned = True
     reader.close()

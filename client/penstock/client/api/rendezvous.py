@@ -131,7 +131,7 @@ class SharedAppliance:
                 sock.close()
                 continue
             self._others.append(sock)  # before the reply: `leave` waits for every rank that has joined
-            with contextlib.suppress(OSError):  # the rank is gone already; `leave` sees that
+            with contextlib.suppress(OSError):  # the rank is gone already; `leave` detects that
                 sock.send(message)
 
     def join(self, deadline: float, timeout_s: float) -> DaemonAddresses:

@@ -109,7 +109,7 @@ class ResumableLoader(OpenedLoader):
         return saved.to_dict()
 
     def _seed_to_come(self, settings: ApplianceSettings) -> int:
-        """Return the seed that the run will have. If none is given it is drawn here: else the state would fit any
+        """Return the seed that the run will have. If none is given, draw it here: otherwise the state would fit any
         order."""
         if settings.seed is not None:
             return settings.seed

@@ -1,11 +1,11 @@
 """PyTorch Lightning: the loader's position in Lightning's checkpoints.
 
-Lightning saves the state of a loader itself, but as of the batch that its fetcher has taken, which is one ahead for a
-loader without a length, and it does not load what it saved at the end of an epoch. So a callback counts the batches
-that reach the loop, and saves and loads the state as its own.
+Lightning saves the state of a loader itself, but at the batch that its fetcher has taken, which is one ahead for a
+loader without a length, and it does not load a state saved at the end of an epoch. So a callback counts the batches
+that reach the loop, and saves and loads the state itself.
 
 An epoch may be shorter than an epoch of the loader (limit_train_batches). After it Lightning begins the next epoch, and
-a position alone does not say that the epoch was over; so this is saved beside it.
+a position alone does not show that the epoch was over; so this is saved too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["LoaderState"]
 
 
 class LoaderState(Callback):
-    """Makes training resume at the batch after the checkpoint's.
+    """Callback that makes training resume at the batch after the checkpoint's.
 
     Among the Trainer's callbacks, with the Lookahead that it trains on::
 
@@ -64,7 +64,7 @@ class LoaderState(Callback):
 
     def _epoch_over(self) -> bool:
         """Return whether the epoch has had its last batch. Such checkpoints are saved in several hooks, after the
-        batch, the validation, the epoch; so this asks what Lightning itself goes by when it resumes."""
+        batch, the validation, the epoch; so this reads the progress from which Lightning itself resumes."""
         if self._trainer is None:
             return False
         batches = self._trainer.fit_loop.epoch_loop.batch_progress

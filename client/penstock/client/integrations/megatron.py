@@ -1,18 +1,18 @@
-"""Megatron-core's and NVRx's asynchronous saves, written by Penstock: `FileSystemWriterAsync` in the place of theirs.
+"""Asynchronous saves of Megatron-core and NVRx, written by Penstock: a replacement of their `FileSystemWriterAsync`.
 
 Their schedulers save in phases, and call a storage writer in each:
 
     plan:      `prepare_local_plan`, then `prepare_global_plan` or, without rank 0, `prepare_decentralized_global_plan`
     stage:     `prepare_write_data`, on the thread that trains
-    write:     what `get_save_function_and_args` returned, in a process of the scheduler's, forked or spawned
+    write:     the function of `get_save_function_and_args`, in a process of the scheduler, forked or spawned
     finalize:  `retrieve_write_results` on each rank, gathered, and `finish` on rank 0
 
-Staging copies everything, from whatever device, to shared memory as it will lie in the files (tensor_staging.py); so
-when it returns, the training may change every tensor, and the process that writes needs neither CUDA nor the training's
-memory. What that process says of its end stands in the same memory. There is no queue, and so nothing of an earlier
-save in it, and nobody waits for a process that was killed: it has said nothing, which is a failure.
+Staging copies everything, from any device, to shared memory in the layout of the files (tensor_staging.py). So when it
+returns, the training may change every tensor, and the writing process needs neither CUDA nor the training's memory. Its
+result is in the same memory. There is no queue, and so no message of an earlier save, and no wait for a killed process:
+it has left no result, which is a failure.
 
-This module imports nothing of theirs.
+This module imports neither of them.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ from penstock.runtime.files.direct_files import write_file
 __all__ = ["FileSystemWriterAsync"]
 
 VERDICT = 8192
-"""Bytes of shared memory in which the process that writes says how it ended."""
+"""Size of the shared memory for the writing process's result, in bytes."""
 LENGTH = 8
 
 
 class FileSystemWriterAsync(AsyncFileSystemWriter):
-    """A storage writer for Megatron-core's and NVRx's schedulers, with the methods of theirs.
+    """Storage writer for the schedulers of Megatron-core and NVRx, with the methods of their writers.
 
-    One for each save::
+    Create one for each save::
 
         writer = FileSystemWriterAsync(folder, thread_count=2)
         planned = save_state_dict_async_plan(state, writer, planner=planner)
@@ -62,16 +62,14 @@ class FileSystemWriterAsync(AsyncFileSystemWriter):
         queue.schedule_async_request(request)
 
     Args:
-        path: the folder of this checkpoint.
-        single_file_per_rank: True; files are `thread_count` for each rank, as theirs.
-        sync_files: have everything on the disk before a save is done.
-        thread_count: files of each rank, and threads that write them.
-        separation_hint: what has a name that begins with this goes into files of its own, as many again.
-        use_msc: False; NVIDIA's multi-storage client is not supported.
-        overwrite: False: a folder that holds a checkpoint is an error.
+        path: folder of this checkpoint. single_file_per_rank: True; each rank writes `thread_count` files, as with
+        theirs. sync_files: sync all files to disk before a save is done. thread_count: number of files of each rank,
+        and of threads that write them. separation_hint: prefix of names whose values go into separate files, the same
+        number again. use_msc: False; NVIDIA's multi-storage client is not supported. overwrite: False: a folder that
+        holds a checkpoint is an error.
 
     Attributes:
-        write_buckets: what was staged; None before `prepare_write_data`. Its length is the number of files.
+        write_buckets: staged files; None before `prepare_write_data`. Its length is the number of files.
         results_queue: None.
     """
 
@@ -102,17 +100,19 @@ class FileSystemWriterAsync(AsyncFileSystemWriter):
         self.checkpoint_dir = path
         self.write_buckets: StagedFiles | None = None
         self._buffer: StagingBuffer | None = None
-        """Mark it as used by a process, until the end of that process is known."""
+        """Mark the buffer as used by a process, until the end of that process is known."""
         self._failure = ""
         self._places: list[tuple[MetadataIndex, StorageInfo]] = []
 
     def prepare_decentralized_global_plan(self, local_plan: SavePlan) -> SavePlan:
-        """This rank's part of the global plan, made without the others: files are named by rank."""
+        """Return this rank's part of the global plan, made without the others: files are named by rank."""
         return dataclasses.replace(local_plan, storage_data=StoragePrefix(f"__{_rank()}_"))
 
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
-        """Copy all that the plan has to shared memory. When this returns nothing refers to live values."""
-        Path(self.path, METADATA).unlink(missing_ok=True)  # of a checkpoint that is overwritten: it ends here
+        """Copy all values of the plan to shared memory. Afterwards nothing refers to live values."""
+        Path(self.path, METADATA).unlink(
+            missing_ok=True
+        )  # of a checkpoint that is overwritten: it becomes invalid here
         self.write_buckets, self._places = StagedFiles(None, [], 0, str(self.path), self.sync_files), []
         if not plan.items:
             return
@@ -130,7 +130,7 @@ class FileSystemWriterAsync(AsyncFileSystemWriter):
         """Return the function that writes the files, None, and its arguments; (None, None, []) where this rank has
         nothing to write.
 
-        The function may be called in another process, forked or spawned. Nothing is left to be preloaded.
+        The function may be called in another process, forked or spawned. Nothing needs to be preloaded.
         """
         if not self.write_buckets:
             return None, None, []
@@ -142,9 +142,9 @@ class FileSystemWriterAsync(AsyncFileSystemWriter):
         return write_buckets
 
     def retrieve_write_results(self) -> list[WriteResult] | tuple[BaseException, Any]:
-        """Return what this rank has written, or why it has not, as torch wraps an exception for other ranks.
+        """Return this rank's written items, or its error as torch wraps an exception for other ranks.
 
-        Called when the function of `get_save_function_and_args` has returned, or its process has ended.
+        Call it once the function of `get_save_function_and_args` has returned, or its process has ended.
         """
         if self.write_buckets is None:
             raise CheckpointError("retrieve_write_results() must be called after prepare_write_data(), got it before")
@@ -164,12 +164,11 @@ class FileSystemWriterAsync(AsyncFileSystemWriter):
 
 
 class StagedFiles:
-    """Files in shared memory, on their way to another process.
+    """Files in shared memory for another process.
 
     Args:
-        image: where they lie; None if there are none.
-        files: name, offset and bytes of each.
-        verdict: offset of what is said of them.
+        image: memory of the files; None if there are none. files: name, offset and size of each, in bytes. verdict:
+        offset of the result.
     """
 
     def __init__(
@@ -186,13 +185,13 @@ class StagedFiles:
         return len(self.files)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle it for a spawned process: the descriptor travels, not its content."""
+        """Pickle it for a spawned process: the descriptor is sent, not its content."""
         assert self._image is not None
         handle = reduction.DupFd(self._image.fd)
         return _received, (handle, self._image.nbytes, self.files, self._verdict, self._folder, self._durable)
 
     def write(self) -> None:
-        """Make the files, and say so."""
+        """Write the files, and the result."""
         assert self._image is not None
         region = memoryview(self._image.map)
         error = ""
@@ -211,12 +210,12 @@ class StagedFiles:
         write_file(path, region, size, durable=self._durable, passing=lambda _: None)
 
     def close(self) -> None:
-        """Give up the descriptor, in a process that has received it."""
+        """Close the descriptor, in a process that has received it."""
         if self._received and self._image is not None:
             self._image.close()
 
     def _say(self, what: dict[str, Any]) -> None:
-        """Its length comes last: what is half written is not heard."""
+        """Write the result; its length comes last, so that a half-written one is not read."""
         assert self._image is not None
         data = json.dumps(what).encode()
         if len(data) > VERDICT - LENGTH:
@@ -225,7 +224,7 @@ class StagedFiles:
         self._image.put(self._verdict, len(data).to_bytes(LENGTH))
 
     def heard(self) -> dict[str, Any] | None:
-        """Return the message; None if there was none."""
+        """Return the result; None if there is none."""
         assert self._image is not None
         begin = self._verdict + LENGTH
         length = int.from_bytes(self._image.map[self._verdict : begin])
@@ -233,8 +232,8 @@ class StagedFiles:
 
 
 def write_staged(rank: int, staged: StagedFiles, results_queue: None) -> None:
-    """Write the files: the scheduler calls it, in any process. Raises nothing: `retrieve_write_results` tells how it
-    ended."""
+    """Write the files: the scheduler calls it, in any process. Raises nothing: `retrieve_write_results` reports the
+    result."""
     staged.write()
     staged.close()
 
@@ -246,7 +245,7 @@ def _received(handle: Any, nbytes: int, *rest: Any) -> StagedFiles:
 
 
 class _Buffers:
-    """Shared memory that is not in use, for the next writer: making it anew takes longer than all the rest."""
+    """Pool of unused shared memory for the next writer: allocating it takes longer than all the rest."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -267,7 +266,7 @@ _buffers = _Buffers()
 def _resolved(
     item: WriteItem, planner: SavePlanner, values: dict[Key, torch.Tensor], objects: dict[Key, bytes]
 ) -> LocalItem:
-    """An item, its value among `values` if it is a plain tensor, else as bytes among `objects`."""
+    """Put an item's value into `values` if it is a plain tensor, else as bytes into `objects`."""
     data = planner.resolve_data(item)
     framed = isinstance(data, torch.Tensor) and is_plain(data) and _fits(item, data)
     local = LocalItem.of(item, framed)
@@ -278,7 +277,7 @@ def _resolved(
     else:
         tensor = cast(torch.Tensor, data).detach().cpu()
         if tensor.layout is torch.strided and tensor.untyped_storage().nbytes() != tensor.nbytes:
-            tensor = tensor.clone()  # a view: torch.save would write all of what it is a view of
+            tensor = tensor.clone()  # a view: torch.save would write its whole storage
         objects[local.key] = saved_bytes(tensor)
     return local
 

@@ -1,8 +1,8 @@
 """Hugging Face Trainer: the loader's position in the Trainer's checkpoints.
 
 The Trainer resumes by reading all batches of the epoch again and dropping them. With ignore_data_skip=True it does not,
-and takes the loader to stand at the right place: this callback puts it there. It travels in trainer_state.json, the
-last file of a checkpoint, so a checkpoint that has this file has the position.
+and assumes the loader at the right position: this callback restores it. The position is in trainer_state.json, the
+last file of a checkpoint, so each checkpoint with this file has the position.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["LoaderState", "newest_checkpoint"]
 
 
 class LoaderState(TrainerCallback, ExportableState):
-    """Makes training resume at the batch after the checkpoint's::
+    """Callback that makes training resume at the batch after the checkpoint's::
 
         class MyTrainer(Trainer):
             def get_train_dataloader(self): return ahead     # Lookahead(DataLoader(input_fn))
@@ -43,7 +43,8 @@ class LoaderState(TrainerCallback, ExportableState):
         self._ahead: Lookahead | None = None
 
     def state(self) -> dict[str, Any]:
-        """Return the state of this callback that the Trainer saves as JSON; it asks once before the training, too."""
+        """Return the state of this callback that the Trainer saves as JSON; it calls this once before the training,
+        too."""
         saved = None if self._ahead is None else base64.b64encode(encode_state(self._ahead.state_dict())).decode()
         return {"args": {}, "attributes": {"saved": saved}}
 
@@ -64,7 +65,7 @@ class LoaderState(TrainerCallback, ExportableState):
                 "LoaderState: the Trainer would skip the batches before the checkpoint, but the restored loader has "
                 "skipped them already: set TrainingArguments(ignore_data_skip=True)"
             )
-        # A list of callbacks is what the Trainer makes its state from; what it has then is a dict of their states.
+        # The Trainer makes its state from a list of callbacks; then it has a dict of their states.
         states = cast(dict[str, Any], state.stateful_callbacks)
         of_callback = states.get(type(self).__name__) or {}
         saved = of_callback.get("attributes", {}).get("saved")
@@ -99,7 +100,7 @@ class LoaderState(TrainerCallback, ExportableState):
 
 
 def _length(ahead: Lookahead) -> int:
-    """Batches of an epoch; 0 if nobody knows."""
+    """Return the number of batches of an epoch; 0 if unknown."""
     try:
         return len(ahead)
     except TypeError:
@@ -107,9 +108,9 @@ def _length(ahead: Lookahead) -> int:
 
 
 def newest_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
-    """The newest whole checkpoint of a Trainer; None if there is none.
+    """Return the newest complete checkpoint of a Trainer; None if there is none.
 
-    resume_from_checkpoint=True takes the newest folder, also one in the middle of whose writing the job was killed.
+    resume_from_checkpoint=True takes the newest folder, even if the job was killed while writing it.
     """
     folders = {
         int(found[1]): path
@@ -118,7 +119,7 @@ def newest_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
     }
     for step in sorted(folders, reverse=True):
         try:
-            json.loads((folders[step] / "trainer_state.json").read_bytes())  # written last, and piece by piece
+            json.loads((folders[step] / "trainer_state.json").read_bytes())  # written last, and not atomically
         except (FileNotFoundError, ValueError):
             continue
         return str(folders[step])

@@ -1,1 +1,1 @@
-"""Saved states, and what of a loader goes into them."""
+"""Saved states, and the parts of a loader in them."""

@@ -97,7 +97,7 @@ class LocalLoader:
         return total
 
     def config(self, seed: int) -> dict[str, Any]:
-        """Return what decides which samples come in which order."""
+        """Return the values that decide which samples come in which order."""
         own = getattr(self._of_seed(seed, "config()"), "config", None)
         return {"input_fn": self._name, "loader": own() if callable(own) else None}
 
@@ -133,7 +133,7 @@ class LocalLoader:
             with _undisturbed(), assigned(assignment):
                 instance = self._fn(*self._args, **self._kwargs)
                 if isinstance(instance, torch_data.DataLoader) and instance.num_workers > 0:
-                    # Here it is one process, which stands for its worker 0.
+                    # This process stands for its worker 0.
                     if instance.worker_init_fn is not None:
                         instance.worker_init_fn(0)
                     instance.num_workers = 0
@@ -162,7 +162,7 @@ def check_strict(input_fn: Callable[..., Any]) -> None:
         try:
             made = inspect.signature(input_fn, eval_str=True).return_annotation
         except (TypeError, ValueError, NameError, AttributeError, SyntaxError):
-            return  # no annotations, or of names that only a type checker imports
+            return  # no annotations, or with names that only a type checker imports
     if isinstance(made, type):
         takes_strict(made)
 

@@ -232,8 +232,8 @@ def blank() -> dict[str, Any]:
 def is_to_be_filled() -> bool:
     """Return whether the requested state is one for torch.distributed.checkpoint.load to fill.
 
-    That asks whatever it loads into for its state, and tells it nothing; so who calls is all there is to go by. Should
-    it not be found here any more, it gets the whole state, which does for loaders whose states keep their parts.
+    The caller requests a state from each target and passes no reason, so only the call stack identifies it. A caller
+    that is not recognised gets the whole state, which works for loaders whose states keep their parts.
     """
     frame = sys._getframe()
     while (frame := frame.f_back) is not None:  # type: ignore[assignment]

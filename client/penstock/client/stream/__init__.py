@@ -1,1 +1,1 @@
-"""A box's batches on their way to the training loop: lanes, order, devices."""
+"""Stream of a box's batches to the training loop: lanes, order, devices."""

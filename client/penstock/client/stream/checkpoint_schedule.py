@@ -25,7 +25,7 @@ CheckpointSteps = int | Iterable[int | range] | Callable[[int], bool] | None
 HORIZON = 256
 """Steps ahead for which a callable is called, to announce its next checkpoint step."""
 FEWEST_AHEAD = 2
-"""Least number of checkpoint steps that are announced ahead, however far away. Those within the horizon are all
+"""Smallest number of checkpoint steps that are announced ahead, at any distance. Those within the horizon are all
 announced: a worker takes no snapshot at a step that was not announced, and its state would have to be replayed."""
 
 
@@ -99,8 +99,8 @@ class CheckpointSchedule:
         return min(candidates, default=None)
 
     def ahead(self, step: int, last: int | None, horizon: int) -> list[int]:
-        """The checkpoint steps beyond `step` that workers should hear of now: those within the next `horizon` steps,
-        but no fewer than FEWEST_AHEAD. last: the executor's last step, if it is known.
+        """Return the checkpoint steps after `step` to announce to workers now: those within the next `horizon` steps,
+        but at least FEWEST_AHEAD. last: the executor's last step, if it is known.
         """
         found: list[int] = []
         at: int | None = step

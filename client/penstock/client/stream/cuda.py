@@ -1,14 +1,14 @@
 """Batches on a CUDA device: page-locked rings, a stream of their own for the copies, events.
 
-The stream holds copies and nothing else, so that no copy waits for the loop's kernels, and an event on it is as far off
-as the copies before it. Tensors are allocated on that stream and used on the loop's: `record_stream` tells the
-allocator, which would otherwise give their memory to the next copy as soon as the loop lets go of them, kernels that
-still read them notwithstanding.
+The stream holds only copies, so that no copy waits for the loop's kernels, and an event on it waits only for
+the copies before it. Tensors are allocated on that stream and used on the loop's: `record_stream` informs the
+allocator, which would otherwise give their memory to the next copy as soon as the loop drops them, even while kernels
+still read them.
 
-CUDA is initialised by the first ring that arrives, in the thread that iterates, and never by creating an `Appliance`:
-what that starts must not inherit a context.
+CUDA is initialised by the first ring, in the thread that iterates, and never by creating an `Appliance`, because
+processes that an Appliance starts must not inherit a context.
 
-(With ROCm torch speaks of CUDA too, and so does this module.)
+(With ROCm, torch and this module also use the name CUDA.)
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ FEWER = "Smaller batches and fewer workers need less: a ring for each worker, of
 
 
 class CudaBackend:
-    """A CUDA device; see penstock.client.stream.device.DeviceBackend.
+    """Backend of a CUDA device; see penstock.client.stream.device.DeviceBackend.
 
     Args:
-        device: without an index it is the device that is current in the thread that first copies.
-        cuda: torch.cuda, or what a test puts in its place.
+        device: the CUDA device; without an index, the current device of the thread that first copies. cuda: torch.cuda,
+        or a test's replacement.
     """
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
@@ -76,7 +76,7 @@ class CudaBackend:
 
 
 class Mapped(Protocol):
-    """Memory of this process that is mapped for as long as the object lives."""
+    """Memory of this process that stays mapped while the object lives."""
 
     @property
     def nbytes(self) -> int: ...
@@ -87,16 +87,15 @@ class Mapped(Protocol):
 
 
 class PageLocks:
-    """Page-locks memory, each piece until its object is gone.
+    """Page locks of memory, each until its object is gone.
 
-    Only memory that is page-locked is copied while the thread that asked for it goes on. What cannot be locked stays as
-    it is, and is copied from or to as pageable memory: slower, and right all the same.
+    Only copies of page-locked memory run while the requesting thread continues. Memory that cannot be locked stays
+    pageable, and copies of it are slower, but correct.
 
     Args:
-        runtime: torch.cuda.cudart(), for cudaHostRegister, cudaHostUnregister and cudaGetErrorString.
-        device: its name, for the warning.
-        take_error: called after a call has failed.
-        what: what is locked, for the warning. less: how to need less of it.
+        runtime: torch.cuda.cudart(), for cudaHostRegister, cudaHostUnregister and cudaGetErrorString. device: name of
+        the device, for the warning. take_error: called after a failed call. what: description of the memory, for the
+        warning. less: advice on how to need less.
     """
 
     def __init__(
@@ -109,11 +108,11 @@ class PageLocks:
         self._told = False
 
     def lock(self, memory: Mapped) -> bool:
-        """Return whether it is page-locked now; the first time that something is not, a UserWarning says so."""
+        """Lock memory; return whether it is page-locked now. The first failure is a UserWarning."""
         runtime = self._runtime
         error = runtime.cudaHostRegister(memory.address, memory.nbytes, 0)
         if not int(error):
-            # The finalizer holds the mapping: it is unlocked before it can go. At exit the kernel does both.
+            # The finalizer holds the mapping: it is unlocked before it is unmapped. At exit the kernel does both.
             weakref.finalize(memory, _unlock, runtime, memory.address, memory.map, os.getpid()).atexit = False
             return True
         self._take_error()
@@ -122,7 +121,7 @@ class PageLocks:
             warnings.warn(
                 f"{self._what} of {memory.nbytes:,} bytes could not be page-locked for {self._device}: "
                 f"{runtime.cudaGetErrorString(error)} ({int(error)}); it is copied as pageable memory instead, "
-                "which is slower. What may be locked is bounded by free memory, by a container's memory limit and by "
+                "which is slower. Locked memory is limited by free memory, by a container's memory limit and by "
                 f"`ulimit -l` (docker run --ulimit memlock=-1). {self._less}",
                 UserWarning,
                 stacklevel=2,
@@ -131,8 +130,8 @@ class PageLocks:
 
 
 def take_error(device: torch.device) -> None:
-    """Have the error of a failed call raised here, by a kernel of ours: the runtime keeps it for whoever launches the
-    next one, which would be the loop."""
+    """Raise the error of a failed call here, through a kernel of ours: the runtime keeps it for the next kernel launch,
+    which would be the loop's."""
     try:
         torch.empty(1, device=device).fill_(0)
     except RuntimeError:
@@ -140,6 +139,6 @@ def take_error(device: torch.device) -> None:
 
 
 def _unlock(runtime: Any, address: int, mapping: mmap.mmap, pid: int) -> None:
-    """Runs when the memory's object has died, which is after the last copy; `mapping` only has to live until then."""
-    if os.getpid() == pid:  # a fork drops its Ring too, and must not touch CUDA
+    """Unlock memory whose object has died, after the last copy; `mapping` only has to live until then."""
+    if os.getpid() == pid:  # a fork also drops its Ring, and must not call CUDA
         runtime.cudaHostUnregister(address)

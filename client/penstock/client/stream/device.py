@@ -1,15 +1,15 @@
-"""Devices that batches can be handed out on, and what the ordered reader needs of one.
+"""Devices on which batches can be delivered: their interface for the ordered reader.
 
-A `DeviceBackend` copies tensors to its device. Copies only start in `copy`, in one order of their own, and how far they
-are is asked of an `DeviceEvent`; so a source must stay as it is until then, and a result may be read by whatever the
-device runs after `order_after_copies`. Three implementations: the CPU here, whose copies are done when `copy` returns;
-CUDA in cuda.py; and in the tests one whose copies happen when the test says so. One suite of tests holds for all.
+A `DeviceBackend` copies tensors to its device. `copy` only starts copies, in one order, and a `DeviceEvent` reports
+their completion. Until then a source must not change; a result may be read by work that the device runs after
+`order_after_copies`. There are three implementations: the CPU here, whose copies are done when `copy` returns; CUDA in
+cuda.py; and in the tests one whose copies run on command. One test suite covers all.
 
-Each tensor is copied by itself into memory of its own, and not the batch's whole region at once with views cut from
-it: a label that the loop keeps would hold the images beside it in device memory, and `torch.save` of it would write
-them. What that costs the training thread was measured for a dict of 8 tensors on the CPU backend: 23 us with eight
-copies, 21 us with one copy and eight views of it (2-core AMD EPYC; the views that are copied from take 10 of the 23).
-What a device adds for each copy that it is asked for, `benchmarks/device.py` shows where there is one.
+Each tensor is copied by itself into memory of its own, and not the batch's whole region at once with views of
+it: a label that the loop keeps would keep the images beside it in device memory, and `torch.save` of it would write
+them. The cost for the training thread was measured for a dict of 8 tensors on the CPU backend: 23 us with eight
+copies, 21 us with one copy and eight views of it (2-core AMD EPYC; the views of the sources take 10 of the 23).
+`benchmarks/device.py` measures the additional cost of each copy on a device.
 """
 
 from __future__ import annotations
@@ -27,44 +27,44 @@ __all__ = ["CpuBackend", "DeviceBackend", "DeviceEvent", "check_device", "copied
 
 
 class DeviceEvent(Protocol):
-    """Point in the work of a device. torch.cuda.Event is one."""
+    """Point in a device's queue of work, such as torch.cuda.Event."""
 
     def query(self) -> bool:
-        """Return whether all work before it is done. Never waits."""
+        """Return whether all work before it is done, without waiting."""
 
 
 class DeviceBackend(Protocol):
-    """Device of one ordered reader. All of it belongs to the training thread."""
+    """Device of one ordered reader. Only the training thread uses it."""
 
     @property
     def device(self) -> torch.device:
         """Device on which batches arrive."""
 
     def lock(self, ring: Ring) -> None:
-        """Make copies out of this ring fast, for as long as the `Ring` lives: called once, before the first of them.
-        Never fails; where it cannot be done copies are slower."""
+        """Make copies from this ring fast while the `Ring` lives: called once, before the first copy. It never fails;
+        if it is impossible, copies are slower."""
 
     def copy(self, sources: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], DeviceEvent]:
-        """Start copying contiguous CPU tensors to the device; never waits for it. Copies are done in the order in which
-        they were started.
+        """Start copying contiguous CPU tensors to the device, without waiting. Copies end in the order in which
+        they start.
 
-        Returns: as many tensors of the same dtypes and shapes, each with memory of its own; and an event that is done
-        when the last of them is. Until then the sources' memory must neither change nor go.
+        Return tensors of the same number, dtypes and shapes, each with memory of its own; and an event that is done
+        with the last of them. Until then the sources' memory must neither change nor be freed.
         """
 
     def order_after_copies(self, copies: Sequence[torch.Tensor], event: DeviceEvent) -> None:
-        """Order what this thread has the device do from now on behind these copies; never waits for them."""
+        """Order this thread's later work on the device after these copies, without waiting for them."""
 
 
 class _Done:
-    """The event of what has happened already."""
+    """Event of work that is done already."""
 
     def query(self) -> bool:
         return True
 
 
 class CpuBackend:
-    """The CPU as a device: batches are private copies."""
+    """Backend of the CPU as a device: batches are private copies."""
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
@@ -85,11 +85,11 @@ _CARRIED: Final[dict[torch.dtype, torch.dtype]] = {
     for dtype, (_, needed) in CARRIERS.items()
     if needed is not None
 }
-"""Dtypes that are copied as integers of their size: not every torch copies them all, and some warn."""
+"""Dtypes that are copied as integers of their size: some releases of torch cannot copy them, or warn."""
 
 
 def copied(sources: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """Start the copies, on the current stream of the device. Shapes, dtypes and bits are those of the sources."""
+    """Start the copies on the device's current stream. Return tensors with the sources' shapes, dtypes and bits."""
     copies = []
     for source in sources:
         carrier = _CARRIED.get(source.dtype)
@@ -103,7 +103,7 @@ def copied(sources: Sequence[torch.Tensor], device: torch.device) -> list[torch.
 
 
 def check_device(name: str) -> str:
-    """The name of a device that batches can be handed out on, in torch's spelling.
+    """Return the name of a device for batches, in torch's spelling.
 
     Args:
         name: "cpu", "cuda" (the current device when a loader is first iterated) or "cuda:N".

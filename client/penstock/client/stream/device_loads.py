@@ -1,10 +1,10 @@
-"""Batches on their way from a ring entry to a device, and the lane that sends them off.
+"""Copies of batches from a ring entry to a device, and the lane that starts them.
 
-What `SlotLane` is to views of the ring, `DeviceLane` is to copies out of it: `take` starts them and returns a
-`DeviceLoad`, which keeps its ring in memory, and therefore page-locked, until they are done. What becomes of loads
-stands in device_reader.py.
+`SlotLane` yields views of the ring; `DeviceLane` yields copies out of it: `take` starts them and returns a
+`DeviceLoad`, which keeps its ring in memory, and therefore page-locked, until they are done. device_reader.py uses the
+loads.
 
-Tensors go to the device. Arrays are copied on the host, at once: as views they would hold the slot for as long as the
+Tensors go to the device. Arrays are copied on the host, at once: as views they would hold the entry as long as the
 loop keeps them.
 """
 
@@ -26,11 +26,11 @@ from penstock.proto.lane.frames import BATCH, END, Frame
 __all__ = ["LOOK_S", "DeviceLane", "DeviceLoad", "PeekingConsumer"]
 
 LOOK_S = 50e-6
-"""Seconds between two looks at an event while nothing else can be done; a copy of 1 MiB takes about as long."""
+"""Seconds between two queries of an event while there is no other work; a copy of 1 MiB takes about as long."""
 
 
 class DeviceLoad:
-    """A batch on its way to the device."""
+    """Batch that is being copied to the device."""
 
     __slots__ = ("batch", "copies", "digest", "entry", "event", "lane", "ring", "token")
 
@@ -48,11 +48,11 @@ class DeviceLoad:
         """Event of its copies; None if it has no tensors."""
 
     def move(self, leaves: list[Any]) -> list[Any]:
-        """Start copying the tensors to the device, and put the copies in place of the views of the ring entry."""
+        """Start copying the tensors to the device, and replace the views of the ring entry by the copies."""
         backend, tensors = self.lane.backend, [leaf for leaf in leaves if type(leaf) is torch.Tensor]
         if tensors:
             if torch.is_inference_mode_enabled():
-                # It may be handed out when the mode is over, to a loop that wants gradients.
+                # It may be delivered after inference mode ends, to a loop that needs gradients.
                 with torch.inference_mode(False):
                     self.copies, self.event = backend.copy(tensors)
             else:
@@ -69,15 +69,15 @@ class DeviceLoad:
 
     @property
     def done(self) -> bool:
-        """Wait until the ring entry is not read any more. Raises the error of the device."""
+        """Return whether the ring entry is not read any more. Raises the error of the device."""
         return self.event is None or self.event.query()
 
     def forget(self) -> None:
-        """Let go of the batch; what is left serves to release the slot."""
+        """Drop the batch; the rest serves to release the entry."""
         self.batch, self.copies = None, []
 
     def wait(self, until: float) -> bool:
-        """Wait until it is done. False if it is not by `until` (monotonic)."""
+        """Wait until the copy is done. Return False if it is not by `until` (monotonic)."""
         while not self.done:
             if time.monotonic() > until:
                 return False
@@ -86,14 +86,14 @@ class DeviceLoad:
 
 
 class PeekingConsumer(Consumer):
-    """A consumer that can look at the next frame and leave it there."""
+    """Consumer that can read the next frame without removing it."""
 
     def __init__(self, sock: socket.socket, name: str) -> None:
         super().__init__(sock, name)
         self._seen: Frame | PenstockError | None = None
 
     def look(self) -> Frame | None:
-        """Return what the next `receive` will return, or None if it will raise; the error is kept for it."""
+        """Return the next result of `receive`, or None if it will raise; the error is kept for it."""
         if self._seen is None:
             try:
                 self._seen = super().receive()
@@ -113,12 +113,13 @@ class PeekingConsumer(Consumer):
     def abandon(self, epoch: int) -> None:
         seen = self._seen
         if isinstance(seen, Frame) and seen.kind in (BATCH, END):
-            self._seen = None  # of an epoch that is left now: `receive` passes over such frames
+            self._seen = None  # of an abandoned epoch: `receive` skips such frames
         super().abandon(epoch)
 
 
 class DeviceLane(SlotLane):
-    """A slot's lane whose batches are copied to a device. `take` returns a Load, whose slot is held from `lend` on."""
+    """Lane of a slot whose batches are copied to a device. `take` returns a DeviceLoad, which holds its entry from
+    `lend` on."""
 
     __slots__ = ("backend",)
 

@@ -1,23 +1,24 @@
 """The ordered reader of `Appliance(device=...)`: batches are copied out of the ring, one ahead of the loop.
 
     frame of batch n+1 ──> views of its ring entry ──> copies on the device ········ event
-                                                      (staged)                        ├─> the slot is released
+                                                      (staged)                        ├─> the entry is released
     batch n is in the loop's hands               next() hands the copies out,         │
                                                  the loop's stream waits for the event┘
 
-When `next` has a batch for the loop, and the frame of the one after it is there already, it starts that one's copy
-before it returns: the device copies while the loop computes. It never waits for a frame to do so. One batch ahead is
-all there is to gain: a copy that takes no longer than a step is hidden by one step, and one that takes longer is what
-the loop runs at, however many are under way; each further batch would only take device memory.
+When `next` has a batch for the loop, and the frame of the next one has arrived already, it starts that one's copy
+before it returns: the device copies while the loop computes. It never waits for a frame for this. One batch ahead is
+enough: a copy that takes no longer than a step is hidden by one step, and a longer one limits the loop's rate with any
+number of copies under way; each further batch would only take device memory.
 
-**What is staged is not delivered.** Position, digests, acks and saved states know nothing of it. If the loop leaves the
-pass, its copy is waited for, because the producer takes the slot back as soon as it hears of that, and forgotten; if
-its runner is replaced, the new one sends it again. Only the frame that is due next is ever staged. Any other, and an
-error, stays with the consumer that looked for it until its turn comes, and is met by the ordinary feed.
+**A staged batch is not delivered.** Position, digests, acks and saved states ignore it. If the loop abandons the
+epoch, the reader waits for its copy, because the producer reuses the entry as soon as it receives the message, and
+drops it; if its runner is replaced, the new one sends it again. Only the frame that is due next is ever staged. Any
+other frame, and an error, stays with the consumer that read it until its turn comes, and the ordinary reader handles
+it.
 
-**A slot is released by its copy's event**, once the batch is delivered, and not by the death of views: there are none.
-Events are looked at whenever the reader is called, and while it waits: a producer without free slots may be what it
-waits for.
+**The event of its copy releases an entry**, once the batch is delivered, not the death of views: there are none.
+Events are queried whenever the reader is called, and while it waits: it may wait for a producer without free
+entries.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from penstock.proto.state.position import Position
 __all__ = ["DeviceReader", "backend_of", "reader_for"]
 
 CLOSE_S = 5.0
-"""Seconds that closing waits for copies; they take milliseconds, unless the device has failed."""
+"""Longest wait of closing for copies, in seconds; they take milliseconds, unless the device has failed."""
 
 _stranded: list[DeviceLoad] = []
 """Loads whose copies did not end within CLOSE_S: their rings must never be freed."""
@@ -55,7 +56,7 @@ class DeviceReader(OrderedReader):
         self._backend = backend
         self._staged: DeviceLoad | None = None
         self._lent: deque[DeviceLoad] = deque()
-        """Delivered, with their copies under way; done in this order, for the backend has one."""
+        """Delivered loads whose copies are under way; the backend ends them in this order."""
         self._stuck_since = 0.0
         super().__init__(run, position, label, timeout_s)
 
@@ -96,7 +97,7 @@ class DeviceReader(OrderedReader):
         return batch
 
     def _stage(self) -> None:
-        """Start the copy of the batch that is due, if its frame is here."""
+        """Start the copy of the batch that is due, if its frame has arrived."""
         position = self.position
         lane = self._lanes[position.turn]
         consumer = lane.consumer
@@ -116,16 +117,16 @@ class DeviceReader(OrderedReader):
             if lane.unsettled:
                 lane.settle()
         except Exception:
-            return  # The frame is still there: when it is due it will fail again, and then the loop hears of it.
+            return  # The frame stays: when it is due it fails again, and then the loop gets the error.
         except BaseException:
             self._staged = None
-            lane.lose(time.monotonic(), "interrupted")  # perhaps with a frame in hand: all is sent again
+            lane.lose(time.monotonic(), "interrupted")  # a frame may have been read: all is sent again
             raise
 
-    # ---- slots
+    # ---- ring entries
 
     def _land(self) -> bool:
-        """Release the slots of batches that have arrived. Whether there were any."""
+        """Release the entries of batches that have arrived. Return whether there were any."""
         lent, landed = self._lent, False
         while lent and lent[0].done:
             load = lent.popleft()
@@ -137,14 +138,14 @@ class DeviceReader(OrderedReader):
         try:
             self._land()
         except RuntimeError:
-            pass  # the device has failed; who asks for a state now shall get it
+            pass  # the device has failed; a state can still be requested
         return super().flush()
 
     def _wait(self, lane: SlotLane) -> None:
         if not self._lent or lane.consumer is None:
             super()._wait(lane)
             return
-        # The producer may be out of slots because of these. A poll's shortest time is a millisecond; sleep instead.
+        # The producer may lack entries because of these. A poll's shortest time is a millisecond; sleep instead.
         now = time.monotonic()
         if not self._stuck_since:
             self._stuck_since = now
@@ -163,7 +164,7 @@ class DeviceReader(OrderedReader):
             f"copy of a batch, after step {self.position.step} was delivered (timeout_s={self._timeout_s:g})"
         )
 
-    # ---- what ends a staged batch
+    # ---- ends of a staged batch
 
     def _refresh(self) -> None:
         try:
@@ -171,22 +172,22 @@ class DeviceReader(OrderedReader):
         finally:
             load = self._staged
             if load is not None and load.lane is not self._lanes[load.lane.slot]:
-                # Of a generation that is over; the next one sends it again. Its token will go to the old lane, where
-                # nobody reads it.
+                # Of an old generation; the next one sends it again. Its token goes to the old lane, where
+                # it is not read.
                 load.forget()
                 self._staged = None
                 self._lent.append(load)
 
     def abandon_epoch(self) -> None:
         load = self._staged
-        if load is not None:  # then the batch before it was delivered, so there is an epoch to leave
+        if load is not None:  # then the batch before it was delivered, so there is an epoch to abandon
             if not load.wait(time.monotonic() + self._timeout_s):
                 raise self._late(self._timeout_s)
             self._staged = None
         super().abandon_epoch()
 
     def close(self) -> None:
-        """Leave all lanes, once no copy reads their rings. May run in the garbage collector, and raises nothing."""
+        """Close all lanes, once no copy reads their rings. It may run in the garbage collector, and raises nothing."""
         loads, self._staged = [*self._lent, *filter(None, [self._staged])], None
         self._lent.clear()
         until = time.monotonic() + CLOSE_S
@@ -202,12 +203,12 @@ class DeviceReader(OrderedReader):
 
 
 def backend_of(device: str) -> DeviceBackend:
-    """The backend of a name that `check_device` has returned."""
+    """Return the backend of a name from `check_device`."""
     return CpuBackend() if device == "cpu" else CudaBackend(torch.device(device))
 
 
 def reader_for(device: str, run: OpenRun, position: Position, label: str, timeout_s: float) -> OrderedReader:
-    """Return the ordered reader of a run: with a device, one whose batches arrive there; "": one that hands out views
+    """Return the ordered reader of a run: with a device, one whose batches arrive there; "": one that yields views
     of the ring."""
     if not device:
         return OrderedReader(run, position, label, timeout_s)

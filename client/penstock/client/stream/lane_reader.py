@@ -1,17 +1,17 @@
-"""Lane of one slot as the training loop holds it: the consumer, the rings it maps, and which ring entries are still
-seen.
+"""Lane of one slot in the training loop: the consumer, the rings it maps, and the ring entries that views still
+use.
 
-A `SlotLane` belongs to one generation of a slot and outlives its connections: when a connection breaks, what it holds
-is said again in the next Hello. A new generation gets a new one, and a view that dies after that releases nothing, for
-its token goes to a deque that nobody reads any more.
+A `SlotLane` belongs to one generation of a slot and outlives its connections: when a connection breaks, the next Hello
+repeats its state. A new generation gets a new one, and a view that dies after that releases nothing, because
+its token goes to a deque that is no longer read.
 
-Tokens are ints, ring << 16 | slot, because a finalizer may append them and do nothing else (see
+Tokens are ints, ring << 16 | entry, because a finalizer may only append them (see
 penstock.proto.batch.assemble).
 
-**What is delivered is what was made.** Before a batch is handed out its bytes are compared with the digest that its
-runner computed when it wrote them: of up to 64 KiB all, of more a sample, or all with `Appliance(digest="full")`. A
-difference is a BatchCorruptError, upon which the reader gives the connection up: the ring at its other end still has
-the batch. Only what stays wrong, CORRUPT_TRIES times in a row, is an error in the training loop.
+**A delivered batch equals the one made.** Before delivery its bytes are compared with the digest that its
+runner computed when it wrote them: all bytes up to 64 KiB, a sample of more, or all with `Appliance(digest="full")`. A
+difference is a BatchCorruptError, upon which the reader closes the connection: the ring at its other end still has
+the batch. Only a batch that stays wrong CORRUPT_TRIES times in a row is an error in the training loop.
 """
 
 from __future__ import annotations
@@ -36,19 +36,20 @@ __all__ = ["CORRUPT_TRIES", "RingView", "SlotLane"]
 FIRST_BACKOFF_S = 0.02
 MAX_BACKOFF_S = 1.0
 CUT_OFF_S = 2.0
-"""Seconds for which a worker's host cannot be reached before another worker is asked for: a daemon that died is known
-to the coordinator within 1.5 s, and it says so better."""
+"""Seconds for which a worker's host cannot be reached before another worker is requested: a dead daemon is reported
+by the coordinator within 1.5 s, with a better message."""
 CHECK_S = 0.1
-"""Seconds before the second try, for the coordinator to be heard in."""
+"""Seconds before the second try, in which the coordinator can answer."""
 CORRUPT_TRIES = 8
-"""Times that a batch is fetched, each time damaged, before it is an error. Where every second one is damaged, as often
-in a row once in 256 batches; so a link as bad as that ends the run, and within a second."""
+"""Number of times that a batch arrives damaged before it is an error. Where every second one is damaged, that happens
+once in 256 batches; so such a link ends the run within a second."""
 ABANDONED_KEPT = 256
-"""Passes left: a runner that dies starts from a base of the last seconds, in which a loop leaves no more."""
+"""Largest number of abandoned epochs in a Hello: a runner restarts from a point of the last seconds, in which a loop
+abandons no more."""
 
 
 class RingView:
-    """A ring in the form that the hot path reads it."""
+    """Ring in the form that the hot path reads."""
 
     __slots__ = ("buffer", "entry_bytes", "group", "held", "limit", "ring")
 
@@ -57,16 +58,16 @@ class RingView:
         self.buffer = wrap_buffer(ring.map)
         self.entry_bytes = ring.entry_bytes
         self.held: set[int] = set()
-        """Slots that views still see."""
+        """Entries that views still use."""
         self.limit = min(max(2, ring.entries // 2), ring.entries - 1)
         """Number of held entries from which the loop gets copies: a loop that keeps its batches must not stop the
         producer."""
         self.group = max(1, ring.entries // 4)
-        """Deliveries between two acks."""
+        """Number of deliveries between two acks."""
 
 
 class SlotLane:
-    """See the module. All of it belongs to the training thread."""
+    """Lane of a slot; see the module. Only the training thread uses it."""
 
     __slots__ = (
         "abandoned",
@@ -108,49 +109,49 @@ class SlotLane:
         """Worker, box and slot, for messages."""
         self.consumer: Consumer | None = None
         self.poll = select.poll()
-        """Poll object of the connection. Made once: it would cost more than the wait of a quick worker."""
+        """Poll object of the connection, created once: creating it costs more than the wait for a quick worker."""
         self.rings: dict[int, RingView] = {}
         self.current_ring = 0
         self.release: deque[int] = deque()
         self.freed: list[int] = []
-        """Ring, slot, ring, slot ... to be named in the next ack."""
+        """Ring, entry, ring, entry ... for the next ack."""
         self.unacked = 0
-        """Batches delivered since the last ack."""
+        """Number of batches delivered since the last ack."""
         self.group = 1
         self.abandons = 0
-        """Passes left so far, over all generations."""
+        """Number of abandoned epochs so far, over all generations."""
         self.abandoned_epoch = -1
-        """The epoch left last."""
+        """Epoch abandoned last."""
         self.abandoned: deque[tuple[int, int]] = deque(maxlen=ABANDONED_KEPT)
-        """(epoch, the slot's last batch of it) of the epochs left."""
+        """(epoch, the slot's last batch in it) of the abandoned epochs."""
         self.unsettled = False
-        """True if nothing has come since the lane was opened or an epoch was abandoned."""
+        """True if no frame has come since the lane was opened or an epoch was abandoned."""
         self.unused = 0
-        """Frames since the last batch that was due, or since the connection was made."""
+        """Number of frames since the last due batch, or since the connection was made."""
         self.last_digest = 0
         self.layout: tuple[Structure, list[int]] | None = None
-        """Structure and dims of the batch that was checked last."""
+        """Structure and dims of the last checked batch."""
         """Digest of the slot's last delivered batch."""
         self.wanted: list[int] = []
         """Step, total, step, total ... of the snapshots announced and not yet passed."""
         self.retry_at = 0.0
         self.backoff_s = FIRST_BACKOFF_S
         self.trouble = ""
-        """Why the last attempt to open the lane failed."""
+        """Reason why the last attempt to open the lane failed."""
         self.cut_off_since = self.cut_off_at = 0.0
-        """Since when its worker's host cannot be reached, and when that was first seen here; 0 = it can."""
+        """Time since which its worker's host cannot be reached, and time of the first failure here; 0 = it can."""
         self.vouched = False
-        """The last try to reach it was begun after the coordinator had been heard, behind `cut_off_at`."""
+        """True if the last try to reach it began after a reply of the coordinator that came after `cut_off_at`."""
         self.unreachable = ""
-        """Why the coordinator is asked for another worker; "" = it is not."""
+        """Reason of the request for another worker; "" = no request."""
         self.failed_since = 0.0
         self.tried_failed = False
         self.copies = 0
         self.corrupt = 0
-        """Times in a row that what came was damaged."""
+        """Number of damaged arrivals in a row."""
 
     def next_generation(self, generation: int, name: str) -> SlotLane:
-        """The lane of the slot's next generation: the count of cuts and the last digest go on, all else is new."""
+        """Return the lane of the slot's next generation: it keeps the count of abandoned epochs and the last digest."""
         after = self._another(generation, name)
         after.abandons, after.abandoned_epoch, after.unsettled = self.abandons, self.abandoned_epoch, self.unsettled
         after.abandoned = self.abandoned
@@ -158,13 +159,14 @@ class SlotLane:
         return after
 
     def _another(self, generation: int, name: str) -> SlotLane:
-        """A new lane of this slot."""
+        """Return a new lane of this slot."""
         return SlotLane(self.slot, generation, name)
 
     # ---- connections
 
     def hello(self, hello: lane_pb2.Hello) -> None:
-        """Fill in what this end holds. Ring numbers are a producer's own: an earlier one's mean nothing to it."""
+        """Fill in this end's state. Ring numbers are a producer's own: those of an earlier one have no meaning to
+        it."""
         self.drain()
         self.freed.clear()
         for ring_id, ring in self.rings.items():
@@ -174,13 +176,13 @@ class SlotLane:
         hello.abandoned.extend(records_pb2.EpochEnd(epoch=epoch, total=total) for epoch, total in self.abandoned)
         hello.wanted.extend(self.wanted)
         if self.abandons and self.unsettled and self.abandoned and hello.next_total - 1 <= self.abandoned[-1][1]:
-            # The producer may not have heard of the last cut. One that has, knows so by the count; and one of which the
-            # loop has had a batch behind it, has.
+            # The producer may lack the last abandoned epochs. One that has them sees so by the count; so does one of
+            # which the loop has received a later batch.
             hello.abandon_epoch = self.abandoned_epoch + 1
             hello.epoch = self.abandoned_epoch
 
     def attach(self, sock: socket.socket, wake_fd: int) -> None:
-        """The connection is there; `poll` shall tell of `wake_fd` too."""
+        """Attach a connection; `poll` reports `wake_fd` too."""
         consumer = self._consumer(sock)
         forks.keep(consumer)
         consumer.abandons = self.abandons
@@ -198,20 +200,21 @@ class SlotLane:
         return Consumer(sock, self.name)
 
     def settle(self) -> None:
-        """Something came: the peer works, and has heard of all cuts."""
+        """Note that a frame came: the peer works, and has all abandoned epochs."""
         self.unsettled = False
         self.backoff_s = FIRST_BACKOFF_S
         self.cut_off_since = self.cut_off_at = 0.0
         self.unreachable = ""
 
     def dials(self, heard_at: float) -> None:
-        """A try to open it begins; the coordinator was last heard at that time."""
+        """Note the start of a try to open it; `heard_at`: time of the coordinator's last reply."""
         self.vouched = heard_at > self.cut_off_at > 0.0
 
     def cut_off(self, now: float, silent_s: float, why: str) -> bool:
-        """Its worker's host could not be reached, or was not heard of for `silent_s`. True if the coordinator is to be
-        asked for another one: it was so for a while, and this end's network was seen to work meanwhile. Without that a
-        host whose own cable was out would, once it is back, take its slots from workers that are well."""
+        """Note that its worker's host could not be reached, or did not answer for `silent_s`. Return True if another
+        worker is to be requested: it failed for a while, and this end's network was seen to work meanwhile. Without
+        that condition a host with a network fault of its own would, once that is over, take its slots from healthy
+        workers."""
         self.lose(now, why)
         if not self.cut_off_at:
             self.cut_off_since, self.cut_off_at = now - silent_s, now
@@ -221,7 +224,7 @@ class SlotLane:
         return bool(self.unreachable)
 
     def lose(self, now: float, why: str) -> None:
-        """The connection is gone; another may be tried a little later."""
+        """Drop a lost connection; another may be tried a little later."""
         if self.consumer is not None:
             self.consumer.close(say_so=False)
             self.consumer = None
@@ -230,7 +233,7 @@ class SlotLane:
         self.backoff_s = min(2 * self.backoff_s, MAX_BACKOFF_S)
 
     def close(self) -> None:
-        """Leave on purpose, or for another generation."""
+        """Close the lane on purpose, or for another generation."""
         if self.consumer is not None:
             self.consumer.close()
             self.consumer = None
@@ -238,9 +241,9 @@ class SlotLane:
     # ---- batches
 
     def take(self, frame: Frame) -> Any:
-        """The batch of a BATCH frame: views of its ring entry, or copies while few slots are free.
+        """Return the batch of a BATCH frame: views of its ring entry, or copies while few entries are free.
 
-        Raises BatchCorruptError if it is not what its runner made.
+        Raises BatchCorruptError if it differs from the runner's batch.
         """
         ring_id, slot = frame.ring, frame.entry
         ring, assembler, shapes = self.checked(frame)
@@ -257,7 +260,7 @@ class SlotLane:
         return batch
 
     def checked(self, frame: Frame) -> tuple[RingView, Assembler, list[int]]:
-        """Return what is needed to assemble a batch, after its digest was compared."""
+        """Compare a batch's digest, and return the parts to assemble it."""
         ring = self.rings.get(frame.ring)
         if ring is None:
             ring = self._map(frame.ring)
@@ -287,11 +290,11 @@ class SlotLane:
         return ring, assembler, shapes
 
     def skip(self, frame: Frame) -> None:
-        """Give back the slot of a batch that nobody needs."""
+        """Release the entry of an unneeded batch."""
         self.freed += (frame.ring, frame.entry)
 
     def drain(self) -> None:
-        """Take note of the views that have died."""
+        """Collect the tokens of views that have died."""
         release, rings, freed = self.release, self.rings, self.freed
         while release:
             token = release.popleft()
@@ -304,7 +307,7 @@ class SlotLane:
             freed += (ring_id, slot)
 
     def ack(self, total: int) -> bool:
-        """Say what was delivered and released. False while the socket has no room for it."""
+        """Send deliveries and releases. Return False while the socket's buffer is full."""
         consumer = self.consumer
         if consumer is None:
             return True
@@ -321,7 +324,7 @@ class SlotLane:
     def _map(self, ring_id: int) -> RingView:
         assert self.consumer is not None
         ring = self.consumer.rings[ring_id]
-        # A producer never goes back to an outgrown ring: let its memory go with its last view.
+        # A producer never returns to an outgrown ring: free its memory with its last view.
         self.rings = {known: view for known, view in self.rings.items() if view.held}
         self.current_ring = ring_id
         view = self.rings[ring_id] = RingView(ring)

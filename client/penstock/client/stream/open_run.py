@@ -209,7 +209,7 @@ class OpenRun:
             except LaneClosedError:
                 return
             except PenstockError as error:
-                if not self._closing.is_set():  # else it is a consequence of this box's CloseRun
+                if not self._closing.is_set():  # otherwise it follows from this box's CloseRun
                     self.fail(error)
                 self._linger()
                 return
@@ -387,7 +387,7 @@ class OpenRun:
                     deadline_s=CLOSE_S,
                 )
         except PenstockError:
-            pass  # superseded, or the coordinator is gone: then there is nothing to leave
+            pass  # superseded, or the coordinator is gone: there is nothing to close
         self._client.close()
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():

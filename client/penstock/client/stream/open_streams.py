@@ -1,7 +1,7 @@
 """Registry of this process's readers, receivers and saves, for metrics.
 
-Objects register here when they begin and are dropped when they are gone. A scrape, on another thread, reads those that
-are left. No step of a loop passes through here.
+Objects register here when they begin and are dropped when they are collected. A scrape, on another thread, reads the
+rest. No step of a loop runs this code.
 """
 
 from __future__ import annotations

@@ -192,7 +192,7 @@ class OrderedReader:
                 self._corrupt(lane, frame.error.message)
                 return False
             error = self._placed(error_of(frame.error), slot)
-            self._run.error = error  # there is nothing after it
+            self._run.error = error  # nothing comes after it
             raise error
         if kind == END:
             if frame.epoch < position.epoch:
@@ -373,7 +373,7 @@ class OrderedReader:
         """Apply the watch thread's new views: slots that moved, slots that became ready."""
         run = self._run
         if isinstance(run.error, ForkedProcessError):
-            raise run.error  # even if frames that were read are left: they belong to the parent
+            raise run.error  # even if unprocessed frames remain: they belong to the parent
         self._version = run.version
         notes = []
         now = time.monotonic()
@@ -482,7 +482,7 @@ class OrderedReader:
         """Abandon the epoch at this position; the workers drop its remaining batches."""
         position = self.position
         if not any(position.delivered):
-            return  # nothing of the epoch was taken
+            return  # no batch of the epoch was taken
         epoch = position.epoch
         self._abandoned.append((epoch, position.step))
         self._run.progress.abandoned = tuple(self._abandoned)

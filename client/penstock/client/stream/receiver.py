@@ -4,29 +4,28 @@ A small process of its own, without torch or numpy: a thread of the training pro
 with the training loop. It runs by its file's path (`receiver_process.Receiver` starts it), because `python -m` would
 import penstock.client, and with that torch.
 
-A consumer connects to it as it would to a daemon on its own host, and says in its Hello where the daemon is
-(`target`). From there on the receiver is a producer like any other towards the consumer, except that each batch is
-received from TCP straight into a ring entry, and that the consumer's acks travel on to the sender. One lane is one
-state machine, one thread serves them all, and nothing in it waits for one socket: a receiver that waited for the
-network deaf to its consumer would stop the credits, and then all wait for ever.
+A consumer connects to it as to a daemon on its own host, and its Hello names the address of the daemon
+(`target`). Towards the consumer the receiver is then a producer like any other, except that each batch is
+received from TCP straight into a ring entry, and that the consumer's acks are forwarded to the sender. One lane is one
+state machine, one thread serves them all, and no step waits for one socket: a receiver that waited for the
+network without reading from its consumer would stop the credits, and then all would wait forever.
 
-Flow control is the ring: no free slot, no reading from TCP, until the consumer releases one. A small batch is copied
-out of the receive buffer (one receive for many); a large one is received into its slot, with what comes behind it
-into the buffer in the same call. A compressed one comes in pieces: each is received into a buffer that the lane keeps,
-and unpacked into the slot while the next is on its way.
+Flow control is the ring: without a free entry the receiver does not read from TCP until the consumer releases one. A
+small batch is copied out of the receive buffer (one receive for many); a large one is received into its entry, with the
+bytes after it into the buffer in the same call. A compressed one comes in pieces: each is received into a buffer of the
+lane, and unpacked into the entry while the next is on its way.
 
-What arrives is compared with what was sent: frames by their seals, payloads by the check behind them
-(penstock.proto.lane.tcp), each piece right after it came, while it is in the processor's cache. A difference is an
-ERROR frame to the consumer, which comes back and gets all of it again.
+Arrived data are verified: frames by their seals, payloads by the check after them (penstock.proto.lane.tcp), each piece
+right after its arrival, while it is in the processor's cache. A difference is an ERROR frame to the consumer, which
+reconnects and gets all of it again.
 
-TLS. Under it a receive brings 16 KiB at most, and what is left inside is nothing that epoll could see: a lane whose
-turn is over before all of it was read says so to the loop. A worker whose certificate is not good, or that does not
-accept ours, is an error, not a lost connection: trying again would not help.
+With TLS a receive returns at most 16 KiB, and epoll cannot see the bytes left inside: a lane whose turn ends before it
+has read all of them reports that to the loop. An invalid certificate of the worker, or the worker's refusal of ours, is
+an error, not a lost connection, because a retry would not help.
 
-Ends. Connection lost or refused: what has come whole is handed on, then the consumer's socket just ends, and it
-knows to come back. Only what the daemon says, or a stream that cannot be what it claims, reaches the consumer as an
-ERROR frame. Consumer gone: its last acks go out, then the TCP connection is closed. The process leaves when the
-process of `--parent-pid` does.
+Ends. Connection lost or refused: complete batches are forwarded, then the consumer's socket just ends, and the consumer
+reconnects. Only an error from the daemon, or an invalid stream, reaches the consumer as an ERROR frame. Consumer gone:
+its last acks are sent, then the TCP connection is closed. The process ends with the process of `--parent-pid`.
 """
 
 from __future__ import annotations
@@ -75,26 +74,27 @@ from penstock.runtime.process.watch import Process
 _log = logging.getLogger("penstock.client.stream.receiver")
 
 HELLO_S = 10.0
-"""Seconds that a consumer has for its Hello, and a lane whose consumer has left for its last acks."""
+"""Deadline of a consumer's Hello, and of the last acks of a lane whose consumer has left, in seconds."""
 SHAKE_S = 10.0
-"""Seconds for each step of TLS; twice that for all that comes before a lane is there, names and addresses too."""
+"""Deadline of each step of TLS, in seconds; twice that for all steps before a lane exists, including name
+resolution."""
 SMALL = 16 << 10
-"""Bytes of payload up to which batches are copied out of the receive buffer, many to a receive."""
+"""Largest payload in bytes that is copied out of the receive buffer, many to a receive."""
 AHEAD = 4 << 10
-"""Bytes received behind a larger payload: room for the next frame, and little to be copied."""
+"""Bytes received after a larger payload: enough for the next frame, and little to copy."""
 WAKE_AT = 512 << 10
-"""Bytes of a large payload that must have come before it is looked at again. Without this a receive takes 160 KiB of
-8 MiB, and waking up for it costs sender and receiver a tenth of their time (docs/benchmarks.md)."""
+"""Bytes of a large payload that must arrive before the next receive. Without this a receive takes 160 KiB of 8 MiB, and
+these wake-ups cost sender and receiver a tenth of their time (docs/benchmarks.md)."""
 READS_A_TURN = 32
-"""Receives of one lane before the others get their turn."""
+"""Number of receives of one lane before the others get their turn."""
 PACKED_AHEAD = 32 << 10
-"""Bytes received behind a piece of a compressed payload: each may stand for many times as much to be unpacked."""
+"""Bytes received after a piece of a compressed payload: each may unpack to many times as much."""
 PACKED_READS_A_TURN = 8
 """READS_A_TURN for a lane in the middle of a compressed payload: unpacking a piece takes 0.2 ms."""
 NEVER = float("inf")
 
 Connection = socket.socket | OSError | PenstockError
-"""Result of a try to connect."""
+"""Result of an attempt to connect."""
 
 
 class ReceiverLane:
@@ -109,33 +109,33 @@ class ReceiverLane:
         self._consumer_fd = sock.fileno()
         self._tcp: socket.socket | None = None
         self._tcp_fd = -1
-        self._address = ""  # of the daemon
-        self._heard = False  # something has come over TCP
-        self._silent: PenstockError | None = None  # why it ended: the other host acknowledges nothing
-        most = (max_batch_bytes + PAGE - 1) // PAGE * PAGE  # as the sender's slots are rounded
+        self._address = ""  # address of the daemon
+        self._heard = False  # bytes have come over TCP
+        self._silent: PenstockError | None = None  # reason of the end: the other host acknowledges nothing
+        most = (max_batch_bytes + PAGE - 1) // PAGE * PAGE  # rounded as the sender's entries are
         self._producer = Producer(most, budget=loop.rings)
         self._producer.on_ack = self._relay
         self._greeted = False
-        self._ended = False  # nothing more will be read from TCP
+        self._ended = False  # no more reads from TCP
         self._inbox = tcp.SealedInbox()
-        self._out: deque[bytes | memoryview] = deque()  # hello and acks on their way to the sender
-        self._frame = Frame()  # the one read last
+        self._out: deque[bytes | memoryview] = deque()  # hello and acks for the sender
+        self._frame = Frame()  # the last one read
         self._waiting = False  # `_frame` is a batch that waits for a ring entry
-        self._slab: FreeEntry | None = None  # where its payload goes
-        self._target: memoryview | None = None  # what of the payload is still to come
-        self._unpackers: dict[int, Unpacker] = {}  # of the codecs that the consumer asked for
-        self._unpacker: Unpacker | None = None  # of the payload that comes in, if it is compressed
-        self._hasher: xxh3_64 | None = None  # of the payload that comes in, if a check follows it
-        self._whole = False  # the payload is, and only its check may still be on its way
-        self._unwanted = 0  # bytes of a payload that nobody wants any more
-        self._wake_at = 1  # bytes that must have come before TCP counts as readable
-        self._limit = 1 << 20  # bytes of one receive into the buffer
-        self._slot_bytes: dict[int, int] = {}  # of the sender's rings
+        self._slab: FreeEntry | None = None  # destination of its payload
+        self._target: memoryview | None = None  # rest of the payload
+        self._unpackers: dict[int, Unpacker] = {}  # for the codecs that the consumer requested
+        self._unpacker: Unpacker | None = None  # for the present payload, if it is compressed
+        self._hasher: xxh3_64 | None = None  # for the present payload, if a check follows it
+        self._whole = False  # the payload is complete; only its check may be missing
+        self._unwanted = 0  # remaining bytes of an unneeded payload
+        self._wake_at = 1  # bytes that must arrive before TCP counts as readable
+        self._limit = 1 << 20  # largest receive into the buffer, in bytes
+        self._slot_bytes: dict[int, int] = {}  # entry sizes of the sender's rings
         self._pieces = StructurePieces()
         loop.watch(self, self._consumer_fd, select.EPOLLIN)
 
     def on_event(self, fd: int, events: int) -> None:
-        """Something happened at one of the two sockets."""
+        """Handle events of one of the two sockets."""
         try:
             if fd != self._consumer_fd:
                 if events & ~select.EPOLLOUT:
@@ -148,11 +148,11 @@ class ReceiverLane:
             else:
                 self._greet()
             self._settle()
-        except Exception as error:  # a fault of one lane, or of this code, is not the other lanes'
+        except Exception as error:  # a fault of one lane, or of this code, must not affect other lanes
             self.fail(error)
 
     def end(self, why: str) -> None:
-        """Over: both sockets just end. What the consumer was sent stays readable to it."""
+        """End the lane: close both sockets. The consumer can still read all that was sent to it."""
         if self.over:
             return
         _log.info("a lane has ended: %s", why)
@@ -166,8 +166,8 @@ class ReceiverLane:
             self._tcp.close()
 
     def fail(self, error: BaseException) -> None:
-        """Over, and the consumer is told why: the stream cannot be followed any further."""
-        _log.warning("a lane has failed: %s: %s", type(error).__name__, error)
+        """End the lane with an error to the consumer: the stream cannot be continued."""
+        _log.warning("a lane failed: %s: %s", type(error).__name__, error)
         known = isinstance(error, PenstockError)
         detail = records_pb2.ErrorDetail(
             name=type(error).__name__ if known else PenstockError.__name__,
@@ -197,7 +197,7 @@ class ReceiverLane:
         self.deadline = time.monotonic() + 2 * SHAKE_S
         self._producer.attach(self._consumer, hello)
         hello_target = hello.target
-        # Places in the ring are this end's own business: at the other side there is another ring.
+        # Entries of the ring are local to this end: the sender has another ring.
         hello.ClearField("target")
         hello.ClearField("held")
         codecs = [codec for codec in map(load, hello.codecs) if codec is not None]
@@ -230,13 +230,13 @@ class ReceiverLane:
             self._settle()
 
     def _cut_off(self, error: PenstockError) -> None:
-        """Over, and the consumer is told that the other host cannot be reached: a CLOSE with the reason in it."""
+        """End the lane with a CLOSE to the consumer whose reason is that the other host cannot be reached."""
         detail = records_pb2.ErrorDetail(name=type(error).__name__, message=error.message)
         self._producer.forward_end(Frame(CLOSE, rest=detail.SerializeToString()))
         self.end(error.message)
 
     def _receive(self) -> None:
-        """Read TCP until it has no more, its turn is over, or no ring entry is free."""
+        """Read TCP until it has no more, the turn is over, or no ring entry is free."""
         sock, inbox = self._tcp, self._inbox
         if sock is None or self._ended:
             return
@@ -275,13 +275,13 @@ class ReceiverLane:
             self.fail(error)
 
     def _crowded(self) -> bool:
-        """The consumer does not take what the peer says: the rest waits in the network."""
+        """Return whether the consumer does not read: then the rest waits in the network."""
         if self._producer.crowded:
             self._producer.flush()
         return self._producer.crowded
 
     def _work_through(self) -> bool:
-        """Publish and learn what has arrived. False if a batch waits for a ring entry."""
+        """Process arrived frames. Return False if a batch waits for a ring entry."""
         inbox, producer = self._inbox, self._producer
         while True:
             if self._waiting and not self._open_slot():
@@ -324,7 +324,7 @@ class ReceiverLane:
                 raise ProtocolError(f"a worker sent a frame of unknown kind {kind}")
 
     def _check_claims(self, frame: Frame) -> None:
-        """Check a batch before memory is taken for it. Raises ProtocolError."""
+        """Check a batch before memory is allocated for it. Raises ProtocolError."""
         size = frame.nbytes + 8 * frame.size
         if size > self._slot_bytes.get(frame.ring, -1):
             raise ProtocolError(f"a worker sent a batch of {frame.nbytes} bytes, which fits no ring that it announced")
@@ -336,7 +336,7 @@ class ReceiverLane:
             raise ProtocolError(f"a worker sent a batch of structure {frame.structure}, which it has not announced")
 
     def _fill(self) -> bool:
-        """Put into `_target` what of the payload lies in the receive buffer. False if more is to come."""
+        """Copy the payload's part in the receive buffer to `_target`. Return False if more is to come."""
         while self._target is not None:
             if self._target:
                 piece = self._inbox.take_bytes(len(self._target))
@@ -353,7 +353,7 @@ class ReceiverLane:
         return True
 
     def _open_slot(self) -> bool:
-        """A slot for the batch in `_frame`, as large as the sender's, so that the rings grow alike."""
+        """Get an entry for the batch in `_frame`, as large as the sender's, so that the rings grow alike."""
         frame, producer = self._frame, self._producer
         size = frame.nbytes + 8 * frame.size
         if frame.abandons < producer.abandons:
@@ -374,8 +374,8 @@ class ReceiverLane:
         return True
 
     def _unpack(self, unpacker: Unpacker) -> None:
-        """Unpack the part of a compressed payload that `_target` asked for."""
-        if self._frame.abandons < self._producer.abandons:  # the epoch was left while it came in: spare the work
+        """Unpack the part of a compressed payload that was received into `_target`."""
+        if self._frame.abandons < self._producer.abandons:  # the epoch was abandoned meanwhile: skip the work
             assert self._slab is not None
             self._producer.return_unused(self._slab)
             self._unwanted = unpacker.left + tcp.CHECK_BYTES
@@ -384,22 +384,22 @@ class ReceiverLane:
             return
         try:
             self._target = unpacker.step()
-        except ProtocolError as error:  # the check that would tell comes behind it
+        except ProtocolError as error:  # the check that would detect this comes later
             raise BatchCorruptError(f"the batch was damaged in transit, or was compressed wrongly: {error}") from error
         if self._target is None:
             self._unpacker, self._whole = None, True
 
     def _publish(self) -> None:
-        """The batch in `_frame` is in its slot."""
+        """Publish the batch in `_frame`, which is in its entry."""
         slab, self._slab, self._whole = self._slab, None, False
         assert slab is not None
         if self._frame.abandons < self._producer.abandons:
-            self._producer.return_unused(slab)  # the epoch was left while it came in
+            self._producer.return_unused(slab)  # the epoch was abandoned meanwhile
         else:
             self._producer.forward(slab, self._frame, more=True)  # `_settle` flushes
 
     def _settle(self) -> None:
-        """Send what can be sent to the sender, find out whether this is the end, and say what to wait for next."""
+        """Send pending bytes to the sender, check for the lane's end, and set the events to wait for."""
         if self.over or not self._greeted:
             return
         sock, out, producer = self._tcp, self._out, self._producer
@@ -415,7 +415,7 @@ class ReceiverLane:
             pass
         except OSError as error:
             self._silent = self._silent or tcp.silence(self._address, error)
-            out.clear()  # the reading side finds the end, behind the last frames
+            out.clear()  # the reading side detects the end, after the last frames
         if not producer.attached:
             if sock is None or not out:
                 self.end("the consumer left")
@@ -435,7 +435,7 @@ class ReceiverLane:
         if sock is not None:
             reading = not (self._ended or self._waiting or producer.crowded)
             missing = 0 if self._target is None else len(self._target)
-            # Under TLS bytes are not yet payload, and the last ones that it waits for may be inside already.
+            # With TLS bytes are not yet payload, and the last ones may be inside already.
             wake_at = min(missing, WAKE_AT) if missing > SMALL and not isinstance(sock, TlsSocket) else 1
             if wake_at != self._wake_at:
                 self._wake_at = wake_at
@@ -448,7 +448,7 @@ class ReceiverLoop:
 
     def __init__(self, name: str, parent_pid: int, max_batch_bytes: int, tls: Tls | None = None) -> None:
         self.again: set[ReceiverLane] = set()
-        """Lanes that have something to read which epoll does not know of."""
+        """Lanes with bytes to read that epoll does not see."""
         self.dialer = Dialer()
         self.rings = RingBudget()
         self._files = None if tls is None else Renewing(tls)
@@ -467,7 +467,7 @@ class ReceiverLoop:
         self._epoll.register(self._listener, select.EPOLLIN)
 
     def run(self) -> None:
-        """Serve until the parent watch's process is gone."""
+        """Serve until the watched parent process is gone."""
         special = {self._wake: self._take_connections, self._listener.fileno(): self._accept}
         while True:
             soonest = min((lane.deadline for lane in self._lanes), default=NEVER)
@@ -487,10 +487,10 @@ class ReceiverLoop:
             if soonest != NEVER:
                 now = time.monotonic()
                 for lane in [lane for lane in self._lanes if lane.deadline <= now]:
-                    lane.end("its time ran out")
+                    lane.end("its deadline passed")
 
     def close(self) -> None:
-        """Once `run` has returned: give up what it holds. The process has no need of this, for it ends."""
+        """Release all resources, once `run` has returned. The process itself does not need this, because it ends."""
         for lane in list(self._lanes):
             lane.end("the receiver ends")
         self._listener.close()
@@ -499,7 +499,7 @@ class ReceiverLoop:
         os.close(self._wake)
 
     def watch(self, lane: ReceiverLane, fd: int, mask: int) -> None:
-        """Tell the lane of these events from now on; a mask of 0 means of nothing, not even that the peer hung up."""
+        """Report these events to the lane from now on; a mask of 0 reports none, not even a hang-up."""
         before = self._watched.get(fd)
         if before is None:
             if mask:
@@ -507,21 +507,21 @@ class ReceiverLoop:
                 self._watched[fd] = (mask, lane)
         elif not mask:
             del self._watched[fd]
-            with contextlib.suppress(OSError):  # the producer closed it, and it left by itself
+            with contextlib.suppress(OSError):  # the producer closed it, which removed it
                 self._epoll.unregister(fd)
         elif before[0] != mask:
             self._epoll.modify(fd, mask)
             self._watched[fd] = (mask, lane)
 
     def forget(self, lane: ReceiverLane, *fds: int) -> None:
-        """A lane is over."""
+        """Drop a lane that has ended."""
         self._lanes.discard(lane)
         for fd in fds:
             self.watch(lane, fd, 0)
 
     def connect(self, address: str, then: Callable[[Connection], None]) -> None:
-        """Connect beside the loop, for names are looked up with blocking calls only, and a handshake may take its time;
-        `then` is called in the loop."""
+        """Connect in a thread, because name look-ups block and a handshake may take long; `then` is called in the
+        loop."""
 
         def work() -> None:
             found: Connection
@@ -548,7 +548,7 @@ class ReceiverLoop:
             raise
 
     def check_refusal(self, error: OSError, address: str) -> None:
-        """Raises TlsError if that is what the error means."""
+        """Raise TlsError if the error has that cause."""
         trouble = None if self._files is None else explain(error, f"the worker's lane at {address}", self._files.tls)
         if trouble is not None:
             raise trouble from error
@@ -563,7 +563,7 @@ class ReceiverLoop:
         try:
             sock, _ = self._listener.accept()
         except OSError:
-            return  # it left again, or there is no descriptor for it
+            return  # it closed again, or there is no descriptor for it
         try:
             check_peer(sock)
         except ProtocolError as error:
@@ -574,8 +574,8 @@ class ReceiverLoop:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Receives batches from other hosts into rings of this one.")
-    parser.add_argument("--parent-pid", type=int, required=True, help="leave when this process is gone")
+    parser = argparse.ArgumentParser(description="Receive batches from other hosts into rings of this one.")
+    parser.add_argument("--parent-pid", type=int, required=True, help="end when this process is gone")
     parser.add_argument("--ready-fd", type=int, required=True, help="write a byte here once listening")
     parser.add_argument("--name", required=True, help="abstract Unix socket to listen on, without the leading NUL")
     parser.add_argument("--max-batch-bytes", type=int, default=1 << 30, help="refuse larger ring entries")
@@ -593,7 +593,7 @@ def main() -> None:
         tls = load_tls(given.tls_ca, given.tls_cert, given.tls_key, given.tls_name)
         loop = ReceiverLoop(given.name, given.parent_pid, given.max_batch_bytes, tls)
     except ProcessLookupError:
-        return  # the parent watch's process is gone already
+        return  # the watched parent process is gone already
     os.write(given.ready_fd, b"\n")
     os.close(given.ready_fd)
     loop.run()

@@ -1,5 +1,4 @@
-"""Starts and stops the receiver, the process that receives batches from other hosts. What it does stands in
-receiver.py."""
+"""Handle on the receiver, the process that receives batches from other hosts. receiver.py is that process."""
 
 from __future__ import annotations
 
@@ -18,18 +17,18 @@ __all__ = ["Receiver"]
 
 RECEIVER = Path(__file__).with_name("receiver.py")
 START_S = 30.0
-"""Seconds for the process to listen; it takes 0.1 on an idle machine."""
+"""Deadline for the process to listen, in seconds; it takes 0.1 on an idle machine."""
 
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20), "MALLOC_TRIM_THRESHOLD_": str(4 << 20)}
-"""Setting for glibc: unpacking makes and drops 256 KiB for each piece, and giving them back to the kernel each time,
-which it does by default, took more than half of the receiver's time with lz4: 9.5 ms for 8 MiB instead of 4."""
+"""Setting for glibc: unpacking allocates and frees 256 KiB for each piece, and returning them to the kernel each time,
+the default, took more than half of the receiver's time with lz4: 9.5 ms for 8 MiB instead of 4."""
 
 
 class Receiver:
-    """The receiver of this process. `start` as often as you like: it only starts one that is not running.
+    """The receiver of this process. `start` may be called often: it only starts one that is not running.
 
-    max_batch_bytes: ring entries larger than this are refused.
-    tls: for the connections to workers; None: they are plain.
+    max_batch_bytes: largest ring entry in bytes; larger ones are refused. tls: TLS files for connections to workers;
+    None: no TLS.
     """
 
     def __init__(self, max_batch_bytes: int = 1 << 30, tls: Tls | None = None) -> None:
@@ -47,9 +46,9 @@ class Receiver:
         return process.pid if process is not None and process.status is None else None
 
     def start(self, parent_watch: int | None = None) -> str:
-        """Return the name to connect to (`lane.connect_local`), of a receiver that listens.
+        """Start the receiver if necessary; return the name to connect to (`lane.connect_local`) once it listens.
 
-        parent_watch: the pid with whose end the receiver leaves, by default this process's.
+        parent_watch: pid of the process with which the receiver ends; by default this process.
 
         Raises DeadlineError or PenstockError if none can be started.
         """
@@ -60,7 +59,7 @@ class Receiver:
             return self.name
 
     def stop(self) -> None:
-        """End it, and all its lanes."""
+        """End the receiver, and all its lanes."""
         with self._lock:
             self._end()
 
@@ -72,7 +71,7 @@ class Receiver:
                 [*by_path(RECEIVER), *what, "--max-batch-bytes", str(self.max_batch_bytes), *self._tls_arguments()],
                 fds=[ready.theirs],
                 stdout=NULL,
-                # Without the token: the receiver talks to workers only, with tickets.
+                # Without the token: the receiver only connects to workers, with tickets.
                 env=MALLOC | environment("PENSTOCK_TOKEN*"),
                 session=False,
             )
@@ -95,7 +94,7 @@ class Receiver:
         self.name = name
 
     def _tls_arguments(self) -> list[str]:
-        """Names of files: no secrets."""
+        """Return the TLS arguments: names of files, no secrets."""
         tls = self.tls
         if tls is None:
             return []
@@ -105,6 +104,6 @@ class Receiver:
     def _end(self) -> None:
         process, self._process = self._process, None
         if process is not None:
-            process.kill()  # it has nothing to put in order
+            process.kill()  # it has nothing to clean up
             process.wait()
             process.close()

@@ -1,4 +1,4 @@
-"""An appliance in this process and thread: see penstock.client.testing."""
+"""Appliance in this process and thread: see penstock.client.testing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["FakeAppliance"]
 
 
 class FakeAppliance(Appliance):
-    """An Appliance whose workers run in this process and thread, for tests of training loops.
+    """Appliance whose workers run in this process and thread, for tests of training loops.
 
     Example::
 

@@ -1,6 +1,6 @@
-"""Shell completion of names that the coordinator knows: runs and workers.
+"""Shell completion of the names of runs and workers, from the coordinator.
 
-A person waits for it with a finger on the key: the coordinator has a second, and whatever goes wrong, no names come.
+A person waits for it: the coordinator has one second to answer, and any failure means no names.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ DEADLINE_S = 1.0
 
 
 def run_names(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Runs, as JOB/ORDINAL."""
+    """Return the runs, as JOB/ORDINAL."""
     return _names(ctx, incomplete, lambda reply: [run.run for run in reply.runs])
 
 
 def worker_names(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Workers that have registered."""
+    """Return the registered workers."""
     return _names(ctx, incomplete, lambda reply: [worker.worker for worker in reply.workers])
 
 

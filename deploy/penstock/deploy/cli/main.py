@@ -1,7 +1,7 @@
 """The command `penstock`, put together from penstock.deploy.cli.commands.
 
 Nothing heavy is imported before a command needs it: `--help` is text, and `coordinator`, `worker` and `status` never
-see torch.
+import torch.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from penstock.runtime.telemetry.logs import printable
 __all__ = ["app", "main"]
 
 UNWRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE)
-"""Errors that a print may raise."""
+"""Numbers of the errors that a print may raise."""
 
 
 class _Commands(Group):
@@ -54,9 +54,9 @@ app = App(
     "  penstock doctor                                         is this machine ready?\n"
     "  penstock coordinator --state-dir ~/penstock             once in a cluster\n"
     "  penstock worker --slots 8 --allow mypackage             on each input node\n"
-    "  penstock status                                         who waits for whom\n\n" + EPILOG,
+    "  penstock status                                         which box waits for which worker\n\n" + EPILOG,
     no_args_is_help=True,
-    rich_markup_mode=None,  # help is text: the same in a terminal, a file and a bug report
+    rich_markup_mode=None,  # plain text: the same in a terminal, a file and a bug report
     pretty_exceptions_enable=False,  # an expected error is one line (see exit_codes.py), a bug is a plain traceback
     context_settings=CONTEXT,
 )
@@ -92,13 +92,15 @@ app.command()(guarded(config))
 
 
 def main() -> None:
-    """Entry point of `penstock`, once all this is imported; see __main__."""
+    """Entry point of `penstock`, called by __main__ once the imports are done."""
     for given in sys.argv:
-        if not given.isascii() and any("\ud800" <= char <= "\udfff" for char in given):  # how Python has such bytes
-            _end(f"an argument is not UTF-8: {printable(given)}", USAGE)
+        if not given.isascii() and any(
+            "\ud800" <= char <= "\udfff" for char in given
+        ):  # how Python represents such bytes
+            _end(f"an argument must be UTF-8, got {printable(given)}", USAGE)
     if sys.stdout is None:
-        _end("standard output is closed; >/dev/null if nothing of it is wanted", UNSAID)
-    if isinstance(sys.stdout, io.TextIOWrapper):  # names may hold what the terminal's encoding does not
+        _end("standard output is closed; use >/dev/null to discard it", UNSAID)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # names may hold characters that the terminal's encoding lacks
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         try:
@@ -106,17 +108,17 @@ def main() -> None:
         finally:
             sys.stdout.flush()
     except OSError as error:
-        if error.errno not in UNWRITTEN or error.filename is not None:  # not of a print
+        if error.errno not in UNWRITTEN or error.filename is not None:  # not raised by a print
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the very end
-        if isinstance(error, BrokenPipeError):  # `| head` has what it wanted
+        if isinstance(error, BrokenPipeError):  # `| head` has read enough
             raise SystemExit(UNSAID) from None
         _end(f"standard output cannot be written: {error.strerror}", UNSAID)
     except SystemExit as end:
-        if isinstance(end.__context__, BrokenPipeError):  # Typer's own end, for a print that was not held back
+        if isinstance(end.__context__, BrokenPipeError):  # Typer's own exit, after a print that was not buffered
             raise SystemExit(UNSAID) from None
         raise
-    except KeyboardInterrupt:  # before a command began
+    except KeyboardInterrupt:  # before a command started
         raise SystemExit(INTERRUPTED) from None
 
 

@@ -1,5 +1,5 @@
-"""Source of a command's token. It is never an argument, which every user of the machine could read, and never
-printed or logged; a coordinator that was given none makes one and says in which file it is.
+"""Source of a command's token. The token is never an argument, which every user of the machine could read, and is
+never printed or logged. A coordinator without one makes one and logs the name of its file.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ __all__ = ["coordinator_tokens", "make_token", "peer_token"]
 
 _log = logging.getLogger("penstock.deploy")
 FILE = "token"
-"""Token file in the state directory."""
+"""Name of the token file in the state directory."""
 
 
 def peer_token(role: Role, file: Path | None) -> str:
-    """The token of a worker or an operator: from the file, else from the environment."""
+    """Return the token of a worker or an operator: from the file, else from the environment."""
     return read_token(role, file=file)
 
 
 def coordinator_tokens(file: Path | None, state_dir: Path | None) -> str:
-    """The text of tokens for a coordinator, which makes one that is good for all roles if there is none.
-    `state_dir` None: it keeps nothing on disk.
+    """Return the text of a coordinator's tokens; if there are none, make one that is valid for all roles.
+
+    `state_dir` None: the coordinator keeps nothing on disk.
 
     Raises AuthenticationError for a file that cannot be read, JournalError if none can be written.
     """
@@ -52,7 +53,7 @@ def coordinator_tokens(file: Path | None, state_dir: Path | None) -> str:
 
 
 def _refuse_planted(path: Path) -> None:
-    """Raise JournalError for a state directory that others could have put a token of theirs into, or did."""
+    """Raise JournalError for a state directory in which others own a token, or could have placed one."""
     from penstock.appliance.storage.journal import make_private
 
     try:
@@ -71,7 +72,7 @@ def _refuse_planted(path: Path) -> None:
 
 
 def make_token(path: Path) -> bool:
-    """A fresh token in a file that only we can read; False if there is one already. Whole or not there at all.
+    """Write a new token to a file that only this user can read, atomically; return False if there is one already.
 
     Raises JournalError if it cannot be written.
     """

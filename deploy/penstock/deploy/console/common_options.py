@@ -1,7 +1,8 @@
 """Common parts of commands: the layout of their help, and the options that all of them take.
 
-`App` and `subcommands` make every command the same way, so that none can be without its exit codes or `--config`. A
-command that asks the coordinator has one parameter `peer`, which stands for the options that say where it is.
+`App` and `subcommands` make every command the same way, so that each has its exit codes and `--config`. A
+command that calls the coordinator has one parameter `peer`, which stands for the options of its address and
+credentials.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _SECTIONS: tuple[tuple[str, frozenset[str]], ...] = (
     ("TLS", frozenset(("tls_ca", "tls_cert", "tls_key", "tls_name"))),
     ("General", frozenset(("as_json", "config", "debug", "help", "install_completion", "show_completion", "version"))),
 )
-"""Options that many commands have stand after their own, under these heads."""
+"""Headings of the options that many commands share; a command's own options come before them."""
 
 
 def _format_options(self: Any, ctx: Any, formatter: Any) -> None:
@@ -54,28 +55,28 @@ def _format_options(self: Any, ctx: Any, formatter: Any) -> None:
 
 class _Command(TyperCommand):
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Show options under their heads."""
+        """Show options under their headings."""
         _format_options(self, ctx, formatter)
 
 
 class Group(TyperGroup):
-    """Commands, listed under the heads of what they are for."""
+    """Group whose commands are listed under headings, by purpose."""
 
     heads: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    """Head -> commands, in order; all others come under "Commands"."""
+    """Heading -> commands, in order; all others come under "Commands"."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """List commands in the order of the heads, also for shell completion."""
+        """List commands in the order of the headings, also for shell completion."""
         order = [name for commands in self.heads.values() for name in commands]
         return sorted(self.commands, key=lambda name: order.index(name) if name in order else len(order))
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Show options under their heads, then the commands."""
+        """Show options under their headings, then the commands."""
         _format_options(self, ctx, formatter)
         self.format_commands(ctx, formatter)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Show commands by head."""
+        """Show commands by heading."""
         names = [name for name in self.list_commands(ctx) if not self.commands[name].hidden]
         listed = {name for commands in self.heads.values() for name in commands}
         rest = {"Commands": tuple(name for name in names if name not in listed)}
@@ -104,7 +105,7 @@ _PEER = {**flags_of(PeerSettings), "token_file": TokenFile, **flags_of(TlsSettin
 
 
 def completed(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The command with `--config`, which has done its work when it is parsed, with the options of a `peer`, and with
+    """Return the command with `--config`, whose effect is done by its callback, with the options of a `peer`, and with
     those of every parameter that is `Annotated[Flags, ...]`."""
     signature = inspect.signature(command, eval_str=True)
     groups: dict[str, dict[str, Any]] = {}
@@ -136,7 +137,8 @@ def completed(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _one(value: Any) -> Any:
-    """A flag's value; of one that may be given again, all of them. Typer has an empty list where it was not given."""
+    """Return a flag's value; for a repeatable one, all values joined. Typer passes an empty list if it was not
+    given."""
     return (",".join(value) if value else None) if isinstance(value, list) else value
 
 
@@ -145,10 +147,11 @@ def _option(name: str, annotation: Any) -> inspect.Parameter:
 
 
 def subcommands(cls: type[Group] = Group, **settings: Any) -> App:
-    """A command that has commands of its own."""
+    """Return a command that has subcommands."""
     return App(cls=cls, epilog=EPILOG, rich_markup_mode=None, context_settings=CONTEXT, **settings)
 
 
 def quiet_grpc() -> None:
-    """gRPC reports on standard error what our errors say better. Not in a worker: its runners would inherit this."""
+    """Silence gRPC on standard error, where our errors say the same better. Not for a worker: its runners inherit
+    it."""
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")

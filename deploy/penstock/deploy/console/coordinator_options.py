@@ -1,6 +1,6 @@
-"""The coordinator that a command asks: where it is, and what it is shown. Made of six options, which every such command
-has (see penstock.deploy.console.common_options), and of what variables and the settings file say where they were not
-given."""
+"""Address and credentials of the coordinator that a command calls. They come from six options, which every such command
+has (see penstock.deploy.console.common_options), and, where those are not given, from variables and the settings
+file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from penstock.deploy.console.daemon_settings import PeerSettings, TlsSettings, resolve
 
-if TYPE_CHECKING:  # gRPC comes when a command needs it
+if TYPE_CHECKING:  # gRPC is imported when a command needs it
     from penstock.proto.rpc.calls import CoordinatorClient
     from penstock.proto.rpc.tls import Tls
 
@@ -19,7 +19,7 @@ __all__ = ["Peer"]
 
 @dataclass(frozen=True)
 class Peer:
-    """Options as they were given; None was not. Each method raises what is wrong with what it is made of."""
+    """Options as given; None if not given. Each method raises the errors of the options that it reads."""
 
     coordinator: str | None = None
     token_file: Path | None = None
@@ -34,7 +34,7 @@ class Peer:
         return resolve(PeerSettings, coordinator=self.coordinator).coordinator
 
     def tls(self) -> Tls | None:
-        """The files, read and checked."""
+        """Return the TLS files, read and checked."""
         files = {"tls_ca": self.tls_ca, "tls_cert": self.tls_cert, "tls_key": self.tls_key, "tls_name": self.tls_name}
         return resolve(TlsSettings, **files).load()
 

@@ -1,12 +1,11 @@
-"""The settings that daemons and commands have: their fields, what values can be meant, and what each is for.
+"""Settings of daemons and commands: their fields, their valid values and their descriptions.
 
 A daemon's variables carry its name (PENSTOCK_COORDINATOR_LISTEN, PENSTOCK_WORKER_SLOTS), so that one environment can
 hold the settings of both; PENSTOCK_COORDINATOR, PENSTOCK_TOKEN, PENSTOCK_TOKEN_FILE and PENSTOCK_TLS_* are shared with
-the training job. In the settings file each daemon has a section of its own, and what is shared stands in [cluster]. How
-a value is found is in settings_sources.py.
+the training job. In the settings file each daemon has a section of its own, and shared settings are in [cluster].
+settings_sources.py finds the values.
 
-The token is no field here: see command_token.py. Nothing in a model is secret, so that a daemon can log what it runs
-with.
+The token is not a field here: see command_token.py. No field is secret, so that a daemon can log its settings.
 """
 
 from __future__ import annotations
@@ -130,7 +129,7 @@ class TlsSettings(TlsFiles):
     """Settings of every command."""
 
     def load(self) -> Tls | None:
-        """The files, read and checked. TlsError names the file and the remedy."""
+        """Return the TLS files, read and checked. Raises TlsError that names the file and the remedy."""
         return load_tls(self.tls_ca, self.tls_cert, self.tls_key, self.tls_name)
 
 
@@ -141,7 +140,8 @@ class TelemetrySettings(Section):
     table: ClassVar[str] = CLUSTER
 
     log_format: Literal["text", "json"] = Field(
-        "text", description="text for people, or json: an object a line, with run, box, slot and step."
+        "text",
+        description="Format of the log: text for people, or json: one object a line, with run, box, slot and step.",
     )
     otel: bool = Field(
         False, description="Trace calls with OpenTelemetry, as the OTEL_* variables say (docs/metrics.md)."
@@ -156,11 +156,11 @@ class CoordinatorSettings(Section):
 
     listen: Listen = Field(DEFAULT_COORDINATOR, description="Address to listen on, HOST:PORT; port 0 takes a free one.")
     state_dir: Annotated[Path, IsPath(), Unit("DIR")] = Field(
-        description=f"Directory of the journal, on a local disk; made if it is not there. {IN_MEMORY}: keep nothing."
+        description=f"Directory of the journal, on a local disk; created if missing. {IN_MEMORY}: keep nothing."
     )
     http: PageListen = Field(
         DEFAULT_HTTP,
-        description="Address of the dashboard and of its data, HOST:PORT; port 0 takes a free one, off: none. If the "
+        description="Address of the dashboard and its data, HOST:PORT; port 0 takes a free one, off: none. If the "
         "default is in use, another port is taken, and the log says which.",
     )
     insecure: bool = Field(False, description="Listen beyond this machine without TLS.")
@@ -168,13 +168,13 @@ class CoordinatorSettings(Section):
         3.0,
         ge=0.5,
         le=3600,
-        description="Seconds of silence after which a worker is taken for dead and its slots move to others.",
+        description="Seconds of silence after which a worker counts as dead and its slots move to others.",
     )
     client_lease: Seconds = Field(
         10.0,
         ge=0.5,
         le=3600,
-        description="Seconds of silence after which a training process is taken for dead and its slots are freed.",
+        description="Seconds of silence after which a training process counts as dead and its slots are freed.",
     )
     budget: Annotated[str, AfterValidator(_store_size), Unit("SIZE")] = Field(
         "",
@@ -197,7 +197,7 @@ class WorkerSettings(Section):
     table: ClassVar[str] = "worker"
 
     slots: Count = Field(
-        ge=1, le=4096, description="Runners that may run here at a time: one for each CPU core is usual."
+        ge=1, le=4096, description="Largest number of runners here at a time; usually one for each CPU core."
     )
     allow: Modules = Field(
         description="Prefix of modules whose input_fn may run here: mypackage, mypackage.data; repeatable. '*': any."
@@ -214,7 +214,8 @@ class WorkerSettings(Section):
         0,
         ge=0,
         le=4096,
-        description="Runners that may start at a time; the others wait in a queue (default, 0: one for each CPU core).",
+        description="Largest number of runners that start at a time; the others wait in a queue (default, 0: one for "
+        "each CPU core).",
     )
     start_timeout: Seconds = Field(
         600.0,
@@ -225,7 +226,7 @@ class WorkerSettings(Section):
     )
     liveness_file: FilePath = Field(
         "",
-        description="File to write at each heartbeat, by which `python -m penstock.deploy.probe` knows that this "
+        description="File to write at each heartbeat, from which `python -m penstock.deploy.probe` sees that this "
         "worker makes progress (default: none).",
     )
     http: PageListen = Field(
@@ -238,7 +239,7 @@ class WorkerSettings(Section):
         10.0,
         ge=0,
         le=3600,
-        description="Seconds that this worker keeps running after a signal to end, while its slots migrate.",
+        description="Longest time that this worker keeps running after SIGTERM, while its slots migrate, in seconds.",
     )
     runner_user: Annotated[str, Unit("USER")] = Field(
         "",
@@ -249,7 +250,8 @@ class WorkerSettings(Section):
         0,
         ge=0,
         le=1 << 22,
-        description="Processes and threads of the runner user on this machine, of all runners together; only with "
+        description="Largest number of processes and threads of the runner user on this machine, over all runners; "
+        "only with "
         "runner_user, or in control groups (default: no limit).",
     )
     no_cage: bool = Field(
@@ -258,13 +260,13 @@ class WorkerSettings(Section):
     )
     no_groups: bool = Field(
         False,
-        description="Make no control group for each runner, where this worker has a group of its own.",
+        description="Make no control groups for runners, even where this worker could.",
     )
     insecure: bool = Field(False, description="Listen beyond this machine without TLS.")
 
     @property
     def prefixes(self) -> list[str]:
-        """`allow`, taken apart."""
+        """Return the prefixes of `allow`."""
         return self.allow.split(",")
 
     @field_validator("allow")

@@ -1,12 +1,12 @@
-"""Exit codes: one table, by the kind of thing that went wrong, so that a script can decide without reading prose.
+"""Exit codes: one table, by the kind of failure, so that a script can decide without reading prose.
 
-The codes below 10 are everybody's (0 well, 1 a bug, 2 usage, 3 TLS); 10 to 19 concern the coordinator, the network and
-runs, 20 to 29 states and user code, 30 and above what `penstock doctor` found. A number that was once given never
+Codes below 10 are general (0 success, 1 a bug, 2 usage, 3 TLS); 10 to 19 concern the coordinator, the network and
+runs, 20 to 29 states and user code, 30 and above the findings of `penstock doctor`. A number that is in use never
 changes its meaning. `docs/cli.md` holds the same table, and a test compares the two.
 
 Every error of Penstock ends a command as one line on stderr, with --json as one JSON object; its traceback, and a
-remote one that it carries, are shown with --debug only. Anything else that is raised is a bug, and shows its traceback
-always. Standard output has data or nothing.
+remote one that it carries, are shown with --debug only. Any other exception is a bug, and always shows its
+traceback. Standard output has data or nothing.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ INTERRUPTED = 130
 
 @dataclass(frozen=True)
 class ExitCode:
-    """An exit code. `errors`: the classes of penstock.proto.errors that end with it."""
+    """Exit code and its meaning. `errors`: the classes of penstock.proto.errors that end with it."""
 
     number: int
     meaning: str
@@ -136,11 +136,11 @@ CODES = (
 _CODE_OF = {name: code.number for code in CODES for name in code.errors}
 
 EXIT_LINES = "\n".join(f"{code.number:>3}  {code.meaning}" for code in CODES)
-"""The table for --help."""
+"""Table of exit codes for --help."""
 
 
 class CommandError(Exception):
-    """An end of a command that is no error of Penstock's: it has a code of its own."""
+    """Failure of a command outside the error catalogue, with a code of its own."""
 
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)
@@ -148,7 +148,7 @@ class CommandError(Exception):
 
 
 def exit_code(error: PenstockError) -> int:
-    """The code of an error: its own class's, or that of the nearest one above it in the catalogue."""
+    """Return the code of an error: that of its class, or of the nearest base class in the catalogue."""
     name = next(cls.__name__ for cls in type(error).__mro__ if cls.__name__ in CATALOGUE)
     return _CODE_OF[name]
 
@@ -169,7 +169,7 @@ def debugging() -> bool:
 
 
 def guarded(command: Callable[_P, int | None]) -> Callable[_P, NoReturn]:
-    """A command that ends with an exit code whatever happens in it. It may return one; None is 0."""
+    """Return the command such that it always ends with an exit code. It may return one; None is 0."""
 
     @functools.wraps(command)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> NoReturn:
@@ -193,7 +193,7 @@ def _code_of(command: Callable[[], int | None], *, as_json: bool) -> int:
 
 
 def _say(message: str, name: str | None, code: int, as_json: bool) -> None:
-    """Called while the error is being handled: its traceback, and the remote one that it carries, are at hand."""
+    """Print an error that is being handled, with its traceback and the remote one that it carries if --debug asks."""
     if _debug:
         traceback.print_exc()
     line = printable(" ".join(message.split()))

@@ -1,4 +1,5 @@
-"""Settings of `penstock up`: flags over PENSTOCK_UP_* over defaults. Light, for every command imports it."""
+"""Settings of `penstock up`: flags over PENSTOCK_UP_* over defaults. It imports little, because every command imports
+it."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ class UpSettings(Section):
     table: ClassVar[str] = "up"
 
     engine: Annotated[str, AfterValidator(_engine), Unit("ENGINE")] = Field(
-        "local", description=f"One of {', '.join(ENGINES)}."
+        "local", description=f"Engine: {', '.join(ENGINES)}."
     )
     name: Annotated[str, AfterValidator(_fleet_name), Unit("NAME")] = Field(
         "penstock",
@@ -62,32 +63,34 @@ class UpSettings(Section):
         0,
         ge=0,
         le=4096,
-        description="Runners that each may run at a time (default: local: the cores, shared out; else 8).",
+        description="Runners of each worker at a time (default: local: the cores, divided among workers; else 8).",
     )
     allow: Modules = Field(
         "", description="Prefix of modules whose input_fn may run: mypackage, mypackage.data; repeatable. '*': any."
     )
     listen: LaneListen = Field(
         DEFAULT_COORDINATOR,
-        description="Address of the coordinator, HOST:PORT; port 0 takes a free one. Ray, Slurm: the port counts, on "
+        description="Address of the coordinator, HOST:PORT; port 0 takes a free one. Ray, Slurm: only the port is "
+        "used, on "
         "its node's address.",
     )
     runner_memory: MemorySize = Field("", description="Memory that a runner may hold, as 4GiB: see `penstock worker`.")
     insecure: bool = Field(False, description="Listen beyond one machine without TLS.")
-    timeout: Seconds = Field(120.0, ge=1, le=86_400, description="Seconds until all is ready, or it is an error.")
+    timeout: Seconds = Field(120.0, ge=1, le=86_400, description="Seconds to wait until all is ready.")
     ray_address: Annotated[str, Unit("ADDRESS")] = Field(
         "auto", description="Ray: the cluster, as `ray.init` takes it: auto, HOST:PORT, ray://..."
     )
     near: Annotated[str, Unit("RESOURCE|KEY=VALUE")] = Field(
         "",
-        description="Ray: put workers on nodes with this resource (accelerator_type:H100) or label (KEY=VALUE), where "
-        "the boxes are.",
+        description="Ray: put workers on nodes with this resource (accelerator_type:H100) or label (KEY=VALUE), such "
+        "as "
+        "those of the boxes.",
     )
     coordinator_node: Annotated[str, Unit("NODE")] = Field(
         "", description="Ray: id or address of the coordinator's node (default: the head node)."
     )
     send_token: bool = Field(
-        False, description="Ray: hand the token to the nodes through Ray, which stores it in clear text."
+        False, description="Ray: send the token to the nodes through Ray, which stores it in clear text."
     )
     state_dir: Annotated[str, Unit("DIR")] = Field(
         "", description="Ray, Slurm: the coordinator's journal, on a disk of its node (default: below /var/tmp)."
@@ -95,7 +98,7 @@ class UpSettings(Section):
     sbatch: Annotated[str, Unit("ARGS")] = Field(
         "", description="Slurm: further arguments of sbatch, as one text: '--partition cpu --time 1-0'."
     )
-    namespace: Annotated[str, Unit("NAMESPACE")] = Field("default", description="Kubernetes: where to put it.")
+    namespace: Annotated[str, Unit("NAMESPACE")] = Field("default", description="Kubernetes: namespace of the fleet.")
     image: Annotated[str, Unit("IMAGE")] = Field("", description="Kubernetes: the image with Penstock and your code.")
     storage: Annotated[str, Unit("SIZE")] = Field("1Gi", description="Kubernetes: size of the coordinator's volume.")
     tls_secret: Annotated[str, Unit("NAME")] = Field(

@@ -1,7 +1,7 @@
 """Typer options made from settings: a flag's help is its field's description, with its variable and its default.
 
-Typer itself is told neither, so that a flag that was not given stays None and penstock.deploy.console.settings_sources
-alone decides what wins.
+Typer itself gets neither, so that a flag that was not given stays None and penstock.deploy.console.settings_sources
+alone decides the precedence.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ __all__ = [
 
 
 LARGEST = 2**63 - 1
-"""Range of a step or an attempt, as in messages and the journal."""
+"""Largest step or attempt, as in messages and the journal."""
 LARGEST_BOX = 2**32 - 1
 LARGEST_SEED = 2**64 - 1
 
 Flags = dict[str, Any]
-"""A command's parameter `Annotated[Flags, WorkerSettings]` is all flags of these settings: what was given, None for the
-rest. See penstock.deploy.console.common_options."""
+"""Type of a command's parameter `Annotated[Flags, WorkerSettings]`: all flags of these settings; None for those that
+were not given. See penstock.deploy.console.common_options."""
 
 
 def option(section: type[Section], field: str) -> Any:
@@ -53,12 +53,12 @@ def option(section: type[Section], field: str) -> Any:
         facts.append(f"default: {info.default:g}" if isinstance(info.default, float) else f"default: {info.default}")
     choices = "|".join(get_args(info.annotation)) if get_origin(info.annotation) is Literal else None
     unit = next((fact.name for fact in info.metadata if isinstance(fact, Unit)), choices)
-    # Two names: Typer would add --no-insecure otherwise, which says nothing that leaving it out does not.
+    # Two names: otherwise Typer adds --no-insecure, which is the same as leaving it out.
     return typer.Option(flag(field), metavar=unit, help=f"{info.description} [{'; '.join(facts)}]")
 
 
 def flags_of(section: type[Section]) -> dict[str, Any]:
-    """Field -> the annotation of its flag."""
+    """Return field -> the annotation of its flag."""
     found: dict[str, Any] = {}
     for field, info in section.model_fields.items():
         several = any(isinstance(fact, IsList) for fact in info.metadata)
@@ -78,7 +78,7 @@ TokenFile = Annotated[
 
 
 def _use_config(path: Path | None) -> Path | None:
-    """Through the environment, so that processes that this one starts read the same file."""
+    """Set the settings file in the environment, so that child processes read the same one."""
     if path is not None:
         os.environ[settings_file.VARIABLE] = os.fspath(path.absolute())
     return path
@@ -99,7 +99,7 @@ ReadyFile = Annotated[
     typer.Option(
         "--ready-file",
         metavar="PATH",
-        help="File to write the line to that is printed once this is ready, for scripts.",
+        help="File that gets the line that is printed once this is ready, for scripts.",
     ),
 ]
 ParentPid = Annotated[
@@ -108,8 +108,8 @@ ParentPid = Annotated[
         "--parent-pid",
         metavar="PID",
         min=1,
-        hidden=True,  # for programs that start this as their child
-        help="End when this process, the parent, is gone however it ends; Ctrl-C is left to it.",
+        hidden=True,  # for programs that start this process as their child
+        help="End when the parent process with this id ends; ignore Ctrl-C, which the parent handles.",
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]

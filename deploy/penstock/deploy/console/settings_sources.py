@@ -27,22 +27,22 @@ _Section = TypeVar("_Section", bound=Section)
 
 
 def flag(field: str) -> str:
-    """The flag of a field."""
+    """Return the flag of a field."""
     return "--" + field.replace("_", "-")
 
 
 def daemon(section: type[Section]) -> bool:
-    """Its variables have a prefix of their own, and its settings a section of the file."""
+    """Return whether its variables have a prefix of their own, and its settings a section of the file."""
     return section.table not in ("", CLUSTER)
 
 
 def sections(table: str) -> list[type[Section]]:
-    """The settings of a section of the file: of all classes that there are by now."""
+    """Return the settings classes of a section of the file, of those imported so far."""
     return [section for section in Section.__subclasses__() if section.table == table]
 
 
 def resolve(section: type[_Section], **flags: Any) -> _Section:
-    """The settings of a command. `flags`: what was given on the command line; None was not.
+    """Return the settings of a command. `flags`: values from the command line; None if not given.
 
     Raises InvalidArgumentError that names every bad or missing setting and where it came from.
     """
@@ -57,7 +57,7 @@ def resolve(section: type[_Section], **flags: Any) -> _Section:
 
 
 def check_settings_file() -> None:
-    """Raises InvalidArgumentError for a section or key of the settings file that has no meaning."""
+    """Raise InvalidArgumentError for an unknown section or key of the settings file."""
     file = read_settings_file()
     if file is None:
         return
@@ -65,13 +65,13 @@ def check_settings_file() -> None:
     for table in file.tables:
         for section in sections(table):
             if daemon(section) and section.table != "client":
-                shared = dict.fromkeys(CLUSTER_KEYS, "all of a cluster share it: it goes into [cluster]")
+                shared = dict.fromkeys(CLUSTER_KEYS, "it is shared by the whole cluster and belongs in [cluster]")
                 known = [name for name in section.model_fields if section.place(name)]
                 file.check(table, known, {**shared, **section.not_in_file})
 
 
 def refuse_unknown(section: type[Section]) -> None:
-    """Raises InvalidArgumentError for a variable with a daemon's name that is none of its settings."""
+    """Raise InvalidArgumentError for a variable with a daemon's prefix that names none of its settings."""
     prefix = str(section.model_config.get("env_prefix", ""))
     known = {variable(section, field) for field in section.model_fields}
     for name in sorted(os.environ):
@@ -93,14 +93,14 @@ def _explain(section: type[Section], error: ValidationError, given: dict[str, An
             parts.append(f"{flag(field)} {detail['input']}: {reason_of(detail)}")
         else:
             source, _ = sources[field]
-            # FILE:LINE needs the name of the setting beside it, a variable is one.
+            # FILE:LINE needs the name of the setting beside it; a variable carries it.
             what = f"{source}: {field} = {detail['input']!r}" if ":" in source else f"{source}={detail['input']}"
             parts.append(f"{what}: {reason_of(detail)}")
     return "; ".join(parts)
 
 
 def describe(settings: Section, **flags: Any) -> str:
-    """Every setting with its value and where it came from, for the log of a daemon."""
+    """Return every setting with its value and source, for the log of a daemon."""
     sources, parts = stated(type(settings)), []
     for field, value in settings:
         source = flag(field) if flags.get(field) is not None else sources.get(field, ("default",))[0]

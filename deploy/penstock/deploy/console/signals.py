@@ -1,4 +1,4 @@
-"""Signals that would end a process at once, where it has something to put in order first."""
+"""Signals that would end a process at once, turned into errors where it must clean up first."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ __all__ = ["ending", "raised"]
 
 
 def ending() -> list[signal.Signals]:
-    """The signals that end this process: SIGTERM, and SIGHUP where whoever started it does not have it ignored."""
+    """Return the signals that end this process: SIGTERM, and SIGHUP unless it is ignored."""
     kept = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return [signal.SIGTERM] if kept else [signal.SIGTERM, signal.SIGHUP]
 
 
 @contextlib.contextmanager
 def raised(error: Callable[[signal.Signals], BaseException]) -> Iterator[Callable[[], None]]:
-    """SIGTERM and SIGHUP (a closed terminal) are raised as this error inside, as Ctrl-C is as KeyboardInterrupt. Under
-    nohup, which ignores SIGHUP, it stays ignored.
+    """Raise SIGTERM and SIGHUP (a closed terminal) as this error inside, as Ctrl-C is raised as KeyboardInterrupt.
+    Under nohup, which ignores SIGHUP, it stays ignored.
 
-    Python drops an error that is raised while a finalizer or a weak reference's callback runs. So it is raised again at
-    the end, and by calling what this gives, for who goes round in a loop.
+    Python drops an error that is raised while a finalizer or a weak reference's callback runs. So it is raised again
+    at the end, and by calling what this yields, for callers that loop.
     """
     told: list[signal.Signals] = []
 

@@ -1,10 +1,10 @@
 """Tables: drawn by rich on a terminal, aligned text otherwise.
 
-Cells hold what peers said of themselves: nothing in them moves the cursor or colours the screen.
+Cells hold text from peers: nothing in them moves the cursor or colours the screen.
 
-Text is for grep, awk and bug reports: the title as a line, a head, one line a row, columns two blanks apart, nothing
-cut off. A cell that is empty is a "-", so that columns can be counted. It is not rich's: that takes six seconds for the
-10,000 slots of a fleet, and a tenth of a second to be imported.
+Text is for grep, awk and bug reports: the title as a line, a header, one line a row, columns two blanks apart, nothing
+cut off. An empty cell is a "-", so that columns can be counted. It is not rich's: rich takes six seconds for the
+10,000 slots of a fleet, and a tenth of a second to import.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ __all__ = ["Table", "drawn", "show"]
 
 @dataclass(frozen=True)
 class Table:
-    """A table to show. A heading that ends with ">" stands over a column of numbers, aligned to the right."""
+    """Table to show. A heading that ends with ">" stands over a column of numbers, aligned to the right."""
 
     title: str
     headings: Sequence[str]
     rows: list[Sequence[str]] = field(default_factory=list)
     empty: str = ""
-    """A line to show instead when there are no rows; "" = show nothing."""
+    """Line to show when there are no rows; "" = show nothing."""
 
 
 def show(tables: Iterable[Table]) -> None:
-    """Print the tables that have rows, or something to say without."""
+    """Print the tables that have rows, or a line to show without."""
     draw = _draw if sys.stdout.isatty() else _write
     first = True
     for table in tables:
@@ -51,7 +51,7 @@ def show(tables: Iterable[Table]) -> None:
 
 
 def drawn(table: Table, styles: Iterable[str] = (), *, no_wrap: bool = False, **look: Any) -> rich.table.Table:
-    """The table for rich. `styles`: of its rows; `look`: of rich's table."""
+    """Return the table for rich. `styles`: styles of the rows; `look`: arguments of rich's table."""
     import rich.table
     from rich.text import Text
 
@@ -60,7 +60,7 @@ def drawn(table: Table, styles: Iterable[str] = (), *, no_wrap: bool = False, **
         right = heading.endswith(">")
         made.add_column(heading.rstrip(">"), justify="right" if right else "left", overflow="fold", no_wrap=no_wrap)
     for row, style in zip_longest(table.rows, styles):
-        # Text: nothing that a peer sent is taken for markup.
+        # Text: nothing that a peer sent is read as markup.
         made.add_row(*(Text(printable(cell) or "-") for cell in row), style=style)
     return made
 

@@ -1,4 +1,4 @@
-"""The input of `penstock demo`: made-up images in a shuffled order, each of which takes a moment to make."""
+"""The input of `penstock demo`: synthetic images in a shuffled order, each of which takes a moment to make."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from penstock.data import MapLoader, SyntheticDataset
 __all__ = ["images"]
 
 MAKING_S = 0.004
-"""Seconds that an image takes, as if it were decoded: so the stream lasts long enough to be disturbed."""
+"""Seconds that an image takes, as if it were decoded, so that the stream lasts long enough for the faults."""
 
 
 def images(samples: int, batch_size: int) -> MapLoader:
-    """An input_fn, as a user would write it."""
+    """Build the loader, as a user's input_fn does."""
     spec = {"image": torch.empty(3, 16, 16), "label": _label}
     return MapLoader(SyntheticDataset(spec, samples), global_batch_size=batch_size, shuffle=True)
 

@@ -1,8 +1,8 @@
-"""`penstock demo`: what Penstock promises, shown on this machine with nothing but the installed package.
+"""`penstock demo`: shows what Penstock guarantees, on this machine, with only the installed package.
 
-Real daemons under the local engine's supervisor, and a training loop in this process. One of the daemons is killed with
-SIGKILL while the loop runs; the state is saved and resumed on another number of workers; and the batches are compared,
-by digest, with those of a run that nobody disturbed.
+Real daemons run under the local engine's supervisor, and a training loop in this process. One of the daemons is killed
+with SIGKILL while the loop runs; the state is saved and resumed on another number of workers; and the batches are
+compared, by digest, with those of a run without faults.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class _Demo:
         """Longest wait of the loop for one batch after the kill, in seconds."""
 
     def stream(self, job: str, workers: int, *, state: dict[str, Any] | None = None, until: int = STEPS) -> Any:
-        """A training loop up to a step, and its state there: the digests of its stream by step."""
+        """Run a training loop up to a step; return its state there and the digests of its stream by step."""
         from penstock.client import Appliance, DataExecutor, DataLoader
         from penstock.deploy.demo.demo_input import images
 
@@ -65,7 +65,7 @@ class _Demo:
             first = SAVE_AT if state is not None else 0
             executor = DataExecutor(loader, num_steps=until - first, appliance=appliance)
             asked = time.monotonic()
-            for _ in executor:  # a model would learn here
+            for _ in executor:  # a training step goes here
                 if self.killed:
                     self.longest_s = max(self.longest_s, time.monotonic() - asked)
                 digests[executor.step] = executor.digest
@@ -76,7 +76,7 @@ class _Demo:
             return digests, loader.state_dict() if until == SAVE_AT else None
 
     def _kill(self, run: str) -> None:
-        """SIGKILL to the daemon that makes the next batches, and all below it."""
+        """Send SIGKILL to the daemon that makes the next batches, and to all its descendants."""
         with CoordinatorClient(self._fleet.coordinator, self._token) as client:
             reply = client.status()
         slots = [slot for one in reply.runs if one.run == run for box in one.boxes for slot in box.slots]
@@ -92,7 +92,7 @@ class _Demo:
 
 
 def run_demo(as_json: bool) -> int:
-    """Show it; 0 if the streams are equal, else 1."""
+    """Run the demo; return 0 if the streams are equal, else 1."""
     began = time.monotonic()
 
     def say(line: str) -> None:
@@ -103,11 +103,11 @@ def run_demo(as_json: bool) -> int:
         return f"({time.monotonic() - since:.1f} s)"
 
     for name in [name for name in os.environ if name.startswith("PENSTOCK_")]:
-        del os.environ[name]  # of another installation: the demo has its own, and touches no other
-    say("Penstock on this machine: a coordinator, two worker daemons, a training loop. Nothing stays behind.\n")
-    told = raised(lambda number: SystemExit(128 + number))  # so that nothing stays behind then either
+        del os.environ[name]  # of another installation: the demo has its own and leaves others alone
+    say("Penstock on this machine: a coordinator, two worker daemons, a training loop. All of it ends with the demo.\n")
+    told = raised(lambda number: SystemExit(128 + number))  # so that nothing stays behind after a signal either
     with told, _fleet() as fleet, warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of the recovery, which is told here in words of our own
+        warnings.simplefilter("ignore", UserWarning)  # of the recovery, which this prints in its own words
         demo = _Demo(fleet, say)
         say(f"1   penstock up: the coordinator listens on {fleet.coordinator}, with two workers {took(began)}")
         at = time.monotonic()
@@ -115,9 +115,9 @@ def run_demo(as_json: bool) -> int:
         whole, _ = demo.stream("undisturbed", 2)
         say(f"    digest of the stream: {whole[STEPS]:016x} {took(at)}")
         at = time.monotonic()
-        say("3   The same again, disturbed.")
+        say("3   The same again, with a fault.")
         disturbed, state = demo.stream("disturbed", 2, until=SAVE_AT)
-        say(f"    the loop waited {demo.longest_s:.1f} s at most: the coordinator gave the work to another worker")
+        say(f"    the loop waited {demo.longest_s:.1f} s at most: the coordinator moved the work to another worker")
         say(f"    step {SAVE_AT}: the loop saves its state and ends {took(at)}")
         at = time.monotonic()
         say("4   Resumed from the state, with three workers instead of two.")

@@ -1,4 +1,4 @@
-"""`penstock doctor CHECKPOINT`: are a checkpoint's files those that were written? All of them are read."""
+"""`penstock doctor CHECKPOINT`: reads all files of a checkpoint and compares them with what was written."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["is_path", "show_checkpoints"]
 
 @dataclass(frozen=True)
 class Verified:
-    """A checkpoint, and what is wrong with it."""
+    """Checkpoint and its defects."""
 
     found: FoundCheckpoint
     wrong: list[str]
@@ -29,11 +29,10 @@ def is_path(target: str) -> bool:
 
 
 def show_checkpoints(path: Path, as_json: bool) -> int:
-    """Verify the checkpoint at `path`, or all of those in the folder, and print what was found; returns the exit code.
+    """Verify the checkpoint at `path`, or all of those in the folder, and print the findings; return the exit code.
 
     Raises:
-        CheckpointNotFoundError: there is none.
-        CheckpointCorruptError: one is damaged; it has been printed what of it.
+        CheckpointNotFoundError: there is none. CheckpointCorruptError: one is damaged; the damage has been printed.
     """
     verified = [_verify(one) for one in _at(path)]
     aside = [one.name for one in leftovers(path)]

@@ -1,8 +1,8 @@
-"""`penstock doctor cluster`: from here, are coordinator and workers reached, and will they do what is asked?
+"""`penstock doctor cluster`: can coordinator and workers be reached from here, and can they run the job?
 
-One step after the other: a name that does not resolve makes all that follows meaningless, so the first step on the way
-to the coordinator that fails is the last finding. What the coordinator then says of its workers is judged for all of
-them, and every worker's lane is tried from here, many at a time.
+The steps depend on each other: a name that does not resolve makes all later checks meaningless. So the first step on
+the way to the coordinator that fails is the last finding. The coordinator's view of its workers is then judged for all
+of them, and every worker's lane is tried from here, many at a time.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ from penstock.runtime.telemetry.cluster_view import LATELY_S, ClusterView, Event
 __all__ = ["JobQuestion", "check_cluster", "check_lost", "check_skew", "check_slots", "check_version", "check_worker"]
 
 CONNECT_S = 3.0
-"""Seconds for a TCP connection within a cluster."""
+"""Deadline of a TCP connection within a cluster, in seconds."""
 SILENT = f"it accepts connections and answers none within {CONNECT_S:g} s"
-"""Seconds for the answer of a worker: for one that hangs or is stopped, the kernel still accepts connections."""
+"""Finding about a worker that hangs or is stopped: the kernel still accepts connections for it."""
 QUIET_S = 2.0
-"""Since a worker's last heartbeat, of which there is one a second: worth a word before its lease runs out."""
+"""Seconds since a worker's last heartbeat (there is one each second) above which a warning comes before the lease
+ends."""
 MANY = 1000
-"""Workers beyond which heartbeats may be rarer (penstock.appliance.policies.lease_policy), and so is that word."""
+"""Workers beyond which heartbeats may be rarer (penstock.appliance.policies.lease_policy), and so is that warning."""
 AT_A_TIME = 64
 SKEW_S, FAR_OFF_S = 2.0, 300.0
 """Difference of two clocks, in seconds: above SKEW_S it is reported; above FAR_OFF_S certificates may be invalid at one
@@ -56,11 +57,12 @@ class JobQuestion:
 def check_cluster(
     address: str, load_tls: Callable[[], Tls | None], read_token: Callable[[], str], job: JobQuestion
 ) -> Iterator[Finding]:
-    """All findings, up to the first step on which the rest depends. What the two raise is one of them."""
+    """Return all findings, up to the first failed step on which the rest depends. An error of the two is one of
+    them."""
     try:
         tls = load_tls()
     except TlsError as error:
-        yield problem("TLS", error.message, "docs/security.md says who needs which files.")
+        yield problem("TLS", error.message, "docs/security.md lists the files of each role.")
         return
     reached = list(_way(address, tls))
     yield from reached
@@ -73,7 +75,7 @@ def check_cluster(
     except PenstockError as error:
         yield _no_status(error, address)
         return
-    yield ok("token", "good for the role admin")
+    yield ok("token", "valid for the role admin")
     yield check_version("coordinator", reply.version, VERSION, reply.protocol)
     yield check_skew(reply.wall_s - before, time.time() - before)
     found = view(reply)
@@ -98,7 +100,7 @@ def check_cluster(
 
 
 def _way(address: str, tls: Tls | None) -> Iterator[Finding]:
-    """Check the way to the coordinator: name, connection, TLS."""
+    """Check the connection to the coordinator: name, connection, TLS."""
     if socket_path(address) is not None:
         return
     host, port = host_of(address)
@@ -119,9 +121,9 @@ def _way(address: str, tls: Tls | None) -> Iterator[Finding]:
     yield ok("connection", f"{address} accepts connections")
     trouble = diagnose(address, tls, f"the coordinator at {address}", CONNECT_S)
     if trouble is not None:
-        yield problem("TLS", trouble.message, "docs/security.md says who needs which files.")
+        yield problem("TLS", trouble.message, "docs/security.md lists the files of each role.")
     elif tls is not None:
-        yield ok("TLS", "the handshake works, and the certificate is the one that is expected")
+        yield ok("TLS", "the handshake works, and the certificate is the expected one")
     elif not is_local(address):
         yield warning(
             "TLS", "none: tokens and batches cross the network in clear text", "docs/security.md has a set-up."
@@ -142,7 +144,8 @@ def _connect_error(address: str | None) -> str:
 
 
 def _lane_error(address: str | None, tls: Tls | None) -> str:
-    """Why a worker's lanes cannot be had from here; "" if it answers a Hello, which it refuses: it is for no slot."""
+    """Return why a worker's lanes cannot be reached from here; "" if it answers (with a refusal) a Hello for no
+    slot."""
     refused = _connect_error(address)
     if refused or not address:
         return refused
@@ -152,7 +155,7 @@ def _lane_error(address: str | None, tls: Tls | None) -> str:
         sock = socket.create_connection((host, port), CONNECT_S)
         with sock, connect_tls(sock, tls, host) if tls is not None else sock as lane:
             lane.sendall(sealed(hello.SerializeToString()))
-            return "" if lane.recv(1) else "it ends the connection without a word"
+            return "" if lane.recv(1) else "it closes the connection without an answer"
     except TimeoutError:
         return SILENT
     except OSError as error:
@@ -161,23 +164,25 @@ def _lane_error(address: str | None, tls: Tls | None) -> str:
 
 def _no_status(error: PenstockError, address: str) -> Finding:
     if isinstance(error, AuthenticationError):
-        return problem("token", error.message, "The coordinator says at its start which file it is: --token-file FILE")
+        return problem(
+            "token", error.message, "The coordinator logs the name of its file at the start: --token-file FILE"
+        )
     if isinstance(error, NotPermittedError):
         return problem("token", error.message, "This command needs the line admin:... of the coordinator's token file.")
     if isinstance(error, VersionSkewError):
         return problem("version", error.message, f"pip install penstock=={VERSION} there, or its release here.")
     if isinstance(error, TlsError):
-        return problem("TLS", error.message, "docs/security.md says who needs which files.")
+        return problem("TLS", error.message, "docs/security.md lists the files of each role.")
     return problem("coordinator", error.message, f"Look at the log of the coordinator at {address}.")
 
 
 def check_version(who: str, has: str, ours: str, protocol: int) -> Finding:
     """Compare a peer's release with ours, and the number of its control protocol."""
     if not has:
-        return warning("version", f"the {who} does not tell", "It is of an older release.")
+        return warning("version", f"the {who} does not report one", "It is of an older release.")
     found = f"the {who} runs Penstock {has}, this is {ours}"
     if protocol != PROTOCOL:
-        found += f"; it speaks protocol {protocol}, this one {PROTOCOL}"
+        found += f"; its protocol is {protocol}, this one's is {PROTOCOL}"
         return problem("version", found, f"pip install penstock=={ours} there, or {has} here.")
     if has.split(".")[:2] != ours.split(".")[:2]:
         return warning("version", found, f"pip install penstock=={ours} there.")
@@ -185,9 +190,9 @@ def check_version(who: str, has: str, ours: str, protocol: int) -> Finding:
 
 
 def check_skew(ahead_s: float, took_s: float) -> Finding:
-    """`ahead_s`: of the coordinator's clock to ours before the call. `took_s`: the call."""
+    """`ahead_s`: lead of the coordinator's clock over ours before the call. `took_s`: duration of the call."""
     if ahead_s < -1e8:
-        return warning("clock", "the coordinator does not tell the time", "It is of an older release.")
+        return warning("clock", "the coordinator does not report its time", "It is of an older release.")
     # The coordinator read its clock at some time within the call.
     off = max(0.0, ahead_s - took_s, -ahead_s)
     sign = "ahead of" if ahead_s > 0 else "behind"
@@ -200,22 +205,22 @@ def check_skew(ahead_s: float, took_s: float) -> Finding:
 
 
 def check_worker(worker: WorkerView, error: str, here: bool, coordinator: str, quiet_s: float = QUIET_S) -> Finding:
-    """
+    """Check a worker.
+
     Args:
-        error: why its lanes cannot be reached from here; "" if they can.
-        here: it is on this host, where lanes need no network.
-        coordinator: the coordinator's release.
-        quiet_s: since its last heartbeat, above which that is worth a word.
+        error: why its lanes cannot be reached from here; "" if they can. here: it is on this host, where lanes need no
+        network. coordinator: the coordinator's release. quiet_s: seconds since its last heartbeat above which a warning
+        is given.
     """
     check = f"worker {worker.worker}"
     if not worker.live:
         return warning(
             check,
-            f"{worker.state}, last heard of {worker.heard_of}",
-            "Look at its log; start it again, or forget about it.",
+            f"{worker.state}, last heartbeat {worker.heard_of}",
+            "Look at its log; start it again, or ignore it if it was ended.",
         )
     used = f"{worker.slots_used} of {worker.slots} slots used"
-    found = f"{worker.state}, last heard of {worker.heard_of}, {used}, lanes at {worker.tcp_address or 'no address'}"
+    found = f"{worker.state}, last heartbeat {worker.heard_of}, {used}, lanes at {worker.tcp_address or 'no address'}"
     if error == SILENT:
         return problem(
             check,
@@ -232,10 +237,10 @@ def check_worker(worker: WorkerView, error: str, here: bool, coordinator: str, q
         return warning(
             check,
             found,
-            "Its machine is overloaded, it hangs, or the network loses much: look at its log, and ask again.",
+            "Its machine is overloaded, it hangs, or the network loses much: look at its log, and check again.",
         )
     if worker.draining:
-        return warning(check, found, "It was told to end, and takes no new slots.")
+        return warning(check, found, "It is draining and takes no new slots.")
     if worker.version and worker.version.split(".")[:2] != coordinator.split(".")[:2]:
         return warning(
             check, f"{found}; it runs Penstock {worker.version}", f"pip install penstock=={coordinator} there."
@@ -244,17 +249,17 @@ def check_worker(worker: WorkerView, error: str, here: bool, coordinator: str, q
 
 
 def check_lost(found: ClusterView) -> Iterator[Finding]:
-    """Workers that were lost lately and are not there any more."""
+    """Yield a finding for each worker that was lost lately and has not come back."""
     there = {worker.worker for worker in found.workers}
     lost: dict[str | None, EventView] = {}
     for event in found.events:
         if event.kind == "worker lost" and event.age_s <= LATELY_S and event.worker not in there:
-            lost[event.worker] = event  # the last, for they come oldest first
+            lost[event.worker] = event  # the last one: events come oldest first
     for name, event in lost.items():
         yield warning(
             f"worker {name}",
             f"lost {event.when}: {event.text}",
-            "If nobody ended it, look at its log and start it again.",
+            "If it was not ended on purpose, look at its log and start it again.",
         )
 
 

@@ -42,7 +42,7 @@ def problem(check: str, found: str, remedy: str) -> Finding:
 
 
 def show_findings(what: str, findings: Sequence[Finding], as_json: bool) -> int:
-    """Print them; the exit code: UNFIT if there is a problem."""
+    """Print findings and return the exit code: UNFIT if there is a problem."""
     count = {level: sum(each.level == level for each in findings) for level in ("ok", "warning", "problem")}
     code = UNFIT if count["problem"] else 0
     if as_json:

@@ -19,7 +19,7 @@ from penstock.worker.tools.loader_children import interpreter, load_input_fn
 __all__ = ["ImportedLoader", "main", "try_import"]
 
 TRACEBACK = 8 << 10
-"""Characters: with the message, less than a pipe holds, which is read only at the end."""
+"""Longest traceback in characters: with the message it fits in a pipe, which is read only at the end."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class ImportedLoader:
 def try_import(input_fn: str, deadline_s: float) -> ImportedLoader:
     """Import "module:name" and look the name up.
 
-    Raises what a worker would raise: InputFnNotFoundError, InputFnError with the traceback; DeadlineError.
+    Raises the errors of a worker: InputFnNotFoundError, InputFnError with the traceback; DeadlineError.
     """
     module, _, name = input_fn.partition(":")
     if not module or not name:
@@ -46,11 +46,11 @@ def try_import(input_fn: str, deadline_s: float) -> ImportedLoader:
         try:
             in_time = child.wait(deadline_s)
         finally:
-            kill_group(child.pid)  # what it left behind too
+            kill_group(child.pid)  # and its descendants
             status = child.result()
         if not in_time:
             raise DeadlineError(f"importing {module} took more than {deadline_s:g} s, and was stopped")
-        answer.read()  # once: a process that it left behind elsewhere may hold the other end
+        answer.read()  # once: a descendant in another group may hold the other end
     if not answer.rest:
         raise PenstockError(f"the process that imported {module} {exit_words(status)}")
     found = json.loads(answer.rest)
@@ -60,7 +60,7 @@ def try_import(input_fn: str, deadline_s: float) -> ImportedLoader:
 
 
 def main() -> None:
-    """Run in the child: arguments are the name, and the number of the pipe to answer on."""
+    """Run in the child: the arguments are the name, and the descriptor of the answer pipe."""
     from penstock.proto.v1 import records_pb2
 
     input_fn, pipe = sys.argv[1], int(sys.argv[2])

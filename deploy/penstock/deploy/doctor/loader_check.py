@@ -1,15 +1,16 @@
-"""`penstock doctor`: can this loader be saved and resumed exactly, and how? Found out before a run, by doing it.
+"""`penstock doctor`: can this loader be saved and resumed exactly, and how? It is tried before a run.
 
 The loader is streamed with a snapshot after every batch, and restored in fresh processes early, in the middle, late, at
-the end of its first epoch and at the start of its epochs. What comes next is compared, batch by batch, with what came
-then. That proves one generation, so chains follow: a state is taken from the restored loader and restored in the next
-process, and once more. A four-method loader whose own states are only its own goes the way of launches: all workers'
-states are aggregated, deaggregated in the processes of a next launch, streamed from, and saved again.
+the end of its first epoch and at the start of its epochs. The next batches are compared, one by one, with the batches
+of the first stream. That proves one generation, so chains follow: a state is taken from the restored loader and
+restored in the next process, and once more. A four-method loader whose own states serve only itself is tested by
+launches: all workers' states are aggregated, deaggregated in the processes of a next launch, streamed from, and saved
+again.
 
 A run does not believe a state either (worker/slots/proofs.py): what does not lead to the batches that were delivered
 is not used, and batches are counted and replayed instead. So a loader whose states are wrong can be saved and resumed,
-as long as it yields the same again from its start; what it costs, and what it means for other numbers of workers, is
-said here.
+as long as it yields the same batches again from its start. The verdict names the cost, and the consequences for other
+numbers of workers.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ STATE, METHODS, REPLAY = "state", "methods", "replay"
 """Methods of saving a loader: by its own state; by its aggregate and deaggregate; or by counting batches from a proven
 position, and replaying them."""
 COMPARED = 8
-"""Batches and ends of epochs after which the next generation's state is taken."""
+"""Events (batches and ends of epochs) after which the next generation's state is taken."""
 _WHERE = {
     "start": "from the start, by replay",
     "early": "after batch {total}",
@@ -52,9 +53,9 @@ _WHERE = {
     "uneven": "after batch {total}, by aggregate and deaggregate, the others one batch behind",
 }
 GENERATIONS = 3
-"""Restores one after the other, each from a state that the loader before gave which was itself restored."""
+"""Number of restores in a chain, each from a state of the loader restored before it."""
 _CHAINED = ("early", "end")
-"""Snapshots from which such a chain goes out: within the first epoch, and over its end."""
+"""Snapshots from which a chain starts: within the first epoch, and over its end."""
 _AGAIN = ("", ", saved by a loader that was restored", ", saved by one that was restored twice")
 
 
@@ -64,18 +65,18 @@ class LoaderQuestion:
 
     input_fn: str
     args: str
-    """A JSON list."""
+    """Positional arguments, a JSON list."""
     kwargs: str
-    """A JSON object."""
+    """Keyword arguments, a JSON object."""
     batches: int
-    """Batches of each worker."""
+    """Number of batches of each worker."""
     workers: int
-    """Workers of the one box."""
+    """Number of workers of the box."""
     replay: bool
-    """A loader without state methods counts as one that can be saved."""
+    """Flag: a loader without state methods counts as one that can be saved."""
     seed: int
     deadline_s: float
-    """Seconds, of each child process."""
+    """Deadline of each child process, in seconds."""
 
     def fields(self, slot: int) -> dict[str, Any]:
         """Return the fields of a task on one of the workers. Raises InvalidArgumentError."""
@@ -95,7 +96,7 @@ class LoaderQuestion:
 
 
 def json_option(option: str, text: str, kind: type) -> Any:
-    """The value of an option that is JSON. Raises InvalidArgumentError."""
+    """Return the value of an option that is JSON. Raises InvalidArgumentError."""
     what = "list, such as '[1, \"a\"]'" if kind is list else "object, such as '{\"name\": 1}'"
     try:
         value = json.loads(text)
@@ -112,9 +113,9 @@ class LoaderCheck:
 
     where: str
     total: int
-    """Batches of this worker before it."""
+    """Number of batches of this worker before the restart point."""
     snapshot: bool
-    """Restored from a worker's own state_dict(), not from the start of an epoch or by aggregate and deaggregate."""
+    """Flag: restored from a worker's own state_dict(), not from an epoch's start or by aggregate and deaggregate."""
     generation: int = 1
     """Number of loaders restored one after the other."""
     exact: bool = True
@@ -122,7 +123,7 @@ class LoaderCheck:
     """Number of the first batch that differs."""
     what: str = ""
     from_beginning: bool = False
-    """Reached its next epoch only with a loader that was streamed from the beginning again."""
+    """Flag: it reached its next epoch only with a loader that was streamed from the start again."""
     traceback: str = ""
     """Traceback of user code that raised in this process."""
 
@@ -154,7 +155,7 @@ class ExaminedLoader:
 
 @dataclass
 class LoaderReport:
-    """All that was found, and what it means."""
+    """All findings, and the verdict."""
 
     question: LoaderQuestion
     loaders: list[ExaminedLoader]
@@ -191,7 +192,7 @@ def _saves(examined: ExaminedLoader) -> bool:
 
 
 def _by_own_methods(examined: ExaminedLoader) -> bool:
-    """Its load_state_dict takes only what its deaggregate_state_dict returned."""
+    """Return whether its load_state_dict takes only results of its deaggregate_state_dict."""
     return bool(examined.capabilities["state_methods"] == 4 and not examined.capabilities["loads_own_state"])
 
 
@@ -266,7 +267,7 @@ def _chain(trials: TrialProcesses, question: LoaderQuestion, examined: ExaminedL
 
 
 def _up_to_a_batch(events: list[list[Any]]) -> list[list[Any]]:
-    """Without ends of epochs behind the last batch: no state is taken there."""
+    """Return the events without ends of epochs after the last batch: no state is taken there."""
     while events and events[-1][2] is None:
         events = events[:-1]
     return events
@@ -307,8 +308,8 @@ def _launch(
     parts: list[bytes],
     generation: int,
 ) -> list[bytes] | None:
-    """Resume all workers from their states after so many batches; returns their states some batches later, if what
-    came was right, and all are within the same epoch there."""
+    """Resume all workers from their states after so many batches. Return their states some batches later, if the
+    batches were right and all workers are within the same epoch there."""
     where = _WHERE[name].format(total=totals[0]) + _AGAIN[generation - 1]
     try:
         aggregated = trials.ask(
@@ -345,7 +346,7 @@ def _within_first_epoch(examined: ExaminedLoader, name: str) -> bool:
     return bool(after) and after[0][0] == 0 and after[0][2] is not None
 
 
-# ---- what it means
+# ---- the verdict
 
 
 def saved_by(question: LoaderQuestion, loaders: list[ExaminedLoader]) -> str | None:
@@ -394,9 +395,9 @@ def _verdict(question: LoaderQuestion, loaders: list[ExaminedLoader]) -> tuple[i
     if wrong and not aggregated:
         return 0, (
             f"can be saved at any step and resumed exactly, by counted replay: {_told(wrong[0])}. So its own state is "
-            "not used, or only where it is proven: a save or a recovery replays the epoch from its start, or the run "
-            "from its beginning, and takes as long as making those batches. Does it count after its `yield`, prefetch "
-            "in the background, count twice once it was restored, or draw what its state leaves out?"
+            "not used, or only where it is verified: a save or a recovery replays the epoch from its start, or the run "
+            "from its beginning, and takes as long as those batches take. Does it count after its `yield`, prefetch "
+            "in the background, count twice after a restore, or draw numbers that its state omits?"
         )
     return 0, "can be saved at any step and resumed exactly"
 
@@ -404,7 +405,7 @@ def _verdict(question: LoaderQuestion, loaders: list[ExaminedLoader]) -> tuple[i
 def _not_deterministic(capabilities: dict[str, Any], check: LoaderCheck) -> str:
     what = "it has no state methods, and started" if not capabilities["state_methods"] else "started"
     return (
-        f"cannot be resumed: {what} again it yields other batches ({check.what}). Draw random numbers from the seeded "
+        f"cannot be resumed: {what} again, it yields other batches ({check.what}). Draw random numbers from the seeded "
         "generators of python, numpy and torch, or seed your own from current_assignment().seed; neither from the "
         "clock nor the system's entropy"
     )
@@ -426,16 +427,16 @@ def _warnings(question: LoaderQuestion, loaders: list[ExaminedLoader]) -> Iterat
     for check in loaders[0].checks:
         if not check.exact and _is_uneven(check):
             yield (
-                f"resumed {check.where}, {check.what}: a state of a step at which workers do not have equally many "
+                f"resumed {check.where}, {check.what}: a state at a step where workers have different numbers of "
                 "batches is resumed by counted replay, and only on the same numbers of boxes and workers"
             )
     again = next((check for examined in loaders for check in examined.checks if check.from_beginning), None)
     if again is not None:
         yield (
             f"restored {again.where}, it does not begin the next epoch as the loader that streamed through, nor does "
-            "one that input_fn makes anew. A run that was resumed within an epoch is made again from its beginning at "
-            "the end of that epoch: exactly, and for as long as it took. Does its state have all that later epochs "
-            "depend on, and is it the same when it is asked twice?"
+            "a new one of input_fn. A run that was resumed within an epoch is replayed from its start at "
+            "the end of that epoch: exactly, and in the time that it took. Does its state hold all that later epochs "
+            "depend on, and are two calls of state_dict() equal?"
         )
     if all(len(set(of_one)) == 1 for of_one in digests):
-        yield "all its batches are the same, so that a wrong batch is not noticed: try real data"
+        yield "all its batches are the same, so that a wrong batch cannot be noticed: try real data"

@@ -39,9 +39,9 @@ _SAVED_BY = {
 
 
 def show_doctor(question: LoaderQuestion, as_json: bool) -> int:
-    """Examine and print; returns the exit code.
+    """Examine and print; return the exit code.
 
-    What user code raised is shown in full: that is what doctors are for.
+    Tracebacks of user code are shown in full.
     """
     try:
         diagnosis = examine(question)
@@ -67,7 +67,7 @@ def _show_traceback(text: str) -> None:
 
 
 def as_dict(diagnosis: LoaderReport) -> dict[str, Any]:
-    """The findings as plain values; their names are a promise to scripts (docs/cli.md)."""
+    """Return the findings as plain values; their names are stable for scripts (docs/cli.md)."""
     question = diagnosis.question
     return {
         "input_fn": question.input_fn,
@@ -105,12 +105,12 @@ def _check(check: LoaderCheck) -> dict[str, Any]:
 
 
 def _time(value_ms: float) -> str:
-    """Three digits, whatever the size."""
+    """Format a time with three significant digits."""
     return f"{value_ms:.3g}" if value_ms < 100 else f"{value_ms:.0f}"
 
 
 def tables(diagnosis: LoaderReport) -> list[Table]:
-    """The same for people."""
+    """Return the findings as tables for people."""
     question, loaders = diagnosis.question, diagnosis.loaders
     capabilities = loaders[0].capabilities
     workers = "1 worker" if question.workers == 1 else f"{question.workers} workers"
@@ -124,7 +124,7 @@ def tables(diagnosis: LoaderReport) -> list[Table]:
             ("its own iterator", "yes: input_fn is called for each epoch" if capabilities["is_iterator"] else "no"),
             ("own worker processes", str(capabilities["own_workers"])),
             ("persistent_workers", "yes" if "persistent_workers" in capabilities["not_restartable"] else "no"),
-            ("asked who it is", "yes" if any(p.streamed["looked_at"] for p in loaders) else "no"),
+            ("read its assignment", "yes" if any(p.streamed["looked_at"] for p in loaders) else "no"),
             ("saved by", _SAVED_BY[saved_by(question, loaders)]),
         ],
     )

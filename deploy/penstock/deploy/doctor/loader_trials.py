@@ -1,14 +1,15 @@
-"""The children of `penstock doctor`: here the user's loader runs, by the code that workers use
+"""Child processes of `penstock doctor`, in which the user's loader runs by the code of workers
 (worker/loader/restorable_loader.py).
 
 One fresh interpreter imports torch and then only forks, as a worker's fork server does: each task gets a process that
 has seen no user code. Tasks:
 
     stream     build, stream N batches over as many epochs as it takes, with a snapshot after each; some are kept
-    check      restore one of them, compare what comes next with what came then, and take a snapshot there: the next
-               generation's
+        check      restore one of them, compare the next batches with those of the stream, and take a snapshot there:
+        the
+               next generation's
     aggregate  a four-method loader's aggregate_state_dict over the states of all workers
-    resume     deaggregate and load that as the next launch does, compare, and take a state there
+    resume     deaggregate and load the result as the next launch does, compare, and take a state there
 
 The output of a loader is sent as events: [epoch, total, digest] for a batch, [epoch, total, null] for the end of an
 epoch.
@@ -37,8 +38,8 @@ __all__ = ["main"]
 Event = list[Any]
 
 SETTLE_S = 0.05
-"""Seconds before a snapshot that is kept: a background prefetch gets the time to run ahead that a training step would
-give it. Otherwise its snapshot might be right by chance."""
+"""Pause before a snapshot that is kept, in seconds: a background prefetch gets the time to run ahead that a training
+step gives it. Otherwise its snapshot might be right by chance."""
 
 
 def main() -> None:
@@ -157,7 +158,7 @@ class _Stream:
             self._source.open_epoch(step=self._step())
 
     def _step(self) -> int:
-        """The box's step that delivers the newest batch, while all slots live."""
+        """Return the box's step that delivers the newest batch, while all slots are live."""
         total = self._source.position.total
         return self._slot + 1 + (total - 1) * self._workers if total else 0
 
@@ -182,7 +183,7 @@ class _Stream:
 
 
 def _take(source: RestorableLoader, replay_digest: ReplayDigest, batch: Any) -> None:
-    """Note the batch's digest and samples, as its delivery would."""
+    """Record the batch's digest and samples, as its delivery does."""
     try:
         source.digest, samples = replay_digest.take(batch)
     except UnsupportedLeafError as error:
@@ -210,7 +211,7 @@ def _check(
 def _resume(
     source: RestorableLoader, channel: ControlChannel, fields: Mapping[str, Any], parts: Sequence[bytes]
 ) -> None:
-    """Resume as a runner does on the same topology: the loader's own methods, then the RNG of the moment."""
+    """Resume as a runner does on the same topology: the loader's own methods, then the generators of that moment."""
     point = RestartPoint.taken(parts[0])
     source.build()
     launch = Launch(fields["launch"]["step"], point.position.total, point.position.samples, source.worker)
@@ -225,8 +226,8 @@ def _resume(
 
 
 def _compare(source: RestorableLoader, channel: ControlChannel, fields: Mapping[str, Any]) -> None:
-    """Send whether these events come next, or the first that does not. If they are to lead to another launch (`then`:
-    after how many batches, and its step), sends a snapshot of that place on the way."""
+    """Send whether these events come next, or the first that does not. If they lead to another launch (`then`: after
+    how many batches, and its step), send a snapshot of that position on the way."""
     replay_digest, then = ReplayDigest(), fields.get("then")
     for epoch, total, digest in fields["events"]:
         if not source.is_open:
@@ -254,7 +255,7 @@ def _compare(source: RestorableLoader, channel: ControlChannel, fields: Mapping[
 
 
 def _aggregate(_: RestorableLoader, channel: ControlChannel, fields: Mapping[str, Any], parts: Sequence[bytes]) -> None:
-    """Aggregate as the training process does: one instance of its own, outside any worker."""
+    """Aggregate as the training process does: with an instance of its own, outside any worker."""
     input_fn = load_input_fn(records_pb2.LoaderSpec(input_fn=fields["input_fn"]))
     with place_of.assigned(place_of.NEUTRAL):
         loader = input_fn(*fields["args"], **fields["kwargs"])

@@ -1,5 +1,5 @@
-"""`penstock doctor machine`: the checks of machine_findings.py with what is true here, and with the settings that hold
-here."""
+"""`penstock doctor machine`: the checks of machine_findings.py with the properties and the effective settings of this
+machine."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class MachineQuestion:
     """Options of the command line; None: the value of the settings."""
 
     flags: dict[str, Any]
-    """listen and state_dir of a coordinator, slots and allow of a worker, the TLS files."""
+    """Options: listen and state_dir of a coordinator, slots and allow of a worker, the TLS files."""
     token_file: Path | None = None
     input_fn: str | None = None
     deadline_s: float = 60.0
@@ -65,7 +65,7 @@ class MachineQuestion:
 
 
 def check_machine(asked: MachineQuestion) -> Iterator[Finding]:
-    """All findings, in the order in which a person would go through them. InvalidArgumentError: of what was asked."""
+    """Yield all findings, in the order in which a person checks them. Raises InvalidArgumentError for a bad option."""
     if (listen := asked.flags.get("listen")) is not None:
         try:
             listen_address(listen)
@@ -106,7 +106,7 @@ def _groups(*, off: bool) -> Finding:
     from penstock.worker.tools.loader_children import control_groups
 
     return machine_findings.check_groups(
-        "they are turned off (no_groups)" if off else control_groups.why_not(*control_groups.here())
+        "they are off (no_groups)" if off else control_groups.why_not(*control_groups.here())
     )
 
 
@@ -125,15 +125,15 @@ def _settings() -> Iterator[Finding]:
         check_settings_file()
         file = read_settings_file()
     except PenstockError as error:
-        yield problem("settings", error.message, "penstock config --example shows what there is.")
-        os.environ[VARIABLE] = os.devnull  # and the rest is checked without it
+        yield problem("settings", error.message, "penstock config --example shows all settings.")
+        os.environ[VARIABLE] = os.devnull  # the rest is checked without it
         return
     sections = (CoordinatorSettings, WorkerSettings, PeerSettings, TlsSettings, JobSettings)
     wrong = {
         f"{each.source}: {each.field}: {each.problem}" for section in sections for each in find(section) if each.problem
     }
     for line in sorted(wrong):
-        yield problem("settings", line, "Correct it there; `penstock config` shows all that hold.")
+        yield problem("settings", line, "Correct it there; `penstock config` shows the effective ones.")
     if not wrong:
         yield ok("settings", f"from {file.path}" if file else "no file; variables and defaults")
 
@@ -160,7 +160,7 @@ def _disk(path: Path) -> Finding:
 
 
 def _port(section: type[Section], asked: MachineQuestion, state_dir: Path | None) -> Iterator[Finding]:
-    """Check the port of a daemon. Only one that is set up here makes a taken port a problem."""
+    """Check the port of a daemon. A port in use is a problem only if that daemon is set up here."""
     name = section.table
     given = asked.flags.get("listen") if section is CoordinatorSettings else None
     listen = given or _value(section, "listen", MachineQuestion({}))
@@ -170,7 +170,7 @@ def _port(section: type[Section], asked: MachineQuestion, state_dir: Path | None
     check = f"port of the {name}"
     error = machine_probes.bind_error(host, port)
     if error is None:
-        yield ok(check, f"{listen} is free" if port else f"{listen} can be listened on")
+        yield ok(check, f"{listen} is free" if port else f"{listen} can be bound")
     elif error.errno == errno.EADDRINUSE:
         holder = _holder(state_dir) if section is CoordinatorSettings and state_dir else ""
         meant = given or _found(section, "listen").source not in ("", "default") or state_dir is not None
@@ -187,7 +187,7 @@ def _port(section: type[Section], asked: MachineQuestion, state_dir: Path | None
 
 
 def _holder(state_dir: Path) -> str:
-    """The process of the coordinator that holds a state directory; "" if none does."""
+    """Return the process id of the coordinator that holds a state directory; "" if none does."""
     try:
         fd = os.open(state_dir / "lock", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -234,7 +234,7 @@ def _token(file: Path | None) -> Finding:
 
 
 def check_import(input_fn: str, allow: list[str] | None, deadline_s: float) -> Finding:
-    """`allow`: prefixes that a worker here would have; None: not known."""
+    """`allow`: prefixes of a worker here; None: not known."""
     check, module = "input_fn", module_of(input_fn)
     try:
         imported = try_import(input_fn, deadline_s)
@@ -245,7 +245,9 @@ def check_import(input_fn: str, allow: list[str] | None, deadline_s: float) -> F
             f"pip install it on {socket.gethostname()}, or set PYTHONPATH to the folder of {module}.",
         )
     except DeadlineError as error:
-        return problem(check, error.message, "A module that loads data or waits for others should do so in input_fn.")
+        return problem(
+            check, error.message, "Move loading of data and waiting for others from the module into input_fn."
+        )
     except PenstockError as error:
         if error.remote_traceback and debugging():
             print(error.remote_traceback.rstrip(), file=sys.stderr)

@@ -1,7 +1,7 @@
 """Requirements of Penstock on a machine: values in, findings out. machine_probes.py reads the values.
 
-A number here is a floor below which something was seen to fail or to crawl, not a wish; what is only slower is a
-warning. Which of them matter depends on what the machine is for: `slots` is how many runners it shall have.
+Each number here is a limit below which failures or extreme slowness were seen; what is only slower is a
+warning. Which of them matter depends on the machine's use: `slots` is the number of runners that it shall have.
 """
 
 from __future__ import annotations
@@ -31,20 +31,21 @@ __all__ = [
 
 MIB = 1 << 20
 RUNNER_BYTES = 512 * MIB
-"""Memory of a runner: 170 MiB were resident with torch alone, 60 of them its own; the rest for its ring, code and
+"""Memory of a runner: 170 MiB are resident with torch alone, 60 of them private; the rest is for its ring, code and
 data."""
 RUNNER_FILES = 24
-"""Descriptors that a daemon holds for a runner: 10 were seen with a lane over TCP; rings grow, and senders overlap."""
+"""Descriptors that a daemon holds for a runner: 10 were measured with a lane over TCP; rings grow, and senders
+overlap."""
 DAEMON_FILES = 128
 RUNNER_TASKS = 16
-"""Processes and threads of a runner: one, and what the daemon and the user's code start for it."""
+"""Processes and threads of a runner: one, and those that the daemon and the user's code start for it."""
 SPARE_TASKS = 128
 SLOW_SYNC_S = 0.02
-"""Seconds of an fsync; a commit waits for one, and a local disk takes 0.1 to 5 ms."""
+"""Longest fsync without a warning, in seconds; a commit waits for one, and a local disk takes 0.1 to 5 ms."""
 OLD_PYTHON, NEW_PYTHON = (3, 11), (3, 13)
-"""The oldest and the newest that releases are tested with."""
+"""Oldest and newest Python that releases are tested with."""
 RELEASED = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
-"""A clock that says less is wrong."""
+"""Earliest plausible time: a clock before it is wrong."""
 EXPIRES_SOON = datetime.timedelta(days=30)
 _REQUIREMENT = re.compile(r"([\w.-]+)\s*(?:>=\s*([\d.]+))?\s*$")
 
@@ -54,17 +55,18 @@ def _release(version: str) -> tuple[int, ...]:
 
 
 def check_python(version: tuple[int, ...]) -> Finding:
-    """`version`: major, minor, micro."""
+    """Check the Python release. `version`: major, minor, micro."""
     text, check = ".".join(map(str, version)), "python"
     if version[:2] < OLD_PYTHON:
         return problem(check, text, "Penstock needs 3.11 or newer: make an environment with it.")
     if version[:2] > NEW_PYTHON:
-        return warning(check, f"{text}, newer than what is tested", "If something fails, try 3.13.")
+        return warning(check, f"{text}, newer than the tested releases", "If something fails, try 3.13.")
     return ok(check, text)
 
 
 def check_packages(requires: Iterable[str], installed: Mapping[str, str]) -> list[Finding]:
-    """
+    """Check the installed packages.
+
     Args:
         requires: requirements as in a package's metadata; those of extras are left out.
         installed: name -> version.
@@ -79,38 +81,39 @@ def check_packages(requires: Iterable[str], installed: Mapping[str, str]) -> lis
         if has is None:
             found.append(problem(name, "not installed", remedy))
         elif least and _release(has) < _release(least):
-            found.append(problem(name, f"{has}, and {least} or newer is needed", remedy))
+            found.append(problem(name, f"{has}; {least} or newer is needed", remedy))
         else:
             found.append(ok(name, has))
     return found
 
 
 def check_kernel(release: str, missing: Mapping[str, str]) -> Finding:
-    """`missing`: what could not be done -> why."""
+    """Check the kernel's features. `missing`: unusable feature -> the reason."""
     needed = {name: why for name, why in missing.items() if name != "O_DIRECT"}
     if needed:
         return problem(
             "kernel",
             f"{release} without " + "; ".join(f"{name} ({why})" for name, why in needed.items()),
-            "Linux 5.3 or newer is needed, and a sandbox (seccomp, gVisor) must let memfd_create, pidfd_open, prctl "
-            "and Unix sockets through.",
+            "Linux 5.3 or newer is needed, and a sandbox (seccomp, gVisor) must allow memfd_create, pidfd_open, prctl "
+            "and Unix sockets.",
         )
     without = "" if "O_DIRECT" not in missing else "; no O_DIRECT in the temporary folder, which is optional"
     return ok("kernel", f"{release}: sealed memfd, pidfd, subreaper, SEQPACKET with descriptors{without}")
 
 
 def check_memory(available: int, cgroup: tuple[int, int] | None, slots: int) -> Finding:
-    """
+    """Check memory.
+
     Args:
-        available: bytes of the machine.
-        cgroup: the limit of ours, and what it leaves, bytes; None if it has none.
+        available: free bytes of the machine. cgroup: limit of this process's cgroup, and what is left of it, in bytes;
+        None without a limit.
     """
     left = available if cgroup is None else max(0, min(available, cgroup[1]))
     within = "" if cgroup is None else f", {size(cgroup[0])} at most in this cgroup"
     need = slots * RUNNER_BYTES
     found = f"{size(left)} free{within}; {slots} slots take about {size(need)} before your data. Rings count as shared"
     if left < RUNNER_BYTES:
-        return problem("memory", found, "One runner alone needs more: use another machine, or raise the limit.")
+        return problem("memory", found, "A single runner needs more: use another machine, or raise the limit.")
     if left < need:
         fit = left // RUNNER_BYTES
         return warning("memory", found, f"penstock worker --slots {fit}, or --runner-memory SIZE to bound each runner.")
@@ -118,9 +121,9 @@ def check_memory(available: int, cgroup: tuple[int, int] | None, slots: int) -> 
 
 
 def check_files(soft: int, hard: int, slots: int) -> Finding:
-    """Limits of open files, -1 = none."""
+    """Check the limits of open files, -1 = none."""
     need = DAEMON_FILES + RUNNER_FILES * slots
-    found = f"{_limit(soft)} at most ({_limit(hard)} if asked for); {slots} slots may need {need}"
+    found = f"{_limit(soft)} at most ({_limit(hard)} after ulimit -n); {slots} slots may need {need}"
     if 0 <= soft < need:
         return problem(
             "open files",
@@ -132,7 +135,7 @@ def check_files(soft: int, hard: int, slots: int) -> Finding:
 
 
 def check_cage(lacking: str) -> Finding:
-    """`lacking`: what of a runner's cage the kernel does not have."""
+    """Check the runner's sandbox. `lacking`: the missing kernel feature."""
     if lacking:
         return warning(
             "cage",
@@ -143,8 +146,8 @@ def check_cage(lacking: str) -> Finding:
 
 
 def check_groups(why_not: str) -> Finding:
-    """`why_not`: why a worker that is started as this command was can have no control groups."""
-    memory = "--runner-memory holds by a look each second"
+    """Check control groups. `why_not`: why a worker started as this command was cannot have them; "" if it can."""
+    memory = "--runner-memory is checked once a second"
     if why_not:
         return ok(
             "control groups",
@@ -157,14 +160,14 @@ def check_groups(why_not: str) -> Finding:
 
 
 def check_runner_user(wanted: str, why_not: str, *, as_root: bool) -> Finding:
-    """
+    """Check the user that user code runs as.
+
     Args:
-        wanted: user that user code is to run as; "": the worker's own.
-        why_not: why it cannot.
-        as_root: whether a worker here would be root's.
+        wanted: user of user code; "": the worker's own. why_not: why that is impossible; "" if it is possible. as_root:
+        whether a worker here runs as root.
     """
     if why_not:
-        return problem("runner user", why_not, "docs/security.md says what --runner-user needs.")
+        return problem("runner user", why_not, "docs/security.md lists the requirements of --runner-user.")
     if wanted:
         return ok("runner user", f"user code runs as {wanted}, apart from the worker's files and processes")
     if as_root:
@@ -177,8 +180,8 @@ def check_runner_user(wanted: str, why_not: str, *, as_root: bool) -> Finding:
 
 
 def check_locked_memory(soft: int, device: str) -> Finding:
-    """Check the limit on locked memory, which a ring for CUDA needs. `soft`: bytes, -1 = no limit. `device`: where a
-    training job here wants its batches."""
+    """Check the limit on locked memory, which a ring for CUDA needs. `soft`: bytes, -1 = no limit. `device`: device of
+    a training job here."""
     found = f"{size(soft) if soft >= 0 else 'any amount'} may be locked"
     if device.startswith("cuda") and 0 <= soft < 1 << 30:
         return warning(
@@ -190,10 +193,11 @@ def check_locked_memory(soft: int, device: str) -> Finding:
 
 
 def check_processes(limit: int, cgroup: tuple[int, int] | None, slots: int) -> Finding:
-    """
+    """Check the limits of processes and threads.
+
     Args:
-        limit: processes and threads of this user, -1 = any.
-        cgroup: the limit of ours, and what it leaves; None if it has none.
+        limit: largest number of processes and threads of this user, -1 = no limit. cgroup: limit of this process's
+        cgroup, and what is left of it; None without a limit.
     """
     left = limit if cgroup is None else cgroup[1] if limit < 0 else min(limit, cgroup[1])
     need = SPARE_TASKS + RUNNER_TASKS * slots
@@ -208,7 +212,7 @@ def _limit(value: int) -> str:
 
 
 def check_clock(source: str, now: datetime.datetime, synchronised: bool | None) -> Finding:
-    """`source`: the kernel's clock source, "" if not known. `synchronised`: None if the kernel does not tell."""
+    """Check the wall clock. `source`: the kernel's clock source, "" if unknown. `synchronised`: None if unknown."""
     said = f"{now:%Y-%m-%d %H:%M:%S} UTC, clock source {source or 'unknown'}"
     if now < RELEASED:
         return problem("clock", said, "The clock is wrong, so certificates are not valid yet: timedatectl set-ntp true")
@@ -219,15 +223,14 @@ def check_clock(source: str, now: datetime.datetime, synchronised: bool | None) 
     if synchronised is False:
         return warning(
             "clock",
-            f"{said}, not kept by NTP, the kernel says",
+            f"{said}, not synchronised by NTP",
             "timedatectl set-ntp true, on the host if this is a container; leases do not need it, certificates do.",
         )
-    return ok("clock", said if synchronised is None else f"{said}, kept by NTP")
+    return ok("clock", said if synchronised is None else f"{said}, synchronised by NTP")
 
 
 def check_disk(path: str, filesystem: str, network: bool, free: int, sync_s: float | None) -> Finding:
-    """Check the coordinator's state directory. `sync_s`: median seconds of an fsync there; None: cannot be written
-    to."""
+    """Check the coordinator's state directory. `sync_s`: median seconds of an fsync there; None: not writable."""
     if network:
         return problem(
             "state directory",
@@ -238,27 +241,31 @@ def check_disk(path: str, filesystem: str, network: bool, free: int, sync_s: flo
         return problem("state directory", f"{path} cannot be written to", f"mkdir -p {path}, and make it this user's.")
     found = f"{path}: {filesystem}, {size(free)} free, {sync_s * 1e3:.3g} ms an fsync"
     if free < 256 * MIB:
-        return problem("state directory", found, "The journal and the snapshots of runs need 1 GiB or more: make room.")
+        return problem(
+            "state directory", found, "The journal and the snapshots of runs need 1 GiB or more: free disk space."
+        )
     if free < 1024 * MIB:
-        return warning("state directory", found, "Snapshots of large loaders take more: make room.")
+        return warning("state directory", found, "Snapshots of large loaders take more: free disk space.")
     if sync_s > SLOW_SYNC_S:
         return warning("state directory", found, "Each commit waits for the disk: choose a local SSD for --state-dir.")
     if filesystem in ("tmpfs", "ramfs"):
-        return warning("state directory", found, "It is gone after a reboot: choose a directory on a disk.")
+        return warning("state directory", found, "It does not survive a reboot: choose a directory on a disk.")
     return ok("state directory", found)
 
 
 def check_tls(
     what: str, until: datetime.datetime, now: datetime.datetime, name: str = "", roles: frozenset[str] | None = None
 ) -> Finding:
-    """A certificate that is valid now. `roles`: that it is for; None: certificates name none."""
+    """Check a certificate that is valid now. `roles`: its roles; None: certificates name none."""
     left = until - now
     found = f"{what} is valid until {until:%Y-%m-%d %H:%M} UTC, {max(0, left.days)} days"
     if roles is not None:
         if not roles:
             made = name.replace("*", "worker")
-            return problem("TLS", f"{what} names no role, and tls_name={name}", f"Make one of the name {made}, say.")
+            return problem(
+                "TLS", f"{what} names no role, and tls_name={name}", f"Make one for the name {made}, for example."
+            )
         found += f", for the role {' and '.join(sorted(roles))}"
     if left < EXPIRES_SOON:
-        return warning("TLS", found, "Put a new one in its place (docs/security.md): what shows it takes it up.")
+        return warning("TLS", found, "Replace the file (docs/security.md): the daemon loads it without a restart.")
     return ok("TLS", found)

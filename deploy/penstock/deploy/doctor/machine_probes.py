@@ -1,7 +1,7 @@
 """Properties of this machine, read from the kernel, the disk and the network, for machine_findings.py to judge.
 
-Each probe does what Penstock would do, and undoes it. None needs privileges, and none fails: what cannot be found out
-is None, or is returned with the reason.
+Each probe does what Penstock does, and undoes it. None needs privileges, and none fails: an unknown value is None, or
+is returned with the reason.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def requirements() -> list[str]:
 
 
 def installed(requires: list[str]) -> dict[str, str]:
-    """Name -> version of those that are installed."""
+    """Return name -> version of the installed ones."""
     found = {}
     for requirement in requires:
         name = requirement.partition(">")[0].strip()
@@ -135,7 +135,7 @@ def _direct() -> None:
 
 
 def memory_available(meminfo: str) -> int:
-    """Bytes, by the text of /proc/meminfo."""
+    """Return the free bytes, from the text of /proc/meminfo."""
     for line in meminfo.splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
@@ -143,9 +143,9 @@ def memory_available(meminfo: str) -> int:
 
 
 def cgroup_room(what: str, root: Path = CGROUPS) -> tuple[int, int] | None:
-    """Return the limit of "memory" or "pids" of the cgroup with the least left, and what is left. None: no limit.
+    """Return the limit of "memory" or "pids" of the cgroup with the least left, and the rest. None: no limit.
 
-    Memory that only caches files, and would be given up, counts as free.
+    Memory that only caches files counts as free: the kernel reclaims it.
     """
     rooms = []
     for folder in _cgroups(root):
@@ -156,7 +156,7 @@ def cgroup_room(what: str, root: Path = CGROUPS) -> tuple[int, int] | None:
 
 
 def _cgroups(root: Path) -> Iterator[Path]:
-    """Our own folder, and those above."""
+    """Yield the folder of our cgroup, and its parents."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -186,7 +186,7 @@ def _cached(folder: Path) -> int:
 
 
 def clock_source() -> str:
-    """The kernel's; "" if it is not known."""
+    """Return the kernel's clock source; "" if it is unknown."""
     try:
         return Path("/sys/devices/system/clocksource/clocksource0/current_clocksource").read_text().strip()
     except OSError:
@@ -194,18 +194,18 @@ def clock_source() -> str:
 
 
 def clock_synchronised() -> bool | None:
-    """Return whether the wall clock is synchronised, as the kernel knows (adjtimex); None if it does not tell."""
+    """Return whether the wall clock is synchronised, by the kernel's adjtimex; None if unknown."""
     if sys.maxsize < 1 << 32:
         return None
     libc = ctypes.CDLL(None, use_errno=True)
-    timex = ctypes.create_string_buffer(_TIMEX_BYTES)  # all zero: only asks
+    timex = ctypes.create_string_buffer(_TIMEX_BYTES)  # all zero: a query only
     if libc.adjtimex(timex) < 0:
         return None
     return not int.from_bytes(timex.raw[_STATUS_AT : _STATUS_AT + 4], sys.byteorder) & _STA_UNSYNC
 
 
 def nearest(path: Path) -> Path:
-    """The path, or the nearest folder above it that is there."""
+    """Return the path, or the nearest folder above it that exists."""
     path = path.absolute()
     while not path.exists() and path != path.parent:
         path = path.parent
@@ -213,7 +213,7 @@ def nearest(path: Path) -> Path:
 
 
 def fsync_s(folder: Path) -> float | None:
-    """Median seconds of an fsync of 4 KiB in a folder; None if it cannot be written to."""
+    """Return the median seconds of an fsync of 4 KiB in a folder; None if it is not writable."""
     took = []
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
@@ -229,7 +229,7 @@ def fsync_s(folder: Path) -> float | None:
 
 
 def bind_error(host: str, port: int) -> OSError | None:
-    """Why nothing can listen there; None if it can."""
+    """Return the error that prevents listening there; None if there is none."""
     try:
         family, kind, proto, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, proto) as probe:

@@ -1,4 +1,4 @@
-"""Process in which the doctor runs loaders, seen from the doctor, which waits with a deadline."""
+"""Doctor's handle on the processes that run loaders; it waits with a deadline."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class TrialAnswer(list[ControlMessage]):
 class TrialProcesses(ForkingInterpreter):
     """Forks a fresh process for each task.
 
-    `deadline_s`: of each task, seconds.
+    `deadline_s`: deadline of each task, in seconds.
     """
 
     def __init__(self, seed: int, deadline_s: float) -> None:
@@ -32,9 +32,9 @@ class TrialProcesses(ForkingInterpreter):
         self._deadline_s = deadline_s
 
     def ask(self, what: str, kind: str, parts: Sequence[bytes] = (), **fields: Any) -> TrialAnswer:
-        """Have a fresh process do a task. `what` names it in errors.
+        """Run a task in a fresh process. `what` names it in errors.
 
-        Raises what the task raised; WorkerLostError if its process died; DeadlineError, with the stack on standard
+        Raises the task's error; WorkerLostError if its process died; DeadlineError, with the stack on standard
         error.
         """
         said = TrialAnswer()

@@ -1,6 +1,7 @@
-"""Input of an engine (a plan) and its result (a fleet). A plan is frozen data, made of settings; engines do the rest.
+"""Input of an engine (a plan) and its result (a fleet). A plan is frozen data, made from settings; engines carry it
+out.
 
-Penstock schedules no machines: the local engine supervises processes here, and the others hand the same daemons to
+Penstock schedules no machines: the local engine supervises processes here, and the others submit the same daemons to
 Ray, Slurm or Kubernetes, which place them, restart them, and replace nodes.
 """
 
@@ -24,24 +25,24 @@ class FleetPlan:
     """Name of the fleet."""
     workers: int
     slots: int
-    """Slots of each worker: runners at a time."""
+    """Slots of each worker: its largest number of runners at a time."""
     allow: str
     """Module prefixes, separated by commas."""
     listen: str
-    """Address of the coordinator, HOST:PORT. Engines of several machines take the port alone."""
+    """Address of the coordinator, HOST:PORT. Engines of several machines use only the port."""
     token_file: str
     """Path of the token file: on this machine, or the same path on all."""
     runner_memory: str = ""
     insecure: bool = False
     tls: Mapping[str, str] = field(default_factory=dict)
-    """tls_ca, tls_cert, tls_key, tls_name, as far as they were given: files on the daemons' machines."""
+    """Given TLS settings (tls_ca, tls_cert, tls_key, tls_name): files on the daemons' machines."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of this engine alone."""
+    """Settings that only this engine has."""
     timeout_s: float = 120.0
     """Seconds until all daemons must be ready."""
 
     def differences(self, other: FleetPlan) -> list[str]:
-        """Flags of what is not the same."""
+        """Return the flags of the settings that differ."""
 
         def flat(plan: FleetPlan) -> dict[str, Any]:
             own = {part.name: getattr(plan, part.name) for part in fields(plan)}
@@ -53,7 +54,7 @@ class FleetPlan:
         return [f"--{name.replace('_', '-')}" for name in names]
 
     def coordinator_command(self, state_dir: str, listen: str) -> list[str]:
-        """Arguments of `penstock`."""
+        """Return the arguments of `penstock` for the coordinator."""
         return [
             *("coordinator", "--listen", listen, "--state-dir", state_dir, "--token-file", self.token_file),
             *self._tls_flags(),
@@ -61,7 +62,7 @@ class FleetPlan:
         ]
 
     def worker_command(self, name: str, coordinator: str, listen: str) -> list[str]:
-        """Arguments of `penstock`."""
+        """Return the arguments of `penstock` for a worker."""
         return [
             *("worker", "--name", name, "--coordinator", coordinator, "--listen", listen),
             *("--slots", str(self.slots), "--allow", self.allow, "--token-file", self.token_file),
@@ -77,7 +78,8 @@ class FleetPlan:
 
 
 def worker_name(fleet: str, number: int) -> str:
-    """Unique and stable: a daemon that was lost is replaced under its name, and the coordinator knows at once."""
+    """Return a unique and stable name: a lost daemon is replaced under its name, so that the coordinator sees it at
+    once."""
     return f"{fleet}-{number}"
 
 
@@ -94,7 +96,7 @@ class Fleet:
     token_file: str
     tls: Mapping[str, str] = field(default_factory=dict)
     about: Mapping[str, Any] = field(default_factory=dict)
-    """Data by which the engine finds it again."""
+    """Data with which the engine finds the fleet again."""
 
     def environment(self) -> dict[str, str]:
         """Return the variables that a training job needs."""
@@ -116,15 +118,15 @@ class Fleet:
 
 
 def exports(fleet: Fleet) -> str:
-    """Lines for a shell: `eval "$(penstock up --detach)"`."""
+    """Return lines for a shell: `eval "$(penstock up --detach)"`."""
     return "\n".join(f"export {name}={shlex.quote(value)}" for name, value in fleet.environment().items())
 
 
 class Engine(Protocol):
-    """Starts a fleet elsewhere, and ends it."""
+    """Interface to start a fleet elsewhere, and to end it."""
 
     def up(self, plan: FleetPlan, folder: Path) -> Fleet:
-        """Start what the plan says; returns when it is ready, or when it is handed over for good."""
+        """Start the plan's daemons; return when they are ready, or once the scheduler has accepted them."""
 
     def down(self, fleet: Fleet, timeout_s: float) -> list[str]:
-        """End it. Returns a line for each thing that was ended."""
+        """End the fleet. Return a line for each thing that was ended."""

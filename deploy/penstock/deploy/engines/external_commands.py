@@ -1,4 +1,4 @@
-"""Other people's commands that engines call: sbatch, scancel, squeue, kubectl."""
+"""External commands that engines call: sbatch, scancel, squeue, kubectl."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from penstock.proto.errors import DeadlineError, PenstockError
 __all__ = ["called"]
 
 DEADLINE_S = 120.0
-"""Seconds for a command that calls a remote controller."""
+"""Deadline of a command that calls a remote controller, in seconds."""
 
 
 def called(command: Sequence[str], *, stdin: str = "", deadline_s: float = DEADLINE_S) -> str:
     """Return the output of the command. Secrets go in by standard input, never as an argument.
 
-    Raises CommandError if it is not installed, PenstockError with its own last words if it fails, DeadlineError.
+    Raises CommandError if it is not installed, PenstockError with its last output if it fails, DeadlineError.
     """
     try:
         done = subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=deadline_s)

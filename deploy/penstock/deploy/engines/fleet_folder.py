@@ -1,10 +1,9 @@
-"""A fleet's folder on the machine where it was started: the plan, the record of what is up, the token, logs.
+"""A fleet's folder on the machine where it was started: the plan, the record of running daemons, the token, logs.
 
-Whether the local engine's supervisor lives is asked of the kernel, not of the record: the supervisor holds a lock on
-`lock` that ends with it, however it ends. `penstock up` takes it first and hands it on, so that a fleet that is being
-started is seen too; who holds it stands in the file. Process ids are compared with the start time of the process and
-the boot of the machine before a signal is sent, and sent by a pidfd, so that a number that is another's by now is never
-hit.
+The kernel decides whether the local engine's supervisor lives, not the record: the supervisor holds a lock on
+`lock`, which ends with the process. `penstock up` takes it first and passes it on, so that a fleet that is being
+started is seen too; the file names the holder. Before a signal is sent, a process id is compared with the start time of
+the process and the boot of the machine. Signals go through a pidfd, so that a reused process id is never hit.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def default_folder(name: str) -> Path:
 
 
 class FleetFolder:
-    """The files of one fleet."""
+    """Files of one fleet."""
 
     def __init__(self, path: Path) -> None:
         self.path = path.expanduser().absolute()
@@ -48,8 +47,8 @@ class FleetFolder:
         self._address = self.path / "address"
 
     def make(self) -> None:
-        """Make the folder, readable by its owner alone. CommandError: it cannot be made, or others can change it, and
-        with it what runs here."""
+        """Make the folder, readable by its owner alone. CommandError: it cannot be made, or others can change it and so
+        the processes that are started from it."""
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._refuse_others()
@@ -60,7 +59,8 @@ class FleetFolder:
             ) from error
 
     def _refuse_others(self) -> None:
-        """Raise CommandError if others could have written what is in it: which processes to signal, what to start."""
+        """Raise CommandError if others could have written its content: the processes to signal, the commands to
+        start."""
         found = self.path.stat()
         if found.st_uid != os.geteuid():
             raise CommandError(f"the folder {self.path} belongs to another user: give --dir with one of yours", USAGE)
@@ -73,8 +73,8 @@ class FleetFolder:
     # ---- the lock
 
     def lock(self) -> int | None:
-        """Take the lock; the file descriptor holds it until it is closed. None if a supervisor, or who starts one, has
-        it."""
+        """Take the lock; the file descriptor holds it until it is closed. None if a supervisor, or the process that
+        starts one, has it."""
         fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -84,7 +84,7 @@ class FleetFolder:
         return fd
 
     def hold(self, lock: int, identity: Identity) -> None:
-        """Say whom to signal about a lock that is held: its holder, or the one that it is handed on to."""
+        """Record the process to signal about a held lock: its holder, or the process that it is passed on to."""
         data = json.dumps(asdict(identity)).encode()
         try:
             os.pwrite(lock, data, 0)
@@ -93,7 +93,8 @@ class FleetFolder:
             raise CommandError(f"{self.path / 'lock'} cannot be written: {error.strerror}", USAGE) from error
 
     def holder(self) -> Identity | None:
-        """Return what `hold` wrote last; that process may have ended since. CommandError: others could have said it."""
+        """Return what `hold` wrote last; that process may have ended since. CommandError: others could have written
+        it."""
         try:
             self._refuse_others()
             return Identity(**json.loads((self.path / "lock").read_text()))
@@ -102,7 +103,7 @@ class FleetFolder:
 
     @property
     def supervised(self) -> bool:
-        """A supervisor lives, or is being started."""
+        """Return whether a supervisor lives, or is being started."""
         if not (self.path / "lock").exists():
             return False
         fd = self.lock()
@@ -111,10 +112,11 @@ class FleetFolder:
         os.close(fd)
         return False
 
-    # ---- what is in it
+    # ---- content
 
     def save_plan(self, plan: FleetPlan) -> None:
-        """CommandError: it cannot be written, as on a full disk; so `save` and `address`."""
+        """Save the plan. CommandError: it cannot be written, as on a full disk; the same holds for `save` and
+        `address`."""
         _write(self._plan, _encoded(asdict(plan)))
 
     def plan(self) -> FleetPlan | None:
@@ -147,7 +149,7 @@ class FleetFolder:
 
     @property
     def address(self) -> str:
-        """Return the last address of the coordinator; training jobs know it by that."""
+        """Return the last address of the coordinator; training jobs use it."""
         try:
             return self._address.read_text().strip()
         except OSError:
@@ -158,9 +160,9 @@ class FleetFolder:
         _write(self._address, value.encode() + b"\n")
 
     def token_file(self, given: Path | None, *, make: bool) -> Path:
-        """The file with the fleet's token: the one that was given, else ours, with PENSTOCK_TOKEN or a fresh one.
+        """Return the file of the fleet's token: the given one, else ours, with PENSTOCK_TOKEN or a new one.
 
-        make: write ours; else it is only said where it will be.
+        make: write our file; else only return its path.
         """
         named = given or (None if os.environ.get("PENSTOCK_TOKEN") else _from_environment())
         if named is not None:
@@ -173,7 +175,7 @@ class FleetFolder:
         return self.token
 
     def save_token(self, text: str) -> None:
-        """Into our own file, which only we can read. CommandError: a fleet that is up has another one."""
+        """Write the token to our file, which only this user can read. CommandError: a running fleet has another one."""
         if self.token.exists():
             if self.token.read_text().split() == text.split():
                 return

@@ -1,4 +1,4 @@
-"""Plan of an engine, made from the settings of `penstock up`, checked as the daemons will check it."""
+"""Plan of an engine, made from the settings of `penstock up`, with the daemons' own checks."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _OWN = {
     "slurm": ("state_dir", "sbatch"),
     "kubernetes": ("namespace", "image", "storage", "tls_secret"),
 }
-"""Engine -> the settings that it alone knows."""
+"""Engine -> the settings that only it has."""
 
 
 def plan_of(
     settings: UpSettings, tls: TlsSettings, token_file: Path | None, folder: FleetFolder, *, make_token: bool
 ) -> FleetPlan:
-    """The plan of what was asked for, checked as the daemons will check it."""
+    """Return the plan of the settings, with the daemons' own checks."""
     if not settings.allow:
         raise InvalidArgumentError(
             f"{flag('allow')} is missing (or the variable {variable(UpSettings, 'allow')}): the modules whose input_fn "

@@ -1,13 +1,14 @@
-"""Keeps one daemon running: a real `penstock coordinator` or `penstock worker`, as a child of this process.
+"""Keeper of one daemon: a real `penstock coordinator` or `penstock worker`, as a child of this process.
 
-Used by the local engine's supervisor and by Ray's actors. A child ends with us, however we end: it watches this process
-by a pidfd (`--parent-pid`), which a parent-death signal does not do as well, for that one fires when the *thread*
-that started the child ends. It has a session of its own, so that a Ctrl-C reaches the supervisor alone, which knows the
-order to end them in.
+The local engine's supervisor and Ray's actors use it. A child ends with this process, however that ends: it watches
+this process by a pidfd (`--parent-pid`). A parent-death signal does that less well, because it fires when the *thread*
+that started the child ends. The child has a session of its own, so that a Ctrl-C reaches only the supervisor, which
+ends its daemons in the right order.
 
-A daemon that dies is started again, after a pause that doubles; one that dies at once again and again, or says that it
-cannot run as it is told (a usage error, a token that cannot be read), is given up by name, with its last words. So is
-one that dies before it was ready for the first time: whoever started it is still there to read why.
+A daemon that dies is started again, after a pause that doubles. A daemon is given up, with its name and last log lines,
+if it dies at once several times in a row, if it reports that it cannot run with its settings (a usage error, an
+unreadable token), or if it dies before it was ready for the first time: then the user who started it can still read
+why.
 """
 
 from __future__ import annotations
@@ -33,30 +34,29 @@ __all__ = ["COORDINATOR_GRACE_S", "LONGEST_PAUSE_S", "WORKER_GRACE_S", "FleetKee
 _log = logging.getLogger("penstock.deploy.engines")
 
 HOPELESS = frozenset({2, 3, 12, 15, 16})
-"""Exit codes (penstock.deploy.console.exit_codes) of what another try does not mend: usage, TLS, token, version, unsafe
-address."""
+"""Exit codes (penstock.deploy.console.exit_codes) of errors that a retry does not mend: usage, TLS, token, version,
+unsafe address."""
 QUICK_DEATHS = 5
-"""Failed starts in a row before a daemon is given up. With the pauses below that is 8 s of trying."""
+"""Number of failed starts in a row before a daemon is given up. With the pauses below that is 8 s of retries."""
 STEADY_S = 30.0
-"""A daemon that lived so long starts counting anew."""
+"""Lifetime of a daemon that resets the count, in seconds."""
 WORKER_GRACE_S = 20.0
-"""Seconds for a worker to end after SIGTERM: it hands its slots on, and its runners end."""
+"""Seconds for a worker to end after SIGTERM: it migrates its slots and ends its runners."""
 COORDINATOR_GRACE_S = 10.0
 PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 WORDS = 5
-"""Lines of a log that an error shows."""
+"""Number of log lines that an error shows."""
 
 
 class FleetKeeper:
-    """A daemon, from start to `stop`.
+    """Keeper of a daemon, from start to `stop`.
 
     Args:
-        title: what it is, for people: "worker fleet-1".
-        command: arguments of `penstock`; told the line that it said when it was ready last, "" before.
-        log: file that its standard error goes to, appended.
-        come_back: start it again also after an orderly end that we did not ask for. Workers are not: whoever told one
+        title: its name for people: "worker fleet-1". command: arguments of `penstock`; called with the line that it
+        printed when it was last ready, "" before. log: file to which its standard error is appended. come_back: start
+        it again also after an orderly end that `stop` did not cause. Not for workers: an operator who told one
             to end (SIGTERM, `penstock worker drain`) meant it.
-        changed: called whenever `pid`, `line`, `restarts` or `state` is another.
+        changed: called whenever `pid`, `line`, `restarts` or `state` changes.
     """
 
     def __init__(
@@ -73,15 +73,15 @@ class FleetKeeper:
         self.pid = 0
         self.restarts = 0
         self.state = "starting"
-        """starting, ready, waiting (to be started again), left (stopped on request), failed, ended."""
+        """State: starting, ready, waiting (to be started again), left (stopped on request), failed, ended."""
         self.ready = asyncio.Event()
-        """Set when it has said its line for the first time."""
+        """Event that is set when the daemon has printed its line for the first time."""
         self._command, self._path, self._come_back, self._changed = command, log, come_back, changed
         self._stopping = asyncio.Event()
         self._child: Spawned | None = None
 
     async def run(self) -> None:
-        """Return after `stop`, or when the daemon was stopped by others. CommandError: it is given up."""
+        """Return after `stop`, or when the daemon was stopped by others. Raises CommandError when it is given up."""
         quick, pause = 0, PAUSE_S
         while True:
             began = time.monotonic()
@@ -113,7 +113,7 @@ class FleetKeeper:
             self.restarts += 1
 
     async def stop(self, grace_s: float) -> None:
-        """SIGTERM, and SIGKILL after so long. `run` returns soon after."""
+        """Send SIGTERM, and SIGKILL after `grace_s` seconds. `run` returns soon after."""
         self._stopping.set()
         self._send(signal.SIGTERM)
         end = time.monotonic() + grace_s
@@ -134,7 +134,7 @@ class FleetKeeper:
             self._child.send(number)
 
     async def _life(self) -> int:
-        """Start it, and wait for its end; its exit status, negative for a signal."""
+        """Start it, wait for its end, and return its exit status, negative for a signal."""
         loop = asyncio.get_running_loop()
         self._gone, ended = asyncio.Event(), asyncio.Event()
 
@@ -168,7 +168,7 @@ class FleetKeeper:
 
 
 def last_words(log: Path, lines: int = WORDS) -> str:
-    """The end of a log, for an error: the daemon's own last line if that is an error of ours, else a few lines."""
+    """Return the end of a log, for an error: the last line if that is a Penstock error, else a few lines."""
     try:
         with log.open("rb") as file:
             file.seek(0, os.SEEK_END)

@@ -1,7 +1,7 @@
-"""Kubernetes: the manifests of `kubernetes_manifests` with a plan's settings, handed to kubectl.
+"""Kubernetes: the manifests of `kubernetes_manifests` with a plan's settings, applied with kubectl.
 
-They are what deploy/kubernetes has as a kustomization and as a Helm chart, with one image for both daemons. They go as
-JSON, which kubectl takes as well as YAML, so that nothing is needed to write them.
+They are the manifests that deploy/kubernetes has as a kustomization and as a Helm chart, with one image for both
+daemons. They are sent as JSON, which kubectl takes as well as YAML, so that no YAML writer is needed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ MEMORY_GIB = 2
 
 
 def fleet_settings(plan: FleetPlan) -> FleetSettings:
-    """Return what manifests are made of. Workers have no limit of memory, and may call whatever their data needs."""
+    """Return the settings of the manifests. Workers have no memory limit, and may call all hosts that their data
+    needs."""
     fleet = FleetSettings(
         name=plan.name,
         coordinator_image=plan.options["image"],
@@ -48,9 +49,10 @@ def fleet_settings(plan: FleetPlan) -> FleetSettings:
 
 
 def render(plan: FleetPlan, folder: Path) -> str:
-    """Return what kubectl is given, without the Secrets with the tokens: text for `kubectl apply -f -`.
+    """Return the input of kubectl, without the Secrets of the tokens: text for `kubectl apply -f -`.
 
-    Nothing in it is of the fleet's folder. Raises CommandError without an image, UnsafeBindError without certificates.
+    It holds nothing from the fleet's folder. Raises CommandError without an image, UnsafeBindError without
+    certificates.
     """
     if not plan.options["image"]:
         raise CommandError("--image is missing: the container image with Penstock and your code", USAGE)
@@ -68,12 +70,12 @@ def render(plan: FleetPlan, folder: Path) -> str:
 
 
 class KubernetesEngine:
-    """Applies the manifests with kubectl, and deletes by label."""
+    """Engine that applies the manifests with kubectl, and deletes by label."""
 
     def up(self, plan: FleetPlan, folder: Path) -> Fleet:
-        """Returns when the roll-out is done. What is there already is changed to what the plan says.
+        """Apply the plan and return when the roll-out is done. Existing objects are changed to the plan.
 
-        Raises PenstockError with what kubectl said; CommandError, UnsafeBindError.
+        Raises PenstockError with kubectl's message; CommandError, UnsafeBindError.
         """
         text = render(plan, folder)
         space = str(plan.options["namespace"])
@@ -83,7 +85,7 @@ class KubernetesEngine:
         for role, secret in secrets.items():
             try:
                 called([*kubectl, "get", "secret", secret, "--output", "name"])
-            except PenstockError:  # there is none: an old one is kept, for pods have it
+            except PenstockError:  # there is none; an old one is kept, because pods use it
                 missing.append(_secret(plan, role, secret))
         for applied in (*missing, text):
             called([*kubectl, "apply", "--filename", "-"], stdin=applied)
@@ -137,7 +139,7 @@ def _secret(plan: FleetPlan, role: str, name: str) -> str:
 
 
 def _of_workers(tokens: str, file: str) -> str:
-    """Return what workers need of a token file's text: the lines of their role, or without any the bare tokens.
+    """Return the part of a token file's text for workers: the lines of their role, or without any the bare tokens.
 
     Raises CommandError if there are neither: the lines of other roles are not for pods that run user code.
     """

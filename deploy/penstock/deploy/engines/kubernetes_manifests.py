@@ -1,8 +1,8 @@
 """Kubernetes manifests as plain dicts: pure functions of `FleetSettings`.
 
-They are the one source of what `penstock up` applies, of the kustomizations below deploy/kubernetes, and of the Helm
-chart's templates. `make manifests` writes the latter two (deploy/kubernetes/write_manifests.py), and a test holds that
-they are what stands here. `REASONS` says why fields are as they are; it becomes the comments of those files.
+They are the one source of the objects that `penstock up` applies, of the kustomizations below deploy/kubernetes, and of
+the Helm chart's templates. `make manifests` writes the latter two (deploy/kubernetes/write_manifests.py), and a test
+compares them with this module. `REASONS` explains fields; it becomes the comments of those files.
 """
 
 from __future__ import annotations
@@ -32,32 +32,32 @@ __all__ = [
 ]
 
 Manifest = dict[str, Any]
-"""A document, or a part of one."""
+"""Document, or part of one."""
 
 GRPC_PORT, LANES_PORT = 7070, 7071
 TOKENS, TLS, STATE = "/etc/penstock/tokens", "/etc/penstock/tls", "/var/lib/penstock"
 USER = 10001
 CLIENT_LABEL = {"penstock-client": "true"}
-"""Label of pods that train: they may reach the daemons."""
+"""Label of training pods, which may reach the daemons."""
 GRACE_S = {"coordinator": 30, "worker": 60}
-"""Seconds from SIGTERM to SIGKILL; REASONS has what they need."""
+"""Seconds from SIGTERM to SIGKILL; REASONS explains them."""
 PROCESSES = ("coordinator", "worker", "client")
 
 
 @dataclass(frozen=True)
 class FleetSettings:
-    """A fleet of one coordinator and some workers. The defaults are those of deploy/kubernetes/base and of the chart's
-    values."""
+    """Settings of a fleet of one coordinator and some workers. The defaults are those of deploy/kubernetes/base and of
+    the chart's values."""
 
     name: str = "penstock"
-    """Beginning of the names of all objects, and what tells fleets of one namespace apart: as a label it is in all
+    """Prefix of the names of all objects, which separates the fleets of a namespace: as a label it is in all
     selectors."""
     coordinator_image: str = "penstock-coordinator"
     worker_image: str = "penstock-worker"
     entry_point: bool = True
-    """The images start `penstock` by themselves; else the manifests say so."""
+    """Flag: the images' entry point is `penstock`; else the manifests name the command."""
     coordinator: str = ""
-    """Address of the coordinator, HOST:PORT; "" = that of its Service."""
+    """Address of the coordinator, HOST:PORT; "" = the address of its Service."""
     workers: int = 2
     coordinator_resources: Mapping[str, Any] = field(
         default_factory=lambda: {"requests": {"cpu": "1", "memory": "1Gi"}, "limits": {"memory": "2Gi"}}
@@ -65,7 +65,7 @@ class FleetSettings:
     worker_resources: Mapping[str, Any] = field(
         default_factory=lambda: {"requests": {"cpu": "4", "memory": "8Gi"}, "limits": {"memory": "8Gi"}}
     )
-    """A worker has a slot for each CPU that it requests."""
+    """Resources of a worker, which has a slot for each CPU that it requests."""
     storage: str = "20Gi"
     """Size of the coordinator's volume."""
     storage_class: str = ""
@@ -86,11 +86,11 @@ class FleetSettings:
     """Checksum of the ConfigMaps, as an annotation of the pods, so that changed settings replace them; "" = no
     annotation."""
     limit_egress: bool = True
-    """Forbid workers to call anything but the coordinator, name servers and HTTPS, and coordinators to call at all."""
+    """Flag: workers may call only the coordinator, name servers and HTTPS, and coordinators nothing."""
 
 
 def manifests(fleet: FleetSettings) -> list[Manifest]:
-    """Return all of a fleet, but the Secrets and the volume that it needs."""
+    """Return all objects of a fleet, except the Secrets and the volume that it needs."""
     return [
         *config_maps(fleet),
         service(fleet),
@@ -112,7 +112,7 @@ def _metadata(fleet: FleetSettings, component: str) -> Manifest:
 
 
 def config_maps(fleet: FleetSettings) -> list[Manifest]:
-    """Return the settings of both daemons, and those of workers alone, as variables."""
+    """Return the settings of both daemons, and those of workers only, as variables."""
     shared: dict[str, str] = {}
     if fleet.tls:
         files = {"CA": "ca.crt", "CERT": "tls.crt", "KEY": "tls.key"}
@@ -130,7 +130,7 @@ def config_maps(fleet: FleetSettings) -> list[Manifest]:
 
 
 def service(fleet: FleetSettings) -> Manifest:
-    """Return what gives the coordinator its name."""
+    """Return the Service, which gives the coordinator its name."""
     return {
         "apiVersion": "v1",
         "kind": "Service",
@@ -145,7 +145,7 @@ def service(fleet: FleetSettings) -> Manifest:
 
 
 def stateful_set(fleet: FleetSettings) -> Manifest:
-    """Return the coordinator, with its volume."""
+    """Return the StatefulSet of the coordinator, with its volume."""
     claim: Manifest = {
         "accessModes": ["ReadWriteOncePod"],
         "resources": {"requests": {"storage": fleet.storage}},
@@ -168,7 +168,7 @@ def stateful_set(fleet: FleetSettings) -> Manifest:
 
 
 def deployment(fleet: FleetSettings) -> Manifest:
-    """Return the workers."""
+    """Return the Deployment of the workers."""
     selector = {"matchLabels": labels(fleet, "worker")}
     spread = {
         "maxSkew": 1,
@@ -192,7 +192,7 @@ def deployment(fleet: FleetSettings) -> Manifest:
 
 
 def budget(fleet: FleetSettings) -> Manifest:
-    """Return how many workers may go at a time where a node is emptied."""
+    """Return the disruption budget of workers for drains of a node."""
     return {
         "apiVersion": "policy/v1",
         "kind": "PodDisruptionBudget",
@@ -206,7 +206,7 @@ def budget(fleet: FleetSettings) -> Manifest:
 
 
 def policies(fleet: FleetSettings) -> list[Manifest]:
-    """Return who may talk to whom."""
+    """Return the network policies."""
     worker = labels(fleet, "worker")
     names = [{"port": 53, "protocol": protocol} for protocol in ("UDP", "TCP")]
     calls = [
@@ -277,7 +277,10 @@ def _coordinator_variables() -> list[Manifest]:
 def _worker_variables(fleet: FleetSettings) -> list[Manifest]:
     cpus = {"containerName": "worker", "resource": "requests.cpu", "divisor": "1"}
     return [
-        {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},  # before what refers to it
+        {
+            "name": "POD_IP",
+            "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}},
+        },  # before the variables that refer to it
         {"name": "PENSTOCK_COORDINATOR", "value": fleet.coordinator or f"{fleet.name}-coordinator:{GRPC_PORT}"},
         {"name": "PENSTOCK_WORKER_LISTEN", "value": f"$(POD_IP):{LANES_PORT}"},
         {"name": "PENSTOCK_WORKER_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
@@ -288,7 +291,7 @@ def _worker_variables(fleet: FleetSettings) -> list[Manifest]:
 
 
 def _probes(role: str) -> Manifest:
-    """Return three probes by a command, for gRPC's own probes speak no TLS."""
+    """Return three exec probes, because gRPC's own probes have no TLS."""
 
     def probe(what: str, period_s: int, timeout_s: int, failures: int) -> Manifest:
         command = ["python", "-m", "penstock.deploy.probe", role, what]
@@ -303,7 +306,7 @@ def _probes(role: str) -> Manifest:
 
 
 def confined(fleet: FleetSettings, container: Manifest, mounts: list[Manifest]) -> Manifest:
-    """Return the container without rights, with `mounts` and those of the volumes of `pod`."""
+    """Return the container without privileges, with `mounts` and those of the volumes of `pod`."""
     read_only = {"tokens": TOKENS, **({"tls": TLS} if fleet.tls else {})}
     return {
         **container,
@@ -321,11 +324,12 @@ def confined(fleet: FleetSettings, container: Manifest, mounts: list[Manifest]) 
 
 
 def pod(fleet: FleetSettings, role: str, container: Manifest, grace_s: int) -> Manifest:
-    """Return the spec of a pod without rights that has the certificate and the tokens of one role: also "client"."""
+    """Return the spec of a pod without privileges that has the certificate and the tokens of one role: also
+    "client"."""
     secrets = {"tokens": fleet.token_secrets[role], **({"tls": fleet.tls_secrets[role]} if fleet.tls else {})}
     return {
         "automountServiceAccountToken": False,
-        "enableServiceLinks": False,  # its variables would look like settings of ours
+        "enableServiceLinks": False,  # its variables would look like our settings
         "terminationGracePeriodSeconds": grace_s,
         "securityContext": {
             "runAsNonRoot": True,
@@ -348,46 +352,46 @@ def pod(fleet: FleetSettings, role: str, container: Manifest, grace_s: int) -> M
 
 REASONS: Mapping[str, Mapping[str, str]] = {
     "Service": {
-        "clusterIP:": "Headless: callers reach the pod itself, and a connection to one that is gone ends at once.",
-        "publishNotReadyAddresses:": "Also before the pod is ready: a worker that comes first waits by itself.",
+        "clusterIP:": "Headless: callers reach the pod itself, and a connection to a pod that is gone ends at once.",
+        "publishNotReadyAddresses:": "Also before the pod is ready: a worker that starts first waits for it.",
     },
     "StatefulSet": {
-        "replicas:": "One, always: the journal has one writer. A StatefulSet never starts a second before the first is "
+        "replicas:": "Always one: the journal has one writer. A StatefulSet never starts a second before the first is "
         "known to be gone.",
-        "fsGroupChangePolicy:": "Only an empty volume is handed over: later starts leave the modes of the state "
-        "directory as they are.",
-        "terminationGracePeriodSeconds:": "It needs 2 s.",
-        "startupProbe:": "A long journal takes a while to be read.",
-        "livenessProbe:": "One that hangs is found in five minutes; one on a busy machine is left alone.",
-        "defaultMode:": "0400; with fsGroup 0440, root's, for the group.",
+        "fsGroupChangePolicy:": "Only an empty volume gets the group: later starts leave the modes of the state "
+        "directory unchanged.",
+        "terminationGracePeriodSeconds:": "The coordinator needs 2 s.",
+        "startupProbe:": "Reading a long journal takes a while.",
+        "livenessProbe:": "A daemon that hangs is restarted within five minutes; one on a busy machine is not.",
+        "defaultMode:": "0400; with fsGroup 0440, owned by root, readable by the group.",
         "volumeClaimTemplates:": "A block device or a local disk. SQLite's write-ahead log is not safe on NFS and the "
         "like: the coordinator refuses.",
         "checksum/settings:": "A changed setting replaces the pods.",
     },
     "Deployment": {
-        "maxUnavailable:": "Slots move to new workers before the old ones go.",
-        "terminationGracePeriodSeconds:": "On SIGTERM a worker hands its slots over for 10 s at most "
-        "(PENSTOCK_WORKER_DRAIN), and then ends user code, which gets 10 s a runner at most.",
-        "name: PENSTOCK_WORKER_LISTEN": "Where training jobs reach its lanes.",
-        "name: PENSTOCK_WORKER_SLOTS": "A runner for each CPU that is requested below.",
-        "startupProbe:": "It waits for the coordinator as long as it takes, and is live meanwhile.",
-        "livenessProbe:": "One that hangs is found in five minutes; one on a busy machine is left alone.",
-        "resources:": "Rings count to the memory too: they are memfds, not files below /dev/shm.",
-        "emptyDir:": "Also what your loader keeps in temporary files.",
+        "maxUnavailable:": "Slots migrate to new workers before the old ones end.",
+        "terminationGracePeriodSeconds:": "On SIGTERM a worker migrates its slots for at most 10 s "
+        "(PENSTOCK_WORKER_DRAIN), and then ends user code, which takes at most 10 s a runner.",
+        "name: PENSTOCK_WORKER_LISTEN": "Address at which training jobs reach its lanes.",
+        "name: PENSTOCK_WORKER_SLOTS": "One runner for each CPU that is requested below.",
+        "startupProbe:": "A worker waits for the coordinator without limit, and is live meanwhile.",
+        "livenessProbe:": "A daemon that hangs is restarted within five minutes; one on a busy machine is not.",
+        "resources:": "Rings count as memory too: they are memfds, not files below /dev/shm.",
+        "emptyDir:": "Include the temporary files of your loader.",
         "checksum/settings:": "A changed setting replaces the pods.",
     },
     "PodDisruptionBudget": {
-        "maxUnavailable:": "A node that is emptied takes one worker in four at a time. The coordinator has no budget: "
-        "with one replica it could only forbid that its node is ever emptied.",
-        "unhealthyPodEvictionPolicy:": "Without their coordinator no worker is ready; that shall not keep a node from "
-        "being emptied.",
+        "maxUnavailable:": "Draining a node evicts one worker in four at a time. The coordinator has no budget: "
+        "with one replica it could only forbid that its node is ever drained.",
+        "unhealthyPodEvictionPolicy:": "Without their coordinator no worker is ready; that must not keep a node from "
+        "being drained.",
     },
     "NetworkPolicy": {
-        "policyTypes:": 'Pods that train have the label `penstock-client: "true"`. Everything else is refused at both '
+        "policyTypes:": 'Training pods have the label `penstock-client: "true"`. All others are refused by both '
         "daemons, if the cluster's network enforces policies.",
-        "egress: []": "It calls nobody.",
+        "egress: []": "The coordinator makes no calls.",
         "port: 53": "Names.",
-        "port: 443": "The data, over HTTPS; add what your storage needs.",
+        "port: 443": "Data over HTTPS; add the ports of your storage.",
     },
 }
-"""Kind -> the beginning of a field, as YAML writes it -> why it is so."""
+"""Kind -> the beginning of a field, as YAML writes it -> its reason."""

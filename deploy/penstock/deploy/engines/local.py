@@ -1,6 +1,7 @@
-"""The local engine: real daemons on this machine, under a supervisor in the foreground or, detached, of its own.
+"""The local engine: real daemons on this machine, under a supervisor in the foreground or, detached, in a process of
+its own.
 
-All that is known of a detached one is in its folder (penstock.deploy.engines.fleet_folder), so that another shell finds
+All data of a detached one is in its folder (penstock.deploy.engines.fleet_folder), so that another shell finds
 it.
 """
 
@@ -26,20 +27,20 @@ from penstock.runtime.process.spawn import Spawned, module, spawn
 __all__ = ["LocalEngine"]
 
 GONE = {"failed", "left"}
-"""States of workers that do not come back by themselves."""
+"""States of workers that are not restarted automatically."""
 KILLED_S = 10.0
-"""Seconds for the kernel to end a supervisor that is killed."""
+"""Deadline for the end of a supervisor that is killed, in seconds."""
 POLL_S = 0.05
 """Seconds between two reads of a record that a supervisor is about to change."""
 
 
 class LocalEngine:
-    """`up` starts a supervisor that outlives this process. The foreground is penstock.deploy.engines.supervisor."""
+    """Engine whose `up` starts a supervisor that outlives this process. supervisor.py runs in the foreground."""
 
     def up(self, plan: FleetPlan, folder: Path, *, ends_with_us: bool = False) -> Fleet:
-        """Start it, or tell the one that is up to have another number of workers. CommandError, DeadlineError.
+        """Start it, or change the number of workers of the running one. Raises CommandError, DeadlineError.
 
-        ends_with_us: it does not outlive this process after all, however that ends.
+        ends_with_us: the supervisor ends with this process, however that ends.
         """
         where = FleetFolder(folder)
         lock = where.lock()
@@ -51,7 +52,7 @@ class LocalEngine:
                 where.hold(lock, Identity.of(os.getpid()))
                 where.save_plan(plan)
                 process = _begin(where, log, ready.theirs, lock, ends_with_us)
-            finally:  # it has the lock now, if it is there
+            finally:  # it holds the lock now, if it lives
                 os.close(lock)
             try:
                 said, in_time = ready.line(plan.timeout_s + 60), True
@@ -64,7 +65,7 @@ class LocalEngine:
         if said is None:
             told = in_time and process.result() == -signal.SIGTERM
             process.send(signal.SIGTERM)
-            if told:  # before it could handle the signal
+            if told:  # a signal came before it could handle one
                 raise CommandError(f"the fleet in {where.path} was ended while it was starting", INTERRUPTED)
             raise CommandError(f"the supervisor did not start: {last_words(log)}", BUG)
         answer = json.loads(said)
@@ -75,8 +76,8 @@ class LocalEngine:
         return Fleet(**answer["fleet"])
 
     def down(self, folder: Path, timeout_s: float) -> list[str]:
-        """End the supervisor, also one that is being started; it ends the rest. And daemons of one that was killed, if
-        there are any left. DeadlineError."""
+        """End the supervisor, also one that is being started; it ends the rest. Then wait for daemons of a killed
+        supervisor. Raises DeadlineError."""
         where = FleetFolder(folder)
         deadline = time.monotonic() + timeout_s
         fleet = where.fleet()
@@ -84,7 +85,9 @@ class LocalEngine:
         while where.supervised:
             holder = where.holder()
             if holder is not None and _end(holder, deadline):
-                ended = [f"supervisor (pid {holder.pid})"]  # the last, if one began while we ended who began it
+                ended = [
+                    f"supervisor (pid {holder.pid})"
+                ]  # the last one: a starting process may have become a supervisor meanwhile
             elif time.monotonic() > deadline:
                 raise DeadlineError(f"a fleet in {where.path} is being started, and did not end in {timeout_s:g} s")
             else:
@@ -92,7 +95,7 @@ class LocalEngine:
         for daemon in fleet.about["daemons"] if fleet is not None else ():
             if daemon["identity"] is None:
                 continue
-            # Those of a supervisor that lived have ended with it; of one that was killed they end by themselves.
+            # Daemons of a live supervisor have ended with it; those of a killed one end by themselves.
             _end(Identity(**daemon["identity"]), deadline)
             ended.append(f"{daemon['name']} (pid {daemon['identity']['pid']})")
         where.forget()
@@ -146,12 +149,12 @@ def _adjust(plan: FleetPlan, where: FleetFolder) -> Fleet:
 
 
 def _states(fleet: Fleet) -> list[str]:
-    """Return the states of its workers."""
+    """Return the states of the fleet's workers."""
     return [daemon["state"] for daemon in fleet.about["daemons"] if daemon["name"] != "coordinator"]
 
 
 def _end(identity: Identity, deadline: float) -> bool:
-    """End a process by the deadline, or kill it then. False if it had ended before."""
+    """End a process by the deadline, or kill it then. Return False if it had ended before."""
     process = identity.open()
     if process is None:
         return False

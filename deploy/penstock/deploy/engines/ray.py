@@ -1,12 +1,14 @@
 """Ray: coordinator and workers as detached actors, each the parent of a real daemon (ray_actor.py).
 
-The coordinator is bound to one node, the head node unless another is named, for its cluster state is on that node's
-disk: Ray starts it again there, however often it dies, and nowhere else. Were it moved, it would come up with empty
-cluster state, and what a run had saved would be forgotten in silence. Workers go where there is room, spread over the
-nodes, or to nodes with a resource or label, where the boxes are; when a node is lost Ray starts its workers on others.
+The coordinator is bound to one node, the head node by default, because its cluster state is on that node's
+disk: Ray restarts it there, however often it dies, and nowhere else. On another node it would start with empty
+cluster state, and the saved state of runs would be lost silently. Workers go to nodes with free capacity, spread over
+the nodes, or to nodes with a resource or label, such as those of the boxes; when a node is lost, Ray starts its workers
+on others.
 
-Ray stores what actors are given in clear text, and everybody who can reach the Ray cluster can read it (and run code
-there). So the token is not given to Ray: its file has the same path on all nodes, unless --send-token says otherwise.
+Ray stores the arguments of actors in clear text, and everyone with access to the Ray cluster can read them (and run
+code there). So the token is not sent through Ray: its file has the same path on all nodes, unless --send-token is
+given.
 """
 
 from __future__ import annotations
@@ -31,19 +33,20 @@ __all__ = ["NAMESPACE", "RayEngine", "worker_options"]
 _log = logging.getLogger("penstock.deploy.engines")
 
 NAMESPACE = "penstock"
-"""Ray's, of all fleets' actors: they are called as their daemons, NAME-coordinator, NAME-1, NAME-2."""
+"""Ray namespace of all fleets' actors, which have the names of their daemons: NAME-coordinator, NAME-1, NAME-2."""
 HEAD = "node:__internal_head__"
-"""The resource by which Ray marks its head node."""
+"""Resource with which Ray marks its head node."""
 TRACE = 0.001
 """Amount of a resource that places an actor beside it without taking it from others."""
 GIVE_UP_S = 5.0
-"""The same after a start that failed: an actor that found no room never answers."""
+"""Seconds for the same after a failed start: an actor that was never placed does not answer."""
 STOP_S = 40.0
 """Seconds for an actor to end its daemon: more than the daemon's own grace."""
 
 
 def worker_options(plan: FleetPlan) -> dict[str, Any]:
-    """Return the resources requested from Ray for one worker: a core for each slot, spread out, near what was named."""
+    """Return the resources requested from Ray for one worker: a core for each slot, spread out, near the given
+    resource."""
     near = str(plan.options["near"])
     key, equals, value = near.partition("=")
     where: dict[str, Any] = {}
@@ -59,17 +62,17 @@ _LASTING: dict[str, Any] = {
     "lifetime": "detached",
     "max_restarts": -1,
     "max_task_retries": 3,
-    "max_concurrency": 4,  # `stop` is heard while `ready` waits
+    "max_concurrency": 4,  # `stop` runs while `ready` waits
 }
 
 
 class RayEngine:
-    """Starts a fleet on a Ray cluster, and ends it."""
+    """Engine that starts a fleet on a Ray cluster, and ends it."""
 
     def up(self, plan: FleetPlan, folder: Path) -> Fleet:
-        """Returns when all are ready. Another number of workers than are there is made so.
+        """Start all and return when they are ready; start or end workers until their number is the plan's.
 
-        Raises DeadlineError when Ray finds no room for them, CommandError for what a daemon said, PenstockError.
+        Raises DeadlineError when Ray has no free capacity for them, CommandError with a daemon's error, PenstockError.
         """
         with _connected(str(plan.options["ray_address"])) as ray:
             there = _there(ray, plan.name)
@@ -111,7 +114,7 @@ class RayEngine:
             )
 
     def down(self, fleet: Fleet, timeout_s: float) -> list[str]:
-        """End the workers, then the coordinator; a line for each."""
+        """End the workers, then the coordinator; return a line for each."""
         with _connected(fleet.about["ray_address"]) as ray:
             there = _there(ray, fleet.name)
             return _stop(ray, there, timeout_s)
@@ -134,7 +137,7 @@ def _connected(address: str) -> Iterator[Any]:
 
 
 def _cluster(ray: Any, plan: FleetPlan) -> str:
-    """The address to find the cluster by again: what "auto" meant here."""
+    """Return the address with which the cluster is found again, resolved from "auto"."""
     given = str(plan.options["ray_address"])
     return given if given.startswith("ray://") else str(ray.get_runtime_context().gcs_address)
 
@@ -144,7 +147,7 @@ def _coordinator_name(fleet: str) -> str:
 
 
 def _there(ray: Any, fleet: str) -> dict[str, Any]:
-    """The actors of a fleet that Ray knows, by name."""
+    """Return the actors of a fleet that Ray knows, by name."""
     names = [one["name"] for one in ray.util.list_named_actors(all_namespaces=True) if one["namespace"] == NAMESPACE]
     found = {}
     for name in names:
@@ -168,7 +171,7 @@ def _start_coordinator(ray: Any, plan: FleetPlan, token: str) -> Any:
     options = {
         **_LASTING,
         "name": _coordinator_name(plan.name),
-        "num_cpus": 0,  # a head node is often told to have none to give
+        "num_cpus": 0,  # a head node is often configured with none
         "scheduling_strategy": NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
     }
     return _remote(ray, options, asdict(plan), "", "", token)
@@ -200,7 +203,7 @@ def _refuse_another_plan(there: Mapping[str, Any], where: FleetFolder, plan: Fle
 
 
 def _token(plan: FleetPlan) -> str:
-    """The text to send, if that was asked for."""
+    """Return the token to send; "" without --send-token."""
     if not plan.options["send_token"]:
         return ""
     try:
@@ -216,8 +219,8 @@ def _with_token_on_nodes(plan: FleetPlan) -> FleetPlan:
 def _ready(
     ray: Any, actors: Mapping[str, Any], plan: FleetPlan, deadline: float, *, some: bool = False
 ) -> dict[str, dict[str, Any]]:
-    """Return the status of each once it is ready. `some`: those that Ray finds no room for in time are no error as long
-    as others are ready; Ray goes on trying, and they join when a node comes back."""
+    """Return the status of each once it is ready. `some`: workers that Ray cannot place in time are no error as long
+    as others are ready; Ray keeps trying, and they join when a node comes back."""
     waits = {actor.ready.remote(): name for name, actor in actors.items()}
     done, _ = ray.wait(list(waits), num_returns=len(waits), timeout=max(0.1, deadline - time.monotonic()))
     found: dict[str, dict[str, Any]] = {}
@@ -234,7 +237,7 @@ def _ready(
     if len(found) < len(waits):
         late = sorted(set(waits.values()) - set(found))
         text = f"Ray did not start {', '.join(late)} within {plan.timeout_s:g} s"
-        if late == [_coordinator_name(plan.name)]:  # which asks for nothing but its node
+        if late == [_coordinator_name(plan.name)]:  # which requests nothing but its node
             raise DeadlineError(f"{text} (--timeout; `ray status` says more)")
         near = f" on nodes with {plan.options['near']}" if plan.options["near"] else ""
         free = ray.available_resources().get("CPU", 0)
@@ -248,7 +251,7 @@ def _ready(
 
 
 def _stop(ray: Any, actors: Mapping[str, Any], timeout_s: float = STOP_S) -> list[str]:
-    """Workers at the same time, then the coordinator."""
+    """End the workers at the same time, then the coordinator."""
     ended = []
     workers = {name: actor for name, actor in actors.items() if not name.endswith("-coordinator")}
     for group in (workers, {name: actor for name, actor in actors.items() if name not in workers}):
@@ -256,6 +259,6 @@ def _stop(ray: Any, actors: Mapping[str, Any], timeout_s: float = STOP_S) -> lis
         if stops:
             ray.wait(list(stops.values()), num_returns=len(stops), timeout=timeout_s)
         for name, actor in group.items():
-            ray.kill(actor, no_restart=True)  # what had not ended, its daemon with it
+            ray.kill(actor, no_restart=True)  # actors that have not ended, and their daemons
             ended.append(f"actor {name}")
     return ended

@@ -1,9 +1,10 @@
-"""Actor on a Ray node: it that is the parent of one real daemon, and keeps it running.
+"""Actor on a Ray node: the parent of one real daemon, which it keeps running.
 
-Ray places actors, and starts them anew elsewhere when their node is lost; each start makes a new daemon under the same
-name, and the coordinator hands the old one's slots on as soon as it registers. The daemon watches the actor's process
-by a pidfd and ends with it, so a killed actor or a lost raylet leaves none behind. Batches and control calls go their
-own ways and never touch Ray's object store: through Ray go only the plan, and what these methods return.
+Ray places actors, and restarts them elsewhere when their node is lost. Each start makes a new daemon under the same
+name, and the coordinator reassigns the old daemon's slots as soon as it registers. The daemon watches the actor's
+process by a pidfd and ends with it, so a killed actor or a lost raylet leaves none behind. Batches and control calls
+have their own connections and never touch Ray's object store: Ray carries only the plan, and the results of these
+methods.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ __all__ = ["DaemonActor", "node_folder"]
 
 
 def node_folder(plan: FleetPlan) -> Path:
-    """Folder on a node: the coordinator's journal, logs, and the token if it came through Ray."""
+    """Return the folder on a node: the coordinator's journal, logs, and the token if it came through Ray."""
     return Path(plan.options["state_dir"] or f"/var/tmp/penstock-{os.getuid()}") / plan.name
 
 
@@ -31,10 +32,9 @@ class DaemonActor:
     """Parent of one daemon.
 
     Args:
-        plan: the fields of a Plan.
-        name: of the worker; "" = this is the coordinator.
-        coordinator: its address, for a worker.
-        token: what to put into a file of this node's; "" = the plan names one that is here.
+        plan: fields of a FleetPlan. name: name of the worker; "" = this is the coordinator. coordinator: address of the
+        coordinator, for a worker. token: text to write to a file on this node; "" = the plan names a file that exists
+        here.
     """
 
     def __init__(self, plan: dict[str, Any], name: str, coordinator: str, token: str) -> None:
@@ -46,7 +46,7 @@ class DaemonActor:
         self._host: str = ray.util.get_node_ip_address()
         self._error: CommandError | None = None
         self._over = threading.Event()
-        """Ready, or given up."""
+        """Event that is set when the daemon is ready, or given up."""
         if token:
             self._folder.save_token(token)
         self._grace_s = WORKER_GRACE_S if name else COORDINATOR_GRACE_S
@@ -65,14 +65,14 @@ class DaemonActor:
         host = f"[{self._host}]" if ":" in self._host else self._host
         if name:
             return self._plan.worker_command(name, coordinator, f"{host}:0")
-        # The port may have been ours to choose: peers know the one that it was, from then on.
+        # A free port may have been chosen: peers know that one from then on.
         port = self._plan.listen.rpartition(":")[2]
         before = self._folder.address if port == "0" else ""
         return self._plan.coordinator_command(str(self._folder.state_dir), before or f"{host}:{port}")
 
     def _run_loop(self) -> None:
         keeping = self._loop.create_task(self._keep())
-        self._loop.run_forever()  # to the end of this process: `stop` runs here too
+        self._loop.run_forever()  # until this process ends: `stop` runs here too
         keeping.cancel()
 
     async def _keep(self) -> None:
@@ -81,8 +81,8 @@ class DaemonActor:
         except CommandError as error:
             self._error = error
             self._over.set()
-            # Whoever starts the fleet reads the error and ends us. Else this node is no good for the daemon, now or
-            # any more: Ray starts us again, perhaps elsewhere, after a pause.
+            # The starter of the fleet reads the error and ends this actor. Otherwise the node does not suit the daemon,
+            # now or any more: Ray restarts the actor, perhaps elsewhere, after a pause.
             self._loop.call_later(LONGEST_PAUSE_S, os._exit, 1)
 
     def _changed(self) -> None:
@@ -92,14 +92,14 @@ class DaemonActor:
             self._over.set()
 
     def ready(self) -> dict[str, Any]:
-        """Waits until it is ready or given up: `line` or `error` and `code`, and where that is."""
+        """Wait until the daemon is ready or given up; return `line`, or `error` and `code`, and its location."""
         self._over.wait()
         if self._error is not None:
             return {"error": str(self._error), "code": self._error.code, "host": self._host}
         return self.about()
 
     def about(self) -> dict[str, Any]:
-        """The daemon as it is now."""
+        """Return the daemon's present state."""
         import ray
 
         return {

@@ -1,6 +1,6 @@
 """Slurm: one batch job, with the coordinator on its first node and workers as the tasks of one step.
 
-Its script is deploy/slurm/service.sbatch, which comes with the package, with the plan's options of sbatch and variables
+Its script is deploy/slurm/service.sbatch, which comes with the package, with the plan's sbatch options and variables
 written into it. It keeps the daemons running; Slurm ends them with the job.
 """
 
@@ -22,14 +22,14 @@ from penstock.proto.errors import DeadlineError, PenstockError, UnsafeBindError
 __all__ = ["SlurmEngine", "render"]
 
 BEGINNING = "set -euo pipefail\n"
-"""The first line of the template behind its #SBATCH lines."""
+"""First line of the template after its #SBATCH lines."""
 POLL_S = 1.0
 """Seconds between two queries to Slurm's controller, which many users share."""
 
 
 def render(plan: FleetPlan, folder: Path) -> str:
-    """Return the job's script. It sets every variable of the plan, to nothing where the plan has none: what sbatch's
-    environment holds does not count."""
+    """Return the job's script. It sets every variable of the plan, to nothing where the plan has none, so that
+    sbatch's environment has no effect."""
     _, beginning, body = resources.files(__package__).joinpath("service.sbatch").read_text().partition(BEGINNING)
     options = {
         "job-name": f"penstock-{plan.name}",
@@ -45,7 +45,7 @@ def render(plan: FleetPlan, folder: Path) -> str:
         "PENSTOCK_FOLDER": str(folder / "slurm"),
         "PENSTOCK_PORT": plan.listen.rpartition(":")[2],
         "PENSTOCK_STATE_DIR": str(plan.options["state_dir"]),
-        "PENSTOCK_TOKEN": "",  # it would come before the file
+        "PENSTOCK_TOKEN": "",  # it would take precedence over the file
         "PENSTOCK_TOKEN_FILE": plan.token_file,
         "PENSTOCK_COORDINATOR_INSECURE": insecure,
         "PENSTOCK_WORKER_INSECURE": insecure,
@@ -65,10 +65,10 @@ def render(plan: FleetPlan, folder: Path) -> str:
 
 
 class SlurmEngine:
-    """Submits the job, and cancels it."""
+    """Engine that submits the job, and cancels it."""
 
     def up(self, plan: FleetPlan, folder: Path) -> Fleet:
-        """Returns when the coordinator listens. Called again while the job is queued, waits on.
+        """Submit the job and return when the coordinator listens. A second call for a queued job continues to wait.
 
         Raises DeadlineError if it is not up in time (the job stays), PenstockError if it ended, UnsafeBindError.
         """
@@ -120,7 +120,7 @@ class SlurmEngine:
             time.sleep(POLL_S)
 
     def down(self, fleet: Fleet, timeout_s: float) -> list[str]:
-        """Cancel the job; returns when Slurm has let go of it."""
+        """Cancel the job; return when Slurm has ended it."""
         job = fleet.about["job"]
         if not _state(job):
             return []
@@ -137,7 +137,7 @@ class SlurmEngine:
 
 def _state(job: str) -> str:
     """Return the job's state: PENDING, RUNNING, COMPLETING; "" = it has ended."""
-    with contextlib.suppress(PenstockError):  # squeue does not know it any more
+    with contextlib.suppress(PenstockError):  # squeue does not list it any more
         state = called(["squeue", "--noheader", "--jobs", job, "--format", "%T"]).strip()
         return state if state in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED") else ""
     return ""

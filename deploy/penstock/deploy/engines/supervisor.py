@@ -2,9 +2,9 @@
 
     python -m penstock.deploy.engines.supervisor FOLDER --ready-fd FD --lock-fd FD    (what `up --detach` starts)
 
-It holds the folder's lock, keeps the record there true, and reads the plan again on SIGUSR1: workers are then added, or
-told to leave. SIGTERM and Ctrl-C end all of it, the workers first, for they hand their slots on; the coordinator last.
-If this process is killed, its daemons see that by themselves and end.
+It holds the folder's lock, keeps the record there up to date, and reads the plan again on SIGUSR1: workers are then
+added, or told to end. SIGTERM and Ctrl-C end all of it, the workers first, because they migrate their slots; the
+coordinator last. If this process is killed, its daemons detect that and end.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ __all__ = ["supervise"]
 _log = logging.getLogger("penstock.deploy.engines")
 
 LEFTOVERS_S = 30.0
-"""Seconds for daemons of a killed supervisor to end."""
+"""Deadline for the end of a killed supervisor's daemons, in seconds."""
 RECORD_AGAIN_S = 2.0
-"""Seconds between tries to write the record, while that fails."""
+"""Seconds between attempts to write the record while that fails."""
 
 
 def supervise(
@@ -51,9 +51,9 @@ def supervise(
     parent_pid: int | None = None,
 ) -> None:
     """Run the fleet until it is told to end, the process `parent_pid` is gone, or all workers were told to end.
-    `ready`: called once, when coordinator and workers are. `lock`: the folder's, if it was taken before.
+    `ready` is called once, when coordinator and workers are ready. `lock` is the folder's, if it was taken before.
 
-    Raises CommandError when it does not get ready, when the coordinator is given up, or when no worker is left.
+    Raises CommandError when it does not become ready, when the coordinator is given up, or when no worker is left.
     """
     if lock is None:
         lock = folder.lock()
@@ -72,7 +72,7 @@ def supervise(
 
 
 def _end_leftovers(folder: FleetFolder) -> None:
-    """A supervisor before us was killed: its daemons have seen that and end, but may not be gone yet."""
+    """Wait for the daemons of a killed predecessor: they have detected its end, but may not be gone yet."""
     fleet = folder.fleet()
     deadline = time.monotonic() + LEFTOVERS_S
     for daemon in fleet.about.get("daemons", ()) if fleet is not None else ():
@@ -93,11 +93,11 @@ class _Supervisor:
         self._up = False
         self._adjusted = 0
         self._unwritten: asyncio.TimerHandle | None = None
-        """The next try, while the record could not be written."""
+        """Timer of the next attempt to write the record, after a failure."""
         self._workers: dict[str, FleetKeeper] = {}
         self._leaving: set[asyncio.Task[None]] = set()
         self._tasks: dict[asyncio.Task[None], FleetKeeper] = {}
-        # The address that training jobs know by now, if it was ours to choose: tried before a fresh one.
+        # Address that training jobs already use, if the port was free to choose: tried before a new one.
         before = folder.address
         host, _, port = plan.listen.rpartition(":")
         self._again = before if port == "0" and before.rpartition(":")[0] == host else ""
@@ -140,7 +140,8 @@ class _Supervisor:
             await asyncio.gather(stopped, living, return_exceptions=True)
 
     async def _live(self) -> None:
-        """Start all, say so, and then watch until something is beyond repair, or every worker stopped on request."""
+        """Start all, report it, and then watch until a failure cannot be repaired, or every worker has stopped on
+        request."""
         try:
             async with asyncio.timeout(self._plan.timeout_s):
                 await self._start_coordinator()
@@ -162,7 +163,7 @@ class _Supervisor:
             if self._tell.is_set():
                 self._tell.clear()
                 self._plan = self._folder.plan() or self._plan
-                _log.info("told to keep %d workers", self._plan.workers)
+                _log.info("changing the number of workers to %d", self._plan.workers)
                 self._adjusted += 1
                 self._adjust()
             for task in [task for task in self._tasks if task.done()]:
@@ -178,7 +179,7 @@ class _Supervisor:
         except CommandError as error:
             if not self._again or error.code != PORT_TAKEN:
                 raise
-            _log.warning("the coordinator cannot have its former address %s, taking a free one", self._again)
+            _log.warning("the coordinator's former address %s is not available; using a free one", self._again)
             self._again = ""
             self._tasks.clear()
             self._coordinator = self._make_coordinator()
@@ -186,7 +187,7 @@ class _Supervisor:
             await self._until_ready([self._coordinator])
 
     async def _until_ready(self, kept: list[FleetKeeper]) -> None:
-        """Wait until these are ready; raise the error of one that is given up before."""
+        """Wait until these are ready; raise the error of a daemon that is given up before."""
         waits = [asyncio.ensure_future(one.ready.wait()) for one in kept]
         try:
             while not all(wait.done() for wait in waits):
@@ -204,7 +205,7 @@ class _Supervisor:
         self._tasks[asyncio.ensure_future(kept.run())] = kept
 
     def _adjust(self) -> None:
-        """Have as many workers as the plan says; those that left or failed are started anew."""
+        """Start or end workers until their number is the plan's; those that ended or failed are started again."""
         wanted = [worker_name(self._plan.name, number) for number in range(1, self._plan.workers + 1)]
         for name in [name for name in self._workers if name not in wanted]:
             leaving = asyncio.ensure_future(self._workers.pop(name).stop(WORKER_GRACE_S))
@@ -231,18 +232,18 @@ class _Supervisor:
         except CommandError as error:
             if kept is self._coordinator:
                 raise
-            _log.error("%s; it is not started again (the same `penstock up` tries anew)", error)
+            _log.error("%s; it is not started again (the same `penstock up` retries)", error)
             if all(worker.state in ("failed", "left") for worker in self._workers.values()):
                 raise CommandError(f"no worker is left: {error}", error.code) from error
 
     async def _end(self) -> None:
-        """Workers first, all at the same time; then the coordinator."""
+        """End the workers first, all at the same time; then the coordinator."""
         workers = [kept for kept in self._tasks.values() if kept is not self._coordinator]
         await asyncio.gather(*(kept.stop(WORKER_GRACE_S) for kept in workers), *self._leaving)
         await self._coordinator.stop(COORDINATOR_GRACE_S)
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    # ---- what is up
+    # ---- record
 
     def _fleet(self) -> Fleet:
         return Fleet(
@@ -263,18 +264,18 @@ class _Supervisor:
         )
 
     def _record(self) -> None:
-        """A record that cannot be written, as on a full disk, does not end the fleet: it is written later."""
+        """Write the record. If that fails, as on a full disk, the fleet keeps running and the write is retried."""
         if self._unwritten is not None:
             self._unwritten.cancel()
         try:
             self._folder.save(self._fleet())
         except CommandError as error:
             if self._unwritten is None:
-                _log.error("%s; the fleet goes on, and this is tried again every %g s", error, RECORD_AGAIN_S)
+                _log.error("%s; the fleet keeps running, and this is retried every %g s", error, RECORD_AGAIN_S)
             self._unwritten = asyncio.get_running_loop().call_later(RECORD_AGAIN_S, self._record)
         else:
             if self._unwritten is not None:
-                _log.info("the record of what is up is true again")
+                _log.info("the record of the fleet is up to date again")
             self._unwritten = None
 
 
@@ -325,8 +326,8 @@ def main() -> int:
         say({"error": str(error), "code": code})
         return code
     except OSError as error:
-        _log.exception("the supervisor cannot go on")
-        say({"error": f"the supervisor of {folder.path} cannot go on: {error}", "code": BUG})
+        _log.exception("the supervisor failed")
+        say({"error": f"the supervisor of {folder.path} failed: {error}", "code": BUG})
         return BUG
     except KeyboardInterrupt:
         return INTERRUPTED

@@ -1,4 +1,4 @@
-"""`penstock up` and `penstock down`: from settings to an engine, and what is printed."""
+"""`penstock up` and `penstock down`: from settings to an engine, and the output."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ ENGINES: Mapping[str, Engine] = {
     "slurm": slurm.SlurmEngine(),
     "kubernetes": kubernetes.KubernetesEngine(),
 }
-"""Engines that hand a fleet to a cluster's own scheduler."""
+"""Engines that submit a fleet to a cluster's scheduler."""
 RENDERERS: Mapping[str, Callable[[FleetPlan, Path], str]] = {"slurm": slurm.render, "kubernetes": kubernetes.render}
-"""Engine -> what it would submit, as text."""
+"""Engine -> function that renders its submission as text."""
 
 
 def run_up(
@@ -45,7 +45,7 @@ def run_up(
     as_json: bool,
     debug: bool,
 ) -> None:
-    """Start a fleet. `flags`, `tls_flags`: what was given on the command line, None for the rest."""
+    """Start a fleet. `flags`, `tls_flags`: values from the command line, None for the rest."""
     settings = resolve(UpSettings, **flags)
     tls = resolve(TlsSettings, **tls_flags)
     folder = _folder(settings)
@@ -82,7 +82,7 @@ def run_up(
 
 
 DOWN_S = 60.0
-"""Seconds for the orderly end of a fleet that is stopped while it starts."""
+"""Deadline for the orderly end of a fleet that is stopped while it starts, in seconds."""
 
 
 def _folder(settings: UpSettings) -> FleetFolder:
@@ -100,7 +100,7 @@ def _told_to_end(folder: FleetFolder) -> contextlib.AbstractContextManager[Calla
 
 
 def _refuse_another(folder: FleetFolder, plan: FleetPlan) -> None:
-    """Refuse a folder of another fleet: an engine may adjust its own, but never replace another's."""
+    """Refuse a folder of another fleet: an engine may adjust its own fleet, but never replace another's."""
     up = folder.fleet()
     if folder.supervised or (up is not None and (up.engine, up.name) != (plan.engine, plan.name)):
         what = f"{up.name} ({up.engine})" if up is not None else "a local one"
@@ -108,12 +108,12 @@ def _refuse_another(folder: FleetFolder, plan: FleetPlan) -> None:
 
 
 def _say(fleet: Fleet, as_json: bool) -> None:
-    """The one thing on standard output: what a training job needs."""
+    """Print the only standard output: the variables of a training job."""
     print(json.dumps(fleet.as_dict(), indent=2) if as_json else exports(fleet), flush=True)
 
 
 def run_down(flags: dict[str, Any], timeout_s: float, as_json: bool) -> None:
-    """End the fleet whose record is in the folder. `flags`: as of run_up, those that say which fleet it is."""
+    """End the fleet whose record is in the folder. `flags`: those flags of run_up that identify the fleet."""
     where = _folder(resolve(UpSettings, **flags))
     if not where.path.is_dir():
         raise CommandError(
@@ -123,7 +123,7 @@ def run_down(flags: dict[str, Any], timeout_s: float, as_json: bool) -> None:
     if fleet is None or fleet.engine == "local":
         ended = LocalEngine().down(where.path, timeout_s)
     else:
-        if fleet.engine not in ENGINES:  # a newer release's
+        if fleet.engine not in ENGINES:  # written by a newer release
             raise CommandError(f"the engine must be one of {', '.join(ENGINES)}, got {fleet.engine}", USAGE)
         ended = ENGINES[fleet.engine].down(fleet, timeout_s)
         where.forget()
@@ -133,4 +133,4 @@ def run_down(flags: dict[str, Any], timeout_s: float, as_json: bool) -> None:
     elif ended:
         print("\n".join(f"ended: {what}" for what in ended))
     else:
-        print(f"nothing is up in {where.path}")
+        print(f"no fleet is running in {where.path}")

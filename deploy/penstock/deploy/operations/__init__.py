@@ -1,1 +1,1 @@
-"""Work of the commands for people: status, states, settings, drains."""
+"""Implementation of the commands for people: status, states, settings, drains."""

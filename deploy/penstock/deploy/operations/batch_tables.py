@@ -1,7 +1,7 @@
-"""A batch for people, for JSON, and as a file: its leaves by name, what is in them, and one row of it.
+"""Views of a batch for people, for JSON, and as a file: its leaves by name, their values, and one row.
 
-Runs where the batch was made, in the child that holds the user's classes: a namedtuple or a dataclass is looked into
-there, and what leaves is plain.
+It runs where the batch was made, in the child that holds the user's classes: a namedtuple or a dataclass is taken apart
+there, and the result is plain.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ __all__ = ["FORMATS", "describe", "rows_in", "write"]
 
 FORMATS = (".pst", ".npz", ".pt")
 FIRST = 8
-"""Values of a leaf that are shown."""
+"""Number of values of a leaf that are shown."""
 ROW_VALUES = 256
-"""Values of a leaf that are shown of one row."""
+"""Number of values of a leaf that are shown for one row."""
 _SCALARS = (str, bytes, int, float, bool, complex, type(None))
 _PLAIN = (*_SCALARS, torch.Tensor)
 
 
 def _is_column(value: Any) -> bool:
-    """A list of plain values is one leaf, with a value for each row."""
+    """Return whether a value is a list of plain values, which is one leaf with a value for each row."""
     return type(value) in (list, tuple) and len(value) > 0 and all(type(item) in _SCALARS for item in value)
 
 
 def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """(name, leaf): `tokens`, `meta.length`, `pair.0`; "" for a batch that is a leaf itself."""
+    """Yield (name, leaf): `tokens`, `meta.length`, `pair.0`; "" for a batch that is a leaf itself."""
     if _is_column(value) or not _is_container(value) or not any(True for _ in _fields(value, name)):
         yield name, value
     else:
@@ -66,9 +66,9 @@ def _fields(value: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def rows_in(batch: Any) -> int | None:
-    """Length of the first tensor or array that has a dimension; without one, of the first list. None: no rows.
+    """Return the length of the first tensor or array with a dimension; without one, of the first list. None: no rows.
 
-    A batch that is a list of samples, as without a collate function, has one row for each.
+    A batch that is a list of samples, as without a collate function, has one row for each sample.
     """
     if _is_samples(batch):
         return len(batch)
@@ -79,9 +79,10 @@ def rows_in(batch: Any) -> int | None:
 
 
 def _is_samples(value: Any) -> bool:
-    """A list of samples: of dicts and the like, of tuples whose values are of several kinds, of lists without tensors.
+    """Return whether a list holds samples: dicts and the like, tuples with values of several kinds, lists without
+    tensors.
 
-    Other lists and all tuples are fields, as torch's collate function makes them: a tuple of texts for each, say.
+    Other lists and all tuples are fields, as torch's collate function makes them: for example a tuple of texts.
     """
     if type(value) is not list or not value:
         return False
@@ -108,7 +109,7 @@ def _length_in(value: Any) -> int | None:
 
 
 def describe(batch: Any, row: int | None) -> dict[str, Any]:
-    """The batch as plain values. Raises InvalidArgumentError for a row that it does not have."""
+    """Return the batch as plain values. Raises InvalidArgumentError for a row that it does not have."""
     rows = rows_in(batch)
     if row is not None and (rows is None or row >= rows):
         have = "no rows, because it has no tensor with a dimension and no list" if rows is None else _range(rows)
@@ -124,7 +125,7 @@ def _range(rows: int) -> str:
 
 
 def _row(value: Any, name: str, row: int, rows: int | None) -> Iterator[tuple[str, Any]]:
-    """(name, what the row has of it), of all that has one value for each row."""
+    """Yield (name, value in the row) of all leaves that have one value for each row."""
     if isinstance(value, torch.Tensor | np.ndarray):
         if value.ndim and value.shape[0] == rows:
             yield name, value[row]
@@ -146,7 +147,7 @@ def _of_row(name: str, of_one: Any) -> dict[str, Any]:
 
 
 def _values(value: torch.Tensor | np.ndarray[Any, Any], count: int) -> list[Any]:
-    """The first ones, as JSON takes them."""
+    """Return the first values, as JSON takes them."""
     first = value.reshape(-1)[:count].tolist()
     return [str(item) if isinstance(item, complex) else as_json(item) for item in first]
 
@@ -164,7 +165,7 @@ def _leaf(name: str, value: Any) -> dict[str, Any]:
 
 
 def _numbers(value: torch.Tensor | np.ndarray[Any, Any]) -> dict[str, Any]:
-    """min, max and mean of the numbers in it, and how many are NaN; nothing for what has no order."""
+    """Return min, max and mean of the numbers, and the number of NaNs; nothing for values without an order."""
     try:
         if isinstance(value, torch.Tensor):
             value = _resolved(value)
@@ -185,7 +186,7 @@ def _numbers(value: torch.Tensor | np.ndarray[Any, Any]) -> dict[str, Any]:
 
 
 def _resolved(tensor: torch.Tensor) -> torch.Tensor:
-    """The values themselves, as a box is handed them: without a gradient, and conjugated and negated already."""
+    """Return the plain values, as a box receives them: without a gradient, conjugated and negated already."""
     return tensor.detach().resolve_conj().resolve_neg()
 
 
@@ -193,9 +194,9 @@ def _resolved(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def write(batch: Any, path: Path) -> None:
-    """The batch as a new file of one of FORMATS, on to the disk: whoever asked for it gives it its name.
+    """Write the batch to a new file in one of FORMATS, synced to disk: the command gives it its final name.
 
-    Raises InvalidArgumentError for a batch that the format cannot hold as it is, or if there is such a file.
+    Raises InvalidArgumentError for a batch that the format cannot hold as it is, or if the file exists.
     """
     data = {".pst": _envelope, ".npz": _arrays, ".pt": _torch}[path.suffix](batch)
     try:
@@ -243,8 +244,8 @@ def _array(name: str, value: Any) -> np.ndarray[Any, Any]:
 
 
 def _is_kept(value: Any, array: np.ndarray[Any, Any]) -> bool:
-    """Return whether the array holds plain values unchanged: a text loses the NULs at its end there, and where kinds
-    are mixed, or integers large, one becomes another."""
+    """Return whether the array holds plain values unchanged: a text loses its trailing NULs there, and where kinds
+    are mixed, or integers are large, a value changes."""
     if not _is_column(value):
         if type(value) not in _SCALARS:
             return True
@@ -260,8 +261,8 @@ def _torch(batch: Any) -> bytes:
 
 
 def _plain(value: Any, name: str) -> Any:
-    """Return the batch as torch.load(weights_only=True) reads it again. A tensor that is a view is copied, for torch
-    saves all of the storage behind it."""
+    """Return the batch as torch.load(weights_only=True) reads it. A tensor that is a view is copied, because torch
+    saves all of its storage."""
     if type(value) in (list, tuple):
         return type(value)(_plain(item, f"{name}[{index}]") for index, item in enumerate(value))
     if type(value) is dict:

@@ -1,7 +1,7 @@
-"""`penstock state convert`: a saved state for other boxes and workers, and what that means for the stream.
+"""`penstock state convert`: a saved state for other boxes and workers, and the consequences for the stream.
 
-Loading a state on another shape does the same by itself, and the stream is the same. What the command adds is to say
-beforehand whether it can be done, what is kept, and what starts anew.
+Loading a state on another topology does the same automatically, and the stream is the same. The command reports
+beforehand whether the conversion is possible, what is kept, and what starts anew.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["convert", "show_convert"]
 
 
 def show_convert(source: Path, target: Path, boxes: int, workers: int, as_json: bool) -> None:
-    """Convert a file, and print what was done."""
+    """Convert a file, and print a report."""
     done = convert(source, target, boxes, workers)
     if as_json:
         print(json.dumps({"written": str(target), "states": done}, indent=2))
@@ -34,10 +34,10 @@ def show_convert(source: Path, target: Path, boxes: int, workers: int, as_json: 
 
 
 def convert(source: Path, target: Path, boxes: int, workers: int) -> list[dict[str, Any]]:
-    """Convert all states in a file, or none; what was done with each.
+    """Convert all states in a file, or none; return a report on each.
 
-    Raises InvalidArgumentError for a topology that no run can have, StateMismatchError if a state cannot be had on it,
-    and what SavedFile raises.
+    Raises InvalidArgumentError for a topology that no run can have, StateMismatchError if a state cannot be converted
+    to it, and the errors of SavedFile.
     """
     from penstock.deploy.operations.saved_file import SavedFile
 
@@ -81,13 +81,13 @@ def _converted(saved: SavedState, boxes: int, workers: int) -> SavedState:
 
 
 def _global_batch(state: Any) -> int | None:
-    """Rows of all boxes' batches together, where a source of ours says them and they do not follow from a box's: they
-    then stay as many on any number of boxes."""
+    """Return the number of rows of all boxes' batches together, where a Penstock source states it independently of a
+    box's: it is then the same on any number of boxes."""
     from penstock.data.ordering.order_states import OrderProgress
 
     try:
         topology = OrderProgress.parsed(state).topology
-    except (IndexError, KeyError, TypeError, ValueError):  # of a loader of the user's own, then
+    except (IndexError, KeyError, TypeError, ValueError):  # a user's own loader
         return None
     return topology.batch if topology.batch % topology.boxes else None
 
@@ -110,14 +110,14 @@ def _report(before: SavedState, after: SavedState) -> dict[str, Any]:
 
 
 def _topology(saved: SavedState) -> dict[str, int] | None:
-    """None: the state is of no run yet, and fits any."""
+    """Return the topology; None: the state belongs to no run yet, and fits any."""
     if not saved.positions:
         return None
     return {"boxes": saved.num_boxes, "workers": saved.num_workers_per_box}
 
 
 def _uneven(saved: SavedState) -> list[str]:
-    """Workers whose input had ended while that of others had not."""
+    """Return the workers whose input had ended while that of others had not."""
     return [
         f"box {box} slot {slot}"
         for box, position in enumerate(saved.positions)
@@ -130,12 +130,16 @@ def _meaning(before: SavedState, after: SavedState) -> tuple[list[str], list[str
     """Return what is kept exactly, and what starts anew."""
     if after is before:
         return ["everything"], []
-    kept = ["the step", "the seed", "the loader's own state: its deaggregate_state_dict says which samples come next"]
+    kept = [
+        "the step",
+        "the seed",
+        "the loader's own state: its deaggregate_state_dict decides which samples come next",
+    ]
     anew = ["the generators of each worker, from (seed, box, slot, step)", "the batches of each worker in this epoch"]
     if all(position.chain is not None for position in after.positions):
         kept.append("the stream digest of each box")
     else:
-        anew.append("the stream digest, for the boxes are others")
+        anew.append("the stream digest, because the boxes differ")
     return kept, anew
 
 
@@ -150,10 +154,10 @@ def _table(found: dict[str, Any]) -> Table:
     ]
     if found["uneven"] and found["converted"]:
         rows.append(
-            ("ended before others", ", ".join(found["uneven"]) + ": their loaders know what is left of the epoch")
+            ("ended before others", ", ".join(found["uneven"]) + ": their loaders decide the rest of the epoch")
         )
     if not found["converted"]:
-        rows.append(("", "copied as it is"))
+        rows.append(("", "copied unchanged"))
     return Table(f"{found['input_fn']} ({found['where']})", ("what", "state"), rows)
 
 

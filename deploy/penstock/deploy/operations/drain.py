@@ -1,7 +1,7 @@
-"""`penstock worker drain`: a worker hands its slots over, so that its machine can be taken away.
+"""`penstock worker drain`: a worker migrates its slots, so that its machine can be removed.
 
-The order is given once; then this only looks. So whoever takes it back elsewhere is not overruled from here, and a
-coordinator that is started again meanwhile is waited for.
+The order is given once; afterwards the command only polls. So it does not overrule an --undo given elsewhere, and it
+waits for a coordinator that restarts meanwhile.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ __all__ = ["drain"]
 LOOK_S = 0.3
 """Seconds between two queries."""
 GONE_S = 10.0
-"""A worker that the coordinator does not know for so long has ended. One that was started again hears of its workers
-within a second or so."""
+"""Seconds after which a worker unknown to the coordinator has ended. A restarted coordinator receives heartbeats of its
+workers within about a second."""
 
 
 def drain(worker: str, undo: bool, timeout_s: float, peer: Peer, as_json: bool) -> None:
-    """Give the order, and wait until the worker has nothing left.
+    """Order the drain, and wait until the worker has no slots left.
 
-    Raises DeadlineError if it still has slots then, SupersededError if somebody took the order back.
+    Raises DeadlineError if it still has slots at the deadline, SupersededError if the order was withdrawn.
     """
     with peer.client() as client:
         left = client.drain(worker, undo=undo)
@@ -48,13 +48,13 @@ def drain(worker: str, undo: bool, timeout_s: float, peer: Peer, as_json: bool) 
     elif left.slots:
         print(f"{_still(worker, left)}. It drains, until --undo")
     else:
-        print(f"worker {worker} is drained: it has no slots and gets none; stop it, or take it back with --undo")
+        print(f"worker {worker} is drained: it has no slots and gets none; stop it, or withdraw the drain with --undo")
 
 
 def _wait(
     client: CoordinatorClient, worker: str, left: pb.DrainWorkerReply, until: float, *, quiet: bool
 ) -> pb.DrainWorkerReply:
-    """Return the worker's status once it has no slots left, or the time is over."""
+    """Return the worker's status once it has no slots left, or the deadline has passed."""
     session, told, seen = left.session, -1, time.monotonic()
     while left.slots and time.monotonic() < until:
         if left.slots != told and not quiet:

@@ -1,6 +1,6 @@
-"""`penstock config`: every setting with its value and where it came from, and a settings file to begin with.
+"""`penstock config`: every setting with its value and source, and an example settings file.
 
-Both are made from the settings' classes, so that a setting that is added there is here too.
+Both are made from the settings' classes, so that they include each new setting.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ TOKEN_FILE = "File that holds the token, or lines ROLE:TOKEN, readable by its ow
 
 
 def show_config(of: str | None, as_json: bool) -> int:
-    """Print what holds for one of OF, or for all. Returns the exit code: 2 if a value is invalid."""
+    """Print the effective settings of one of OF, or of all. Return the exit code: 2 if a value is invalid."""
     check_settings_file()
     for name in [of] if of else OF:
         for section in OF[name]:
@@ -70,7 +70,7 @@ def show_config(of: str | None, as_json: bool) -> int:
 
 
 def _token() -> str:
-    """Source of the value."""
+    """Return the source of the token."""
     if os.environ.get("PENSTOCK_TOKEN"):
         return "the variable PENSTOCK_TOKEN"
     if named := os.environ.get("PENSTOCK_TOKEN_FILE"):
@@ -116,18 +116,18 @@ def show_example() -> None:
 
 
 def example() -> Iterator[str]:
-    """The lines of a settings file with every setting as a comment, its value the default; what has none is empty."""
+    """Yield the lines of a settings file with every setting as a comment with its default, empty without one."""
     yield "# Settings of Penstock. A flag wins over a variable, a variable over this file, this file over the default."
-    yield "# Take away the # before what you want to set. `penstock config` shows what holds, and where it came from."
+    yield "# Remove the # before a setting to use it. `penstock config` shows the effective values and their sources."
     yield ""
-    yield "# What coordinator, workers and training jobs share. Paths are relative to this file. With a coordinator"
-    yield "# here, Appliance() in a training job uses that one; without, it is embedded."
+    yield "# Shared by coordinator, workers and training jobs. Paths are relative to this file. With a coordinator"
+    yield "# here, Appliance() in a training job uses it; without one, it starts its own."
     yield f"[{CLUSTER}]"
     yield from _lines((PeerSettings, TlsSettings, TelemetrySettings))
     yield from _setting("token_file", '""', TOKEN_FILE, "PENSTOCK_TOKEN_FILE")
     for name, about in TITLES.items():
         yield ""
-        yield f"# Of {about}."
+        yield f"# Settings of {about}."
         yield f"[{name}]"
         yield from _lines(section for section in OF[name] if section.table == name)
 
@@ -147,5 +147,5 @@ def _setting(name: str, value: str, description: str, variable: str) -> Iterator
 
 
 def _toml(value: Any) -> str:
-    # A JSON text, number or truth value is one of TOML too.
+    # A JSON text, number or boolean is valid TOML too.
     return '""' if value is None else json.dumps(_plain(value), ensure_ascii=False)

@@ -1,6 +1,6 @@
 """`penstock coordinator` and `penstock worker`: settings, token, log, and then the daemon until it ends.
 
-Standard output gets one line, when the daemon is ready; everything else is log, on standard error.
+Standard output gets one line, when the daemon is ready; the log goes to standard error.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def run_coordinator(
     debug: bool,
     parent_pid: int | None = None,
 ) -> None:
-    """Serve until SIGTERM or SIGINT, or until the parent `parent_pid` is gone. The dicts: what was given on the
+    """Serve until SIGTERM or SIGINT, or until the parent `parent_pid` is gone. The dicts: values from the
     command line, None for the rest."""
     from penstock.appliance.edge.server import serve
     from penstock.appliance.model.limits import MEMORY_BUDGET, Limits
@@ -110,7 +110,7 @@ def run_worker(
     debug: bool,
     parent_pid: int | None = None,
 ) -> None:
-    """Serve until SIGTERM or SIGINT, or until the parent `parent_pid` is gone. The dicts: what was given on the
+    """Serve until SIGTERM or SIGINT, or until the parent `parent_pid` is gone. The dicts: values from the
     command line, None for the rest."""
     from penstock.worker.daemon.daemon import serve
     from penstock.worker.daemon.worker_settings import DaemonSettings, own_name
@@ -175,18 +175,18 @@ def run_worker(
 
 
 def _begin(debug: bool, telemetry: TelemetrySettings, **always: str) -> None:
-    """`always`: what stands in each line of JSON."""
+    """Set up logs and traces. `always`: fields of each line of JSON."""
     keep_memory_private()
     faulthandler.enable()
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines(always) if telemetry.log_format == "json" else TextLines())
-    logging.captureWarnings(telemetry.log_format == "json")  # they would be no objects
+    logging.captureWarnings(telemetry.log_format == "json")  # otherwise they are not JSON objects
     logging.basicConfig(level=logging.DEBUG if debug else logging.INFO, handlers=[handler])
     logging.getLogger("asyncio").setLevel(logging.WARNING)
 
 
 def _announce(line: str, ready_file: Path | None) -> None:
-    """The one line, to standard output and to the file: whole or not there at all."""
+    """Write the line to standard output and to the file, atomically."""
     if ready_file is not None:
         try:
             write_whole(ready_file, f"{line}\n".encode(), sync=False)

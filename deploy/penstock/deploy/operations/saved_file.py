@@ -1,8 +1,8 @@
-"""Files with saved states in them, as training jobs write them: what `DataLoader.state_dict()` returned, alone or
-somewhere inside a larger checkpoint, in our envelope (`encode_state`) or by `torch.save`.
+"""Files with saved states, as training jobs write them: the result of `DataLoader.state_dict()`, alone or
+inside a larger checkpoint, in our envelope (`encode_state`) or by `torch.save`.
 
-A file of torch is read with weights_only=True: tensors and plain values, and nothing in it is run. It is the one place
-of ours that calls `torch.load`, and it does so only in commands to which a user names a file.
+A file of torch is read with weights_only=True: tensors and plain values, and no code in it runs. This is the only place
+that calls `torch.load`, and only in commands with a file named by the user.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ __all__ = ["FoundState", "SavedFile"]
 
 _ENVELOPE, _ZIP = b"PENSTATE", b"PK\x03\x04"
 DEEPEST = 16
-"""Containers within containers that are looked into."""
+"""Largest depth of nested containers that are searched."""
 
 
 @dataclass(frozen=True)
 class FoundState:
-    """A saved state in a file."""
+    """Saved state in a file."""
 
     path: tuple[Any, ...]
-    """Keys that lead to it; () if it is all of the file."""
+    """Keys that lead to it; () if it is the whole file."""
     saved: SavedState
 
     @property
@@ -42,7 +42,7 @@ class FoundState:
 
 
 class SavedFile:
-    """Raises InvalidArgumentError, StateCorruptError, StateMismatchError if there is no state to be had from it."""
+    """File with saved states. Raises InvalidArgumentError, StateCorruptError, StateMismatchError if it has none."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -73,7 +73,7 @@ class SavedFile:
             raise StateMismatchError(f"{path} has no state of a DataLoader: nothing in it has the key {KEY!r}")
 
     def the(self, input_fn: str | None) -> FoundState:
-        """The only one, or the only one of that input_fn. Raises StateMismatchError."""
+        """Return the only state, or the only one of that input_fn. Raises StateMismatchError."""
         fits = [found for found in self.states if input_fn is None or found.saved.input_fn == input_fn]
         if len(fits) == 1:
             return fits[0]
@@ -86,7 +86,7 @@ class SavedFile:
         )
 
     def write(self, path: Path, states: Mapping[tuple[Any, ...], Any]) -> None:
-        """The same file with other states in their places, whole or not at all."""
+        """Write the same file with other states in their places, atomically."""
         value = self._value
         for at, state in states.items():
             value = _replaced(value, at, state)
@@ -127,7 +127,7 @@ def _states(value: Any, at: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], 
 
 
 def _replaced(value: Any, at: tuple[Any, ...], state: Any) -> Any:
-    """A copy of the containers on the way; the rest is shared."""
+    """Return a copy with copied containers on the path; the rest is shared."""
     if not at:
         return state
     key, *rest = at

@@ -1,7 +1,7 @@
 """`penstock state`: the DataLoaderCheckpoint records of a run at a step, over gRPC, as tables or as JSON.
 
 A record's names are those of the proto (box, slot, step, worker_step ...), with global_worker_id derived as
-DataLoaderCheckpoint does. The user's state is decoded here, which needs torch; nothing in it is run or unpickled.
+DataLoaderCheckpoint does. The user's state is decoded here, which needs torch; none of it is run or unpickled.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def show_state(
 
 
 def run_name(run: str) -> str:
-    """ "JOB/ORDINAL" of what was typed. Raises InvalidArgumentError."""
+    """Return "JOB/ORDINAL" of the argument. Raises InvalidArgumentError."""
     job, slash, ordinal = run.partition("/")
     if not job or (slash and not (ordinal.isascii() and ordinal.isdigit())):
         raise InvalidArgumentError(f"a run must be JOB or JOB/NUMBER, as `penstock status` shows it, got {run!r}")
@@ -53,7 +53,7 @@ def run_name(run: str) -> str:
 
 
 def as_dict(run: str, fetched: FetchedState) -> dict[str, Any]:
-    """The records and positions as plain values; `user_state_dict` as it was decoded."""
+    """Return the records and positions as plain values; `user_state_dict` decoded."""
     workers = [_worker(record, data) for record, data in fetched.records]
     first = fetched.records[0][0] if fetched.records else pb.WorkerRecord()
     return {
@@ -100,13 +100,13 @@ def _worker(record: pb.WorkerRecord, data: bytes) -> dict[str, Any]:
 def _user_state(data: bytes) -> Any:
     if not data:
         return None
-    from penstock.proto.state.codec import decode_state  # torch: only where a state is looked into
+    from penstock.proto.state.codec import decode_state  # imports torch: only where a state is decoded
 
     return cast(dict[str, Any], decode_state(data))["user"]
 
 
 def tables(found: dict[str, Any]) -> list[Table]:
-    """The same for people."""
+    """Return the same as tables for people."""
     boxes = Table(
         f"Run {found['run']} at step {found['step']}: {topology(found['num_boxes'], found['num_workers_per_box'])}",
         ("box>", "step>", "epoch>", "next slot>", "live slots", "batches of each slot (this epoch / in all)", "digest"),

@@ -1,4 +1,4 @@
-"""`penstock status`: what the coordinator knows now, as tables or as one JSON object (see
+"""`penstock status`: the coordinator's present state, as tables or as one JSON object (see
 penstock.runtime.telemetry.cluster_view)."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["show_status", "tables"]
 
 
 def show_status(peer: Peer, as_json: bool) -> None:
-    """Ask the coordinator and print."""
+    """Query the coordinator and print its state."""
     with peer.client() as client:
         found = view(client.status(), peer.address)
     if as_json:
@@ -26,7 +26,7 @@ def show_status(peer: Peer, as_json: bool) -> None:
 
 
 def tables(found: ClusterView) -> list[Table]:
-    """The same for people."""
+    """Return the same as tables for people."""
     about, runs = found.coordinator.about, found.runs
     boxes = [box for run in runs for box in run.boxes]
     slots = [slot for box in boxes for slot in box.slots]

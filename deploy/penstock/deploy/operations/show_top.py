@@ -1,8 +1,8 @@
-"""`penstock top`: what the coordinator knows, again and again.
+"""`penstock top`: the coordinator's state, repeatedly.
 
-On a terminal it is a screen that is drawn anew; elsewhere lines to read or to grep, or JSON objects. A coordinator that
-cannot be reached at first is an error; one that goes away later is waited for, and the screen says so: training goes on
-meanwhile, and so does whoever watches it.
+On a terminal it is a screen that is refreshed; elsewhere lines to read or to grep, or JSON objects. A coordinator that
+cannot be reached at first is an error. If it goes away later, the command waits for it and the screen reports that,
+because training continues meanwhile.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 __all__ = ["run_top", "told_to_quit"]
 
 DEADLINE_S = 5.0
-"""Deadline of one query, in seconds: an older answer is not a live view."""
+"""Deadline of one query, in seconds: a later answer is not a live view."""
 ESCAPE_S = 0.05
-"""Seconds within which the rest of an escape sequence follows its beginning, which alone is the key Esc."""
+"""Seconds within which the rest of an escape sequence follows its first byte, which alone is the key Esc."""
 _SEQUENCE = re.compile(rb"\x1b(\[[0-?]*[ -/]*[@-~]|O.|[^\x1b])", re.DOTALL)
 AWAY = (CoordinatorUnavailableError, DeadlineError)
 
@@ -48,10 +48,10 @@ def run_top(
     count: int | None,
     as_json: bool,
 ) -> None:
-    """`count`: looks; None = until told to end."""
+    """Run the command. `count`: number of queries; None = until it is ended."""
     with peer.client() as client:
         watch = _Watch(client, peer.address)
-        with contextlib.suppress(KeyboardInterrupt):  # how one ends it
+        with contextlib.suppress(KeyboardInterrupt):  # the usual end
             if as_json:
                 _repeat(watch, interval_s, count, _print_json)
             elif count is None and (console := _terminal()) is not None:
@@ -61,7 +61,7 @@ def run_top(
 
 
 class _Watch:
-    """Asks, and remembers the last answer."""
+    """Poller that keeps the last answer."""
 
     def __init__(self, client: CoordinatorClient, address: str) -> None:
         self._client, self._address = client, address
@@ -71,7 +71,7 @@ class _Watch:
         self._answered_at = 0.0
 
     def ask(self) -> None:
-        """Raises what the coordinator answers, and that it cannot be reached if it never was."""
+        """Query the coordinator. Raises its error, and CoordinatorUnreachableError if it has never answered."""
         try:
             self._found = view(self._client.status(deadline_s=DEADLINE_S), self._address)
         except AWAY:
@@ -84,7 +84,7 @@ class _Watch:
 
     @property
     def found(self) -> ClusterView:
-        assert self._found is not None, "it was never asked"
+        assert self._found is not None, "it was never queried"
         return self._found
 
     @property
@@ -93,7 +93,7 @@ class _Watch:
             return ""
         return (
             f"the coordinator at {self._address} has not answered for {seconds(self.away_s)}; training goes on from "
-            "what its lanes hold, and this is what it said last"
+            "its lanes, and this is its last answer"
         )
 
 
@@ -115,7 +115,7 @@ def _print_json(watch: _Watch) -> None:
 
 
 class _Printer:
-    """Lines, with each event once."""
+    """Printer of lines, with each event once."""
 
     def __init__(self) -> None:
         self._since = 0.0
@@ -130,7 +130,7 @@ class _Printer:
 
 
 def _terminal() -> Console | None:
-    """Standard output, where it is one on which a cursor can be moved."""
+    """Return standard output if its cursor can be moved, else None."""
     if not sys.stdout.isatty():
         return None
     from rich.console import Console
@@ -143,10 +143,10 @@ def _live(watch: _Watch, interval_s: float, console: Console) -> None:
     """Run until q, Esc or Ctrl-C. A signal that ends it raises SystemExit."""
     from rich.live import Live
 
-    watch.ask()  # an error of the first answer is no matter for a screen
+    watch.ask()  # the first query's error is raised before the screen starts
 
     with (
-        raised(lambda number: SystemExit(128 + number)) as check,  # so that the terminal is put in order
+        raised(lambda number: SystemExit(128 + number)) as check,  # so that the terminal is restored
         _keys() as quits,
         Live(Screen(watch.found, watch.away), console=console, screen=True, auto_refresh=False) as live,
     ):
@@ -162,8 +162,8 @@ def _live(watch: _Watch, interval_s: float, console: Console) -> None:
 
 
 def _ask(ask: Callable[[], None], quits: Callable[[float], bool]) -> bool:
-    """Ask, and hear the keys meanwhile: a coordinator that hangs takes long. False if one of them means the end; the
-    question ends with its client."""
+    """Query the coordinator and read the keys meanwhile: one that hangs takes long. Return False if a key ends the
+    command; the query ends with its client."""
     pool = ThreadPoolExecutor(1, "penstock-top")
     asked = pool.submit(ask)
     pool.shutdown(wait=False)
@@ -175,15 +175,15 @@ def _ask(ask: Callable[[], None], quits: Callable[[float], bool]) -> bool:
 
 
 def told_to_quit(keys: bytes) -> bool:
-    """Return whether q or Esc is among what the terminal sent, and not only as a part of other keys' sequences."""
+    """Return whether q or Esc is among the terminal's input, and not only as part of other keys' sequences."""
     plain_keys = _SEQUENCE.sub(b"", keys)
     return any(key in plain_keys for key in (b"q", b"Q", b"\x1b"))
 
 
 @contextlib.contextmanager
 def _keys() -> Iterator[Callable[[float], bool]]:
-    """A function that waits so many seconds for keys, and says whether they mean the end. Where standard input is no
-    terminal there are no keys, and it just waits."""
+    """Yield a function that waits so many seconds for keys, and returns whether they end the command. Without a
+    terminal on standard input it only waits."""
 
     def wait(seconds: float) -> bool:
         time.sleep(seconds)

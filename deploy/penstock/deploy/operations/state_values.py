@@ -1,7 +1,7 @@
-"""A user's state for people and for JSON: what is there, not a way to load it back.
+"""View of a user's state for people and for JSON; it cannot be loaded back.
 
-JSON knows no tensors, bytes, tuples as keys or NaN. Such a value becomes an object with the one key "$", whose value
-says what it is: {"$": "tensor", "dtype": "int64", "shape": [3]} (with a "value" if it has no dimension), {"$":
+JSON has no tensors, bytes, tuples as keys or NaN. Such a value becomes an object with the one key "$", whose value
+names its type: {"$": "tensor", "dtype": "int64", "shape": [3]} (with a "value" if it has no dimension), {"$":
 "bytes", "size": 5, "base64": "aGVsbG8="}, {"$": "dict", "items": [[key, value], ...]}, {"$": "float", "value":
 "nan"}. Lists and tuples are lists.
 """
@@ -16,15 +16,15 @@ from typing import Any
 __all__ = ["as_json", "brief"]
 
 BYTES_IN_FULL = 1024
-"""Longer ones show their size alone."""
+"""Largest number of bytes that are shown; longer values show only their size."""
 BRIEF_ITEMS = 8
-"""Values of one container that the short form shows."""
+"""Number of values of one container that the short form shows."""
 BRIEF_TEXT = 32
 BRIEF_DEPTH = 3
 
 
 def as_json(value: Any) -> Any:
-    """`value` as something that json.dumps takes, and that any JSON reader accepts."""
+    """Return `value` in a form that json.dumps takes and any JSON reader accepts."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
@@ -48,7 +48,7 @@ def as_json(value: Any) -> Any:
 
 
 def brief(value: Any, depth: int = 0) -> str:
-    """`value` in a line or so: names and small values, the rest as its kind and size."""
+    """Return `value` in about a line: names and small values, the rest as type and size."""
     if isinstance(value, str):
         return repr(value if len(value) <= BRIEF_TEXT else value[:BRIEF_TEXT] + "...")
     if isinstance(value, bytes | bytearray):
@@ -78,7 +78,7 @@ def _name(key: Any) -> str:
 
 
 def _shape(value: Any) -> list[int] | None:
-    """Describe a tensor, array or numpy scalar by its attributes: this module knows no torch."""
+    """Describe a tensor, array or numpy scalar by its attributes: this module imports no torch."""
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
     return None if shape is None or dtype is None else [int(length) for length in shape]
 

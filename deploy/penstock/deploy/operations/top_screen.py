@@ -1,8 +1,8 @@
-"""Screen of `penstock top`: a screen that rich draws, or lines for a file or a pipe.
+"""Screen of `penstock top`: tables drawn by rich, or lines for a file or a pipe.
 
-A fleet has more slots than a terminal has lines. So each table is sorted by how much there is to see, slots by how long
-boxes wait for them, and is cut where the room ends; the sentence that names the bottleneck is never cut away. Which
-rows those are is decided here, for rich squeezes or wraps what does not fit.
+A fleet has more slots than a terminal has lines. So each table is sorted by importance, slots by how long boxes wait
+for them, and is cut at the end of the screen; the sentence that names the bottleneck is never cut. This module chooses
+the rows, because rich squeezes or wraps rows that do not fit.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 __all__ = ["Screen", "plain"]
 
 LEAST_ROWS = 3
-"""Rows of each table, before any gets more."""
+"""Number of rows of each table before any gets more."""
 WIDEST = 1000
-"""A table is drawn so wide, and cut at the right: what comes first in it matters most."""
+"""Width at which a table is drawn and then cut at the right: its first columns matter most."""
 STYLES = {"": "", "info": "cyan", "warn": "yellow", "bad": "red"}
 
 
 @dataclass(frozen=True)
 class Section:
-    """A table of the screen, sorted."""
+    """Sorted table of the screen."""
 
     columns: Columns[Any]
     headings: Sequence[str]
@@ -43,7 +43,7 @@ class Section:
     """Views, each with its `alarm`."""
 
     def table(self, count: int) -> RichTable:
-        """The first `count` rows, below the head."""
+        """Return the first `count` rows, below the header."""
         *others, last = self.headings
         shown, more = self.rows[:count], len(self.rows) - count
         heads = (*others, f"{last.rstrip('>')} ({more} more)" if more else last)
@@ -54,11 +54,11 @@ class Section:
 
 @dataclass(frozen=True)
 class Screen:
-    """All of it, for rich: as many lines, and as wide, as there is room for."""
+    """Whole screen, for rich: fits the height and width of the terminal."""
 
     found: ClusterView
     away: str = ""
-    """Why what is shown is old; "" = it is not."""
+    """Reason why the view is old; "" = it is not."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
         """Its lines."""
@@ -79,7 +79,8 @@ class Screen:
             yield Segment.line()
 
     def _head(self, width: int, height: int) -> list[tuple[str, str]]:
-        """Styles and lines: of whom this is, whether it is old; of each open run its figures and what holds it up."""
+        """Return styles and lines: coordinator, whether the view is old; for each open run its figures and its
+        bottleneck."""
         coordinator, runs = self.found.coordinator, self.found.open_runs
         about = coordinator.about + (f"  dashboard {coordinator.dashboard}" if coordinator.dashboard else "")
         lines = [("bold reverse", about.ljust(width))]
@@ -94,8 +95,8 @@ class Screen:
 
 
 def fit(rows: Sequence[int], height: int) -> list[int]:
-    """Return the number of rows of each table to show in so many lines; the first ones matter most. Each that is shown
-    takes two lines more: its head, and a blank."""
+    """Return the number of rows of each table to show in `height` lines; the first tables matter most. Each table
+    takes two more lines: its header, and a blank."""
     counts = [0] * len(rows)
     for index, count in enumerate(rows):
         least = min(count, LEAST_ROWS)
@@ -138,7 +139,7 @@ def _figures(run: RunView) -> str:
 
 
 def plain(found: ClusterView, since: float) -> Iterable[str]:
-    """Lines for a file or a pipe: one a run, and one for each event since `since` (seconds since the epoch)."""
+    """Yield lines for a file or a pipe: one a run, and one for each event since `since` (seconds since 1970)."""
     for event in found.events:
         if event.at > since:
             kind = "fault" if event.fault else "event"

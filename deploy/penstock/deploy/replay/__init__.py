@@ -1,1 +1,1 @@
-"""`penstock replay`: a batch that was delivered, made again."""
+"""`penstock replay`: recreates a delivered batch."""

@@ -1,4 +1,4 @@
-"""History of a run for `penstock replay`: from the coordinator, or from the files of a stopped one."""
+"""History of a run for `penstock replay`: from a running coordinator, or from the files of a stopped one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Archive(Protocol):
     def snapshot(self, header: pb.SnapshotHeader) -> bytes: ...
 
     def blob(self, name: str) -> bytes | None:
-        """None: it is not kept any more."""
+        """Return a blob; None if it is not kept any more."""
 
     def __enter__(self) -> Self: ...
 
@@ -38,7 +38,7 @@ def _unknown(run: str, box: int, where: str) -> UnknownRunError:
 
 
 class RunningArchive:
-    """A coordinator that runs."""
+    """History from a running coordinator."""
 
     def __init__(self, client: CoordinatorClient) -> None:
         self._client = client
@@ -66,7 +66,7 @@ class RunningArchive:
 
 
 class StoppedArchive(StoppedCoordinator):
-    """The state directory of one that does not."""
+    """History from the state directory of a stopped coordinator."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)

@@ -1,12 +1,12 @@
 """Plan of the replay of a delivered batch: the box's position to start from, and how each worker gets there.
 
-A batch is a function of what the stream was started from and of the epochs that the loop abandoned by `break`. Which
-worker made step S follows from the lengths of all workers' epochs, which are not recorded. So all workers of the box
-run again, from the newest known position that each of them can be brought to: by a durable snapshot before it, by a
-checkpoint of it, or from the beginning of the attempt. That yields the stream digest of the box too, which is compared
-where the box, or a checkpoint, recorded it.
+A batch is a function of the stream's start and of the epochs that the loop abandoned by `break`. Which worker made step
+S follows from the lengths of all workers' epochs, which are not recorded. So all workers of the box run again, from the
+newest known position that each of them can reach: from a durable snapshot before it, from a checkpoint of it, or from
+the start of the attempt. That yields the stream digest of the box too, which is compared where the box, or a
+checkpoint, recorded it.
 
-Pure: it reads what is known, and runs nothing.
+Pure: it reads the history, and runs nothing.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 __all__ = ["KnownPosition", "ReplayPlan", "attempt_of", "plan"]
 
 FURTHER = 1000
-"""Steps beyond the batch that are replayed at most, or as many as led to it, to compare with the stream digest.
+"""Largest number of steps replayed beyond the batch, to compare with the stream digest; or the number that led to it.
 """
 
 
 @dataclass(frozen=True)
 class KnownPosition:
-    """A position of the box that is known."""
+    """Known position of the box."""
 
     position: Position
     checkpoint: SavedState | None = None
@@ -40,7 +40,7 @@ class KnownPosition:
 class ReplayPlan:
     start: KnownPosition
     snapshots: tuple[pb.SnapshotHeader | None, ...]
-    """Snapshot by slot, if the start has no checkpoint; None: restored as the attempt began."""
+    """Snapshot by slot, if the start has no checkpoint; None: restored as at the attempt's start."""
     abandoned: dict[int, int]
     check: Position | None
     """Position at which the stream digest is compared."""
@@ -104,15 +104,17 @@ def plan(history: pb.History, checkpoints: Sequence[SavedState], step: int) -> R
     elif check is None:
         unverified = f"the stream digest is not known at step {step} or after it"
     elif check.step - step > max(FURTHER, step - start.position.step):
-        unverified = f"the next step at which the stream digest is known is {check.step}, {check.step - step} steps on"
+        unverified = (
+            f"the next step at which the stream digest is known is {check.step}, {check.step - step} steps later"
+        )
         check = None
     return ReplayPlan(start, snapshots, abandoned, check, unverified)
 
 
 def _place_of(opening: pb.OpenRunRequest, begun: int, saved: SavedState) -> Position | None:
-    """Return the box's position when the state was saved; None if it is before the attempt began.
+    """Return the box's position when the state was saved; None if it is before the attempt's start.
 
-    A state of another topology is valid where the attempt began, for the attempt was resumed from it; later ones
+    A state of another topology is valid at the attempt's start, because the attempt was resumed from it; later ones
     belong to another attempt. Raises StateMismatchError.
     """
     ours, theirs = (opening.num_boxes, opening.num_workers_per_box), (saved.num_boxes, saved.num_workers_per_box)
@@ -143,7 +145,7 @@ def _start(
     history: pb.History, known: Sequence[KnownPosition], abandoned: dict[int, int], step: int
 ) -> tuple[KnownPosition, tuple[pb.SnapshotHeader | None, ...]]:
     """Return the newest known position before the step that all workers can be restored to; the first known one is
-    where the attempt began."""
+    the attempt's start."""
     before = [one for one in known if one.position.step < step]
     for one in sorted(before, key=lambda one: (one.position.step, one.checkpoint is not None), reverse=True):
         if one.checkpoint is not None:
@@ -161,7 +163,7 @@ def _left(first: int, epoch: int, abandoned: dict[int, int]) -> bool:
 
 def _snapshot(history: pb.History, slot: int, at: Position, abandoned: dict[int, int]) -> pb.SnapshotHeader | None:
     """Return the newest snapshot that leads to the slot's position; each durable one was verified. None for a loader
-    restored by its own methods only: it starts where the attempt began."""
+    restored by its own methods only: it starts at the attempt's start."""
     if slot >= len(history.slots):
         return None
     kept = history.slots[slot]
@@ -171,6 +173,6 @@ def _snapshot(history: pb.History, slot: int, at: Position, abandoned: dict[int,
         header
         for header in kept.snapshots
         if header.epoch <= at.epoch and header.total <= at.total[slot] and not _left(header.epoch, at.epoch, abandoned)
-        if header.size  # else it is how the attempt began
+        if header.size  # else it is the attempt's start
     ]
     return max(fits, key=lambda header: (header.epoch, header.total), default=None)

@@ -1,7 +1,7 @@
-"""`penstock replay`: makes a delivered batch again here, to show what was in it.
+"""`penstock replay`: recreates a delivered batch here, to show its content.
 
-The loader is user code that the run names: it is imported and run in child processes, and only if its module is among
-those that the caller allows, for what stands in a journal, or in a file, somebody else has written there.
+The loader is user code that the run names: it is imported and run in child processes, and only if the caller allows its
+module, because the name in a journal or in a file may have been written by somebody else.
 """
 
 from __future__ import annotations
@@ -51,18 +51,18 @@ class ReplayRequest:
     """Batch to replay, and its sources. Raises InvalidArgumentError for invalid values."""
 
     run: str | None
-    """None: from a checkpoint alone."""
+    """Name of the run; None: replay from a checkpoint alone."""
     step: int
     box: int = 0
     row: int | None = None
     out: Path | None = None
     attempt: int | None = None
-    """None: the one that delivered the step last."""
+    """Attempt of the run; None: the one that delivered the step last."""
     state_dir: Path | None = None
-    """None: read from the coordinator."""
+    """State directory of a stopped coordinator; None: query the running one."""
     checkpoints: Sequence[Path] = ()
     args: str | None = None
-    """JSON; None: as the run had them."""
+    """Arguments of input_fn as JSON; None: those of the run."""
     kwargs: str | None = None
     """The same."""
     allow: Sequence[str] = ()
@@ -95,8 +95,8 @@ def archive_of(request: ReplayRequest, peer: Peer) -> Archive | None:
 
 
 def replay(request: ReplayRequest, archive: Archive | None, forker: ReplayForker | None = None) -> dict[str, Any]:
-    """Make the batch again; return contents and origin under the names of docs/cli.md. `forker`: of the run's seed,
-    if there is one already.
+    """Recreate the batch; return contents and origin under the names of docs/cli.md. `forker`: one with the run's seed,
+    if it exists already.
 
     Raises the error that prevents it, ReplayMismatchError if the batch differs.
     """
@@ -123,7 +123,7 @@ def replay(request: ReplayRequest, archive: Archive | None, forker: ReplayForker
 
 
 def _of_checkpoint(saved: SavedState, request: ReplayRequest) -> pb.History:
-    """Return a saved state's record of a run's attempt; it lacks the arguments."""
+    """Return a saved state as the history of a run's attempt; it lacks the arguments."""
     if saved.step >= request.step or not saved.positions:
         have = (
             f"it leads to steps from {saved.step + 1} on"
@@ -148,7 +148,7 @@ def _of_checkpoint(saved: SavedState, request: ReplayRequest) -> pb.History:
 
 
 def _loader(request: ReplayRequest, history: pb.History, archive: Archive | None) -> records_pb2.LoaderSpec:
-    """Return what the children import and call. Raises InputFnNotAllowedError, StateUnavailableError."""
+    """Return the loader that the children import and call. Raises InputFnNotAllowedError, StateUnavailableError."""
     from penstock.proto.state.codec import decode_state, encode_state
 
     opened = history.opening.loader
@@ -183,7 +183,7 @@ def _loader(request: ReplayRequest, history: pb.History, archive: Archive | None
 
 
 def _publish(part: Path, out: Path) -> None:
-    """Give a file that is on the disk its name. Raises InvalidArgumentError."""
+    """Rename a synced file to its final name. Raises InvalidArgumentError."""
     try:
         os.replace(part, out)
     except OSError as error:
@@ -195,7 +195,7 @@ def _counted(number: int, what: str) -> str:
 
 
 class BatchReplay:
-    """A replay in progress."""
+    """Replay in progress."""
 
     def __init__(self, request: ReplayRequest, history: pb.History, way: ReplayPlan, archive: Archive | None) -> None:
         self._request, self._history, self._plan, self._archive = request, history, way, archive
@@ -205,7 +205,8 @@ class BatchReplay:
         self._line = Progress()
 
     def run(self, processes: ReplayProcesses) -> dict[str, Any]:
-        """Start the workers, go to the step, look at the batch, go on to where the stream digest is known."""
+        """Start the workers, advance to the step, read the batch, advance to the next step with a known stream
+        digest."""
         request, way = self._request, self._plan
         start = way.start.position
         count = len(start.total)
@@ -258,10 +259,10 @@ class BatchReplay:
             return f"the checkpoint of step {start.position.step}"
         if None not in self._plan.snapshots and start.position.step > self._history.opening.start.step:
             return f"snapshots before step {start.position.step + 1}"
-        return f"the beginning of attempt {self._history.attempt} (step {self._history.opening.start.step})"
+        return f"the start of attempt {self._history.attempt} (step {self._history.opening.start.step})"
 
     def _begin(self, slot: int) -> Task:
-        """The start task of a worker."""
+        """Return the start task of a worker."""
         opening, start = self._history.opening, self._plan.start
         position, saved = start.position, start.checkpoint
         slots = self._history.slots

@@ -1,4 +1,4 @@
-"""The processes that run a box's loaders again, seen from `penstock replay`, which waits with a deadline."""
+"""Handle of `penstock replay` on the processes that replay a box's loaders; it waits with a deadline."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ def digests_of(answer: ControlMessage) -> list[int]:
 
 
 class ReplayForker(ForkingInterpreter):
-    """Forks the children."""
+    """Interpreter that forks the children."""
 
     def __init__(self, seed: int) -> None:
         super().__init__("penstock.deploy.replay.slot_replay", seed)
 
 
 class ReplayProcesses:
-    """`count` children, one for each worker of the box.
+    """Set of `count` children, one for each worker of the box.
 
-    `until`: the monotonic time at which everything must be done. `told`: called with (slot, total) from time to time.
+    `until`: monotonic time of the deadline. `told`: called with (slot, total) to report progress.
     """
 
     def __init__(self, forker: ReplayForker, count: int, until: float, told: Callable[[int, int], None]) -> None:
@@ -44,14 +44,14 @@ class ReplayProcesses:
         self.close()
 
     def close(self) -> None:
-        """Kill them, and what they left behind."""
+        """Kill the children and their descendants."""
         for child in self._children:
             child.close()
 
     def ask(self, tasks: Mapping[int, Task]) -> dict[int, ControlMessage]:
-        """Have children do their tasks, all at the same time; their answers by slot.
+        """Run the children's tasks, all at the same time; return their answers by slot.
 
-        Raises what one of them raised first; WorkerLostError if one died; DeadlineError, with the stacks on standard
+        Raises the first error of a child; WorkerLostError if one died; DeadlineError, with the stacks on standard
         error.
         """
         for slot, task in tasks.items():

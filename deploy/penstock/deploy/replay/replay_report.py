@@ -13,9 +13,9 @@ from penstock.deploy.replay.replay_batch import ReplayRequest, archive_of, repla
 __all__ = ["show_replay", "tables"]
 
 ROW_TEXT = 160
-"""Characters of a row's values in a table; --json has more of them."""
+"""Largest number of characters of a row's values in a table; --json has more of them."""
 ONE_TEXT = 8192
-"""Characters of a value that is one text: a restore key has some hundreds, and is useful only whole."""
+"""Largest number of characters of a single text: a restore key has some hundreds, and is useful only whole."""
 
 
 def show_replay(
@@ -23,7 +23,7 @@ def show_replay(
     peer: Peer,
     as_json: bool,
 ) -> None:
-    """Make the batch again and print what it holds."""
+    """Recreate the batch and print its content."""
     archive = archive_of(request, peer)
     if archive is None:
         found = replay(request, None)
@@ -41,7 +41,7 @@ def show_replay(
 
 
 def tables(found: dict[str, Any]) -> list[Table]:
-    """The findings for people."""
+    """Return the findings as tables for people."""
     of_run = "" if found["run"] is None else f" of run {found['run']}, attempt {found['attempt']}"
     about = Table(
         f"Step {found['step']} of box {found['box']}{of_run}",

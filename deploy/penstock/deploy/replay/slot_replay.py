@@ -1,13 +1,12 @@
-"""The children of `penstock replay`: one for each worker of the box, in which the user's loader runs as it ran there.
+"""Child process of `penstock replay`: one for each worker of the box, which runs the user's loader as the worker did.
 
-One fresh interpreter imports torch and forks them, as a worker's fork server does. A child receives where to start, and
-then how far to go; it tells the digest of each batch on the way, and shows the one that it has made last. What it is
-asked:
+One fresh interpreter imports torch and forks them, as a worker's fork server does. A child receives its start, and then
+its targets. It reports the digest of each batch on the way, and shows the newest batch. Its tasks:
 
-    start   build the loader; go to where an attempt, a saved state or a snapshot begins, and on to a place
-    go      on to batch `total` of epoch `epoch`, or to the end of that epoch
-    leave   the epoch, as the training loop did
-    show    the batch that was made last: what is in it, and as a file
+    start      build the loader; go to the start of an attempt, a saved state or a snapshot, and on to a position
+    go         advance to batch `total` of epoch `epoch`, or to the end of that epoch
+    leave      abandon the epoch, as the training loop did
+    show       show the newest batch: its content, also as a file
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-import numpy.random  # noqa: F401  # what every child needs, loaded once
+import numpy.random  # noqa: F401  # needed by every child, loaded once
 import torch
 
 from penstock.deploy.forking_interpreter import serve, take_task
@@ -71,7 +70,7 @@ def _serve(channel: ControlChannel) -> None:
 
 
 class _SlotReplay:
-    """A worker's loader."""
+    """Loader of a worker."""
 
     def __init__(self, channel: ControlChannel, assignment: records_pb2.WorkerAssignment) -> None:
         self._channel = channel
@@ -84,7 +83,7 @@ class _SlotReplay:
         self._told = 0.0
 
     def start(self, parts: Sequence[bytes], fields: Mapping[str, Any]) -> None:
-        """Go from a snapshot, a saved state, or the beginning, to `total` in epoch `epoch`."""
+        """Advance from a snapshot, a saved state, or the start, to `total` in epoch `epoch`."""
         source, total, epoch = self._source, fields["total"], fields["epoch"]
         source.build()
         if fields["snapshot"]:
@@ -101,7 +100,7 @@ class _SlotReplay:
         self._point = point
 
     def _seek(self, leg: Leg) -> None:
-        """Go to a position that is known to have been reached."""
+        """Advance to a position that is known to have been reached."""
         source, total, epoch, digest = self._source, leg.total, leg.epoch, leg.digest
         replayed = source.position.total < total
         if not source.seek(total, epoch, self._seen):
@@ -131,8 +130,8 @@ class _SlotReplay:
         self._done(ended=not reached)
 
     def leave(self, epoch: int, total: int) -> None:
-        """Abandon the epoch. Replay up to there again if the worker ran past the end of its input, which the loop did
-        not."""
+        """Abandon the epoch. If the worker ran past the end of its input, which the loop did not reach, replay up to
+        there again."""
         source = self._source
         if source.position.epoch > epoch:
             assert self._point is not None
@@ -152,7 +151,7 @@ class _SlotReplay:
         self._channel.send("done", text, digest=self._source.digest)
 
     def _done(self, **fields: Any) -> None:
-        """Send the digests of the batches since the last answer, which end with batch `total`."""
+        """Send the digests of the batches since the last answer, of which the last is that of batch `total`."""
         digests, self._digests = self._digests, []
         data = struct.pack(f"<{len(digests)}Q", *digests)
         self._channel.send("done", data, total=self._source.position.total, **fields)

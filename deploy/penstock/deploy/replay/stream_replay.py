@@ -1,8 +1,8 @@
 """Replay of a box's stream: the round robin over workers, which report where their epochs end.
 
-The lengths of epochs are nowhere written down. So each worker is asked to go to where the box's position would be if
-no further epoch ended; one whose input ends before says so, and the position is worked out again. What all have reached
-is true, for a worker that is not at its end has only more to give.
+The lengths of epochs are not recorded. So each worker is sent to the box's position under the assumption that
+no further epoch ended. A worker whose input ends before reports that, and the position is computed again. A position
+that all have reached is correct, because a worker that is not at its end only has more batches.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ Ask = Callable[[Mapping[int, Task]], Mapping[int, ControlMessage]]
 
 
 class StreamReplay:
-    """
+    """Replay of a box's stream.
+
     Args:
-        ask: has workers do tasks, by slot: see slot_replay.py. They stand at `start`.
-        abandoned: epoch -> the last step taken in it before the loop abandoned it.
+        ask: runs tasks of workers, by slot: see slot_replay.py. They are at `start`. abandoned: epoch -> its last step
+        before the loop abandoned it.
     """
 
     def __init__(self, ask: Ask, start: Position, abandoned: dict[int, int]) -> None:
         self.at = start.copy()
         self._start, self._ask, self._abandoned = start, ask, abandoned
         self._made = list(start.total)
-        """Batches made, by slot."""
+        """Number of batches made, by slot."""
         self._ends: dict[tuple[int, int], int] = {}
         self._digests: dict[tuple[int, int], int] = {}
 
@@ -40,7 +41,7 @@ class StreamReplay:
         return self.at.live[(self.at.cursor - 1) % len(self.at.live)]
 
     def to(self, step: int) -> None:
-        """Advance to right after this step."""
+        """Advance to the position after this step."""
         while self.at.step < step:
             abandon_epoch = min((epoch for epoch in self._abandoned if epoch >= self.at.epoch), default=None)
             until = step if abandon_epoch is None else min(step, self._abandoned[abandon_epoch])

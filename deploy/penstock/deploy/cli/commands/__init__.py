@@ -1,1 +1,1 @@
-"""The commands, each with its options and its help. They import what does the work when they are called."""
+"""Commands, each with its options and its help. A command imports its implementation only when it is called."""

@@ -34,11 +34,11 @@ def config(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> int:
-    """Show the settings that hold here, and where each came from.
+    """Show the effective settings, and the source of each.
 
-    A flag wins over a PENSTOCK_* variable, a variable over the settings file, the file over the default. This shows all
-    but flags: what a daemon or a training job that was started here without any would run with. Never a secret. A
-    setting that cannot be meant is shown with the reason, and ends with 2; one that is only missing does not.
+    A flag wins over a PENSTOCK_* variable, a variable over the settings file, the file over the default. Flags are
+    not shown: these are the settings of a daemon or a training job started here without any. Secrets are never
+    shown. An invalid setting is shown with the reason, and the exit code is 2; a missing one does not change it.
 
     \b
     Examples:

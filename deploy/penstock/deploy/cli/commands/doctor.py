@@ -1,4 +1,4 @@
-"""`penstock doctor`: of a machine, of a cluster, of a loader or a checkpoint."""
+"""`penstock doctor`: checks of a machine, a cluster, a loader or a checkpoint."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ __all__ = ["doctor"]
 _INPUT_FN = re.compile(r"[^\W\d][\w.]*:[^\W\d][\w.]*")
 
 
-class _FindsWhatIsMeant(Group):
-    """`penstock doctor` is `doctor machine`; `penstock doctor TARGET` is `doctor loader TARGET`."""
+class _DefaultsByTarget(Group):
+    """Group that reads `penstock doctor` as `doctor machine`; `penstock doctor TARGET` as `doctor loader TARGET`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if ctx.resilient_parsing and not args:  # a shell that completes: nothing is meant yet
+        if ctx.resilient_parsing and not args:  # completion in a shell: there is no target yet
             return super().parse_args(ctx, args)
         if not args or args[0] not in (*self.commands, *ctx.help_option_names):
             args = ["loader" if _has_target(args) else "machine", *args]
@@ -31,7 +31,7 @@ class _FindsWhatIsMeant(Group):
 
 
 def _has_target(args: list[str]) -> bool:
-    """A loader or a checkpoint, at the beginning, or at the end after options and no value of one."""
+    """Return whether a loader or a checkpoint comes first, or last and is not an option's value."""
     if not args:
         return False
     before = args[-2] if len(args) > 1 else ""
@@ -40,10 +40,10 @@ def _has_target(args: list[str]) -> bool:
     return not args[0].startswith("-") or (last and not value)
 
 
-doctor = subcommands(_FindsWhatIsMeant)
+doctor = subcommands(_DefaultsByTarget)
 
 InputFn = Annotated[
-    str | None, typer.Option("--input-fn", metavar="MODULE:NAME", help="Loader that shall run: can it, here or there?")
+    str | None, typer.Option("--input-fn", metavar="MODULE:NAME", help="Loader of the job: check that it may run.")
 ]
 
 
@@ -68,7 +68,12 @@ def _doctor() -> None:
 def doctor_machine(
     slots: Annotated[
         int | None,
-        typer.Option("--slots", metavar="N", min=1, help="Slots of a worker here. Default: as set, else the cores."),
+        typer.Option(
+            "--slots",
+            metavar="N",
+            min=1,
+            help="Slots of a worker here. Default: the setting, else the number of cores.",
+        ),
     ] = None,
     input_fn: InputFn = None,
     allow: Annotated[
@@ -82,7 +87,7 @@ def doctor_machine(
         Path | None, typer.Option("--state-dir", metavar="DIR", help="State directory of a coordinator here.")
     ] = None,
     deadline: Annotated[
-        float, typer.Option("--deadline", metavar="SECONDS", min=1, help="For importing the loader's module.")
+        float, typer.Option("--deadline", metavar="SECONDS", min=1, help="Limit for importing the loader's module.")
     ] = 60.0,
     token_file: TokenFile = None,
     *,
@@ -92,9 +97,9 @@ def doctor_machine(
 ) -> int:
     """Check this machine: versions, kernel, limits, clock, disk, ports, TLS, token, settings.
 
-    Looks at what the settings that hold here would need (`penstock config` shows them): without --slots and
-    --state-dir, a worker with a slot for each core, and no coordinator. With --input-fn, imports its module in a
-    process of its own. Starts nothing and leaves nothing. Exit code 32 if there is a problem; warnings alone are 0.
+    Checks what the effective settings need (`penstock config` shows them): without --slots and --state-dir, a
+    worker with a slot for each core, and no coordinator. With --input-fn, imports its module in a process of its
+    own. Starts nothing and leaves nothing. Exit code 32 if there is a problem; warnings alone are 0.
 
     \b
     Examples:
@@ -120,9 +125,7 @@ def doctor_machine(
 @doctor.command("cluster")
 @guarded
 def doctor_cluster(
-    boxes: Annotated[
-        int | None, typer.Option("--boxes", metavar="R", min=1, help="Boxes of the job that shall run.")
-    ] = None,
+    boxes: Annotated[int | None, typer.Option("--boxes", metavar="R", min=1, help="Boxes of the planned job.")] = None,
     workers: Annotated[
         int | None, typer.Option("--workers", metavar="W", min=1, help="Workers of each of its boxes.")
     ] = None,
@@ -132,11 +135,11 @@ def doctor_cluster(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> int:
-    """Check a cluster from here: is its coordinator reached, and every worker's lanes?
+    """Check a cluster from here: can its coordinator and every worker's lanes be reached?
 
-    Run it where the training job runs. Name, connection, TLS, token, versions, clocks; each worker, its lanes tried
-    from here; slots that are free for --boxes and --workers on workers that may run --input-fn. Exit code 32 if there
-    is a problem; warnings alone are 0. Needs a token of the role admin.
+    Run it where the training job runs. Checks name, connection, TLS, token, versions and clocks; connects to the lanes
+    of each worker; counts the free slots for --boxes and --workers on workers that may run --input-fn. Exit code 32 if
+    there is a problem; warnings alone are 0. Needs a token of the role admin.
 
     \b
     Examples:
@@ -147,7 +150,7 @@ def doctor_cluster(
     from penstock.deploy.doctor.findings import show_findings
 
     found = check_cluster(peer.address, peer.tls, peer.token, JobQuestion(boxes, workers, input_fn))
-    return show_findings(f"The cluster of {peer.address}", list(found), as_json)
+    return show_findings(f"Cluster of {peer.address}", list(found), as_json)
 
 
 @doctor.command("loader")
@@ -160,30 +163,33 @@ def doctor_loader(
             help="An input_fn, importable from here; or the folder of a checkpoint, or one with checkpoints in it.",
         ),
     ],
-    args: Annotated[str, typer.Option("--args", metavar="JSON", help="Its positional arguments, a JSON list.")] = "[]",
-    kwargs: Annotated[str, typer.Option("--kwargs", metavar="JSON", help="Its named ones, a JSON object.")] = "{}",
+    args: Annotated[str, typer.Option("--args", metavar="JSON", help="Positional arguments, a JSON list.")] = "[]",
+    kwargs: Annotated[str, typer.Option("--kwargs", metavar="JSON", help="Keyword arguments, a JSON object.")] = "{}",
     batches: Annotated[
         int, typer.Option("--batches", metavar="N", min=2, max=5000, help="Batches to stream from each worker.")
     ] = 32,
-    workers: Annotated[int, typer.Option("--workers", metavar="W", min=1, max=64, help="Workers of the one box.")] = 1,
+    workers: Annotated[int, typer.Option("--workers", metavar="W", min=1, max=64, help="Workers of the box.")] = 1,
     replay: Annotated[
         bool,
-        typer.Option("--replay", help="A loader without state methods may be saved by replay: Appliance(replay=True)."),
+        typer.Option(
+            "--replay", help="Accept saving by replay for a loader without state methods: Appliance(replay=True)."
+        ),
     ] = False,
-    seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, max=LARGEST_SEED, help="Of the run.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, max=LARGEST_SEED, help="Seed of the run.")] = 0,
     deadline: Annotated[
-        float, typer.Option("--deadline", metavar="SECONDS", min=1, help="For each child process that runs the loader.")
+        float,
+        typer.Option("--deadline", metavar="SECONDS", min=1, help="Limit of each child process that runs the loader."),
     ] = 300.0,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> int:
-    """Check beforehand whether a loader can be saved and resumed exactly; or whether checkpoints are whole.
+    """Check whether a loader can be saved and resumed exactly, or whether checkpoints are intact.
 
-    Of a loader: streams N batches with a snapshot after each, restores some of them in fresh processes, and compares
-    what comes next: the check that every run makes, and more of it. Exit code 0: it can. 30: a restored loader yields
-    other batches. 31: it streams well, but cannot be saved as it is.
+    For a loader: streams N batches with a snapshot after each, restores some of them in fresh processes, and compares
+    the next batches: the check that every run makes, and more. Exit code 0: exact. 30: a restored loader yields
+    other batches. 31: it streams, but cannot be saved as it is.
 
-    Of checkpoints: reads all files and compares them with what was written. 24: one is damaged, which is named.
+    For checkpoints: reads all files and compares them with what was written. 24: one is damaged; its name is shown.
 
     \b
     Examples:

@@ -17,14 +17,14 @@ def down(
     dir: Annotated[str | None, option(UpSettings, "dir")] = None,
     timeout: Annotated[
         float,
-        typer.Option("--timeout", metavar="SECONDS", min=1, help="Seconds for an orderly end; then it is killed."),
+        typer.Option("--timeout", metavar="SECONDS", min=1, help="Time for an orderly end before it is killed."),
     ] = 60.0,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """End what `penstock up` started, whichever engine it was: workers first, then the coordinator.
+    """End what `penstock up` started, on any engine: workers first, then the coordinator.
 
-    Its journal, token and logs stay, so that `penstock up` goes on where it was. Ends with 0 if nothing is up, too.
+    Journal, token and logs stay, so that `penstock up` continues from there. Exit code 0 also if nothing runs.
 
     \b
     Examples:

@@ -18,11 +18,16 @@ def replay(
     run: Annotated[
         str | None,
         typer.Argument(
-            metavar="RUN", help="JOB/ORDINAL; JOB is JOB/0. None: from a --checkpoint alone.", autocompletion=run_names
+            metavar="RUN",
+            help="JOB/ORDINAL; JOB is JOB/0. Omit it to use a --checkpoint alone.",
+            autocompletion=run_names,
         ),
     ] = None,
     step: Annotated[
-        int, typer.Option("--step", metavar="S", min=1, max=LARGEST, help="Step of the box that got the batch.")
+        int,
+        typer.Option(
+            "--step", metavar="S", min=1, max=LARGEST, help="Step of the box at which the batch was delivered."
+        ),
     ] = ...,  # type: ignore[assignment]
     box: Annotated[int, typer.Option("--box", metavar="B", min=0, max=LARGEST_BOX, help="The box.")] = 0,
     row: Annotated[int | None, typer.Option("--row", metavar="I", min=0, help="Show one row of the batch too.")] = None,
@@ -44,28 +49,34 @@ def replay(
     attempt: Annotated[
         int | None,
         typer.Option(
-            "--attempt", metavar="N", min=1, max=LARGEST, help="Of the run. Default: the last that had the step."
+            "--attempt",
+            metavar="N",
+            min=1,
+            max=LARGEST,
+            help="Attempt of the run. Default: the last one that reached the step.",
         ),
     ] = None,
     args: Annotated[
         str | None, typer.Option("--args", metavar="JSON", help="Positional arguments of input_fn, if not the run's.")
     ] = None,
-    kwargs: Annotated[str | None, typer.Option("--kwargs", metavar="JSON", help="Named ones, a JSON object.")] = None,
+    kwargs: Annotated[
+        str | None, typer.Option("--kwargs", metavar="JSON", help="Keyword arguments, a JSON object.")
+    ] = None,
     script: Annotated[
         Path | None, typer.Option("--script", metavar="FILE", help="The training script, if input_fn is in it.")
     ] = None,
     timeout: Annotated[
-        float, typer.Option("--timeout", metavar="SECONDS", min=1, help="Give up after so long.")
+        float, typer.Option("--timeout", metavar="SECONDS", min=1, help="Deadline of the whole replay.")
     ] = 3600.0,
     *,
     peer: Peer,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Make a batch again that a box was handed, bit by bit, and show what is in it.
+    """Recreate a delivered batch, bit for bit, and show its content.
 
-    Runs the loader here, in processes of its own, from the newest place that is kept: a snapshot, a checkpoint, or the
-    beginning. What it made is compared with the stream digest, where that is known. Needs your data, and --allow.
+    Runs the loader here, in child processes, from the nearest restart point: a snapshot, a checkpoint, or the
+    start. Compares the result with the stream digest, where there is one. Needs your data, and --allow.
 
     \b
     Examples:

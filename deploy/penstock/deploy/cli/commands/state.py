@@ -17,7 +17,7 @@ __all__ = ["state"]
 
 
 class _ShowsByDefault(Group):
-    """`penstock state RUN` is short for `penstock state show RUN`."""
+    """Group that reads `penstock state RUN` as `penstock state show RUN`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if args and args[0] not in (*self.commands, *ctx.help_option_names):
@@ -25,7 +25,7 @@ class _ShowsByDefault(Group):
         return super().parse_args(ctx, args)
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
-        """The commands, and what `show` takes."""
+        """Return the commands, and the completions of `show`."""
         completed = super().shell_complete(ctx, incomplete)
         if incomplete.startswith("-"):
             return completed
@@ -65,12 +65,12 @@ def state_show(
             metavar="S",
             min=0,
             max=LARGEST,
-            help="Step of the boxes. Default: the last that every box has had.",
+            help="Step of the boxes. Default: the last one that every box has received.",
         ),
     ] = None,
     deadline: Annotated[
         float,
-        typer.Option("--deadline", metavar="SECONDS", min=0.1, max=3600, help="Wait so long for the workers."),
+        typer.Option("--deadline", metavar="SECONDS", min=0.1, max=3600, help="Time to wait for the workers."),
     ] = 60.0,
     *,
     peer: Peer,
@@ -79,11 +79,11 @@ def state_show(
 ) -> None:
     """Show the state of a run at a step: one DataLoaderCheckpoint for each worker of every box.
 
-    Asking disturbs nobody. A step outside the retention window is an error that names the steps that can be had (20).
+    Does not disturb the run. A step outside the retention window is an error that names the available steps (20).
 
     \b
     Examples:
-      penstock state myjob                          at the last step that every box has had
+      penstock state myjob                          at the last step that every box has received
       penstock state show myjob/1 --step 1200       the job's second loader, at a step
       penstock state myjob --json | jq '.workers[].samples_streamed'
     """
@@ -97,14 +97,14 @@ def state_show(
 def state_convert(
     source: Annotated[Path, typer.Argument(metavar="IN", help="File with what DataLoader.state_dict() returned.")],
     target: Annotated[Path, typer.Argument(metavar="OUT", help="File to write, of the same kind.")],
-    boxes: Annotated[int, typer.Option("--boxes", metavar="R", min=1, help="Boxes of the job that goes on.")],
-    workers: Annotated[int, typer.Option("--workers", metavar="W", min=1, help="Workers of each of them.")],
+    boxes: Annotated[int, typer.Option("--boxes", metavar="R", min=1, help="Boxes of the resumed job.")],
+    workers: Annotated[int, typer.Option("--workers", metavar="W", min=1, help="Workers of each box.")],
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Turn a saved state for one number of boxes and workers into one for another, and say what that means.
+    """Convert a saved state to another number of boxes and workers, and report the consequences.
 
-    IN was written by encode_state or torch.save; the state may be a part of a larger checkpoint, the rest of which is
+    IN is written by encode_state or torch.save. It may be part of a larger checkpoint; the rest of that is
     copied. A loader without the four state methods cannot change its topology: 22.
 
     \b

@@ -9,7 +9,7 @@ __all__ = ["status"]
 
 
 def status(peer: Peer, as_json: AsJson = False, debug: Debug = False) -> None:
-    """Show runs, boxes, slots and workers: rates, and who waits for whom.
+    """Show runs, boxes, slots and workers: rates, and which box waits for which worker.
 
     \b
     Examples:

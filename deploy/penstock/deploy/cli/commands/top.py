@@ -15,7 +15,7 @@ __all__ = ["top"]
 def top(
     peer: Peer,
     interval: Annotated[
-        float, typer.Option("--interval", metavar="SECONDS", min=0.2, max=3600, help="Look so often.")
+        float, typer.Option("--interval", metavar="SECONDS", min=0.2, max=3600, help="Time between two looks.")
     ] = 1.0,
     count: Annotated[
         int | None,
@@ -25,16 +25,16 @@ def top(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Watch runs: how fast they are, how long they wait, and who holds them up.
+    """Watch runs: their rates, their waits, and the workers that hold them up.
 
-    On a terminal it is a screen that is drawn anew each second, with what matters most on top: the sentence that names
-    the bottleneck, the slots that boxes wait for, faults. Elsewhere, or with -n, it is a line for each run and for each
-    event; with --json an object a line. A coordinator that goes away is waited for. q or Ctrl-C ends it.
+    On a terminal, a screen that is refreshed every second, the most important first: the sentence that names the
+    bottleneck, the slots that boxes wait for, faults. Elsewhere, or with -n, one line for each run and each
+    event; with --json one object a line. It waits for a coordinator that is away. q or Ctrl-C ends it.
 
     \b
     Examples:
       penstock top
-      penstock top --once                                   a look for scripts and bug reports
+      penstock top --once                                   one look, for scripts and bug reports
       penstock top --json -n 60 --interval 10 >> runs.jsonl     ten minutes on record
     """
     from penstock.deploy.operations.show_top import run_top

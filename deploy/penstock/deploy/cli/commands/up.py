@@ -18,10 +18,11 @@ def up(
     flags: Annotated[Flags, UpSettings],
     tls: Annotated[Flags, TlsSettings],
     detach: Annotated[
-        bool, typer.Option("--detach", help="Local: return once it is ready, and leave it running (other engines do).")
+        bool,
+        typer.Option("--detach", help="Local: return once it is ready, and leave it running, as other engines do."),
     ] = False,
     render: Annotated[
-        bool, typer.Option("--render", help="Slurm, Kubernetes: print what would be submitted, and do nothing.")
+        bool, typer.Option("--render", help="Slurm, Kubernetes: print what would be submitted, and submit nothing.")
     ] = False,
     token_file: TokenFile = None,
     as_json: AsJson = False,
@@ -29,9 +30,9 @@ def up(
 ) -> None:
     """Start a coordinator and workers, and keep them running: here, or on Ray, Slurm or Kubernetes.
 
-    Prints what a training job needs once all is ready: eval "$(penstock up --detach --allow mypackage)". In the
-    foreground Ctrl-C ends it; else `penstock down`. A detached local fleet that is up is given another number of
-    workers by the same command with another --workers, and those that left are started anew by the very same.
+    Once all is ready, prints the variables of a training job: eval "$(penstock up --detach --allow mypackage)". In the
+    foreground Ctrl-C ends it; else `penstock down`. To change the number of workers of a detached local fleet, run the
+    same command with another --workers. To restart workers that have ended, run the very same command.
 
     \b
     Examples:

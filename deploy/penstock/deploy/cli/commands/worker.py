@@ -33,9 +33,9 @@ def _worker(
 ) -> None:
     """Run a worker daemon: it runs your input_fn in child processes and streams their batches.
 
-    Prints its name as one line once the coordinator knows it. Waits for a coordinator that is not there yet. On
-    SIGTERM or Ctrl-C it hands its slots over, one by one, each when another worker is ready for it, and ends; the
-    second time at once.
+    Prints its name as one line once the coordinator has registered it. Waits for a coordinator that is not up yet. On
+    SIGTERM or Ctrl-C it migrates its slots, one by one, each when another worker is ready for it, and ends; a second
+    signal ends it at once.
 
     \b
     Examples:
@@ -45,7 +45,7 @@ def _worker(
     """
     if context.invoked_subcommand is not None:
         _refuse_options_of_the_daemon(context)
-        return  # and not guarded: that ends the command
+        return  # without `guarded`, which ends the command
     from penstock.deploy.operations.run_daemon import run_worker
 
     guarded(run_worker)(coordinator, flags, tls, telemetry, token_file, ready_file, debug, parent_pid)
@@ -70,25 +70,25 @@ def drain_worker(
         str,
         typer.Argument(metavar="NAME", help="The worker, as `penstock status` shows it.", autocompletion=worker_names),
     ],
-    undo: Annotated[bool, typer.Option("--undo", help="It is to take slots again.")] = False,
+    undo: Annotated[bool, typer.Option("--undo", help="Let it take slots again.")] = False,
     timeout: Annotated[
         float,
-        typer.Option("--timeout", metavar="SECONDS", min=0, help="Wait so long until it has no slots; 0: only order."),
+        typer.Option("--timeout", metavar="SECONDS", min=0, help="Time to wait until it has no slots; 0: do not wait."),
     ] = 120.0,
     *,
     peer: Peer,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Have a worker hand its slots over to others, so that it can be stopped without anybody noticing.
+    """Migrate a worker's slots to other workers, so that it can be stopped without a pause in training.
 
-    It gets no new slots. Each of its own goes on until another worker is ready to take it; one for which there is no
-    place stays where it is, until workers join. The daemon itself goes on: stop it when this command has ended well.
+    It gets no new slots. Each of its slots runs on until another worker is ready for it. A slot for which there is
+    no free capacity stays until workers join. The daemon keeps running: stop it once this command has succeeded.
 
     \b
     Examples:
       penstock worker drain node7:4711             and wait until it has no slots
-      penstock worker drain node7:4711 --undo      it is to take slots again
+      penstock worker drain node7:4711 --undo      let it take slots again
     """
     from penstock.deploy.operations.drain import drain
 
