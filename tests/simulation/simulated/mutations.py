@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from penstock.appliance.core import box_progress, recovery
+from penstock.appliance.core import box_progress, recovery, slot_reports
 from penstock.appliance.core.cluster_state import ClusterState
 from penstock.appliance.core.migration import Migrations
 from penstock.appliance.core.state_machine import Registry
@@ -52,8 +52,8 @@ MUTATIONS = (
     ),
     Mutation(
         "a late report of an old generation counts",
-        Registry,
-        "_slot_report",
+        slot_reports,
+        "note",
         "slot.generation != report.generation or ",
         "",
     ),

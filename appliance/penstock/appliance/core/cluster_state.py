@@ -30,9 +30,10 @@ from penstock.appliance.model.recent_events import RecentEvents
 from penstock.appliance.policies import quarantine
 from penstock.appliance.policies.lease_policy import LeasePolicy, SnapshotShare, of_boxes, of_workers, share
 from penstock.appliance.policies.placement import FreeCapacity
+from penstock.appliance.storage import journal_rows
 from penstock.appliance.storage.journal import TABLES, Journal
 from penstock.appliance.storage.snapshot_index import SnapshotIndex
-from penstock.proto.errors import OverloadedError, SupersededError, UnknownRunError
+from penstock.proto.errors import SupersededError, UnknownRunError
 from penstock.proto.rpc.channel import detail_of, error_of
 from penstock.proto.rpc.credentials.tickets import lane_key, make_ticket
 from penstock.proto.state.position import Position
@@ -189,33 +190,24 @@ class ClusterState:
     # ------------------------------------------------------------------------------------------------ the journal
 
     def save_run(self, run: Run) -> None:
-        row = {"run": run.name, "seed": str(run.seed), "num_boxes": run.num_boxes, "num_workers": run.num_workers}
-        self.journal.put("runs", row | {"attempt": run.attempt, "generation": run.generation})
+        self.journal.put("runs", journal_rows.run_row(run))
 
     def save_attempt(self, attempt: Attempt) -> None:
-        row = {"run": attempt.run, "attempt": attempt.number, "key": attempt.key, "opened_by": attempt.opened_by}
-        self.journal.put("attempts", row | {"state": attempt.state.value, "why": attempt.why})
+        self.journal.put("attempts", journal_rows.attempt_row(attempt))
 
     def save_box(self, attempt: Attempt, box: Box) -> None:
-        self.journal.put("boxes", _box_row(attempt, box))
+        self.journal.put("boxes", journal_rows.box_row(attempt, box))
 
     def save_slot(self, slot: Slot) -> None:
         attempt, _ = self.box_of(slot)
         attempt.note_generation(slot.generation)
-        row: dict[str, object] = dict(slot.key._asdict())
-        row |= {"generation": slot.generation, "phase": int(slot.phase), "worker": slot.worker, "session": slot.session}
-        row |= {"ever_ready": slot.ever_ready, "recovery": slot.recovery, "restarts": slot.restarts, "note": slot.note}
-        row["capabilities"] = None if slot.capabilities is None else slot.capabilities.SerializeToString()
-        row["error"] = None if slot.error is None else slot.error.SerializeToString()
-        self.journal.put("slots", row)
+        self.journal.put("slots", journal_rows.slot_row(slot))
 
     def _save_skip(self, slot: Slot, epoch: int, total: int) -> None:
-        row: dict[str, object] = dict(slot.key._asdict()) | {"epoch": epoch, "total": total}
-        self.journal.put("skips", row | {"count": slot.skips[epoch, total], "own": slot.skipped[epoch, total]})
+        self.journal.put("skips", journal_rows.skip_row(slot, epoch, total))
 
     def save_abandoned(self, attempt: Attempt, box: Box, epoch: int) -> None:
-        row = {"run": attempt.run, "attempt": attempt.number, "box": box.number}
-        self.journal.put("abandoned", row | {"epoch": epoch, "step": box.abandoned[epoch]})
+        self.journal.put("abandoned", journal_rows.abandoned_row(attempt, box, epoch))
 
     def save_track(self, attempt: Attempt, box: Box) -> None:
         """Save the box's history, from which `penstock replay` makes batches of an attempt that is over again."""
@@ -235,23 +227,6 @@ class ClusterState:
         del self.runs[run.name]
 
     # ---------------------------------------------------------------------------------------------------- attempts
-
-    def check_capacity(self, request: pb.OpenRunRequest, credential: str, superseded: Attempt | None) -> None:
-        """Raise OverloadedError if another box would exceed the limits on open slots. `superseded`: an attempt that
-        ends first."""
-        count, held, all_held = request.num_workers_per_box, self.slots_held[credential], self.slots_held.total()
-        if superseded is not None:
-            all_held -= len(superseded.boxes) * superseded.num_workers
-            held -= superseded.credentials[credential] * superseded.num_workers
-        for what, there, limit in (
-            ("with this token", held, self.limits.slots_max),
-            ("of the whole cluster", all_held, self.limits.slots_open_max),
-        ):
-            if there + count > limit:
-                raise OverloadedError(
-                    f"the open runs {what} must have at most {limit} workers in all, got {there} and {count} more: end "
-                    "jobs that are no longer needed, or lower num_workers_per_box"
-                )
 
     def add_box(
         self,
@@ -305,7 +280,7 @@ class ClusterState:
         run.generation = max(run.generation, attempt.generation)
         run.past[attempt.number] = ClosedAttempt(attempt.number, attempt.key, state, why, attempt.clients)
         which: dict[str, str | int] = {"run": attempt.run, "attempt": attempt.number}
-        self.journal.put_all("boxes", lambda: (_box_row(attempt, box) for box in boxes), **which)
+        self.journal.put_all("boxes", lambda: (journal_rows.box_row(attempt, box) for box in boxes), **which)
         self.journal.put_all("tracks", lambda: (_track_row(attempt, box) for box in boxes), **which)
         for table in ("slots", "skips", "abandoned", "reserved"):
             self.journal.drop(table, **which)
@@ -605,14 +580,5 @@ class ClusterState:
             self.bump_worker(worker)
 
 
-def _box_row(attempt: Attempt, box: Box) -> dict[str, object]:
-    still = attempt.state is AttemptState.OPEN
-    opening = box.opening.SerializeToString() if still else None
-    row: dict[str, object] = {"run": attempt.run, "attempt": attempt.number, "box": box.number}
-    return row | {"client_id": box.client, "place": box.place.value, "opening": opening}
-
-
-def _track_row(attempt: Attempt, box: Box) -> dict[str, object]:
-    over = attempt.state is not AttemptState.OPEN
-    row: dict[str, object] = {"run": attempt.run, "attempt": attempt.number, "box": box.number}
-    return row | {"over": over, "history": box_history.track_of(attempt, box).thinned().kept}
+def _track_row(attempt: Attempt, box: Box) -> journal_rows.Row:
+    return journal_rows.track_row(attempt, box, box_history.track_of(attempt, box).thinned().kept)

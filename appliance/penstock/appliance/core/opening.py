@@ -11,6 +11,7 @@ Pure functions over the cluster state, which is not changed here.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -130,6 +131,26 @@ def check_limits(
             f"a request to open a run must have at most {limits.opening_max} bytes, got {size}: give input_fn shorter "
             "arguments, or send them by PutBlob first"
         )
+
+
+def check_capacity(
+    request: pb.OpenRunRequest, credential: str, superseded: Attempt | None, slots_held: Counter[str], limits: Limits
+) -> None:
+    """Raise OverloadedError if another box would exceed the limits on open slots. `superseded`: an attempt that
+    ends first. `slots_held`: slots of open attempts, by credential."""
+    count, held, all_held = request.num_workers_per_box, slots_held[credential], slots_held.total()
+    if superseded is not None:
+        all_held -= len(superseded.boxes) * superseded.num_workers
+        held -= superseded.credentials[credential] * superseded.num_workers
+    for what, there, limit in (
+        ("with this token", held, limits.slots_max),
+        ("of the whole cluster", all_held, limits.slots_open_max),
+    ):
+        if there + count > limit:
+            raise OverloadedError(
+                f"the open runs {what} must have at most {limit} workers in all, got {there} and {count} more: end "
+                "jobs that are no longer needed, or lower num_workers_per_box"
+            )
 
 
 def decide(

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
-from penstock.appliance.core import box_progress, opening, reachability, views
+from penstock.appliance.core import box_progress, opening, reachability, slot_reports, views
 from penstock.appliance.core.cluster_state import BOX_COST, ClusterState, Topic
 from penstock.appliance.core.migration import Migrations
 from penstock.appliance.core.recovery import restore
@@ -39,13 +39,14 @@ from penstock.appliance.model.entities import (
 from penstock.appliance.model.limits import Limits
 from penstock.appliance.model.recent_events import RecentEvents
 from penstock.appliance.model.request_checks import (
-    check_capabilities,
+    check_answer,
     check_counts,
     check_measures,
     check_number,
+    check_registration,
     check_reports,
+    check_state_query,
 )
-from penstock.appliance.policies import quarantine
 from penstock.appliance.policies.lease_policy import PromisedLease, patience_s, updated_load_factor
 from penstock.appliance.policies.placement import why_not_allowed
 from penstock.appliance.states.state_query import StateQuery
@@ -55,22 +56,13 @@ from penstock.proto.errors import (
     BoxTakenError,
     InputFnNotAllowedError,
     InvalidArgumentError,
-    MemoryLimitError,
     OverloadedError,
     SupersededError,
     UnknownRunError,
 )
 from penstock.proto.rpc.channel import VERSION, detail_of
 from penstock.proto.rpc.credentials.tickets import expiry
-from penstock.proto.rpc.message_bounds import owned
 from penstock.proto.v1 import coordinator_pb2 as pb
-from penstock.proto.v1 import records_pb2
-
-_DOING, _STACK = 300, 12_000
-"""Longest report of a hang or a crash, in characters: it goes into every view of the box."""
-SLOTS_TOLD = 2
-"""Slots in a worker's heartbeat for each that it has: those that it runs, and those that it could not begin."""
-_NO_REASON = records_pb2.ErrorDetail(name="PenstockError", message="the worker reported no reason")
 
 
 class Registry:
@@ -141,10 +133,11 @@ class Registry:
                 attempt = cluster.attempt(name, run.attempt if run is not None else 0)
                 self._renew(attempt, box, now)
             case opening.JoinAttempt(attempt):
-                cluster.check_capacity(request, credential, None)
+                opening.check_capacity(request, credential, None, cluster.slots_held, self.limits)
                 cluster.add_box(attempt, client, request, start, now, credential)
             case opening.OpenAttempt():
-                cluster.check_capacity(request, credential, run.current if run is not None else None)
+                superseded = run.current if run is not None else None
+                opening.check_capacity(request, credential, superseded, cluster.slots_held, self.limits)
                 attempt = self._next_attempt(name, run, client, request, now)
                 cluster.add_box(attempt, client, request, start, now, credential)
         lease_policy = cluster.box_lease_policy()
@@ -286,21 +279,7 @@ class Registry:
 
     def register_worker(self, request: pb.RegisterWorkerRequest) -> pb.RegisterWorkerReply:
         now, cluster = self._clock(), self.cluster
-        if not request.worker or not request.session or request.slots < 1:
-            raise InvalidArgumentError(
-                "a worker that registers must give its name, its session and a number of slots >= 1, got "
-                f"{request.worker!r}, {'a session' if request.session else 'no session'} and {request.slots}"
-            )
-        if request.slots > self.limits.worker_slots_max:
-            raise InvalidArgumentError(
-                f"slots must be at most {self.limits.worker_slots_max} for one worker, got {request.slots}: start "
-                "several workers"
-            )
-        if (size := request.ByteSize()) > self.limits.registration_max:
-            raise InvalidArgumentError(
-                f"the registration of a worker must have at most {self.limits.registration_max} bytes, got {size}: "
-                "give it fewer or shorter --allow prefixes"
-            )
+        check_registration(request, self.limits)
         cluster.journal.confirm(request.commit_mark, f"worker {request.worker}")
         if (request.worker, request.session) in self._old_sessions:
             raise SupersededError(
@@ -367,18 +346,16 @@ class Registry:
         return self.worker_view(request)
 
     def report_worker(self, request: pb.HeartbeatRequest) -> None:
-        now = self._clock()
+        now, cluster = self._clock(), self.cluster
         check_measures(hold_s=request.hold_s, lease_s=request.lease_s)
         worker = self._registered(request.worker, request.session)
         if worker is not None:
             check_number("slots in a heartbeat", len(request.slots), SLOTS_TOLD * worker.capacity)
             check_reports(request.slots, self.limits.capabilities_max)
             worker.seen_at = now
-            worker.lease_until = now + self.cluster.worker_lease_policy().promised(
-                request.lease_s, self.limits.lease_max_s
-            )
+            worker.lease_until = now + cluster.worker_lease_policy().promised(request.lease_s, self.limits.lease_max_s)
             for report in request.slots:
-                self._slot_report(worker, report, now)
+                slot_reports.note(cluster, self._migrations, worker, report, now)
             if request.leaving and not worker.draining:
                 self._migrations.set_draining(worker, True, now)
             self._settle()
@@ -427,50 +404,6 @@ class Registry:
     def _registered(self, name: str, session: str) -> Worker | None:
         worker = self.cluster.workers.get(name)
         return worker if worker is not None and worker.session == session and worker.registered else None
-
-    def _slot_report(self, worker: Worker, report: pb.SlotReport, now: float) -> None:
-        slot = self.cluster.slot(SlotKey(report.run, report.attempt, report.box, report.slot))
-        if slot is not None and slot.is_migrating_to(worker.name, report.generation):
-            self._migrations.target_reported(slot, report, now)
-            return
-        if slot is None or slot.generation != report.generation or slot.worker != worker.name:
-            return  # fenced: the worker's next assignments do not have the slot
-        self.cluster.note_rate(slot, report, now)
-        if report.doing != slot.doing:
-            slot.doing, slot.stack = report.doing[:_DOING], report.stack[:_STACK]
-            self.cluster.bump_box(*self.cluster.box_of(slot))
-        if report.phase == pb.FAILED and slot.phase != pb.FAILED:
-            if report.recycle:
-                self._recycle(slot, report)
-            elif report.lost:
-                what = report.error.message or "its runner died"
-                slot.stack = report.error.remote_traceback[:_STACK]
-                has_place = report.HasField("making") and quarantine.is_place(report.making)
-                making = owned(report.making) if has_place else None
-                self.cluster.move(slot, f"runner of {slot} on worker {worker.name} died: {what}", now, making)
-            else:
-                self.cluster.fail(slot, report.error if report.HasField("error") else _NO_REASON)
-        elif report.phase == pb.READY and slot.phase in (pb.STARTING, pb.READY):
-            capabilities = owned(report.capabilities) if report.HasField("capabilities") else slot.capabilities
-            if slot.phase != pb.READY or capabilities != slot.capabilities:
-                slot.moved_at = now if slot.phase != pb.READY else slot.moved_at
-                slot.phase, slot.ever_ready, slot.capabilities = pb.READY, True, capabilities
-                self.cluster.save_slot(slot)
-                self.cluster.bump_box(*self.cluster.box_of(slot))
-            if report.migrated:
-                self._migrations.migrated(slot, now)
-
-    def _recycle(self, slot: Slot, report: pb.SlotReport) -> None:
-        """Replace a runner that used too much memory and ended at a snapshot, or fail if the last one did just that."""
-        if report.outgrown and 0 < slot.outgrown == slot.generation - 1:
-            error = MemoryLimitError(
-                f"{report.error.message}; it reached the limit before its second batch, like the runner before it: "
-                "raise the limit (--runner-memory), or make smaller batches"
-            )
-            self.cluster.fail(slot, detail_of(error))
-            return
-        slot.outgrown = slot.generation if report.outgrown else 0
-        self.cluster.move(slot, report.error.message, None)
 
     def deregister_worker(self, request: pb.DeregisterWorkerRequest) -> None:
         worker = self._registered(request.worker, request.session)
@@ -533,15 +466,9 @@ class Registry:
     def begin_state(self, request: pb.FetchStateRequest) -> StateQuery:
         """Return a state query, which may be complete; end it with `end_state`. Raises StateUnavailableError,
         others."""
-        check_measures(deadline_s=request.deadline_s)
-        check_counts(step=request.step)
+        check_state_query(request)
         caller_box: int | None = None
         if request.HasField("progress"):
-            if (request.progress.run, request.progress.attempt) != (request.run, request.attempt):
-                raise InvalidArgumentError(
-                    f"the progress sent with a request for a state must be of the same run and attempt, {request.run} "
-                    f"({request.attempt}), got {request.progress.run} ({request.progress.attempt})"
-                )
             self._report(request.progress)
             caller_box = request.progress.box
         if request.aggregate_blob:
@@ -573,15 +500,7 @@ class Registry:
         self.state_queries.lost(answer.request)
 
     def answer_state(self, answer: pb.StateAnswer, data: bytes) -> None:
-        if len(answer.ends) > self.limits.answer_ends_max:
-            raise InvalidArgumentError(
-                f"a worker's answer to a state query must list at most {self.limits.answer_ends_max} ends of epochs, "
-                f"got {len(answer.ends)}"
-            )
-        check_capabilities(answer, self.limits.capabilities_max)
-        check_counts(ended_epoch=answer.ended_epoch, ended_total=answer.ended_total)
-        for end in answer.ends:
-            check_counts(epoch=end.epoch, total=end.total)
+        check_answer(answer, self.limits)
         self.state_queries.answer(answer, data)
         self._settle()
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from penstock.appliance.model.limits import Limits
 from penstock.proto.errors import InvalidArgumentError
 from penstock.proto.state.position import MOST
 from penstock.proto.v1 import coordinator_pb2 as pb
@@ -45,6 +46,50 @@ def check_capabilities(report: pb.SlotReport | pb.StateAnswer, most: int) -> Non
         raise InvalidArgumentError(
             f"the capabilities that a worker reports of a loader must have at most {most} bytes, got {size}"
         )
+
+
+def check_registration(request: pb.RegisterWorkerRequest, limits: Limits) -> None:
+    """Raise InvalidArgumentError for a worker without a name, a session or slots, or one above the limits."""
+    if not request.worker or not request.session or request.slots < 1:
+        raise InvalidArgumentError(
+            "a worker that registers must give its name, its session and a number of slots >= 1, got "
+            f"{request.worker!r}, {'a session' if request.session else 'no session'} and {request.slots}"
+        )
+    if request.slots > limits.worker_slots_max:
+        raise InvalidArgumentError(
+            f"slots must be at most {limits.worker_slots_max} for one worker, got {request.slots}: start "
+            "several workers"
+        )
+    if (size := request.ByteSize()) > limits.registration_max:
+        raise InvalidArgumentError(
+            f"the registration of a worker must have at most {limits.registration_max} bytes, got {size}: "
+            "give it fewer or shorter --allow prefixes"
+        )
+
+
+def check_state_query(request: pb.FetchStateRequest) -> None:
+    """Raise InvalidArgumentError for invalid numbers, or for the progress of another run than that of the query."""
+    check_measures(deadline_s=request.deadline_s)
+    check_counts(step=request.step)
+    progress = request.progress
+    if request.HasField("progress") and (progress.run, progress.attempt) != (request.run, request.attempt):
+        raise InvalidArgumentError(
+            f"the progress sent with a request for a state must be of the same run and attempt, {request.run} "
+            f"({request.attempt}), got {progress.run} ({progress.attempt})"
+        )
+
+
+def check_answer(answer: pb.StateAnswer, limits: Limits) -> None:
+    """Raise InvalidArgumentError for an answer with too many ends of epochs, or with invalid numbers."""
+    if len(answer.ends) > limits.answer_ends_max:
+        raise InvalidArgumentError(
+            f"a worker's answer to a state query must list at most {limits.answer_ends_max} ends of epochs, "
+            f"got {len(answer.ends)}"
+        )
+    check_capabilities(answer, limits.capabilities_max)
+    check_counts(ended_epoch=answer.ended_epoch, ended_total=answer.ended_total)
+    for end in answer.ends:
+        check_counts(epoch=end.epoch, total=end.total)
 
 
 def check_counts(**values: int) -> None:

@@ -1,0 +1,64 @@
+"""A worker's report on one of its slots: what the runner does, that it is ready, that it has ended."""
+
+from __future__ import annotations
+
+from penstock.appliance.core.cluster_state import ClusterState
+from penstock.appliance.core.migration import Migrations
+from penstock.appliance.model.entities import Slot, SlotKey, Worker
+from penstock.appliance.policies import quarantine
+from penstock.proto.errors import MemoryLimitError
+from penstock.proto.rpc.channel import detail_of
+from penstock.proto.rpc.message_bounds import owned
+from penstock.proto.v1 import coordinator_pb2 as pb
+from penstock.proto.v1 import records_pb2
+
+_DOING, _STACK = 300, 12_000
+"""Longest report of a hang or a crash, in characters: it goes into every view of the box."""
+_NO_REASON = records_pb2.ErrorDetail(name="PenstockError", message="the worker reported no reason")
+
+
+def note(cluster: ClusterState, migrations: Migrations, worker: Worker, report: pb.SlotReport, now: float) -> None:
+    """Record a slot's report, of this worker. One that is not the slot's, or not of its generation, changes nothing."""
+    slot = cluster.slot(SlotKey(report.run, report.attempt, report.box, report.slot))
+    if slot is not None and slot.is_migrating_to(worker.name, report.generation):
+        migrations.target_reported(slot, report, now)
+        return
+    if slot is None or slot.generation != report.generation or slot.worker != worker.name:
+        return  # fenced: the worker's next assignments do not have the slot
+    cluster.note_rate(slot, report, now)
+    if report.doing != slot.doing:
+        slot.doing, slot.stack = report.doing[:_DOING], report.stack[:_STACK]
+        cluster.bump_box(*cluster.box_of(slot))
+    if report.phase == pb.FAILED and slot.phase != pb.FAILED:
+        if report.recycle:
+            _recycle(cluster, slot, report)
+        elif report.lost:
+            what = report.error.message or "its runner died"
+            slot.stack = report.error.remote_traceback[:_STACK]
+            has_place = report.HasField("making") and quarantine.is_place(report.making)
+            making = owned(report.making) if has_place else None
+            cluster.move(slot, f"runner of {slot} on worker {worker.name} died: {what}", now, making)
+        else:
+            cluster.fail(slot, report.error if report.HasField("error") else _NO_REASON)
+    elif report.phase == pb.READY and slot.phase in (pb.STARTING, pb.READY):
+        capabilities = owned(report.capabilities) if report.HasField("capabilities") else slot.capabilities
+        if slot.phase != pb.READY or capabilities != slot.capabilities:
+            slot.moved_at = now if slot.phase != pb.READY else slot.moved_at
+            slot.phase, slot.ever_ready, slot.capabilities = pb.READY, True, capabilities
+            cluster.save_slot(slot)
+            cluster.bump_box(*cluster.box_of(slot))
+        if report.migrated:
+            migrations.migrated(slot, now)
+
+
+def _recycle(cluster: ClusterState, slot: Slot, report: pb.SlotReport) -> None:
+    """Replace a runner that used too much memory and ended at a snapshot, or fail if the last one did just that."""
+    if report.outgrown and 0 < slot.outgrown == slot.generation - 1:
+        error = MemoryLimitError(
+            f"{report.error.message}; it reached the limit before its second batch, like the runner before it: "
+            "raise the limit (--runner-memory), or make smaller batches"
+        )
+        cluster.fail(slot, detail_of(error))
+        return
+    slot.outgrown = slot.generation if report.outgrown else 0
+    cluster.move(slot, report.error.message, None)
