@@ -196,6 +196,12 @@ def test_packages_are_small() -> None:
     assert not {folder: number for folder, number in count.items() if number > 13}
 
 
+def test_modules_are_short() -> None:
+    """A module is read in one go; at 600 lines it has a seam along which it splits."""
+    lines = {name: len(path.read_text().splitlines()) for name, path in modules().items()}
+    assert not {name: count for name, count in lines.items() if count > 600}
+
+
 def test_module_names_stand_for_one_thing() -> None:
     """In the whole tree; the commands of the command line are modules of their names."""
     count = Counter(

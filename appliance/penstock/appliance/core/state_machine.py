@@ -64,6 +64,9 @@ from penstock.proto.rpc.channel import VERSION, detail_of
 from penstock.proto.rpc.credentials.tickets import expiry
 from penstock.proto.v1 import coordinator_pb2 as pb
 
+SLOTS_TOLD = 2
+"""Slots in a worker's heartbeat for each that it has: those that it runs, and those that it could not begin."""
+
 
 class Registry:
     """The state machine.

@@ -48,7 +48,7 @@ from xxhash import xxh3_64
 from penstock.proto.errors import BatchCorruptError, PenstockError, ProtocolError, format_remote
 from penstock.proto.lane import tcp
 from penstock.proto.lane.compression import Unpacker, check_claim, load
-from penstock.proto.lane.dialer import Dialer
+from penstock.proto.lane.dialer import SHAKE_S, LaneDialer
 from penstock.proto.lane.frames import (
     BATCH,
     CLOSE,
@@ -66,8 +66,8 @@ from penstock.proto.lane.frames import (
 )
 from penstock.proto.lane.producer import FreeEntry, Producer
 from penstock.proto.lane.ring import BOX_BYTES, PAGE, RingBudget
-from penstock.proto.lane.tls_socket import TlsSocket, check_damage, connect_tls
-from penstock.proto.rpc.tls import Renewing, Tls, explain, host_of, load_tls
+from penstock.proto.lane.tls_socket import TlsSocket, check_damage
+from penstock.proto.rpc.tls import Tls, host_of, load_tls
 from penstock.proto.v1 import lane_pb2, records_pb2
 from penstock.runtime.process.watch import Process
 
@@ -75,9 +75,6 @@ _log = logging.getLogger("penstock.client.stream.receiver")
 
 HELLO_S = 10.0
 """Deadline of a consumer's Hello, and of the last acks of a lane whose consumer has left, in seconds."""
-SHAKE_S = 10.0
-"""Deadline of each step of TLS, in seconds; twice that for all steps before a lane exists, including name
-resolution."""
 SMALL = 16 << 10
 """Largest payload in bytes that is copied out of the receive buffer, many to a receive."""
 AHEAD = 4 << 10
@@ -259,7 +256,7 @@ class ReceiverLane:
                 except OSError as error:
                     check_damage(error, heard=self._heard)
                     if not self._heard:
-                        self._loop.check_refusal(error, self._address)
+                        self._loop.dialer.check_refusal(error, self._address)
                     self._silent = self._silent or tcp.silence(self._address, error)
                     size = 0
                 if not size:
@@ -449,9 +446,8 @@ class ReceiverLoop:
     def __init__(self, name: str, parent_pid: int, max_batch_bytes: int, tls: Tls | None = None) -> None:
         self.again: set[ReceiverLane] = set()
         """Lanes with bytes to read that epoll does not see."""
-        self.dialer = Dialer()
+        self.dialer = LaneDialer(tls)
         self.rings = RingBudget()
-        self._files = None if tls is None else Renewing(tls)
         self._max_batch_bytes = max_batch_bytes
         self._epoll = select.epoll()
         self._watched: dict[int, tuple[int, ReceiverLane]] = {}
@@ -526,32 +522,13 @@ class ReceiverLoop:
         def work() -> None:
             found: Connection
             try:
-                found = self._connection(address)
+                found = self.dialer.open(address)
             except (OSError, PenstockError) as error:
                 found = error
             self._arrived.append((then, found))
             os.eventfd_write(self._wake, 1)
 
         threading.Thread(target=work, name=f"connect {address}", daemon=True).start()
-
-    def _connection(self, address: str) -> socket.socket:
-        where = host_of(address)
-        sock = self.dialer.connect(where)
-        sock.settimeout(SHAKE_S)
-        if self._files is None:
-            return sock
-        try:
-            return connect_tls(sock, self._files.renewed(), where[0])
-        except OSError as error:
-            check_damage(error, heard=False)
-            self.check_refusal(error, address)
-            raise
-
-    def check_refusal(self, error: OSError, address: str) -> None:
-        """Raise TlsError if the error has that cause."""
-        trouble = None if self._files is None else explain(error, f"the worker's lane at {address}", self._files.tls)
-        if trouble is not None:
-            raise trouble from error
 
     def _take_connections(self) -> None:
         os.eventfd_read(self._wake)

@@ -13,8 +13,10 @@ import socket
 import time
 
 from penstock.proto.lane.tcp import round_trip_s
+from penstock.proto.lane.tls_socket import check_damage, connect_tls
+from penstock.proto.rpc.tls import Renewing, Tls, explain, host_of
 
-__all__ = ["Dialer"]
+__all__ = ["SHAKE_S", "Dialer", "LaneDialer"]
 
 CONNECT_S = 1.25
 """Timeout of a connection to an address of a daemon, seconds: the kernel repeats a SYN after one. A consumer retries at
@@ -25,6 +27,8 @@ AGAIN_S = 0.12
 """Seconds between the connections of a short try."""
 SOON_S = 1.0
 """Seconds after a host fell silent in which tries are short."""
+SHAKE_S = 10.0
+"""Deadline of each step of TLS, seconds."""
 _MOST = 64
 """Largest number of hosts remembered; the oldest are dropped first."""
 
@@ -53,6 +57,34 @@ class Dialer:
         except TimeoutError:
             self.fell_silent(where)
             raise
+
+
+class LaneDialer(Dialer):
+    """Dialer of lanes, over TLS if the cluster has it. `tls`: TLS files; None: connections are plain."""
+
+    def __init__(self, tls: Tls | None) -> None:
+        super().__init__()
+        self._files = None if tls is None else Renewing(tls)
+
+    def open(self, address: str) -> socket.socket:
+        """Return a lane to a worker at host:port, which blocks. Raises OSError, TlsError, BatchCorruptError."""
+        where = host_of(address)
+        sock = self.connect(where)
+        sock.settimeout(SHAKE_S)
+        if self._files is None:
+            return sock
+        try:
+            return connect_tls(sock, self._files.renewed(), where[0])
+        except OSError as error:
+            check_damage(error, heard=False)
+            self.check_refusal(error, address)
+            raise
+
+    def check_refusal(self, error: OSError, address: str) -> None:
+        """Raise TlsError if that is what the error means."""
+        trouble = None if self._files is None else explain(error, f"the worker's lane at {address}", self._files.tls)
+        if trouble is not None:
+            raise trouble from error
 
 
 def _look(where: tuple[str, int], look_s: float) -> socket.socket:
