@@ -34,7 +34,7 @@ from penstock.proto.errors import (
     error_named,
 )
 from penstock.proto.rpc import authenticated_calls, tracing, wire_errors
-from penstock.proto.rpc.calls import AsyncCoordinatorClient, CoordinatorClient, Gather, blob_name
+from penstock.proto.rpc.calls import AsyncCoordinatorClient, CoordinatorClient, blob_name
 from penstock.proto.rpc.channel import (
     CHUNK,
     PROTOCOL,
@@ -48,6 +48,7 @@ from penstock.proto.rpc.channel import (
     host_id,
     server_aio,
 )
+from penstock.proto.rpc.reply_parts import SnapshotParts
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import coordinator_pb2_grpc as rpc
 
@@ -226,11 +227,12 @@ def test_other_protocol_is_refused_with_remedy(monkeypatch: pytest.MonkeyPatch) 
         with pytest.raises(VersionSkewError) as caught:
             await client.open_run(pb.OpenRunRequest())
         assert caught.value.message == (
-            f"the caller (Penstock 9.9.9) speaks protocol 7, the coordinator (Penstock {VERSION}) protocol {PROTOCOL}: "
+            f"the caller (Penstock 9.9.9) uses protocol 7, the coordinator (Penstock {VERSION}) uses protocol "
+            f"{PROTOCOL}: "
             "install the same release on both ends"
         )
         monkeypatch.setattr(authenticated_calls, "_RELEASE", ())
-        with pytest.raises(VersionSkewError, match="speaks no protocol number"):
+        with pytest.raises(VersionSkewError, match="uses no protocol number"):
             await client.open_run(pb.OpenRunRequest())
 
     trial(body)
@@ -252,7 +254,7 @@ def test_health_needs_no_token() -> None:
 
 @pytest.mark.parametrize("token", ["", "two words", "tökn", "line\nbreak"])
 def test_token_that_fits_no_header_is_refused(token: str) -> None:
-    with pytest.raises(InvalidArgumentError, match="one word of at most"):
+    with pytest.raises(InvalidArgumentError, match="one word of 1 to"):
         CoordinatorClient("127.0.0.1:1", token)
 
 
@@ -449,18 +451,20 @@ def test_so_it_is_where_calls_are_traced(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_received_bytes_match_the_declaration() -> None:
     async def body(_: RunningServer, __: Scripted, client: AsyncCoordinatorClient) -> None:
-        with pytest.raises(ProtocolError, match="GetSnapshots: 3 bytes declared, 2 came"):
+        with pytest.raises(ProtocolError, match="GetSnapshots: the coordinator declared 3 bytes, got 2"):
             await client.get_snapshots(pb.GetSnapshotsRequest())
-        with pytest.raises(StateCorruptError, match="blob other came as 4 bytes with the digest"):
+        with pytest.raises(
+            StateCorruptError, match="the stored value other arrived damaged, as 4 bytes with the digest"
+        ):
             await client.get_blob("other")
 
     trial(body)
-    gather: Gather[pb.SnapshotHeader] = Gather("Get", lambda header: header.size)
-    with pytest.raises(ProtocolError, match="Get: data before any header"):
-        gather.add(None, b"x")
-    gather.add(pb.SnapshotHeader(size=1), b"")
-    with pytest.raises(ProtocolError, match="Get: more than the 1 bytes declared"):
-        gather.add(None, b"xy")
+    snapshots = SnapshotParts()
+    with pytest.raises(ProtocolError, match="GetSnapshots: the coordinator sent data before a header"):
+        snapshots.add(pb.SnapshotPart(data=b"x"))
+    snapshots.add(pb.SnapshotPart(header=pb.SnapshotHeader(size=1)))
+    with pytest.raises(ProtocolError, match="GetSnapshots: the coordinator declared 1 bytes, got more"):
+        snapshots.add(pb.SnapshotPart(data=b"xy"))
 
 
 # ---------------------------------------------------------------------------------------------------------- addresses

@@ -67,7 +67,7 @@ def test_closed_run_is_readable_until_reopened(tmp_path: Path) -> None:
         async with coordinator(tmp_path, small) as address, AsyncCoordinatorClient(address, TOKEN) as client:
             assert await client.fetch_state(newest(attempt=1)) == state
             assert (await client.status()).runs[0].kept_step == 5
-            with pytest.raises(StateUnavailableError, match="closed run job/0 must be 5, got 3: only the state"):
+            with pytest.raises(StateUnavailableError, match=r"job/0 has ended, .* of step 5: got a request for step 3"):
                 await client.fetch_state(pb.FetchStateRequest(run=RUN, step=3, deadline_s=1))
             await client.open_run(opening(client_id="c1"))
             async with daemon(address, say=user_state):
@@ -86,7 +86,9 @@ def test_closed_run_is_readable_until_reopened(tmp_path: Path) -> None:
             async with AsyncCoordinatorClient(address, TOKEN) as client, daemon(address, say=user_state):
                 await client.open_run(opening(client_id="c1"))
                 await until_ready(client, client_id="c1")
-                with pytest.raises(InvalidArgumentError, match="a state as JSON must have at most 8 bytes"):
+                with pytest.raises(
+                    InvalidArgumentError, match="a worker's state must have at most 8 bytes to be shown as JSON"
+                ):
                     await client.fetch_state(newest(format=pb.STATE_JSON))
                 await client.open_run(opening(client_id="c2"))
                 await client.close_run(pb.CloseRunRequest(run=RUN, attempt=2, client_id="c2"))

@@ -198,7 +198,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path, state: StateDir) ->
     FakeCluster(directory=state).journal.close()
     with pytest.raises(JournalError, match="in use by a running coordinator: ask that one"):
         StoppedCoordinator(state.path)
-    with pytest.raises(JournalError, match=r"must have a journal\.db"):
+    with pytest.raises(JournalError, match=r"with a journal\.db in it, got none there"):
         StoppedCoordinator(tmp_path)
     state.close()
     journal = state.path / "journal.db"

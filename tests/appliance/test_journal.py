@@ -270,7 +270,7 @@ def test_coordinators_cannot_share_a_directory(tmp_path: Path) -> None:
 
 def test_directory_open_to_others_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
-    with pytest.raises(JournalError, match=rf"must be closed to other users, got mode 0755, .*: chmod 700 {tmp_path}"):
+    with pytest.raises(JournalError, match=rf"must be closed to other users, .* got mode 0755: chmod 700 {tmp_path}"):
         StateDir(tmp_path)
     tmp_path.chmod(0o700)
     if os.getuid() == 0:
@@ -294,7 +294,7 @@ def test_a_newer_journal_is_refused(state: StateDir) -> None:
     with sqlite3.connect(state.path / "journal.db") as db:
         db.execute(f"PRAGMA user_version={SCHEMA + 1}")
     db.close()
-    with pytest.raises(JournalError, match=r"schema of .*journal\.db must be 2, got 3"):
+    with pytest.raises(JournalError, match=r"database .*journal\.db has format 3, and this Penstock reads format 2"):
         Journal(state)
 
 

@@ -123,7 +123,7 @@ def test_key_of_lost_holder_opens_next_attempt(world: FakeCluster) -> None:
 def test_superseded_key_cannot_return(world: FakeCluster) -> None:
     world.open(0, num_boxes=2, client_id="a0", attempt_key="one")
     world.open(0, num_boxes=2, client_id="b0", attempt_key="two")
-    with pytest.raises(SupersededError, match="attempt key 'one' cannot come back"):
+    with pytest.raises(SupersededError, match=r"attempt key 'one' .* belongs to that earlier launch"):
         world.open(1, num_boxes=2, client_id="a1", attempt_key="one")
     world.run_for(11)  # once the successor is dead, the key is as good as any
     assert world.open(1, num_boxes=2, client_id="c1", attempt_key="one").reply.attempt == 3
@@ -143,7 +143,7 @@ def test_closed_boxes_free_the_run(world: FakeCluster) -> None:
 def test_closed_client_cannot_reopen(world: FakeCluster) -> None:
     world.open(0, num_boxes=2)
     world.open(1, num_boxes=2).close()
-    with pytest.raises(SupersededError, match="was closed by this client"):
+    with pytest.raises(SupersededError, match="was closed by this process"):
         world.open(1, num_boxes=2)
 
 
@@ -159,17 +159,21 @@ def test_forget_leaves_nothing(world: FakeCluster) -> None:
     [
         ({"box": 2, "num_boxes": 2}, BoxOutOfRangeError, "must be 0 to 1 with num_boxes=2, got 2"),
         ({"num_boxes": 70_000, "num_workers_per_box": 1}, InvalidArgumentError, "at most 16384 workers"),
-        ({"resume": records_pb2.Resume(blob="none")}, InvalidArgumentError, "no blob none to resume from"),
-        ({"loader": records_pb2.LoaderSpec(arguments_blob="x")}, InvalidArgumentError, "no blob x to make the loader"),
+        ({"resume": records_pb2.Resume(blob="none")}, InvalidArgumentError, "does not have the state to resume from"),
+        (
+            {"loader": records_pb2.LoaderSpec(arguments_blob="x")},
+            InvalidArgumentError,
+            "does not have the arguments of input_fn",
+        ),
         (
             {"start": Position.start(3, step=4).to_proto()},
             InvalidArgumentError,
-            "must have 2 slots like the box, got 3",
+            "one entry for each of the box's 2 workers, got 3",
         ),
         (
             {"start": records_pb2.BoxPosition(step=1, slots=[records_pb2.SlotPosition()] * 2)},
             InvalidArgumentError,
-            "live slots must be rising",
+            "must be rising numbers",
         ),
     ],
 )
@@ -188,7 +192,9 @@ def test_large_openings_are_refused(world: FakeCluster) -> None:
     with pytest.raises(InvalidArgumentError, match="num_workers_per_box must be at most 256, got 257"):
         world.open(num_workers_per_box=257)
     large = records_pb2.LoaderSpec(arguments=b"x" * 300_000)
-    with pytest.raises(InvalidArgumentError, match=r"at most 262144 bytes, got 3000\d\d: send large arguments with"):
+    with pytest.raises(
+        InvalidArgumentError, match=r"at most 262144 bytes, got 3000\d\d: give input_fn shorter arguments"
+    ):
         world.open(loader=large)
     assert world.registry.cluster.runs == {}
 
@@ -203,13 +209,18 @@ def test_open_workers_are_limited() -> None:
         try:
             return world.registry.open_run(request, token).run
         except OverloadedError as error:
-            return error.message.partition(";")[0]
+            return error.message.partition(":")[0]
 
     assert opened("a", 6, "one") == "a/0"
-    assert opened("b", 5, "one") == "one token must have at most 10 workers in open runs, got 6 and 5 more"
+    assert (
+        opened("b", 5, "one") == "the open runs with this token must have at most 10 workers in all, got 6 and 5 more"
+    )
     assert opened("b", 4, "one") == "b/0"
     assert opened("b", 4, "one", "again") == "b/0"  # it ends its predecessor
-    assert opened("c", 7, "two") == "all tokens must have at most 16 workers in open runs, got 10 and 7 more"
+    assert (
+        opened("c", 7, "two")
+        == "the open runs of the whole cluster must have at most 16 workers in all, got 10 and 7 more"
+    )
     assert opened("c", 6, "two") == "c/0"
     close = pb.CloseRunRequest(run="a/0", attempt=1, client_id="c")
     world.registry.close_run(close)
@@ -218,11 +229,11 @@ def test_open_workers_are_limited() -> None:
 
 def test_members_of_one_attempt_must_agree(world: FakeCluster) -> None:
     world.open(0, num_boxes=2, num_workers_per_box=2)
-    with pytest.raises(TopologyError, match="opens it as 2 boxes x 3 workers, the other boxes as 2 boxes x 2 workers"):
+    with pytest.raises(TopologyError, match="asks for 2 boxes x 3 workers, the other boxes have 2 boxes x 2 workers"):
         world.open(1, num_boxes=2, num_workers_per_box=3)
-    with pytest.raises(InvalidArgumentError, match="comes with seed 7, the other boxes have 4242"):
+    with pytest.raises(InvalidArgumentError, match="has seed 7, the other boxes have 4242"):
         world.open(1, num_boxes=2, has_seed=True, seed=7)
-    with pytest.raises(TopologyError, match="runs m:g, box 0 runs m:f"):
+    with pytest.raises(TopologyError, match="has input_fn m:g, box 0 has m:f"):
         world.open(1, num_boxes=2, loader=records_pb2.LoaderSpec(input_fn="m:g"))
     with pytest.raises(StateMismatchError, match=r"box 1 .* resumes from a state, box 0 starts anew"):
         world.open(1, num_boxes=2, **resumed(world))
@@ -233,8 +244,8 @@ def test_another_shape_needs_a_state(world: FakeCluster) -> None:
     with pytest.raises(TopologyError) as caught:
         world.open(client_id="b", num_workers_per_box=3)
     assert caught.value.message == (
-        "run job/0 was opened as 1 box x 2 workers, now as 1 box x 3 workers without a state: load a state to go on "
-        "with another topology, or choose another job name to start anew"
+        "run job/0 had 1 box x 2 workers before and now asks for 1 box x 3 workers, without a state: load a state to "
+        "continue on another topology, or choose another job name to start anew"
     )
     assert world.open(client_id="c", num_workers_per_box=3, **resumed(world, count=3)).reply.attempt == 2
     with pytest.raises(TopologyError):  # three workers are the run's shape now
@@ -244,7 +255,7 @@ def test_another_shape_needs_a_state(world: FakeCluster) -> None:
 def test_journaled_seed_changes_only_with_a_state(world: FakeCluster) -> None:
     assert world.open(client_id="a", has_seed=True, seed=2**64 - 1).reply.seed == 2**64 - 1
     assert world.open(client_id="b").reply.seed == 2**64 - 1
-    with pytest.raises(InvalidArgumentError, match=f"has the seed {2**64 - 1}, and is re-opened with seed 5"):
+    with pytest.raises(InvalidArgumentError, match=f"was started with seed {2**64 - 1}, and now asks for seed 5"):
         world.open(client_id="c", has_seed=True, seed=5)
     assert world.open(client_id="d", has_seed=True, seed=5, **resumed(world)).reply.seed == 5
     assert world.open(client_id="e").reply.seed == 5
@@ -258,7 +269,7 @@ def test_calls_for_what_is_not_there(world: FakeCluster) -> None:
         world.registry.watch_run(request)
     request = box.progress()
     request.attempt = 9
-    with pytest.raises(UnknownRunError, match="has no attempt 9; the newest one is 1"):
+    with pytest.raises(UnknownRunError, match=r"has no attempt .launch. 9; the newest one is 1"):
         world.registry.watch_run(request)
     request = box.progress()
     request.box = 1

@@ -19,7 +19,8 @@ def worker(
     name: str, host: str, capacity: int, used: int, *, draining: bool = False, allow: tuple[str, ...] = ()
 ) -> Worker:
     made = Worker(name, "s", host, capacity, "", "", True, 0.0, 0.0, 1, draining, allow)
-    made.slots = {SlotKey("other", 1, 0, number) for number in range(used)}
+    for number in range(used):
+        made.slots.add(SlotKey("other", 1, 0, number))
     return made
 
 

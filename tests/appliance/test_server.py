@@ -229,7 +229,7 @@ def test_missing_parent_prevents_start() -> None:
     [
         (["--listen", "nonsense"], TOKEN, "must be"),
         ([], "", "no token: set PENSTOCK_TOKEN"),
-        ([], "two words", "one word of at most 4096 printable ASCII"),
+        ([], "two words", "one word of 1 to 4096 printable ASCII"),
         (["--state-dir", "/proc/penstock"], TOKEN, "the state directory /proc/penstock cannot be used"),
     ],
 )

@@ -43,8 +43,9 @@ from penstock.proto.errors import (
     SupersededError,
     UnknownRunError,
 )
-from penstock.proto.rpc.calls import AsyncCoordinatorClient, CoordinatorClient, _StateGather, blob_name
+from penstock.proto.rpc.calls import AsyncCoordinatorClient, CoordinatorClient, blob_name
 from penstock.proto.rpc.channel import CHUNK, connect_aio
+from penstock.proto.rpc.reply_parts import StateParts
 from penstock.proto.state.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
@@ -178,7 +179,7 @@ def test_errors_cross_as_what_they_are() -> None:
             await client.watch_run(watching())
         assert (await client.heartbeat(pb.HeartbeatRequest(worker="w", session="s"))).register_again
         with CoordinatorClient(address, TOKEN) as blocking:
-            with pytest.raises(InvalidArgumentError, match="must have a job"):
+            with pytest.raises(InvalidArgumentError, match="must name a job"):
                 await asyncio.to_thread(blocking.open_run, pb.OpenRunRequest())
             await asyncio.to_thread(blocking.open_run, opening())
             await asyncio.to_thread(blocking.watch_run, watching())
@@ -223,7 +224,7 @@ def test_snapshots_of_the_fenced_are_refused() -> None:
         await client.open_run(opening())
         async with daemon(address):
             await until_ready(client)
-            with pytest.raises(SupersededError, match=r"generation 7 of box 0 slot 0 .* has been replaced by 1"):
+            with pytest.raises(SupersededError, match=r"box 0 slot 0 .*generation 7. has been replaced .*generation 1"):
                 await client.put_snapshot(header(3, generation=7), b"x" * 3_000_000)
             with pytest.raises(SupersededError):
                 await client.get_snapshots(query(7))
@@ -241,7 +242,7 @@ def test_over_budget_is_refused_and_rest_stays() -> None:
             reply = await client.put_snapshot(header(0), b"x" * 1_000_000)
             assert (reply.refused, reply.free_bytes) == ("", 2_000_000)
             refusal = await client.put_snapshot(header(1), b"x" * 2_500_000)
-            assert refusal.refused.startswith("a snapshot of 2500000 bytes: 1000000 of 2700000 bytes of the snapshot")
+            assert refusal.refused.startswith("there is no budget for a snapshot of 2500000 bytes: 1000000 of 2700000")
             assert refusal.free_bytes == 2_000_000
             assert [head.total for head, _ in await client.get_snapshots(query())] == [0]
 
@@ -332,7 +333,7 @@ def test_inconsistent_parts_are_a_protocol_error() -> None:
         async with daemon(address):
             await until_ready(client)
             put = client._stub.PutSnapshot
-            for size, words in ((2, "2 bytes declared, got more"), (9, "9 bytes declared, got 4")):
+            for size, words in ((2, "2 bytes it declared, got more"), (9, "9 bytes it declared, got 4")):
                 with pytest.raises(ProtocolError, match=words), client._guarded("PutSnapshot", DEADLINE_S):
                     await put(parts(size, b"ab", b"cd"), timeout=DEADLINE_S, metadata=metadata(TOKEN))
             assert await client.get_snapshots(query()) == []
@@ -348,7 +349,7 @@ def test_blob_with_wrong_digest_is_refused() -> None:
     async def body(client: AsyncCoordinatorClient, address: str) -> None:
         put = client._stub.PutBlob
         with (
-            pytest.raises(ProtocolError, match="the 4 bytes received must have the digest"),
+            pytest.raises(ProtocolError, match="the 4 bytes received do not have the declared digest"),
             client._guarded("PutBlob", DEADLINE_S),
         ):
             await put(parts(b"evil"), timeout=DEADLINE_S, metadata=metadata(TOKEN))
@@ -367,10 +368,10 @@ def test_blobs_are_kept_by_content() -> None:
         with CoordinatorClient(address, TOKEN) as blocking:
             assert await asyncio.to_thread(blocking.put_blob, b"") == blob_name(b"")
             assert await asyncio.to_thread(blocking.get_blob, name) == data
-        with pytest.raises(StateUnavailableError, match="has no blob 'nothing'"):
+        with pytest.raises(StateUnavailableError, match="does not have the stored value 'nothing'"):
             await client.get_blob("nothing")
         with pytest.raises(
-            InvalidArgumentError, match=r"a blob for run job/0 cannot be kept: 2000000 bytes: 5000000 of 6000000 b"
+            InvalidArgumentError, match=r"for run job/0 .* cannot be stored: .* its 2000000 bytes: 5000000 of 6000000 b"
         ):
             await client.put_blob(b"z" * 2_000_000, "job/0")
         start = Position.start(2, step=7).to_proto()
@@ -423,12 +424,12 @@ def test_small_parts_are_packed() -> None:
     assert max(part.ByteSize() for part in together) < 2 * CHUNK
     gathers = []
     for said in (apart, together):
-        gather = _StateGather()
+        state = StateParts()
         for part in said:
-            gather.add(part)
-        gathers.append(gather.all())
+            state.add(part)
+        gathers.append((state.records(), state.positions))
     assert gathers[0] == gathers[1]
-    assert [len(data) for _, data in gathers[1].records] == sizes
+    assert [len(data) for _, data in gathers[1][0]] == sizes
     assert not any(part.parts for part in apart)
     assert [part for one in together for part in (one.parts or [one])] == apart
 
@@ -541,7 +542,9 @@ def test_errors_of_a_state_reach_every_asker() -> None:
                 assert error.remote_traceback == "over there"
             request = asking(0, 2)
             request.step = 3
-            with pytest.raises(StateUnavailableError, match="state of run job/0 must be 0 to 2, got 3"):
+            with pytest.raises(
+                StateUnavailableError, match="run job/0 has states of steps 0 to 2, got a request for step 3"
+            ):
                 await client.fetch_state(request)
 
     trial(body)
@@ -617,7 +620,7 @@ def test_nothing_but_our_numbers_is_believed() -> None:
         await client.open_run(opening())
         bad = watching(steps=1)
         bad.delivered.live[:] = [5]
-        with pytest.raises(InvalidArgumentError, match="live slots must be rising"):
+        with pytest.raises(InvalidArgumentError, match="must be rising numbers"):
             await client.watch_run(bad)
         assert (await client.status()).runs[0].run == "job/0"
 

@@ -197,15 +197,16 @@ def test_steps_outside_the_window_are_refused(world: FakeCluster) -> None:
     with pytest.raises(StateUnavailableError) as caught:
         ask(box, 26)
     assert caught.value.message == (
-        "the step of a state of run job/0 must be 10 to 25, got 26: this attempt started at step 10, and keeps "
-        "retention_steps=20 steps"
+        "run job/0 has states of steps 10 to 25, got a request for step 26: this launch began at step 10, and keeps "
+        "states "
+        "of the last retention_steps=20 steps"
     )
     box.deliver(15)
-    with pytest.raises(StateUnavailableError, match="must be 20 to 40, got 19"):
+    with pytest.raises(StateUnavailableError, match="states of steps 20 to 40, got a request for step 19"):
         ask(box, 19)
     assert not ask(box, 20).done
     operator = pb.FetchStateRequest(run="job/0", step=41)
-    with pytest.raises(StateUnavailableError, match="must be 20 to 40"):
+    with pytest.raises(StateUnavailableError, match="states of steps 20 to 40"):
         world.registry.begin_state(operator)
     # A member without a report of its own may ask beyond what was reported: its step is produced, or a deadline passes.
     assert not world.registry.begin_state(pb.FetchStateRequest(run="job/0", attempt=1, step=41)).done
@@ -259,7 +260,7 @@ def test_contradicting_worker_is_an_error(world: FakeCluster) -> None:
     answer = pb.StateAnswer(request=request.request, worker="w", session="w-1", ended=True, ended_total=7)
     world.registry.answer_state(answer, b"")
     assert isinstance(failure(query), ProtocolError)
-    assert "epoch 0 ended after batch 7, which is not before the requested epoch 0, batch 2" in failure(query).message
+    assert "epoch 0 ended after batch 7, which is not before the requested batch 2" in failure(query).message
 
 
 def test_only_the_owner_s_answer_counts(world: FakeCluster) -> None:
@@ -287,7 +288,7 @@ def test_queries_that_cannot_be_meant(world: FakeCluster) -> None:
     with pytest.raises(UnknownRunError, match="the coordinator has no run 'x/0'"):
         world.registry.begin_state(pb.FetchStateRequest(run="x/0"))
     request = pb.FetchStateRequest(run="job/0", attempt=2, progress=box.progress())
-    with pytest.raises(InvalidArgumentError, match="progress in a state query must be of run job/0"):
+    with pytest.raises(InvalidArgumentError, match="must be of the same run and attempt, job/0"):
         world.registry.begin_state(request)
 
 

@@ -180,7 +180,8 @@ def test_disagreeing_workers_are_an_error(world: FakeCluster) -> None:
         respond(worker, starts={(0, 1): 2, (1, 1): 1})
     assert isinstance(failure(query), ProtocolError)
     assert failure(query).message == (
-        "state of run job/0 at step 6: the workers do not agree where epochs ended; the answers contradict "
+        "the state of run job/0 at step 6 cannot be put together: the workers disagree about the batch after which "
+        "an epoch ended. In doubt: "
         "box 0 slot 1 on worker w"
     )
 

@@ -177,7 +177,7 @@ def test_a_save_within_a_call_is_an_error_by_name(tmp_path: Path) -> None:
         def load_state_dict(self, state: dict[str, int]) -> None: ...
 
     with AsyncCheckpointer(tmp_path, fsync=False) as checkpointer:
-        with pytest.raises(CheckpointError, match=r"save\(\) was called within save\(\) of the same AsyncCheckpointer"):
+        with pytest.raises(CheckpointError, match=r"save\(\) was called while save\(\) of the same AsyncCheckpointer"):
             checkpointer.save(1, {"it": Saves()})
         checkpointer.save(3, {"x": 1})
         checkpointer.wait()
@@ -191,7 +191,7 @@ def test_a_save_within_a_call_is_an_error_by_name(tmp_path: Path) -> None:
                 checkpointer.save(5, {"x": 1})
 
         checkpointer.save(4, {"it": Loads()})
-        with pytest.raises(CheckpointError, match=r"save\(\) was called within restore\(\)"):
+        with pytest.raises(CheckpointError, match=r"save\(\) was called while restore\(\) of"):
             checkpointer.restore({"it": Loads()})
 
 
@@ -229,7 +229,9 @@ def test_an_interrupt_during_a_writer_restart(tmp_path: Path, monkeypatch: pytes
             patch.setattr("penstock.runtime.process.spawn.subprocess.Popen", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 checkpointer.save(1, state_of(1.0))
-        with pytest.raises(CheckpointError, match="interrupted by KeyboardInterrupt before its writer had it"):
+        with pytest.raises(
+            CheckpointError, match="interrupted by KeyboardInterrupt before its writer process had the request"
+        ):
             checkpointer.save(2, state_of(2.0))
         checkpointer.save(3, state_of(3.0))
         checkpointer.wait()

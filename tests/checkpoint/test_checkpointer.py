@@ -463,7 +463,10 @@ def test_states_that_cannot_be_meant(tmp_path: Path, step: Any, state: Any, word
         ),
         (torch.ones(2, device="meta"), r"'x.y' of the state to save is on the meta device, and has no values"),
         (nn.LazyLinear(3).weight, r"'x.y' of the state to save has no values yet"),
-        ({object(): 1}, r"'x.y' of the state to save has the key <object .*, which would be restored as a text"),
+        (
+            {object(): 1},
+            r"'x.y' of the state to save has a key of type object, <object .*, which would be restored as a str",
+        ),
     ],
 )
 def test_what_cannot_be_saved_is_named(tmp_path: Path, value: Any, words: str) -> None:

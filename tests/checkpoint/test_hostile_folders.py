@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import json
 import os
 import pickle
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,12 +18,24 @@ import pytest
 import torch
 import xxhash
 from torch import nn
+from torch.distributed.checkpoint import FileSystemReader, save
+from torch.distributed.checkpoint import load as dcp_load
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
-from penstock.client.checkpoint import AsyncCheckpointer
+from penstock.client.checkpoint import AsyncCheckpointer, AsyncFileSystemWriter
 from penstock.client.checkpoint.restoring.restore import load
+from penstock.client.checkpoint.saving import writer
+from penstock.client.checkpoint.saving.index_description import described
+from penstock.client.checkpoint.saving.writer import SaveJob, WriteFailed
 from penstock.client.checkpoint.values.pickles import bounded
 from penstock.proto.errors import CheckpointCorruptError, CheckpointError
-from penstock.proto.state.checkpoint_files import MANIFEST, METADATA, CheckpointFile, read_manifest
+from penstock.proto.state.checkpoint_files import (
+    MANIFEST,
+    METADATA,
+    CheckpointFile,
+    checkpoints,
+    read_manifest,
+)
 
 DATA = "__0_0.distcp"
 
@@ -58,7 +73,7 @@ def with_index(path: Path, data: bytes) -> None:
 @pytest.mark.parametrize("name", ["../other", "/etc/hostname", "a/b", "..", ".", "", "x\0"])
 def test_a_file_outside_the_folder_is_not_read(folder: Path, name: str, verify: bool) -> None:
     rewritten(folder / "step-1", lambda file: replace(file, name=name) if file.name == DATA else file)
-    with pytest.raises(CheckpointCorruptError, match="is not a file of a checkpoint's own folder"):
+    with pytest.raises(CheckpointCorruptError, match="is no plain file name in its folder"):
         restored(folder, step=1, verify=verify)
 
 
@@ -78,13 +93,161 @@ def test_a_lock_that_is_a_link_cuts_nothing(folder: Path, tmp_path: Path) -> Non
     victim.write_text("years of work")
     (folder / ".lock").unlink(missing_ok=True)
     (folder / ".lock").symlink_to(victim)
-    with pytest.raises(CheckpointError, match=r"\.lock cannot be locked: it is a link \(to .*/thesis\)"):
+    with pytest.raises(CheckpointError, match=r"\.lock cannot be locked: it is a symbolic link \(to .*/thesis\)"):
         restored(folder)
     with AsyncCheckpointer(folder) as checkpointer:
         checkpointer.save(2, state())
-        with pytest.raises(CheckpointError, match="it is a link"):
+        with pytest.raises(CheckpointError, match="it is a symbolic link"):
             checkpointer.wait()
     assert victim.read_text() == "years of work"
+
+
+@pytest.mark.parametrize("kind", ["fifo", "device", "holes"])
+@pytest.mark.parametrize("name", ["latest", "step-1/penstock.json", "step-2.tmp-0abc/rank-1.json"])
+def test_small_files_are_read_within_bounds(folder: Path, name: str, kind: str) -> None:
+    """Each was waited for without end, or read until the memory was full."""
+    path = folder / name
+    path.parent.mkdir(exist_ok=True)
+    path.unlink(missing_ok=True)
+    match kind:
+        case "fifo":
+            os.mkfifo(path)
+        case "device":
+            path.symlink_to("/dev/zero")
+        case "holes":
+            path.touch()
+            os.truncate(path, 1 << 40)
+    if name.endswith("rank-1.json"):
+        assert save_of(folder, 0)._read(path) is None
+    elif name == "latest":
+        assert restored(folder) == 1
+    else:
+        with pytest.raises(CheckpointCorruptError, match=r"penstock\.json cannot be read: it (is|must)"):
+            restored(folder)
+
+
+def test_second_name_of_a_file_is_not_written(folder: Path, tmp_path: Path) -> None:
+    victim = tmp_path / "thesis"
+    victim.write_text("years of work")
+    (folder / ".lock").unlink(missing_ok=True)
+    (folder / ".lock").hardlink_to(victim)
+    with AsyncCheckpointer(folder) as checkpointer:
+        checkpointer.save(2, state())
+    assert victim.read_text() == "years of work"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"step": float("inf")},
+        {"sequence": 1 << 70},
+        {"ranks": -1},
+        {"parts": "x:y 3"},
+        {"parts": "0:0123456789abcdef 9000000000000000000:0123456789abcdef"},
+        {"parts": "64:0123456789abcdef 0:0123456789abcdef"},
+        {"bytes": 10**300},
+        {"deep": True},
+    ],
+)
+def test_manifest_of_impossible_values_is_refused(folder: Path, change: dict[str, Any]) -> None:
+    path = folder / "step-1" / MANIFEST
+    body = json.loads(path.read_text())["checkpoint"]
+    for part in [body, *body["files"]]:
+        part.update({key: value for key, value in change.items() if key in part})
+    digest = xxhash.xxh3_128_hexdigest(json.dumps(body, sort_keys=True).encode())
+    text = json.dumps({"checkpoint": body, "xxh3": digest})
+    path.write_text("[" * 200_000 if "deep" in change else text)
+    with pytest.raises(CheckpointCorruptError, match=r"penstock\.json is damaged: "):
+        restored(folder)
+    with AsyncCheckpointer(folder) as checkpointer:
+        checkpointer.save(2, state(6.0))
+    assert restored(folder) == 2
+
+
+# ---- a folder whose names another process changes during a save
+
+
+def save_of(folder: Path, rank: int) -> SaveJob:
+    """Return the part of one of two ranks in a save of nothing."""
+    index = described(Metadata({}, {}, storage_meta=StorageMeta(), version="1.0.0"), [])
+    request: dict[str, Any] = {
+        "save": "0abc",
+        "step": 2,
+        "rank": rank,
+        "ranks": 2,
+        "folder": str(folder),
+        "files": [],
+        "error": None,
+        "timeout_s": 20,
+        "flying": [],
+        "fsync": False,
+        "keep_last": None,
+        "keep_every": None,
+        "threads": 1,
+        "commit": {"plan": {"0": [], "1": []}, "index": [0, len(index)]},
+    }
+    return SaveJob(request, memoryview(index), lambda reply: None)
+
+
+@pytest.fixture
+def victim(tmp_path: Path) -> Iterator[Path]:
+    """A folder of ours elsewhere, in which nothing may change."""
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    for name in ("thesis", MANIFEST, METADATA, "rank-1.json", "failed.json"):
+        (victim / name).write_text("years of work")
+    before = sorted(victim.iterdir())
+    yield victim
+    assert sorted(victim.iterdir()) == before
+    assert {path.read_text() for path in before} == {"years of work"}
+
+
+def swap(path: Path, victim: Path) -> None:
+    path.rename(path.with_name("away"))
+    path.symlink_to(victim)
+
+
+def test_folder_swapped_after_commit_empties_none(folder: Path, victim: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def sync(path: Path) -> None:
+        if (folder / "step-2").is_dir() and not (folder / "step-2").is_symlink():
+            swap(folder / "step-2", victim)
+
+    monkeypatch.setattr(writer, "sync_folder", sync)
+    with ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(save_of(folder, rank).run) for rank in (0, 1)]:
+            with contextlib.suppress(WriteFailed):
+                done.result()
+    assert (folder / "step-2").is_symlink()
+
+
+def test_folder_swapped_before_commit_is_an_error(folder: Path, victim: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def listed(path: Path, **options: Any) -> list[Any]:
+        swap(folder / "step-2.tmp-0abc", victim)
+        return checkpoints(path, **options)
+
+    monkeypatch.setattr(writer, "checkpoints", listed)
+    with ThreadPoolExecutor(2) as pool:
+        first, _ = [pool.submit(save_of(folder, rank).run) for rank in (0, 1)]
+        with pytest.raises(WriteFailed, match=r"step-2\.tmp-0abc was replaced by another process while it was written"):
+            first.result()
+
+
+def test_folder_that_is_a_link_is_not_written(folder: Path, victim: Path) -> None:
+    (folder / "step-2.tmp-0abc").symlink_to(victim)
+    save = save_of(folder, 1)
+    with pytest.raises(WriteFailed, match=r"step-2\.tmp-0abc: it is a link or a file, and must be a folder"):
+        save.run()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_torch_s_writer_writes_through_no_link(tmp_path: Path, victim: Path) -> None:
+    (tmp_path / "saved").mkdir()
+    for name in (DATA, "__0_1.distcp", ".metadata.tmp"):
+        (tmp_path / "saved" / name).symlink_to(victim / "thesis")
+    save({"x": torch.ones(3)}, storage_writer=AsyncFileSystemWriter(tmp_path / "saved", sync_files=False))
+    found = {"x": torch.zeros(3)}
+    dcp_load(found, storage_reader=FileSystemReader(tmp_path / "saved"))
+    assert found["x"].eq(1).all()
 
 
 # ---- the index

@@ -72,7 +72,7 @@ def test_a_restore_after_a_lost_node(tmp_path: Path) -> None:
             state = {"x": torch.zeros(3)}
             assert checkpointer.restore(state) == 1
         assert time.monotonic() - began < 10  # what is promised; 5 s of it are the writer's patience
-        with pytest.raises(WriteFailed, match="rank 1: its writer gave no sign of life for 5 s after the"):
+        with pytest.raises(WriteFailed, match="rank 1: its writer has not reported for 5 s after the"):
             ended.result()
 
 
@@ -82,7 +82,7 @@ def test_a_writer_that_lives_is_waited_for(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(writer, "SIGN_S", 0.1)
     slow, first = save_of(tmp_path, 1, orphaned=True), save_of(tmp_path, 0, orphaned=True)
 
-    def write() -> list[Any]:
+    def write(folder: Path) -> list[Any]:
         until = time.monotonic() + 1.5
         while time.monotonic() < until:
             slow._progress()
@@ -101,7 +101,7 @@ def test_an_orphaned_writer_leaves_rank_0(tmp_path: Path, monkeypatch: pytest.Mo
     """The writer holds as much memory as its rank's state."""
     monkeypatch.setattr(writer, "SILENCE_S", 0.2)
     monkeypatch.setattr(writer, "PROBE_S", 0.05)
-    with pytest.raises(WriteFailed, match="rank 0: its writer gave no sign of life after the training had ended"):
+    with pytest.raises(WriteFailed, match="rank 0: its writer has not reported after the training had ended"):
         save_of(tmp_path, 1, orphaned=True).run()
     assert not leftovers(tmp_path)
 

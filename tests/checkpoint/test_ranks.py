@@ -85,7 +85,7 @@ def test_tensors_that_differ_are_told_once(tmp_path: Path, what: str) -> None:
 
 def test_outside_of_the_group_or_made_too_early(tmp_path: Path) -> None:
     inside, outside = values(run(2, "ranked_saves:outside", str(tmp_path)))
-    early = "CheckpointError: this AsyncCheckpointer was made before init_process_group, and knows only this rank"
+    early = "CheckpointError: this AsyncCheckpointer was made before init_process_group, so it covers only this rank"
     assert isinstance(inside, list)
     assert isinstance(outside, list)
     assert [one.startswith(early) for one in inside] == [True]
@@ -174,7 +174,7 @@ def test_a_read_only_folder_fails_at_once(tmp_path: Path) -> None:
 def test_ranks_that_call_different_methods(tmp_path: Path) -> None:
     for said in values(run(2, "ranked_saves:other_calls", str(tmp_path))):
         assert isinstance(said, list)
-        assert said[0].startswith("InvalidArgumentError: the ranks call different methods")
+        assert said[0].startswith("InvalidArgumentError: all ranks must call the same method")
         assert "rank 0: save, rank 1: restore" in said[0]
 
 

@@ -168,7 +168,7 @@ def test_modules_on_the_meta_device_are_named(tmp_path: Path) -> None:
         with torch.device("meta"):
             module = nn.Linear(2, 2)
         for state in ({"model": module}, {"x": torch.ones(3, device="meta")}):
-            with pytest.raises(CheckpointError, match=r"is on the meta device, and has no memory .* to_empty"):
+            with pytest.raises(CheckpointError, match=r"is on the meta device, so it has no memory .* to_empty"):
                 checkpointer.restore(state)
         module.to_empty(device="cpu")
         assert checkpointer.restore({"model": module}) == 1
@@ -178,7 +178,10 @@ def test_values_that_would_be_cut_are_named(tmp_path: Path) -> None:
     with AsyncCheckpointer(tmp_path, fsync=False) as checkpointer:
         checkpointer.save(1, {"x": torch.tensor([1.5])})
         checkpointer.wait()
-        with pytest.raises(CheckpointError, match=r"'x' of .* was saved as torch.float32, and is torch.int64 here"):
+        with pytest.raises(
+            CheckpointError,
+            match=r"'x' was saved in .* as torch.float32, which cannot be converted to torch.int64",
+        ):
             checkpointer.restore({"x": torch.zeros(1, dtype=torch.int64)})
         half = {"x": torch.zeros(1, dtype=torch.bfloat16)}
         checkpointer.restore(half)
@@ -234,5 +237,5 @@ def test_the_index_is_hashed_too(tmp_path: Path) -> None:
         checkpointer.save(1, {"some-name": torch.ones(2), "same-name": torch.zeros(2)})
         index = checkpointer.result() / METADATA
         index.write_bytes(index.read_bytes().replace(b"some-name", b"same-name"))
-        with pytest.raises(CheckpointCorruptError, match=r"metadata: checksum [0-9a-f]{32} where"):
+        with pytest.raises(CheckpointCorruptError, match=r"metadata has checksum [0-9a-f]{32}, but"):
             checkpointer.restore({"same-name": torch.zeros(2)})

@@ -49,7 +49,9 @@ def test_newest_is_the_last_saved(tmp_path: Path) -> None:
 
 def test_an_empty_folder_is_a_start_from_nothing(tmp_path: Path) -> None:
     assert restored(tmp_path / "not there") == (None, -1.0)
-    with pytest.raises(CheckpointNotFoundError, match=r"has no checkpoint of step 3; it has: none"):
+    with pytest.raises(
+        CheckpointNotFoundError, match=r"has no checkpoint of step 3; its checkpoints are of steps: none"
+    ):
         restored(tmp_path, 3)
     with AsyncCheckpointer(tmp_path) as checkpointer:
         assert checkpointer.latest() is None
@@ -58,19 +60,21 @@ def test_an_empty_folder_is_a_start_from_nothing(tmp_path: Path) -> None:
 def test_a_step_by_name(tmp_path: Path) -> None:
     filled(tmp_path, 1, 2, 3)
     assert restored(tmp_path, 2) == (2, 2.0)
-    with pytest.raises(CheckpointNotFoundError, match=r"has no checkpoint of step 4; it has: 3, 2, 1"):
+    with pytest.raises(
+        CheckpointNotFoundError, match=r"has no checkpoint of step 4; its checkpoints are of steps: 3, 2, 1"
+    ):
         restored(tmp_path, 4)
 
 
 @pytest.mark.parametrize(
     ("harm", "words"),
     [
-        ("missing", r"__0_0.distcp: missing"),
-        ("short", r"__0_0.distcp: [0-9,]+ bytes where [0-9,]+ were written"),
+        ("missing", r"__0_0.distcp is missing"),
+        ("short", r"__0_0.distcp has [0-9,]+ bytes, but [0-9,]+ were written"),
         ("manifest", r"penstock.json is damaged"),
         ("checksum", r"penstock.json is damaged: its checksum differs from that of its content"),
         ("newer", r"penstock.json is damaged: its format must be <= 1, got 99 of a newer Penstock"),
-        ("index", r"\.metadata: [0-9,]+ bytes where"),
+        ("index", r"\.metadata has [0-9,]+ bytes, but"),
     ],
 )
 def test_damage_names_the_newest_good_one(tmp_path: Path, harm: str, words: str) -> None:
@@ -110,11 +114,11 @@ def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
     file.write_bytes(data)
     with pytest.raises(
         CheckpointCorruptError,
-        match=r"__0_0.distcp: bytes 0 to [0-9,]+, with 'x', have checksum [0-9a-f]{16} where .* good one is of step 1",
+        match=r"__0_0.distcp: bytes 0 to [0-9,]+, with 'x', have checksum [0-9a-f]{16}, but .* good one is of step 1",
     ):
         restored(tmp_path)
     with pytest.raises(
-        CheckpointCorruptError, match=r"__0_0.distcp: checksum [0-9a-f]{32} where [0-9a-f]{32} was written"
+        CheckpointCorruptError, match=r"__0_0.distcp has checksum [0-9a-f]{32}, but [0-9a-f]{32} was written"
     ):
         restored(tmp_path, verify=True)
     shutil.rmtree(tmp_path / "step-1")
@@ -283,16 +287,20 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
             with pytest.raises(error, match=words):
                 checkpointer.restore(state)
 
-        fails({"nothing": {}}, r"holds nothing under 'nothing'; it holds 'extra', 'model', 'optimizer'")
-        fails({"model": network(bias=False)}, r"'model' of .*step-1 does not fit: it holds 'model.0.bias', which the")
+        fails({"nothing": {}}, r"has no value 'nothing'; it has 'extra', 'model', 'optimizer'")
+        fails(
+            {"model": network(bias=False)},
+            r"'model' cannot be restored from .*step-1: the checkpoint has 'model.0.bias', which the",
+        )
         larger = nn.Sequential(*network(), nn.Linear(2, 2))
-        fails({"model": larger}, r"does not fit: it lacks 'model.3.bias', 'model.3.weight'")
+        fails({"model": larger}, r"the checkpoint lacks 'model.3.bias', 'model.3.weight'")
         wider = nn.Sequential(nn.Linear(7, 5), *list(network())[1:])
         fails({"model": wider}, r"Size mismatch between saved torch.Size\(\[5, 6\]\) and current")
-        fails({"extra": {"b": 1}}, r"'extra' of .* does not fit: it lacks 'extra.b'")
+        fails({"extra": {"b": 1}}, r"'extra' cannot be restored from .*: the checkpoint lacks 'extra.b'")
         fails({"extra": {"t": torch.ones(4)}}, r"Size mismatch")
         fails(
-            {"optimizer": torch.optim.Adam(network().parameters())}, r"states of the parameters '0.bias', .* by their"
+            {"optimizer": torch.optim.Adam(network().parameters())},
+            r"state for the parameters '0.bias', .* matched by name",
         )
         fails([1], r"state must be a dict, got list", InvalidArgumentError)
         good = network(3)
@@ -323,7 +331,7 @@ def test_other_classes_are_loaded_only_on_request(tmp_path: Path, caplog: pytest
             checkpointer.save(step, {"custom": {"it": Custom(7)}})
         told = [one.getMessage() for one in caplog.records]  # at the save, and once
         assert [text.partition(":")[0] for text in told] == [
-            f"'custom.it' of the state to save holds {__name__}.Custom"
+            f"'custom.it' of the state to save contains {__name__}.Custom"
         ]
         state: dict[str, Any] = {"custom": {"it": None}}
         with pytest.raises(CheckpointError, match=r"'custom.it' of .* allow_unsafe_types=True"):
@@ -366,7 +374,7 @@ def test_an_index_that_would_run_code_is_refused(tmp_path: Path, how: str) -> No
     evil = b"\x80\x02" + EVIL[how].replace(b"{marker}", str(marker).encode()) + b"."
     (found.path / METADATA).write_bytes(evil.ljust(found.manifest.files[-1].nbytes, b"\0"))
     with pytest.raises(
-        CheckpointCorruptError, match=r"it asks for (.*, which is not part of an index|an attribute that is not)"
+        CheckpointCorruptError, match=r"it names (.*, which is not part of an index|an attribute that is not)"
     ):
         restored(tmp_path / "saved")
     assert not marker.exists()

@@ -118,7 +118,7 @@ def test_a_thread_s_failure_is_the_save_s(tmp_path: Path, threads: int) -> None:
 def test_fewer_items_than_planned_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = AsyncFileSystemWriter._write_file
     monkeypatch.setattr(AsyncFileSystemWriter, "_write_file", lambda *arguments: real(*arguments)[1:])
-    with pytest.raises(CheckpointException, match=r"of \d+ items were written"):
+    with pytest.raises(CheckpointException, match=r"of the \d+ planned tensors and objects were written"):
         save(state(), storage_writer=AsyncFileSystemWriter(tmp_path))
 
 
@@ -153,6 +153,7 @@ def test_the_index_is_durable_before_its_name(tmp_path: Path, monkeypatch: pytes
             warnings.simplefilter("ignore")  # torch's, that there is a checkpoint already
             save({"x": torch.ones(9)}, storage_writer=AsyncFileSystemWriter(folder, thread_count=1))
     assert done == [
+        f"removed {folder}/__0_0.distcp",
         "__0_0: True",
         "..metadata: True",
         ".metadata replaced: True",

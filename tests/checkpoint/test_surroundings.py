@@ -43,7 +43,7 @@ def test_a_folder_of_others_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "step-5" / "weights.bin").write_text("mine")
     with AsyncCheckpointer(tmp_path) as checkpointer:
         checkpointer.save(5, {"x": torch.ones(4)})
-        with pytest.raises(CheckpointError, match=r"step-5 exists and is not a checkpoint of Penstock's: move it away"):
+        with pytest.raises(CheckpointError, match=r"step-5 exists and is not a Penstock checkpoint: move it away"):
             checkpointer.wait()
         assert (tmp_path / "step-5" / "weights.bin").read_text() == "mine"
         checkpointer.save(6, {"x": torch.ones(4)})
@@ -81,7 +81,10 @@ def test_reordered_names_are_another_state(tmp_path: Path) -> None:
 def test_an_object_does_not_go_into_a_tensor(tmp_path: Path) -> None:
     with AsyncCheckpointer(tmp_path) as checkpointer:
         checkpointer.save(1, {"x": {"best": 5.0}})
-        with pytest.raises(CheckpointError, match=r"'x.best' was saved as an object, and is a tensor here"):
+        with pytest.raises(
+            CheckpointError,
+            match=r"'x.best' cannot be restored from .*: it was saved as a Python object, but is a tensor",
+        ):
             checkpointer.restore({"x": {"best": torch.tensor(0.0)}})
 
 

@@ -24,8 +24,8 @@ from penstock.client.states.run_opening import Opening
 from penstock.client.states.saved_state import BoxStart
 from penstock.client.stream.device import DeviceBackend
 from penstock.client.stream.device_reader import DeviceReader, reader_for
-from penstock.client.stream.open_run import BoxProgress
 from penstock.client.stream.ordered_reader import OrderedReader
+from penstock.client.stream.stream_interfaces import BoxProgress
 from penstock.proto.batch.digest import DigestCover, batch_digest
 from penstock.proto.batch.flatten import Flattener
 from penstock.proto.errors import PenstockError

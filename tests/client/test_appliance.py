@@ -207,6 +207,6 @@ def test_a_rank_that_nobody_answers_says_so(ranks: Any) -> None:
 def test_two_local_ranks_0_are_an_error(ranks: Any) -> None:
     first, second = ranks(0), ranks(0)
     first.publish(DaemonAddresses("a", "t", "j"))
-    with pytest.raises(PenstockError, match="another process of this torchrun launch is local rank 0"):
+    with pytest.raises(PenstockError, match="another process of this torchrun launch already runs as local rank 0"):
         second.publish(DaemonAddresses("b", "t", "j"))
     first.leave(lambda: None)

@@ -22,8 +22,9 @@ from proxy import Proxy
 from tests.client.conftest import FakeRun, FakeRunner, Rig, ThreadRunner
 
 from penstock.client.stream.lane_reader import CORRUPT_TRIES
-from penstock.client.stream.ordered_reader import EPOCH_ENDED, OrderedReader
+from penstock.client.stream.ordered_reader import OrderedReader
 from penstock.client.stream.receiver_process import Receiver
+from penstock.client.stream.stream_interfaces import EPOCH_ENDED
 from penstock.proto.errors import BatchCorruptError
 from penstock.proto.lane.compression import NAMES
 from penstock.proto.lane.endpoints import LANE_PROTOCOL, connect_local
@@ -163,7 +164,7 @@ def test_bit_flips_in_transit_are_not_delivered(
     if direction == "down":
         assert flips
         assert 0 < rig.reader.stats.corrupt <= flips
-        assert "damaged data arrived and are fetched again" in caplog.text
+        assert "damaged data arrived and is fetched again" in caplog.text
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -176,14 +177,16 @@ def test_constant_bit_flips_are_a_named_error(far: Callable[[str], FarRig], kind
         return bytes([data[0] ^ 1]) + data[1:]
 
     rig.proxy.damage = damage
-    with pytest.raises(BatchCorruptError, match=rf"came damaged {CORRUPT_TRIES} times in a row.*box 0, slot 0, step"):
+    with pytest.raises(
+        BatchCorruptError, match=rf"arrived damaged {CORRUPT_TRIES} times in a row.*box 0, slot 0, step"
+    ):
         rig.run()
 
 
 def test_always_damaged_hello_is_a_named_error(far: Callable[[str], FarRig]) -> None:
     rig = far("tcp")
     rig.proxy.damage = lambda towards, passed, data: (data[:-1] + b"?") if towards == "up" else data
-    with pytest.raises(BatchCorruptError, match=r"message of .* damaged on its way"):
+    with pytest.raises(BatchCorruptError, match=r"message of .* damaged in transit"):
         rig.run()
 
 
@@ -204,7 +207,7 @@ def test_overwritten_ring_entry_is_a_named_error(rigs: Any, size: int, at: int) 
     rig.runners[0].send(torch.zeros(size, dtype=torch.uint8))
     flip(rig, at)
     assert rig.take(1) == [7]
-    with pytest.raises(BatchCorruptError, match="batch 2 of the slot is not what its runner made"):
+    with pytest.raises(BatchCorruptError, match="batch 2 of the slot arrived with another digest"):
         rig.reader.next()
     assert rig.reader.position.step == 1
     assert rig.reader.stats.corrupt == CORRUPT_TRIES

@@ -359,12 +359,12 @@ def test_a_failed_lock_leaves_no_error_behind(ring: Ring) -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("nonsense", r"'nonsense' names no device: use \"cpu\", \"cuda\" or \"cuda:N\""),
-        ("0", "'0' names no device"),
-        ("cpu:1", "'cpu:1' names no device, for there is one"),
-        ("meta", "not to a device of type 'meta'"),
-        ("mps", "not to a device of type 'mps': leave device out"),
-        ("xpu:0", "not to a device of type 'xpu'"),
+        ("nonsense", r"device must be \"cpu\", \"cuda\" or \"cuda:N\", got 'nonsense'"),
+        ("0", ", got '0'"),
+        ("cpu:1", "which has no number, got 'cpu:1'"),
+        ("meta", ", got 'meta'"),
+        ("mps", ", got 'mps': leave device out"),
+        ("xpu:0", ", got 'xpu:0'"),
     ],
 )
 def test_devices_that_are_none(name: str, words: str) -> None:
@@ -381,7 +381,7 @@ def test_cuda_where_torch_lacks_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(module, "_built_for_cuda", lambda: False)
     with pytest.raises(
-        InvalidArgumentError, match=r"'cuda:1' cannot be used, for this torch .* built without CUDA; inst"
+        InvalidArgumentError, match=r"device='cuda:1' cannot be used: this torch .* built without CUDA; inst"
     ):
         check_device("cuda:1")
 
@@ -390,7 +390,7 @@ def test_cuda_where_no_device_can_be_seen(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(module, "_built_for_cuda", lambda: True)
     with pytest.raises(
-        InvalidArgumentError, match=r"'cuda' cannot be used, for torch finds no CUDA device.*nvidia-smi"
+        InvalidArgumentError, match=r"device='cuda' cannot be used: torch finds no CUDA device.*nvidia-smi"
     ):
         check_device("cuda")
 
@@ -399,5 +399,7 @@ def test_cuda_devices_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert [check_device(name) for name in ("cuda", "cuda:0", "cuda:1")] == ["cuda", "cuda:0", "cuda:1"]
-    with pytest.raises(InvalidArgumentError, match=r"'cuda:2' cannot be used, for this process sees 2 CUDA devices"):
+    with pytest.raises(
+        InvalidArgumentError, match=r"one of the 2 CUDA devices that this process sees, .* got 'cuda:2'"
+    ):
         check_device("cuda:2")

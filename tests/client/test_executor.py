@@ -67,12 +67,12 @@ def test_a_loader_that_is_none_of_ours() -> None:
 
 
 def test_num_steps_below_zero(loader: DataLoader) -> None:
-    with pytest.raises(InvalidArgumentError, match="num_steps must be at least 0, not -1"):
+    with pytest.raises(InvalidArgumentError, match="num_steps must be at least 0, got -1"):
         DataExecutor(loader, num_steps=-1)
 
 
 def test_checkpoint_steps_below_one(loader: DataLoader) -> None:
-    with pytest.raises(InvalidArgumentError, match="checkpoint_steps must be at least 1, not -1"):
+    with pytest.raises(InvalidArgumentError, match="checkpoint_steps must be at least 1, got -1"):
         DataExecutor(loader, checkpoint_steps=-1)
 
 
@@ -142,7 +142,7 @@ def test_dropped_rest_of_an_epoch_is_logged_once(
         tuples(islice(DataExecutor(loader, appliance=two), 1))
     told = [record.getMessage() for record in caplog.records if "persistent=True" in record.getMessage()]
     assert len(told) == 1
-    assert "abandoned its epoch at step 1, and the next loop begins the next epoch" in told[0]
+    assert "left its epoch at step 1, so the next loop begins the next epoch" in told[0]
 
 
 def test_num_steps_after_break_take_the_next_one(two: Any, loader: DataLoader) -> None:
@@ -184,7 +184,7 @@ def test_list_of_a_loader_keeps_every_batch(appliances: Any, loader: DataLoader)
 
 
 def test_iterating_the_loader_is_the_same(two: Any, loader: DataLoader, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.client.api.data_loader.current_appliance", lambda loader: two)
+    monkeypatch.setattr("penstock.client.api.opened_loader.current_appliance", lambda loader: two)
     assert tuples(loader) == one_pass(0)
 
 
@@ -216,7 +216,7 @@ def test_one_executor_at_a_time(two: Any, loader: DataLoader) -> None:
     next(first)
     with pytest.raises(RuntimeError, match="another executor is iterating"):
         iter(DataExecutor(loader, appliance=two))
-    with pytest.raises(RuntimeError, match="load_state_dict while an executor iterates"):
+    with pytest.raises(RuntimeError, match="load_state_dict was called while an executor iterates"):
         loader.load_state_dict({})
     del first  # dropped, it is over
     gc.collect()
@@ -414,7 +414,7 @@ def test_what_was_loaded_is_a_copy(two: Any, loader: DataLoader) -> None:
 def test_the_state_of_another_loader(two: Any, loader: DataLoader) -> None:
     list(DataExecutor(loader, num_steps=1, appliance=two))
     other = DataLoader(streams.shared)
-    with pytest.raises(StateMismatchError, match="streams:counter, and this is the loader streams:shared"):
+    with pytest.raises(StateMismatchError, match="streams:counter, but loaded into the loader streams:shared"):
         other.load_state_dict(loader.state_dict())
 
 
@@ -423,7 +423,7 @@ def test_another_shape_or_seed(two: Any, loader: DataLoader, appliances: Any) ->
     loader.load_state_dict(loader.state_dict())
     with pytest.raises(StateMismatchError, match="1 box with 2 workers each and cannot be resumed on 1 box with 3"):
         iter(DataExecutor(loader, appliance=appliances(numbers, num_workers_per_box=3)))
-    with pytest.raises(StateMismatchError, match=r"saved with seed 5, and Appliance\(seed=6\) has another"):
+    with pytest.raises(StateMismatchError, match=r"saved with seed 5, but Appliance\(seed=6\) sets another"):
         iter(DataExecutor(loader, appliance=appliances(numbers, num_workers_per_box=2, seed=6)))
     assert tuples(DataExecutor(loader, appliance=two)) == one_pass(0)[1:], "nothing was lost by trying"
 
@@ -659,7 +659,7 @@ def test_state_before_the_run_has_its_seed(appliances: Any, loader: DataLoader) 
 def test_seed_other_than_the_states_is_refused(appliances: Any, loader: DataLoader) -> None:
     loader.expect(appliances(numbers))
     loader.state_dict()
-    with pytest.raises(StateMismatchError, match="taken before its run was opened, with seed"):
+    with pytest.raises(StateMismatchError, match="taken before its first loop, with the random seed"):
         iter(DataExecutor(loader, appliance=appliances(numbers, seed=6)))
 
 

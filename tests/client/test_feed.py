@@ -14,7 +14,7 @@ import torch
 
 from penstock.client.stream.checkpoint_schedule import CheckpointSchedule
 from penstock.client.stream.lane_reader import SlotLane
-from penstock.client.stream.ordered_reader import EPOCH_ENDED
+from penstock.client.stream.stream_interfaces import EPOCH_ENDED
 from penstock.proto.errors import (
     DeadlineError,
     EmptyInputError,
@@ -306,7 +306,7 @@ def test_queued_start_is_not_late_while_it_moves(rigs: Any) -> None:
     rig.run.views = [view(10)]
     thread = threading.Thread(target=move)
     thread.start()
-    with pytest.raises(DeadlineError, match=r"its runner is number 7 of 10 in the worker.s queue of starts"):
+    with pytest.raises(DeadlineError, match=r"its runner is number 7 of 10 in the worker.s queue of runners to start"):
         rig.reader.next()
     thread.join()
 
@@ -446,7 +446,9 @@ def test_a_batch_out_of_order_is_an_error(rigs: Any) -> None:
     rig.take(1)
     rig.runners[0].total += 1
     rig.numbers(0, 2)
-    with pytest.raises(ProtocolError, match="worker w0: sent batch 3 of epoch 0, where batch 2 of epoch 0 was due"):
+    with pytest.raises(
+        ProtocolError, match="worker w0: the worker sent batch 3 of epoch 0, but batch 2 of epoch 0 was due"
+    ):
         rig.reader.next()
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from penstock.client.stream.open_run import BoxProgress, OpenRun
+from penstock.client.stream.open_run import OpenRun
+from penstock.client.stream.stream_interfaces import BoxProgress
 from penstock.proto.errors import CoordinatorUnavailableError
 from penstock.proto.rpc.calls import CoordinatorClient, FetchedState
 from penstock.proto.v1 import coordinator_pb2 as pb

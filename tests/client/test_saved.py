@@ -131,14 +131,16 @@ def test_state_before_the_first_step_fits_any(methods: int) -> None:
 
 @pytest.mark.parametrize("value", [None, 3, {}, {"model": 1}, []])
 def test_no_state_of_ours(value: Any) -> None:
-    with pytest.raises(StateMismatchError, match=r"must be a value of DataLoader\.state_dict"):
+    with pytest.raises(StateMismatchError, match=r"must be one that DataLoader\.state_dict"):
         read(value)
 
 
 def test_a_newer_version_is_named() -> None:
     value = make().to_dict()
     value[KEY]["format"] = FORMAT + 1
-    with pytest.raises(StateVersionError, match=f"must be {FORMAT}, got {FORMAT + 1}: another version"):
+    with pytest.raises(
+        StateVersionError, match=f"must be {FORMAT} for this version, got {FORMAT + 1}: another version"
+    ):
         read(value)
 
 

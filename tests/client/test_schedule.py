@@ -84,7 +84,7 @@ def test_steps_are_integers(bad: Any) -> None:
 
 def test_positive() -> None:
     assert positive("n", 3) == 3
-    with pytest.raises(InvalidArgumentError, match="n must be at least 1, not 0"):
+    with pytest.raises(InvalidArgumentError, match="n must be at least 1, got 0"):
         positive("n", 0)
-    with pytest.raises(TypeError, match=r"n must be an integer, not 2\.0"):
+    with pytest.raises(TypeError, match=r"n must be an integer, got 2\.0"):
         positive("n", 2.0)

@@ -74,7 +74,7 @@ def test_torchrun_restarts_separate_attempts(torchrun: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"num_workers_per_box": 0}, "num_workers_per_box=0: .*greater than or equal to 1"),
+        ({"num_workers_per_box": -1}, "num_workers_per_box=-1: .*greater than or equal to 0"),
         ({"num_boxes": 0}, "num_boxes=0"),
         ({"seed": -1}, "seed=-1"),
         ({"lane": "udp"}, "lane='udp'"),
@@ -84,8 +84,8 @@ def test_torchrun_restarts_separate_attempts(torchrun: pytest.MonkeyPatch) -> No
         ({"max_batch_bytes": "big"}, "max_batch_bytes='big'"),
         ({"job": "a/b"}, "job='a/b'.*slash"),
         ({"retention_steps": 0}, "retention_steps=0"),
-        ({"device": "meta"}, "device='meta': .*not to a device of type 'meta'"),
-        ({"device": torch.device("xpu", 1)}, "device='xpu:1': .*not to a device of type 'xpu'"),
+        ({"device": "meta"}, "device='meta': .*, got 'meta'"),
+        ({"device": torch.device("xpu", 1)}, "device='xpu:1': .*, got 'xpu:1'"),
     ],
 )
 def test_values_that_cannot_be_meant(given: dict[str, Any], words: str) -> None:
@@ -108,7 +108,7 @@ def test_the_cpu_is_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_unusable_device_is_named_with_its_source(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(InvalidArgumentError, match=r"Appliance: device='cuda:1': .*'cuda:1' cannot be used, for"):
+    with pytest.raises(InvalidArgumentError, match=r"Appliance: device='cuda:1': .*device='cuda:1' cannot be used"):
         resolve(device=torch.device("cuda", 1))
     monkeypatch.setenv("PENSTOCK_DEVICE", "cuda")
     with pytest.raises(InvalidArgumentError, match=r"device='cuda' \(from PENSTOCK_DEVICE\): .*'cuda' cannot be used"):
@@ -211,5 +211,5 @@ def test_settings_file_ranks_below_torchrun(tmp_path: Path, monkeypatch: pytest.
     assert settings.address == "head:7070"
     assert resolve(address="").address == ""
     path.write_text("[client]\nnum_boxes = 4\n")
-    with pytest.raises(InvalidArgumentError, match="num_boxes does not go into"):
+    with pytest.raises(InvalidArgumentError, match="num_boxes does not belong into"):
         resolve()

@@ -272,7 +272,7 @@ def test_a_device_that_hangs_is_named(rigs: Any, device: FakeBackend) -> None:
     rig.numbers(0, 1)
     rig.reader.next()
     with pytest.raises(
-        DeadlineError, match=r"box 0 waited \d+ s for device cpu to finish .* after step 1 was handed out"
+        DeadlineError, match=r"box 0 waited \d+ s for device cpu to finish .* after step 1 was delivered"
     ):
         rig.reader.next()
     assert rig.reader.wait_s > 0

@@ -16,7 +16,7 @@ from lane_frames import a_frame
 
 from penstock.client.stream import device_reader
 from penstock.client.stream.device_loads import DeviceLane
-from penstock.client.stream.ordered_reader import EPOCH_ENDED
+from penstock.client.stream.stream_interfaces import EPOCH_ENDED
 from penstock.proto.errors import DeadlineError, InputFnError, ProtocolError, UnsupportedLeafError
 from penstock.proto.lane.frames import BATCH, framed
 
@@ -75,7 +75,7 @@ def test_out_of_order_batch_fails_when_due(rig: Any, total: int, epoch: int) -> 
     rig.runners[0].total, rig.runners[0].epoch = total - 1, epoch
     rig.numbers(0, 2)
     rig.reader.next()
-    words = f"worker w0: sent batch {total} of epoch {epoch}, where batch 2 of epoch 0 was due"
+    words = f"worker w0: the worker sent batch {total} of epoch {epoch}, but batch 2 of epoch 0 was due"
     with pytest.raises(ProtocolError, match=words):
         rig.reader.next()
 
@@ -83,8 +83,8 @@ def test_out_of_order_batch_fails_when_due(rig: Any, total: int, epoch: int) -> 
 @pytest.mark.parametrize(
     ("packet", "words"),
     [
-        (b"\xff" * 9, "worker w0: a frame of"),
-        (framed(a_frame(kind=BATCH, total=3, ring=1).encode()), "must lie in an announced ring entry"),
+        (b"\xff" * 9, "worker w0: a frame must end"),
+        (framed(a_frame(kind=BATCH, total=3, ring=1).encode()), "must lie in an entry of an announced ring"),
     ],
 )
 def test_impossible_frame_fails_when_due(rig: Any, packet: bytes, words: str) -> None:

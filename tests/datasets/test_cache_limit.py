@@ -153,9 +153,7 @@ def test_at_the_limit_own_prefetch_is_not_awaited(
     other = make()
     held = [other.hold(shard) for shard in shards[:3]]
     books = CacheState(tmp_path / "cache", RemoteFolder(server.url), 30)
-    wanted = books.wait(
-        str(tmp_path / "cache" / ".penstock" / "prefetched" / key_of(shards[3].name)), 30, "", shared=True
-    )
+    wanted = books.wait(f".penstock/prefetched/{key_of(shards[3].name)}", 30, "", shared=True)
     with pytest.warns(UserWarning, match="exceeds its limit"):
         use(make(timeout_s=30), shards[3])  # it would wait as long, and then have no time to fetch it
     wanted.release()

@@ -127,13 +127,13 @@ def test_killed_in_the_middle_of_an_eviction(server: ShardServer, tmp_path: Path
         unlink = os.unlink
         count = 0
 
-        def stop(path: str) -> None:
+        def stop(path: str, *, dir_fd: int) -> None:
             nonlocal count
             if count == removals:
                 arrived.touch()
                 select.select([], [], [])
             count += 1
-            unlink(path)
+            unlink(path, dir_fd=dir_fd)
 
         with cache_of(server, tmp_path, limit=2 * SIZE) as cache:
             check(cache, shards[0])

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from shard_folder import make_shards
+from shard_folder import make_shards, raw_bytes
 from shard_server import ShardServer
 
 from penstock.data import StreamingDataset
+from penstock.data.cache.index_watch import RemoteIndex
 from penstock.data.cache.shard_cache import ShardCache
+from penstock.data.formats.compressed_files import pack
 from penstock.data.remote.folders import RemoteFolder
 from penstock.proto.errors import DatasetError, InvalidArgumentError, ShardUnavailableError
 
@@ -26,8 +30,9 @@ def hold(server: ShardServer, tmp_path: Path) -> Hold:
     """Fetches a shard into the folder "cache"."""
     (shard,) = make_shards(server.folder, 1, 1000)
 
-    def hold(group: int | None = None) -> None:
-        cache = ShardCache(RemoteFolder(server.url, tries=1), tmp_path / "cache", group=group, timeout_s=10)
+    def hold(group: int | None = None, limit: int | None = None) -> None:
+        remote = RemoteFolder(server.url, tries=1)
+        cache = ShardCache(remote, tmp_path / "cache", group=group, limit=limit, timeout_s=10)
         try:
             with cache.hold(shard):
                 pass
@@ -44,10 +49,11 @@ def test_other_users_folder_needs_a_group(hold: Hold, tmp_path: Path, path: str)
     folder.mkdir(parents=True)
     os.chown(folder, STRANGER, STRANGER)
     with pytest.raises(
-        DatasetError, match=rf"the cache .*/cache is not used: {folder} is of user {STRANGER}, mode 755"
+        DatasetError,
+        match=rf"the cache folder .*/cache is not safe to use: {folder} is owned by user {STRANGER} with mode 755",
     ):
         hold()
-    with pytest.raises(DatasetError, match=r"give a folder of your own, or cache_group=\.\.\. for one that a group"):
+    with pytest.raises(DatasetError, match=r"Give a folder of your own, or cache_group=\.\.\. for one that a group"):
         hold(STRANGER + 1)
     assert not list(tmp_path.glob("cache/shard*"))
     hold(STRANGER)
@@ -88,9 +94,124 @@ def test_a_lock_that_is_a_link_cuts_nothing(hold: Hold, tmp_path: Path, name: st
     path = tmp_path / "cache" / ".penstock" / name
     path.parent.mkdir(parents=True)
     path.symlink_to(victim)
-    with pytest.raises(ShardUnavailableError, match=rf"it is a link \(to {victim}\), and is not written through"):
+    with pytest.raises(ShardUnavailableError, match=rf"it is a symbolic link \(to {victim}\), which is not followed"):
         hold()
     assert victim.read_text() == "years of work"
+
+
+STATE_FILES = ["index.json", "remote", "eviction", "shards/other", "fetching/other", "fetching/shard.00000.mds!0raw"]
+
+
+@pytest.mark.parametrize("name", STATE_FILES)
+@pytest.mark.parametrize("kind", ["fifo", "folder", "holes", "deep"])
+def test_strange_state_files_are_not_awaited(
+    hold: Hold, server: ShardServer, tmp_path: Path, name: str, kind: str
+) -> None:
+    """A member of the group can put them there. Each is passed over, or named in an error."""
+    path = tmp_path / "cache" / ".penstock" / name
+    path.parent.mkdir(parents=True)
+    match kind:
+        case "fifo":
+            os.mkfifo(path)
+        case "folder":
+            path.mkdir()
+        case "holes":
+            path.touch()
+            os.truncate(path, 1 << 40)
+        case "deep":
+            path.write_text("[" * 100_000)
+    with contextlib.suppress(DatasetError, ShardUnavailableError):
+        hold(limit=2000)
+    with contextlib.suppress(DatasetError, OSError):
+        RemoteIndex(RemoteFolder(server.url, tries=1), tmp_path / "cache", ".penstock/index.json").check()
+
+
+@pytest.mark.parametrize("limit", [None, 1000])
+def test_links_below_a_cache_are_not_followed(server: ShardServer, tmp_path: Path, limit: int | None) -> None:
+    """Where others can make names in a cache's folder, one of these may be a folder of its shards."""
+    (shard,) = make_shards(server.folder, 1, 1000)
+    (server.folder / "train").mkdir()
+    (server.folder / shard.name).rename(server.folder / "train" / shard.name)
+    raw = replace(shard.files[0].raw, name=f"train/{shard.name}")
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    (victim / shard.name).write_text("years of work")
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "train").symlink_to(victim)
+    cache = ShardCache(RemoteFolder(server.url, tries=1), tmp_path / "cache", limit=limit, timeout_s=10)
+    with pytest.raises(ShardUnavailableError, match=r"it is a link or a file, and must be a folder: '.*/cache/train'"):
+        cache.hold(replace(shard, files=(replace(shard.files[0], raw=raw),)))
+    cache.close()
+    assert (victim / shard.name).read_text() == "years of work"
+    assert len([*victim.iterdir()]) == 1
+
+
+@pytest.mark.parametrize("name", ["shards", "fetching", "prefetched", ""])
+def test_state_folder_swapped_for_a_link(server: ShardServer, tmp_path: Path, name: str) -> None:
+    """A member of the group can do that at any time, and has its own idea of where our files lie."""
+    shards = make_shards(server.folder, 3, 1000)
+    victim = tmp_path / "victim"
+    for folder in ("", "shards", "fetching"):
+        (victim / folder).mkdir()
+        for file in (shards[1].name, f"{shards[1].name}!0raw", "index.json"):
+            (victim / folder / file).write_text("years of work")
+    before = {path: path.stat().st_mtime_ns for path in victim.rglob("*") if path.is_file()}
+    cache = ShardCache(RemoteFolder(server.url, tries=1), tmp_path / "cache", limit=2000, timeout_s=10)
+    with cache.hold(shards[0]):
+        pass
+    swapped = tmp_path / "cache" / ".penstock" / name
+    swapped.rename(tmp_path / "away")
+    swapped.symlink_to(victim)
+    with contextlib.suppress(ShardUnavailableError):
+        for shard in (shards[1], shards[2], shards[1]):
+            with cache.hold(shard):
+                pass
+    cache.close()
+    assert {path: path.stat().st_mtime_ns for path in victim.rglob("*") if path.is_file()} == before
+
+
+def test_second_name_of_a_file_is_not_a_lock(hold: Hold, tmp_path: Path) -> None:
+    victim = tmp_path / "thesis"
+    victim.write_text("years of work")
+    for name in ("remote", "shards/shard.00000.mds", "fetching/shard.00000.mds"):
+        path = tmp_path / "cache" / ".penstock" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.hardlink_to(victim)
+        with pytest.raises(ShardUnavailableError, match=r"it has a second name, and is not written"):
+            hold()
+        path.unlink()
+    assert victim.read_text() == "years of work"
+
+
+@as_root
+def test_link_of_another_user_in_tmp_is_refused(hold: Hold, tmp_path: Path) -> None:
+    """Somebody expected the cache there, and made the link first."""
+    (tmp_path / "victim").mkdir()
+    tmp_path.chmod(0o1777)
+    (tmp_path / "cache").symlink_to(tmp_path / "victim")
+    os.lchown(tmp_path / "cache", STRANGER, STRANGER)
+    with pytest.raises(ShardUnavailableError, match=rf"it is a link that user {STRANGER} has made"):
+        hold()
+    assert not any((tmp_path / "victim").iterdir())
+    os.lchown(tmp_path / "cache", os.getuid(), os.getgid())
+    hold()
+
+
+@as_root
+def test_packed_link_of_another_user_is_dropped(server: ShardServer, tmp_path: Path) -> None:
+    """What it leads to was unpacked into a file that everybody can read."""
+    (shard,) = make_shards(server.folder, 1, 1000, compression="zstd", hashes=False)
+    packed = shard.files[0].packed
+    assert packed is not None
+    secret = tmp_path / "secret"
+    secret.write_bytes(pack(bytes(1000), "zstd").ljust(packed.size, b"\0"))
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / packed.name).symlink_to(secret)
+    os.lchown(tmp_path / "cache" / packed.name, STRANGER, STRANGER)
+    cache = ShardCache(RemoteFolder(server.url, tries=1), tmp_path / "cache", timeout_s=10)
+    with cache.hold(shard) as held:
+        assert held.paths[0].read_bytes() == raw_bytes(0, 1000)
+    cache.close()
 
 
 def test_fifo_instead_of_a_file_is_not_awaited(tmp_path: Path) -> None:

@@ -249,7 +249,9 @@ def test_state_of_other_order_is_refused_by_name(dataset: StreamingDataset, chan
 def test_worker_state_fits_its_own_topology_only(dataset: StreamingDataset) -> None:
     cluster = Cluster(dataset, (1, 2), batch_size=4)
     cluster.take(2)
-    with pytest.raises(StateMismatchError, match="aggregate_state_dict or state_after, which fits any topology"):
+    with pytest.raises(
+        StateMismatchError, match="aggregate_state_dict or state_after returned, which fits any number of workers"
+    ):
         loader_of(dataset, batch_size=4).load_state_dict(cluster.workers[0].state_dict())
 
 
@@ -474,7 +476,7 @@ def test_epochs_leave_nothing_behind(dataset: StreamingDataset) -> None:
         (
             {"batch_size": 3, "interleave": "batches", "tail": "carry"},
             InvalidArgumentError,
-            "each would have two streams",
+            "each would mix two streams",
         ),
         ({"batch_size": 3, "interleave": "batches", "skip": [range(3, 7)]}, InvalidArgumentError, "sample 7"),
         ({"batch_size": 101, "tail": "carry"}, DatasetError, "100 samples make no batch of 101"),

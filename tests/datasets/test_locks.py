@@ -14,55 +14,55 @@ from penstock.data.cache.file_locks import take
 
 def test_shared_by_many_or_had_by_one(tmp_path: Path) -> None:
     path = str(tmp_path / "lock")
-    first, second = take(path, shared=True), take(path, shared=True)
+    first, second = take(*os.path.split(path), shared=True), take(*os.path.split(path), shared=True)
     assert first
     assert second
-    assert take(path, shared=False) is None
+    assert take(*os.path.split(path), shared=False) is None
     first.release()
     first.release()
-    assert take(path, shared=False) is None
+    assert take(*os.path.split(path), shared=False) is None
     second.release()
-    alone = take(path, shared=False)
+    alone = take(*os.path.split(path), shared=False)
     assert alone
-    assert take(path, shared=True) is None
+    assert take(*os.path.split(path), shared=True) is None
     alone.release()
 
 
 def test_forked_child_has_no_locks_of_its_parent(tmp_path: Path) -> None:
     path = str(tmp_path / "lock")
-    lock = take(path, shared=False)
+    lock = take(*os.path.split(path), shared=False)
     assert lock
 
     def work() -> None:
-        assert take(path, shared=True) is None
+        assert take(*os.path.split(path), shared=True) is None
         lock.release()
-        assert take(path, shared=True) is None
-        own = take(str(tmp_path / "another"), shared=False)  # gets the number of what the parent's lock had open
+        assert take(*os.path.split(path), shared=True) is None
+        own = take(str(tmp_path), "another", shared=False)  # gets the number of what the parent's lock had open
         assert own
         lock.release()
-        assert take(str(tmp_path / "another"), shared=False) is None
+        assert take(str(tmp_path), "another", shared=False) is None
 
     join_all(work)
-    assert take(path, shared=True) is None
+    assert take(*os.path.split(path), shared=True) is None
     lock.release()
 
 
 def test_a_file_that_was_removed_is_opened_anew(tmp_path: Path) -> None:
     path = str(tmp_path / "lock")
-    lock = take(path, shared=False)
+    lock = take(*os.path.split(path), shared=False)
     assert lock
     lock.remove()
-    new = take(path, shared=False)
+    new = take(*os.path.split(path), shared=False)
     assert new, "the removed file's lock keeps nobody off the new one"
     lock.release()
-    assert take(path, shared=False) is None
+    assert take(*os.path.split(path), shared=False) is None
     new.release()
-    new = take(path, shared=False, create=False)
+    new = take(*os.path.split(path), shared=False, create=False)
     assert new
     new.remove()
     new.release()
     with pytest.raises(FileNotFoundError):
-        take(path, shared=False, create=False)
+        take(*os.path.split(path), shared=False, create=False)
 
 
 def test_file_removed_before_it_is_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,14 +75,14 @@ def test_file_removed_before_it_is_locked(tmp_path: Path, monkeypatch: pytest.Mo
         real(descriptor, operation)
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    lock = take(path, shared=False)
+    lock = take(*os.path.split(path), shared=False)
     assert lock
-    assert take(path, shared=False) is None
+    assert take(*os.path.split(path), shared=False) is None
     lock.release()
 
 
 def test_the_text_is_the_last_that_was_written(tmp_path: Path) -> None:
-    lock = take(str(tmp_path / "lock"), shared=False)
+    lock = take(str(tmp_path), "lock", shared=False)
     assert lock
     lock.write(b"longer\n")
     lock.write(b"short\n")

@@ -326,7 +326,7 @@ def test_skips_may_be_added_ahead_only() -> None:
         ahead.load_state_dict(state)
         assert flat(list(ahead)) == whole[12:16] + whole[24:]
         behind = loader_of(40, batch_size=4, skip=[range(10, 24)])
-        with pytest.raises(StateMismatchError, match=r"samples 10 to 11 cannot be skipped .* at sample 12, after"):
+        with pytest.raises(StateMismatchError, match=r"samples 10 to 11 have been read already, .* at sample 12: load"):
             behind.load_state_dict(state)
         with pytest.warns(UserWarning, match="samples 10 to 11"):
             behind.load_state_dict(state, strict=False)
@@ -349,7 +349,7 @@ def test_old_skips_may_be_removed_behind() -> None:
 def test_one_of_several_states_is_not_that_of_all() -> None:
     cluster = cluster_of(40, (1, 2), batch_size=4)
     cluster.take(3)
-    with pytest.raises(StateMismatchError, match="aggregate_state_dict or state_after, which fits any"):
+    with pytest.raises(StateMismatchError, match="aggregate_state_dict or state_after returned, which fits any skip"):
         cluster_of(40, (1, 2), batch_size=4, skip=[range(30, 31)]).workers[0].load_state_dict(
             cluster.workers[0].state_dict()
         )
@@ -435,8 +435,8 @@ def test_state_of_other_order_is_refused_by_name(dataset: Numbers, changed: dict
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"seed": 4}, "worker 1 makes batches of another order than worker 0.*, seed 3 and 4"),
-        ({"length": 11}, "of worker 0 and of worker 1, length 10 and 11, samples 10 and 11"),
+        ({"seed": 4}, "worker 1 reads samples in another order than worker 0.* seed 3 and 4"),
+        ({"length": 11}, "of worker 0 and worker 1 differ: length 10 and 11, samples 10 and 11"),
         ({"batch_size": 5}, "topology .*'batch': 4} and .*'batch': 5}"),
         ({"skip": [range(4)]}, r"skip \(\) and \(\(0, 4\),\)"),
     ],
@@ -459,7 +459,7 @@ def test_one_worker_s_state_is_no_state_of_all() -> None:
     for loader in (cluster.workers[1], loader_of(40, batch_size=2)):
         with pytest.raises(StateMismatchError, match=r"aggregate_state_dict returned, got the state of one worker"):
             loader.deaggregate_state_dict(state)
-        with pytest.raises(StateMismatchError, match="the state is one worker's of"):
+        with pytest.raises(StateMismatchError, match="the state is that of a single worker in"):
             loader_of(40, batch_size=2).load_state_dict(state)
     alone = loader_of(40, batch_size=2)
     stream = iter(alone)
@@ -531,7 +531,7 @@ def test_aggregation_needs_the_same_samples() -> None:
     cluster.take(15)
     states = [worker.state_dict() for worker in cluster.workers]
     assert loader_of(40, batch_size=2, seed=0).aggregate_state_dict(states)["done"] == 15
-    with pytest.raises(StateMismatchError, match="samples is 40 there and 8 here"):
+    with pytest.raises(StateMismatchError, match="samples is 40 on the workers and 8 here"):
         loader_of(8, batch_size=2).aggregate_state_dict(states)
     with pytest.raises(InvalidArgumentError, match="needs the states of all workers, got none"):
         loader_of(40, batch_size=2).aggregate_state_dict([])

@@ -61,7 +61,7 @@ def test_rows_come_back_in_any_order(compression: str, tmp_path: Path) -> None:
     for index in order:
         assert reader[index] == ROWS[index]
     for index in (-1, len(ROWS)):
-        with pytest.raises(IndexError, match=f"sample {index} of {len(ROWS)}"):
+        with pytest.raises(IndexError, match=f"below {len(ROWS)}, got {index}"):
             reader[index]
     row = reader[7]
     reader.close()
@@ -227,7 +227,7 @@ def test_indexed_plain_files_are_a_dataset(tmp_path: Path) -> None:
 def test_files_with_other_columns_are_named(tmp_path: Path) -> None:
     first = write(tmp_path / "a.parquet", [{"x": 1, "y": 2}])
     other = write(tmp_path / "b.parquet", [{"x": 1, "z": 2}])
-    with pytest.raises(DatasetError, match=r"b\.parquet: its columns must be those of a\.parquet.* got \['x', 'z'\]"):
+    with pytest.raises(DatasetError, match=r"a\.parquet has .*, but b\.parquet has x, z"):
         parquet.parquet_shards([(path.name, path) for path in (first, other)])
     with pytest.raises(ShardCorruptError, match=r"c\.parquet: it is not a Parquet file"):
         parquet.parquet_shards([("c.parquet", io.BytesIO(b"PAR1 or what"))])
@@ -304,7 +304,7 @@ def test_equal_numbers_without_end_are_refused(tmp_path: Path, monkeypatch: pyte
     reader = open_shard(shard_of(path), [path])
     monkeypatch.setattr(parquet, "free_memory", lambda: 7_999_999)
     with pytest.raises(
-        DatasetError, match=r"row group 0 must fit in memory: it takes 8\d{6} bytes, and 7999999 are free"
+        DatasetError, match=r"row group 0 must fit into memory: it takes 8\d{6} bytes, but 7999999 are free"
     ):
         reader[0]
     monkeypatch.undo()

@@ -64,7 +64,7 @@ def test_indices_are_those_of_the_samples(name: str) -> None:
     reader: ShardReader = open_shard(shard, paths)
     assert len(reader) == shard.samples
     for index in (-1, shard.samples, 10**20):
-        with pytest.raises(IndexError, match=f"sample {index} of {shard.samples}"):
+        with pytest.raises(IndexError, match=f"below {shard.samples}, got {index}"):
             reader[index]
     reader.close()
 
@@ -118,7 +118,7 @@ def test_another_size_is_found_when_it_is_opened(name: str, copied: Callable[[st
 def test_another_count_is_found_when_it_is_opened(name: str) -> None:
     shard, paths = shard_of(name)
     for samples in (0, shard.samples - 1, shard.samples + 1, 2**32 + shard.samples, 10**18):
-        with pytest.raises(ShardCorruptError, match=f"{shard.samples} samples.* but its index says {samples}"):
+        with pytest.raises(ShardCorruptError, match=f"{shard.samples} samples.* but the index says {samples}"):
             open_shard(replace(shard, samples=samples), paths)
 
 
@@ -141,13 +141,13 @@ def test_a_file_cut_short_under_way_is_named(name: str, copied: Callable[[str], 
 @pytest.mark.parametrize(
     ("place", "value", "words"),
     [
-        (0, 10, "samples.* but its index says"),
-        (0, 2**32 - 1, "samples.* but its index says"),
+        (0, 10, "samples.* but the index says"),
+        (0, 2**32 - 1, "samples.* but the index says"),
         (1, 2**31, "sample 0 ends before it begins"),
-        (1, 0, "its samples lie in bytes 0 to"),
+        (1, 0, "got offsets 0 to"),
         (2, 2**32 - 1, "sample 1 ends before it begins"),
         (2, 0, "sample 0 ends before it begins"),
-        (-1, 2**32 - 1, "its samples lie in bytes"),
+        (-1, 2**32 - 1, "its samples must lie in bytes"),
     ],
 )
 def test_wrong_offsets_are_found_on_open(
@@ -213,7 +213,7 @@ def test_broken_lines_are_named(
 
 def test_a_format_without_reader_is_named() -> None:
     shard, paths = shard_of("json")
-    with pytest.raises(DatasetError, match="format 'json' in 1 files is unknown"):
+    with pytest.raises(DatasetError, match="cannot read format 'json' in 1 files"):
         open_shard(shard, paths[:1])
 
 

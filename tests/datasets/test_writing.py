@@ -255,7 +255,7 @@ def test_what_would_be_another_number_is_refused(tmp_path: Path, encoding: str, 
 def test_ambiguous_separators_are_refused(tmp_path: Path) -> None:
     writer = XSVWriter(tmp_path, {"a": "str", "b": "str"}, separator="aa")
     writer.write({"a": "x", "b": "ay"})
-    with pytest.raises(DatasetError, match="sample 1: a value must not end as the separator begins"):
+    with pytest.raises(DatasetError, match="sample 1: a value must not end with the separator's first characters"):
         writer.write({"a": "ya", "b": "z"})
 
 

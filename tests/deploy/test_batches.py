@@ -108,7 +108,7 @@ def test_rows_of_texts_and_lists(batch: Any, rows: int, of_row: dict[str, Any] |
     assert found["rows"] == rows
     assert {leaf["name"]: leaf["values"] for leaf in found["row"]["leaves"]} == of_row
     assert json.loads(json.dumps(found)) == found
-    with pytest.raises(InvalidArgumentError, match=f"--row {rows}: the batch has rows 0 to {rows - 1}"):
+    with pytest.raises(InvalidArgumentError, match=f"which has rows 0 to {rows - 1}, got {rows}"):
         describe(batch, rows)
 
 
@@ -135,12 +135,12 @@ def test_files_hold_it_exactly_or_are_not_written(tmp_path: Path) -> None:
         assert found["keys"].tolist() == BATCH["keys"]
     for name, batch, says in (
         ("c.pst", BATCH, "try .npz"),
-        ("c.npz", plain, "'half' has no place"),
-        ("c.npz", {"none": []}, "'none', a list, has no place"),
-        ("c.npz", {"mixed": ["a", 1]}, "'mixed', a list, has no place"),
-        ("c.npz", {"nul": ["a\0", "b"]}, "'nul', a list, has no place"),
-        ("c.npz", {"nul": "a\0"}, "'nul', a str, has no place"),
-        ("c.npz", {"large": [2**63, -1]}, "'large', a list, has no place"),
+        ("c.npz", plain, "'half' cannot be written as .npz"),
+        ("c.npz", {"none": []}, "'none', a list, cannot be written as .npz"),
+        ("c.npz", {"mixed": ["a", 1]}, "'mixed', a list, cannot be written as .npz"),
+        ("c.npz", {"nul": ["a\0", "b"]}, "'nul', a list, cannot be written as .npz"),
+        ("c.npz", {"nul": "a\0"}, "'nul', a str, cannot be written as .npz"),
+        ("c.npz", {"large": [2**63, -1]}, "'large', a list, cannot be written as .npz"),
         ("c.npz", {"a": {"b": 1}, "a.b": 2}, "two leaves of the batch are called 'a.b'"),
         ("c.pt", plain, r"the batch\['array'\] is a ndarray"),
         ("c.pt", {"p": Pair(1, 2)}, r"the batch\['p'\] is a Pair"),

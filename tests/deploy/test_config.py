@@ -71,11 +71,14 @@ def test_paths_in_a_file_are_relative_to_it(written: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("[worker]\nslot = 4\n", r"penstock.toml:2: \[worker\] has no setting 'slot'; is slots meant\?"),
-        ('[worker]\ncoordinator = "h:1"\n', r"penstock.toml:2: coordinator does not go into \[worker\]: .*\[cluster\]"),
+        ("[worker]\nslot = 4\n", r"penstock.toml:2: \[worker\] has no setting 'slot'; did you mean slots\?"),
+        (
+            '[worker]\ncoordinator = "h:1"\n',
+            r"penstock.toml:2: coordinator does not belong into \[worker\]: .*\[cluster\]",
+        ),
         ("[worker]\n\nslots = 0\n", r"penstock.toml:3: slots = 0: it should be greater than or equal to 1"),
         ("[client]\nbatches = 0\n", r"\[client\] has no setting 'batches'"),  # another one's section, and all the same
-        ("[coordinator]\nleas = 3\n", r"\[coordinator\] has no setting 'leas'; is lease meant\?"),
+        ("[coordinator]\nleas = 3\n", r"\[coordinator\] has no setting 'leas'; did you mean lease\?"),
     ],
 )
 def test_mistakes_are_named_with_their_line(written: Path, text: str, says: str) -> None:
@@ -151,7 +154,7 @@ def test_the_commands_take_the_file(shell: Any) -> None:
     assert done.returncode == 2
     assert done.stdout == ""
     assert json.loads(done.error)["error"]["name"] == "InvalidArgumentError"
-    assert "is worker meant?" in json.loads(done.error)["error"]["message"]
+    assert "did you mean worker?" in json.loads(done.error)["error"]["message"]
 
 
 def test_files_that_are_none(written: Path, tmp_path: Path) -> None:
@@ -197,7 +200,7 @@ def test_paths_are_relative_to_the_file(written: Path) -> None:
 
 def test_an_address_with_a_nul(written: Path) -> None:
     written.write_text('[cluster]\ncoordinator = "a\\u0000b:1"\n')
-    with pytest.raises(InvalidArgumentError, match="a host is printable text"):
+    with pytest.raises(InvalidArgumentError, match="a host must be printable text"):
         resolve(PeerSettings)
 
 
@@ -205,5 +208,5 @@ def test_config_refuses_what_the_daemon_refuses(shell: Any) -> None:
     for of in (("worker",), ()):
         done = shell.call("config", *of, PENSTOCK_WORKER_SLOTZ="1")
         assert (done.returncode, done.stdout) == (2, "")
-        assert "PENSTOCK_WORKER_SLOTZ names no setting; is PENSTOCK_WORKER_SLOTS meant?" in done.error
+        assert "PENSTOCK_WORKER_SLOTZ is not a setting; did you mean PENSTOCK_WORKER_SLOTS?" in done.error
     assert shell.call("config", "client", PENSTOCK_WORKER_SLOTZ="1").returncode == 0

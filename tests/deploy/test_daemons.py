@@ -34,7 +34,7 @@ def test_coordinator_makes_a_private_hidden_token(shell: Any, tmp_path: Path) ->
     assert shell.call("status", "--token-file", str(file), PENSTOCK_COORDINATOR=started.line).returncode == 0
     assert started.stop() == 0
     log = started.log.read_text()
-    assert f"made one in state/token; give workers and training jobs PENSTOCK_TOKEN_FILE={file}" in log
+    assert f"the token is in state/token (made now); give workers and training jobs PENSTOCK_TOKEN_FILE={file}" in log
     assert "listen=127.0.0.1:0 (--listen)" in log
     assert token not in log
     again = shell.start("coordinator", *LOCAL, "--state-dir", "state", PENSTOCK_TOKEN=None)

@@ -223,7 +223,7 @@ def test_cannot_be_saved(examine: Examine, input_fn: str, says: str) -> None:
         ("streams:nobody", [], InputFnNotFoundError, "has no 'nobody'"),
         ("no_such_module:nobody", [], InputFnNotFoundError, "no module named 'no_such_module'"),
         ("patients:crashes", [], WorkerLostError, "the process that ran it was killed by SIGSEGV"),
-        ("hazards:exits_quietly", [], WorkerLostError, "ran it exited with status 0, which is no end of its input"),
+        ("hazards:exits_quietly", [], WorkerLostError, "ran it exited with status 0 before the end of its input"),
     ],
 )
 def test_what_stops_the_stream_is_raised(
@@ -273,8 +273,8 @@ def test_batches_that_prove_nothing(examine: Examine) -> None:
 @pytest.mark.parametrize(
     ("input_fn", "args", "kwargs", "says"),
     [
-        ("streams", "[]", "{}", "'streams' is not MODULE:NAME"),
-        ("streams:", "[]", "{}", "is not MODULE:NAME"),
+        ("streams", "[]", "{}", ", got 'streams'"),
+        ("streams:", "[]", "{}", "must be MODULE:NAME"),
         ("streams:counter", "[1", "{}", "--args must be a JSON list"),
         ("streams:counter", "{}", "{}", "--args must be a JSON list"),
         ("streams:counter", "[]", "[]", "--kwargs must be a JSON object"),
@@ -345,7 +345,7 @@ def test_command_with_a_loader_that_hangs(
     done = shell.run("doctor", "patients:hangs", "--args", json.dumps([str(marker)]), "--deadline", "5")
     assert done.returncode == 17
     assert "in waits_for_ever" in done.stderr
-    assert "streaming 32 batches of patients:hangs, worker 0 took more than 5 s; its stack is above" in done.error
+    assert "streaming 32 batches of patients:hangs, worker 0 took more than 5 s (its stack is above)" in done.error
     until(lambda: gone(int(marker.read_text())))
 
 

@@ -141,7 +141,7 @@ def test_a_broken_machine(shell: Any) -> None:
     assert done.returncode == 32
     wrong = {name for name, each in found.items() if each["level"] == "problem"}
     assert {"settings", "port of the coordinator", "state directory", "TLS", "token"} <= wrong
-    assert "is slots meant?" in found["settings"]["found"]
+    assert "did you mean slots?" in found["settings"]["found"]
     assert f"{address} is in use" in found["port of the coordinator"]["found"]
     assert "ss -ltnp" in found["port of the coordinator"]["remedy"]
     assert "has expired" in found["TLS"]["found"]
@@ -216,9 +216,9 @@ def test_running_coordinator_may_hold_its_port(coordinator: Any) -> None:
         ("nowhere.data:fn", "nowhere", "problem", "no module named 'nowhere'"),
         ("light:nothing", "light", "problem", "has no 'nothing'"),
         ("lacking:fn", "lacking", "problem", "ModuleNotFoundError: No module named 'not_installed_here'"),
-        ("waiting_module:fn", "*", "problem", "takes more than 4 s"),
+        ("waiting_module:fn", "*", "problem", "took more than 4 s"),
         ("dying:fn", "*", "problem", "was killed by SIGKILL"),
-        ("colon", "*", "problem", "is not MODULE:NAME"),
+        ("colon", "*", "problem", "must be MODULE:NAME"),
     ],
 )
 def test_user_code_is_imported_in_a_child_process(shell: Any, input_fn: str, allow: str, level: str, says: str) -> None:

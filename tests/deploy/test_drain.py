@@ -69,10 +69,10 @@ def holding(coordinator: Any, worker: str) -> Iterator[None]:
 def test_slot_without_free_capacity_ends_the_wait(coordinator: Any, worker: str) -> None:
     done = coordinator.call("worker", "drain", worker, "--timeout", "1", "--json")
     assert (done.returncode, done.stdout) == (17, "")
-    assert "still has 1 slots, which keep running; for 1 of them no other worker has free capacity" in done.error
+    assert "still runs 1 slots; no other worker has free capacity for 1 of them" in done.error
     done = coordinator.call("worker", "drain", worker, "--timeout", "0")
     assert done.returncode == 0
-    assert done.stdout.startswith("worker w1 still has 1 slots, which keep running; for 1 of them")
+    assert done.stdout.startswith("worker w1 still runs 1 slots; no other worker has free capacity for 1 of them")
 
 
 def test_a_slot_that_has_failed_is_told(coordinator: Any, worker: str, until: Any) -> None:
@@ -86,7 +86,7 @@ def test_a_slot_that_has_failed_is_told(coordinator: Any, worker: str, until: An
         until(lambda: client.status().runs[-1].boxes[0].slots[0].phase == pb.FAILED)
         done = coordinator.call("worker", "drain", worker, "--timeout", "1")
         assert done.returncode == 17
-        assert "w1 still has 1 slots, which keep running; 1 of them have failed, and stay until their" in done.error
+        assert "w1 still runs 1 slots; 1 of them have failed, and stay until their training" in done.error
     coordinator.call("worker", "drain", worker, "--undo")
 
 
@@ -97,7 +97,7 @@ def test_waiting_drain_does_not_overrule_undrain(coordinator: Any, worker: str, 
         until(lambda: client.status().workers[0].draining)
         client.drain(worker, undo=True)
         assert waiting.process.wait(60) == 18
-        assert "was told to take slots again (--undo) while this waited" in waiting.log.read_text()
+        assert "takes slots again: another command ended the draining (--undo)" in waiting.log.read_text()
         assert not client.status().workers[0].draining
 
 

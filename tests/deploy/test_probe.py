@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -34,6 +35,16 @@ def test_folder_as_liveness_file_is_a_warning(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_liveness_file_writes_through_no_link(tmp_path: Path) -> None:
+    """The name beside it was made of the process's number, which every user knows."""
+    victim = tmp_path / "thesis"
+    victim.write_text("years of work")
+    (tmp_path / f".pulse.{os.getpid()}").symlink_to(victim)
+    LivenessWriter(str(tmp_path / "pulse")).heard()
+    assert victim.read_text() == "years of work"
+    assert read_liveness(str(tmp_path / "pulse")).heard_s_ago < 60
+
+
 def test_worker_without_coordinator_is_not_ready(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -43,13 +54,13 @@ def test_worker_without_coordinator_is_not_ready(
     liveness = LivenessWriter(str(file))
     liveness.turned()
     assert (main(["worker", "live"]), main(["worker", "ready"])) == (0, 1)
-    assert "has not been answered by its coordinator yet" in capsys.readouterr().err
+    assert "the coordinator has not answered the worker yet" in capsys.readouterr().err
     liveness.heard()
     assert (main(["worker", "live"]), main(["worker", "ready"])) == (0, 0)
     at(monkeypatch, 1050.0)  # the coordinator went away, and rounds go on
     liveness.turned()
     assert (main(["worker", "live"]), main(["worker", "ready"])) == (0, 1)
-    assert "by its coordinator since 50 s" in capsys.readouterr().err
+    assert "the coordinator has not answered the worker for 50 s" in capsys.readouterr().err
     assert main(["worker", "ready", "--within", "60"]) == 0
     assert [path.name for path in tmp_path.iterdir()] == ["pulse"]
 
@@ -62,14 +73,14 @@ def test_worker_stuck_in_a_round_is_not_live(
     LivenessWriter(str(file)).heard()
     at(monkeypatch, 1121.0)
     assert main(["worker", "live", "--liveness-file", str(file)]) == 1
-    assert "heartbeat stands still since 121 s" in capsys.readouterr().err
+    assert "the worker has made no progress for 121 s" in capsys.readouterr().err
 
 
 def test_missing_or_foreign_target_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["worker", "live"]) == 1
     assert "--liveness-file is missing (or the variable PENSTOCK_WORKER_LIVENESS_FILE)" in capsys.readouterr().err
     assert main(["worker", "live", "--liveness-file", str(tmp_path / "none")]) == 1
-    assert "does a worker run with this --liveness-file?" in capsys.readouterr().err
+    assert "Does a worker run with this --liveness-file?" in capsys.readouterr().err
     (tmp_path / "other").write_text("something else")
     with pytest.raises(InvalidArgumentError, match="is not a worker's liveness file"):
         read_liveness(str(tmp_path / "other"))

@@ -46,7 +46,9 @@ def test_a_state_is_found_wherever_it_is(tmp_path: Path) -> None:
             ("['loaders'][1]", "m:eval"),
         ]
         assert file.the("m:eval").path == ("loaders", 1)
-        with pytest.raises(StateMismatchError, match=r"holds 2 states \(\['loaders'\]\[0\] of m:train"):
+        with pytest.raises(
+            StateMismatchError, match=r"must have one state for this run, got 2 \(\['loaders'\]\[0\] of m:train"
+        ):
             file.the(None)
         with pytest.raises(StateMismatchError, match="no state of m:other"):
             file.the("m:other")
@@ -69,14 +71,14 @@ def test_files_that_hold_none(tmp_path: Path) -> None:
     (tmp_path / "cut.pt").write_bytes((tmp_path / "whole").read_bytes()[:300])
     (tmp_path / "none").write_bytes(encode_state({"model": 1}))
     wrong: dict[str, tuple[type[PenstockError], str]] = {
-        "text": (StateCorruptError, "neither what encode_state"),
-        "pickle": (StateCorruptError, "neither what encode_state"),
+        "text": (StateCorruptError, "must be a file that encode_state"),
+        "pickle": (StateCorruptError, "must be a file that encode_state"),
         "objects": (InvalidArgumentError, "cannot be read without running their code"),
         "cut": (StateCorruptError, "cut: the checksum"),
         "cut.pt": (StateCorruptError, "is damaged"),
         "none": (StateMismatchError, "no state of a DataLoader"),
         "nowhere": (InvalidArgumentError, "cannot be read"),
-        ".": (InvalidArgumentError, "is a directory"),
+        ".": (InvalidArgumentError, "got a directory"),
     }
     for name, (error, says) in wrong.items():
         with pytest.raises(error, match=says):
@@ -100,10 +102,10 @@ def of_positions(boxes: int, **options: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("options", "shape", "says"),
     [
-        ({"batch_size": 2}, (0, 1), "--boxes 0: it must be at least 1"),
-        ({"batch_size": 2}, (1, -1), "--workers -1: it must be at least 1"),
-        ({"batch_size": 2}, (10_000, 10), "these are 100000 workers, and a run has 16384 at most"),
-        ({"global_batch_size": 5}, (6, 1), "global batches of 5 rows, and each of 6 boxes needs at least one"),
+        ({"batch_size": 2}, (0, 1), "--boxes must be at least 1, got 0"),
+        ({"batch_size": 2}, (1, -1), "--workers must be at least 1, got -1"),
+        ({"batch_size": 2}, (10_000, 10), "must be at most 16384, the workers of a run, got 10000 x 10 = 100000"),
+        ({"global_batch_size": 5}, (6, 1), "--boxes must be at most 5, .* got 6"),
     ],
 )
 def test_a_shape_that_cannot_be_is_refused(

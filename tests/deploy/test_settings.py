@@ -63,22 +63,22 @@ def test_description_says_where_each_came_from(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("section", "flags", "says"),
     [
-        (PeerSettings, {"coordinator": "node1"}, '--coordinator node1: an address is "HOST:PORT"'),
-        (PeerSettings, {"coordinator": "node1:70700"}, '--coordinator node1:70700: an address is "HOST:PORT"'),
+        (PeerSettings, {"coordinator": "node1"}, '--coordinator node1: an address must be "HOST:PORT"'),
+        (PeerSettings, {"coordinator": "node1:70700"}, '--coordinator node1:70700: an address must be "HOST:PORT"'),
         (PeerSettings, {"coordinator": "node1:0"}, "with the port that the coordinator printed"),
         (PeerSettings, {"coordinator": "::1:7070"}, "[::1]:7070"),
-        (PeerSettings, {"coordinator": "http://node1:7070"}, "with no scheme before it"),
+        (PeerSettings, {"coordinator": "http://node1:7070"}, "without a scheme"),
         (CoordinatorSettings, {}, "--state-dir is missing (or the variable PENSTOCK_COORDINATOR_STATE_DIR)"),
         (CoordinatorSettings, {"state_dir": "x", "lease": 0.1}, "--lease 0.1: it should be greater than or equal"),
         (CoordinatorSettings, {"state_dir": "x", "lease": float("nan")}, "--lease nan: it should be a finite number"),
         (WorkerSettings, {"slots": 0, "allow": "a"}, "--slots 0: it should be greater than or equal to 1"),
         (WorkerSettings, {"slots": 1}, "--allow is missing (or the variable PENSTOCK_WORKER_ALLOW)"),
-        (WorkerSettings, {"slots": 1, "allow": " ,"}, "no module prefix is given"),
-        (WorkerSettings, {"slots": 1, "allow": "my-package"}, "'my-package' is no module name"),
-        (WorkerSettings, {"slots": 1, "allow": "a/b.py"}, "'a/b.py' is no module name"),
+        (WorkerSettings, {"slots": 1, "allow": " ,"}, "at least one module prefix must be given"),
+        (WorkerSettings, {"slots": 1, "allow": "my-package"}, "or '*' for all, got 'my-package'"),
+        (WorkerSettings, {"slots": 1, "allow": "a/b.py"}, "or '*' for all, got 'a/b.py'"),
         (WorkerSettings, {"slots": 1, "allow": "a", "listen": "0.0.0.0:0"}, "cannot connect to 0.0.0.0"),
         (WorkerSettings, {"slots": 1, "allow": "a", "listen": "[::]:0"}, "cannot connect to ::"),
-        (WorkerSettings, {"slots": 1, "allow": "a", "name": " w"}, "a name is printable text"),
+        (WorkerSettings, {"slots": 1, "allow": "a", "name": " w"}, "a name must be printable text"),
     ],
 )
 def test_bad_values_are_named(section: Any, flags: dict[str, Any], says: str) -> None:
@@ -99,7 +99,9 @@ def test_all_mistakes_are_told_at_once() -> None:
 
 def test_unknown_variable_suggests_the_likely_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_WORKER_SLOT", "4")
-    with pytest.raises(InvalidArgumentError, match=r"PENSTOCK_WORKER_SLOT names .*is PENSTOCK_WORKER_SLOTS meant"):
+    with pytest.raises(
+        InvalidArgumentError, match=r"PENSTOCK_WORKER_SLOT is not a setting; did you mean PENSTOCK_WORKER_SLOTS"
+    ):
         resolve(WorkerSettings, slots=1, allow="a")
     assert resolve(CoordinatorSettings, state_dir="x").lease == 3.0
 

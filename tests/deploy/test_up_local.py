@@ -95,14 +95,14 @@ def test_fleet_answers_and_its_folder_is_private(fleet: Fleet) -> None:
 
 
 def test_second_fleet_in_a_folder_is_refused(fleet: Fleet) -> None:
-    for arguments, says in (((), "is up in"), (("--slots", "2"), "another --slots was given")):
+    for arguments, says in (((), "already runs in"), (("--slots", "2"), "with another --slots")):
         done = fleet.shell.call(*UP, *arguments)
         assert (done.returncode, done.stdout) == (2, "")
         assert says in done.error
         assert "penstock down" in done.error
     plan, token = fleet.folder.plan(), fleet.folder.token.read_text()
     foreground = [part for part in UP if part != "--detach"]
-    for environment, says in (({}, "is up in"), ({"PENSTOCK_TOKEN": "of-another-fleet"}, "with another token")):
+    for environment, says in (({}, "already runs in"), ({"PENSTOCK_TOKEN": "of-another-fleet"}, "with another token")):
         done = fleet.shell.call(*foreground, "--slots", "2", **environment)
         assert done.returncode == 2
         assert says in done.error
@@ -166,7 +166,7 @@ def test_down_leaves_no_process_and_is_idempotent(fleet: Fleet) -> None:
     assert (again.returncode, again.stdout) == (0, f"no fleet is running in {fleet.folder.path}\n")
     never = fleet.shell.call("down", "--dir", "elsewhere")
     assert never.returncode == 2
-    assert "no fleet was ever started" in never.error
+    assert "no fleet was started" in never.error
 
 
 def test_the_foreground_ends_with_ctrl_c(shell: Any, until: Until) -> None:
@@ -234,11 +234,11 @@ def test_down_means_the_fleet_that_up_would(shell: Any) -> None:
     ("arguments", "code", "says"),
     [
         (("--slots", "1"), 2, "--allow is missing"),
-        (("--allow", "not a module"), 2, "is no module name"),
-        (("--allow", "x", "--near", "gpu"), 2, "--near means nothing to the engine local"),
-        (("--allow", "x", "--engine", "docker"), 2, "--engine docker: there are the engines local, ray"),
-        (("--allow", "x", "--name", "My Fleet"), 2, "--name My Fleet: a fleet's name has up to"),
-        (("--allow", "x", "--name", "A_b"), 2, "small letters"),
+        (("--allow", "not a module"), 2, "a module prefix must be"),
+        (("--allow", "x", "--near", "gpu"), 2, "--near must be left out for --engine local"),
+        (("--allow", "x", "--engine", "docker"), 2, "--engine docker: the engine must be one of local, ray"),
+        (("--allow", "x", "--name", "My Fleet"), 2, "--name My Fleet: a fleet's name must have 1 to"),
+        (("--allow", "x", "--name", "A_b"), 2, "lowercase letters"),
         (("--allow", "x", "--listen", "10.1.2.3:0"), 16, "--insecure"),
         (("--allow", "x", "--render"), 2, "has no files to show"),
         (("--allow", "x", "--token-file", "no/such"), 12, "no/such cannot be read"),
@@ -285,7 +285,7 @@ def test_down_ends_a_fleet_that_is_being_started(shell: Any, until: Until) -> No
         if (status := starting.process.wait(20)) != 0:
             break  # else it had started before `down` came
     assert (status, done.stdout.split("(")[0]) == (130, "ended: supervisor ")
-    assert "told to end while it was starting" in starting.log.read_text().splitlines()[-1]
+    assert "while it was starting" in starting.log.read_text().splitlines()[-1]
     assert (folder.supervised, folder.fleet()) == (False, None)
 
 
@@ -304,7 +304,7 @@ def test_terminated_up_leaves_no_fleet(shell: Any, until: Until, number: signal.
             break
         assert shell.call("down", "--dir", "fleet").returncode == 0  # it had started before it was told
     assert status == 130
-    assert f"was told to end ({number.name}) while it was starting" in starting.log.read_text().splitlines()[-1]
+    assert f"was ended by {number.name} while it was starting" in starting.log.read_text().splitlines()[-1]
     assert (folder.supervised, folder.fleet()) == (False, None)
 
 

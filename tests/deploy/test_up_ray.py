@@ -197,7 +197,7 @@ def test_the_living_nodes_will_do(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(DeadlineError, match="Ray did not start f-2 within 7 s"):
         _ready(ray, actors, plan, 0.0)
     assert set(_ready(ray, actors, plan, 0.0, some=True)) == {"f-1"}
-    assert "the cluster has 1 free now. The fleet is up with 1 workers" in caplog.text
+    assert "the cluster has 1 free now. The fleet runs with 1 workers" in caplog.text
     ray.wait = lambda waits, num_returns, timeout: ([], ["f-1", "f-2"])
     with pytest.raises(DeadlineError, match="did not start f-1, f-2"):
         _ready(ray, actors, plan, 0.0, some=True)

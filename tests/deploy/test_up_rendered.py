@@ -223,7 +223,7 @@ def test_the_job_script_keeps_what_it_is_given(recorded: Recorded, tmp_path: Pat
     recorded.answer(sbatch=("4711;cluster\n", 0), squeue=("PENDING\n", 0))
     done = recorded.shell.call(*SLURM, "--timeout", "1", "--sbatch", "--partition 'cpu nodes'", "--workers", "5")
     assert done.returncode == 17
-    assert "job 4711 is PENDING, not up, after 1 s" in done.error
+    assert "Slurm job 4711 is still PENDING after 1 s" in done.error
     sbatch = next(call for call in recorded.calls() if call[0] == "sbatch")
     assert sbatch[1:4] == ["--parsable", "--partition", "cpu nodes"]
     script = sbatch[-1]

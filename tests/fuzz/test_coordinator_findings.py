@@ -140,6 +140,6 @@ def test_inconsistent_rows_stop_the_start(tmp_path: Path, table: str, column: st
     journal = Journal(directory)
     journal._db.execute(f"UPDATE {table} SET {column}=?", (value,))
     journal.close()
-    with pytest.raises(JournalError, match=r"journal\.db holds rows that do not fit together"):
+    with pytest.raises(JournalError, match=r"journal\.db is damaged: its rows contradict each other"):
         world.boot(directory)
     directory.close()

@@ -40,7 +40,6 @@ from penstock.proto.lane.tcp import sealed
 from penstock.proto.state.codec import encode_state
 from penstock.proto.v1 import lane_pb2
 from penstock.worker.daemon.sender import Sender
-from penstock.worker.daemon.snapshots import MAX_BYTES, MOST, SlotSnapshots, StoredSnapshot
 from penstock.worker.loader.restart_points import RestartPoint
 from penstock.worker.processes.child_processes import Child
 from penstock.worker.processes.control_channel import (
@@ -53,6 +52,7 @@ from penstock.worker.processes.control_channel import (
     encode_head,
 )
 from penstock.worker.processes.progress_page import ProgressPage
+from penstock.worker.slots.snapshots import MAX_BYTES, MOST, SlotSnapshots, StoredSnapshot
 
 DEADLINE_S = 20.0
 
@@ -160,7 +160,7 @@ def test_endless_duplicate_batches_end_the_lane(monkeypatch: pytest.MonkeyPatch)
         for _ in range(30):
             runner.total = 0
             assert runner.send(torch.tensor([1]))
-        with pytest.raises(ProtocolError, match="21 frames that are not needed"):
+        with pytest.raises(ProtocolError, match="21 batches and messages that are not needed"):
             rig.reader.next()
     finally:
         rig.close()
@@ -250,7 +250,7 @@ def test_remote_acks_in_the_daemon_are_bounded() -> None:
     except (ConnectionResetError, BrokenPipeError):
         pass
     assert ended.wait(DEADLINE_S)
-    assert "acks without end" in sender.reason
+    assert "sends acknowledgements faster" in sender.reason
     far.close()
     runner.close()
 

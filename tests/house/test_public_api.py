@@ -27,6 +27,7 @@ NAMES = {
         "get_streaming_batch_size",
         "get_worker_state",
         "infer_batch_size",
+        "wrap",
     },
     "penstock.client.checkpoint": {"AsyncCheckpointer", "AsyncFileSystemWriter", "Progress"},
     "penstock.client.testing": {"FakeAppliance", "Fault", "InputError", "LostWorker", "SlowBatch"},

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from penstock.proto.lane.endpoints import Producer
 from penstock.worker import current_assignment
-from penstock.worker.loader.restorable_loader import RestorableLoader
+from penstock.worker.loader.positioned_loader import PositionedLoader
 from penstock.worker.processes.progress_page import ProgressPage
 from penstock.worker.runner import runner
 
@@ -49,20 +49,20 @@ CHECKPOINT = 7
 """Of worker 0's batches the one at step 13, with two workers: a checkpoint step, after which a snapshot is taken."""
 
 POINTS = {
-    "iter": Point(RestorableLoader, "_iterate"),
+    "iter": Point(PositionedLoader, "_iterate"),
     "epoch_start": Point(runner._Runner, "_keep"),
-    "first next": Point(RestorableLoader, "next", _total(0)),
-    "next": Point(RestorableLoader, "next", _total(3), after=True),
+    "first next": Point(PositionedLoader, "next", _total(0)),
+    "next": Point(PositionedLoader, "next", _total(3), after=True),
     # The first two batches of a runner are followed by snapshots, whatever they cost; which these are depends on how
     # far the loop was when the runner before died.
-    "state_dict": Point(RestorableLoader, "state", lambda self, args: bool(self.position.total >= 4), after=True),
+    "state_dict": Point(PositionedLoader, "state", lambda self, args: bool(self.position.total >= 4), after=True),
     "after the snapshot": Point(ProgressPage, "record", _recorded(CHECKPOINT)),
     "before the send": Point(Producer, "publish", lambda self, args: bool(args[1] == 8)),
     "after the send": Point(Producer, "publish", lambda self, args: bool(args[1] == 9), after=True),
     "last batch": Point(ProgressPage, "record", _recorded(PASS)),
     "end of the epoch": Point(Producer, "end", lambda self, args: bool(args[1] == PASS)),
-    "next epoch": Point(RestorableLoader, "_iterate", _total(PASS)),
-    "second epoch": Point(RestorableLoader, "next", _total(PASS + 4)),
+    "next epoch": Point(PositionedLoader, "_iterate", _total(PASS)),
+    "second epoch": Point(PositionedLoader, "next", _total(PASS + 4)),
 }
 
 
@@ -121,13 +121,13 @@ def trapped(kind: str, points: list[str], folder: str) -> Any:
 
 def paced(kind: str, seconds: float) -> DataLoader[Any]:
     """A loader of a kind whose batches take time."""
-    inner = RestorableLoader.next
+    inner = PositionedLoader.next
 
-    def slower(self: RestorableLoader) -> Any:
+    def slower(self: PositionedLoader) -> Any:
         time.sleep(seconds)
         return inner(self)
 
-    RestorableLoader.next = slower  # type: ignore[method-assign]
+    PositionedLoader.next = slower  # type: ignore[method-assign]
     return _loader(kind)  # type: ignore[no-any-return]
 
 

@@ -73,7 +73,7 @@ def test_accumulation_over_an_epoch_end_warns(ahead: Lookahead) -> None:
     begin(callback, ahead, step=0, gradient_accumulation_steps=4)
     states = {"LoaderState": callback.state()}
     begin(new(), ahead, states=states, gradient_accumulation_steps=5)
-    with pytest.warns(UserWarning, match="10 batches of an epoch are no multiple of gradient_accumulation_steps=4"):
+    with pytest.warns(UserWarning, match="10 batches of an epoch are not a multiple of gradient_accumulation_steps=4"):
         begin(new(), ahead, states=states, gradient_accumulation_steps=4)
 
 

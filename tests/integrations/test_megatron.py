@@ -116,7 +116,7 @@ def test_what_is_not_supported_is_said_at_once(tmp_path: Path) -> None:
         FileSystemWriterAsync(tmp_path, use_msc=True)
     with pytest.raises(InvalidArgumentError, match=r"single_file_per_rank=False"):
         FileSystemWriterAsync(tmp_path, single_file_per_rank=False)
-    with pytest.raises(CheckpointError, match=r"before prepare_write_data"):
+    with pytest.raises(CheckpointError, match=r"must be called after prepare_write_data"):
         FileSystemWriterAsync(tmp_path).retrieve_write_results()
 
 

@@ -163,15 +163,15 @@ LONG_WINDOW = bytes.fromhex("28b52ffd 80 88") + struct.pack("<I", PIECE) + b"\x4
 @pytest.mark.parametrize(
     ("number", "size", "data", "says"),
     [
-        (lane_pb2.LZ4, 5000, table(99) + b"x" * 100, "pieces of 99 bytes in a payload with 100"),
-        (lane_pb2.LZ4, 5000, table(1 << 31) + b"x" * 100, "in a payload"),
-        (lane_pb2.LZ4, 2 * PIECE, table(0, 100) + b"x" * 100, "in a payload"),
-        (lane_pb2.LZ4, PIECE + 10, table(50, 11) + b"x" * 61, "longer on the wire"),
-        (lane_pb2.LZ4, PIECE + 5000, table(PIECE + 1, 1) + b"x" * (PIECE + 2), "longer on the wire"),
-        (lane_pb2.LZ4, 5000, table(100) + b"\xff" * 100, "lz4 cannot read"),
-        (lane_pb2.ZSTD, 5000, table(100) + b"\xff" * 100, "zstd cannot read"),
-        (lane_pb2.ZSTD, PIECE, table(len(LONG_WINDOW)) + LONG_WINDOW, "zstd cannot read: .*memory"),
-        (lane_pb2.ZSTD, 5000, table(4) + b"\x28\xb5\x2f\xfd", "zstd cannot read"),
+        (lane_pb2.LZ4, 5000, table(99) + b"x" * 100, "must fill its 100 bytes, got 99"),
+        (lane_pb2.LZ4, 5000, table(1 << 31) + b"x" * 100, "must fill its"),
+        (lane_pb2.LZ4, 2 * PIECE, table(0, 100) + b"x" * 100, "must fill its"),
+        (lane_pb2.LZ4, PIECE + 10, table(50, 11) + b"x" * 61, "larger than its uncompressed"),
+        (lane_pb2.LZ4, PIECE + 5000, table(PIECE + 1, 1) + b"x" * (PIECE + 2), "larger than its uncompressed"),
+        (lane_pb2.LZ4, 5000, table(100) + b"\xff" * 100, "lz4 cannot decompress"),
+        (lane_pb2.ZSTD, 5000, table(100) + b"\xff" * 100, "zstd cannot decompress"),
+        (lane_pb2.ZSTD, PIECE, table(len(LONG_WINDOW)) + LONG_WINDOW, "zstd cannot decompress .*memory"),
+        (lane_pb2.ZSTD, 5000, table(4) + b"\x28\xb5\x2f\xfd", "zstd cannot decompress"),
     ],
 )
 def test_a_payload_that_cannot_be(number: int, size: int, data: bytes, says: str) -> None:

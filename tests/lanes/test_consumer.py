@@ -110,10 +110,10 @@ def test_receive_any_returns_announcements(pair: Pair) -> None:
 @pytest.mark.parametrize(
     ("sealed", "size", "announced", "says"),
     [
-        (False, 4 * PAGE, 4, "not sealed"),
-        (True, 4 * PAGE, 5, "announced as"),
-        (True, 3 * PAGE, 4, "announced as"),
-        (True, 4 * PAGE, 0, "announced as"),
+        (False, 4 * PAGE, 4, "must be sealed"),
+        (True, 4 * PAGE, 5, "was announced, got"),
+        (True, 3 * PAGE, 4, "was announced, got"),
+        (True, 4 * PAGE, 0, "was announced, got"),
     ],
 )
 def test_unsealed_or_wrong_ring_is_never_mapped(pair: Pair, sealed: bool, size: int, announced: int, says: str) -> None:
@@ -132,7 +132,7 @@ def test_slots_must_be_whole_pages(pair: Pair) -> None:
     fd = memfd(4 * 1000, sealed=True)
     pass_ring(peer, fd, entry_bytes=1000)
     os.close(fd)
-    with pytest.raises(ProtocolError, match="announced as"):
+    with pytest.raises(ProtocolError, match="was announced, got"):
         consumer.receive()
 
 
@@ -166,7 +166,7 @@ def test_a_ring_with_holes_is_refused(pair: Pair, pages: int) -> None:
     os.close(fd)
     if pages < 2:
         with pytest.raises(
-            ProtocolError, match=f"a ring of {4 * PAGE} bytes must be allocated, got {pages * PAGE} bytes"
+            ProtocolError, match=f"the {4 * PAGE} bytes of a ring must be allocated, got {pages * PAGE} allocated"
         ):
             consumer.receive()
     else:  # what the kernel says of pages is no promise
@@ -181,7 +181,7 @@ def test_a_ring_comes_with_exactly_one_descriptor(pair: Pair, count: int) -> Non
     say(peer, kind=RING, ring=1, entry_bytes=PAGE, entries=4)
     socket.send_fds(peer, [b"\0"], [fd] * count)
     os.close(fd)
-    with pytest.raises(ProtocolError, match=f"{count} descriptors"):
+    with pytest.raises(ProtocolError, match=f"one file descriptor, got {count}"):
         consumer.receive()
     assert not open_as("/memfd:test"), "what came too much is closed"
 
@@ -192,7 +192,7 @@ def test_ring_numbers_only_rise(pair: Pair) -> None:
     ring = Ring.create(PAGE, 4)
     pass_ring(peer, ring.fd, ring=1)
     ring.close_fd()
-    with pytest.raises(ProtocolError, match="ring 1 after 1"):
+    with pytest.raises(ProtocolError, match="got ring 1 with 1 in use"):
         consumer.receive()
 
 
@@ -258,7 +258,7 @@ def test_batch_must_lie_in_an_announced_entry(pair: Pair, frame: dict[str, int])
     batch(peer, nbytes=PAGE)
     batch(peer, **frame)
     assert consumer.receive() is not None
-    with pytest.raises(ProtocolError, match="must lie in an announced ring entry"):
+    with pytest.raises(ProtocolError, match="must lie in an entry of an announced ring"):
         consumer.receive()
 
 
@@ -279,7 +279,7 @@ def test_structure_id_is_not_announced_twice(pair: Pair) -> None:
     consumer.compiled[1] = "made of it"
     assert consumer.receive_any() is not None
     assert consumer.compiled == {1: "made of it"}
-    with pytest.raises(ProtocolError, match="announced before as another one"):
+    with pytest.raises(ProtocolError, match="announced twice with different contents"):
         consumer.receive_any()
 
 
@@ -341,7 +341,7 @@ def test_frame_too_large_is_an_error_not_cut(pair: Pair) -> None:
     peer, consumer = pair
     packet = framed(a_frame(kind=END, inline=b"x" * MAX_FRAME).encode())
     peer.send(packet)
-    with pytest.raises(ProtocolError, match=f"a packet of {len(packet)} bytes"):
+    with pytest.raises(ProtocolError, match=f"got {len(packet)}"):
         consumer.receive()
     say(peer, kind=END, inline=b"x" * (MAX_FRAME - FRAME_BYTES))  # as long as a frame may be
     assert consumer.receive() is not None
@@ -379,7 +379,7 @@ def test_a_packet_that_ends_within_a_frame(pair: Pair, rest: bytes) -> None:
         peer.send(before + rest)
         if before:
             assert consumer.receive() is not None
-        with pytest.raises(ProtocolError, match="in a packet of"):
+        with pytest.raises(ProtocolError, match="must end with"):
             consumer.receive()
         consumer.close()
         peer.close()

@@ -275,7 +275,7 @@ def test_release_of_undelivered_entry_drops_lane(producer: Producer, caplog: pyt
     sock = attach(producer)
     slab = publish(producer, 1)
     say(sock, producer, released=[slab.ring_id, slab.entry])
-    assert "the entry of batch 1, which it had not delivered" in caplog.text
+    assert "the ring entry of batch 1, which it has not delivered" in caplog.text
     assert not producer.attached
     assert producer.free_slots == 31
     sock.close()
@@ -285,7 +285,7 @@ def test_peer_that_delivers_unsent_is_dropped(producer: Producer, caplog: pytest
     sock = attach(producer)
     publish(producer, 1)
     say(sock, producer, delivered=2)
-    assert "it delivered batch 2, and batch 1 was the last" in caplog.text
+    assert "it reports batch 2 as delivered, but batch 1 was the last" in caplog.text
     assert not producer.attached
     assert producer.delivered == 0
     sock.close()

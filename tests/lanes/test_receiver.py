@@ -349,16 +349,19 @@ def test_a_consumer_that_vanishes_closes_nothing(rig: Rig) -> None:
 @pytest.mark.parametrize(
     ("data", "says"),
     [
-        (SEAL.pack(MAX_FRAME + 1, (MAX_FRAME + 1) ^ 0xFFFFFFFF, 0), "above the limit"),
-        (tcp.sealed(b"\xff\xff"), "cannot be read"),
-        (stream(ring(SLOT), ONE, batch(1, SLOT + 1)), "in no ring"),
-        (stream(ring(SLOT), ONE, batch(1, 10, ring=2)), "in no ring"),
-        (stream(ring(SLOT), ONE, batch(1, 10, size=(1 << 32) - 1)), "in no ring"),
-        (stream(ring(SLOT), batch(1, 10)), "never announced"),
-        (stream(ring(SLOT), ONE, batch(1, 10, structure=2)), "never announced"),
+        (SEAL.pack(MAX_FRAME + 1, (MAX_FRAME + 1) ^ 0xFFFFFFFF, 0), "at most"),
+        (tcp.sealed(b"\xff\xff"), "at least"),
+        (stream(ring(SLOT), ONE, batch(1, SLOT + 1)), "fits no ring"),
+        (stream(ring(SLOT), ONE, batch(1, 10, ring=2)), "fits no ring"),
+        (stream(ring(SLOT), ONE, batch(1, 10, size=(1 << 32) - 1)), "fits no ring"),
+        (stream(ring(SLOT), batch(1, 10)), "has not announced"),
+        (stream(ring(SLOT), ONE, batch(1, 10, structure=2)), "has not announced"),
         (stream(a_frame(kind=STRUCTURE, structure=1, inline=b"", size=3)), "pieces"),
         (stream(a_frame(total=5)), "unknown kind"),
-        (stream(ONE, a_frame(kind=STRUCTURE, structure=1, inline=b"two", size=3)), "announced before as another one"),
+        (
+            stream(ONE, a_frame(kind=STRUCTURE, structure=1, inline=b"two", size=3)),
+            "announced twice with different contents",
+        ),
     ],
 )
 def test_invalid_stream_is_a_named_error(rig: Rig, data: bytes, says: str) -> None:
@@ -507,6 +510,6 @@ def test_stop_ends_it_and_may_be_said_twice() -> None:
 def test_receiver_that_cannot_listen_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("secrets.token_hex", lambda _: "x" * 200)
     receiver = Receiver()
-    with pytest.raises(PenstockError, match="exited with status 1 before it listened"):
+    with pytest.raises(PenstockError, match="exited with status 1 at its start"):
         receiver.start()
     assert receiver.pid is None

@@ -278,6 +278,8 @@ def test_an_end_in_words(status: int, words: str) -> None:
 
 
 def test_an_end_of_user_code_has_a_hint() -> None:
-    assert describe_exit(0).endswith("which is no end of its input (os._exit?)")
-    assert describe_exit(-9) == "was killed by SIGKILL (out of memory, if nobody sent it)"
-    assert describe_exit(None).startswith("died, cause unknown")
+    assert describe_exit(0).endswith("before the end of its input (os._exit?)")
+    assert (
+        describe_exit(-9) == "was killed by SIGKILL (by the kernel for lack of memory, unless someone sent the signal)"
+    )
+    assert describe_exit(None).startswith("died of an unknown cause")

@@ -70,20 +70,20 @@ def test_one_of_another_user_is_refused(written: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("[clutser]\n", r"penstock.toml:1: a section \[clutser\] has no meaning; is cluster meant\?"),
-        ("x = 1\n", r"penstock.toml:1: 'x' outside a section has no meaning"),
-        ('coordinator = "h:1"\n', r"penstock.toml:1: coordinator is a section.*\[cluster\], as coordinator = "),
-        ('[cluster]\n\ntoken = "s3cret"\n', r"penstock.toml:3: a token does not go into this file"),
-        ('token = "s3cret"\n', r"penstock.toml:1: a token does not go into this file"),
-        ("[cluster]\ntls-ca = 1\n", r"penstock.toml:2: \[cluster\] has no setting 'tls-ca'; is tls_ca meant\?"),
-        ("[client]\nreplai = true\n", r"penstock.toml:2: \[client\] has no setting 'replai'; is replay meant\?"),
-        ("[client]\nbox = 1\n", r"penstock.toml:2: box does not go into \[client\]: it belongs to one job"),
+        ("[clutser]\n", r"penstock.toml:1: there is no setting for a section \[clutser\]; did you mean cluster\?"),
+        ("x = 1\n", r"penstock.toml:1: there is no setting for 'x' outside a section"),
+        ('coordinator = "h:1"\n', r"penstock.toml:1: coordinator must be a section.*\[cluster\], as coordinator = "),
+        ('[cluster]\n\ntoken = "s3cret"\n', r"penstock.toml:3: this file must not hold a token"),
+        ('token = "s3cret"\n', r"penstock.toml:1: this file must not hold a token"),
+        ("[cluster]\ntls-ca = 1\n", r"penstock.toml:2: \[cluster\] has no setting 'tls-ca'; did you mean tls_ca\?"),
+        ("[client]\nreplai = true\n", r"penstock.toml:2: \[client\] has no setting 'replai'; did you mean replay\?"),
+        ("[client]\nbox = 1\n", r"penstock.toml:2: box does not belong into \[client\]: it belongs to one job"),
         (
             '[client]\naddress = "h:1"\n',
-            r"address does not go into \[client\]: it goes into \[cluster\], as coordinator",
+            r"address does not belong into \[client\]: it goes into \[cluster\], as coordinator",
         ),
         ("[cluster\n", r"penstock.toml is not TOML: .*line 1"),
-        ("[cluster]\ntoken_file = 7\n", r"penstock.toml:2: token_file is the path of a file"),
+        ("[cluster]\ntoken_file = 7\n", r"penstock.toml:2: token_file must be the path of a file"),
     ],
 )
 def test_unknown_setting_is_named_with_its_line(written: Path, text: str, says: str) -> None:

@@ -196,9 +196,9 @@ def test_bombs_are_corrupt() -> None:
     for tree in (b"[" * 100_000, b'{"$":["tuple",' * 100_000, b"[" * 200 + b"]" * 200, b"9" * 10_000):
         with pytest.raises(StateCorruptError):
             decode_state(seal(tree))
-    with pytest.raises(StateCorruptError, match="does not mention"):
+    with pytest.raises(StateCorruptError, match="belong to no value"):
         decode_state(seal(b"1", bytes(16)))
-    with pytest.raises(StateCorruptError, match="framing"):
+    with pytest.raises(StateCorruptError, match="header of an encoded state is damaged"):
         decode_state(seal(b"1", flags=1))
 
 

@@ -121,6 +121,29 @@ def test_a_close_looks_at_no_other_box() -> None:
     assert Counted.looks == 0
 
 
+def test_an_end_looks_at_one_slice_of_boxes() -> None:
+    """The last close of a run of 16,384 boxes took 42 ms when it went over all of them."""
+
+    class Counted(list[Any]):
+        looks = 0
+
+        def __iter__(self) -> Any:
+            type(self).looks += 1
+            return super().__iter__()
+
+    world = FakeCluster(replace(Limits(), slots_at_once=1))
+    boxes = [world.open(number, num_boxes=8, num_workers_per_box=1) for number in range(8)]
+    for box in boxes[:-1]:
+        box.close()
+    (attempt,) = world.registry.cluster.open_attempts()
+    for each in attempt.boxes.values():
+        each.slots = Counted(each.slots)
+    world.registry.cluster.journal.deferred = True  # its rows are made in another thread
+    boxes[-1].close()
+    assert attempt.state.name == "ENDED"
+    assert Counted.looks == 1
+
+
 def test_boxes_that_are_lost_go_in_slices() -> None:
     """A box of two slots counts for six, since its own rows take their time too."""
     world = FakeCluster(replace(Limits(), slots_at_once=12))
@@ -146,7 +169,7 @@ def test_next_attempt_gets_the_freed_slots() -> None:
     slots = world.slots()
     assert [slot.worker for slot in slots] == ["w"] * 8
     assert {slot.key.attempt for slot in slots} == {2}
-    assert world.registry.cluster.workers["w"].slots == {slot.key for slot in slots}
+    assert set(world.registry.cluster.workers["w"].slots) == {slot.key for slot in slots}
 
 
 def test_an_attempt_ends_in_slices() -> None:
@@ -256,9 +279,9 @@ def test_a_worker_is_told_its_slots_in_steps(monkeypatch: pytest.MonkeyPatch) ->
     request, reply = pb.HeartbeatRequest(worker="w", session="w-1"), pb.HeartbeatReply()
     steps = world.registry.worker_view_steps(request, reply)
     next(steps)
-    assert [assignment.slot for assignment in reply.assignments] == [0]
+    assert [assignment.slot for assignment in reply.assignments] == [0, 1]
     world.open(job="job1", num_workers_per_box=4, client_id="again")
-    assert len(list(steps)) == 3
+    assert len(list(steps)) == 1
     assert [(one.run, one.slot) for one in reply.assignments] == [("job0/0", slot) for slot in range(4)]
     request.seen_version = reply.version
     assert [one.attempt for one in world.registry.heartbeat(request).assignments] == [1, 1, 1, 1, 2, 2, 2, 2]
@@ -319,12 +342,15 @@ def test_a_token_has_so_many_queries_open() -> None:
 def test_one_token_does_not_fill_the_blob_budget() -> None:
     snapshot_index = SnapshotIndex(replace(Limits(), budget=1000))
     snapshot_index.add_blob("a", 500, 0.0, "one")
-    assert "500 of 600 bytes of the coordinator's budget for blobs of one token" in snapshot_index.why_blob_refused(
-        101, "one"
+    assert (
+        "500 of 600 bytes of the coordinator's budget for such values from one token"
+        in snapshot_index.why_blob_refused(101, "one")
     )
     assert not snapshot_index.why_blob_refused(100, "one")
     assert not snapshot_index.why_blob_refused(400, "two")
-    assert "500 of 900 bytes of the coordinator's budget for blobs are" in snapshot_index.why_blob_refused(401, "two")
+    assert "500 of 900 bytes of the coordinator's budget for such values are" in snapshot_index.why_blob_refused(
+        401, "two"
+    )
 
 
 def test_uploads_of_a_token_wait_for_their_own() -> None:
@@ -379,7 +405,7 @@ def test_a_worker_has_so_many_slots() -> None:
 def test_slots_of_one_token_are_counted() -> None:
     world = FakeCluster(replace(Limits(), slots_max=4))
     world.open(job="a", num_workers_per_box=3)
-    with pytest.raises(OverloadedError, match="one token must have at most 4 workers in open runs, got 3"):
+    with pytest.raises(OverloadedError, match="with this token must have at most 4 workers in all, got 3"):
         world.open(job="b", num_workers_per_box=2)
 
 
@@ -391,7 +417,9 @@ def test_a_registration_has_so_many_bytes(field: str) -> None:
         request.allow.append("x" * 20_000)
     else:
         setattr(request, field, "x" * 20_000)
-    with pytest.raises(InvalidArgumentError, match="a registration must have at most 16384 bytes, got 200"):
+    with pytest.raises(
+        InvalidArgumentError, match="the registration of a worker must have at most 16384 bytes, got 200"
+    ):
         FakeCluster().registry.register_worker(request)
 
 
@@ -401,7 +429,7 @@ def test_a_report_tells_little_of_a_loader() -> None:
     worker = world.worker("w", 2)
     report = worker.slot_report(worker.heartbeat().assignments[0], pb.READY)
     report.capabilities.not_used = "x" * 20_000
-    with pytest.raises(InvalidArgumentError, match="capabilities of a slot must have at most 16384 bytes"):
+    with pytest.raises(InvalidArgumentError, match="reports of a loader must have at most 16384 bytes"):
         worker.heartbeat(report)
 
 

@@ -67,7 +67,7 @@ def test_silent_connections_stop_nobody(opening: bytes, tmp_path: Path) -> None:
         with CoordinatorClient(address, TOKEN) as client:
             wait_until(lambda: answered(client), 60)
     log = (tmp_path / "log").read_text()
-    assert "ended connections that showed no token: " in log
+    assert "closed connections that sent no valid token in time: " in log
     assert " of 127.0.0.1" in log
 
 
@@ -89,7 +89,7 @@ def test_silent_peers_are_ended_and_others_stay(
     with caplog.at_level(logging.WARNING, "penstock.connections"):
         asyncio.run(run())
     assert [one.getMessage() for one in caplog.records if one.name == "penstock.connections"] == [
-        "ended connections that showed no token: 1 of 127.0.0.1"
+        "closed connections that sent no valid token in time: 1 of 127.0.0.1"
     ]
 
 

@@ -111,7 +111,7 @@ def test_who_says_nothing_is_let_go_in_time(monkeypatch: pytest.MonkeyPatch, cap
 
     with caplog.at_level(logging.WARNING):
         trial(body)
-    assert "said nothing in time" in caplog.text
+    assert "it sent no request in time" in caplog.text
 
 
 def test_forged_hellos_fill_no_log(caplog: pytest.LogCaptureFixture) -> None:
@@ -140,7 +140,7 @@ def test_forged_hellos_fill_no_log(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         asyncio.run(run())
     told = [one.getMessage() for one in caplog.records if one.name == "penstock.worker"]
-    assert told[0].startswith("a lane from 127.0.0.1 was refused: this worker does not run xxx")
+    assert told[0].startswith("a connection from 127.0.0.1 to read batches was refused: this worker does not run xxx")
     assert sum(map(len, told)) < 5_000
 
 

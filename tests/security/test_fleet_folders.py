@@ -74,5 +74,5 @@ def test_a_planted_token_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     planted.write_text("known-to-others\n")
     planted.chmod(0o600)
     os.chown(planted, OTHER, OTHER)
-    with pytest.raises(JournalError, match="who knows the token"):
+    with pytest.raises(JournalError, match="who could know the token"):
         coordinator_tokens(None, tmp_path)

@@ -1,15 +1,16 @@
-"""A coordinator that knows the token, and sends its workers more than a coordinator stores."""
+"""A coordinator that knows the token, and makes its callers hold more than a coordinator stores."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 
-from penstock.proto.errors import ProtocolError
-from penstock.proto.rpc import calls
+from penstock.proto.errors import PenstockError, ProtocolError
+from penstock.proto.rpc import message_bounds, reply_parts
 from penstock.proto.rpc.calls import AsyncCoordinatorClient, CoordinatorClient
 from penstock.proto.rpc.channel import server_aio
 from penstock.proto.v1 import coordinator_pb2 as pb
@@ -17,34 +18,140 @@ from penstock.proto.v1.coordinator_pb2_grpc import CoordinatorServicer, add_Coor
 
 SECRET = "s" * 64
 PART = 1 << 20
+SENT = 64
+"""Parts in a reply that is too long, at most."""
 
 
 class Endless(CoordinatorServicer):
-    async def GetBlob(self, request: Any, context: Any) -> AsyncIterator[pb.BlobPart]:
-        for _ in range(64):
-            yield pb.BlobPart(data=bytes(PART))
+    """Sends the same part again and again. `taken`: parts that its callers have let it send."""
 
-    async def GetSnapshots(self, request: Any, context: Any) -> AsyncIterator[pb.SnapshotPart]:
-        yield pb.SnapshotPart(header=pb.SnapshotHeader(size=1 << 50), data=bytes(PART))
+    def __init__(self, part: Any) -> None:
+        self.part = part
+        self.taken = 0
+
+    async def _parts(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        for _ in range(SENT):
+            yield self.part
+            self.taken += 1
+
+    GetBlob = GetSnapshots = FetchState = FetchHistory = _parts
+
+    async def Heartbeat(self, request: Any, context: Any) -> Any:
+        return self.part
 
 
-def test_workers_take_no_value_above_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "VALUE_MAX", 4 * PART)
-    taken: list[int] = []
+@asynccontextmanager
+async def sending(part: Any) -> AsyncIterator[tuple[AsyncCoordinatorClient, CoordinatorClient]]:
+    def register(server: Any) -> None:
+        add_CoordinatorServicer_to_server(Endless(part), server)  # type: ignore[abstract]
+
+    served = await server_aio("127.0.0.1:0", SECRET, register)
+    blocking = CoordinatorClient(served.address, SECRET)
+    async with AsyncCoordinatorClient(served.address, SECRET) as client:
+        yield client, blocking
+    blocking.close()
+    await served.stop(0)
+
+
+def refused(part: Any, error: type[PenstockError], words: str, *methods: str) -> None:
+    """Each of these calls, of the blocking client and the other, is refused."""
 
     async def run() -> None:
-        def register(server: Any) -> None:
-            add_CoordinatorServicer_to_server(Endless(), server)  # type: ignore[abstract]
+        async with sending(part) as (client, blocking):
+            for method in methods:
+                for call in CALLS[method](client, blocking):
+                    with pytest.raises(error, match=words):
+                        await call()
 
-        served = await server_aio("127.0.0.1:0", SECRET, register)
-        blocking = CoordinatorClient(served.address, SECRET)
-        with pytest.raises(ProtocolError, match="must have at most"):
-            await asyncio.to_thread(blocking.get_blob_into, "x", lambda part: taken.append(len(part)))
-        async with AsyncCoordinatorClient(served.address, SECRET) as client:
-            with pytest.raises(ProtocolError, match="must have at most"):
-                await client.get_snapshots(pb.GetSnapshotsRequest())
-        blocking.close()
-        await served.stop(0)
+    asyncio.run(asyncio.wait_for(run(), 60))
 
-    asyncio.run(asyncio.wait_for(run(), 30))
-    assert sum(taken) <= 4 * PART
+
+Calls = list[Callable[[], Awaitable[Any]]]
+SNAPSHOTS, STATE = pb.GetSnapshotsRequest(), pb.FetchStateRequest(run="job/0", deadline_s=5)
+CALLS: dict[str, Callable[[AsyncCoordinatorClient, CoordinatorClient], Calls]] = {
+    "GetBlob": lambda client, blocking: [
+        lambda: client.get_blob("x"),
+        lambda: asyncio.to_thread(blocking.get_blob, "x"),
+        lambda: asyncio.to_thread(blocking.get_blob_into, "x", len),
+    ],
+    "GetSnapshots": lambda client, _: [lambda: client.get_snapshots(SNAPSHOTS)],
+    "FetchState": lambda client, blocking: [
+        lambda: client.fetch_state(STATE),
+        lambda: asyncio.to_thread(blocking.fetch_state, STATE),
+    ],
+    "FetchHistory": lambda client, blocking: [
+        lambda: client.fetch_histories("job/0", 0),
+        lambda: asyncio.to_thread(blocking.fetch_histories, "job/0", 0),
+    ],
+    "a snapshot": lambda _, blocking: [lambda: asyncio.to_thread(blocking.fetch_snapshot, pb.SnapshotHeader())],
+    "Heartbeat": lambda client, blocking: [
+        lambda: client.heartbeat(pb.HeartbeatRequest()),
+        lambda: asyncio.to_thread(blocking.heartbeat, pb.HeartbeatRequest()),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("part", "methods"),
+    [
+        (pb.BlobPart(data=bytes(PART)), ["GetBlob"]),
+        (pb.HistoryPart(data=bytes(PART)), ["FetchHistory", "a snapshot"]),
+        (pb.SnapshotPart(header=pb.SnapshotHeader(size=1 << 50), data=b"x"), ["GetSnapshots"]),
+        (pb.StatePart(record=pb.WorkerRecord(state_bytes=1 << 50), data=b"x"), ["FetchState"]),
+    ],
+    ids=["blob", "history", "snapshot", "state"],
+)
+def test_values_have_so_many_bytes(monkeypatch: pytest.MonkeyPatch, part: Any, methods: list[str]) -> None:
+    monkeypatch.setattr(reply_parts, "VALUE_MAX", 4 * PART)
+    refused(part, ProtocolError, f"at most .*{4 * PART} bytes", *methods)
+
+
+@pytest.mark.parametrize(
+    ("limit", "part", "method"),
+    [
+        ("RECORDS_MAX", pb.StatePart(record=pb.WorkerRecord(box=3)), "FetchState"),
+        ("RECORDS_MAX", pb.StatePart(parts=[pb.StatePart(record=pb.WorkerRecord(box=3))] * 9), "FetchState"),
+        ("SNAPSHOTS_MAX", pb.SnapshotPart(header=pb.SnapshotHeader(total=3)), "GetSnapshots"),
+        ("HISTORIES_MAX", pb.HistoryPart(history=pb.History(attempt=3)), "FetchHistory"),
+    ],
+)
+def test_replies_have_so_many_values(monkeypatch: pytest.MonkeyPatch, limit: str, part: Any, method: str) -> None:
+    monkeypatch.setattr(reply_parts, limit, 8)
+    refused(part, ProtocolError, "must have at most 8", method)
+
+
+@pytest.mark.parametrize(
+    ("part", "methods"),
+    [
+        (pb.BlobPart(), ["GetBlob"]),
+        (pb.SnapshotPart(), ["GetSnapshots"]),
+        (pb.StatePart(), ["FetchState"]),
+        (pb.HistoryPart(), ["FetchHistory", "a snapshot"]),
+    ],
+    ids=["blob", "snapshot", "state", "history"],
+)
+def test_empty_parts_are_refused(part: Any, methods: list[str]) -> None:
+    """There could be any number of them until the deadline."""
+    refused(part, ProtocolError, "must not be empty", *methods)
+
+
+def test_all_replies_fit_into_half_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reply_parts, "CHECK_EVERY", PART)
+    monkeypatch.setattr(reply_parts, "free_memory", lambda: 8 * PART)
+    record = pb.StatePart(record=pb.WorkerRecord(state_bytes=PART), data=bytes(PART))
+    refused(record, ProtocolError, "half of its free memory", "FetchState")
+    assert reply_parts._received._bytes == 0
+
+
+def test_what_is_no_reply_is_an_error() -> None:
+    """gRPC gave None for a reply that it could not parse, which ended the worker."""
+    refused(b"\xff" * 9, ProtocolError, "the 9 bytes received as a reply of", *CALLS)
+
+
+def test_replies_have_so_many_fields(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An assignment of two bytes takes 170 in memory."""
+    monkeypatch.setattr(message_bounds, "REPLY_FIELDS", 100)
+    reply = pb.HeartbeatReply()
+    for _ in range(101):
+        reply.assignments.add()
+    refused(reply, ProtocolError, "at most 100 fields", "Heartbeat")

@@ -54,7 +54,7 @@ def test_counts_of_a_worker_are_numbers(name: str, value: object) -> None:
 
 @pytest.mark.parametrize("fields", [{"next_epoch": -1}, {"restart": []}, {"restart": None}, {"more": 1}], ids=str)
 def test_a_part_is_what_was_written(fields: dict[str, Any]) -> None:
-    with pytest.raises(StateCorruptError, match="the saved state's record cannot be"):
+    with pytest.raises(StateCorruptError, match="the saved state is damaged"):
         read(changed(**fields))
 
 
@@ -62,7 +62,7 @@ def test_a_part_is_what_was_written(fields: dict[str, Any]) -> None:
 def test_a_step_is_a_number(step: object) -> None:
     saved = state()
     saved[KEY]["step"] = step
-    with pytest.raises(StateCorruptError, match="the saved state says step"):
+    with pytest.raises(StateCorruptError, match="it names step"):
         read(saved)
 
 

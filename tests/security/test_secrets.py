@@ -13,7 +13,7 @@ from pki import Pki
 from tests.security.conftest import INPUTS, SECRETS, TOKENS, Starter, tls_flags
 
 from penstock.client.api.rendezvous import DaemonAddresses
-from penstock.worker.daemon.daemon import DaemonSettings
+from penstock.worker.daemon.worker_settings import DaemonSettings
 
 TRAIN = """
 import json, sys
@@ -73,7 +73,7 @@ def test_mutual_tls_training_shows_no_secret(start: Starter, pki: Pki, tmp_path:
     wrong = environment | {"PENSTOCK_TOKEN": f"admin:{SECRETS['client']}"}
     denied = subprocess.run([penstock, "status"], env=wrong, capture_output=True, text=True, timeout=60)
     assert denied.returncode == 12
-    assert "the token is good for the role client, and Status takes a token of the role admin" in denied.stderr
+    assert "Status needs a token of the role admin, got one of the role client" in denied.stderr
 
     keys = [line for line in Path(shown.key).read_text().splitlines() if not line.startswith("-")]
     said = run.stderr + run.stdout + status.stdout + status.stderr + denied.stderr

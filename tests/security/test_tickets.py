@@ -22,7 +22,10 @@ def test_ticket_opens_its_lane_until_it_expires() -> None:
     assert TERM_S <= expires - NOW <= 2 * TERM_S
     check_ticket(ticket, key, NOW, "slot 2")
     check_ticket(ticket, key, float(expires), "slot 2")
-    with pytest.raises(SupersededError, match="the ticket for slot 2 expired 1 s ago: the coordinator has a new one"):
+    with pytest.raises(
+        SupersededError,
+        match="the ticket to read the batches of slot 2 expired 1 s ago: the coordinator sends a new one",
+    ):
         check_ticket(ticket, key, expires + 1.0, "slot 2")
 
 
@@ -32,7 +35,7 @@ def test_ticket_opens_its_lane_until_it_expires() -> None:
 )
 def test_it_opens_no_other(other: tuple[str, int, int, int, int]) -> None:
     ticket = make_ticket(lane_key(SECRET, *other), expiry(NOW))
-    with pytest.raises(AuthenticationError, match="wrong ticket for slot 2"):
+    with pytest.raises(AuthenticationError, match="the ticket to read the batches of slot 2 is wrong"):
         check_ticket(ticket, lane_key(SECRET, *PLACE), NOW, "slot 2")
 
 

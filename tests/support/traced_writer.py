@@ -148,7 +148,10 @@ def _of(handle: int) -> str:
 
 
 def _at(path: Any, dir_fd: int | None) -> str:
-    return os.path.abspath(path) if dir_fd is None else f"{_of(dir_fd)}/{os.fsdecode(path)}"
+    if dir_fd is not None:
+        return f"{_of(dir_fd)}/{os.fsdecode(path)}"
+    folder, name = os.path.split(os.path.abspath(path))  # the folder may be given by a descriptor's path
+    return os.path.join(os.path.realpath(folder), name)
 
 
 def _install(tracer: _Tracer) -> None:
@@ -205,7 +208,7 @@ def _install(tracer: _Tracer) -> None:
         change = getattr(os, name)
 
         def rename(path: Any, to: Any) -> None:
-            entry = {"kind": "rename", "path": os.path.abspath(path), "to": os.path.abspath(to)}
+            entry = {"kind": "rename", "path": _at(path, None), "to": _at(to, None)}
             tracer.act(lambda: change(path, to), _nothing, lambda _: entry)
 
         return rename

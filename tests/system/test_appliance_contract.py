@@ -44,7 +44,11 @@ def makes(appliance: Appliance) -> Iterator[dict[str, Make]]:
 
         return make
 
-    yield {"real": made(lambda **settings: beside(appliance, **settings)), "fake": made(FakeAppliance)}
+    yield {
+        "real": made(lambda **settings: beside(appliance, **settings)),
+        "fake": made(FakeAppliance),
+        "no workers": made(lambda **settings: Appliance(**{**settings, "num_workers_per_box": 0})),
+    }
     for each in opened:
         each.close()
 
@@ -126,6 +130,20 @@ def test_a_state_resumes_on_other_workers(makes: dict[str, Make], saver: str, re
     rest = [plain(batch) for batch in DataExecutor(again, appliance=makes[resumer](num_workers_per_box=3))]
     whole = [plain(batch) for batch in DataExecutor(loader_of(name), appliance=makes["fake"](num_workers_per_box=1))]
     assert sorted(map(repr, first + rest)) == sorted(map(repr, whole))
+
+
+@pytest.mark.parametrize("name", ["two methods", "shuffled by torch's generator", *RESHAPED])
+def test_no_workers_give_the_stream_of_one(makes: dict[str, Make], name: str) -> None:
+    """The same batches, and states that resume on a worker and back."""
+    kinds = {"real": makes["real"], "no workers": makes["no workers"]}
+    whole = {kind: take(loader_of(name), 15, make(num_workers_per_box=1)) for kind, make in kinds.items()}
+    assert whole["no workers"] == whole["real"]
+    batches, digest = whole["real"]
+    for saver, resumer in (("real", "no workers"), ("no workers", "real")):
+        loader, again = loader_of(name), loader_of(name)
+        take(loader, 6, kinds[saver](num_workers_per_box=1))
+        again.load_state_dict(loader.state_dict())
+        assert take(again, 9, kinds[resumer](num_workers_per_box=1)) == (batches[6:], digest)
 
 
 def test_visible_states_are_equal(makes: dict[str, Make]) -> None:

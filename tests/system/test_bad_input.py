@@ -184,7 +184,7 @@ def test_unrepeatable_loader_is_named_early(appliance: Appliance) -> None:
         except errors.ReplayMismatchError as error:
             refused = error.message
             break
-    assert "must yield the same batches when it is asked again" in refused
+    assert "must yield the same batches each time" in refused
 
 
 @pytest.fixture(scope="module")

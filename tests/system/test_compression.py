@@ -79,7 +79,7 @@ def test_worker_without_package_sends_it_plain(tmp_path: Path, capfd: pytest.Cap
                 found.append(list(digests(DataExecutor(loader, appliance=appliance))))
     assert found[0] == found[1]
     assert len(found[0]) == 2 * BATCHES
-    assert capfd.readouterr().err.count("asked for batches compressed with lz4") == 1
+    assert capfd.readouterr().err.count("asks for batches compressed with lz4") == 1
 
 
 def test_job_without_the_package_fails_first(monkeypatch: pytest.MonkeyPatch) -> None:

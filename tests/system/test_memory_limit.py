@@ -43,7 +43,7 @@ def test_leaking_runner_is_replaced_exactly(cluster: Cluster) -> None:
     """400 MiB of leaks in all, 100 MiB a second."""
     with at(cluster, "leak") as appliance:
         executor = DataExecutor(DataLoader(hazards.leaks, 4, 0, 100), appliance=appliance)
-        with pytest.warns(UserWarning, match=r"was recycled .* above the limit of 150 MiB"):
+        with pytest.warns(UserWarning, match=r"was replaced .* above the limit of 150 MiB"):
             got = [batch["number"] for batch in executor]
         assert got == list(range(1, 101))
         assert executor.stats.recoveries >= 2
@@ -55,7 +55,7 @@ def test_rare_snapshots_do_not_repeat_all_replays(cluster: Cluster) -> None:
     one made."""
     with at(cluster, "dear") as appliance:
         executor = DataExecutor(DataLoader(hazards.leaks, 4, 0, 80, 0.05), appliance=appliance)
-        with pytest.warns(UserWarning, match=r"was recycled .* above the limit of 150 MiB"):
+        with pytest.warns(UserWarning, match=r"was replaced .* above the limit of 150 MiB"):
             got = [batch["number"] for batch in executor]
         assert got == list(range(1, 81))
 
@@ -63,7 +63,7 @@ def test_rare_snapshots_do_not_repeat_all_replays(cluster: Cluster) -> None:
 def test_too_small_memory_limit_is_a_named_error(cluster: Cluster) -> None:
     with (
         at(cluster, "large") as appliance,
-        pytest.warns(UserWarning, match="was recycled"),
+        pytest.warns(UserWarning, match="was replaced"),
         pytest.raises(errors.MemoryLimitError, match=r"held \d+ MiB of memory, above the limit of 150 MiB") as caught,
     ):
         list(DataExecutor(DataLoader(hazards.leaks, 0, 180, 10**6), appliance=appliance))

@@ -131,7 +131,7 @@ def test_unskippable_batch_fails_with_the_reason(skipping: Appliance, kind: str,
     got: list[Any] = []
     with (
         recorded() as told,
-        pytest.raises(errors.InputFnError, match=f"batch 6 is quarantined.*cannot be left out.*{says}"),
+        pytest.raises(errors.InputFnError, match=f"batch 6 killed its runner.*cannot be skipped.*{says}"),
     ):
         got.extend(DataExecutor(DataLoader(hazards.poisoned, kind, [20]), appliance=skipping))
     assert len(got) == 10  # all that came before it
@@ -147,6 +147,9 @@ def test_by_default_the_run_fails_and_names_it(appliance: Appliance) -> None:
         stream(failing, DataLoader(hazards.poisoned, "torch", [17]))
     assert len([text for text in told if "SIGSEGV at batch 4, in next" in text]) >= 3
     text = str(caught.value)
-    assert "is quarantined: it killed its runner 4 times. Repair it, or have such batches skipped: Appliance" in text
+    assert (
+        "is quarantined: it killed its runner 4 times. Repair the data or code of that batch, or have such batches "
+        "skipped: Appliance" in text
+    )
     assert 'poison="skip"' in text
     assert "in __getitem__" in caught.value.remote_traceback

@@ -172,7 +172,7 @@ def test_root_without_a_runner_user_is_told(tmp_path: Path, container: Sequence[
 
 
 def test_processes_are_counted_by_user() -> None:
-    assert "runner_processes must come with runner_user, got 5 alone" in refused([], "--runner-processes", "5")
+    assert "runner_processes=5 needs runner_user" in refused([], "--runner-processes", "5")
 
 
 def test_a_user_that_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

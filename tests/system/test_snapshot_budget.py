@@ -18,7 +18,7 @@ from family import runners
 
 from penstock.client import Appliance, DataExecutor, DataLoader
 from penstock.proto import errors
-from penstock.worker.daemon.durable_snapshots import LARGE
+from penstock.worker.slots.durable_snapshots import LARGE
 
 STATE = 300_000
 """Bytes of the loader's state, and a little more on disk."""
@@ -38,7 +38,7 @@ def test_refused_snapshot_costs_only_replay(tmp_path: Path) -> None:
             def refused() -> bool:
                 """After one more batch, for a runner that waits for the loop takes no snapshot."""
                 got.append(next(executor)["number"])
-                return b"is not kept, and a recovery replays" in log.read_bytes()
+                return b"does not keep its snapshot, so a recovery replays" in log.read_bytes()
 
             until(refused, 30, "no snapshot was refused")
             os.kill(runners(worker.pid)[0], signal.SIGKILL)
@@ -52,7 +52,10 @@ def test_unkept_first_snapshot_prevents_start(tmp_path: Path) -> None:
         cluster.add_worker(1)
         with (
             Appliance(cluster.address, token=TOKEN, job="job", seed=3, timeout_s=60) as appliance,
-            pytest.raises(errors.JournalError, match=r"first snapshot cannot be kept.* bytes of the snapshot budget"),
+            pytest.raises(
+                errors.JournalError,
+                match=r"cannot keep its first snapshot.* bytes of the coordinator's snapshot budget",
+            ),
         ):
             next(iter(DataExecutor(DataLoader(streams.heavy, 200, STATE), appliance=appliance)))
 

@@ -373,7 +373,7 @@ def test_output_flood_costs_only_its_author(cluster: Cluster) -> None:
     ("how", "error", "says", "frame"),
     [
         ("die", errors.WorkerLostError, "SIGSEGV in its state", "in reads_address_zero"),
-        ("hang", errors.DeadlineError, "did not finish its state", "in waits_for_ever"),
+        ("hang", errors.DeadlineError, "did not finish the task state", "in waits_for_ever"),
     ],
 )
 def test_failing_helper_fails_only_the_save(
@@ -420,7 +420,9 @@ def test_killed_helper_process_is_replaced_once(cluster: Cluster, tmp_path: Path
                 for number in range(times):
                     (tmp_path / f"kill {number}").touch()
                 if times == 2:
-                    with pytest.raises(errors.WorkerLostError, match=r"SIGKILL.* in its state; the stream goes on"):
+                    with pytest.raises(
+                        errors.WorkerLostError, match=r"SIGKILL.* during the task state; the stream continues"
+                    ):
                         loader.state_dict()
                 state = loader.state_dict()
         assert got == [*range(1, 61)] * 3

@@ -16,12 +16,12 @@ from typing import Any, cast
 
 import pytest
 
-from penstock.worker.daemon.memory_watch import killed_for_memory
 from penstock.worker.processes import control_groups
 from penstock.worker.processes.child_processes import ForkServer
 from penstock.worker.processes.control_groups import ControlGroups, OutOfMemory, out_of_memory, own_group, why_not
 from penstock.worker.processes.progress_page import ProgressPage
 from penstock.worker.processes.temporary_folders import TemporaryFolders
+from penstock.worker.slots.memory_watch import killed_for_memory
 
 MOUNTS = """\
 22 28 0:20 / /proc rw,relatime - proc proc rw

@@ -13,10 +13,12 @@ import pytest
 
 from penstock.proto.errors import SupersededError
 from penstock.proto.v1 import coordinator_pb2, lane_pb2, records_pb2
-from penstock.worker.daemon.daemon import Daemon, DaemonSettings
-from penstock.worker.daemon.proofs import LoaderFindings
-from penstock.worker.daemon.slot import DaemonCounters, Slot
+from penstock.worker.daemon.daemon import Daemon
+from penstock.worker.daemon.worker_settings import DaemonSettings
 from penstock.worker.resources.processor_time import cores
+from penstock.worker.slots.loader_findings import LoaderFindings
+from penstock.worker.slots.slot import Slot
+from penstock.worker.slots.slot_interfaces import DaemonCounters
 
 
 def reply(version: int, *generations: int) -> coordinator_pb2.HeartbeatReply:

@@ -1,4 +1,4 @@
-"""penstock.worker.loader.synthetic: one batch in place of a loader's stream."""
+"""penstock.worker.user_loader.synthetic: one batch in place of a loader's stream."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader
 
-from penstock.worker.loader.synthetic import FirstBatch
+from penstock.worker.user_loader.synthetic import FirstBatch
 
 
 def test_as_many_as_the_loader_has_in_every_pass() -> None:

@@ -8,9 +8,10 @@ from typing import Any
 
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
-from penstock.worker.daemon.proofs import LoaderFindings
-from penstock.worker.daemon.slot import DaemonCounters, Slot
-from penstock.worker.daemon.snapshots import StoredSnapshot
+from penstock.worker.slots.loader_findings import LoaderFindings
+from penstock.worker.slots.slot import Slot
+from penstock.worker.slots.slot_interfaces import DaemonCounters
+from penstock.worker.slots.snapshots import StoredSnapshot
 
 DEADLINE_S = 10.0
 

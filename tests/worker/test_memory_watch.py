@@ -10,10 +10,11 @@ import pytest
 
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
-from penstock.worker.daemon import memory_watch
-from penstock.worker.daemon.proofs import LoaderFindings
-from penstock.worker.daemon.slot import DaemonCounters, Slot
-from penstock.worker.daemon.snapshots import StoredSnapshot
+from penstock.worker.slots import memory_watch
+from penstock.worker.slots.loader_findings import LoaderFindings
+from penstock.worker.slots.slot import Slot
+from penstock.worker.slots.slot_interfaces import DaemonCounters
+from penstock.worker.slots.snapshots import StoredSnapshot
 
 DEADLINE_S = 10.0
 LIMIT = 100
@@ -61,7 +62,7 @@ def test_runner_is_watched_while_snapshot_waits(grows: bool, monkeypatch: pytest
         monkeypatch.setattr(memory_watch, "MEMORY_S", 0.01)
         monkeypatch.setattr(memory_watch, "_looked_at", looked_at)
         slot = watched(coordinator)
-        await asyncio.wait_for(memory_watch.MemoryWatch(slot).run(1, LIMIT), DEADLINE_S)
+        await asyncio.wait_for(memory_watch.MemoryWatch(slot, slot.prover, slot.durable).run(1, LIMIT), DEADLINE_S)
         assert coordinator.puts == 1
         assert slot.phase == pb.FAILED
         assert slot.error is not None
@@ -69,7 +70,7 @@ def test_runner_is_watched_while_snapshot_waits(grows: bool, monkeypatch: pytest
             assert "was killed at batch" in slot.error.message
             assert not slot.recycle
         else:
-            assert "was recycled at batch" in slot.error.message
+            assert "was replaced at batch" in slot.error.message
             assert slot.recycle
             assert slot.outgrown  # so it was with the first look
         for task in slot._tasks:

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from penstock.proto.v1 import coordinator_pb2 as pb
-from penstock.worker.daemon.daemon import HOLD_S, Daemon, DaemonSettings
-from penstock.worker.daemon.slot import SnapshotQuota
+from penstock.worker.daemon.daemon import HOLD_S, Daemon
+from penstock.worker.daemon.worker_settings import DaemonSettings
+from penstock.worker.slots.slot_interfaces import SnapshotQuota
 
 
 def with_daemon(body: Any) -> None:

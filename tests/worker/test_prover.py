@@ -12,11 +12,12 @@ import pytest
 
 from penstock.proto.errors import DeadlineError, PenstockError, WorkerLostError
 from penstock.proto.v1 import records_pb2
-from penstock.worker.daemon.proofs import FIRST_DEPTH, LAPSES, LoaderFindings, RestartPointProver
-from penstock.worker.daemon.slot import Slot
-from penstock.worker.daemon.snapshots import SlotSnapshots, StoredSnapshot
 from penstock.worker.processes.control_channel import ControlMessage
 from penstock.worker.processes.progress_page import ProgressPage
+from penstock.worker.slots.loader_findings import FIRST_DEPTH, LoaderFindings
+from penstock.worker.slots.proofs import LAPSES, RestartPointProver
+from penstock.worker.slots.slot import Slot
+from penstock.worker.slots.snapshots import SlotSnapshots, StoredSnapshot
 
 GOOD = {"same": True, "crossing": "", "took": 0.0}
 
@@ -167,9 +168,9 @@ def test_late_mismatch_ends_the_use_of_all_states() -> None:
     assert before
     for point in before:
         point.proven = True
-        assert not Slot.usable(bench.prover._slot, point)
+        assert not Slot.usable(cast(Slot, bench.prover._slot), point)
     bench.at(0).start = True
-    assert Slot.usable(bench.prover._slot, bench.at(0))
+    assert Slot.usable(cast(Slot, bench.prover._slot), bench.at(0))
     near = Bench(lambda total: wrong | {"differs": total + 2}, batches=40)
     near.prove()
     assert not near.findings.misleads, "that one was wrong, and others may be right"

@@ -10,10 +10,10 @@ from typing import Any
 from unittest.mock import Mock
 
 from penstock.proto.v1 import records_pb2
-from penstock.worker.daemon.proofs import LoaderFindings
-from penstock.worker.daemon.slot import Slot
 from penstock.worker.resources.processor_time import ProcessorUse, used_by
 from penstock.worker.resources.rates import BatchRates
+from penstock.worker.slots.loader_findings import LoaderFindings
+from penstock.worker.slots.slot import Slot
 
 
 def test_batch_time_is_work_and_rate_is_taken() -> None:

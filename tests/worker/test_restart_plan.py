@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from slot_histories import History, histories
 
 from penstock.proto.errors import InputFnError, ReplayMismatchError
-from penstock.worker.daemon.snapshots import SlotSnapshots, StoredSnapshot
 from penstock.worker.loader.crossing_kinds import (
     FRESH,
     KEPT,
@@ -27,6 +26,7 @@ from penstock.worker.loader.restart_plan import BEGINNING, Target, first_fit, pl
 from penstock.worker.loader.restart_points import UNFIT, Launch, RestartPoint
 from penstock.worker.loader.resume_plan import ResumeKind, ResumeWay, resume_ways, rotations
 from penstock.worker.runner.local_restart_points import CHECKED_BATCHES, EncodedPoint, LocalRestartPoints
+from penstock.worker.slots.snapshots import SlotSnapshots, StoredSnapshot
 
 
 def start_of(way: RestartPoint | None) -> tuple[int, int]:

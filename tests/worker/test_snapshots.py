@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.worker.daemon import snapshots
-from penstock.worker.daemon.snapshots import SlotSnapshots, StoredSnapshot
+from penstock.worker.slots import snapshots
+from penstock.worker.slots.snapshots import SlotSnapshots, StoredSnapshot
 
 
 def point(

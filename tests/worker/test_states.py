@@ -16,16 +16,18 @@ from penstock.proto.state.assignment import assigned, current_assignment
 from penstock.proto.state.codec import encode_state
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
-from penstock.worker.daemon.proofs import LoaderFindings
-from penstock.worker.daemon.slot import Slot, SlotHost
-from penstock.worker.daemon.slot_states import POLL_S, SlotStates
-from penstock.worker.daemon.snapshots import SlotSnapshots, StoredSnapshot
 from penstock.worker.loader.restart_plan import Target
 from penstock.worker.loader.restart_points import END, RestartPoint
 from penstock.worker.loader.restorable_loader import RestorableLoader
 from penstock.worker.loader.travel import catch_up, leave, travel
 from penstock.worker.processes.progress_page import ProgressPage
 from penstock.worker.runner.replayer import state_at
+from penstock.worker.slots.loader_findings import LoaderFindings
+from penstock.worker.slots.proofs import RestartPointProver
+from penstock.worker.slots.slot import Slot
+from penstock.worker.slots.slot_interfaces import SlotHost
+from penstock.worker.slots.slot_states import POLL_S, SlotStates
+from penstock.worker.slots.snapshots import SlotSnapshots, StoredSnapshot
 
 DEADLINE_S = 10.0
 
@@ -40,9 +42,8 @@ def progress_page() -> Iterator[ProgressPage]:
 def states_of(progress_page: ProgressPage, **fields: Any) -> SlotStates:
     fields = {"assignment": records_pb2.WorkerAssignment(), "attached": True, "phase": pb.READY} | fields
     fields |= {"is_savable": True, "findings": LoaderFindings()}
-    return SlotStates(
-        cast(Slot, SimpleNamespace(progress_page=progress_page, name="box 0 slot 1", drain=lambda: None, **fields))
-    )
+    slot = cast(Slot, SimpleNamespace(progress_page=progress_page, name="box 0 slot 1", drain=lambda: None, **fields))
+    return SlotStates(slot, RestartPointProver(slot))
 
 
 def request(epoch: int, delivered: int, total: int) -> pb.StateRequest:
@@ -252,7 +253,7 @@ def test_state_behind_break_waits_for_next_epoch(progress_page: ProgressPage) ->
         progress_page.here(1, 0)
         assert await asyncio.wait_for(asking, DEADLINE_S) == b"second"
         progress_page.stands_at(4, 1, 4)
-        with pytest.raises(StateUnavailableError, match="behind an epoch that the loop abandoned after batch 3 of"):
+        with pytest.raises(StateUnavailableError, match="the loop left an epoch by `break` after batch 3 of"):
             await states._state(request(1, 1, 4), pb.StateAnswer(), 1e12)
         store.add(StoredSnapshot(1, 1, 4, 0, False, 0, b"third"), 0)
         progress_page.cut(1, 4)
@@ -282,7 +283,7 @@ def test_earlier_epoch_start_is_no_state(progress_page: ProgressPage) -> None:
         asked = request(1, 0, 3)
         asked.digests_after = 3
         with pytest.raises(
-            StateUnavailableError, match="behind an epoch that the loop abandoned after batch 3 of the worke"
+            StateUnavailableError, match="the loop left an epoch by `break` after batch 3 of this worker"
         ):
             await states._state(asked, pb.StateAnswer(), 1e12)
 

@@ -25,7 +25,8 @@ __all__ = ["FakeBox", "FakeCluster", "FakeWorker"]
 
 
 class FakeCluster:
-    """A registry, a clock that moves only when the test moves it, and the topics that were announced."""
+    """A coordinator without network and threads, for tests: its state machine, a clock that moves only when the test
+    moves it, and the topics that were announced."""
 
     def __init__(self, limits: Limits | None = None, directory: StateDir | None = None) -> None:
         self.now = 1000.0
@@ -97,6 +98,8 @@ class FakeCluster:
 
 @dataclass
 class FakeWorker:
+    """A worker daemon without processes: it registers with a FakeCluster and reports what the test says."""
+
     world: FakeCluster
     name: str
     session: str
@@ -142,6 +145,8 @@ class FakeWorker:
 
 @dataclass
 class FakeBox:
+    """A training process that has opened one box of a run on a FakeCluster."""
+
     world: FakeCluster
     request: pb.OpenRunRequest
     reply: pb.OpenRunReply

@@ -2,8 +2,7 @@
 
 from penstock.client.api.appliance import Appliance
 from penstock.client.api.checkpoint_closure import checkpoint_closure
-from penstock.client.api.data_executor import DataExecutor
-from penstock.client.api.data_loader import DataLoader
+from penstock.client.api.data_loader import DataExecutor, DataLoader, wrap
 from penstock.client.api.lookahead import Lookahead
 from penstock.client.api.num_steps import compute_num_steps
 from penstock.client.api.sample_log import SampleLog
@@ -24,4 +23,5 @@ __all__ = [
     "get_streaming_batch_size",
     "get_worker_state",
     "infer_batch_size",
+    "wrap",
 ]

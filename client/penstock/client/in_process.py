@@ -29,14 +29,20 @@ from penstock.client.stream import open_streams
 from penstock.client.stream.checkpoint_schedule import CheckpointSchedule
 from penstock.client.stream.device import DeviceBackend
 from penstock.client.stream.device_reader import backend_of
-from penstock.client.stream.open_run import BoxProgress
-from penstock.client.stream.ordered_reader import EPOCH_ENDED, StreamStats
-from penstock.client.stream.stream_interfaces import StreamRun, placed, recovered, warn_of_whole_input
+from penstock.client.stream.stream_interfaces import (
+    EPOCH_ENDED,
+    BoxProgress,
+    StreamRun,
+    StreamStats,
+    placed,
+    recovered,
+    warn_of_whole_input,
+)
 from penstock.proto.batch.flatten import Assembler, wrap_buffer
 from penstock.proto.batch.structure import Structure
 from penstock.proto.errors import DeadlineError, PenstockError, StateUnavailableError
 from penstock.proto.rpc.calls import FetchedState
-from penstock.proto.rpc.channel import detail_of, error_of
+from penstock.proto.rpc.channel import detail_of
 from penstock.proto.state.codec import decode_state, encode_state
 from penstock.proto.state.position import Position
 from penstock.proto.state.restartable import by_own_methods
@@ -119,7 +125,10 @@ class _Box:
             return known
         if step >= self.position.step:  # its epoch was shorter than this box's
             return next(reversed(self._at.values()), self.position)
-        raise StateUnavailableError(f"box {self.number}: step {step} is behind the retention window")
+        raise StateUnavailableError(
+            f"box {self.number}: the state of step {step} is no longer kept: ask for a later step, or raise "
+            "retention_steps"
+        )
 
 
 class InProcessRun:
@@ -158,6 +167,8 @@ class InProcessRun:
         """Epoch -> step after which this box's loop abandoned it."""
         self._opening, self._options, self._on_closed = opening, options, on_closed
         self._boxes: dict[int, _Box] = {}
+        self.failures: dict[int, PenstockError] = {}
+        """Errors of slots whose loaders could not be made."""
         self._closed = False
         self._owner = OwnerProcess()
 
@@ -212,6 +223,7 @@ class InProcessRun:
             except PenstockError as error:
                 view.phase = pb.FAILED
                 view.error.CopyFrom(detail_of(error))
+                self.failures[view.slot] = error
 
     # ---- requests of a loader
 
@@ -331,7 +343,7 @@ class InProcessReader:
         if run.error is not None:
             raise run.error
         if run.closed:
-            raise PenstockError(f"{self._label}: its run was closed while it was being read")
+            raise PenstockError(f"{self._label}: its appliance was closed while the loop was reading")
         began = time.monotonic()
         with run.lock:
             run.prepare()
@@ -359,7 +371,7 @@ class InProcessReader:
             try:
                 made = box.make(slot)
             except PenstockError as error:
-                raise self.failed(error) from error.__cause__
+                self._raise(error)
             if made is not None:
                 view.capabilities.looked_at_assignment |= box.slots[slot].capabilities.looked_at_assignment
                 return made
@@ -391,13 +403,18 @@ class InProcessReader:
     # ---- errors and faults
 
     def failed(self, error: PenstockError) -> PenstockError:
-        """End the run with this error of the slot whose turn it is; return it with its position."""
+        """End the run with this error of the slot whose turn it is; return it with worker, box, slot and step."""
         position, run = self.position, self._run
         run.error = placed(error, HERE, run.box, position.turn, position.step + 1)
+        if error.__cause__ is not None:  # its traceback is of this process, and is printed with it
+            run.error.remote_traceback = ""
         return run.error
 
+    def _raise(self, error: PenstockError) -> NoReturn:
+        raise self.failed(error) from error.__cause__
+
     def raise_failed(self, view: pb.SlotView) -> NoReturn:
-        raise self.failed(error_of(view.error))
+        self._raise(self._run.failures[view.slot])
 
     def _strike(self, step: int) -> None:
         while self._faults and self._faults[0].step <= step:

@@ -103,9 +103,11 @@ class ForkingInterpreter:
         try:
             while (message := self._channel.receive(wait=False)) is None:
                 if not readable(self._channel.fileno(), until - time.monotonic()):
-                    raise DeadlineError("the interpreter that runs the loaders does not answer")
+                    raise DeadlineError(
+                        f"the Python process that runs the loaders did not answer within {START_DEADLINE_S:g} s"
+                    )
         except LaneLostError as error:
-            raise WorkerLostError("the interpreter that runs the loaders died; see above") from error
+            raise WorkerLostError("the Python process that runs the loaders died: see its output above") from error
         return message
 
 

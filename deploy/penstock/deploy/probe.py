@@ -68,10 +68,12 @@ def _look_at_worker(file: str, ready: bool, within_s: float | None) -> None:
 
     liveness = read_liveness(file)
     if ready and liveness.heard_s_ago > (within_s or READY_S):
-        since = "yet" if liveness.heard_s_ago == float("inf") else f"since {liveness.heard_s_ago:.0f} s"
-        raise DeadlineError(f"the worker has not been answered by its coordinator {since}")
+        since = "yet" if liveness.heard_s_ago == float("inf") else f"for {liveness.heard_s_ago:.0f} s"
+        raise DeadlineError(f"the coordinator has not answered the worker {since}")
     if liveness.turned_s_ago > (within_s or LIVE_S):
-        raise DeadlineError(f"the worker's heartbeat stands still since {liveness.turned_s_ago:.0f} s")
+        raise DeadlineError(
+            f"the worker has made no progress for {liveness.turned_s_ago:.0f} s: it hangs or is stopped"
+        )
 
 
 def _ask_coordinator(listen: str, ready: bool) -> None:
@@ -89,7 +91,7 @@ def _ask_coordinator(listen: str, ready: bool) -> None:
         reply = health_pb2_grpc.HealthStub(channel).Check(request, timeout=answer_s)
     if ready and reply.status != health_pb2.HealthCheckResponse.SERVING:
         name = health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status)
-        raise DeadlineError(f"the coordinator at {address} says {name}")
+        raise DeadlineError(f"the coordinator at {address} is not ready: its health service reports {name}")
 
 
 if __name__ == "__main__":

@@ -245,8 +245,8 @@ def test_writing_to_a_line_changes_no_other() -> None:
 @pytest.mark.parametrize(
     ("layer", "message"),
     [
-        (lambda source: Packed(source, length=4), "has 2 tokens, but the state is at 8 of them"),
-        (lambda source: Chunked(source, length=4), "has 1 pieces, but the state is at 2 of them"),
+        (lambda source: Packed(source, length=4), "has 2 tokens, but the state says that 8 of them"),
+        (lambda source: Chunked(source, length=4), "has 1 pieces, but the state says that 2 of them"),
     ],
 )
 def test_a_document_that_has_become_shorter(layer: Any, message: str) -> None:

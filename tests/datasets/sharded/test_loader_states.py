@@ -91,7 +91,7 @@ def test_only_touched_shards_tokens_are_taken() -> None:
 @pytest.mark.parametrize(
     ("lengths", "options", "says"),
     [
-        ([3, 4], {"seed": 4}, "worker 1 makes batches of another order than worker 0.*seed was 3 and is 4"),
+        ([3, 4], {"seed": 4}, "worker 1 reads samples in another order than worker 0.*seed was 3 and is 4"),
         ([4, 4], {}, r"source.lengths\[0\] was 3 and is 4"),
         ([3, 4], {"batch_size": 2}, "topology.batch was 4 and is 2"),
     ],
@@ -393,7 +393,7 @@ def flat(loader: ShardLoader) -> Iterator[Any]:
 def test_worker_state_fits_its_own_topology_only() -> None:
     fleet = Fleet(lambda: Listed(UNEQUAL), (1, 2), batch_size=4)
     fleet.take(2)
-    with pytest.raises(StateMismatchError, match="aggregate_state_dict, which fits any topology"):
+    with pytest.raises(StateMismatchError, match="aggregate_state_dict returned, which fits any number of workers"):
         loader_of(Listed(UNEQUAL), seed=11).load_state_dict(fleet.workers[0].state_dict())
 
 
@@ -430,7 +430,7 @@ def test_loader_is_pickled_in_mid_epoch(source: Any) -> None:
     [
         ({"described": lambda: {"words": {"a", "b"}}}, "described.. of Listed must return a JSON value: .*set"),
         ({"described": lambda: {"rate": float("nan")}}, "described.. of Listed must return a JSON value"),
-        ({"lengths": lambda epoch: [5, -3, 0, 1, 2]}, "lengths must be at least 0, got -3 in epoch 0"),
+        ({"lengths": lambda epoch: [5, -3, 0, 1, 2]}, "lengths.. must be at least 0, got -3 in epoch 0"),
     ],
 )
 def test_a_source_that_says_what_cannot_be(changed: dict[str, Any], says: str) -> None:
@@ -497,7 +497,7 @@ def test_an_order_in_other_blocks_is_refused() -> None:
     next(iter(loader))
     state = loader.state_dict()
     for strict in (True, False):
-        with pytest.raises(StateMismatchError, match=r"block was 8 and is 4 now. Leave block out"):
+        with pytest.raises(StateMismatchError, match=r"saved with block=8, .* block is 4 now: leave block out"):
             loader_of(Counting(4), block=4).load_state_dict(state, strict=strict)
     older = {**state, "format": 1, "legs": [[4, 0, 0, []]]}
     with pytest.raises(StateVersionError, match="must be 3, got 1: another version of Penstock"):
@@ -518,10 +518,12 @@ def test_shards_that_ended_early_are_named() -> None:
     other.load_state_dict(loader.state_dict())
     other.source = cast(Any, other.source)
     cast(Any, other.source).lengths = lambda epoch: [9, 9]
-    with pytest.raises(DatasetError, match=r"shard 1 of 2 ended before sample 3 of epoch 0: it is shorter"):
+    with pytest.raises(
+        DatasetError, match=r"shard 1 of 2 ended before sample 3 of epoch 0: its source declared it longer"
+    ):
         list(other)
     cast(Any, other.source).lengths = lambda epoch: [9]
-    with pytest.raises(DatasetError, match="as many as its 2 shards, got 1"):
+    with pytest.raises(DatasetError, match="for each of its 2 shards, got 1"):
         list(other)
 
 

@@ -138,7 +138,7 @@ def test_position_is_a_number_and_skipping_adds() -> None:
     assert read(source, 1, token=token, most=2) == [750, 751]
     assert piece.reads == 2
     for wrong in (-1, 501, 2.5, "3", [1]):
-        with pytest.raises(StateCorruptError, match="the token of a shard of 500 records is damaged"):
+        with pytest.raises(StateCorruptError, match="the saved position in a shard of 500 records is damaged"):
             source.open(1, 0, SEED, wrong)
 
 

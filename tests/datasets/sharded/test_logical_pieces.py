@@ -210,10 +210,10 @@ class Frame:
         ([], {}, "pieces must have at least one piece"),
         ([[1], (x for x in [1])], {}, "piece 1 is a generator, which can be read only once. Give the function"),
         ([iter([1])], {"names": ["a.txt"]}, r"piece 0 \(a.txt\) is a list_iterator, which can be read only once"),
-        (["a.txt"], {}, "piece 0 is a str, not a sequence of records"),
-        ([{"a": 1}], {}, "piece 0 is a dict, not a sequence of records"),
-        ([Frame()], {}, "piece 0 is a Frame, whose items are columns"),
-        ([5], {}, "piece 0 must have a length .* got int"),
+        (["a.txt"], {}, "piece 0 is a str, which is not a sequence of records"),
+        ([{"a": 1}], {}, "piece 0 is a dict, which is not a sequence of records"),
+        ([Frame()], {}, "piece 0 is a Frame, which iterates over columns"),
+        ([5], {}, "piece 0 must have len.. .* got int"),
         ([[1]], {"shards": 0}, "shards must be at least 1, got 0"),
         ([[1]], {"max_open": 0}, "max_open must be at least 1, got 0"),
         ([[1]], {"shuffle_block": 0}, "shuffle_block must be at least 1, got 0"),
@@ -229,13 +229,13 @@ def test_what_cannot_be_meant(pieces: list[Any], options: dict[str, Any], messag
 
 
 def test_counts_that_do_not_match() -> None:
-    with pytest.raises(DatasetError, match=r"piece 1 \(b\) must have the 4 records of counts, got 3"):
+    with pytest.raises(DatasetError, match=r"piece 1 \(b\) must have 4 records, as counts says, got 3"):
         LogicalShards([[1], [1, 2, 3]], shards=1, counts=[1, 4], names=["a", "b"])
-    with pytest.raises(DatasetError, match="piece 1 must have the 1 records of counts, got 2"):
+    with pytest.raises(DatasetError, match="piece 1 must have 1 records, as counts says, got 2"):
         LogicalShards([lambda: iter([1]), [5, 6]], shards=1, counts=[1, 1])
     files = Files([5, 6])
     source = LogicalShards(files.pieces(), shards=1, counts=[5, 7])
-    with pytest.raises(DatasetError, match="piece 1 must have the 7 records of counts, got 6"):
+    with pytest.raises(DatasetError, match="piece 1 must have 7 records, as counts says, got 6"):
         rest(source)
 
 
@@ -243,7 +243,7 @@ def test_counts_that_do_not_match() -> None:
 def test_iterable_of_another_length_than_counts(said: int) -> None:
     source = LogicalShards([lambda: iter(range(4)), lambda: iter([9])], shards=1, counts=[said, 1])
     message = (
-        "must have the 5 records of counts, got 4" if said > 4 else "must have the 3 records of counts, but has more"
+        "must have 5 records, as counts says, got 4" if said > 4 else "must have 3 records, as counts says, got more"
     )
     cursor = source.open(0, 0, SEED)
     for _ in range(2 if said == 3 else 4):  # with the last record that counts knows it is seen that there are more
@@ -256,13 +256,13 @@ def test_iterable_of_another_length_than_counts(said: int) -> None:
 
 def test_surplus_records_at_a_shards_end() -> None:
     loader = ShardLoader(LogicalShards([lambda: iter(range(4))], shards=1, counts=[3]), batch_size=3, collate_fn=list)
-    with pytest.raises(DatasetError, match="piece 0 must have the 3 records of counts, but has more"):
+    with pytest.raises(DatasetError, match="piece 0 must have 3 records, as counts says, got more"):
         next(iter(loader))
 
 
 def test_functions_of_two_kinds_under_counts() -> None:
     source = LogicalShards([lambda: [1], lambda: iter([2])], shards=1, counts=[1, 1])
-    with pytest.raises(DatasetError, match=r"piece 1 must have a length .* got list_iterator"):
+    with pytest.raises(DatasetError, match=r"piece 1 must have len.. .* got list_iterator"):
         rest(source)
     assert rest(LogicalShards([lambda: [1], lambda: iter([2])], shards=1)) == [1, 2]
 
@@ -271,7 +271,7 @@ def test_a_table_that_became_shorter() -> None:
     records = [1, 2, 3]
     source = LogicalShards([records], shards=1, names=["table"])
     records.pop()
-    with pytest.raises(DatasetError, match=r"piece 0 \(table\): it has no record 2, but must have 3"):
+    with pytest.raises(DatasetError, match=r"piece 0 \(table\) has no record 2, but counts says that it has 3"):
         rest(source)
 
 
@@ -286,7 +286,9 @@ def along(*pieces: list[int], **options: Any) -> LogicalShards:
 def test_piece_with_other_records_is_named() -> None:
     token = token_after(along([1], [5, 6, 7, 8]), 4)
     assert rest(along([1], [5, 6, 7, 8]), token) == [8]
-    with pytest.raises(ReplayMismatchError, match=r"piece 1 \(1.txt\): it was read again, and its samples differ"):
+    with pytest.raises(
+        ReplayMismatchError, match=r"piece 1 \(1.txt\): it was read again to resume, and its samples differ"
+    ):
         rest(along([1], [5, 66, 7, 8]), token)
     with pytest.raises(DatasetError, match=r"piece 1 \(1.txt\): it ends after 2 samples, but 3 had been read"):
         rest(along([1], [5, 6]), token)
@@ -296,7 +298,7 @@ def test_piece_with_a_wrong_state_is_read_again() -> None:
     token = token_after(LogicalShards([lambda: Counter(9)], shards=1), 5)
     other = LogicalShards([lambda: Counter(9, 100)], shards=1)
     with (
-        pytest.warns(UserWarning, match="piece 0: its state after 1 samples does not restore"),
+        pytest.warns(UserWarning, match="piece 0: the state_dict that it returned after 1 samples does not restore"),
         pytest.raises(ReplayMismatchError, match="piece 0: it was read again"),
     ):
         rest(other, token)
@@ -401,8 +403,8 @@ def test_used_generator_is_an_error() -> None:
     [
         ({"a", "b"}, "piece 0 is a set, whose order differs between processes"),
         (lambda: frozenset("ab"), "piece 0 opens a frozenset, whose order"),
-        (lambda: "all of a file", "piece 0 opens a str, not a sequence of records"),
-        (lambda: {"columns": [1, 2]}, "piece 0 opens a dict, not a sequence of records"),
+        (lambda: "all of a file", "piece 0 opens a str, which is not a sequence of records"),
+        (lambda: {"columns": [1, 2]}, "piece 0 opens a dict, which is not a sequence of records"),
     ],
 )
 def test_opened_pieces_are_checked_like_given(piece: Any, message: str) -> None:

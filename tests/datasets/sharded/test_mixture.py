@@ -65,7 +65,7 @@ def test_odd_weights_are_rounded_to_parts(weights: list[float]) -> None:
         ([float("nan")], r"weights\[0\] must be a finite number, got nan"),
         ([1, float("inf")], r"weights\[1\] must be a finite number, got inf"),
         ([1, None], r"weights\[1\] must be a finite number, got None"),
-        ([1, 1e-6], r"weights\[1\] must be at least one part in 65,536 .* got 1e-06 of 1"),
+        ([1, 1e-6], r"weights\[1\] must be at least 1/65,536 .*, 1, got 1e-06"),
     ],
 )
 def test_weights_that_cannot_be_meant(weights: Any, message: str) -> None:
@@ -291,7 +291,7 @@ def test_much_is_passed_over_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ([], [], "never", "got 0 sources and 0 weights"),
         ([marked("a", [1])], [1, 2], "never", "got 1 sources and 2 weights"),
-        (marked("a", [1]), [1], "never", "a mixture needs a list of sources"),
+        (marked("a", [1]), [1], "never", "Mixture needs a list of sources"),
         ([marked("a", [1])], 1, "never", "and a list of weights"),
         ([marked("a", [1])], [1], "soon", "stop must be one of never, first, last, got 'soon'"),
         ([marked("a", [1]), marked("b", [1, 1])], [1, 2], "never", r"sources\[0\] has 1, sources\[1\] has 2"),
@@ -306,7 +306,7 @@ def test_settings_that_cannot_be_meant(sources: Any, weights: Any, stop: Any, me
 def test_a_token_of_another_mixture() -> None:
     token = Mixture([marked("a", [1]), marked("b", [1])], [1, 1]).open(0, 0, 1).token()
     for wrong in (token, {"index": 0, "ended": [1], "sources": [None]}, {"index": 0, "ended": None, "sources": [None]}):
-        with pytest.raises(StateCorruptError, match="the token of a Mixture of 1 sources is damaged"):
+        with pytest.raises(StateCorruptError, match="the saved position of a Mixture of 1 sources is damaged"):
             Mixture([marked("a", [1])], [1]).open(0, 0, 1, wrong)
 
 
@@ -315,7 +315,9 @@ def test_a_source_that_ends_though_it_never_does() -> None:
         endless = True
 
     for cursor in (Mixture([Liar([[1, 2]])], [1]).open(0, 0, 1) for _ in range(2)):
-        with pytest.raises(DatasetError, match=r"sources\[0\] of a mixture is declared endless, but has ended"):
+        with pytest.raises(
+            DatasetError, match=r"sources\[0\] of a Mixture must be endless, as it declares, but has ended"
+        ):
             cursor.skip(3)
-        with pytest.raises(DatasetError, match=r"sources\[0\] of a mixture"):
+        with pytest.raises(DatasetError, match=r"sources\[0\] of a Mixture"):
             next(cursor)

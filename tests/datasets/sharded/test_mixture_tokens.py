@@ -102,7 +102,7 @@ def test_document_read_ahead_is_not_lost() -> None:
 def test_what_has_no_tokens_is_refused() -> None:
     for sample, name in (("text", "str"), ({"tokens": [1]}, "dict"), (np.zeros((2, 2), int), "ndarray")):
         source = Mixture([Given([[[1]]]), Given([[sample]])], [1, 1], by="tokens")
-        with pytest.raises(DatasetError, match=rf"sources\[1\] of a mixture by tokens, shard 0 .* got {name}"):
+        with pytest.raises(DatasetError, match=rf"sources\[1\] of a Mixture.by='tokens'., shard 0 .* got {name}"):
             next(source.open(0, 0, 1))
     with pytest.raises(InvalidArgumentError, match="by must be one of samples, tokens, got 'words'"):
         Mixture([Given([[[1]]])], [1], by="words")  # type: ignore[arg-type]
@@ -111,7 +111,7 @@ def test_what_has_no_tokens_is_refused() -> None:
 def test_a_token_of_another_mixture_is_refused() -> None:
     sources = [corpus(0, [1]), corpus(1, [2])]
     by_samples = Mixture(sources, [1, 1]).open(0, 0, 1).token()
-    with pytest.raises(StateCorruptError, match="the token of a Mixture of 2 sources by tokens is damaged"):
+    with pytest.raises(StateCorruptError, match=r"the saved position of a Mixture.by='tokens'. of 2 sources is"):
         Mixture(sources, [1, 1], by="tokens").open(0, 0, 1, by_samples)
 
 

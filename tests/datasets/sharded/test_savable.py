@@ -158,7 +158,9 @@ def test_wrong_state_is_detected_and_not_used(place: int, eager: None) -> None:
     source = Savable(lambda shard: CountsLate(12), shards=1, snapshot_every=1)
     token = token_after(source, place)
     cursor = source.open(0, 0, SEED, token)
-    with pytest.warns(UserWarning, match=r"stream 0 of 1: its state after \d+ samples does not restore"):
+    with pytest.warns(
+        UserWarning, match=r"stream 0 of 1: the state_dict that it returned after \d+ samples does not restore"
+    ):
         assert list(cursor) == list(range(place, 12))
     assert cursor.token()["snapshot"] is None, "another one would be of no use either"
     cursor.close()
@@ -359,7 +361,7 @@ def test_unseeded_draws_are_found_by_the_replay() -> None:
     source = Savable(lambda shard: (os.urandom(4) for _ in range(9)), shards=1)
     token = token_after(source, 5)
     with pytest.raises(
-        ReplayMismatchError, match="stream 0 of 1: it was read again, and its samples differ from the 5"
+        ReplayMismatchError, match="stream 0 of 1: it was read again to resume, and its samples differ from the 5"
     ):
         rest(source, token)
 
@@ -478,7 +480,7 @@ def test_other_batches_are_refused_by_numbers(old: int | None, new: int | None) 
     def source(rows: int | None) -> Savable:
         return Savable(lambda shard: rows_of(rows or 1), shards=1, batch_rows=rows)
 
-    with pytest.raises(StateMismatchError, match=f"batch_rows was {old} and is {new}"):
+    with pytest.raises(StateMismatchError, match=f"batch_rows was {old} when the state was saved, and is {new}"):
         source(new).open(0, 0, SEED, token_after(source(old), 2))
 
 

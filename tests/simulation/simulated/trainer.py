@@ -20,7 +20,8 @@ from simulated.virtual import Process, World
 from simulated.worker import AWAY, CALL_S, HOLD_S, Take
 
 from penstock.proto.errors import AuthenticationError, DeadlineError, PenstockError
-from penstock.proto.rpc.calls import FetchedState, Gather, blob_name, blob_parts
+from penstock.proto.rpc.calls import FetchedState, blob_name, blob_parts
+from penstock.proto.rpc.reply_parts import StateParts
 from penstock.proto.state.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
 
@@ -319,13 +320,10 @@ class Box:
                 return
             finally:
                 self.asks_since = 0.0
-        gather: Gather[pb.WorkerRecord] = Gather("FetchState", lambda record: record.state_bytes)
-        state = FetchedState()
+        gathered = StateParts()
         for part in parts:
-            if part.HasField("position"):
-                state.positions[part.record.box] = part.position
-            gather.add(part.record if part.HasField("record") else None, part.data)
-        state.records = gather.all()
+            gathered.add(part)
+        state = FetchedState(gathered.records(), gathered.positions)
         job.truth.saved(job.plan, step, state)
         if step > job.saved_step:
             job.saved_step = step

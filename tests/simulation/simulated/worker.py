@@ -26,9 +26,10 @@ from penstock.proto.errors import (
     SupersededError,
     WorkerLostError,
 )
-from penstock.proto.rpc.calls import Gather, answer_parts, snapshot_parts
+from penstock.proto.rpc.calls import answer_parts, snapshot_parts
 from penstock.proto.rpc.channel import detail_of
 from penstock.proto.rpc.credentials.tickets import check_ticket
+from penstock.proto.rpc.reply_parts import SnapshotParts
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 
@@ -142,10 +143,10 @@ class Runner:
         await self._make_durable(start)  # before any batch can be fetched
 
     def _load(self, parts: list[pb.SnapshotPart]) -> None:
-        gather: Gather[pb.SnapshotHeader] = Gather("GetSnapshots", lambda header: header.size)
+        snapshots = SnapshotParts()
         for part in parts:
-            gather.add(part.header if part.HasField("header") else None, part.data)
-        for header, data in gather.all():
+            snapshots.add(part)
+        for header, data in snapshots.all():
             start = Base(header.epoch, header.total, header.delivered)
             self.daemon.truth.loads(self.key, start, data)
             if start not in self.durable:

@@ -43,8 +43,8 @@ __all__ = ["Stream", "StreamingDataset"]
 
 @dataclass(frozen=True)
 class Stream:
-    """Source of a dataset, one of several. Give at most one of proportion, repeat and choose, and the same one for all
-    streams."""
+    """One of several datasets that a StreamingDataset reads together. Give at most one of proportion, repeat and
+    choose, and the same one for all streams."""
 
     remote: str | os.PathLike[str] | None = None
     """Folder of the dataset: a path, or any URL that fsspec opens (http://, s3://, ...). None: the data is in
@@ -70,9 +70,10 @@ class Stream:
 
 
 class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
-    """Samples (column -> value) by number, those of the first stream first.
+    """Map-style dataset of samples (dicts, column -> value) in shard files, which are downloaded to a local cache when
+    they are needed. Samples of the first stream come first.
 
-    A map-style dataset for any torch DataLoader. Give it to a StreamingLoader to read it at speed, in an order that can
+    It works with any torch DataLoader. Give it to a StreamingLoader to read it at speed, in an order that can
     be saved. Subclasses may override `__getitem__`, for example to tokenize. Safe for threads, and for forked and
     spawned worker processes.
 
@@ -167,7 +168,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
             raise DatasetError(f"{self.name}: the index lists no samples: was the dataset written to its end?")
         for stream, sizes, (_, _, name) in zip(self.streams, self.sizes, remotes, strict=True):
             if (stream.proportion or stream.repeat or stream.choose) and not sizes.sum():
-                raise DatasetError(f"{name}: the index names no sample, but an epoch needs some of this stream")
+                raise DatasetError(f"{name}: the index lists no samples, but an epoch needs some of this stream")
         self.fingerprint = _fingerprint(shards)
         """Digest of all shards: changes with the data, and does not depend on where they are stored."""
 
@@ -185,7 +186,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
         if at < 0:
             at += len(self)
         if not 0 <= at < len(self):
-            raise IndexError(f"{self.name}: sample {index} of {len(self)}")
+            raise IndexError(f"{self.name}: a sample's number must be at least 0 and below {len(self)}, got {index}")
         shard = bisect_right(self._starts, at) - 1
         return self._open.get(shard, self._opened)[at - self._starts[shard]]
 
@@ -353,7 +354,9 @@ def _check_weights(streams: Sequence[Stream]) -> None:
         for stream in streams
     }
     if len(kinds) > 1 or len(next(iter(kinds))) > 1:
-        raise InvalidArgumentError("streams must all be mixed by the same one of proportion, repeat and choose")
+        raise InvalidArgumentError(
+            "all streams must use the same one of proportion, repeat and choose, or none of them"
+        )
     for number, stream in enumerate(streams):
         for name in ("proportion", "repeat", "choose"):
             value = getattr(stream, name)

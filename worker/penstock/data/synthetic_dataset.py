@@ -53,7 +53,7 @@ class SyntheticDataset(torch.utils.data.Dataset[Any]):
         at = whole("index", index)
         at += self._length if at < 0 else 0
         if not 0 <= at < self._length:
-            raise IndexError(f"sample {index} of {self._length}")
+            raise IndexError(f"a sample's number must be at least 0 and below {self._length}, got {index}")
         return _made(self._spec, at, np.random.default_rng(derive_seed(self._seed, "synthetic", at)))
 
 

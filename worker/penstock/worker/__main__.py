@@ -14,7 +14,8 @@ import sys
 from penstock.proto.errors import PenstockError, UnsafeBindError
 from penstock.proto.rpc.channel import load_tls, read_token
 from penstock.runtime.process.memory_secrecy import keep_memory_private
-from penstock.worker.daemon.daemon import DaemonSettings, serve
+from penstock.worker.daemon.daemon import serve
+from penstock.worker.daemon.worker_settings import DaemonSettings
 from penstock.worker.processes.child_processes import START_DEADLINE_S
 
 UNSAFE_BIND = 16

@@ -155,7 +155,9 @@ class StoppedCoordinator:
         self._path = path
         self._journal, self._store = path / "journal.db", path / "snapshots.db"
         if not self._journal.is_file():
-            raise JournalError(f"a state directory of a coordinator must have a journal.db, {path} has none")
+            raise JournalError(
+                f"{path} must be a coordinator's state directory, with a journal.db in it, got none there"
+            )
         try:
             self._lock = os.open(path / "lock", os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from penstock.appliance.core.cluster_state import ClusterState
 from penstock.appliance.model.entities import Attempt, Box
 from penstock.proto.errors import InvalidArgumentError
+from penstock.proto.rpc.message_bounds import owned
 from penstock.proto.state.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
 
@@ -12,7 +13,7 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 def advance(cluster: ClusterState, attempt: Attempt, box: Box, request: pb.WatchRunRequest, now: float) -> None:
     """Record the box's position `request.delivered`, which is not before the one recorded so far."""
     position = Position.from_proto(request.delivered)
-    steps, box.delivered = position.step - box.step, request.delivered
+    steps, box.delivered = position.step - box.step, owned(request.delivered)
     _note_ends(cluster, attempt, box, position)
     box.measure(now, steps)
     # The positions of the window, thinned out: its lower edge may be late by a fraction of it, never early.
@@ -29,21 +30,21 @@ def advance(cluster: ClusterState, attempt: Attempt, box: Box, request: pb.Watch
 
 def note_abandoned(cluster: ClusterState, attempt: Attempt, box: Box, request: pb.WatchRunRequest) -> None:
     """Record the epochs that the box's loop abandoned. Raises InvalidArgumentError above `abandoned_max`."""
+    touched: list[Box] = []
     for abandoned_epoch in request.abandoned:
         if abandoned_epoch.epoch in box.abandoned:
             continue
         if len(box.abandoned) >= cluster.limits.abandoned_max:
             raise InvalidArgumentError(
-                f"box {box.number} must abandon at most {cluster.limits.abandoned_max} epochs in an attempt: resume "
-                "from a saved state to start the next attempt"
+                f"box {box.number} has left {cluster.limits.abandoned_max} epochs by `break`, the most that one launch "
+                "may: save a state, and start the job again from it"
             )
-        for other in (
-            attempt.boxes.values()
-            if attempt.note_abandoned(box, abandoned_epoch.epoch, abandoned_epoch.step)
-            else [box]
-        ):
-            cluster.touch(attempt, other)
+        if attempt.note_abandoned(box, abandoned_epoch.epoch, abandoned_epoch.step):
+            touched = list(attempt.boxes.values())
         cluster.save_abandoned(attempt, box, abandoned_epoch.epoch)
+        touched = touched or [box]
+    for other in touched:
+        cluster.touch(attempt, other)
 
 
 def _note_ends(cluster: ClusterState, attempt: Attempt, box: Box, position: Position) -> None:

@@ -157,8 +157,10 @@ class ClusterState:
         if past is not None:
             raise SupersededError(past.why)
         if number < run.attempt:
-            raise SupersededError(f"attempt {number} of run {run_name} is over; the newest one is {run.attempt}")
-        raise UnknownRunError(f"run {run_name} has no attempt {number}; the newest one is {run.attempt}")
+            raise SupersededError(
+                f"attempt (launch) {number} of run {run_name} is over; the newest one is {run.attempt}"
+            )
+        raise UnknownRunError(f"run {run_name} has no attempt (launch) {number}; the newest one is {run.attempt}")
 
     def slot(self, key: SlotKey) -> Slot | None:
         run = self.runs.get(key.run)
@@ -198,6 +200,8 @@ class ClusterState:
         self.journal.put("boxes", _box_row(attempt, box))
 
     def save_slot(self, slot: Slot) -> None:
+        attempt, _ = self.box_of(slot)
+        attempt.note_generation(slot.generation)
         row: dict[str, object] = dict(slot.key._asdict())
         row |= {"generation": slot.generation, "phase": int(slot.phase), "worker": slot.worker, "session": slot.session}
         row |= {"ever_ready": slot.ever_ready, "recovery": slot.recovery, "restarts": slot.restarts, "note": slot.note}
@@ -237,17 +241,16 @@ class ClusterState:
         ends first."""
         count, held, all_held = request.num_workers_per_box, self.slots_held[credential], self.slots_held.total()
         if superseded is not None:
-            boxes = Counter(box.credential for box in superseded.boxes.values())
-            all_held -= boxes.total() * superseded.num_workers
-            held -= boxes[credential] * superseded.num_workers
+            all_held -= len(superseded.boxes) * superseded.num_workers
+            held -= superseded.credentials[credential] * superseded.num_workers
         for what, there, limit in (
-            ("one token", held, self.limits.slots_max),
-            ("all tokens", all_held, self.limits.slots_open_max),
+            ("with this token", held, self.limits.slots_max),
+            ("of the whole cluster", all_held, self.limits.slots_open_max),
         ):
             if there + count > limit:
                 raise OverloadedError(
-                    f"{what} must have at most {limit} workers in open runs, got {there} and {count} more; close runs "
-                    "that are over"
+                    f"the open runs {what} must have at most {limit} workers in all, got {there} and {count} more: end "
+                    "jobs that are no longer needed, or lower num_workers_per_box"
                 )
 
     def add_box(
@@ -283,24 +286,24 @@ class ClusterState:
 
     def end(self, attempt: Attempt, state: AttemptState, why: str) -> None:
         """End the attempt: its calls are refused with `why`, and after a restart none of its slots has a worker.
-        Workers keep their slots of it until `release_ended`; none of it changes any more."""
+        Workers keep their slots of it until `release_ended`; none of it changes any more.
+
+        Nothing here looks at each box: a run may have 16,384, and other calls wait meanwhile.
+        """
         run = self.runs[attempt.run]
         attempt.state, attempt.why = state, why
         self.events.add(f"attempt {state.value}", why, run=attempt.run, attempt=attempt.number)
         run.current = None
         boxes = attempt.boxes.values()
-        for credential, count in Counter(box.credential for box in boxes).items():
+        for credential, count in attempt.credentials.items():
             self.slots_held[credential] -= count * attempt.num_workers
         if boxes:
             self._ended.append((attempt, list(reversed(boxes))))
             self._discarded.extend(boxes)
             self._free_at = math.inf
-        self.touched.add((attempt.run, attempt.number, min(attempt.boxes, default=0)))  # one stands for all of them
-        for box in boxes:
-            given = [slot.generation for slot in box.slots] + [slot.reserved for slot in box.slots]
-            run.generation = max(run.generation, *given)
-        clients = {box.number: box.client for box in boxes}
-        run.past[attempt.number] = ClosedAttempt(attempt.number, attempt.key, state, why, clients)
+        self.touched.add((attempt.run, attempt.number, next(iter(attempt.boxes), 0)))  # one stands for all of them
+        run.generation = max(run.generation, attempt.generation)
+        run.past[attempt.number] = ClosedAttempt(attempt.number, attempt.key, state, why, attempt.clients)
         which: dict[str, str | int] = {"run": attempt.run, "attempt": attempt.number}
         self.journal.put_all("boxes", lambda: (_box_row(attempt, box) for box in boxes), **which)
         self.journal.put_all("tracks", lambda: (_track_row(attempt, box) for box in boxes), **which)
@@ -518,7 +521,7 @@ class ClusterState:
             slot.phase, slot.worker, slot.session = pb.STARTING, worker.name, worker.session
             # A slot that has delivered something must be recovered; one that never ran just starts.
             slot.recovery = slot.restarts > 0 and (slot.ever_ready or bool(self.snapshot_index.snapshots(slot.key)))
-            worker.slots.add(slot.key)
+            worker.slots.add(slot.key, box.assignment_size)
             self.placed += 1
             self.save_slot(slot)
             self.bump_worker(worker)
@@ -551,14 +554,16 @@ class ClusterState:
 
     def appoint(self, slot: Slot, worker: Worker, why: str, now: float) -> None:
         """Let a worker prepare for the slot, which stays where it is until then: see migration.py."""
+        attempt, box = self.box_of(slot)
         slot.reserved = slot.next_generation
+        attempt.note_generation(slot.reserved)
         slot.target = MigrationTarget(worker.name, worker.session, slot.reserved, why, now)
         self.appointed[slot.key] = slot
         self.journal.put("reserved", slot.key._asdict() | {"generation": slot.reserved})
-        worker.slots.add(slot.key)
+        worker.slots.add(slot.key, self.box_of(slot)[1].assignment_size)
         self.placed += 1
         self.bump_worker(worker)
-        self.bump_box(*self.box_of(slot))
+        self.bump_box(attempt, box)
 
     def dismiss(self, slot: Slot) -> None:
         """Remove the slot's migration target, if it has one: the slot stays where it is."""

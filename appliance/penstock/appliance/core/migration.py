@@ -20,6 +20,7 @@ from penstock.appliance.core import balance
 from penstock.appliance.core.cluster_state import ClusterState
 from penstock.appliance.model.entities import Slot, Worker
 from penstock.proto.errors import UnknownWorkerError
+from penstock.proto.rpc.message_bounds import owned
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 
@@ -43,7 +44,7 @@ class Migrations:
         elif report.phase == pb.READY and not target.ready_at:
             target.ready_at = now
             if report.HasField("capabilities"):
-                target.capabilities = report.capabilities
+                target.capabilities = owned(report.capabilities)
             worker = self._cluster.workers.get(slot.worker)
             if worker is not None:
                 self._cluster.bump_worker(worker)  # its next assignments ask it to prepare the migration

@@ -55,7 +55,7 @@ def run_name(request: pb.OpenRunRequest) -> str:
 def validate(request: pb.OpenRunRequest, limits: Limits) -> Position:
     """Check what can be checked without the cluster state; return where the box starts."""
     if not request.job or not request.loader.input_fn:
-        raise InvalidArgumentError("an opening must have a job and an input_fn, got an empty one")
+        raise InvalidArgumentError("a request to open a run must name a job and an input_fn, got an empty name")
     if request.num_boxes < 1 or request.num_workers_per_box < 1:
         raise InvalidArgumentError(
             f"num_boxes and num_workers_per_box must be >= 1, got {request.num_boxes} and {request.num_workers_per_box}"
@@ -71,8 +71,12 @@ def validate(request: pb.OpenRunRequest, limits: Limits) -> Position:
             f"got {request.box}"
         )
     given, count = len(request.start.slots), request.num_workers_per_box
-    if given not in (0, count):
-        raise InvalidArgumentError(f"the position to start from must have {count} slots like the box, got {given}")
+    live = len(request.start.live)
+    if given not in (0, count) or live > given:
+        raise InvalidArgumentError(
+            f"the position to start from must have one entry for each of the box's {count} workers, got {given} "
+            f"entries and {live} live ones"
+        )
     return start_of(request)
 
 
@@ -91,7 +95,7 @@ def resumes(request: pb.OpenRunRequest) -> bool:
 def without_secret(request: pb.OpenRunRequest) -> tuple[str, pb.OpenRunRequest]:
     """Return the client's digest and the opening without its secret client_id, which is stored nowhere."""
     if not request.client_id:
-        raise InvalidArgumentError("an opening must have a client_id, got an empty one")
+        raise InvalidArgumentError("a request to open a run must have a client_id, got an empty one")
     kept = pb.OpenRunRequest()
     kept.CopyFrom(request)
     kept.ClearField("client_id")
@@ -105,20 +109,26 @@ def check_limits(
     not checked: another release may have accepted them. `runs`: number of known runs."""
     if run is None and runs >= limits.runs_max:
         raise OverloadedError(
-            f"the journal must hold at most {limits.runs_max} runs, got {runs}: start with another state directory"
+            f"the coordinator already keeps {runs} runs, the most it may: start it with another --state-dir"
         )
-    for what, blob in (("resume from", request.resume.blob), ("make the loader of", request.loader.arguments_blob)):
+    for what, blob in (
+        ("state to resume from", request.resume.blob),
+        ("arguments of input_fn", request.loader.arguments_blob),
+    ):
         if blob and not snapshot_index.has_blob(blob):
-            raise InvalidArgumentError(f"the coordinator has no blob {blob} to {what}: send it with PutBlob first")
+            raise InvalidArgumentError(
+                f"the coordinator does not have the {what} that the run names (blob {blob}): send them by PutBlob first"
+            )
     if request.num_workers_per_box > limits.box_slots_max:
         raise InvalidArgumentError(
             f"num_workers_per_box must be at most {limits.box_slots_max}, got {request.num_workers_per_box}: spread "
             "the workers over more boxes"
         )
-    size = request.ByteSize() - request.start.ByteSize()
+    size = request.ByteSize()
     if size > limits.opening_max:
         raise InvalidArgumentError(
-            f"an opening must have at most {limits.opening_max} bytes, got {size}: send large arguments with PutBlob"
+            f"a request to open a run must have at most {limits.opening_max} bytes, got {size}: give input_fn shorter "
+            "arguments, or send them by PutBlob first"
         )
 
 
@@ -138,7 +148,7 @@ def decide(
     if held is not None and held.client == client:
         if held.place is BoxPresence.CLOSED:
             raise SupersededError(
-                f"box {held.number} of run {run.name} was closed by this client; open it with a new client"
+                f"box {held.number} of run {run.name} was closed by this process: open it with a new Appliance"
             )
         return RepeatedOpening(held)
 
@@ -147,7 +157,10 @@ def decide(
     if key and key != current.key:
         earlier = [past for past in run.past.values() if past.key == key and past.state is AttemptState.SUPERSEDED]
         if earlier and current.any_live():
-            raise SupersededError(f"{earlier[-1].why}; its attempt key {key!r} cannot come back: choose a new one")
+            raise SupersededError(
+                f"{earlier[-1].why}; the attempt key {key!r} (attempt= or PENSTOCK_ATTEMPT) belongs to that earlier "
+                "launch: give each launch a new one"
+            )
         return _next(run, request)
     if key:
         if held is not None and live:
@@ -178,18 +191,19 @@ def _join(attempt: Attempt, request: pb.OpenRunRequest) -> JoinAttempt:
     asked = topology(request.num_boxes, request.num_workers_per_box)
     if asked != attempt.topology:
         raise TopologyError(
-            f"{where} opens it as {asked}, the other boxes as {attempt.topology}: all boxes of a launch must have the "
-            "same topology"
+            f"{where} asks for {asked}, the other boxes have {attempt.topology}: give all boxes of a launch the same "
+            "num_boxes and num_workers_per_box"
         )
     if request.has_seed and request.seed != attempt.seed:
         raise InvalidArgumentError(
-            f"{where} comes with seed {request.seed}, the other boxes have {attempt.seed}: they must agree"
+            f"{where} has seed {request.seed}, the other boxes have {attempt.seed}: give all boxes the same seed"
         )
     for other in list(attempt.boxes.values())[:1]:  # which agrees with all others
-        theirs, ours = other.opening.loader.input_fn, request.loader.input_fn
-        if theirs != ours:
+        running, asked_for = other.opening.loader.input_fn, request.loader.input_fn
+        if running != asked_for:
             raise TopologyError(
-                f"{where} runs {ours}, box {other.number} runs {theirs}: all boxes must make their loaders in one order"
+                f"{where} has input_fn {asked_for}, box {other.number} has {running}: all boxes must make the same "
+                "loaders in the same order"
             )
         if resumes(other.opening) != resumes(request):
             says = ["starts anew", "resumes from a state"]
@@ -204,8 +218,8 @@ def _next(run: Run, request: pb.OpenRunRequest) -> OpenAttempt:
     before, asked = topology(run.num_boxes, run.num_workers), topology(request.num_boxes, request.num_workers_per_box)
     if before != asked and not resumes(request):
         raise TopologyError(
-            f"run {run.name} was opened as {before}, now as {asked} without a state: load a state to go on with "
-            "another topology, or choose another job name to start anew"
+            f"run {run.name} had {before} before and now asks for {asked}, without a state: load a state to continue "
+            "on another topology, or choose another job name to start anew"
         )
     return OpenAttempt()
 
@@ -215,8 +229,9 @@ def seed_of(run: Run | None, request: pb.OpenRunRequest, fresh: Callable[[], int
     if request.has_seed:
         if run is not None and request.seed != run.seed and not resumes(request):
             raise InvalidArgumentError(
-                f"run {run.name} has the seed {run.seed}, and is re-opened with seed {request.seed} and no state to "
-                "resume from: leave the seed out, or choose another job name"
+                f"run {run.name} was started with seed {run.seed}, and now asks for seed {request.seed} without a "
+                "state "
+                "to resume from: leave the seed out, or choose another job name"
             )
         return request.seed
     return run.seed if run is not None else fresh()

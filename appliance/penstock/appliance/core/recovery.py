@@ -38,8 +38,8 @@ def restore(cluster: ClusterState, now: float, worker_lease_s: float, client_lea
         _fill(cluster, now, worker_lease_s, client_lease_s)
     except (LookupError, TypeError, ValueError, AssertionError, DecodeError, PenstockError) as error:
         raise JournalError(
-            f"{cluster.journal.name} holds rows that do not fit together ({type(error).__name__}: {error}): restore it "
-            "from a copy, or move it away to start anew"
+            f"{cluster.journal.name} is damaged: its rows contradict each other ({type(error).__name__}: {error}). "
+            "Restore it from a copy, or move it away to start anew"
         ) from error
 
 
@@ -76,6 +76,7 @@ def _fill(cluster: ClusterState, now: float, worker_lease_s: float, client_lease
         slot = cluster.slot(SlotKey(row["run"], row["attempt"], row["box"], row["slot"]))
         if slot is not None:  # else a release that does not know them ended the attempt
             slot.reserved = row["generation"]
+            cluster.box_of(slot)[0].note_generation(slot.reserved)
     for row in journal.rows("abandoned"):
         attempt = cluster.runs[row["run"]].current
         if attempt is not None and attempt.number == row["attempt"]:  # else a release that does not know them ended it
@@ -124,12 +125,13 @@ def _slot(cluster: ClusterState, row: Mapping[str, Any], now: float) -> None:
     )
     slot.error = None if row["error"] is None else records_pb2.ErrorDetail.FromString(row["error"])
     box.slots.append(slot)
+    attempt.note_generation(slot.generation)
     if slot.worker:
         worker = cluster.workers.get(slot.worker)
         if worker is None:
             worker = Worker(slot.worker, slot.session, "", 0, "", "", False, now, now, cluster.next_version())
             cluster.workers[worker.name] = worker
-        worker.slots.add(slot.key)
+        worker.slots.add(slot.key, box.assignment_size)
         cluster.placed += 1
     elif slot.phase == pb.WAITING and box.place is BoxPresence.LIVE:
         cluster.waiting[slot.key] = slot

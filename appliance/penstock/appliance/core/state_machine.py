@@ -24,6 +24,7 @@ from penstock.appliance.core.migration import Migrations
 from penstock.appliance.core.recovery import restore
 from penstock.appliance.core.state_queries import StateQueries
 from penstock.appliance.model.entities import (
+    AssignedSlots,
     Attempt,
     AttemptState,
     Box,
@@ -37,7 +38,13 @@ from penstock.appliance.model.entities import (
 )
 from penstock.appliance.model.limits import Limits
 from penstock.appliance.model.recent_events import RecentEvents
-from penstock.appliance.model.request_checks import check_counts, check_measures, check_reports
+from penstock.appliance.model.request_checks import (
+    check_capabilities,
+    check_counts,
+    check_measures,
+    check_number,
+    check_reports,
+)
 from penstock.appliance.policies import quarantine
 from penstock.appliance.policies.lease_policy import PromisedLease, patience_s, updated_load_factor
 from penstock.appliance.policies.placement import why_not_allowed
@@ -55,11 +62,14 @@ from penstock.proto.errors import (
 )
 from penstock.proto.rpc.channel import VERSION, detail_of
 from penstock.proto.rpc.credentials.tickets import expiry
+from penstock.proto.rpc.message_bounds import owned
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 
 _DOING, _STACK = 300, 12_000
 """Longest report of a hang or a crash, in characters: it goes into every view of the box."""
+SLOTS_TOLD = 2
+"""Slots in a worker's heartbeat for each that it has: those that it runs, and those that it could not begin."""
 _NO_REASON = records_pb2.ErrorDetail(name="PenstockError", message="the worker reported no reason")
 
 
@@ -220,6 +230,8 @@ class Registry:
         check_measures(hold_s=request.hold_s, lease_s=request.lease_s)
         check_measures(waited_s=request.waited_s, waited_by_slot_s=sum(by_slot_s))
         attempt, box = self._place_of(request.run, request.attempt, request.box, request.client_id)
+        check_number("unreachable slots", len(request.unreachable), attempt.num_workers)
+        check_number("abandoned epochs in a report", len(request.abandoned), self.limits.abandoned_at_once)
         for abandoned_epoch in request.abandoned:
             check_counts(epoch=abandoned_epoch.epoch, step=abandoned_epoch.step)
         self._renew(attempt, box, now, request.lease_s)
@@ -229,7 +241,8 @@ class Registry:
         delivered = request.delivered
         if delivered.slots and len(delivered.slots) != attempt.num_workers:
             raise InvalidArgumentError(
-                f"a position must have {attempt.num_workers} slots, one per worker, got {len(delivered.slots)}"
+                f"a reported position must have one entry for each of the box's {attempt.num_workers} workers, got "
+                f"{len(delivered.slots)} entries"
             )
         box_progress.note_abandoned(self.cluster, attempt, box, request)
         if delivered.step >= box.delivered.step:  # else it was overtaken by a later report
@@ -274,7 +287,10 @@ class Registry:
     def register_worker(self, request: pb.RegisterWorkerRequest) -> pb.RegisterWorkerReply:
         now, cluster = self._clock(), self.cluster
         if not request.worker or not request.session or request.slots < 1:
-            raise InvalidArgumentError("a worker must have a name, a session and at least one slot")
+            raise InvalidArgumentError(
+                "a worker that registers must give its name, its session and a number of slots >= 1, got "
+                f"{request.worker!r}, {'a session' if request.session else 'no session'} and {request.slots}"
+            )
         if request.slots > self.limits.worker_slots_max:
             raise InvalidArgumentError(
                 f"slots must be at most {self.limits.worker_slots_max} for one worker, got {request.slots}: start "
@@ -282,20 +298,22 @@ class Registry:
             )
         if (size := request.ByteSize()) > self.limits.registration_max:
             raise InvalidArgumentError(
-                f"a registration must have at most {self.limits.registration_max} bytes, got {size}: give the worker "
-                "fewer or shorter prefixes to allow"
+                f"the registration of a worker must have at most {self.limits.registration_max} bytes, got {size}: "
+                "give it fewer or shorter --allow prefixes"
             )
         cluster.journal.confirm(request.commit_mark, f"worker {request.worker}")
         if (request.worker, request.session) in self._old_sessions:
             raise SupersededError(
-                f"worker {request.worker} was registered by another process: give every worker a name of its own"
+                f"another process has registered as worker {request.worker} since: give every worker its own --name"
             )
         if request.worker not in cluster.workers and len(cluster.workers) >= self.limits.workers_max:
             raise OverloadedError(
-                f"at most {self.limits.workers_max} workers must be registered, got {len(cluster.workers)} and one more"
+                f"{len(cluster.workers)} workers are registered, the most that a coordinator takes: start fewer "
+                "workers "
+                "with more --slots each"
             )
         old = cluster.workers.get(request.worker)
-        keeps: set[SlotKey] = set()
+        keeps = AssignedSlots()
         draining = request.draining
         if old is not None and old.session == request.session:
             keeps, draining = old.slots, old.draining or request.draining
@@ -351,9 +369,10 @@ class Registry:
     def report_worker(self, request: pb.HeartbeatRequest) -> None:
         now = self._clock()
         check_measures(hold_s=request.hold_s, lease_s=request.lease_s)
-        check_reports(request.slots, self.limits.capabilities_max)
         worker = self._registered(request.worker, request.session)
         if worker is not None:
+            check_number("slots in a heartbeat", len(request.slots), SLOTS_TOLD * worker.capacity)
+            check_reports(request.slots, self.limits.capabilities_max)
             worker.seen_at = now
             worker.lease_until = now + self.cluster.worker_lease_policy().promised(
                 request.lease_s, self.limits.lease_max_s
@@ -426,12 +445,13 @@ class Registry:
             elif report.lost:
                 what = report.error.message or "its runner died"
                 slot.stack = report.error.remote_traceback[:_STACK]
-                making = report.making if report.HasField("making") and quarantine.is_place(report.making) else None
+                has_place = report.HasField("making") and quarantine.is_place(report.making)
+                making = owned(report.making) if has_place else None
                 self.cluster.move(slot, f"runner of {slot} on worker {worker.name} died: {what}", now, making)
             else:
                 self.cluster.fail(slot, report.error if report.HasField("error") else _NO_REASON)
         elif report.phase == pb.READY and slot.phase in (pb.STARTING, pb.READY):
-            capabilities = report.capabilities if report.HasField("capabilities") else slot.capabilities
+            capabilities = owned(report.capabilities) if report.HasField("capabilities") else slot.capabilities
             if slot.phase != pb.READY or capabilities != slot.capabilities:
                 slot.moved_at = now if slot.phase != pb.READY else slot.moved_at
                 slot.phase, slot.ever_ready, slot.capabilities = pb.READY, True, capabilities
@@ -444,7 +464,7 @@ class Registry:
         """Replace a runner that used too much memory and ended at a snapshot, or fail if the last one did just that."""
         if report.outgrown and 0 < slot.outgrown == slot.generation - 1:
             error = MemoryLimitError(
-                f"{report.error.message}; it held that much before its second batch, as did the runner before it: "
+                f"{report.error.message}; it reached the limit before its second batch, like the runner before it: "
                 "raise the limit (--runner-memory), or make smaller batches"
             )
             self.cluster.fail(slot, detail_of(error))
@@ -483,7 +503,8 @@ class Registry:
             raise UnknownRunError(f"run {key.run} (attempt {attempt.number}) has no box {key.box} slot {key.slot}")
         if slot.generation != generation or not slot.worker:
             raise SupersededError(
-                f"generation {generation} of {slot} of run {key.run} has been replaced by {slot.generation}"
+                f"the runner of {slot} of run {key.run} that reports (generation {generation}) has been replaced by a "
+                f"newer one (generation {slot.generation})"
             )
         return slot
 
@@ -518,8 +539,8 @@ class Registry:
         if request.HasField("progress"):
             if (request.progress.run, request.progress.attempt) != (request.run, request.attempt):
                 raise InvalidArgumentError(
-                    f"the progress in a state query must be of run {request.run} (attempt {request.attempt}), got "
-                    f"{request.progress.run} ({request.progress.attempt})"
+                    f"the progress sent with a request for a state must be of the same run and attempt, {request.run} "
+                    f"({request.attempt}), got {request.progress.run} ({request.progress.attempt})"
                 )
             self._report(request.progress)
             caller_box = request.progress.box
@@ -554,8 +575,10 @@ class Registry:
     def answer_state(self, answer: pb.StateAnswer, data: bytes) -> None:
         if len(answer.ends) > self.limits.answer_ends_max:
             raise InvalidArgumentError(
-                f"an answer must have at most {self.limits.answer_ends_max} ends of epochs, got {len(answer.ends)}"
+                f"a worker's answer to a state query must list at most {self.limits.answer_ends_max} ends of epochs, "
+                f"got {len(answer.ends)}"
             )
+        check_capabilities(answer, self.limits.capabilities_max)
         check_counts(ended_epoch=answer.ended_epoch, ended_total=answer.ended_total)
         for end in answer.ends:
             check_counts(epoch=end.epoch, total=end.total)

@@ -13,6 +13,7 @@ more.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
 
 from penstock.appliance.core.cluster_state import ClusterState
 from penstock.appliance.model.entities import Attempt
@@ -39,13 +40,11 @@ class StateQueries:
         self._closed: dict[str, StateQuery] = {}
         """Run that has ended -> its newest completed state query."""
 
-    def slot_requests(self, worker: str, now: float) -> list[tuple[SlotStateRequest, float]]:
-        """Return the worker's open requests, with the seconds until the latest deadline of their callers."""
-        return [
-            (slot_request, max(0.0, query.deadline - now))
-            for query in self._open.values()
-            for slot_request in query.by_worker.get(worker, {}).values()
-        ]
+    def slot_requests(self, worker: str, now: float) -> Iterator[tuple[SlotStateRequest, float]]:
+        """Yield the worker's open requests, with the seconds until the latest deadline of their callers."""
+        for query in self._open.values():
+            for slot_request in query.by_worker.get(worker, {}).values():
+                yield slot_request, max(0.0, query.deadline - now)
 
     def begin(self, request: pb.FetchStateRequest, caller: int | None, now: float) -> StateQuery:
         """Start or join a query. `caller`: the calling box, if one does. Raises StateUnavailableError,
@@ -65,8 +64,9 @@ class StateQueries:
         last_is_known = caller is not None or request.attempt == 0
         if step < first or (step > last and last_is_known):
             raise StateUnavailableError(
-                f"the step of a state of run {run.name} must be {first} to {last}, got {step}: this attempt started at "
-                f"step {boxes[0].start.step}, and keeps retention_steps={boxes[0].retention} steps"
+                f"run {run.name} has states of steps {first} to {last}, got a request for step {step}: this launch "
+                f"began at step {boxes[0].start.step}, and keeps states of the last retention_steps="
+                f"{boxes[0].retention} steps"
             )
         key = (run.name, attempt.number, step, "")
         self._forget(attempt, first)
@@ -98,7 +98,9 @@ class StateQueries:
         there = sum(one.run == query.run for one in self._open.values())
         if there >= self._cluster.limits.queries_max + 2 * self._cluster.runs[query.run].num_boxes:
             limit = self._cluster.limits.queries_max + 2 * self._cluster.runs[query.run].num_boxes
-            raise OverloadedError(f"run {query.run} must have at most {limit} open state queries: retry later")
+            raise OverloadedError(
+                f"run {query.run} already has {limit} states being fetched, the most it may: retry later"
+            )
 
     def sent(self, query: StateQuery, box: int) -> None:
         """Record that one of the callers has been sent the box's records."""
@@ -226,9 +228,10 @@ class StateQueries:
             else:
                 self._asked.pop(slot_request.id, None)
                 withdrawn |= slot_request.id != answered  # its answer may be in transfer, or waiting for the budget
-        for name in sorted({slot_request.worker for slot_request in changed if slot_request.id != answered}):
+        others = {slot_request.worker for slot_request in changed if slot_request.id != answered}
+        for name in sorted({slot_request.worker for slot_request in changed}):
             worker = self._cluster.workers.get(name)
-            if worker is not None:
+            if worker is not None and (name in others or worker.more_requests):
                 self._cluster.bump_worker(worker)
         if query.done:
             asked = self._joinable.get(query.key) is query

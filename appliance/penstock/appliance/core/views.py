@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from itertools import islice
 
 from penstock.appliance.core import demand
 from penstock.appliance.core.cluster_state import ClusterState
@@ -17,8 +18,13 @@ from penstock.proto.v1 import records_pb2
 
 STEP = 64
 """Workers per step of a status reply."""
+STATE_REQUESTS = 4096
+"""State requests in a heartbeat's reply: the others follow as these are answered."""
 ASSIGNMENTS = 256
 """Slots per step of a heartbeat's reply: 30 us each where boxes have 256 slots, whose positions go with them."""
+
+ASSIGNMENTS_SIZE = 2 << 20
+"""Bytes of assignments per such step."""
 
 
 def slot_view(cluster: ClusterState, slot: Slot) -> pb.SlotView:
@@ -114,16 +120,23 @@ def fill_heartbeat(
     if worker.version == request.seen_version:
         reply.unchanged = True
         return
-    reply.state_requests.extend(slot_request.request(left_s) for slot_request, left_s in slot_requests)
+    open_requests = iter(slot_requests)
+    reply.state_requests.extend(
+        slot_request.request(left_s) for slot_request, left_s in islice(open_requests, STATE_REQUESTS)
+    )
+    worker.more_requests = next(open_requests, None) is not None
     reply.taken.extend(_taken(cluster, worker, request.slots))
     starts: dict[tuple[str, int], records_pb2.BoxPosition] = {}
-    for number, key in enumerate(sorted(worker.slots)):
-        if number % ASSIGNMENTS == ASSIGNMENTS - 1:
+    number = size = 0
+    for key in sorted(worker.slots):
+        if number >= ASSIGNMENTS or size >= ASSIGNMENTS_SIZE:
+            number = size = 0
             yield
         slot = cluster.slot(key)
         if slot is None or key not in worker.slots:
             continue  # its attempt is over, or it went elsewhere since the first step
         attempt, box = cluster.box_of(slot)
+        number, size = number + 1, size + box.assignment_size
         of_box = key.run, key.box
         if of_box not in starts:
             starts[of_box] = box.start.to_proto()

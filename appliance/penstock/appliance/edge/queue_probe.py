@@ -58,7 +58,12 @@ class QueueProbe:
                     if error.code() not in (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.DEADLINE_EXCEEDED):
                         sent = self._clock()  # the delay is unknown, so leases end as they would without this check
                         if not warned:
-                            _log.warning("leases do not wait for calls that are still queued: %s", error.details())
+                            _log.warning(
+                                "the delay of queued calls cannot be measured, so workers and training jobs whose "
+                                "calls "
+                                "wait in a queue may be taken for dead: %s",
+                                error.details(),
+                            )
                             warned = True
                 self._received_until = sent
                 await asyncio.sleep(self._every_s)

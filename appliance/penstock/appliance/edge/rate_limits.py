@@ -58,10 +58,12 @@ class RateLimiter:
             bucket.take()
             self._all.take()
             return
-        whose = f"from {peer}" if peer_wait_s else "from all peers together"
+        whose = f"from {peer}" if peer_wait_s else "from all addresses together"
         per_s = limits.peer_per_s if peer_wait_s else limits.all_per_s
         wait_s = max(peer_wait_s, all_wait_s)
-        error = OverloadedError(f"calls of {what} {whose} must be at most {per_s:g} a second: retry in {wait_s:.1f} s")
+        error = OverloadedError(
+            f"too many {what} calls {whose}: at most {per_s:g} a second are allowed. Retry in {wait_s:.1f} s"
+        )
         error.retry_after_s = wait_s
         raise error
 

@@ -172,7 +172,12 @@ def _queue_probe(limits: Limits, closing: contextlib.ExitStack) -> QueueProbe | 
     try:
         folder = PrivateFolder()
     except OSError as error:
-        log.warning("leases do not wait for calls that are still queued: no temporary folder for a socket: %s", error)
+        log.warning(
+            "the delay of queued calls cannot be measured, so workers and training jobs whose calls wait in a queue "
+            "may "
+            "be taken for dead: no temporary folder for a socket: %s",
+            error,
+        )
         return None
     closing.callback(folder.close)
     return QueueProbe(f"unix:{folder.path}/own", limits.tick_s)

@@ -109,8 +109,8 @@ def _in_json(state: BoxState, limit: int) -> BoxState:
     for record, data in state.records:
         if len(data) > limit:
             raise InvalidArgumentError(
-                f"a state as JSON must have at most {limit} bytes, got {len(data)} of box {record.box} slot "
-                f"{record.local_worker_id}: ask for the envelope (format STATE_ENVELOPE)"
+                f"a worker's state must have at most {limit} bytes to be shown as JSON, got {len(data)} from box "
+                f"{record.box} slot {record.local_worker_id}: fetch it in binary form (format STATE_ENVELOPE)"
             )
         changed, text = pb.WorkerRecord(), state_as_json(data)
         changed.CopyFrom(record)
@@ -187,12 +187,14 @@ class Service(CoordinatorServicer):
             one = self._closed.of(query, parts)
             gone = self._closed.superfluous(one)
             if gone is None:
-                log.info("run %s is closed; its last state has %d bytes and is not kept", one.run, one.size)
+                log.info(
+                    "run %s is closed; its last state is not kept, for its %d bytes are too many", one.run, one.size
+                )
                 continue
             try:
                 await self._disk.run(self._store.keep_closed, one, parts, gone)
             except JournalError as error:
-                log.error("the last state of run %s is not kept: %s", one.run, error)
+                log.error("run %s is closed; its last state cannot be written and is not kept: %s", one.run, error)
             else:
                 self._closed.add(one, gone)
 
@@ -446,7 +448,9 @@ class Service(CoordinatorServicer):
         answer = first.answer
         if answer.state_bytes > self._limits.value_max:
             raise InvalidArgumentError(
-                f"a state must have at most {self._limits.value_max} bytes, got {answer.state_bytes}"
+                f"a worker's state must have at most {self._limits.value_max} bytes, got {answer.state_bytes}: keep "
+                "less "
+                "in state_dict()"
             )
         if not self._registry.answer_wanted(answer):
             return pb.PutStateReply()  # late: no query needs its bytes
@@ -477,8 +481,9 @@ class Service(CoordinatorServicer):
                         await event.wait()
                 except TimeoutError as error:
                     raise DeadlineError(
-                        f"answer {answer.request} was not taken before the query's deadline: the budget has no room "
-                        f"for its {answer.state_bytes} bytes, because the callers do not read the records before it"
+                        f"a worker's state of {answer.state_bytes} bytes (request {answer.request}) was not accepted "
+                        "before its deadline: the coordinator's memory budget for states is full, because the callers "
+                        "do not read the states before it"
                     ) from error
 
     # ---------------------------------------------------------------------------------------------- blobs, operators
@@ -498,7 +503,10 @@ class Service(CoordinatorServicer):
     def _check_blob(self, first: pb.BlobPart) -> None:
         refused = self._snapshot_index.why_blob_refused(first.size, "" if alone() else credential())
         if refused:
-            raise InvalidArgumentError(f"a blob for run {first.run_hint or '?'} cannot be kept: {refused}")
+            raise InvalidArgumentError(
+                f"a value sent for run {first.run_hint or '?'} (a state to resume from, or large arguments) cannot be "
+                f"stored: {refused}"
+            )
 
     async def _take_blob(self, first: pb.BlobPart, coming: MinimumRate[pb.BlobPart]) -> None:
         self._check_blob(first)
@@ -509,7 +517,9 @@ class Service(CoordinatorServicer):
                 transfer.add(part.data)
             data = transfer.all()
             if await self._disk.run(blob_name, data) != name:
-                raise ProtocolError(f"PutBlob: the {size} bytes received must have the digest {name}, got another")
+                raise ProtocolError(
+                    f"PutBlob: the {size} bytes received do not have the declared digest {name}: send them again"
+                )
             self._spare(DropBlob(name))
             await self._disk.run(self._store.put_blob, name, data)
 
@@ -517,7 +527,11 @@ class Service(CoordinatorServicer):
         async with self._reads.taken(self._snapshot_index.blob_size(request.blob), credential()):
             data = await self._disk.run(self._store.blob, request.blob)
             if data is None:
-                raise StateUnavailableError(f"the coordinator has no blob {request.blob!r}")
+                raise StateUnavailableError(
+                    f"the coordinator does not have the stored value {request.blob!r} (a state to resume from, or "
+                    "large "
+                    "arguments): its run is over, or it was never sent"
+                )
             async for piece in self._read("GetBlob", data):
                 yield pb.BlobPart(data=piece)
 

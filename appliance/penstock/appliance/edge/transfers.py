@@ -57,8 +57,8 @@ class MinimumRate(Generic[_Part]):
             if left_s >= self._part_s:
                 raise DeadlineError(f"{self._what}: no data arrived for {self._part_s:g} s: send again") from error
             raise DeadlineError(
-                f"{self._what} must send at least {self._least} bytes a second, got {self._came} bytes in "
-                f"{self._waited_s:.0f} s while others wait for the memory: send again"
+                f"{self._what}: the sender must send at least {self._least} bytes a second, got {self._came} bytes in "
+                f"{self._waited_s:.0f} s: check the network, and send again"
             ) from error
         self._waited_s += loop.time() - begun
         self._came += len(part.data)
@@ -75,12 +75,14 @@ class Transfer:
 
     def add(self, piece: bytes) -> None:
         if self._data.tell() + len(piece) > self._size:
-            raise ProtocolError(f"{self._what} must send the {self._size} bytes declared, got more")
+            raise ProtocolError(f"{self._what}: the sender must send the {self._size} bytes it declared, got more")
         self._data.write(piece)
 
     def all(self) -> bytes:
         if self._data.tell() != self._size:
-            raise ProtocolError(f"{self._what} must send the {self._size} bytes declared, got {self._data.tell()}")
+            raise ProtocolError(
+                f"{self._what}: the sender must send the {self._size} bytes it declared, got {self._data.tell()}"
+            )
         return self._data.getvalue()
 
 

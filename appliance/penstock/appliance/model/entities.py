@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_left, insort
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 from typing import NamedTuple
 
 from penstock.appliance.model.gauges import HALF_S, BoxWaits, SlotGauge
@@ -25,6 +26,13 @@ from penstock.proto.state.restartable import by_own_methods
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 from penstock.runtime.telemetry.units import topology
+
+ASSIGNMENTS_MAX = 10 << 20
+"""Bytes of a worker's assignments above which it gets no more slots: all of them are in one reply to a heartbeat, and
+a worker that cannot be answered is lost (REPLY_MAX). 1,024 slots of 10 KiB; to serialise them takes 35 ms."""
+
+ASSIGNMENT_BYTES = 256
+"""Bytes of an assignment's numbers, key and names of fields."""
 
 
 class SlotKey(NamedTuple):
@@ -191,6 +199,12 @@ class Box:
     history: deque[Position] = field(default_factory=deque)
     """Reported positions, oldest first; the first is the newest outside the window, or the epoch start."""
 
+    @cached_property
+    def assignment_size(self) -> int:
+        """Bytes of the assignment of one of its slots."""
+        parts = (self.opening.loader, self.opening.resume, self.start.to_proto())
+        return len(self.opening.job) + sum(part.ByteSize() for part in parts) + ASSIGNMENT_BYTES
+
     @property
     def step(self) -> int:
         """Steps delivered, as far as reported."""
@@ -295,13 +309,24 @@ class Attempt:
     _left: list[int] = field(default_factory=list)
     """Keys of `left`, sorted."""
     last_live: float = 0.0
+    generation: int = 0
+    """Highest generation that its slots used or reserved."""
+    clients: dict[int, str] = field(default_factory=dict)
+    """Box -> client, by the digest of its secret."""
+    credentials: Counter[str] = field(default_factory=Counter)
+    """Number of boxes, by the digest of the credential token that opened them."""
     blobs: set[str] = field(default_factory=set)
     """Names of the blobs in its openings."""
 
     def add_box(self, box: Box) -> None:
         self.boxes[box.number] = box
+        self.clients[box.number] = box.client
+        self.credentials[box.credential] += 1
         self.set_place(box, box.place)
         self.blobs |= {box.opening.resume.blob, box.opening.loader.arguments_blob}
+
+    def note_generation(self, generation: int) -> None:
+        self.generation = max(self.generation, generation)
 
     @property
     def topology(self) -> str:
@@ -370,6 +395,36 @@ class Run:
     past: dict[int, ClosedAttempt] = field(default_factory=dict)
 
 
+class AssignedSlots:
+    """Slots of a worker, and the bytes that their assignments take in a heartbeat's reply."""
+
+    def __init__(self) -> None:
+        self._sizes: dict[SlotKey, int] = {}
+        self.size = 0
+        """Bytes of all assignments."""
+
+    def add(self, key: SlotKey, size: int = 0) -> None:
+        self.discard(key)
+        self._sizes[key] = size
+        self.size += size
+
+    def discard(self, key: SlotKey) -> None:
+        self.size -= self._sizes.pop(key, 0)
+
+    def clear(self) -> None:
+        self._sizes.clear()
+        self.size = 0
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._sizes
+
+    def __iter__(self) -> Iterator[SlotKey]:
+        return iter(self._sizes)
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+
 @dataclass
 class Worker:
     name: str
@@ -390,7 +445,9 @@ class Worker:
     """Release of Penstock; "" = not known."""
     cores: int = 0
     """Processors that it may use; 0 = not known."""
-    slots: set[SlotKey] = field(default_factory=set)
+    slots: AssignedSlots = field(default_factory=AssignedSlots)
+    more_requests: bool = False
+    """Its last reply had no room for all state requests."""
     left: bool = False
     """The worker announced its shutdown: its silence is no loss."""
 
@@ -405,7 +462,10 @@ class Worker:
 
     @property
     def free(self) -> int:
-        return 0 if self.draining or not self.registered else self.capacity - len(self.slots)
+        """Slots that it can take. Those with large arguments fill the reply to a heartbeat before its capacity."""
+        if self.draining or not self.registered or self.slots.size >= ASSIGNMENTS_MAX:
+            return 0
+        return self.capacity - len(self.slots)
 
 
 _DIGEST = "sha256:"

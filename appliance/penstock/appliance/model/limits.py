@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from penstock.proto.rpc.calls import VALUE_MAX
+from penstock.proto.rpc.reply_parts import VALUE_MAX
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -179,7 +179,9 @@ class Limits:
     """State queries of a run that are open at a time, and two more for each of its boxes: each of them asks all workers
     of the run."""
     abandoned_max: int = 1 << 19
-    """Epochs that a box may abandon by `break` in one attempt: as many as fit into a report of them."""
+    """Epochs that a box may abandon by `break` in one attempt."""
+    abandoned_at_once: int = 4096
+    """Such epochs in one report: to write them to the journal takes 15 ms. A box sends those that are not confirmed."""
     ends_max: int = 1 << 20
     """Ends of epochs that are kept of a box. They go with the retention window; this is for a window without limit."""
     answer_ends_max: int = 4096

@@ -30,8 +30,7 @@ def check_measures(**values: float) -> None:
 def check_reports(reports: Iterable[pb.SlotReport], capabilities_max: int) -> None:
     """Raise InvalidArgumentError for invalid measurements of a runner or oversized capabilities of a loader."""
     for report in reports:
-        if report.HasField("capabilities") and (size := report.capabilities.ByteSize()) > capabilities_max:
-            raise InvalidArgumentError(f"capabilities of a slot must have at most {capabilities_max} bytes, got {size}")
+        check_capabilities(report, capabilities_max)
         check_measures(
             batches_per_s=report.batches_per_s,
             batch_s=report.batch_s,
@@ -40,11 +39,25 @@ def check_reports(reports: Iterable[pb.SlotReport], capabilities_max: int) -> No
         )
 
 
+def check_capabilities(report: pb.SlotReport | pb.StateAnswer, most: int) -> None:
+    """Raise InvalidArgumentError for capabilities of a loader with more bytes than `most`."""
+    if report.HasField("capabilities") and (size := report.capabilities.ByteSize()) > most:
+        raise InvalidArgumentError(
+            f"the capabilities that a worker reports of a loader must have at most {most} bytes, got {size}"
+        )
+
+
 def check_counts(**values: int) -> None:
     """Check counts of steps, epochs and batches. Raises InvalidArgumentError for values outside the limits."""
     for name, value in values.items():
         if not 0 <= value <= MOST:
             raise InvalidArgumentError(f"{name} must be between 0 and {MOST}, got {value}")
+
+
+def check_number(what: str, number: int, most: int) -> None:
+    """Raise InvalidArgumentError for more elements of a request than `most`: each takes time of the event loop."""
+    if number > most:
+        raise InvalidArgumentError(f"{what} must be at most {most}, got {number}")
 
 
 def check_name(what: str, name: str) -> None:

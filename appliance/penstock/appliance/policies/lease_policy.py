@@ -109,8 +109,8 @@ class PromisedLease:
             self.lease_s = max(shortest_s, float(noted))
         except ValueError as error:
             raise JournalError(
-                f"{name} in {journal.name} must be a number, got {noted!r}: restore it from a copy, or move it away "
-                "to start anew"
+                f"{journal.name} is damaged: its value {name} must be a number, got {noted!r}. Restore it from a copy, "
+                "or move it away to start anew"
             ) from error
         self._since = now
 

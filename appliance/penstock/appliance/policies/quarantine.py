@@ -71,12 +71,13 @@ def verdict(box: Box, slot: Slot, place: records_pb2.Skip | None, window_s: floa
     each = "; ".join(loss.note for loss in losses)
     if place is None:
         text = (
-            f"{slot} of run {slot.key.run} was lost {len(losses)} times within {window_s:g} s without a batch "
-            f"delivered in between (after batch {losses[-1].delivered} of the slot): {each}"
+            f"the runner of {slot} of run {slot.key.run} was lost {len(losses)} times within {window_s:g} s without "
+            f"delivering a batch in between (after batch {losses[-1].delivered} of the slot): {each}"
         )
     else:
         text = (
             f"{name_of(box, slot, place)} of run {slot.key.run} is quarantined: it killed its runner {len(losses)} "
-            f'times. Repair it, or have such batches skipped: Appliance(poison="skip"). The deaths: {each}'
+            f'times. Repair the data or code of that batch, or have such batches skipped: Appliance(poison="skip"). '
+            f"The deaths: {each}"
         )
     return WorkerLostError(text, remote_traceback=slot.stack)

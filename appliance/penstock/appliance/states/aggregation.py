@@ -52,7 +52,10 @@ class Aggregation(StateQuery):
     def _refresh(self, attempt: Attempt, number: int) -> None:
         box = attempt.boxes.get(self.box)
         if box is None:
-            raise StateUnavailableError(f"box {self.box} has not opened run {self.run}")
+            raise StateUnavailableError(
+                f"the states of run {self.run} cannot be aggregated: box {self.box}, whose worker would do it, has not "
+                "opened the run"
+            )
         ready = next((slot for slot in box.slots if slot.phase == pb.READY), None)
         self._missing[number] = [] if ready is not None else [f"a worker of box {self.box}"]
         slot_requests: dict[str, SlotStateRequest] = {}

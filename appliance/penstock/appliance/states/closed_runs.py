@@ -82,8 +82,8 @@ class ClosedRuns:
             return None
         if not request.newest and request.step != one.step:
             raise StateUnavailableError(
-                f"the step of a state of closed run {one.run} must be {one.step}, got {request.step}: only the state "
-                "that the run asked for last is kept"
+                f"run {one.run} has ended, and of its states the coordinator keeps only the last one that was fetched, "
+                f"of step {one.step}: got a request for step {request.step}"
             )
         return one
 

@@ -30,12 +30,14 @@ from typing import Any
 
 from penstock.appliance.model.entities import Attempt, Box, BoxPresence, SlotKey
 from penstock.proto.errors import (
+    InvalidArgumentError,
     PenstockError,
     ProtocolError,
     StateUnavailableError,
     error_named,
 )
 from penstock.proto.rpc.channel import error_of
+from penstock.proto.rpc.message_bounds import owned
 from penstock.proto.state.position import Position, advance, chain_at
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
@@ -358,8 +360,8 @@ class StateQuery:
             return
         if denied or doubtful:
             raise ProtocolError(
-                f"state of run {self.run} at step {self.step}: the workers do not agree where epochs ended; the "
-                f"answers contradict {', '.join(denied + doubtful)}"
+                f"the state of run {self.run} at step {self.step} cannot be put together: the workers disagree about "
+                f"the batch after which an epoch ended. In doubt: {', '.join(denied + doubtful)}"
             )
         self._record_digest(box, anchor, position)
         state.position = position.to_proto()
@@ -382,11 +384,13 @@ class StateQuery:
             )
         if box.place is BoxPresence.CLOSED and not box.reported:
             raise StateUnavailableError(
-                f"{where} has closed, and its end is not known after the coordinator's restart: take the state before "
-                "any box closes its appliance"
+                f"{where} has closed, and the coordinator, restarted since, does not know where it ended: take the "
+                "state before any box closes its appliance"
             )
         if self.step < box.start.step and not box.epoch_ended:
-            raise StateUnavailableError(f"{where} started this attempt at step {box.start.step}")
+            raise StateUnavailableError(
+                f"{where} began this launch at step {box.start.step}: states of earlier steps are gone"
+            )
         at = self.step
         if box.epoch_ended and box.step < self.step:
             at = state.final = box.step
@@ -395,7 +399,10 @@ class StateQuery:
         # A coordinator that was restarted has every epoch start, but not what served the steps before the window.
         unkept = box.restored and anchor is box.start and at < box.step - box.retention
         if anchor is None or unkept:
-            raise StateUnavailableError(f"{where} has left that step behind its retention window")
+            raise StateUnavailableError(
+                f"{where} is more than retention_steps={box.retention} steps past that step, so its state is no longer "
+                "kept: ask for a later step, or raise retention_steps"
+            )
         position = advance(anchor, at, box.ends, box.abandoned)
         if sum(position.total) - sum(anchor.total) != at - anchor.step or box.is_refuted(position):
             # Some ends are known and others, of earlier epochs, are not: good enough for requests, not for the answer.
@@ -419,17 +426,22 @@ class StateQuery:
         if answer.ended:
             self._ended(attempt, box, slot_request, answer)
             return
+        if len(answer.digests) > max(0, slot_request.total - answer.digests_after):
+            raise InvalidArgumentError(
+                f"an answer must have at most a digest for each batch after {answer.digests_after} up to "
+                f"{slot_request.total}, got {len(answer.digests)}"
+            )
         place = (slot_request.key.box, slot_request.key.slot)
         before = self._answers.get(place)
         self.held += len(data) - self.coming.pop(answer.request, 0) - (len(before.data) if before else 0)
-        self._answers[place] = _Answer(slot_request, answer, data)
+        self._answers[place] = _Answer(slot_request, owned(answer), data)
         self.refresh(attempt, slot_request.key.box)
 
     def _ended(self, attempt: Attempt, box: Box, slot_request: SlotStateRequest, answer: pb.StateAnswer) -> None:
         if (answer.ended_epoch, answer.ended_total) >= (slot_request.epoch, slot_request.total):
             error = ProtocolError(
-                f"it reports that epoch {answer.ended_epoch} ended after batch {answer.ended_total}, which is not "
-                f"before the requested epoch {slot_request.epoch}, batch {slot_request.total}"
+                f"the worker reports that epoch {answer.ended_epoch} ended after batch {answer.ended_total}, which is "
+                f"not before the requested batch {slot_request.total} of epoch {slot_request.epoch}"
             )
             self.fail(self._of_slot(error, slot_request.key, slot_request.worker))
             return

@@ -55,8 +55,8 @@ def check_schema(path: Path | None, found: int) -> None:
     """Raise JournalError for a database that another version of Penstock wrote."""
     if found != SCHEMA:
         raise JournalError(
-            f"the schema of {path or ':memory:'} must be {SCHEMA}, got {found}: another version of Penstock wrote it. "
-            "Run that version, or start on an empty state directory"
+            f"the database {path or ':memory:'} has format {found}, and this Penstock reads format {SCHEMA}: another "
+            "version wrote it. Run that version, or start on an empty state directory"
         )
 
 
@@ -73,7 +73,10 @@ def open_database(path: Path | None, script: str) -> sqlite3.Connection:
             if path is not None:
                 (mode,) = db.execute("PRAGMA journal_mode=WAL").fetchone()
                 if mode != "wal":
-                    raise JournalError(f"{path}: SQLite cannot use its write-ahead log here (got {mode!r})")
+                    raise JournalError(
+                        f"{path}: SQLite cannot use its write-ahead log here (journal mode {mode!r}): choose a state "
+                        "directory on a local disk"
+                    )
             db.execute("PRAGMA synchronous=FULL")
             db.execute("PRAGMA journal_size_limit=67108864")
             if found == 0:
@@ -206,14 +209,15 @@ def check_commits(path: Path) -> int:
     if expected is not None and found < expected:
         raise behind(path, found, expected, f"as {file} shows")
     if expected is None and found > 1:
-        log.warning("%s is missing: this time a damaged log of %s would not be noticed", file, path)
+        log.warning("%s is missing, so commits that %s may have lost cannot be noticed at this start", file, path)
     return found
 
 
 def behind(path: Path | str, found: int, expected: int, witness: str) -> JournalError:
     """Return the error about a database that lacks commits."""
     return JournalError(
-        f"{path} ends at commit {found}, but commit {expected} was made, {witness}: its log {path}-wal is damaged or "
+        f"{path} ends at commit {found}, but commit {expected} was made, {witness}: its log {path}-wal is damaged "
+        "or "
         "missing, or this is an older copy. Restore a current copy of the whole directory; or move the directory away "
         "to start anew, and start the jobs from their checkpoints"
     )

@@ -74,12 +74,12 @@ def make_private(path: Path) -> None:
     if found.st_uid != os.geteuid():
         raise JournalError(
             f"the state directory {path} must belong to the user that the coordinator runs as ({os.geteuid()}), got "
-            f"{found.st_uid}, who could have written its cluster state: choose another directory"
+            f"user {found.st_uid}, who could have changed what is in it: choose another directory"
         )
     if mode & 0o077:
         raise JournalError(
-            f"the state directory {path} must be closed to other users, got mode {mode:04o}, and it holds the secret "
-            f"of tickets: chmod 700 {path}"
+            f"the state directory {path} must be closed to other users, because it holds the key that tickets are "
+            f"signed with, got mode {mode:04o}: chmod 700 {path}"
         )
 
 
@@ -133,8 +133,8 @@ class Journal:
         if self._path is not None and self._path.with_name("snapshots.db").exists() and _is_blank(self._path):
             # The journal is made before snapshots.db. SQLite would take an empty file for a new database.
             raise JournalError(
-                f"{self._path} is missing or empty, although snapshots.db beside it shows that there was one: restore "
-                "it from a copy, or move the whole directory away to start anew"
+                f"{self._path} is missing or empty, although snapshots.db beside it shows that it was written before: "
+                "restore it from a copy, or move the whole directory away to start anew"
             )
         self._commits = CommitNumber(self._path)
         self.found = self._commits.number

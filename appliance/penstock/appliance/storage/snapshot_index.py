@@ -17,7 +17,10 @@ from dataclasses import dataclass
 from penstock.appliance.model.entities import SlotKey
 from penstock.appliance.model.limits import Limits
 
-_MORE = "raise it: penstock coordinator --budget, or PENSTOCK_COORDINATOR_BUDGET, which a training job's own takes too"
+_MORE = (
+    "raise it by penstock coordinator --budget, or by PENSTOCK_COORDINATOR_BUDGET, which an embedded coordinator reads "
+    "too"
+)
 
 
 @dataclass(frozen=True, order=True)
@@ -32,7 +35,7 @@ class DurableSnapshot:
 
     @property
     def is_sure(self) -> bool:
-        """Any loader can restart from here: see Kept in penstock.worker.daemon.snapshots."""
+        """Any loader can restart from here: see Kept in penstock.worker.slots.snapshots."""
         return not self.epoch_start or self.epoch == 0
 
 
@@ -131,8 +134,8 @@ class SnapshotIndex:
         share = self._limits.cadence_share if self._of(key) else 1.0
         limit = int(self._limits.budget * share)
         if self.used + self.coming + size > limit:
-            used = f"{self.used} of {limit} bytes of the snapshot budget are in use"
-            return f"a snapshot of {size} bytes: {used}; {_MORE}"
+            used = f"{self.used} of {limit} bytes of the coordinator's snapshot budget are in use"
+            return f"there is no budget for a snapshot of {size} bytes: {used}; {_MORE}"
         return ""
 
     def add(self, key: SlotKey, kept: DurableSnapshot) -> None:
@@ -188,19 +191,19 @@ class SnapshotIndex:
     def why_blob_refused(self, size: int, credential: str = "") -> str:
         """Return why a blob of this size may not be written now, or "". `credential`: the token that it comes with."""
         if size > self._limits.value_max:
-            return f"a blob must have at most {self._limits.value_max} bytes, got {size}"
+            return f"a stored value must have at most {self._limits.value_max} bytes, got {size}"
         if self.used + self.coming + size > self._limits.budget:
             used = f"{self.used} of {self._limits.budget} bytes of the coordinator's budget are in use"
-            return f"{size} bytes: {used}; {_MORE}"
-        shares = [("blobs", list(self._blobs.values()), self._limits.blob_share)]
+            return f"there is no budget for its {size} bytes: {used}; {_MORE}"
+        shares = [("such values", list(self._blobs.values()), self._limits.blob_share)]
         if credential:
             own = [blob for blob in self._blobs.values() if blob.credential == credential]
-            shares.append(("blobs of one token", own, self._limits.blob_token_share))
+            shares.append(("such values from one token", own, self._limits.blob_token_share))
         for what, blobs, share in shares:
             there, limit = sum(blob.size for blob in blobs), int(self._limits.budget * share)
             if there + size > limit:
                 used = f"{there} of {limit} bytes of the coordinator's budget for {what} are in use"
-                return f"{size} bytes: {used}; {_MORE}"
+                return f"there is no budget for its {size} bytes: {used}; {_MORE}"
         return ""
 
     def spare(self, drop: Drop) -> None:

@@ -47,7 +47,7 @@ class Store:
         try:
             yield
         except sqlite3.Error as error:
-            raise JournalError(f"{self._path or 'the store in memory'}: {what}: {error}") from error
+            raise JournalError(f"{self._path or 'the snapshot store in memory'}: {what}: {error}") from error
 
     def index(self) -> tuple[list[tuple[SlotKey, DurableSnapshot]], list[tuple[str, int]]]:
         """Return all snapshots, and all blobs as (name, size)."""

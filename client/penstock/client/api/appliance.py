@@ -1,7 +1,8 @@
 """The source of batches: a coordinator with its workers, on other machines or started here.
 
 An `Appliance` consists of settings and a connection. Without an address it starts coordinator and worker daemon as
-children of this process. Loaders open runs on it. It closes open runs when it is closed itself, at the end of its
+children of this process; with `num_workers_per_box=0` it starts nothing, and batches are made in this process. Loaders
+open runs on it. It closes open runs when it is closed itself, at the end of its
 `with`, or at exit.
 
 Loaders that are iterated without naming an appliance share one: the innermost that is open in a `with` of the thread
@@ -17,8 +18,9 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 
@@ -26,7 +28,7 @@ from penstock.client.api.appliance_settings import ApplianceSettings, Torchrun, 
 from penstock.client.api.rendezvous import DaemonAddresses, SharedAppliance
 from penstock.client.api.scopes import ApplianceScope
 from penstock.client.embedded import Embedded
-from penstock.client.states.code_reference import CodeReference, forbid_in_runner, search_path
+from penstock.client.states.code_reference import forbid_in_runner, search_path
 from penstock.client.states.run_opening import Opening
 from penstock.client.states.saved_state import BoxStart
 from penstock.client.stream import open_streams
@@ -45,6 +47,9 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 from penstock.runtime.process.forks import OwnerProcess
 
+if TYPE_CHECKING:
+    from penstock.client.in_process import Fault
+
 __all__ = ["Appliance", "current_appliance", "current_settings"]
 
 REACH_S = 20.0
@@ -55,7 +60,8 @@ _open: weakref.WeakSet[Appliance] = weakref.WeakSet()
 
 
 class Appliance:
-    """A coordinator and its workers, as seen from one box: one data-parallel training rank with its accelerators.
+    """Connection of this process, one box (a data-parallel training rank), to the coordinator and workers that load
+    its data.
 
     Example::
 
@@ -70,26 +76,28 @@ class Appliance:
 
     Args:
         address: "host:port" of the coordinator. None: embedded; coordinator and workers are started and stopped here.
-        num_workers_per_box: processes that run input_fn for each box (1).
+        num_workers_per_box: processes that run input_fn for each box (1). 0: no process is started and no coordinator
+            used, even with an address; input_fn runs in this process and thread when the loop asks for a batch, so that
+            breakpoint(), print() and profilers work (docs/debugging.md). Batches and states are those of 1.
         box: number of this box, from 0 (0).
         num_boxes: number of boxes (1).
         job: name of the job. A job that is started again under its name takes over its runs (torchrun's run id unless
             that is "none", else a new name).
         seed: seed of the run, 0 to 2**64 - 1 (that of the resumed run, else a random one).
-        device: device where the tensors of a batch arrive: "cuda", "cuda:N" or "cpu" (None: views of the ring that
-            workers fill). On a device they are private copies. With CUDA the ring is page-locked, and the next batch is
-            copied on a stream of its own while the loop computes; the current stream of the iterating thread waits
-            for it. That takes device memory for two batches. "cuda" is the device that is current when the loop
-            starts, so under torchrun call torch.cuda.set_device(LOCAL_RANK) first. Values that are not tensors stay on
-            the host. Without a device, batches are pageable views of the ring, and .to(device, non_blocking=True) in
-            the loop is safe.
+        device: device where the tensors of a batch arrive: "cuda", "cuda:N" or "cpu" (None: views of the ring, the
+            shared memory that workers fill). On a device they are private copies. With CUDA the ring is page-locked,
+            and the next batch is copied on a stream of its own while the loop computes; the current stream of the
+            iterating thread waits for it. That takes device memory for two batches. "cuda" is the device that is
+            current when the loop starts, so under torchrun call torch.cuda.set_device(LOCAL_RANK) first. Values that
+            are not tensors stay on the host. Without a device, batches are pageable views of the ring, and
+            .to(device, non_blocking=True) in the loop is safe.
         attempt: a string that is the same on all boxes of one launch and differs between launches (from torchrun).
         token: credential token of the role client (PENSTOCK_TOKEN, or the file that PENSTOCK_TOKEN_FILE names).
         tls_ca: file with the CA that signed the certificates of coordinator and workers; None: no TLS for calls and
             lanes. Files are PEM and read once (docs/security.md).
         tls_cert, tls_key: files with this client's certificate, for servers that request one, and its key.
         tls_name: name to expect in the servers' certificates, instead of the addresses that they are reached at.
-        lane: "auto" (shared memory on this host, TCP from others) or "tcp".
+        lane: transport of batches: "auto" (shared memory on this host, TCP from others) or "tcp" ("auto").
         compression: codec of batches over TCP: None, "lz4" or "zstd" (None). It speeds up a stream that shrinks if the
             network gives a lane less than 7 ("lz4") or 4 Gbit/s ("zstd"), for 1.3 or 2.4 to 3.2 processor seconds a GB
             (benchmarks/compression.md). Payloads that do not shrink travel uncompressed. It needs `pip install
@@ -121,7 +129,7 @@ class Appliance:
         InvalidArgumentError, BoxOutOfRangeError: an argument or a variable has an invalid value; this process cannot
             use the device; the package of the compression is not installed.
         TlsError: a certificate or key cannot be used; names the file.
-        RuntimeError: called inside a worker, because the main script lacks its main guard.
+        RuntimeError: called inside a worker, because the main script has no `if __name__ == "__main__":`.
     """
 
     def __init__(
@@ -157,30 +165,38 @@ class Appliance:
         forbid_in_runner("creating an Appliance")
         given = {name: value for name, value in locals().items() if name != "self"}
         self._describe(resolve(**given))
-        self._connect()
+        self._tls = _tls_of(self.settings)
+        self.metrics_url = _exported(self.settings, self._torchrun, self._tls)
+        if not self.in_process:
+            self._connect()
+        _open.add(self)
 
     metrics_url = ""
     """URL of this process's metrics; "" without `http`."""
 
     def _describe(self, settings: ApplianceSettings) -> None:
         self.settings = settings
+        self._torchrun = Torchrun()
         self._owner = OwnerProcess()
         self._closed = False
         self._lock = threading.Lock()
         self._runs: list[StreamRun] = []
         self._ordinals: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._opened = 0
-        self.embedded = not settings.address
+        self._seeds: dict[int, int] = {}
+        """Seeds of runs in this process, by ordinal: a loader that is opened again keeps its seed."""
+        self._job_here = ""
+        """Name of the job whose runs are in this process."""
+        self._faults: tuple[Fault, ...] = ()
+        self.in_process = settings.num_workers_per_box == 0
+        self.embedded = self.in_process or not settings.address
         self.force_tcp = settings.lane == "tcp"
 
     def _connect(self) -> None:
         settings = self.settings
-        self._torchrun = Torchrun()
         self._place: DaemonAddresses | None = None
         self._daemons: Embedded | None = None
         self._meeting: SharedAppliance | None = None
-        self._tls = _tls_of(settings)
-        self.metrics_url = _exported(settings, self._torchrun, self._tls)
         if settings.otel:
             tracing.start("penstock-client")
         self._receiver = Receiver(settings.max_batch_bytes, self._tls)
@@ -206,7 +222,6 @@ class Appliance:
                 "HOST:PORT` on those that shall load data, and pass the address, or set "
                 "PENSTOCK_COORDINATOR=HOST:PORT, on every box"
             )
-        _open.add(self)
 
     def _embed(self) -> None:
         self._daemons = daemons = Embedded(_Deaths(self))
@@ -242,13 +257,20 @@ class Appliance:
     @property
     def job(self) -> str:
         """Name of the job that runs are opened under."""
-        return self._reach(time.monotonic() + self.settings.timeout_s).job
+        if not self.in_process:
+            return self._reach(time.monotonic() + self.settings.timeout_s).job
+        if not self._job_here:
+            self._job_here = self._job(fresh=True)
+        return self._job_here
+
+    def _check_open(self) -> None:
+        self._owner.check(f"{self!r}")
+        if self._closed:
+            raise PenstockError(f"this {type(self).__name__} is closed")
 
     def _reach(self, deadline: float) -> DaemonAddresses:
         """Return the coordinator's address; wait until it is up if it is embedded here."""
-        self._owner.check(f"{self!r}")
-        if self._closed:
-            raise PenstockError("this Appliance is closed")
+        self._check_open()
         if self._place is None:
             assert self._meeting is not None
             self._place = self._meeting.join(deadline, self.settings.timeout_s)
@@ -262,9 +284,32 @@ class Appliance:
         Args:
             owner: the loader; its first opening gives it its number within the job.
         """
+        if self.in_process:
+            return self._open_here(owner, opening)
         settings, run = self.settings, self._open_run(owner, opening)
         position = Position.from_proto(opening.start.position)
         return run, reader_for(settings.device, run, position, opening.reference.name, settings.timeout_s)
+
+    def _open_here(self, owner: Any, opening: Opening) -> tuple[StreamRun, Reader]:
+        """Open a run in this process and thread."""
+        from penstock.client.in_process import InProcessReader, InProcessRun  # here: it imports the worker's code
+
+        self._check_open()
+        settings, ordinal = self.settings, self._ordinal(owner)
+        seed = opening.seed if opening.seed is not None else self._seeds.get(ordinal)
+        if seed is None and settings.num_boxes > 1:
+            raise InvalidArgumentError(
+                f"seed must be given to a job of {settings.num_boxes} boxes without workers, got None: no coordinator "
+                "gives all boxes the same one. Pass Appliance(seed=...)"
+            )
+        self._seeds[ordinal] = seed = secrets.randbits(63) if seed is None else seed
+        options = self._spec(replace(opening, arguments=b"")).options
+        topology = settings.box, settings.num_boxes, settings.slots_per_box
+        run = InProcessRun(f"{self.job}/{ordinal}", *topology, options, opening, seed, self._forget)
+        reader = InProcessReader(run, opening.reference.name, settings.device, settings.timeout_s, self._faults)
+        with self._lock:
+            self._runs.append(run)
+        return run, reader
 
     def _ordinal(self, owner: Any) -> int:
         """Return the number of a loader within the job."""
@@ -298,9 +343,9 @@ class Appliance:
             client_id=secrets.token_hex(16),
             box=settings.box,
             num_boxes=settings.num_boxes,
-            num_workers_per_box=settings.num_workers_per_box,
+            num_workers_per_box=settings.slots_per_box,
             host_id=self.host,
-            loader=self._spec(reference, opening.arguments, opening.cover),
+            loader=self._spec(opening),
             start=start.position,
         )
         if opening.seed is not None:
@@ -337,13 +382,14 @@ class Appliance:
                     ) from error
                 run.reach(error.retry_after_s if isinstance(error, OverloadedError) else RETRY_S)
 
-    def _spec(self, reference: CodeReference, arguments: bytes, cover: DigestCover) -> records_pb2.LoaderSpec:
+    def _spec(self, opening: Opening) -> records_pb2.LoaderSpec:
         settings = self.settings
-        spec = records_pb2.LoaderSpec(input_fn=reference.name, arguments=arguments)
+        reference, cover = opening.reference, opening.cover
+        spec = records_pb2.LoaderSpec(input_fn=reference.name, arguments=opening.arguments)
         spec.options.max_batch_bytes = settings.max_batch_bytes
         spec.options.full_digest, spec.options.row_digest = cover == DigestCover.FULL, cover == DigestCover.ROWS
         spec.options.strict_structure = settings.strict_structure
-        spec.options.replay_without_state = settings.replay
+        spec.options.replay_without_state = opening.replay
         spec.options.retention_steps = settings.retention_steps
         spec.options.force_tcp = self.force_tcp
         spec.options.timeout_s = settings.timeout_s
@@ -374,7 +420,8 @@ class Appliance:
         _open.discard(self)
         for run in runs:
             run.close()
-        self._disconnect()
+        if not self.in_process:
+            self._disconnect()
 
     def _disconnect(self) -> None:
         self._receiver.stop()
@@ -394,9 +441,9 @@ class Appliance:
 
     def __repr__(self) -> str:
         settings = self.settings
-        where = settings.address or "embedded"
+        where = "in this process" if self.in_process else settings.address or "embedded"
         topology = f"box {settings.box} of {settings.num_boxes}, {settings.num_workers_per_box} workers each"
-        return f"<Appliance {where}, {topology}>"
+        return f"<{type(self).__name__} {where}, {topology}>"
 
 
 class _Deaths:

@@ -31,6 +31,11 @@ class ApplianceSettings(JobSettings):
     def _usable(cls, device: str) -> str:
         return device and check_device(device)
 
+    @property
+    def slots_per_box(self) -> int:
+        """Number of slots of each box. Without workers this process counts as one."""
+        return max(1, self.num_workers_per_box)
+
 
 def resolve(**given: Any) -> ApplianceSettings:
     """Return settings from the given arguments (others are None) and the environment.
@@ -90,6 +95,11 @@ def _resolved(kind: type[ApplianceSettings], given: dict[str, Any]) -> Appliance
         raise BoxOutOfRangeError(
             f"box must be from 0 to {settings.num_boxes - 1} (num_boxes={settings.num_boxes}), got {settings.box}"
             f"{source}: pass both box= and num_boxes=, or neither under torchrun"
+        )
+    if settings.num_workers_per_box == 0 and settings.synthetic:
+        raise InvalidArgumentError(
+            "Appliance: synthetic must be False with num_workers_per_box=0, which is for debugging: a job without the "
+            "cost of its input is measured with workers. Leave out synthetic= and PENSTOCK_SYNTHETIC"
         )
     return settings
 

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
-from penstock.client.api.data_executor import iterating
+from penstock.client.api.data_loader import iterating
 
 __all__ = ["checkpoint_closure"]
 
@@ -15,7 +15,7 @@ R = TypeVar("R")
 
 
 def checkpoint_closure(function: Callable[P, R]) -> Callable[P, R | None]:
-    """Return a function that runs only if the loop around it is on a checkpoint step, and else returns None.
+    """Return `function` as one that runs only on checkpoint steps of the loop around it, and returns None on others.
 
     Example::
 

@@ -23,8 +23,7 @@ from typing import Any, TypeVar, cast
 from torch.utils.data import IterableDataset, get_worker_info
 
 from penstock.client.api.appliance import Appliance
-from penstock.client.api.data_executor import DataExecutor
-from penstock.client.api.data_loader import DataLoader
+from penstock.client.api.data_loader import DataExecutor, DataLoader
 from penstock.client.stream.checkpoint_schedule import CheckpointSteps, positive
 
 __all__ = ["Lookahead"]
@@ -33,7 +32,8 @@ T = TypeVar("T")
 
 
 class Lookahead(IterableDataset[Any]):
-    """Replacement of a loader, given to the framework and saved instead of the loader.
+    """Wrapper of a loader for frameworks that take batches ahead of the training loop: its state counts only batches
+    that the loop has got. Give it to the framework, and save it, in place of the loader.
 
     Example::
 
@@ -85,8 +85,8 @@ class Lookahead(IterableDataset[Any]):
     # ---- the framework's side
 
     def __iter__(self) -> Iterator[Any]:
-        """Iterate one epoch, or the rest of it. An epoch of which the loop has got no batch is repeated: some
-        frameworks begin an epoch twice, and the batches they took the first time are handed out again."""
+        """Iterate one epoch, or the rest of it. An epoch of which the loop has got no batch is repeated, because some
+        frameworks begin an epoch twice: the batches that they took the first time are yielded again."""
         if get_worker_info() is not None:
             raise RuntimeError(
                 f"{self._loader.name}: a Lookahead must be iterated in the training process, because its batches come "
@@ -225,7 +225,7 @@ class Lookahead(IterableDataset[Any]):
         return self._loader.mid_epoch
 
     def leave_epoch(self) -> None:
-        """Abandon the epoch of a loaded state, because the saved loop had finished it: the next epoch to begin is the
-        one after. Loading the same state again, as Lightning does, does not change that."""
+        """Abandon the epoch of a loaded state, because the saved loop had finished it: the next iteration begins the
+        next epoch. Loading the same state once more, as Lightning does, does not change that."""
         self._over_at = self._loader.step
         self._loader.leave_epoch()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.client.stream.ordered_reader import StreamStats
+from penstock.client.stream.stream_interfaces import StreamStats
 from penstock.runtime.telemetry.cluster_view import INPUT_BOUND
 from penstock.runtime.telemetry.progress import Progress
 from penstock.runtime.telemetry.units import percent, rate

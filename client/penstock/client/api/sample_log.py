@@ -19,7 +19,8 @@ __all__ = ["SampleLog"]
 
 
 class SampleLog:
-    """A file of lines {"step": 7, "keys": ["0.3.12...", ...]}, one for each step, in order.
+    """Log of the samples in each batch: a file of lines {"step": 7, "keys": ["0.3.12...", ...]}, one for each step, in
+    order. DataLoader.restore_sample reads a sample again by its key.
 
     A resumed job continues the same file: lines of steps that it repeats are replaced, and so is a line that a crash
     cut off. Each box writes a file of its own.
@@ -51,8 +52,8 @@ class SampleLog:
         keys = batch.get(self._field) if isinstance(batch, Mapping) else None
         if not isinstance(keys, Sequence) or isinstance(keys, str) or not all(isinstance(key, str) for key in keys):
             raise InvalidArgumentError(
-                f"the batch must have the restore keys of its rows in {self._field!r}, got a {type(batch).__name__} "
-                f"with {type(keys).__name__}: make the loader with keys={self._field!r}"
+                f"the batch must be a dict with a list of restore keys under {self._field!r}, got a "
+                f"{type(batch).__name__} with {type(keys).__name__} there: make the loader with keys={self._field!r}"
             )
         if self._file is None:
             self._file = self._open(step)

@@ -7,8 +7,7 @@ import warnings
 from dataclasses import dataclass, field, replace
 
 from penstock.client.api.appliance import Appliance
-from penstock.client.stream.ordered_reader import StreamStats
-from penstock.client.stream.stream_interfaces import Reader, StreamRun
+from penstock.client.stream.stream_interfaces import Reader, StreamRun, StreamStats
 from penstock.proto.errors import EmptyInputError
 
 __all__ = ["Session"]
@@ -62,9 +61,9 @@ class Session:
         if not self.warned_of_abandoned:
             self.warned_of_abandoned = True
             _log.warning(
-                "%s: the loop abandoned its epoch at step %d, and the next loop begins the next epoch: the rest of "
-                "this one is not delivered, and an endless source begins again. To go on with the next batch in each "
-                "loop, use DataExecutor(loader, persistent=True), or num_steps=",
+                "%s: the loop left its epoch at step %d, so the next loop begins the next epoch: the rest of this one "
+                "is not delivered, and an endless source starts again. To continue with the next batch in each loop, "
+                "use DataExecutor(loader, persistent=True), or num_steps=",
                 self.name,
                 self.reader.position.step,
             )

@@ -203,7 +203,7 @@ class AsyncCheckpointer:
         return any(answer["signal"] for answer in answers)
 
     def prepare(self, state: Mapping[str, Any]) -> None:
-        """Plan the save of such a state and allocate its memory before the first `save`.
+        """Plan how a state like this one is saved, and allocate the memory for it, before the first `save`.
 
         All ranks call it together. Without it the first save takes 0.7 s longer for each GiB.
         Waits for the saves in flight. Raises as `save` does.
@@ -407,7 +407,7 @@ class AsyncCheckpointer:
     # ---- the end
 
     def close(self, *, abandon: bool = False) -> None:
-        """Wait for the saves in flight, or abandon them, and end the writer. Raises as `wait` does."""
+        """Wait for the saves in flight, or abandon them, and end the writer process. Raises as `wait` does."""
         if self._closed or not self._owner.is_here:  # a forked child has neither writer nor saves
             return
         self._closed = True

@@ -39,7 +39,7 @@ DCP_VERSION = "1.0.0"
 
 
 class AsyncFileSystemWriter(FileSystemWriter):
-    """Storage writer that writes a checkpoint into a folder.
+    """Storage writer for torch.distributed.checkpoint that writes a checkpoint's files into a folder, in threads.
 
     Args:
         path: the folder; created if missing.
@@ -81,7 +81,9 @@ class AsyncFileSystemWriter(FileSystemWriter):
                 for task in tasks:
                     results += task.result()
         if len(results) != len(plan.items):
-            raise CheckpointError(f"{self.path}: {len(results)} of {len(plan.items)} items were written")
+            raise CheckpointError(
+                f"{self.path}: only {len(results)} of the {len(plan.items)} planned tensors and objects were written"
+            )
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
@@ -89,7 +91,8 @@ class AsyncFileSystemWriter(FileSystemWriter):
     def _write_file(self, bucket: Bucket, items: Sequence[WriteItem], planner: SavePlanner) -> list[WriteResult]:
         results = []
         path = Path(self.path) / bucket.name
-        with path.open("wb") as file:
+        path.unlink(missing_ok=True)  # a link of that name may lead to any file
+        with path.open("xb") as file:
             for item in (items[place] for place in bucket.items):
                 results.append(self._write_one(cast(IOBase, file), item, planner, bucket.name))
             file.flush()
@@ -113,14 +116,10 @@ class AsyncFileSystemWriter(FileSystemWriter):
         folder = Path(self.path)
         alone = not getattr(self, "use_collectives", True)  # torch 2.9 and newer: an index for each rank
         name = f"__{self.rank}{METADATA}" if alone and self.rank is not None else METADATA
+        write_whole(folder / name, pickle.dumps(metadata), sync=self.sync_files)
         if self.sync_files:
-            write_whole(folder / name, pickle.dumps(metadata))
             with suppress(OSError):  # perhaps not ours to open; its entry for the folder is as durable as before
                 sync_folder(folder.parent)
-        else:
-            temporary = folder / f"{name}.tmp"
-            temporary.write_bytes(pickle.dumps(metadata))
-            os.replace(temporary, folder / name)
 
 
 def _chunk_bytes(item: WriteItem) -> int | None:

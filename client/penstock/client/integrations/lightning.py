@@ -43,10 +43,10 @@ class LoaderState(Callback):
         unsized = trainer.num_training_batches == float("inf")
         if loop.restarting and unsized and batches.is_last_batch and batches.current.ready % count:
             warnings.warn(
-                f"LoaderState: the checkpoint is of the last batch of an epoch of {batches.current.ready}, which are "
-                f"no multiple of accumulate_grad_batches={count}, and the loader has no length: Lightning accumulates "
-                "over other batches from here than without a stop. Give the loader a length, or resume from a "
-                "checkpoint of the end of an epoch",
+                f"LoaderState: the checkpoint was saved at the last of {batches.current.ready} batches of an epoch, "
+                f"which are not a multiple of accumulate_grad_batches={count}, and the loader has no length: from here "
+                "Lightning accumulates other batches together than uninterrupted training does. Give the loader a "
+                "length, or resume from a checkpoint of the end of an epoch",
                 UserWarning,
                 stacklevel=2,
             )

@@ -36,12 +36,12 @@ from torch.distributed.checkpoint.storage import WriteResult
 from penstock.client.checkpoint.saving.planning import Key, LocalItem, RankLayout, lay_out
 from penstock.client.checkpoint.saving.shared_image import SharedImage
 from penstock.client.checkpoint.saving.tensor_staging import StagingBuffer
-from penstock.client.checkpoint.saving.writer import write_file
 from penstock.client.checkpoint.storage import AsyncFileSystemWriter
 from penstock.client.checkpoint.values.torch_frames import is_plain, saved_bytes
 from penstock.client.checkpoint.values.torch_private import StorageInfo, StoragePrefix, wrap_exception
 from penstock.proto.errors import CheckpointError, InvalidArgumentError
 from penstock.proto.state.checkpoint_files import METADATA
+from penstock.runtime.files.direct_files import write_file
 
 __all__ = ["FileSystemWriterAsync"]
 
@@ -147,11 +147,11 @@ class FileSystemWriterAsync(AsyncFileSystemWriter):
         Call it once the function of `get_save_function_and_args` has returned, or its process has ended.
         """
         if self.write_buckets is None:
-            raise CheckpointError("retrieve_write_results() before prepare_write_data(): nothing was staged")
+            raise CheckpointError("retrieve_write_results() must be called after prepare_write_data(), got it before")
         if self._buffer is not None:
             said = self.write_buckets.heard()
-            if said is None:  # the process may still be writing: its memory must not be reused
-                self._failure = "ended before it had written all files, or is not done yet"
+            if said is None:  # the process may still be at work: its memory is nobody else's
+                self._failure = "ended before it had written everything, or has not ended yet"
                 self._buffer.close()
             else:
                 self._failure = said["error"] and f"failed: {said['error']}"

@@ -62,8 +62,8 @@ class LoaderState(TrainerCallback, ExportableState):
             return
         if not args.ignore_data_skip:
             raise InvalidArgumentError(
-                "LoaderState: the Trainer would read and drop the batches before the checkpoint's, and the loader "
-                "stands behind them already: set TrainingArguments(ignore_data_skip=True)"
+                "LoaderState: the Trainer would skip the batches before the checkpoint, but the restored loader has "
+                "skipped them already: set TrainingArguments(ignore_data_skip=True)"
             )
         # The Trainer makes its state from a list of callbacks; then it has a dict of their states.
         states = cast(dict[str, Any], state.stateful_callbacks)
@@ -76,10 +76,10 @@ class LoaderState(TrainerCallback, ExportableState):
             )
         if args.gradient_accumulation_steps > 1 and _length(ahead) % args.gradient_accumulation_steps:
             warnings.warn(
-                f"LoaderState: the {_length(ahead)} batches of an epoch are no multiple of gradient_accumulation_steps="
-                f"{args.gradient_accumulation_steps}: after a resume mid-epoch the Trainer accumulates the last few "
-                "of this epoch with the next epoch's. Training without an interruption does not: losses differ "
-                "from there, and training may end some steps before max_steps",
+                f"LoaderState: the {_length(ahead)} batches of an epoch are not a multiple of "
+                f"gradient_accumulation_steps={args.gradient_accumulation_steps}: after a resume within an epoch the "
+                "Trainer accumulates its last few batches with those of the next epoch, which uninterrupted training "
+                "does not. Losses differ from there, and training may end some steps before max_steps",
                 UserWarning,
                 stacklevel=2,
             )

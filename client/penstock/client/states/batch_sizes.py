@@ -16,7 +16,8 @@ __all__ = ["batch_size_of", "infer_batch_size"]
 
 
 def infer_batch_size(data: Any, batch_size: int | None = None) -> int | None:
-    """Return the first dimension that all tensors of a batch share; a tensor without dimensions counts as one row.
+    """Return the batch size of a batch, in rows: the first dimension that all its tensors share. A tensor without
+    dimensions counts as one row.
 
     Args:
         data: nested dicts, lists, tuples and dataclasses of tensors. Other values are ignored.

@@ -31,5 +31,7 @@ class Opening:
     """Seed of the run; None: that of the resumed run, or a random one."""
     key: str
     """Key that distinguishes the openings of one loader in one launch."""
+    replay: bool
+    """A loader without state methods is saved too, by replay."""
     cover: DigestCover
     """Bytes that the digests of batches cover."""

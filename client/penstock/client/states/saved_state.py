@@ -64,10 +64,11 @@ class WorkerPart:
         """Raise ValueError for impossible values: a part may come from a file of another program."""
         counts = (self.box, self.slot, self.worker_step, self.samples, self.digest, self.next_digest)
         if any(type(count) is not int or not 0 <= count <= MASK for count in counts):
-            raise ValueError(f"counts of a worker {counts!r:.200}")
+            raise ValueError(f"the counts of a worker must be ints from 0 to {MASK}, got {counts!r:.200}")
         if type(self.next_epoch) is not bool or not isinstance(self.restart, dict):
             raise ValueError(
-                f"next_epoch {self.next_epoch!r:.80} and a restart that is a {type(self.restart).__name__}"
+                f"next_epoch of a worker must be a bool and restart a dict, got {self.next_epoch!r:.80} and a "
+                f"{type(self.restart).__name__}"
             )
 
 
@@ -203,10 +204,9 @@ class SavedState:
         if self.is_mixed:
             raise StateMismatchError(
                 f"the state of {self.input_fn} at step {self.step} can be resumed only on "
-                f"{_topology(self.num_boxes, self.num_workers_per_box)}, on which it was saved: some of its workers "
-                "were restarted from the beginning, because the loader, resumed by its own methods, did not continue "
-                "with the right batches; their counts do not add up with the others. Resume on that topology and "
-                "save again"
+                f"{_topology(self.num_boxes, self.num_workers_per_box)}, on which it was saved: some workers had to "
+                "replay from the beginning, because the loader, restored by its own methods, did not continue with the "
+                "right batches. Resume on that topology and save again"
             )
         epoch = max((position.epoch for position in self.positions), default=0)
         positions = [Position.start(num_workers_per_box, step=self.step, epoch=epoch) for _ in range(num_boxes)]
@@ -259,42 +259,48 @@ def read(value: object) -> SavedState:
     if not isinstance(value, Mapping) or KEY not in value:
         what = f"a {type(value).__qualname__}" if not isinstance(value, Mapping) else f"a dict without the key {KEY!r}"
         raise StateMismatchError(
-            f"the state must be a value of DataLoader.state_dict(), got {what}: pass that value on unchanged"
+            f"the state must be one that DataLoader.state_dict() returned, got {what}: pass that dict unchanged"
         )
-    ours = value[KEY]
-    if not isinstance(ours, Mapping) or not isinstance(ours.get("format"), int):
-        raise StateCorruptError(f"the saved state's {KEY!r} is damaged: it has no format number")
-    if ours["format"] != FORMAT:
+    own = value[KEY]
+    if not isinstance(own, Mapping) or not isinstance(own.get("format"), int):
+        raise StateCorruptError(f"the saved state is damaged: {KEY!r} in it has no format number. Load an older state")
+    if own["format"] != FORMAT:
         raise StateVersionError(
-            f"the format of a saved state must be {FORMAT}, got {ours['format']}: another version of Penstock "
-            "wrote it. Use that version to load it"
+            f"the format of a saved state must be {FORMAT} for this version, got {own['format']}: another version of "
+            "Penstock wrote it. Use that version to load it"
         )
-    if not isinstance(ours.get("record"), bytes | bytearray):
-        raise StateCorruptError(f"the saved state's {KEY!r} is damaged: its record is gone")
-    record = cast(dict[str, Any], decode_state(ours["record"]))
+    if not isinstance(own.get("record"), bytes | bytearray):
+        raise StateCorruptError(f"the saved state is damaged: {KEY!r} in it has no record. Load an older state")
+    record = cast(dict[str, Any], decode_state(own["record"]))
     try:
         saved, wrapped = _saved(record)
     except PenstockError as error:
-        raise StateCorruptError(f"the saved state's record cannot be: {error.message}") from error
+        raise StateCorruptError(f"the saved state is damaged: {error.message}. Load an older state") from error
     except Exception as error:  # a checksum holds, so these bytes were made by something else
-        raise StateCorruptError(f"the saved state's record cannot be: {type(error).__name__}: {error}") from error
-    said = ours.get("step")
-    if type(said) is not int or said != saved.step:
-        raise StateCorruptError(f"the saved state says step {said!r:.80}, its record step {saved.step}")
-    if saved.methods == 4 and "aggregated" in record and not _belongs(ours):
+        raise StateCorruptError(
+            f"the saved state is damaged: {type(error).__name__}: {error}. Load an older state"
+        ) from error
+    step = own.get("step")
+    if type(step) is not int or step != saved.step:
+        raise StateCorruptError(
+            f"the saved state is damaged: it names step {step!r:.80}, the record in it step {saved.step}. Load an "
+            "older "
+            "state"
+        )
+    if saved.methods == 4 and "aggregated" in record and not _belongs(own):
         saved.aggregated = record["aggregated"]
     elif saved.methods == 4:
         if wrapped and STATE not in value:
-            raise StateCorruptError(f"the saved state of {saved.input_fn} has lost its key {STATE!r}")
+            raise StateCorruptError(f"the saved state of {saved.input_fn} lacks the key {STATE!r}: pass it unchanged")
         saved.aggregated = value[STATE] if wrapped else {key: item for key, item in value.items() if key != KEY}
         saved.is_changed = encode_state(saved.aggregated) != encode_state(record.get("aggregated"))
     return saved
 
 
-def _belongs(ours: Mapping[str, Any]) -> bool:
+def _belongs(own: Mapping[str, Any]) -> bool:
     """Return whether the visible part of a state is the one that its record came with."""
-    marks = ours.get("of")
-    return isinstance(marks, Mapping) and _digest(ours["record"]) in marks
+    marks = own.get("of")
+    return isinstance(marks, Mapping) and _digest(own["record"]) in marks
 
 
 def _digest(envelope: bytes | bytearray) -> str:
@@ -320,12 +326,18 @@ def _saved(record: dict[str, Any]) -> tuple[SavedState, bool]:
         wanted = saved.num_boxes * workers if places or saved.methods != 4 else 0  # none: converted to this topology
         if (len(saved.positions), len(places)) != (saved.num_boxes, wanted):
             raise ValueError(
-                f"{len(saved.positions)} positions and {len(places)} workers for {saved.num_boxes} boxes of {workers}"
+                f"it must have {saved.num_boxes} positions and {wanted} workers, got {len(saved.positions)} and "
+                f"{len(places)}"
             )
         if places and places != [(box, slot) for box in range(saved.num_boxes) for slot in range(workers)]:
-            raise ValueError(f"workers {str(places)[:200]} for {saved.num_boxes} boxes of {workers}")
+            raise ValueError(
+                f"its workers must be those of {saved.num_boxes} boxes with {workers} slots each, got (box, slot) "
+                f"{str(places)[:200]}"
+            )
         if any(len(position.total) != workers for position in saved.positions):
-            raise ValueError(f"a position of other than {workers} workers")
+            raise ValueError(f"each of its positions must have {workers} workers")
     if saved.methods not in (0, 2, 4) or not 0 <= saved.step <= MOST or (saved.step > 0 and not saved.positions):
-        raise ValueError(f"{saved.methods} methods at step {saved.step} with {len(saved.positions)} positions")
+        raise ValueError(
+            f"impossible values: {saved.methods} state methods, step {saved.step}, {len(saved.positions)} positions"
+        )
     return saved, bool(record["wrapped"])

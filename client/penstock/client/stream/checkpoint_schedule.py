@@ -32,10 +32,10 @@ announced: a worker takes no snapshot at a step that was not announced, and its 
 def positive(name: str, value: Any, least: int = 1) -> int:
     """Return `value` as a number of steps. Raises InvalidArgumentError below `least`, TypeError if not an integer."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"{name} must be an integer, not {value!r}")
+        raise TypeError(f"{name} must be an integer, got {value!r}")
     number = int(value.__index__())
     if number < least:
-        raise InvalidArgumentError(f"{name} must be at least {least}, not {number}")
+        raise InvalidArgumentError(f"{name} must be at least {least}, got {number}")
     return number
 
 
@@ -68,7 +68,7 @@ class CheckpointSchedule:
         for entry in steps:
             if isinstance(entry, range):
                 if len(entry) and min(entry[0], entry[-1]) < 1:
-                    raise InvalidArgumentError(f"checkpoint_steps holds {entry}, and steps count from 1")
+                    raise InvalidArgumentError(f"checkpoint_steps must be steps >= 1, got {entry}")
                 ranges.append(entry if entry.step > 0 else entry[::-1])
             else:
                 single.add(positive("a step in checkpoint_steps", entry))

@@ -113,27 +113,28 @@ def check_device(name: str) -> str:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise InvalidArgumentError(f'{name!r} names no device: use "cpu", "cuda" or "cuda:N"') from None
+        raise InvalidArgumentError(f'device must be "cpu", "cuda" or "cuda:N", got {name!r}') from None
     if device.type == "cpu":
         if device.index:
-            raise InvalidArgumentError(f'{name!r} names no device, for there is one "cpu"')
+            raise InvalidArgumentError(f'device must be "cpu" for the CPU, which has no number, got {name!r}')
         return "cpu"
     if device.type != "cuda":
         raise InvalidArgumentError(
-            f'batches are copied to "cpu", "cuda" or "cuda:N", not to a device of type {device.type!r}: leave device '
-            "out, and move them in the loop"
+            f'device must be "cpu", "cuda" or "cuda:N", got {name!r}: leave device out, and move the batches to it in '
+            "the loop"
         )
     if not torch.cuda.is_available():
         if _built_for_cuda():
             why = "torch finds no CUDA device here; see nvidia-smi, the driver's version and CUDA_VISIBLE_DEVICES"
         else:
             why = f"this torch ({torch.__version__}) was built without CUDA; install one that has it"
-        raise InvalidArgumentError(f'{name!r} cannot be used, for {why}. Or leave device out, or use device="cpu"')
+        raise InvalidArgumentError(f'device={name!r} cannot be used: {why}. Or leave device out, or pass device="cpu"')
     count = torch.cuda.device_count()
     if device.index is not None and device.index >= count:
         raise InvalidArgumentError(
-            f"{name!r} cannot be used, for this process sees {count} CUDA devices, numbered from 0; see "
-            "CUDA_VISIBLE_DEVICES, and under torchrun use LOCAL_RANK"
+            f"device must be one of the {count} CUDA devices that this process sees, numbered from 0, got {name!r}: "
+            "see "
+            "CUDA_VISIBLE_DEVICES; under torchrun use LOCAL_RANK"
         )
     return str(device)
 

@@ -34,7 +34,8 @@ from penstock.client.stream.device import CpuBackend, DeviceBackend
 from penstock.client.stream.device_loads import LOOK_S, DeviceLane, DeviceLoad, PeekingConsumer
 from penstock.client.stream.lane_reader import SlotLane
 from penstock.client.stream.open_run import OpenRun
-from penstock.client.stream.ordered_reader import EPOCH_ENDED, OrderedReader
+from penstock.client.stream.ordered_reader import OrderedReader
+from penstock.client.stream.stream_interfaces import EPOCH_ENDED
 from penstock.proto.errors import DeadlineError
 from penstock.proto.lane.frames import BATCH
 from penstock.proto.state.position import Position

@@ -270,7 +270,9 @@ class SlotLane:
         nbytes = frame.nbytes
         dims = frame.rest if not frame.size else dims_of(frame, ring.ring)
         if len(dims) & 7:
-            raise ProtocolError(f"{self.name}: dims of {len(dims)} bytes")
+            raise ProtocolError(
+                f"{self.name}: the shapes of a batch must be whole numbers of 8 bytes, got {len(dims)} bytes"
+            )
         shapes, seed = layouts.find(nbytes, dims)
         view, offset, cover = ring.ring.view, frame.entry * ring.entry_bytes, frame.flags
         if cover == DigestCover.ROWS:
@@ -282,7 +284,7 @@ class SlotLane:
             digest = region_digest(seed, view, offset, nbytes, cover == DigestCover.FULL)
         if digest != frame.digest:
             raise BatchCorruptError(
-                f"{self.name}: batch {frame.total} of the slot is not what its runner made, by its digest"
+                f"{self.name}: batch {frame.total} of the slot arrived with another digest than its runner computed"
             )
         self.layout = assembler.structure, shapes
         return ring, assembler, shapes

@@ -18,10 +18,9 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
-from penstock.client.stream.stream_interfaces import StreamRun
+from penstock.client.stream.stream_interfaces import BoxProgress, StreamRun
 from penstock.proto.batch.digest import cover_of
 from penstock.proto.errors import (
     CoordinatorUnavailableError,
@@ -35,10 +34,10 @@ from penstock.proto.lane.compression import require
 from penstock.proto.lane.endpoints import LANE_PROTOCOL, connect_local
 from penstock.proto.rpc.calls import CoordinatorClient, FetchedState
 from penstock.proto.v1 import coordinator_pb2 as pb
-from penstock.proto.v1 import lane_pb2, records_pb2
+from penstock.proto.v1 import lane_pb2
 from penstock.runtime.process import forks
 
-__all__ = ["BoxProgress", "OpenRun", "RunLink"]
+__all__ = ["OpenRun", "RunLink"]
 
 HOLD_S = 1.0
 """Seconds of a long poll until the coordinator sets them; also the interval of progress reports."""
@@ -50,6 +49,8 @@ AWAY = (CoordinatorUnavailableError, DeadlineError, JournalError)
 SHORTEST_BACKOFF_S, MAX_BACKOFF_S = 0.1, 2.0
 RETRY_S = 0.3
 """Smallest deadline of a try of a state query, in seconds."""
+ABANDONED_SENT = 4096
+"""Abandoned epochs in one report, at most: the coordinator takes no more (Limits.abandoned_at_once)."""
 AWAY_S = 3600.0
 """Seconds that a state query waits for a coordinator that is away: as long as it keeps an attempt without heartbeats
 (Limits.abandoned_s). Training continues without it, so its absence is no reason to fail a save."""
@@ -77,40 +78,6 @@ class RunLink(Protocol):
         """Return the address of the receiver; start it if necessary."""
 
 
-@dataclass
-class BoxProgress:
-    """The training thread's progress, for the coordinator. The thread replaces values, never changes them in place."""
-
-    position: Callable[[], records_pb2.BoxPosition | None] = lambda: None
-    waiting_for: int = 0
-    """Slot + 1 that the loop waits for; 0: none."""
-    waiting_since: float = 0.0
-    """Start of that wait, a time.monotonic()."""
-    waited_by_slot: list[float] = field(default_factory=list)
-    """Seconds waited, by slot; a new list resets the count."""
-    epoch_ended: bool = False
-    unreachable: Callable[[], list[tuple[int, int, str]]] = list
-    """(slot, generation, why) of workers that this host cannot reach."""
-    abandoned: tuple[tuple[int, int], ...] = field(default=())
-    """(epoch, last step) of the epochs left by `break`."""
-    _told: tuple[list[float], list[float]] = field(default=([], []))
-
-    def waits(self) -> list[float]:
-        """Return the seconds waited so far, by slot, including the wait under way.
-
-        They never fall, although the training thread may be between the end of a wait and its entry.
-        """
-        counted = self.waited_by_slot
-        seconds, slot = list(counted), self.waiting_for - 1
-        if 0 <= slot < len(seconds):
-            seconds[slot] += max(0.0, time.monotonic() - self.waiting_since)
-        of, before = self._told
-        if of is counted:
-            seconds = [max(pair) for pair in zip(before, seconds, strict=True)]
-        self._told = (counted, seconds)
-        return seconds
-
-
 class OpenRun:
     """An open run. `close` may be called from any thread, the rest belongs to the training thread."""
 
@@ -126,6 +93,9 @@ class OpenRun:
         self.seed = 0
         self._lease_s = 0.0
         """Seconds of the lease that the coordinator has granted; it depends on the number of boxes."""
+        self._abandoned_known = 0
+        """Number of abandoned epochs that the coordinator has confirmed. They are in its journal, so none of them is
+        sent again."""
         self._commit_mark = b""
         """Lower bound of the journal's position, sent to the next coordinator that opens this journal."""
         self.ended_boxes: dict[int, int] = {}
@@ -198,11 +168,27 @@ class OpenRun:
             waited_s=sum(waits),
             waited_by_slot_s=waits,
             epoch_ended=progress.epoch_ended,
-            abandoned=[pb.AbandonedEpoch(epoch=epoch, step=step) for epoch, step in progress.abandoned],
+            abandoned=[
+                pb.AbandonedEpoch(epoch=epoch, step=step)
+                for epoch, step in progress.abandoned[self._abandoned_known :][:ABANDONED_SENT]
+            ],
             lease_s=self._lease_s,
             commit_mark=self._commit_mark,
             unreachable=[pb.LaneTrouble(slot=s, generation=g, why=why) for s, g, why in progress.unreachable()],
         )
+
+    def _report(self, seen: int, hold_s: float) -> pb.WatchRunReply:
+        """Return the answer to a report: the abandoned epochs in it are in the coordinator's journal now."""
+        first = self._abandoned_known
+        request = self._watch_request(seen, hold_s)
+        reply = self._client.watch_run(request)
+        self._abandoned_known = max(self._abandoned_known, first + len(request.abandoned))
+        return reply
+
+    def _report_abandoned(self) -> None:
+        """Report the abandoned epochs that do not fit into one report: the coordinator was away for many."""
+        while len(self.progress.abandoned) - self._abandoned_known > ABANDONED_SENT:
+            self._report(0, 0.0)
 
     def _watch(self, hold_s: float) -> None:
         seen, backoff = 0, SHORTEST_BACKOFF_S
@@ -212,7 +198,7 @@ class OpenRun:
                 return
             asked = time.monotonic()
             try:
-                reply = self._client.watch_run(self._watch_request(seen, hold_s))
+                reply = self._report(seen, hold_s)
             except AWAY as error:
                 self.away_because = error.message
                 if self.away_since is None:
@@ -291,7 +277,7 @@ class OpenRun:
     def report(self) -> None:
         """Report progress now instead of within HOLD_S. If the coordinator is away, the thread does it later."""
         try:
-            reply = self._client.watch_run(self._watch_request(0, 0.0))
+            reply = self._report(0, 0.0)
         except PenstockError:
             return
         self.heard_at = time.monotonic()
@@ -335,13 +321,14 @@ class OpenRun:
     def fetch_state(self, step: int, deadline_s: float) -> FetchedState:
         """Return the records of all workers at a step."""
         request = pb.FetchStateRequest(run=self.name, attempt=self.attempt, step=step, deadline_s=deadline_s)
-        request.progress.CopyFrom(self._watch_request(0, 0.0))
         return self._fetched(request)
 
     def _fetched(self, request: pb.FetchStateRequest) -> FetchedState:
         until = time.monotonic() + request.deadline_s
 
         def fetch(away_s: float) -> FetchedState:
+            self._report_abandoned()
+            request.progress.CopyFrom(self._watch_request(0, 0.0))
             request.deadline_s = max(until + away_s - time.monotonic(), RETRY_S)
             return self._client.fetch_state(request)
 
@@ -369,7 +356,6 @@ class OpenRun:
     def aggregate(self, states: bytes, deadline_s: float) -> bytes:
         """Run the loader's aggregate_state_dict on a worker: an envelope of the list of states -> one of the result."""
         request = pb.FetchStateRequest(run=self.name, attempt=self.attempt, deadline_s=deadline_s)
-        request.progress.CopyFrom(self._watch_request(0, 0.0))
         put = self._client.put_blob
         request.aggregate_blob = self._when_back(lambda _: put(states, self.name), "an aggregation", deadline_s)
         return self._fetched(request).records[0][1]
@@ -388,6 +374,7 @@ class OpenRun:
         self._closing.set()
         try:
             if self.attempt and not isinstance(self.error, UnknownRunError):
+                self._report_abandoned()
                 self._client.close_run(
                     pb.CloseRunRequest(
                         run=self.name,

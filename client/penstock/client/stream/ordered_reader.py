@@ -19,14 +19,19 @@ import threading
 import time
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final, Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 from penstock.client.stream import open_streams
 from penstock.client.stream.checkpoint_schedule import CheckpointSchedule
 from penstock.client.stream.lane_reader import CORRUPT_TRIES, SlotLane
 from penstock.client.stream.open_run import OpenRun
-from penstock.client.stream.stream_interfaces import placed, recovered, warn_of_whole_input
+from penstock.client.stream.stream_interfaces import (
+    EPOCH_ENDED,
+    StreamStats,
+    placed,
+    recovered,
+    warn_of_whole_input,
+)
 from penstock.proto.batch.structure import Structure
 from penstock.proto.errors import (
     BatchCorruptError,
@@ -46,10 +51,8 @@ from penstock.proto.state.restartable import by_own_methods
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import lane_pb2, records_pb2
 
-__all__ = ["EPOCH_ENDED", "OrderedReader", "StreamStats"]
+__all__ = ["OrderedReader"]
 
-EPOCH_ENDED: Final = object()
-"""Returned by `OrderedReader.next` instead of a batch."""
 OUTRUN = 2 * (MAX_ENTRIES + 8)
 """Batches of each slot that announced checkpoint steps reach ahead: a worker may be a ring ahead of the loop, and gets
 the next announcement when the loop is half way there."""
@@ -61,28 +64,6 @@ LAZY_S = 0.002
 call and one wake-up of the producer for each batch of a loop that is faster than its workers."""
 
 _log = logging.getLogger("penstock.client")
-
-
-@dataclass
-class StreamStats:
-    """Figures of a run's stream so far."""
-
-    steps: int = 0
-    """Batches delivered to the loop."""
-    waited_s: float = 0.0
-    """Seconds that the loop waited for data."""
-    waited_by_worker: dict[str, float] = field(default_factory=dict)
-    """Seconds, by the worker that was waited for."""
-    copies: int = 0
-    """Batches delivered as copies, because the loop held too many views."""
-    ahead: int = 0
-    """Batches whose copy to the device began before the loop requested them; 0 without a device."""
-    recoveries: int = 0
-    """Slots that moved to another runner while the loop was reading."""
-    corrupt: int = 0
-    """Number of times that data arrived damaged, over the network or in memory, and were fetched again."""
-    skipped: int = 0
-    """Poison batches left out since the loader was opened (poison="skip")."""
 
 
 class OrderedReader:
@@ -195,12 +176,13 @@ class OrderedReader:
             lane.corrupt = 0  # should the caller try again, so does the lane
             raise self._placed(
                 BatchCorruptError(
-                    f"{self._label}: batch {self.position.total[slot] + 1} of the slot came damaged {CORRUPT_TRIES} "
-                    f"times in a row; memory or network damages data, at the worker or here. The last time: {what}"
+                    f"{self._label}: batch {self.position.total[slot] + 1} of the slot arrived damaged {CORRUPT_TRIES} "
+                    "times in a row: memory or network damages data, on the worker's machine or this one. Last cause: "
+                    f"{what}"
                 ),
                 slot,
             )
-        _log.warning("%s: damaged data arrived and are fetched again: %s", self._label, what)
+        _log.warning("%s: damaged data arrived and is fetched again: %s", self._label, what)
 
     def _other(self, lane: SlotLane, frame: Frame) -> bool:
         """Handle any frame but the due batch. True if the epoch has ended."""
@@ -261,13 +243,14 @@ class OrderedReader:
         """Count an unneeded frame. If a peer sent only such frames, no wait and no deadline would be reached."""
         lane.unused += 1
         if lane.unused > MAX_UNUSED:
-            raise self._confused(lane, f"{lane.unused} frames that are not needed")
+            raise self._confused(lane, f"{lane.unused} batches and messages that are not needed")
 
     def _confused(self, lane: SlotLane, what: str) -> ProtocolError:
         position, slot = self.position, lane.slot
         lane.lose(time.monotonic(), "out of order")
         return ProtocolError(
-            f"{lane.name}: sent {what}, where batch {position.total[slot] + 1} of epoch {position.epoch} was due"
+            f"{lane.name}: the worker sent {what}, but batch {position.total[slot] + 1} of epoch {position.epoch} was "
+            "due"
         )
 
     # ---- waiting
@@ -282,7 +265,7 @@ class OrderedReader:
         if run.error is not None:
             raise run.error
         if run.closed:
-            raise PenstockError(f"{self._label}: its run was closed while it was being read")
+            raise PenstockError(f"{self._label}: its appliance was closed while the loop was reading")
         now = time.monotonic()
         if not self._waiting_since:
             self._waiting_since = now
@@ -367,8 +350,8 @@ class OrderedReader:
         starting = "its runner is still starting"
         if view.start_queue_position:
             queued = f"number {view.start_queue_position} of {view.start_queue_length}"
-            starting = f"its runner is {queued} in the worker's queue of starts"
-        doing = {pb.STARTING: starting, pb.READY: "its next batch has not come"}
+            starting = f"its runner is {queued} in the worker's queue of runners to start"
+        doing = {pb.STARTING: starting, pb.READY: "its next batch has not arrived"}
         trouble = f"; its lane cannot be opened: {lane.trouble}" if lane.consumer is None and lane.trouble else ""
         what = f"its runner is {view.doing}" if view.doing else doing.get(view.phase, "it has failed")
         return DeadlineError(
@@ -403,7 +386,7 @@ class OrderedReader:
                 if moved:
                     self.stats.recoveries += 1
                 if moved and view.migrated:
-                    what = f"slot {slot} of box {run.box} is on worker {view.worker} now: {view.note}"
+                    what = f"slot {slot} of box {run.box} was moved to worker {view.worker}: {view.note}"
                     _log.info("%s: %s", self._label, what)
             if view.restarts > self._restarts[slot]:
                 self._restarts[slot] = view.restarts

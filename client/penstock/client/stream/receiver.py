@@ -155,7 +155,7 @@ class ReceiverLane:
         """End the lane: close both sockets. The consumer can still read all that was sent to it."""
         if self.over:
             return
-        _log.info("a lane ended: %s", why)
+        _log.info("a lane has ended: %s", why)
         self.over = True
         self._target = self._slab = self._unpacker = None
         self._unpackers.clear()
@@ -187,11 +187,11 @@ class ReceiverLane:
             hello.ParseFromString(data)
             host, _, port = hello.target.rpartition(":")
             if len(data) > MAX_FRAME or not host or not port.isdecimal() or int(port) > 65535:
-                raise ProtocolError(f"{len(data)} bytes with the target {hello.target!r}")
+                raise ProtocolError(f"its target must be HOST:PORT, got {hello.target!r} in {len(data)} bytes")
         except BlockingIOError:
             return
         except (OSError, DecodeError, ProtocolError) as error:
-            self.end(f"no hello: {error}")
+            self.end(f"the consumer sent no valid Hello: {error}")
             return
         self._greeted = True
         self.deadline = time.monotonic() + 2 * SHAKE_S
@@ -321,19 +321,19 @@ class ReceiverLane:
             elif kind in (END, ERROR, CLOSE):
                 producer.forward_end(frame)
             else:
-                raise ProtocolError(f"a frame of unknown kind {kind}")
+                raise ProtocolError(f"a worker sent a frame of unknown kind {kind}")
 
     def _check_claims(self, frame: Frame) -> None:
         """Check a batch before memory is allocated for it. Raises ProtocolError."""
         size = frame.nbytes + 8 * frame.size
         if size > self._slot_bytes.get(frame.ring, -1):
-            raise ProtocolError(f"a batch of {frame.nbytes} bytes in no ring that was announced")
+            raise ProtocolError(f"a worker sent a batch of {frame.nbytes} bytes, which fits no ring that it announced")
         if frame.codec or frame.wire:
             if frame.codec not in self._unpackers:
-                raise ProtocolError(f"a batch compressed in a way ({frame.codec}) that was not asked for")
+                raise ProtocolError(f"a worker sent a batch with a compression that was not requested ({frame.codec})")
             check_claim(frame.wire, size)
         if not self._producer.knows_structure(frame.structure):
-            raise ProtocolError(f"a batch of structure {frame.structure}, never announced")
+            raise ProtocolError(f"a worker sent a batch of structure {frame.structure}, which it has not announced")
 
     def _fill(self) -> bool:
         """Copy the payload's part in the receive buffer to `_target`. Return False if more is to come."""
@@ -385,9 +385,7 @@ class ReceiverLane:
         try:
             self._target = unpacker.step()
         except ProtocolError as error:  # the check that would detect this comes later
-            raise BatchCorruptError(
-                f"its payload was damaged on its way, or never could be unpacked: {error}"
-            ) from error
+            raise BatchCorruptError(f"the batch was damaged in transit, or was compressed wrongly: {error}") from error
         if self._target is None:
             self._unpacker, self._whole = None, True
 

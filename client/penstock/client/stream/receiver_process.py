@@ -79,11 +79,18 @@ class Receiver:
                 said = ready.line(START_S)
             except TimeoutError:
                 self._end()
-                raise DeadlineError(f"waited {START_S:g} s for the receiver to listen") from None
+                raise DeadlineError(
+                    f"waited {START_S:g} s for the receiver, the process that takes batches from other hosts, to "
+                    "start: "
+                    "see its standard error"
+                ) from None
         if said is None:
             how = exit_words(process.result())
             self._end()
-            raise PenstockError(f"the receiver {how} before it listened; see its standard error")
+            raise PenstockError(
+                f"the receiver, the process that takes batches from other hosts, {how} at its start: see its standard "
+                "error"
+            )
         self.name = name
 
     def _tls_arguments(self) -> list[str]:

@@ -1,12 +1,14 @@
 """Interfaces of an open run and of its reader, whose batches come from worker processes, through a coordinator and
-lanes (open_run.py, ordered_reader.py), or from this process (penstock.client.in_process). It also has the messages of
-both."""
+lanes (open_run.py, ordered_reader.py), or from this process (penstock.client.in_process). And what both share:
+progress, figures, messages."""
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal, NoReturn, Protocol
 
 from penstock.client.stream.checkpoint_schedule import CheckpointSchedule
 from penstock.proto.batch.digest import DigestCover
@@ -15,12 +17,77 @@ from penstock.proto.errors import PenstockError
 from penstock.proto.rpc.calls import FetchedState
 from penstock.proto.state.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
+from penstock.proto.v1 import records_pb2
 
-if TYPE_CHECKING:
-    from penstock.client.stream.open_run import BoxProgress
-    from penstock.client.stream.ordered_reader import StreamStats
+__all__ = [
+    "EPOCH_ENDED",
+    "BoxProgress",
+    "Reader",
+    "StreamRun",
+    "StreamStats",
+    "placed",
+    "recovered",
+    "warn_of_whole_input",
+]
 
-__all__ = ["Reader", "StreamRun", "placed", "recovered", "warn_of_whole_input"]
+EPOCH_ENDED: Final = object()
+"""Returned by `Reader.next` instead of a batch."""
+
+
+@dataclass
+class BoxProgress:
+    """The training thread's progress, for the coordinator. The thread replaces values, never changes them in place."""
+
+    position: Callable[[], records_pb2.BoxPosition | None] = lambda: None
+    waiting_for: int = 0
+    """Slot + 1 that the loop waits for; 0: none."""
+    waiting_since: float = 0.0
+    """Start of that wait, a time.monotonic()."""
+    waited_by_slot: list[float] = field(default_factory=list)
+    """Seconds waited, by slot; a new list resets the count."""
+    epoch_ended: bool = False
+    unreachable: Callable[[], list[tuple[int, int, str]]] = list
+    """(slot, generation, why) of workers that this host cannot reach."""
+    abandoned: tuple[tuple[int, int], ...] = field(default=())
+    """(epoch, last step) of the epochs left by `break`."""
+    _told: tuple[list[float], list[float]] = field(default=([], []))
+
+    def waits(self) -> list[float]:
+        """Return the seconds waited so far, by slot, including the wait under way.
+
+        They never fall, although the training thread may be between the end of a wait and its entry.
+        """
+        counted = self.waited_by_slot
+        seconds, slot = list(counted), self.waiting_for - 1
+        if 0 <= slot < len(seconds):
+            seconds[slot] += max(0.0, time.monotonic() - self.waiting_since)
+        of, before = self._told
+        if of is counted:
+            seconds = [max(pair) for pair in zip(before, seconds, strict=True)]
+        self._told = (counted, seconds)
+        return seconds
+
+
+@dataclass
+class StreamStats:
+    """Figures of a run's stream so far."""
+
+    steps: int = 0
+    """Batches delivered to the loop."""
+    waited_s: float = 0.0
+    """Seconds that the loop waited for data."""
+    waited_by_worker: dict[str, float] = field(default_factory=dict)
+    """Seconds, by the worker that was waited for."""
+    copies: int = 0
+    """Batches delivered as copies, because the loop held too many views."""
+    ahead: int = 0
+    """Batches whose copy to the device began before the loop requested them; 0 without a device."""
+    recoveries: int = 0
+    """Slots that moved to another runner while the loop was reading."""
+    corrupt: int = 0
+    """Number of times that data arrived damaged, over the network or in memory, and were fetched again."""
+    skipped: int = 0
+    """Poison batches left out since the loader was opened (poison="skip")."""
 
 
 class StreamRun(Protocol):

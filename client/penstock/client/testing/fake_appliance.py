@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
 from penstock.client.api.appliance import Appliance
 from penstock.client.api.appliance_settings import resolve_given
-from penstock.client.in_process import Fault, InProcessReader, InProcessRun
+from penstock.client.in_process import Fault
 from penstock.client.states.code_reference import forbid_in_runner
-from penstock.client.states.run_opening import Opening
-from penstock.client.stream.stream_interfaces import Reader, StreamRun
-from penstock.proto.errors import InvalidArgumentError, PenstockError
-from penstock.proto.v1 import records_pb2
+from penstock.proto.errors import InvalidArgumentError
 
 __all__ = ["FakeAppliance"]
 
@@ -94,45 +91,4 @@ class FakeAppliance(Appliance):
             timeout_s=timeout_s,
         )
         self._describe(settings)
-        self._faults = tuple(faults)
-        self._seeds: dict[int, int] = {}
-        """Seeds of runs by ordinal: a loader that is opened again keeps its seed."""
-
-    @property
-    def job(self) -> str:
-        """Name of the job that runs are opened under."""
-        return self.settings.job
-
-    def open_stream(self, owner: Any, opening: Opening) -> tuple[StreamRun, Reader]:
-        """See Appliance.open_stream."""
-        self._owner.check(f"{self!r}")
-        if self.closed:
-            raise PenstockError("this FakeAppliance is closed")
-        settings, ordinal = self.settings, self._ordinal(owner)
-        seed = opening.seed if opening.seed is not None else self._seeds.get(ordinal)
-        self._seeds[ordinal] = seed = secrets.randbits(63) if seed is None else seed
-        run = InProcessRun(
-            f"{settings.job}/{ordinal}",
-            settings.box,
-            settings.num_boxes,
-            settings.num_workers_per_box,
-            self._options(opening),
-            opening,
-            seed,
-            self._forget,
-        )
-        reader = InProcessReader(run, opening.reference.name, settings.device, settings.timeout_s, self._faults)
-        with self._lock:
-            self._runs.append(run)
-        return run, reader
-
-    def _options(self, opening: Opening) -> records_pb2.Options:
-        return self._spec(opening.reference, b"", opening.cover).options
-
-    def _disconnect(self) -> None:
-        """No-op: no process was started."""
-
-    def __repr__(self) -> str:
-        settings = self.settings
-        topology = f"box {settings.box} of {settings.num_boxes}, {settings.num_workers_per_box} workers each"
-        return f"<FakeAppliance {topology}>"
+        self.in_process, self._faults = True, tuple(faults)

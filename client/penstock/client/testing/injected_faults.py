@@ -13,8 +13,8 @@ __all__ = ["InputError", "LostWorker", "SlowBatch"]
 
 @dataclass(frozen=True)
 class SlowBatch:
-    """Batch that comes `seconds` late. From the appliance's `timeout_s` on, the loop gets a DeadlineError and may
-    then continue: the next executor gets the batch."""
+    """Fault: the batch of this step arrives `seconds` late. If that is the appliance's `timeout_s` or more, the loop
+    gets a DeadlineError and may then continue: the next executor gets the batch."""
 
     step: int
     seconds: float
@@ -25,8 +25,8 @@ class SlowBatch:
 
 @dataclass(frozen=True)
 class InputError:
-    """Error (a ValueError) that is raised while the batch of this step is made: the loop gets an InputFnError that
-    names it, and the run is over; load_state_dict begins another one."""
+    """Fault: input_fn's loader raises `error` (a ValueError by default) while it makes the batch of this step. The loop
+    gets an InputFnError that names it, and the run ends; load_state_dict starts another one."""
 
     step: int
     error: Exception = field(default_factory=partial(ValueError, "injected by a test"))
@@ -37,9 +37,9 @@ class InputError:
 
 @dataclass(frozen=True)
 class LostWorker:
-    """Death of the worker that is to make the batch of this step. The slot is created again and brought to its
-    position, with a warning and a count in DataExecutor.stats.recoveries; with `for_good` the loop gets a
-    WorkerLostError, and the run is over."""
+    """Fault: the worker that is to make the batch of this step dies. Its slot is recovered by another worker, with a
+    warning and a count in DataExecutor.stats.recoveries; with `for_good` the loop gets a WorkerLostError, and the run
+    ends."""
 
     step: int
     for_good: bool = False

@@ -38,16 +38,15 @@ def coordinator_tokens(file: Path | None, state_dir: Path | None) -> str:
         return read_tokens(file)
     if state_dir is None:
         raise InvalidArgumentError(
-            "a coordinator that keeps nothing on disk has no place for a token of its own: set PENSTOCK_TOKEN, or give "
-            "--token-file"
+            "a coordinator that keeps nothing on disk cannot make a token: set PENSTOCK_TOKEN, or give --token-file"
         )
     path = state_dir / FILE
     _refuse_planted(path)
     made = make_token(path)
     _log.info(
-        "token: %s in %s; give workers and training jobs PENSTOCK_TOKEN_FILE=%s",
-        "made one" if made else "the one",
+        "the token is in %s%s; give workers and training jobs PENSTOCK_TOKEN_FILE=%s",
         path,
+        " (made now)" if made else "",
         path.absolute(),
     )
     return read_tokens(path)
@@ -66,8 +65,9 @@ def _refuse_planted(path: Path) -> None:
         raise JournalError(f"the state directory {path.parent} cannot be used: {error}") from error
     if owner != os.geteuid():
         raise JournalError(
-            f"{path} must belong to the user that the coordinator runs as ({os.geteuid()}), got {owner}, who knows the "
-            "token: remove it, and a new one is made"
+            f"{path} must belong to the user that the coordinator runs as ({os.geteuid()}), got user {owner}, who "
+            "could "
+            "know the token: remove the file, and a new token is made"
         )
 
 

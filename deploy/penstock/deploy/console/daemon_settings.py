@@ -52,14 +52,16 @@ _MODULE = re.compile(r"\*|[^\W\d]\w*(\.[^\W\d]\w*)*")
 def listen_address(value: str) -> str:
     host, _, port = value.rpartition(":")
     if not host.isprintable() or " " in host:
-        raise ValueError("a host is printable text without blanks")
+        raise ValueError("a host must be printable text without blanks")
     if "/" in value:
-        raise ValueError('an address is "HOST:PORT", with no scheme before it and no path behind it')
+        raise ValueError('an address must be "HOST:PORT", without a scheme or path')
     if host and port.isascii() and port.isdigit() and int(port) <= 65535:
         if ":" in host and not (host.startswith("[") and host.endswith("]")):
-            raise ValueError(f"an IPv6 address goes in brackets: [{host}]:{port}")
+            raise ValueError(f"an IPv6 address must be in brackets: [{host}]:{port}")
         return value
-    raise ValueError('an address is "HOST:PORT", the port a number up to 65535; to listen, port 0 takes a free one')
+    raise ValueError(
+        'an address must be "HOST:PORT", the port a number up to 65535; to listen, port 0 takes a free one'
+    )
 
 
 def _page_address(value: str) -> str:
@@ -70,7 +72,9 @@ def _peer_address(value: str) -> str:
     if (path := socket_path(value)) is not None and path.is_absolute():
         return value
     if value.endswith(":0"):
-        raise ValueError('an address to connect to is "HOST:PORT" with the port that the coordinator printed, not 0')
+        raise ValueError(
+            'an address to connect to must be "HOST:PORT" with the port that the coordinator printed, not 0'
+        )
     return listen_address(value)
 
 
@@ -82,16 +86,18 @@ def lane_address(value: str) -> str:
         unspecified = False
     if unspecified:
         raise ValueError(
-            f"boxes on other machines are told this address and cannot connect to {host}: give this machine's"
+            f"training jobs on other machines connect to this address, and cannot connect to {host}: give an address "
+            "of "
+            "this machine"
         )
     return value
 
 
 def memory_size(value: str) -> str:
     if value and not re.fullmatch(r"[0-9]+(\.[0-9]+)?\s*([KMGT]i?)?B?", value):
-        raise ValueError("a size is a number with a unit: 500MiB, 4GiB, 1.5GiB")
+        raise ValueError("a size must be a number with a unit: 500MiB, 4GiB, 1.5GiB")
     if value and bytes_of(value) < 1 << 20:
-        raise ValueError("a runner needs more than 1 MiB")
+        raise ValueError("the memory of a runner must be at least 1 MiB")
     return value
 
 
@@ -270,15 +276,15 @@ class WorkerSettings(Section):
         for prefix in prefixes:
             if not _MODULE.fullmatch(prefix):
                 raise ValueError(
-                    f"{prefix!r} is no module name; give module prefixes (mypackage, mypackage.data) or '*'"
+                    f"a module prefix must be like mypackage or mypackage.data, or '*' for all, got {prefix!r}"
                 )
         if not prefixes:
-            raise ValueError("no module prefix is given, so no input_fn could run here")
+            raise ValueError("at least one module prefix must be given, or no input_fn could run here")
         return ",".join(prefixes)
 
     @field_validator("name")
     @classmethod
     def _printable(cls, value: str) -> str:
         if value != value.strip() or not value.isprintable():
-            raise ValueError("a name is printable text without blanks at its ends")
+            raise ValueError("a name must be printable text without blanks at its ends")
         return value

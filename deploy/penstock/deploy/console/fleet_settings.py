@@ -27,14 +27,15 @@ ENGINES = ("local", "ray", "slurm", "kubernetes")
 
 def _engine(value: str) -> str:
     if value not in ENGINES:
-        raise ValueError(f"there are the engines {', '.join(ENGINES)}")
+        raise ValueError(f"the engine must be one of {', '.join(ENGINES)}")
     return value
 
 
 def _fleet_name(value: str) -> str:
     if not re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,40}[a-z0-9])?", value):
         raise ValueError(
-            "a fleet's name has up to 42 small letters (a to z), digits and dashes, and no dash at its beginning or end"
+            "a fleet's name must have 1 to 42 lowercase letters (a to z), digits and dashes, without a dash at its "
+            "beginning or end"
         )
     return value
 

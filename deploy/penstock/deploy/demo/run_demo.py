@@ -88,7 +88,7 @@ class _Demo:
                 Identity(**daemon["identity"]).send(signal.SIGKILL)
                 self._say(f"    step {KILL_AT}: worker {self.killed}, which makes the next batches, is killed")
                 return
-        raise WorkerLostError(f"worker {self.killed} had gone before it could be killed")
+        raise WorkerLostError(f"worker {self.killed} ended before the demo could kill it: run the demo again")
 
 
 def run_demo(as_json: bool) -> int:

@@ -42,15 +42,15 @@ def show_checkpoints(path: Path, as_json: bool) -> int:
         show(_tables(path, verified))
         for name in aside:
             print(
-                f"{name} belongs to a save that did not end, or is being written; it is not read, and the next save "
-                f"removes it."
+                f"{name} is of a save that was interrupted, or still runs: it is not read, and the next save removes "
+                "it."
             )
     bad = [one for one in verified if one.wrong]
     if bad:
         good = next((one.found.path for one in verified if not one.wrong), None)
         offer = f"the newest good one is {good}" if good else "none here is intact"
         raise CheckpointCorruptError(
-            f"{len(bad)} of {len(verified)} checkpoints {'is' if len(bad) == 1 else 'are'} damaged; {offer}"
+            f"{len(bad)} of {len(verified)} checkpoints {'is' if len(bad) == 1 else 'are'} damaged (see above); {offer}"
         )
     return 0
 
@@ -67,7 +67,8 @@ def _at(path: Path) -> list[FoundCheckpoint]:
         found = checkpoints(path)
         if not found:
             raise CheckpointNotFoundError(
-                f"{path} is not a checkpoint of AsyncCheckpointer (it has no penstock.json), nor a folder with any"
+                f"{path} must be a checkpoint of AsyncCheckpointer, which has a penstock.json, or a folder of "
+                "checkpoints"
             ) from None
         return found
 

@@ -231,7 +231,7 @@ def check_worker(worker: WorkerView, error: str, here: bool, coordinator: str, q
         if worker.tcp_address and is_local(worker.tcp_address):
             remedy = "It listens on its own machine only: penstock worker --listen ITS-ADDRESS:0 there."
         else:
-            remedy = "Open that port in the firewall (fix it with --listen HOST:PORT), or give another --listen there."
+            remedy = "Let the firewall pass that port (fix it with --listen HOST:PORT), or give another --listen there."
         return problem(check, f"{found}, which cannot be reached from here: {error}", remedy)
     if worker.seen_s_ago > quiet_s:
         return warning(

@@ -37,7 +37,9 @@ def try_import(input_fn: str, deadline_s: float) -> ImportedLoader:
     """
     module, _, name = input_fn.partition(":")
     if not module or not name:
-        raise InvalidArgumentError(f"{input_fn!r} is not MODULE:NAME, such as mypackage.data:train_input")
+        raise InvalidArgumentError(
+            f"input_fn must be MODULE:NAME, such as mypackage.data:train_input, got {input_fn!r}"
+        )
     with LinePipe() as answer:
         command = interpreter("penstock.deploy.doctor.import_check", input_fn, str(answer.theirs.fileno()))
         child = spawn(command, fds=[answer.theirs], stdout=sys.stderr.fileno())
@@ -47,7 +49,7 @@ def try_import(input_fn: str, deadline_s: float) -> ImportedLoader:
             kill_group(child.pid)  # and its descendants
             status = child.result()
         if not in_time:
-            raise DeadlineError(f"importing {module} takes more than {deadline_s:g} s")
+            raise DeadlineError(f"importing {module} took more than {deadline_s:g} s, and was stopped")
         answer.read()  # once: a descendant in another group may hold the other end
     if not answer.rest:
         raise PenstockError(f"the process that imported {module} {exit_words(status)}")

@@ -7,7 +7,7 @@ restored in the next process, and once more. A four-method loader whose own stat
 launches: all workers' states are aggregated, deaggregated in the processes of a next launch, streamed from, and saved
 again.
 
-A run does not trust a state either (worker/daemon/proofs.py): a state that does not lead to the delivered batches
+A run does not believe a state either (worker/slots/proofs.py): what does not lead to the batches that were delivered
 is not used, and batches are counted and replayed instead. So a loader whose states are wrong can be saved and resumed,
 as long as it yields the same batches again from its start. The verdict names the cost, and the consequences for other
 numbers of workers.
@@ -82,7 +82,9 @@ class LoaderQuestion:
         """Return the fields of a task on one of the workers. Raises InvalidArgumentError."""
         module, _, name = self.input_fn.partition(":")
         if not module or not name:
-            raise InvalidArgumentError(f"{self.input_fn!r} is not MODULE:NAME, such as mypackage.data:train_input")
+            raise InvalidArgumentError(
+                f"input_fn must be MODULE:NAME, such as mypackage.data:train_input, got {self.input_fn!r}"
+            )
         return {
             "input_fn": self.input_fn,
             "args": json_option("--args", self.args, list),

@@ -89,7 +89,7 @@ def _sealed_memfd() -> None:
         seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
         if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & seals != seals:
-            raise OSError(0, "seals do not hold")
+            raise OSError(0, "the kernel does not apply seals to a memfd")
     finally:
         os.close(fd)
 
@@ -121,7 +121,7 @@ def _passed_descriptor() -> None:
         for fd in fds:
             os.close(fd)
         if not fds:
-            raise OSError(0, "none arrived")
+            raise OSError(0, "the passed file descriptor did not arrive")
 
 
 def _direct() -> None:

@@ -45,7 +45,10 @@ class TrialProcesses(ForkingInterpreter):
                 while (message := child.hear(until)) is not None:
                     said.append(message)
                 child.show_stack()
-                raise DeadlineError(f"{what} took more than {self._deadline_s:g} s; its stack is above")
+                raise DeadlineError(
+                    f"{what} took more than {self._deadline_s:g} s (its stack is above): raise --timeout if it needs "
+                    "longer"
+                )
             except LaneLostError:
                 how = child.how_it_ended()
         if said and said.done.kind == "failed":

@@ -140,10 +140,10 @@ class FleetFolder:
         except FileNotFoundError:
             return None
         except (OSError, ValueError, RecursionError) as error:
-            raise CommandError(f"{path} cannot be read ({error}); move it away if nothing is up", USAGE) from error
+            raise CommandError(f"{path} cannot be read ({error}): move it away if no fleet runs", USAGE) from error
         except (TypeError, KeyError, AttributeError) as error:
             raise CommandError(
-                f"{path} holds something else than this release writes there ({error}); move it away if nothing is up",
+                f"{path} was written by another release, or is damaged ({error}): move it away if no fleet runs",
                 USAGE,
             ) from error
 
@@ -181,7 +181,7 @@ class FleetFolder:
                 return
             if self.fleet() is not None:
                 raise CommandError(
-                    f"a fleet is up in {self.path} already, with another token: `penstock down` ends it", USAGE
+                    f"a fleet with another token already runs in {self.path}: end it by `penstock down`", USAGE
                 )
             self.token.unlink()
         fd = os.open(self.token, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

@@ -27,14 +27,16 @@ def plan_of(
     """Return the plan of the settings, with the daemons' own checks."""
     if not settings.allow:
         raise InvalidArgumentError(
-            f"{flag('allow')} is missing (or the variable {variable(UpSettings, 'allow')}): module prefixes of your "
-            "input_fn, such as mypackage; '*' for any"
+            f"{flag('allow')} is missing (or the variable {variable(UpSettings, 'allow')}): the modules whose input_fn "
+            "workers may run, as a prefix such as mypackage; '*' for any"
         )
     mine = _OWN.get(settings.engine, ())
     for engine, names in _OWN.items():
         for name in names:
             if name in settings.model_fields_set and name not in mine and engine != settings.engine:
-                raise InvalidArgumentError(f"{flag(name)} means nothing to the engine {settings.engine}")
+                raise InvalidArgumentError(
+                    f"{flag(name)} must be left out for --engine {settings.engine}: it is for {engine}"
+                )
     cores = max(1, len(os.sched_getaffinity(0)) // settings.workers)
     slots = settings.slots or (cores if settings.engine == "local" else 8)
     checked = resolve(WorkerSettings, slots=slots, allow=settings.allow, name=settings.name)

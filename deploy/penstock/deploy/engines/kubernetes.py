@@ -55,12 +55,13 @@ def render(plan: FleetPlan, folder: Path) -> str:
     certificates.
     """
     if not plan.options["image"]:
-        raise CommandError("--image is missing: the image that has Penstock and your code in it", USAGE)
+        raise CommandError("--image is missing: the container image with Penstock and your code", USAGE)
     if not plan.options["tls_secret"] and not plan.insecure:
         raise UnsafeBindError(
-            "pods talk to each other over the network: give --tls-secret NAME, with Secrets NAME-coordinator and "
-            "NAME-worker of ca.crt, tls.crt and tls.key for the names coordinator.penstock and worker.penstock, or say "
-            "--insecure on a network that you trust"
+            "pods connect to each other over the network: give --tls-secret NAME, where the Secrets NAME-coordinator "
+            "and "
+            "NAME-worker hold ca.crt, tls.crt and tls.key for the names coordinator.penstock and worker.penstock, or "
+            "pass --insecure on a network that you trust"
         )
     items = manifests(fleet_settings(plan))
     for item in items:

@@ -66,7 +66,7 @@ class LocalEngine:
             told = in_time and process.result() == -signal.SIGTERM
             process.send(signal.SIGTERM)
             if told:  # a signal came before it could handle one
-                raise CommandError(f"the fleet in {where.path} was told to end while it was starting", INTERRUPTED)
+                raise CommandError(f"the fleet in {where.path} was ended while it was starting", INTERRUPTED)
             raise CommandError(f"the supervisor did not start: {last_words(log)}", BUG)
         answer = json.loads(said)
         if "error" in answer:
@@ -122,15 +122,15 @@ def _adjust(plan: FleetPlan, where: FleetFolder) -> Fleet:
         raise CommandError(f"a fleet is being started in {where.path} by another `penstock up`", USAGE)
     others = [name for name in current.differences(plan) if name != "--workers"]
     if others or (current.workers == plan.workers and not set(_states(fleet)) & GONE):
-        what = f" (another {', '.join(others)} was given)" if others else ""
+        what = f", with another {', '.join(others)}" if others else ""
         raise CommandError(
-            f"a fleet is up in {where.path} already{what}: `penstock down` ends it; --workers with another number, and "
-            "all else as it was, adjusts it",
+            f"a fleet already runs in {where.path}{what}: end it by `penstock down`, or change only --workers to "
+            "adjust it",
             USAGE,
         )
     where.save_plan(replace(current, workers=plan.workers))
     if not Identity(**fleet.about["supervisor"]).send(signal.SIGUSR1):
-        raise CommandError(f"the supervisor in {where.path} has just ended: try again", USAGE)
+        raise CommandError(f"the fleet in {where.path} has just ended: try again", USAGE)
     before = fleet.about.get("adjusted", 0)
     deadline = time.monotonic() + plan.timeout_s
     while time.monotonic() < deadline:
@@ -141,7 +141,11 @@ def _adjust(plan: FleetPlan, where: FleetFolder) -> Fleet:
         if fleet.about.get("adjusted", 0) > before and len(states) == plan.workers and set(states) <= GONE | {"ready"}:
             return fleet
         time.sleep(POLL_S)
-    raise DeadlineError(f"{where.path} has not {plan.workers} workers ready after {plan.timeout_s:g} s")
+    raise DeadlineError(
+        f"the fleet in {where.path} does not have {plan.workers} workers ready after {plan.timeout_s:g} s: see the "
+        "logs in "
+        f"{where.logs}"
+    )
 
 
 def _states(fleet: Fleet) -> list[str]:

@@ -184,9 +184,7 @@ def _node_of_coordinator(nodes: list[dict[str, Any]], wanted: str) -> dict[str, 
             return node
     known = ", ".join(f"{node['NodeManagerAddress']} ({node['NodeID']})" for node in living)
     what = f"no node {wanted}" if wanted else "no head node"
-    raise CommandError(
-        f"the Ray cluster has {what} for the coordinator; --coordinator-node takes one of {known}", USAGE
-    )
+    raise CommandError(f"the Ray cluster has {what} for the coordinator: give --coordinator-node one of {known}", USAGE)
 
 
 def _refuse_another_plan(there: Mapping[str, Any], where: FleetFolder, plan: FleetPlan) -> None:
@@ -197,8 +195,9 @@ def _refuse_another_plan(there: Mapping[str, Any], where: FleetFolder, plan: Fle
     others = [name for name in before.differences(plan) if name != "--workers"] if before is not None else ["--dir"]
     if others:
         raise CommandError(
-            f"a fleet {plan.name} is up on this Ray cluster already, and another {', '.join(others)} was given: "
-            "`penstock down` ends it",
+            f"a fleet {plan.name} with another {', '.join(others)} already runs on this Ray cluster: end it by "
+            "`penstock "
+            "down`",
             USAGE,
         )
 
@@ -232,7 +231,7 @@ def _ready(
             text = str(error).strip().splitlines()[-1]
             raise PenstockError(f"Ray lost the actor {waits[ref]} before it was ready: {text}") from error
         if "error" in said:
-            remedy = "; have the token file on every node, or say --send-token" if said["code"] == 12 else ""
+            remedy = "; put the token file on every node, or pass --send-token" if said["code"] == 12 else ""
             raise CommandError(f"on node {said['host']}: {said['error']}{remedy}", said["code"])
         found[waits[ref]] = said
     if len(found) < len(waits):
@@ -246,7 +245,7 @@ def _ready(
         if not (some and found):
             raise DeadlineError(f"{text} (--slots, --workers, --near; `ray status` says more)")
         _log.warning(
-            "%s. The fleet is up with %d workers; Ray starts the others when there is free capacity", text, len(found)
+            "%s. The fleet runs with %d workers; Ray starts the others when it has free resources", text, len(found)
         )
     return found
 

@@ -82,7 +82,9 @@ class SlurmEngine:
         if fleet is not None and _state(fleet.about["job"]):
             if before is None or before.differences(plan):
                 raise CommandError(
-                    f"job {fleet.about['job']} is up with other settings: `penstock down` ends it first", USAGE
+                    f"Slurm job {fleet.about['job']} runs this fleet with other settings: end it by `penstock down` "
+                    "first",
+                    USAGE,
                 )
         else:
             job = self._submit(plan, where)
@@ -108,11 +110,12 @@ class SlurmEngine:
                 return Fleet("slurm", plan.name, str(where.path), found, plan.token_file, plan.tls, {"job": job})
             if not state:
                 where.forget()
-                raise PenstockError(f"job {job} has ended: {last_words(where.logs / f'slurm-{job}.log')}")
+                raise PenstockError(f"Slurm job {job} has ended: {last_words(where.logs / f'slurm-{job}.log')}")
             if time.monotonic() > deadline:
                 raise DeadlineError(
-                    f"job {job} is {state}, not up, after {plan.timeout_s:g} s; it stays queued: the same command "
-                    "waits on, `penstock down` cancels it"
+                    f"Slurm job {job} is still {state} after {plan.timeout_s:g} s, and stays queued: run the same "
+                    "command "
+                    "again to wait for it, or cancel it by `penstock down`"
                 )
             time.sleep(POLL_S)
 
@@ -125,7 +128,9 @@ class SlurmEngine:
         deadline = time.monotonic() + timeout_s
         while _state(job):
             if time.monotonic() > deadline:
-                raise DeadlineError(f"job {job} has not ended {timeout_s:g} s after scancel: `squeue --job {job}`")
+                raise DeadlineError(
+                    f"Slurm job {job} has not ended {timeout_s:g} s after scancel: see `squeue --job {job}`"
+                )
             time.sleep(POLL_S)
         return [f"job {job}"]
 

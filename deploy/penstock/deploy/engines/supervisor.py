@@ -58,7 +58,7 @@ def supervise(
     if lock is None:
         lock = folder.lock()
     if lock is None:
-        raise CommandError(f"a fleet is up in {folder.path} already: `penstock down` ends it", USAGE)
+        raise CommandError(f"a fleet already runs in {folder.path}: end it by `penstock down`", USAGE)
     try:
         folder.hold(lock, Identity.of(os.getpid()))
         folder.save_plan(plan)
@@ -132,9 +132,7 @@ class _Supervisor:
             if living.done():
                 living.result()
             elif not self._up:
-                raise CommandError(
-                    f"the fleet in {self._folder.path} was told to end while it was starting", INTERRUPTED
-                )
+                raise CommandError(f"the fleet in {self._folder.path} was ended while it was starting", INTERRUPTED)
         finally:
             for task in (stopped, living):
                 task.cancel()
@@ -153,7 +151,7 @@ class _Supervisor:
         except TimeoutError:
             waits = [kept.title for kept in (self._coordinator, *self._workers.values()) if not kept.ready.is_set()]
             raise DeadlineError(
-                f"not ready after {self._plan.timeout_s:g} s: {', '.join(waits)}; logs are in {self._folder.logs}"
+                f"not ready after {self._plan.timeout_s:g} s: {', '.join(waits)}; see the logs in {self._folder.logs}"
             ) from None
         self._up = True
         self._record()
@@ -198,7 +196,7 @@ class _Supervisor:
                 for task in [task for task in self._tasks if task.done()]:
                     task.result()
                     if not self._tasks.pop(task).ready.is_set():
-                        raise CommandError("a daemon was told to end before it was ready", BUG)
+                        raise CommandError("a daemon was ended before it was ready", BUG)
         finally:
             for wait in waits:
                 wait.cancel()
@@ -314,7 +312,7 @@ def main() -> int:
     try:
         plan = folder.plan()
         if plan is None:
-            raise CommandError(f"there is no plan in {folder.path}", USAGE)
+            raise CommandError(f"{folder.path} holds no plan of a fleet: start it by `penstock up`", USAGE)
         supervise(
             plan,
             folder,

@@ -94,7 +94,7 @@ def _told_to_end(folder: FleetFolder) -> contextlib.AbstractContextManager[Calla
     ends with it."""
     return raised(
         lambda number: CommandError(
-            f"the fleet in {folder.path} was told to end ({number.name}) while it was starting", INTERRUPTED
+            f"the fleet in {folder.path} was ended by {number.name} while it was starting", INTERRUPTED
         )
     )
 
@@ -104,7 +104,7 @@ def _refuse_another(folder: FleetFolder, plan: FleetPlan) -> None:
     up = folder.fleet()
     if folder.supervised or (up is not None and (up.engine, up.name) != (plan.engine, plan.name)):
         what = f"{up.name} ({up.engine})" if up is not None else "a local one"
-        raise CommandError(f"a fleet is up in {folder.path} already, {what}: `penstock down` ends it", USAGE)
+        raise CommandError(f"a fleet already runs in {folder.path}, {what}: end it by `penstock down`", USAGE)
 
 
 def _say(fleet: Fleet, as_json: bool) -> None:
@@ -117,7 +117,7 @@ def run_down(flags: dict[str, Any], timeout_s: float, as_json: bool) -> None:
     where = _folder(resolve(UpSettings, **flags))
     if not where.path.is_dir():
         raise CommandError(
-            f"no fleet was ever started in {where.path}: give --dir, or --name as for `penstock up`", USAGE
+            f"no fleet was started in {where.path}: give the same --dir or --name as for `penstock up`", USAGE
         )
     fleet = where.fleet()
     if fleet is None or fleet.engine == "local":

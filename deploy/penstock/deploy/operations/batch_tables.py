@@ -112,8 +112,8 @@ def describe(batch: Any, row: int | None) -> dict[str, Any]:
     """Return the batch as plain values. Raises InvalidArgumentError for a row that it does not have."""
     rows = rows_in(batch)
     if row is not None and (rows is None or row >= rows):
-        have = "no tensor with a dimension and no list, and so no rows" if rows is None else _range(rows)
-        raise InvalidArgumentError(f"--row {row}: the batch has {have}")
+        have = "no rows, because it has no tensor with a dimension and no list" if rows is None else _range(rows)
+        raise InvalidArgumentError(f"--row must be a row of the batch, which has {have}, got {row}")
     found: dict[str, Any] = {"rows": rows, "leaves": [_leaf(name, value) for name, value in leaves(batch)]}
     if row is not None:
         found["row"] = {"row": row, "leaves": [_of_row(name, value) for name, value in _row(batch, "", row, rows)]}
@@ -234,11 +234,11 @@ def _array(name: str, value: Any) -> np.ndarray[Any, Any]:
     try:
         array = _resolved(value).numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
     except (TypeError, ValueError, OverflowError) as error:
-        raise InvalidArgumentError(f"--out: {name!r} has no place in an .npz ({error}): write it as .pst") from error
+        raise InvalidArgumentError(f"--out: {name!r} cannot be written as .npz ({error}): write it as .pst") from error
     empty = _is_container(value) and not value
     if array.dtype.hasobject or empty or array.dtype.kind == "S" or not _is_kept(value, array):
         raise InvalidArgumentError(
-            f"--out: {name!r}, a {type(value).__qualname__}, has no place in an .npz: write it as .pst"
+            f"--out: {name!r}, a {type(value).__qualname__}, cannot be written as .npz: write it as .pst"
         )
     return array
 

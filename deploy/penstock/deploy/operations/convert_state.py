@@ -43,10 +43,11 @@ def convert(source: Path, target: Path, boxes: int, workers: int) -> list[dict[s
 
     for name, value in (("--boxes", boxes), ("--workers", workers)):
         if value < 1:
-            raise InvalidArgumentError(f"{name} {value}: it must be at least 1")
+            raise InvalidArgumentError(f"{name} must be at least 1, got {value}")
     if boxes * workers > (most := Limits().slots_max):
         raise InvalidArgumentError(
-            f"--boxes {boxes} --workers {workers}: these are {boxes * workers} workers, and a run has {most} at most"
+            f"--boxes times --workers must be at most {most}, the workers of a run, got {boxes} x {workers} = "
+            f"{boxes * workers}"
         )
     file = SavedFile(source)
     done, states = [], {}
@@ -65,16 +66,17 @@ def _converted(saved: SavedState, boxes: int, workers: int) -> SavedState:
     rows = _global_batch(saved.aggregated)
     if rows is not None and boxes > rows:
         raise StateMismatchError(
-            f"the state of {saved.input_fn} at step {saved.step} is of global batches of {rows} rows, and each of "
-            f"{boxes} boxes needs at least one: use {rows} boxes at most"
+            f"--boxes must be at most {rows}, the rows of a global batch of {saved.input_fn} in this state, of which "
+            "each "
+            f"box needs one, got {boxes}"
         )
     try:
         return saved.new_topology(boxes, workers)
     except StateMismatchError as error:
-        held = "each worker's own state, which only that worker can take" if saved.methods else "where each worker was"
+        held = "each worker's own state, which only that worker can load" if saved.methods else "where each worker was"
         raise StateMismatchError(
-            f"{error.message}. The state holds {held}: resume with {saved.num_boxes} x {saved.num_workers_per_box} "
-            "workers, or start the next pass on another topology without a state"
+            f"{error.message}. The state has {held}: resume with {saved.num_boxes} x {saved.num_workers_per_box} "
+            "workers, or start the next epoch on another topology without a state"
         ) from error
 
 

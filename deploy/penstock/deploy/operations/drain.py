@@ -39,7 +39,7 @@ def drain(worker: str, undo: bool, timeout_s: float, peer: Peer, as_json: bool) 
         if not undo and timeout_s:
             left = _wait(client, worker, left, time.monotonic() + timeout_s, quiet=as_json)
             if left.slots:
-                raise DeadlineError(f"{_still(worker, left)} after {timeout_s:g} s. It drains on, until --undo")
+                raise DeadlineError(f"{_still(worker, left)} after {timeout_s:g} s. It keeps draining until --undo")
     if as_json:
         found = {"worker": worker, "draining": not undo}
         print(json.dumps({**found, "slots": left.slots, "stuck": left.stuck, "failed": left.failed}))
@@ -59,7 +59,7 @@ def _wait(
     while left.slots and time.monotonic() < until:
         if left.slots != told and not quiet:
             told = left.slots
-            print(f"worker {worker}: {told} slots left to migrate", file=sys.stderr)
+            print(f"worker {worker}: {told} slots to move", file=sys.stderr)
         time.sleep(LOOK_S)
         try:
             left = client.drain(worker, look=True)
@@ -72,14 +72,18 @@ def _wait(
             continue
         seen = time.monotonic()
         if left.session != session:
-            raise SupersededError(f"worker {worker} was started anew: that one does not drain")
+            raise SupersededError(
+                f"worker {worker} was restarted meanwhile, and its new process does not drain: try again"
+            )
         if not left.draining:
-            raise SupersededError(f"worker {worker} was told to take slots again (--undo) while this waited")
+            raise SupersededError(
+                f"worker {worker} takes slots again: another command ended the draining (--undo) while this one waited"
+            )
     return left
 
 
 def _still(worker: str, left: pb.DrainWorkerReply) -> str:
-    why = f"; for {left.stuck} of them no other worker has free capacity: start workers" if left.stuck else ""
+    why = f"; no other worker has free capacity for {left.stuck} of them: start workers" if left.stuck else ""
     if left.failed:
         why += f"; {left.failed} of them have failed, and stay until their training job ends"
-    return f"worker {worker} still has {left.slots} slots, which keep running{why}"
+    return f"worker {worker} still runs {left.slots} slots{why}"

@@ -6,7 +6,6 @@ Standard output gets one line, when the daemon is ready; the log goes to standar
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import faulthandler
 import logging
 import os
@@ -32,6 +31,7 @@ from penstock.proto.rpc import tracing
 from penstock.proto.rpc.addresses import refuse_unsafe
 from penstock.proto.rpc.channel import VERSION, is_local
 from penstock.proto.rpc.credentials.tokens import admin_tokens
+from penstock.runtime.files.atomic_files import write_whole
 from penstock.runtime.process.memory_secrecy import keep_memory_private
 from penstock.runtime.telemetry.logs import JsonLines, TextLines
 
@@ -112,7 +112,8 @@ def run_worker(
 ) -> None:
     """Serve until SIGTERM or SIGINT, or until the parent `parent_pid` is gone. The dicts: values from the
     command line, None for the rest."""
-    from penstock.worker.daemon.daemon import DaemonSettings, own_name, serve
+    from penstock.worker.daemon.daemon import serve
+    from penstock.worker.daemon.worker_settings import DaemonSettings, own_name
 
     peer = resolve(PeerSettings, **coordinator)
     settings = resolve(WorkerSettings, **flags)
@@ -187,12 +188,8 @@ def _begin(debug: bool, telemetry: TelemetrySettings, **always: str) -> None:
 def _announce(line: str, ready_file: Path | None) -> None:
     """Write the line to standard output and to the file, atomically."""
     if ready_file is not None:
-        beside = ready_file.parent / f"{ready_file.name}.{os.getpid()}"
         try:
-            beside.write_text(line + "\n")
-            beside.replace(ready_file)
+            write_whole(ready_file, f"{line}\n".encode(), sync=False)
         except OSError as error:
-            with contextlib.suppress(OSError):
-                beside.unlink()
             raise InvalidArgumentError(f"--ready-file {ready_file} cannot be written: {error.strerror}") from error
     print(line, flush=True)

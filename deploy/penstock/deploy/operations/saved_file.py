@@ -48,8 +48,8 @@ class SavedFile:
         self.path = path
         if path.is_dir():
             raise InvalidArgumentError(
-                f"{path} is a directory: give the file that holds the loader's state, or load this checkpoint and save "
-                "the value of DataLoader.state_dict() by itself"
+                f"{path} must be a file with the state of a loader, got a directory: give that file, or load this "
+                "checkpoint and save the value of DataLoader.state_dict() by itself"
             )
         try:
             data = path.read_bytes()
@@ -65,12 +65,12 @@ class SavedFile:
                 raise StateCorruptError(f"{path}: {error.message}") from error
         else:
             raise StateCorruptError(
-                f"{path} holds neither what encode_state() wrote nor what torch.save() wrote; it begins with "
+                f"{path} must be a file that encode_state() or torch.save() wrote, got one that begins with "
                 f"{data[:8]!r}"
             )
         self.states = [FoundState(at, read(value)) for at, value in _states(self._value, ())]
         if not self.states:
-            raise StateMismatchError(f"{path} holds no state of a DataLoader: nothing in it has the key {KEY!r}")
+            raise StateMismatchError(f"{path} has no state of a DataLoader: nothing in it has the key {KEY!r}")
 
     def the(self, input_fn: str | None) -> FoundState:
         """Return the only state, or the only one of that input_fn. Raises StateMismatchError."""
@@ -79,8 +79,11 @@ class SavedFile:
             return fits[0]
         have = ", ".join(f"{found.name} of {found.saved.input_fn}" for found in self.states)
         if not fits:
-            raise StateMismatchError(f"{self.path} holds no state of {input_fn}, only {have}")
-        raise StateMismatchError(f"{self.path} holds {len(fits)} states ({have}): save the one that is meant by itself")
+            raise StateMismatchError(f"{self.path} has no state of {input_fn}, only {have}")
+        raise StateMismatchError(
+            f"{self.path} must have one state for this run, got {len(fits)} ({have}): save the right one in a file "
+            "by itself"
+        )
 
     def write(self, path: Path, states: Mapping[tuple[Any, ...], Any]) -> None:
         """Write the same file with other states in their places, atomically."""
@@ -104,8 +107,8 @@ def _of_torch(path: Path, data: bytes) -> Any:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise InvalidArgumentError(
-            f"{path} holds objects that cannot be read without running their code, which is not done here: save the "
-            "loader's state by itself, by torch.save or encode_state"
+            f"{path} has objects that cannot be read without running their code, which this command does not do: save "
+            "the loader's state by itself, by torch.save or encode_state"
         ) from error
     except (RuntimeError, EOFError, OSError, ValueError) as error:
         raise StateCorruptError(f"{path} is damaged: torch cannot read it ({' '.join(str(error).split())})") from error

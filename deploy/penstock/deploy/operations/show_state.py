@@ -48,7 +48,7 @@ def run_name(run: str) -> str:
     """Return "JOB/ORDINAL" of the argument. Raises InvalidArgumentError."""
     job, slash, ordinal = run.partition("/")
     if not job or (slash and not (ordinal.isascii() and ordinal.isdigit())):
-        raise InvalidArgumentError(f"{run!r} names no run: JOB/ORDINAL, as `penstock status` shows it")
+        raise InvalidArgumentError(f"a run must be JOB or JOB/NUMBER, as `penstock status` shows it, got {run!r}")
     return run if slash else f"{job}/0"
 
 

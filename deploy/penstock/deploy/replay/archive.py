@@ -32,8 +32,8 @@ class Archive(Protocol):
 
 def _unknown(run: str, box: int, where: str) -> UnknownRunError:
     return UnknownRunError(
-        f"{where} knows nothing of box {box} of run {run}: `penstock status` shows the runs and boxes of a coordinator "
-        "that runs; of a run that was ended and forgotten, or never opened, only a checkpoint can tell (--checkpoint)"
+        f"{where} has no record of box {box} of run {run}: `penstock status` shows the runs and boxes that a running "
+        "coordinator has. A run that has ended and was dropped can be replayed only from a checkpoint (--checkpoint)"
     )
 
 
@@ -84,5 +84,8 @@ class StoppedArchive(StoppedCoordinator):
     def snapshot(self, header: pb.SnapshotHeader) -> bytes:
         data = self.find_snapshot(header)
         if data is None:
-            raise StateUnavailableError(f"the journal in {self._name} has lost the snapshot after batch {header.total}")
+            raise StateUnavailableError(
+                f"the state directory {self._name} no longer has the snapshot after batch {header.total}: start from a "
+                "checkpoint (--checkpoint)"
+            )
         return data

@@ -53,20 +53,21 @@ def attempt_of(histories: Sequence[pb.History], box: int, step: int, number: int
     of_number = [history for history in histories if number in (None, history.attempt)]
     if not of_number:
         have = ", ".join(str(history.attempt) for history in histories)
-        raise StateUnavailableError(f"attempt {number} is not remembered, only {have}")
+        raise StateUnavailableError(f"--attempt must be one that the coordinator still has, {have}, got {number}")
     begun = [history for history in of_number if history.opening.start.step < step]
     if not begun:
         first = min(history.opening.start.step for history in of_number) + 1
         raise StateUnavailableError(
-            f"box {box} was handed step {step} before what is remembered, which begins with step {first}: give a "
-            "checkpoint of a step before it instead of the RUN (--checkpoint)"
+            f"step {step} of box {box} is older than what the coordinator still has, which begins with step {first}: "
+            "give "
+            "a checkpoint of an earlier step instead of the RUN (--checkpoint)"
         )
     came = [history for history in begun if _last(history) >= step]
     chosen = (came or begun)[-1]
     if not came and chosen.settled:
         had = [f"{one.opening.start.step + 1} to {_last(one)} of attempt {one.attempt}" for one in of_number]
         raise StateUnavailableError(
-            f"box {box} has not been handed step {step}, as far as it has reported: steps {', '.join(had)} can be had"
+            f"box {box} has not reported that step {step} was delivered: steps {', '.join(had)} can be replayed"
         )
     return chosen
 
@@ -99,7 +100,7 @@ def plan(history: pb.History, checkpoints: Sequence[SavedState], step: int) -> R
             f"the stream digest is not known at step {start.position.step}, where the replay starts",
         )
     elif check is None and history.attempt and step > _last(history):
-        unverified = f"the box is known to have reached step {_last(history)}, but not to have received this one"
+        unverified = f"the box has reported step {_last(history)}, and it is unknown whether this one was delivered"
     elif check is None:
         unverified = f"the stream digest is not known at step {step} or after it"
     elif check.step - step > max(FURTHER, step - start.position.step):
@@ -118,12 +119,14 @@ def _place_of(opening: pb.OpenRunRequest, begun: int, saved: SavedState) -> Posi
     """
     ours, theirs = (opening.num_boxes, opening.num_workers_per_box), (saved.num_boxes, saved.num_workers_per_box)
     if saved.input_fn != opening.loader.input_fn:
-        raise StateMismatchError(f"the checkpoint is of {saved.input_fn}, the run of {opening.loader.input_fn}")
+        raise StateMismatchError(
+            f"the checkpoint must be of the run's input_fn, {opening.loader.input_fn}, got one of {saved.input_fn}"
+        )
     if not saved.positions:
         return None
     if saved.seed != opening.seed:
         raise StateMismatchError(
-            f"the checkpoint of step {saved.step} was saved with seed {saved.seed}, the run has seed {opening.seed}"
+            f"the checkpoint of step {saved.step} must have the run's seed, {opening.seed}, got {saved.seed}"
         )
     if saved.step < begun:
         return None

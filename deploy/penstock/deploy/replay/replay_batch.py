@@ -74,13 +74,13 @@ class ReplayRequest:
         from penstock.deploy.operations.batch_tables import FORMATS
 
         if self.run is None and not self.checkpoints:
-            raise InvalidArgumentError("name the RUN, as `penstock status` shows it, or a --checkpoint of it")
+            raise InvalidArgumentError("a RUN must be named, as `penstock status` shows it, or a --checkpoint of it")
         if self.run is None and (self.state_dir is not None or self.attempt is not None):
             raise InvalidArgumentError("--state-dir and --attempt need a RUN: name it, as `penstock status` shows it")
         if self.out is not None and self.out.suffix not in FORMATS:
             raise InvalidArgumentError(f"--out must end with one of {', '.join(FORMATS)}, got {self.out}")
         if self.out is not None and not self.out.absolute().parent.is_dir():
-            raise InvalidArgumentError(f"--out {self.out}: there is no directory {self.out.absolute().parent}")
+            raise InvalidArgumentError(f"--out {self.out}: the directory {self.out.absolute().parent} does not exist")
         if self.out is not None and self.out.is_dir():
             raise InvalidArgumentError(f"--out {self.out} is a directory: name a file")
 
@@ -125,10 +125,14 @@ def replay(request: ReplayRequest, archive: Archive | None, forker: ReplayForker
 def _of_checkpoint(saved: SavedState, request: ReplayRequest) -> pb.History:
     """Return a saved state as the history of a run's attempt; it lacks the arguments."""
     if saved.step >= request.step or not saved.positions:
-        have = f"steps from {saved.step + 1} on can be had from it" if saved.positions else "it is of no run yet"
+        have = (
+            f"it leads to steps from {saved.step + 1} on"
+            if saved.positions
+            else "it was saved before its run had begun, and leads to no step"
+        )
         raise StateUnavailableError(
-            f"the checkpoint is of step {saved.step}, and step {request.step} does not lie behind it: {have}; for an "
-            "earlier one give an earlier checkpoint, or name the RUN"
+            f"the checkpoint of step {saved.step} does not lead to step {request.step}: {have}. Give an earlier "
+            "checkpoint, or name the RUN"
         )
     if request.box >= saved.num_boxes:
         raise BoxOutOfRangeError(f"--box {request.box}: the checkpoint was saved by boxes 0 to {saved.num_boxes - 1}")
@@ -153,13 +157,13 @@ def _loader(request: ReplayRequest, history: pb.History, archive: Archive | None
     if module == MAIN:
         if request.script is None:
             raise InputFnNotFoundError(
-                f"input_fn {opened.input_fn!r} is in the main script of its training job: say which file that is "
-                "(--script FILE); it is loaded here, its main guard does not fire"
+                f"input_fn {opened.input_fn!r} is defined in the main script of its training job: name that file by "
+                '--script FILE. It is imported here, without running what is under `if __name__ == "__main__":`'
             )
         spec.main_path = str(request.script.absolute())
     elif not under(module, request.allow):
         raise InputFnNotAllowedError(
-            f"this runs {opened.input_fn}, as the run names it, on this machine: say that it may by --allow "
+            f"the replay would run {opened.input_fn}, the run's input_fn, on this machine: permit it by --allow "
             f"{module.partition('.')[0]}"
         )
     arguments: Any = {"args": (), "kwargs": {}}
@@ -167,7 +171,7 @@ def _loader(request: ReplayRequest, history: pb.History, archive: Archive | None
         data = archive.blob(opened.arguments_blob) if opened.arguments_blob else opened.arguments
         if data is None:
             raise StateUnavailableError(
-                f"the arguments of {opened.input_fn} are not kept any more: give them by --args and --kwargs"
+                f"the coordinator no longer has the arguments of {opened.input_fn}: give them by --args and --kwargs"
             )
         arguments = decode_state(data) if data else arguments
     if request.args is not None:
@@ -301,7 +305,7 @@ class BatchReplay:
         if data is None:
             raise StateUnavailableError(
                 f"attempt {self._history.attempt} was resumed from a state of step {self._history.opening.start.step}, "
-                "which is not kept any more: give the file that holds it (--checkpoint)"
+                "which the coordinator no longer has: give the file that holds it (--checkpoint)"
             )
         return data
 
@@ -313,10 +317,11 @@ class BatchReplay:
         walk.to(check.step)
         if walk.chain() != check.chain or walk.at.total != check.total:
             raise ReplayMismatchError(
-                f"replayed, steps {first} to {check.step} of box {self._request.box} do not have the stream digest of "
-                f"what was delivered ({walk.chain() or 0:016x}, it was {check.chain or 0:016x}): the data or the code "
-                f"are not what they were, or {self._history.opening.loader.input_fn} does not reproduce its batches "
-                "(see penstock doctor)"
+                f"the stream digest of the replayed steps {first} to {check.step} of box {self._request.box} must be "
+                "that "
+                f"of what was delivered, {check.chain or 0:016x}, got {walk.chain() or 0:016x}: the data or the code "
+                "have "
+                f"changed, or {self._history.opening.loader.input_fn} is not deterministic (see penstock doctor)"
             )
         return True, f"verified by the stream digest of steps {first} to {check.step}"
 

@@ -77,11 +77,11 @@ class ReplayProcesses:
                 else:
                     answers[slot] = message
         except LaneLostError as error:
-            how = f"the process that replays slot {slot} {self._children[slot].how_it_ended()}"
+            how = f"the process that replayed slot {slot} {self._children[slot].how_it_ended()}"
             raise WorkerLostError(f"{how}, after batch {self._at[slot]} of the worker or later") from error
 
     def _late(self, slots: list[int]) -> DeadlineError:
         for slot in slots:
             self._children[slot].show_stack()
         at = ", ".join(f"slot {slot} at batch {self._at[slot]}" for slot in slots)
-        return DeadlineError(f"the replay missed its deadline: {at}; raise --timeout. Stacks are above")
+        return DeadlineError(f"the replay did not finish in time ({at}; stacks are above): raise --timeout")

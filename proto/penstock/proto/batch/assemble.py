@@ -138,7 +138,7 @@ class Assembler:
             raise ProtocolError(f"dims must be >= 0, got {min(shapes)}")
         if offset < 0 or nbytes < 0 or offset + nbytes > ring.size:
             raise ProtocolError(
-                f"a region must lie within its buffer of {ring.size} bytes, got {nbytes} bytes at {offset}"
+                f"a batch must lie within its buffer of {ring.size} bytes, got {nbytes} bytes at {offset}"
             )
         memory = ring.data if self._scalars else None
         values: list[Any] = []
@@ -153,7 +153,7 @@ class Assembler:
                 shape = []
                 size = itemsize
             if start + size > nbytes:
-                raise ProtocolError(f"a leaf must end within its region of {nbytes} bytes, got {start + size}")
+                raise ProtocolError(f"a leaf must end within its batch of {nbytes} bytes, got {start + size}")
             if kind <= _ARRAY:
                 if size:
                     if region is None:
@@ -174,7 +174,7 @@ class Assembler:
                 values.append(_scalar(kind, memory, offset + start, size, dtype, extra))
             start += (size + 63) & -64
         if start != nbytes:
-            raise ProtocolError(f"the leaves must fill their region of {nbytes} bytes, got {start}")
+            raise ProtocolError(f"the leaves must fill their batch of {nbytes} bytes, got {start}")
         if move is not None:
             values = move(values)
         batch = self._build(iter(values))

@@ -389,7 +389,7 @@ class Flattener:
 
 def _give_up() -> UnsupportedLeafError:
     """Return the error of the fast traversal; raised to the user only if the slow one then finds nothing wrong."""
-    return UnsupportedLeafError("the batch changed while it was read")
+    return UnsupportedLeafError("the batch was changed while it was copied: do not change a batch after yielding it")
 
 
 def _int_bytes(value: int) -> bytes:

@@ -130,7 +130,7 @@ def numpy_dtype_name(dtype: np.dtype[Any]) -> str:
 def numpy_dtype(name: str) -> np.dtype[Any]:
     """Return the dtype that a peer named. Raises ValueError for a name that numpy_dtype_name does not return."""
     if not _NUMPY_NAME.fullmatch(name):
-        raise ValueError(f"{name[:80]!r} is not the name of a dtype that may travel")
+        raise ValueError(f"{name[:80]!r} is not the name of a dtype that batches may have")
     try:
         dtype = np.dtype(name)
     except (TypeError, ValueError) as error:
@@ -225,22 +225,26 @@ class Structure:
         data = bytes(data) if len(data) <= MAX_STRUCTURE_BYTES else b""
         problem = _too_long(data) if data else f"0 or more than {MAX_STRUCTURE_BYTES} bytes"
         if problem:
-            raise ProtocolError(f"invalid structure: {problem}")
+            raise ProtocolError(f"invalid structure of a batch: it takes {problem}")
         try:
             raw = json.loads(data.decode("utf-8", "surrogatepass"), parse_float=_refuse, parse_constant=_refuse)
         except (ValueError, RecursionError) as error:
-            raise ProtocolError(f"a structure must be JSON: {str(error)[:200]}") from None
+            raise ProtocolError(f"the structure of a batch must be JSON: {str(error)[:200]}") from None
         if type(raw) is not list or len(raw) != 2 or type(raw[0]) is not int:
-            raise ProtocolError("a structure must be a list of a format number and a node")
+            raise ProtocolError("the structure of a batch must be a list of a format number and a node")
         if raw[0] != FORMAT:
-            raise ProtocolError(f"a structure's format must be {FORMAT} for this Penstock, got {str(raw[0])[:20]}")
+            raise ProtocolError(
+                f"the structure of a batch must be in format {FORMAT} for this Penstock, got {str(raw[0])[:20]}: "
+                "install "
+                "one release on both ends"
+            )
         count = [0, 0]
         try:
             structure = cls.of(_tree(raw[1], None, 0, count))
         except UnsupportedLeafError as error:
             raise ProtocolError(str(error)) from None
         if structure.encoded != data:
-            raise ProtocolError("a structure must be in its one canonical encoding")
+            raise ProtocolError("the structure of a batch must be in its canonical encoding")
         return structure
 
     def describe(self) -> str:
@@ -273,7 +277,7 @@ def _too_long(encoded: bytes) -> str:
 
 
 def _refuse(text: str) -> None:
-    raise ValueError(f"a number {text[:40]}")
+    raise ValueError(f"a structure must not hold the number {text[:40]}")
 
 
 def _leaves(tree: Tree) -> Iterator[Leaf]:
@@ -376,7 +380,7 @@ def _counted(leaf: Leaf, path: Path, count: list[int]) -> Leaf:
 
 
 def _wrong(path: Path, what: str) -> ProtocolError:
-    return ProtocolError(f"invalid structure: {render_path(path)}: {what}")
+    return ProtocolError(f"invalid structure of a batch: {render_path(path)}: {what}")
 
 
 def _describe(tree: Tree, budget: list[int]) -> str:

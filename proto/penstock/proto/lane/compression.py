@@ -73,7 +73,7 @@ def _lz4() -> Codec:
         try:
             return bytes(block.decompress(packed, uncompressed_size=size))
         except block.LZ4BlockError as error:
-            raise ProtocolError(f"a piece of {size} bytes that lz4 cannot read: {error}") from error
+            raise ProtocolError(f"lz4 cannot decompress a piece of {size} bytes: {error}") from error
 
     return Codec("lz4", lane_pb2.LZ4, compress, decompress)
 
@@ -89,10 +89,10 @@ def _zstd() -> Codec:
             # A frame without its length counts as -1, one that lies about it fails below.
             claimed = zstandard.frame_content_size(packed)
             if claimed != size:
-                raise ProtocolError(f"a piece of {size} bytes whose zstd frame says {claimed}")
+                raise ProtocolError(f"a piece must have {size} bytes, but its zstd frame says {claimed}")
             return decompressor.decompress(packed, allow_extra_data=False)
         except zstandard.ZstdError as error:
-            raise ProtocolError(f"a piece of {size} bytes that zstd cannot read: {error}") from error
+            raise ProtocolError(f"zstd cannot decompress a piece of {size} bytes: {error}") from error
 
     return Codec("zstd", lane_pb2.ZSTD, compressor.compress, decompress)
 
@@ -166,7 +166,7 @@ class Packer:
 def check_claim(wire: int, size: int) -> None:
     """Raise ProtocolError for a batch of `size` bytes that cannot have `wire` bytes when compressed."""
     if not _table(size) < wire < size:
-        raise ProtocolError(f"a compressed batch of {size} bytes that claims {wire} on the wire")
+        raise ProtocolError(f"a batch of {size} bytes claims {wire} bytes when compressed, which is not possible")
 
 
 class Unpacker:
@@ -208,7 +208,7 @@ class Unpacker:
             if length < len(piece):
                 made = self.codec.decompress(self._buffer[:length], len(piece))
                 if len(made) != len(piece):
-                    raise ProtocolError(f"a piece of {len(piece)} bytes that became {len(made)}")
+                    raise ProtocolError(f"a piece must decompress to {len(piece)} bytes, got {len(made)}")
                 piece[:] = made
         self._index = index = index + 1
         if index == len(self._lengths):
@@ -228,10 +228,12 @@ class Unpacker:
         lengths = struct.unpack(f"<{len(self._table) // 4}I", self._table)
         self._table = self._buffer[:0]
         if not all(lengths) or sum(lengths) != self.left:
-            raise ProtocolError(f"pieces of {sum(lengths)} bytes in a payload with {self.left}")
+            raise ProtocolError(
+                f"the pieces of a compressed batch must fill its {self.left} bytes, got {sum(lengths)} bytes"
+            )
         last = size - (len(lengths) - 1) * PIECE
         if lengths[-1] > last or (len(lengths) > 1 and max(lengths[:-1]) > PIECE):
-            raise ProtocolError("a piece that is longer on the wire than in its batch")
+            raise ProtocolError("a piece of a compressed batch is larger than its uncompressed bytes")
         self._lengths = lengths
 
 

@@ -123,7 +123,7 @@ class Consumer:
         view = self._view
         while self._coming is None:
             if self._unused > MAX_UNUSED:
-                raise ProtocolError(f"{self.name}: {self._unused} frames without a batch")
+                raise ProtocolError(f"{self.name}: the other end sent {self._unused} frames without a batch")
             begin = self._at
             if begin == self._end:
                 if not self._receive_packet():
@@ -131,10 +131,17 @@ class Consumer:
                 begin = 0
             start = begin + HEAD.size
             if start > self._end:
-                raise ProtocolError(f"{self.name}: {self._end - begin} bytes of a frame in a packet of {self._end}")
+                raise ProtocolError(
+                    f"{self.name}: a packet of {self._end} bytes must end with a whole frame, got "
+                    f"{self._end - begin} bytes "
+                    "of one"
+                )
             stop = start + _length(view, begin)[0]
             if stop > self._end:
-                raise ProtocolError(f"{self.name}: a frame of {stop - start} bytes in a packet of {self._end}")
+                raise ProtocolError(
+                    f"{self.name}: a frame must end within its packet of {self._end} bytes, got one of "
+                    f"{stop - start} bytes"
+                )
             try:
                 frame = read_frame(view, start, stop)
             except ProtocolError as error:
@@ -149,7 +156,7 @@ class Consumer:
                 # `size` is the number of dims after the batch in its entry.
                 if ring is None or frame.entry >= ring.entries or frame.nbytes + 8 * frame.size > ring.entry_bytes:
                     raise ProtocolError(
-                        f"{self.name}: a batch of {frame.nbytes} bytes must lie in an announced ring entry"
+                        f"{self.name}: a batch of {frame.nbytes} bytes must lie in an entry of an announced ring"
                     )
                 if frame.structure not in self.structures:
                     raise ProtocolError(f"{self.name}: structure {frame.structure} of a batch was not announced")
@@ -171,7 +178,7 @@ class Consumer:
             elif kind in (ERROR, CLOSE):
                 return frame
             else:
-                raise ProtocolError(f"{self.name}: a frame of unknown kind {kind}")
+                raise ProtocolError(f"{self.name}: the other end sent a frame of unknown kind {kind}")
         return self._take_ring(self._coming)
 
     @property
@@ -197,9 +204,9 @@ class Consumer:
             size = again
         self._begin = self._at = self._end = 0
         if not size:
-            raise LaneLostError(f"{self.name}: the peer vanished")
+            raise LaneLostError(f"{self.name}: the other end closed the connection")
         if size > MAX_PACKET:
-            raise ProtocolError(f"{self.name}: a packet of {size} bytes, above the limit of {MAX_PACKET}")
+            raise ProtocolError(f"{self.name}: a packet must have at most {MAX_PACKET} bytes, got {size}")
         self._end = size
         return True
 
@@ -212,7 +219,7 @@ class Consumer:
         except BlockingIOError:
             return None
         except OSError:
-            raise LaneLostError(f"{self.name}: the peer vanished: {error}") from error
+            raise LaneLostError(f"{self.name}: the connection was lost: {error}") from error
 
     def _turn_to(self, ring_id: int) -> Ring | None:
         """Switch to the ring of a batch. Producers never return to an older ring: drop those."""
@@ -225,7 +232,11 @@ class Consumer:
 
     def _expect_ring(self, frame: Frame) -> None:
         if frame.ring <= self._newest or len(self.rings) >= MAX_RINGS:
-            raise ProtocolError(f"{self.name}: ring {frame.ring} after {self._newest}, with {len(self.rings)} in use")
+            raise ProtocolError(
+                f"{self.name}: a new ring must have a number above {self._newest} while at most {MAX_RINGS} are in "
+                "use, got "
+                f"ring {frame.ring} with {len(self.rings)} in use"
+            )
         self._coming = frame
 
     def _take_ring(self, frame: Frame) -> Frame | None:
@@ -240,12 +251,14 @@ class Consumer:
             if isinstance(error, ConnectionResetError) and not self._reset:
                 self._reset = True  # occurs once, before the last packets
                 return self._take_ring(frame)
-            raise LaneLostError(f"{self.name}: the ring's descriptor did not come: {error}") from error
+            raise LaneLostError(f"{self.name}: the file descriptor of a ring did not arrive: {error}") from error
         try:
             if not data:
-                raise LaneLostError(f"{self.name}: the peer vanished before its ring's descriptor came")
+                raise LaneLostError(
+                    f"{self.name}: the other end closed the connection before the file descriptor of its ring arrived"
+                )
             if len(fds) != 1:
-                raise ProtocolError(f"{self.name}: a ring was announced with {len(fds)} descriptors instead of one")
+                raise ProtocolError(f"{self.name}: a ring must come with one file descriptor, got {len(fds)}")
             try:
                 ring = Ring.open(fds[0], frame.entry_bytes, frame.entries)
             except PenstockError as error:
@@ -267,7 +280,7 @@ class Consumer:
         if whole is None:
             return
         if self.structures.pop(frame.structure, whole) != whole:
-            raise ProtocolError(f"{self.name}: structure {frame.structure} was announced before as another one")
+            raise ProtocolError(f"{self.name}: structure {frame.structure} was announced twice with different contents")
         self.structures[frame.structure] = whole
         forget_oldest(self.structures)
         self.compiled = {number: kept for number, kept in self.compiled.items() if number in self.structures}

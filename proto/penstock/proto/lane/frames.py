@@ -165,7 +165,7 @@ class Frame(NamedTuple):
         try:
             return records_pb2.ErrorDetail.FromString(self.rest)
         except DecodeError as error:
-            raise ProtocolError(f"an error that cannot be read: {error}") from error
+            raise ProtocolError(f"the other end sent an error that cannot be decoded: {error}") from error
 
 
 _pack_framed = struct.Struct("<I" + _FRAME.format.removeprefix("<")).pack
@@ -197,7 +197,9 @@ def framed_batch(
 def read_frame(view: memoryview, start: int, stop: int) -> Frame:
     """Return the frame in these bytes of `view`. Raises ProtocolError if they are too few."""
     if stop - start < FRAME_BYTES:
-        raise ProtocolError(f"a frame of {stop - start} bytes that cannot be read: its header alone has {FRAME_BYTES}")
+        raise ProtocolError(
+            f"a frame must have at least {FRAME_BYTES} bytes, the size of its header, got {stop - start}"
+        )
     return _new(Frame, (*_unpack_frame(view, start), view[start + FRAME_BYTES : stop].tobytes()))
 
 
@@ -230,10 +232,15 @@ def read_ack(view: memoryview, start: int, stop: int) -> Ack:
     """Return the ack in these bytes of `view`. Raises ProtocolError if it does not fill them exactly."""
     size = stop - start
     if size < _ACK.size:
-        raise ProtocolError(f"an ack of {size} bytes that cannot be read: its header alone has {_ACK.size}")
+        raise ProtocolError(
+            f"an acknowledgement must have at least {_ACK.size} bytes, the size of its header, got {size}"
+        )
     close, released, wanted, delivered, open_epochs, abandon_epoch = _ACK.unpack_from(view, start)
     if size != _ACK.size + 4 * released + 8 * wanted:
-        raise ProtocolError(f"an ack of {size} bytes that cannot be read: it claims {released} and {wanted} numbers")
+        raise ProtocolError(
+            f"an acknowledgement with {released} and {wanted} numbers must have "
+            f"{_ACK.size + 4 * released + 8 * wanted} bytes, got {size}"
+        )
     start += _ACK.size
     entries = struct.unpack_from(f"<{released}I", view, start)
     steps = struct.unpack_from(f"<{wanted}Q", view, start + 4 * released)
@@ -270,9 +277,14 @@ class StructurePieces:
         """Add a piece; return the structure with its last one. Raises ProtocolError for an invalid piece."""
         size, piece, data = frame.size, frame.rest, self._data
         if data and frame.structure != self._structure:
-            raise ProtocolError(f"a piece of structure {frame.structure} amid those of {self._structure}")
+            raise ProtocolError(
+                f"all pieces of structure {self._structure} must arrive before other ones, got one of {frame.structure}"
+            )
         if size > MAX_STRUCTURE or len(data) + len(piece) > size or (size and not piece):
-            raise ProtocolError(f"a structure of {size} bytes with pieces of {len(data)} + {len(piece)}")
+            raise ProtocolError(
+                f"the pieces of a structure must have {size} bytes in all, at most {MAX_STRUCTURE}, got {len(data)} + "
+                f"{len(piece)} bytes"
+            )
         self._structure = frame.structure
         data += piece
         if len(data) < size:

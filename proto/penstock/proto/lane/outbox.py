@@ -37,7 +37,7 @@ class Outbox:
         Raises ProtocolError for a message larger than a packet, which only another peer can have made.
         """
         if not isinstance(message, int) and len(message) > MAX_PACKET:
-            raise ProtocolError(f"a frame of {len(message)} bytes, above the limit of {MAX_PACKET}")
+            raise ProtocolError(f"a frame must have at most {MAX_PACKET} bytes, got {len(message)}")
         self._unsent.append(message)
 
     def clear(self) -> None:

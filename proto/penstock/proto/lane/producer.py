@@ -191,8 +191,8 @@ class Producer:
         if wanted <= self.delivered or hello.abandons < self.abandons:
             self._refuse(
                 sock,
-                f"a consumer requested batch {wanted} with {hello.abandons} epochs abandoned, after batch "
-                f"{self.delivered} was delivered and {self.abandons} epochs were abandoned",
+                f"a training job requests batch {wanted}, having left {hello.abandons} epochs by `break`, but batch "
+                f"{self.delivered} was already delivered and {self.abandons} epochs were left",
             )
             return
         self.closed = False
@@ -252,16 +252,20 @@ class Producer:
                 return
             try:
                 if size > MAX_FRAME:
-                    raise ProtocolError(f"an ack of {size} bytes")
+                    raise ProtocolError(f"an acknowledgement must have at most {MAX_FRAME} bytes, got {size}")
                 ack = read_ack(self._view, 0, size)
                 if ack.delivered > max(self.delivered, self._sent_total):
                     raise ProtocolError(
-                        f"it delivered batch {ack.delivered}, and batch {self._sent_total} was the last"
+                        f"it reports batch {ack.delivered} as delivered, but batch {self._sent_total} was the last "
+                        "one sent"
                     )
                 self._apply(ack)
             except ProtocolError as error:
                 # Not this end's failure: the batches are kept for a valid consumer.
-                _log.warning("a lane was closed: its consumer sent an invalid ack: %s", str(error))
+                _log.warning(
+                    "a connection that reads batches was closed, because it sent an invalid acknowledgement: %s",
+                    str(error),
+                )
                 self.detach()
                 return
             if self.on_ack is not None:
@@ -278,7 +282,7 @@ class Producer:
             if error.errno in LOST:
                 return  # its last acks may still be readable; take_acks sees the end of file after them
             # No buffers, too many descriptors in flight: frames are lost, so the lane is closed, and the next gets all.
-            _log.warning("a lane was closed: a frame could not be sent: %s", error)
+            _log.warning("a connection that reads batches was closed, because a frame could not be sent: %s", error)
             self.detach()
 
     # ---- batches
@@ -351,7 +355,7 @@ class Producer:
                     break
                 held -= len(known.pop(old))
         if known.setdefault(structure, data) != data:
-            raise ProtocolError(f"structure {structure} was announced before as another one")
+            raise ProtocolError(f"structure {structure} was announced twice with different contents")
 
     def publish(
         self,
@@ -485,7 +489,7 @@ class Producer:
             self._unsent.add(framed(frame.encode()))
 
     def _refuse(self, sock: socket.socket, why: str) -> None:
-        _log.warning("a lane was refused: %s", why)
+        _log.warning("a connection to read batches was refused: %s", why)
         error = records_pb2.ErrorDetail(name=ProtocolError.__name__, message=why)
         try:
             sock.send(framed(Frame(ERROR, rest=error.SerializeToString()).encode()))
@@ -522,7 +526,10 @@ class Producer:
             self.open_epochs = ack.open_epochs
         if ack.abandon_epoch:
             if self.abandons >= MOST_ABANDONS or len(self.abandoned) >= MOST_ABANDONED:
-                raise ProtocolError(f"it abandoned {self.abandons} epochs, {len(self.abandoned)} of them unprocessed")
+                raise ProtocolError(
+                    f"it has left {self.abandons} epochs by `break`, {len(self.abandoned)} of them faster than they "
+                    "are handled"
+                )
             self.abandons += 1
             self._drop_kept()
             self.abandoned.append(ack.abandon_epoch - 1)
@@ -530,7 +537,7 @@ class Producer:
         if wanted:
             under_way = sum(map(len, self.wanted.values())) + len(wanted) // 2
             if under_way > MOST_WANTED:
-                raise ProtocolError(f"it announced {under_way} snapshots, above the limit of {MOST_WANTED}")
+                raise ProtocolError(f"it requests {under_way} snapshots at once, above the limit of {MOST_WANTED}")
         for index in range(0, len(wanted) - 1, 2):
             steps = self.wanted.setdefault(wanted[index + 1], [])
             if wanted[index] not in steps:
@@ -559,7 +566,7 @@ class Producer:
         if total is None:
             return  # repeated, or of a ring that is not, or no longer, this producer's
         if total > self.delivered:
-            raise ProtocolError(f"it released the entry of batch {total}, which it had not delivered")
+            raise ProtocolError(f"it released the ring entry of batch {total}, which it has not delivered")
         self._give_back(ring_id, entry)
 
     def _give_back(self, ring_id: int, entry: int) -> None:

@@ -107,8 +107,9 @@ class Ring:
         if size > LOOKED_AT_BYTES and size > (free := int(MOST_OF_FREE * free_memory())):
             raise OSError(
                 errno.ENOMEM,
-                f"a ring of {size:,} bytes cannot be made: it may take {MOST_OF_FREE:.0%} of the memory that is free, "
-                f"which is {free:,} bytes; make batches smaller, or give the process more memory",
+                f"a ring (buffer for batches) of {size:,} bytes cannot be made: it may take {MOST_OF_FREE:.0%} of "
+                "the free "
+                f"memory, {free:,} bytes. Make smaller batches, or give the process more memory",
             )
         fd = os.memfd_create("penstock-ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -133,23 +134,29 @@ class Ring:
         try:
             seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
         except OSError as error:
-            raise ProtocolError(f"the ring that a peer passed is not a memfd: {error}") from error
+            raise ProtocolError(f"the ring that the other end passed is not a memfd: {error}") from error
         if seals & _SEALS != _SEALS:
-            raise ProtocolError("the ring that a peer passed is not sealed: it could be truncated under its reader")
+            raise ProtocolError(
+                "the ring that the other end passed must be sealed, or it could be truncated while read"
+            )
         status = os.fstat(fd)
         size = status.st_size
         if entry_bytes <= 0 or entries <= 0 or entry_bytes % PAGE or size != entry_bytes * entries:
-            raise ProtocolError(f"a ring of {size} bytes was announced as {entries} entries of {entry_bytes} bytes")
+            raise ProtocolError(
+                f"a ring of {entries} entries of {entry_bytes} bytes was announced, got one of {size} bytes"
+            )
         if entries > MAX_ENTRIES:
             raise ProtocolError(f"a ring must have <= {MAX_ENTRIES} entries, got {entries}")
         # Half, because st_blocks is not exact (once it was a page short), and half of it costs the maker as much as
         # this end.
         if status.st_blocks * _BLOCK < size // 2:
-            raise ProtocolError(f"a ring of {size} bytes must be allocated, got {status.st_blocks * _BLOCK} bytes")
+            raise ProtocolError(
+                f"the {size} bytes of a ring must be allocated, got {status.st_blocks * _BLOCK} allocated bytes"
+            )
         try:
             return cls(fd, entry_bytes, entries)
         except PermissionError as error:  # sealed against writing, or opened for reading only
-            raise ProtocolError(f"the ring that a peer passed cannot be mapped: {error}") from error
+            raise ProtocolError(f"the ring that the other end passed cannot be mapped: {error}") from error
         except OSError as error:
             raise LaneLostError(f"a ring of {size} bytes cannot be mapped here: {error}") from error
 

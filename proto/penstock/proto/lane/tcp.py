@@ -106,18 +106,19 @@ def length_of(seal: bytes | bytearray | memoryview, at: int = 0) -> int:
     size, complement, _ = SEAL.unpack_from(seal, at)
     if size ^ complement != _ALL:
         raise BatchCorruptError(
-            f"a message of {size} bytes by its length and of {complement ^ _ALL} by the complement: damaged on its "
-            "way, or of another protocol"
+            f"a message gives its length as {size} and as {complement ^ _ALL} bytes: it was damaged in transit, or "
+            "is of "
+            "another protocol"
         )
     if size > MAX_FRAME:
-        raise ProtocolError(f"a message of {size} bytes, above the limit of {MAX_FRAME}")
+        raise ProtocolError(f"a message must have at most {MAX_FRAME} bytes, got {size}")
     return int(size)
 
 
 def check_message(seal: bytes | bytearray | memoryview, at: int, message: bytes | memoryview) -> None:
     """Raise BatchCorruptError if the message does not match its seal."""
     if SEAL.unpack_from(seal, at)[2] != xxh3_64_intdigest(message):
-        raise BatchCorruptError(f"a message of {len(message)} bytes was damaged on its way")
+        raise BatchCorruptError(f"a message of {len(message)} bytes was damaged in transit (checksum)")
 
 
 def is_checked(frame: Frame) -> bool:
@@ -150,9 +151,9 @@ def read_hello(sock: socket.socket, timeout: float) -> lane_pb2.Hello:
             sock.settimeout(left)
             piece = sock.recv(reading.missing)
         except TimeoutError:
-            raise DeadlineError(f"waited {timeout:g} s for the hello of a lane's peer") from None
+            raise DeadlineError(f"waited {timeout:g} s for the other end's request (Hello)") from None
         except OSError as error:
-            raise LaneLostError(f"the peer of a lane vanished before its hello: {error}") from error
+            raise LaneLostError(f"the connection was lost before a request arrived: {error}") from error
         reading.add(piece)
     return reading.hello()
 
@@ -169,14 +170,14 @@ class HelloReader:
     def add(self, piece: bytes) -> None:
         """Add received bytes; none means that the peer is gone."""
         if not piece:
-            raise LaneLostError("the peer of a lane vanished before its hello")
+            raise LaneLostError("the other end closed the connection before it sent a request")
         self._data += piece
         self.missing -= len(piece)
         if not self._seal and not self.missing:
             self._seal, self._data = self._data, b""
             self.missing = length_of(self._seal)
             if not self.missing:
-                raise ProtocolError("a hello of 0 bytes")
+                raise ProtocolError("the request to read batches (Hello) must not be empty, got 0 bytes")
 
     def hello(self) -> lane_pb2.Hello:
         check_message(self._seal, 0, self._data)
@@ -184,7 +185,7 @@ class HelloReader:
         try:
             hello.ParseFromString(self._data)
         except DecodeError as error:
-            raise ProtocolError(f"a hello that cannot be read: {error}") from error
+            raise ProtocolError(f"the request to read batches (Hello) cannot be decoded: {error}") from error
         return hello
 
 
@@ -230,7 +231,7 @@ class SealedInbox:
         if stop > self._end:
             return False
         if self._buffer[self._start : stop] != check_of(hasher):
-            raise BatchCorruptError("its payload was damaged on its way")
+            raise BatchCorruptError("the bytes of the batch were damaged in transit (checksum)")
         self._start = stop
         return True
 

@@ -38,7 +38,7 @@ def check_damage(error: OSError, *, heard: bool) -> None:
     """Raise BatchCorruptError if TLS found damage. heard: data arrived before, so any TLS error is damage."""
     ended = isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError | ssl.SSLSyscallError)
     if is_damage(error) or (heard and isinstance(error, ssl.SSLError) and not ended):
-        raise BatchCorruptError(f"TLS data was damaged on its way: {error}") from error
+        raise BatchCorruptError(f"TLS data was damaged in transit: {error}") from error
 
 
 JOINED = 16 << 10
@@ -143,7 +143,9 @@ async def accept_tls(sock: socket.socket, context: ssl.SSLContext) -> TlsSocket:
                 await _when_writable(wrapped)
     except ssl.SSLError as error:
         wrapped.close()
-        raise TlsError(f"a lane's TLS handshake failed: {error.reason or error}") from error
+        raise TlsError(
+            f"the TLS handshake of a connection to read batches failed: {error.reason or error}: see docs/security.md"
+        ) from error
     except BaseException:
         wrapped.close()
         raise

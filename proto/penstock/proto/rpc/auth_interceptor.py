@@ -21,12 +21,10 @@ from typing import Any
 
 import grpc
 import grpc.aio
-from google.protobuf.message import DecodeError
 from grpc_health.v1 import health  # type: ignore[import-untyped]
 
 from penstock.proto.errors import (
     AuthenticationError,
-    InvalidArgumentError,
     NotPermittedError,
     PenstockError,
     VersionSkewError,
@@ -35,6 +33,7 @@ from penstock.proto.rpc import tracing
 from penstock.proto.rpc.connection_limits import Connections
 from penstock.proto.rpc.credentials.roles import METHODS, READ_ONLY
 from penstock.proto.rpc.credentials.token_proof import CHALLENGE_KEY, PROOF_KEY, Caller, Challenged, TokenVerifier
+from penstock.proto.rpc.message_bounds import LargeRequests, parsed_parts, parsed_request
 from penstock.proto.rpc.tls import Tls
 from penstock.proto.rpc.version import PROTOCOL, PROTOCOL_KEY, VERSION, VERSION_KEY
 from penstock.proto.rpc.wire_errors import abort, status_of
@@ -74,6 +73,7 @@ class AuthInterceptor(grpc.GenericRpcHandler):
         self._calls = calls
         self._connections = connections
         self._tls = tls if tls is not None and tls.ca and tls.by_role else None
+        self._large = LargeRequests()
         self._handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
 
     def _caller(self, sent: Mapping[str, Any]) -> Caller | Challenged | None:
@@ -95,15 +95,14 @@ class AuthInterceptor(grpc.GenericRpcHandler):
         if protocol != str(PROTOCOL) and method not in READ_ONLY:
             theirs = f"protocol {_short(protocol)}" if protocol is not None else "no protocol number"
             return VersionSkewError(
-                f"the caller (Penstock {_short(sent.get(VERSION_KEY, 'of unknown version'))}) speaks {theirs}, the "
-                f"coordinator (Penstock {VERSION}) protocol {PROTOCOL}: install the same release on both ends"
+                f"the caller (Penstock {_short(sent.get(VERSION_KEY, 'of unknown version'))}) uses {theirs}, the "
+                f"coordinator (Penstock {VERSION}) uses protocol {PROTOCOL}: install the same release on both ends"
             )
         allowed = METHODS[method]
         if not caller.roles & allowed:
             have, need = " or ".join(sorted(caller.roles)), " or ".join(sorted(allowed))
             return NotPermittedError(
-                f"the token is good for the role {have}, and {method} takes a token of the role {need}: see "
-                "docs/security.md"
+                f"{method} needs a token of the role {need}, got one of the role {have}: see docs/security.md"
             )
         return None
 
@@ -115,7 +114,7 @@ class AuthInterceptor(grpc.GenericRpcHandler):
         connection = partial(self._connections.heard, proven=service != health.SERVICE_NAME)
         for name, handler in handlers.items():
             heard = partial(self._heard, name, connection)
-            self._handlers[f"/{service}/{name}"] = _translated(name, handler, self._calls, heard)
+            self._handlers[f"/{service}/{name}"] = _translated(name, handler, self._calls, heard, self._large)
 
     def _heard(self, name: str, connection: Callable[[str], None], context: _Context) -> None:
         """Record the caller of an accepted call, and send this end's proof.
@@ -137,7 +136,7 @@ class AuthInterceptor(grpc.GenericRpcHandler):
         if not tls.roles_named(shown, roles):
             wanted = " or ".join(sorted(map(tls.expected, roles)))
             raise NotPermittedError(
-                f"{name} takes a certificate of the name {wanted}, got one of {_short(', '.join(shown))}: see "
+                f"{name} needs a certificate for the name {wanted}, got one for {_short(', '.join(shown))}: see "
                 "docs/security.md"
             )
 
@@ -197,18 +196,6 @@ def _refusing(error: PenstockError, trailing: tuple[tuple[str, str], ...]) -> gr
     return grpc.stream_stream_rpc_method_handler(refuse)
 
 
-def _reading(name: str, parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    """Return `parse` with an error of ours for bytes that are not a request of this method."""
-
-    def read(data: bytes) -> Any:
-        try:
-            return parse(data)
-        except DecodeError as error:
-            raise InvalidArgumentError(f"{name}: the {len(data)} received bytes are not a request of it") from error
-
-    return read
-
-
 def _serialised(serialise: Callable[[Any], bytes], said: Any) -> bytes:
     """Return the serialised reply; a handler may yield one that is serialised already, once for many callers."""
     return said if isinstance(said, bytes) else serialise(said)
@@ -236,14 +223,21 @@ def _counted(calls: CallCounters, method: str) -> Iterator[_Call]:
 
 
 def _translated(
-    name: str, handler: Any, calls: CallCounters, heard: Callable[[_Context], None]
+    name: str, handler: Any, calls: CallCounters, heard: Callable[[_Context], None], large: LargeRequests
 ) -> grpc.RpcMethodHandler[Any, Any]:
     """Return `handler` with its errors put into status and trailing metadata. `heard`: called for each call."""
-    read = _reading(name, handler.request_deserializer)
-    # A request that is no stream is read here: what a deserializer raises before the handler runs would be UNKNOWN to
-    # the caller, and a traceback in our log.
+    parse = handler.request_deserializer
+
+    def read(request: Any, count: Callable[[int], None]) -> Any:
+        if handler.request_streaming:
+            return parsed_parts(name, parse, request, count)
+        count(len(request))
+        return parsed_request(name, parse, request)
+
+    # Requests are parsed here: what a deserializer raises before the handler runs would be UNKNOWN to the caller, and a
+    # traceback in our log; of a part of a stream it would be None.
     codecs = {
-        "request_deserializer": read if handler.request_streaming else None,
+        "request_deserializer": None,
         "response_serializer": partial(_serialised, handler.response_serializer),
     }
     if handler.response_streaming:
@@ -255,11 +249,12 @@ def _translated(
                     heard(context)
                     # Its reader takes no part without a proof, and the end is far: see authenticated_calls.py.
                     await context.send_initial_metadata(context.trailing_metadata())
-                    said = request if handler.request_streaming else read(request)
-                    tracing.note(said)
-                    async with aclosing(behave_stream(said, context)) as parts:
-                        async for part in parts:
-                            yield part
+                    with large.answering(credential()) as count:
+                        said = read(request, count)
+                        tracing.note(said)
+                        async with aclosing(behave_stream(said, context)) as parts:
+                            async for part in parts:
+                                yield part
                 except grpc.aio.AbortError:
                     raise
                 except Exception as error:
@@ -280,9 +275,10 @@ def _translated(
                 if handler.request_streaming:
                     # A peer that still sends parts when the answer comes may lose what stands at its end: `answer_of`.
                     await context.send_initial_metadata(context.trailing_metadata())
-                said = request if handler.request_streaming else read(request)
-                tracing.note(said)
-                return await behave(said, context)
+                with large.answering(credential()) as count:
+                    said = read(request, count)
+                    tracing.note(said)
+                    return await behave(said, context)
             except grpc.aio.AbortError:
                 raise
             except Exception as error:

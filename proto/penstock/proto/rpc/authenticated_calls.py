@@ -90,8 +90,8 @@ class AuthenticatedCall:
         may still return: until then it is unavailable. `words`: text of the error that it sent."""
         kind = CoordinatorUnavailableError if self._reached else AuthenticationError
         return kind(
-            f"the process that answers at {self.address} does not prove that it knows the token: it is not the "
-            f"coordinator, which may be down while another has taken its port{words}"
+            f"the process that answers at {self.address} does not prove that it has the token, so it is not the "
+            f"coordinator: the coordinator may be down and another process may use its port{words}"
         )
 
     def _tls_trouble(self, error: CoordinatorUnavailableError) -> TlsError | None:

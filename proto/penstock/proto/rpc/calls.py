@@ -12,13 +12,12 @@ A value that travels in parts is checked against the size that its header declar
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import grpc
 from google.protobuf.message import Message
@@ -29,11 +28,19 @@ from penstock.proto.errors import (
     ForkedProcessError,
     InvalidArgumentError,
     PenstockError,
-    ProtocolError,
-    StateCorruptError,
 )
 from penstock.proto.rpc.authenticated_calls import Answer, AuthenticatedCall, Call, Streams
 from penstock.proto.rpc.channel import CHUNK, REQUEST_MAX, Tls, connect, connect_aio
+from penstock.proto.rpc.message_bounds import BytesChannel, parsed_reply
+from penstock.proto.rpc.reply_parts import (
+    BlobParts,
+    Histories,
+    SnapshotParts,
+    StateParts,
+    ValueParts,
+    blob_name,
+    receiving,
+)
 from penstock.proto.rpc.wire_errors import answer_of
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
@@ -46,13 +53,8 @@ DEADLINE_S = 10.0
 """Seconds that a call may take, beyond any hold: the coordinator answers in milliseconds, or is stopped or far gone."""
 TRANSFER_DEADLINE_S = 120.0
 """Seconds for a call that moves a state or a snapshot: 1 GiB over 10 MB/s."""
-VALUE_MAX = 900_000_000
-"""Largest snapshot or blob that a caller takes, bytes: what a coordinator stores. A coordinator that is taken over must
-not fill its workers' memory."""
-ARGUMENTS_INLINE = 64 * 1024
+ARGUMENTS_INLINE = 4 * 1024
 """Bytes of a loader's arguments above which they travel as a blob: the spec is repeated for every slot."""
-
-_Header = TypeVar("_Header", pb.SnapshotHeader, pb.WorkerRecord)
 
 
 @dataclass
@@ -63,11 +65,6 @@ class FetchedState:
     """Records and envelopes, one per worker of every box, by global_worker_id."""
     positions: dict[int, records_pb2.BoxPosition] = field(default_factory=dict)
     """Box -> its position at the step."""
-
-
-def blob_name(data: bytes) -> str:
-    """Return the name under which the coordinator keeps these bytes."""
-    return hashlib.sha256(data).hexdigest()
 
 
 # ------------------------------------------------------------------------------------------------- to and from parts
@@ -129,81 +126,6 @@ async def _async(parts: Iterable[_Part]) -> AsyncIterator[_Part]:
         yield part
 
 
-class Gather(Generic[_Header]):
-    """Assembler of headers and the data parts that follow them. Raises ProtocolError when sizes do not match."""
-
-    def __init__(self, what: str, size_of: Callable[[Any], int]) -> None:
-        self._what = what
-        self._size_of: Callable[[Any], int] = size_of
-        self._done: list[tuple[_Header, bytes]] = []
-        self._header: _Header | None = None
-        self._data: list[bytes] = []
-        self._bytes = 0
-
-    def add(self, header: _Header | None, data: bytes) -> None:
-        if header is not None:
-            self._close()
-            if self._size_of(header) > VALUE_MAX:
-                size = self._size_of(header)
-                raise ProtocolError(f"{self._what}: a value must have at most {VALUE_MAX} bytes, got {size}")
-            self._header = header
-        if data:
-            if self._header is None:
-                raise ProtocolError(f"{self._what}: data before any header")
-            self._bytes += len(data)
-            if self._bytes > self._size_of(self._header):
-                raise ProtocolError(f"{self._what}: more than the {self._size_of(self._header)} bytes declared")
-            self._data.append(data)
-
-    def _close(self) -> None:
-        if self._header is None:
-            return
-        declared = self._size_of(self._header)
-        if declared != self._bytes:
-            raise ProtocolError(f"{self._what}: {declared} bytes declared, {self._bytes} came")
-        self._done.append((self._header, b"".join(self._data)))
-        self._header, self._data, self._bytes = None, [], 0
-
-    def all(self) -> list[tuple[_Header, bytes]]:
-        self._close()
-        return self._done
-
-
-class _StateGather:
-    def __init__(self) -> None:
-        self._records: Gather[pb.WorkerRecord] = Gather("FetchState", lambda record: record.state_bytes)
-        self._positions: dict[int, records_pb2.BoxPosition] = {}
-
-    def add(self, part: pb.StatePart) -> None:
-        for one in part.parts:
-            self.add(one)
-        if part.parts:
-            return
-        if part.HasField("record") and part.HasField("position"):
-            self._positions[part.record.box] = part.position
-        self._records.add(part.record if part.HasField("record") else None, part.data)
-
-    def all(self) -> FetchedState:
-        return FetchedState(self._records.all(), self._positions)
-
-
-def _snapshot_gather() -> Gather[pb.SnapshotHeader]:
-    return Gather("GetSnapshots", lambda header: header.size)
-
-
-def _blob_length(name: str, length: int) -> int:
-    """Return the length of the parts so far. Raise ProtocolError for more than a blob may have."""
-    if length > VALUE_MAX:
-        raise ProtocolError(f"blob {name} must have at most {VALUE_MAX} bytes, got more")
-    return length
-
-
-def _checked_blob(name: str, data: bytes) -> bytes:
-    if blob_name(data) != name:
-        raise StateCorruptError(f"blob {name} came as {len(data)} bytes with the digest {blob_name(data)}")
-    return data
-
-
 _Part = TypeVar("_Part")
 _Reply = TypeVar("_Reply")
 
@@ -226,7 +148,7 @@ class CoordinatorClient(AuthenticatedCall):
 
     def _open(self) -> None:
         self._channel = connect(self.address, self._tls, self._streams)
-        self._stub = CoordinatorStub(self._channel)
+        self._stub = CoordinatorStub(BytesChannel(self._channel))
         self._health = health_pb2_grpc.HealthStub(self._channel)
 
     def forked(self) -> None:
@@ -272,7 +194,7 @@ class CoordinatorClient(AuthenticatedCall):
             reply, made = make(_sendable(self.address, method, request()), timeout=deadline_s, metadata=call.metadata)
             return reply, made.trailing_metadata()
 
-        return cast(_Reply, self._made(method, deadline_s, once))
+        return cast(_Reply, parsed_reply(method, self._made(method, deadline_s, once)))
 
     def _read(self, method: str, deadline_s: float, request: Any, take: Callable[[Any], None]) -> None:
         """Give `take` the parts of the reply as they come from one who knows the token."""
@@ -280,10 +202,12 @@ class CoordinatorClient(AuthenticatedCall):
         def once(call: Call) -> Answer:
             parts = getattr(self._stub, method)(request, timeout=deadline_s, metadata=call.metadata)
             try:
-                for number, part in enumerate(parts):
-                    if not number:
-                        call.believe(self._streams.initial())
-                    take(part)
+                with receiving(method) as count:
+                    for number, part in enumerate(parts):
+                        if not number:
+                            call.believe(self._streams.initial())
+                        count(len(part))
+                        take(parsed_reply(method, part))
             except PenstockError:
                 self._streams.cancel()
                 raise
@@ -340,9 +264,9 @@ class CoordinatorClient(AuthenticatedCall):
     def fetch_state(self, request: pb.FetchStateRequest) -> FetchedState:
         deadline_s = request.deadline_s + TRANSFER_DEADLINE_S
         request.packs = True
-        gather = _StateGather()
-        self._read("FetchState", deadline_s, request, gather.add)
-        return gather.all()
+        state = StateParts()
+        self._read("FetchState", deadline_s, request, state.add)
+        return FetchedState(state.records(), state.positions)
 
     def put_blob(self, data: bytes, run_hint: str = "", *, deadline_s: float = TRANSFER_DEADLINE_S) -> str:
         """Store the bytes at the coordinator for the run "job/ordinal"; return their name (for Resume.blob).
@@ -352,24 +276,16 @@ class CoordinatorClient(AuthenticatedCall):
 
     def get_blob(self, name: str, *, deadline_s: float = TRANSFER_DEADLINE_S) -> bytes:
         parts: list[bytes] = []
-        self._read("GetBlob", deadline_s, pb.GetBlobRequest(blob=name), lambda part: parts.append(part.data))
-        return _checked_blob(name, b"".join(parts))
+        self.get_blob_into(name, parts.append, deadline_s=deadline_s)
+        return b"".join(parts)
 
     def get_blob_into(
         self, name: str, write: Callable[[bytes], None], *, deadline_s: float = TRANSFER_DEADLINE_S
     ) -> None:
         """Pass the bytes to `write` as they come. They are verified only once this returns."""
-        digest, length = hashlib.sha256(), 0
-
-        def take(part: pb.BlobPart) -> None:
-            nonlocal length
-            length = _blob_length(name, length + len(part.data))
-            digest.update(part.data)
-            write(part.data)
-
-        self._read("GetBlob", deadline_s, pb.GetBlobRequest(blob=name), take)
-        if digest.hexdigest() != name:
-            raise StateCorruptError(f"blob {name} came with the digest {digest.hexdigest()}")
+        blob = BlobParts(name, write)
+        self._read("GetBlob", deadline_s, pb.GetBlobRequest(blob=name), blob.add)
+        blob.check()
 
     def status(self, *, deadline_s: float | None = None) -> pb.StatusReply:
         deadline_s = deadline_s or self.deadline_s
@@ -383,16 +299,16 @@ class CoordinatorClient(AuthenticatedCall):
     def fetch_histories(self, run: str, box: int) -> list[pb.History]:
         """Return the histories of all remembered attempts, oldest first; empty for an unknown run or box."""
         request = pb.FetchHistoryRequest(run=run, box=box)
-        parts: list[pb.HistoryPart] = []
-        self._read("FetchHistory", self.deadline_s, request, parts.append)
-        return [part.history for part in parts]
+        histories = Histories()
+        self._read("FetchHistory", self.deadline_s, request, histories.add)
+        return histories.all
 
     def fetch_snapshot(self, header: pb.SnapshotHeader, *, deadline_s: float = TRANSFER_DEADLINE_S) -> bytes:
         """Return the bytes of a snapshot that a history named. Raises StateUnavailableError if it is no longer kept."""
         request = pb.FetchHistoryRequest(snapshot=header)
-        parts: list[pb.HistoryPart] = []
-        self._read("FetchHistory", deadline_s, request, parts.append)
-        return b"".join(part.data for part in parts)
+        parts: list[bytes] = []
+        self._read("FetchHistory", deadline_s, request, ValueParts("a snapshot", parts.append).add)
+        return b"".join(parts)
 
 
 class AsyncCoordinatorClient(AuthenticatedCall):
@@ -404,7 +320,7 @@ class AsyncCoordinatorClient(AuthenticatedCall):
 
     def _open(self) -> None:
         self._channel = connect_aio(self.address, self._tls)
-        self._stub = CoordinatorStub(self._channel)
+        self._stub = CoordinatorStub(BytesChannel(self._channel))
 
     async def close(self) -> None:
         self._closed = True
@@ -449,7 +365,7 @@ class AsyncCoordinatorClient(AuthenticatedCall):
                 return await made, await made.trailing_metadata()
             return await answer_of(made), await made.initial_metadata()
 
-        return cast(_Reply, await self._wait(method, deadline_s, once))
+        return cast(_Reply, parsed_reply(method, await self._wait(method, deadline_s, once)))
 
     async def _read(self, method: str, deadline_s: float, request: Any, take: Callable[[Any], None]) -> None:
         """Give `take` the parts of the reply as they come from one who knows the token."""
@@ -458,11 +374,13 @@ class AsyncCoordinatorClient(AuthenticatedCall):
             made = getattr(self._stub, method)(request, timeout=deadline_s, metadata=call.metadata)
             believed = False
             try:
-                async for part in made:
-                    if not believed:
-                        call.believe(await made.initial_metadata())
-                        believed = True
-                    take(part)
+                with receiving(method) as count:
+                    async for part in made:
+                        if not believed:
+                            call.believe(await made.initial_metadata())
+                            believed = True
+                        count(len(part))
+                        take(parsed_reply(method, part))
             except PenstockError:
                 made.cancel()
                 raise
@@ -498,13 +416,9 @@ class AsyncCoordinatorClient(AuthenticatedCall):
         self, request: pb.GetSnapshotsRequest, *, deadline_s: float = TRANSFER_DEADLINE_S
     ) -> list[tuple[pb.SnapshotHeader, bytes]]:
         """Return all kept snapshots of the slot, oldest first."""
-        gather = _snapshot_gather()
-
-        def take(part: pb.SnapshotPart) -> None:
-            gather.add(part.header if part.HasField("header") else None, part.data)
-
-        await self._read("GetSnapshots", deadline_s, request, take)
-        return gather.all()
+        snapshots = SnapshotParts()
+        await self._read("GetSnapshots", deadline_s, request, snapshots.add)
+        return snapshots.all()
 
     async def put_state(
         self, answer: pb.StateAnswer, data: bytes = b"", *, deadline_s: float = TRANSFER_DEADLINE_S
@@ -518,8 +432,10 @@ class AsyncCoordinatorClient(AuthenticatedCall):
 
     async def get_blob(self, name: str, *, deadline_s: float = TRANSFER_DEADLINE_S) -> bytes:
         parts: list[bytes] = []
-        await self._read("GetBlob", deadline_s, pb.GetBlobRequest(blob=name), lambda part: parts.append(part.data))
-        return _checked_blob(name, b"".join(parts))
+        blob = BlobParts(name, parts.append)
+        await self._read("GetBlob", deadline_s, pb.GetBlobRequest(blob=name), blob.add)
+        blob.check()
+        return b"".join(parts)
 
     # What a training job calls; the coordinator's tests and asyncio programs use these.
 
@@ -535,14 +451,14 @@ class AsyncCoordinatorClient(AuthenticatedCall):
     async def fetch_state(self, request: pb.FetchStateRequest) -> FetchedState:
         deadline_s = request.deadline_s + TRANSFER_DEADLINE_S
         request.packs = True
-        gather = _StateGather()
-        await self._read("FetchState", deadline_s, request, gather.add)
-        return gather.all()
+        state = StateParts()
+        await self._read("FetchState", deadline_s, request, state.add)
+        return FetchedState(state.records(), state.positions)
 
     async def fetch_histories(self, run: str, box: int) -> list[pb.History]:
-        parts: list[pb.HistoryPart] = []
-        await self._read("FetchHistory", self.deadline_s, pb.FetchHistoryRequest(run=run, box=box), parts.append)
-        return [part.history for part in parts]
+        histories = Histories()
+        await self._read("FetchHistory", self.deadline_s, pb.FetchHistoryRequest(run=run, box=box), histories.add)
+        return histories.all
 
     async def status(self) -> pb.StatusReply:
         return await self._ask("Status", self.deadline_s, lambda: pb.StatusRequest(), pb.StatusReply)

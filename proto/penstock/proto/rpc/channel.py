@@ -83,7 +83,13 @@ _FIND_GONE = (
     ("grpc.http2.ping_timeout_ms", 2_000),
 )
 _FREE_GONE = (("grpc.keepalive_time_ms", 30_000), ("grpc.keepalive_timeout_ms", 30_000))
-_COMMON = (("grpc.keepalive_permit_without_calls", 1), ("grpc.http2.max_pings_without_data", 0))
+_COMMON = (
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    # gRPC unpacks a compressed message before it measures it: 300 KiB can be 300 MiB, from a caller as from an impostor
+    # who answers one. Neither end compresses, so compressed messages are not unpacked, and are not valid messages.
+    ("grpc.per_message_decompression", 0),
+)
 
 _CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
     *_COMMON,
@@ -115,9 +121,6 @@ _SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.max_send_message_length", REPLY_MAX),
     ("grpc.max_receive_message_length", REQUEST_MAX),
-    # gRPC unpacks a compressed message before it measures it: 300 KiB can be 300 MiB. Our callers do not compress, so
-    # compressed messages are not unpacked, and are not valid requests.
-    ("grpc.per_message_decompression", 0),
     # One limit: between this pair gRPC refuses at random. Callers send a token, of 4 KiB at most, and two short words.
     ("grpc.max_metadata_size", METADATA_MAX),
     ("grpc.absolute_max_metadata_size", METADATA_MAX),

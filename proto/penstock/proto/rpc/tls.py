@@ -168,7 +168,9 @@ class Renewing:
                 tls = self._read()
             except TlsError as error:
                 if error.message != self._told:
-                    _log.warning("keeps its current certificates: %s", error.message)
+                    _log.warning(
+                        "the changed certificates cannot be used, and the current ones stay in use: %s", error.message
+                    )
                 self._told = error.message
                 return False
             self._told = ""

@@ -70,7 +70,8 @@ _looked = mmap.mmap(-1, 1)  # shared with forked children
 
 
 def current_assignment() -> Assignment:
-    """Return the assignment of the worker that runs this code; outside a worker NEUTRAL (worker 0 of 1, seed 0).
+    """Return which worker runs this code: its number, its box, the numbers of boxes and workers, and the run's seed.
+    Outside a worker it is worker 0 of 1, with seed 0.
 
     Sharding inside input_fn: `data[a.global_worker_id :: a.total_num_workers]` with `a = current_assignment()`.
     """
@@ -79,9 +80,11 @@ def current_assignment() -> Assignment:
 
 
 def get_streaming_batch_size(effective_batch_size: int, global_rank: int | None = None) -> int:
-    """Return the rows of a worker's part of the global batch. It is its box's part: one worker makes a whole batch.
+    """Return the batch size of a worker, in rows, for a given global batch of all boxes. It is the share of its box,
+    because one worker makes a whole batch of its box.
 
-    The first boxes get one row more where the global batch does not divide evenly. Outside a worker it is all of it.
+    The first boxes get one row more where the global batch does not divide evenly. Outside a worker the result is the
+    whole global batch.
 
     Args:
         effective_batch_size: rows of all boxes' batches together, at least one for each box.

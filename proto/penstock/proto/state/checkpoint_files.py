@@ -39,14 +39,17 @@ from typing import Any
 import xxhash
 
 from penstock.proto.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError, DeadlineError
-from penstock.runtime.files.plain_files import open_plain
+from penstock.runtime.files.plain_files import open_plain, read_plain
 
 __all__ = [
     "ASKED",
     "FAILED",
+    "LARGEST_RECORD",
     "LATEST",
+    "LOCK",
     "MANIFEST",
     "METADATA",
+    "MOST",
     "CheckpointFile",
     "FoundCheckpoint",
     "Manifest",
@@ -80,6 +83,12 @@ ASKED = "alive.ask"
 LOCK = ".lock"
 FIELDS = ("name", "bytes", "xxh3", "parts")
 """Fields of a file in a manifest."""
+LARGEST_RECORD = 256 << 20
+"""Largest manifest, or report of a rank, in bytes: of some 8 million parts."""
+LONGEST_NAME = 100
+"""Largest LATEST, in bytes."""
+MOST = 1 << 62
+"""Largest number in a manifest."""
 CHUNK = 16 << 20
 """Size of a read during verification, bytes."""
 BEAT_S = 1.0
@@ -90,6 +99,7 @@ _STEP = re.compile(r"step-(0|[1-9][0-9]{0,18})")
 _ASIDE = re.compile(r"(step-(?:0|[1-9][0-9]{0,18}))\.(tmp|old)-[0-9a-f]+")
 _FILE = re.compile(r"\.?\w[\w.-]*", re.ASCII)
 """Pattern of a name within a checkpoint's folder, never outside it."""
+_PARTS = re.compile(r"|[0-9]{1,19}:[0-9a-f]{16}( [0-9]{1,19}:[0-9a-f]{16})*")
 _STOPPED = re.compile(r"\.latest\.[0-9a-f]+|\.probe-[0-9a-f]+-[0-9]+")
 """Leftovers of a stopped write of LATEST, and of a rank's test whether it can write."""
 
@@ -146,8 +156,15 @@ class CheckpointFile:
     def from_row(cls, name: Any, nbytes: Any, xxh3: Any, parts: Any) -> CheckpointFile:
         """Return the file of a `row`. Raises ValueError for anything else."""
         file = cls(str(name), int(nbytes), str(xxh3), str(parts))
-        if not _FILE.fullmatch(file.name) or file.nbytes < 0:
-            raise ValueError(f"{file.name!r}, of {file.nbytes:,} bytes, is not a file of a checkpoint's own folder")
+        if not _FILE.fullmatch(file.name) or not 0 <= file.nbytes <= MOST:
+            raise ValueError(
+                f"it lists {file.name!r} ({file.nbytes:,} bytes), which is no plain file name in its folder"
+            )
+        if not _PARTS.fullmatch(file.parts):
+            raise ValueError(f"the parts of {file.name!r} must be pairs of a position and a checksum")
+        begins = [int(part.partition(":")[0]) for part in file.parts.split()]
+        if begins != sorted(begins) or (begins and begins[-1] > file.nbytes):
+            raise ValueError(f"the parts of {file.name!r} must lie within its {file.nbytes:,} bytes, one after another")
         return file
 
 
@@ -192,8 +209,9 @@ class Manifest:
             if body["format"] > FORMAT:
                 raise ValueError(f"its format must be <= {FORMAT}, got {body['format']} of a newer Penstock")
             files = tuple(CheckpointFile.from_row(*(file[field] for field in FIELDS)) for file in body["files"])
-            return cls(int(body["step"]), str(body["save"]), int(body["sequence"]), int(body["ranks"]), files)
-        except (ValueError, KeyError, TypeError) as error:
+            step, sequence, ranks = (_number(field, body[field]) for field in ("step", "sequence", "ranks"))
+            return cls(step, str(body["save"]), sequence, ranks, files)
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise CheckpointCorruptError(f"{where} is damaged: {error}") from error
 
 
@@ -217,8 +235,7 @@ def read_manifest(path: Path) -> Manifest:
     """
     where = path / MANIFEST
     try:
-        with open(where, "rb", opener=open_plain) as file:
-            return Manifest.decode(file.read(), where)
+        return Manifest.decode(read_plain(where, LARGEST_RECORD), where)
     except FileNotFoundError:
         raise CheckpointNotFoundError(f"{path} has no {MANIFEST}: it is not a checkpoint of Penstock's") from None
     except OSError as error:
@@ -235,11 +252,11 @@ def damage(path: Path, manifest: Manifest, *, contents: bool = False) -> Iterato
         try:
             nbytes = where.stat().st_size
             if nbytes != file.nbytes:
-                yield f"{file.name}: {nbytes:,} bytes where {file.nbytes:,} were written"
+                yield f"{file.name} has {nbytes:,} bytes, but {file.nbytes:,} were written"
             elif contents and (found := _checksum_of(where)) != file.xxh3:
-                yield f"{file.name}: checksum {found} where {file.xxh3} was written"
+                yield f"{file.name} has checksum {found}, but {file.xxh3} was written"
         except FileNotFoundError:
-            yield f"{file.name}: missing"
+            yield f"{file.name} is missing"
         except OSError as error:
             yield f"{file.name}: cannot be read: {error.strerror}"
 
@@ -395,7 +412,10 @@ def locked(
     try:
         try:
             handle = open_plain(folder / LOCK, os.O_RDWR | os.O_CREAT)
-        except PermissionError:  # another user's file can be locked all the same
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EPERM, errno.EMLINK):
+                raise
+            # Another user's file can be locked all the same, and one of two names, which is not written.
             handle = open_plain(folder / LOCK)
     except OSError as error:
         if error.errno not in (errno.ELOOP, errno.ENXIO):
@@ -467,9 +487,16 @@ def _beat(path: Path, ended: threading.Event) -> None:
 
 def _latest(folder: Path) -> str:
     try:
-        return (folder / LATEST).read_text().strip()
+        return read_plain(folder / LATEST, LONGEST_NAME).decode().strip()
     except (OSError, UnicodeDecodeError):
         return ""
+
+
+def _number(field: str, value: Any) -> int:
+    number = int(value)
+    if not 0 <= number <= MOST:
+        raise ValueError(f"{field} must be a number of 0 to 2**62, got {str(value)[:40]}")
+    return number
 
 
 def _names(folder: Path) -> list[str]:

@@ -79,7 +79,8 @@ _DIRECT_FROM = 1 << 20  # bytes from which a tensor is written straight from its
 
 
 def encode_state(value: object) -> bytes:
-    """Return the envelope of `value`. Equal values mostly give equal bytes (sets of one plain type are sorted).
+    """Return `value` as bytes with a checksum (an envelope), without pickle. Equal values mostly give equal bytes (sets
+    of one plain type are sorted).
 
     Raises UnsupportedStateError for an object without a safe encoding, a cycle, or nesting beyond MAX_DEPTH.
     """
@@ -106,7 +107,7 @@ def encode_state(value: object) -> bytes:
 
 
 def decode_state(data: bytes | bytearray | memoryview) -> object:
-    """Return the value in an envelope. Its tensors, arrays and bytearrays own their memory.
+    """Return the value that encode_state() encoded. Its tensors, arrays and bytearrays own their memory.
 
     Raises StateCorruptError for bytes that encode_state did not write (nothing in them is trusted, and no announced
     size is allocated that they do not hold), StateVersionError for the envelope of a newer format.

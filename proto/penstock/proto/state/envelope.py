@@ -97,18 +97,20 @@ def opened(
         )
     if version != FORMAT_VERSION or flags or announced != size:
         raise StateCorruptError(
-            f"bad framing of a state: format {version}, flags {flags:#x}, {announced} bytes announced, {size} here"
+            f"the header of an encoded state is damaged: format {version}, flags {flags:#x}, {announced} bytes "
+            "announced, "
+            f"{size} found"
         )
     tree_end = HEADER.size + tree_size
     source = source_of(view, tree_end, end)
     try:
         value = unpack(_JSON.decode(str(view[HEADER.size : tree_end], "utf-8", "surrogatepass")), source)
         if source.position != end:
-            raise ValueError(f"the tree does not mention {end - source.position} bytes of blobs")
+            raise ValueError(f"{end - source.position} bytes of it belong to no value")
     except MemoryError:
         raise
     except Exception as error:  # the checksum matches: another program made these bytes, or they were made to do harm
-        raise StateCorruptError(f"malformed content of an encoded state: {type(error).__name__}: {error}") from error
+        raise StateCorruptError(f"an encoded state cannot be decoded: {type(error).__name__}: {error}") from error
     return value
 
 

@@ -104,7 +104,7 @@ def restore_rng(data: bytes | bytearray | memoryview) -> None:
     view = view.cast("B") if view.c_contiguous else memoryview(view.tobytes())
     if len(view) < _FIXED or view[:8] != _MAGIC:
         raise StateCorruptError(
-            f"a captured random state must begin with its magic, got {len(view)} bytes with {bytes(view[:8])!r}"
+            f"a captured random state must begin with {_MAGIC!r}, got {len(view)} bytes with {bytes(view[:8])!r}"
         )
     end = len(view) - _CHECKSUM_BYTES
     if xxhash.xxh3_64_digest(view[:end]) != view[end:]:
@@ -123,7 +123,7 @@ def restore_rng(data: bytes | bytearray | memoryview) -> None:
         or position > _WORDS  # numpy would read beyond its block
         or python[-1] > _WORDS
     ):
-        raise StateCorruptError("a captured random state holds values that a generator cannot have")
+        raise StateCorruptError("a captured random state is damaged: it has values that no generator can have")
     start = _HEADER.size + _PYTHON.size
     words = np.frombuffer(view, "<u4", _WORDS, start).astype(np.uint32)
     torch_state = torch.from_numpy(np.frombuffer(view, np.uint8, torch_size, start + 4 * _WORDS).copy())
@@ -131,7 +131,7 @@ def restore_rng(data: bytes | bytearray | memoryview) -> None:
         torch.Generator().set_state(torch_state)
     except RuntimeError as error:
         raise StateCorruptError(
-            f"torch {torch.__version__} does not take the captured state of its generator ({torch_size} bytes): {error}"
+            f"torch {torch.__version__} cannot load the captured state of its generator ({torch_size} bytes): {error}"
         ) from error
     try:
         np.random.set_state(("MT19937", words, position, 1 if flags & _NUMPY_GAUSS else 0, numpy_gauss))

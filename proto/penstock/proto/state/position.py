@@ -129,7 +129,7 @@ class Position:
             self.first = (self.first + sum(self.delivered)) % len(self.total)
         empty = not any(self.delivered)
         if empty and self.ended_before:
-            raise EmptyInputError("the input yields no batches")
+            raise EmptyInputError("no worker's loader yields a batch: check data paths and sharding")
         self._next_epoch()
         self.ended_before = empty
         return True
@@ -163,6 +163,10 @@ class Position:
     @classmethod
     def from_proto(cls, message: records_pb2.BoxPosition) -> Position:
         """Return the position. Raises InvalidArgumentError for a record that a round robin cannot reach."""
+        if len(message.live) > len(message.slots):
+            raise InvalidArgumentError(
+                f"live slots must be at most {len(message.slots)}, one per slot, got {len(message.live)}"
+            )
         position = cls(
             message.step,
             message.epoch,
@@ -176,17 +180,23 @@ class Position:
         )
         count = len(position.total)
         if not position.live or sorted(set(position.live)) != position.live or position.live[-1] >= count:
-            raise InvalidArgumentError(f"live slots must be rising and < {count}, got {position.live}")
+            raise InvalidArgumentError(
+                f"the live slots of a position must be rising numbers below {count}, got {position.live}"
+            )
         if position.cursor >= len(position.live):
-            raise InvalidArgumentError(f"cursor must be < {len(position.live)} live slots, got {position.cursor}")
+            raise InvalidArgumentError(
+                f"the cursor of a position must be below its {len(position.live)} live slots, got {position.cursor}"
+            )
         if position.first is not None and position.first >= count:
-            raise InvalidArgumentError(f"first slot must be < {count}, got {position.first}")
+            raise InvalidArgumentError(f"the first slot of a position must be below {count}, got {position.first}")
         if max(position.step, position.epoch, *position.total) > MOST:
             raise InvalidArgumentError(
                 f"counts of a position must be <= {MOST}, got step {position.step}, epoch {position.epoch}"
             )
         if any(d > t for d, t in zip(position.delivered, position.total, strict=True)):
-            raise InvalidArgumentError("batches of a slot's epoch must be <= its total")
+            raise InvalidArgumentError(
+                "the batches of a slot in this epoch must be at most its batches in all, got more"
+            )
         return position
 
 
@@ -209,7 +219,7 @@ def advance(
     end met, whatever the number of steps. Its chain is unknown if it took a step: see `chain_at`.
     """
     if step < base.step:
-        raise InvalidArgumentError(f"step {step} lies before step {base.step}, where this attempt started")
+        raise InvalidArgumentError(f"step must be at least {base.step}, where this launch started, got {step}")
     at = base.copy()
     while True:
         wanted = step - at.step

@@ -30,13 +30,14 @@ __all__ = [
 
 @runtime_checkable
 class RestartableDataLoader(Protocol):
-    """Loader whose position can be saved and restored, on any number of workers.
+    """Interface of a loader whose position can be saved, and restored on any number of workers: give your loader these
+    four methods.
 
     `strict` is optional, but both methods that take it must have it, or neither; on one alone it is a TypeError.
 
-    A loader of any kind, or its iterator, may also have `skip_batch()`: it skips the next batch without making it, and
-    advances all counters and random generators as if it had; it raises StopIteration if the epoch is over. It is called
-    for a batch that kills the process that makes it, where the job skips such batches (Appliance(poison="skip")).
+    Any loader, or its iterator, may also have `skip_batch()`: it skips the next batch without making it, advances all
+    counters and random generators as if it had made it, and raises StopIteration if the epoch is over. It is called for
+    a batch that kills the process that makes it, in jobs that skip such batches (Appliance(poison="skip")).
 
     Its class may have three more attributes; none is required:
 
@@ -67,7 +68,8 @@ class RestartableDataLoader(Protocol):
 
 @dataclass(frozen=True)
 class DataLoaderCheckpoint:
-    """Part of a checkpoint for one worker. Field names follow the system that introduced them: a CSX is a box."""
+    """Identity, progress and state of one worker at a checkpoint. Field names are those of Cerebras' cstorch, where a
+    CSX or WSE is what Penstock calls a box."""
 
     local_worker_id: int
     """Number of the worker in its box, 0-based: its slot's number, except where the job was resumed between two turns

@@ -60,7 +60,9 @@ class JobSettings(TlsFiles):
         description="HOST:PORT of the coordinator (default: embedded, all on this machine).",
     )
     token: SecretStr = SecretStr("")
-    num_workers_per_box: int = Field(1, ge=1, le=4096, description="Workers that feed each box.")
+    num_workers_per_box: int = Field(
+        1, ge=0, le=4096, description="Workers that feed each box; 0: batches are made in this process, to debug."
+    )
     box: int = Field(
         0, validation_alias=AliasChoices("PENSTOCK_BOX", "RANK"), description="Number of this box, from 0."
     )
@@ -121,9 +123,9 @@ class JobSettings(TlsFiles):
     @classmethod
     def _one_name(cls, job: str) -> str:
         if "/" in job:
-            raise ValueError("a job's name cannot hold a slash, which separates it from the loader's number")
+            raise ValueError("a job's name must not have a slash, which separates it from the loader's number")
         if len(job) > 200 or not job.isprintable():
-            raise ValueError("a job's name has at most 200 characters, all of them printable")
+            raise ValueError("a job's name must have at most 200 characters, all of them printable")
         return job
 
 

@@ -69,7 +69,7 @@ class SettingsFile:
                 continue
             if foreign and key in foreign:
                 raise InvalidArgumentError(
-                    f"{self.where(table, key)}: {key} does not go into [{table}]: {foreign[key]}"
+                    f"{self.where(table, key)}: {key} does not belong into [{table}]: {foreign[key]}"
                 )
             raise InvalidArgumentError(
                 f"{self.where(table, key)}: [{table}] has no setting {key!r}{likely(key, known)}"
@@ -79,7 +79,7 @@ class SettingsFile:
 def likely(name: str, known: Collection[str]) -> str:
     """Return the end of an error about an unknown name: the closest known name, or all of them."""
     near = difflib.get_close_matches(name, known, n=1)
-    return f"; is {near[0]} meant?" if near else f" (there are {', '.join(sorted(known))})"
+    return f"; did you mean {near[0]}?" if near else f" (there are {', '.join(sorted(known))})"
 
 
 def read_settings_file() -> SettingsFile | None:
@@ -116,14 +116,18 @@ def _read(path: Path) -> SettingsFile:
     except OSError as error:
         raise InvalidArgumentError(f"the settings file {path} cannot be read: {error.strerror}") from error
     if len(raw) > MAX_FILE:
-        raise InvalidArgumentError(f"the settings file {path} is larger than {MAX_FILE} bytes: it is another file")
+        raise InvalidArgumentError(
+            f"the settings file {path} must have at most {MAX_FILE} bytes, got more: is it another file?"
+        )
     try:
         text = raw.decode()
         found = tomllib.loads(text)
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise InvalidArgumentError(f"the settings file {path} is not TOML: {error}") from error
     except RecursionError:  # its own traceback is useless
-        raise InvalidArgumentError(f"the settings file {path} is not one: its brackets are nested too deep") from None
+        raise InvalidArgumentError(
+            f"the settings file {path} cannot be read as TOML: its brackets are nested too deep"
+        ) from None
     return _checked(SettingsFile(path, found, _lines(text)))
 
 
@@ -148,16 +152,18 @@ def _checked(file: SettingsFile) -> SettingsFile:
         for table, key in [("", name), *((name, key) for key in keys)]:
             if key.lower() in ("token", "tokens", "penstock_token"):
                 raise InvalidArgumentError(
-                    f"{file.where(table, key)}: a token does not go into this file, which others may read: put it into "
-                    'a file of its own (chmod 600) and name that, token_file = "FILE" in [cluster]'
+                    f"{file.where(table, key)}: this file must not hold a token, because others may read it: put it "
+                    "into "
+                    'a file of its own (chmod 600) and name that by token_file = "FILE" in [cluster]'
                 )
         if name not in TABLES:
             what = f"a section [{name}]" if isinstance(value, dict) else f"{name!r} outside a section"
-            raise InvalidArgumentError(f"{file.where('', name)}: {what} has no meaning{likely(name, TABLES)}")
+            raise InvalidArgumentError(f"{file.where('', name)}: there is no setting for {what}{likely(name, TABLES)}")
         if not isinstance(value, dict):
             raise InvalidArgumentError(
-                f"{file.where('', name)}: {name} is a section: [{name}]; an address of the coordinator goes into "
-                '[cluster], as coordinator = "HOST:PORT"'
+                f"{file.where('', name)}: {name} must be a section, [{name}], got a value; the coordinator's address "
+                "goes "
+                'into [cluster], as coordinator = "HOST:PORT"'
             )
     return file
 
@@ -180,5 +186,7 @@ def token_file_of_settings() -> str:
     named = file.tables.get(CLUSTER, {}).get("token_file", "") if file else ""
     if not isinstance(named, str):
         assert file is not None
-        raise InvalidArgumentError(f"{file.where(CLUSTER, 'token_file')}: token_file is the path of a file, as text")
+        raise InvalidArgumentError(
+            f"{file.where(CLUSTER, 'token_file')}: token_file must be the path of a file, in quotes"
+        )
     return file.resolved(named) if file and named else ""

@@ -9,25 +9,29 @@ from pathlib import Path
 __all__ = ["sync_folder", "write_whole"]
 
 
-def write_whole(path: Path, data: bytes | memoryview, *, mode: int | None = None) -> None:
+def write_whole(path: Path, data: bytes | memoryview, *, mode: int | None = None, sync: bool = True) -> None:
     """Write a file under another name in the same folder, sync it to disk, and rename it.
 
+    The name is new and cannot be guessed, so nobody has put a link there before.
+
     `mode`: its permissions, if not the default of new files. The folder is synced too, and so everything written into
-    it before.
+    it before. `sync`: False for what need not outlive the machine's power.
     """
-    temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}")
+    temporary = path.parent / f".{path.name}.{os.urandom(4).hex()}"
     try:
         with temporary.open("xb") as file:
             if mode is not None:
                 os.fchmod(file.fileno(), mode)
             file.write(data)
             file.flush()
-            os.fsync(file.fileno())
+            if sync:
+                os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    sync_folder(path.parent)
+    if sync:
+        sync_folder(path.parent)
 
 
 def sync_folder(path: Path) -> None:

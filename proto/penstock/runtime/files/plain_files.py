@@ -1,8 +1,9 @@
 """Files in folders that others can write to: opened as files and nothing else.
 
 A name there may belong to another user and lead anywhere: a link to a file of ours, which opening for a lock would
-truncate; a FIFO, which blocks for ever; a device, which never ends. Files are therefore never written through a link,
-and anything but a file is refused before a byte is read.
+truncate; a FIFO, which blocks for ever; a device, which never ends; a file with holes, whose length is more than the
+memory. Files are therefore never written through a link, nor under one of several names; anything but a file is refused
+before a byte is read; and what is read as a whole has a limit.
 """
 
 from __future__ import annotations
@@ -18,32 +19,52 @@ __all__ = ["is_ours", "open_plain", "read_plain"]
 def open_plain(path: str | Path, flags: int = os.O_RDONLY, mode: int = 0o666, *, folder: int | None = None) -> int:
     """Open a file and return its descriptor; usable as `opener` of `open`.
 
-    Raises OSError if the name is a folder, a FIFO, a socket or a device; or a link, and the file is written.
+    Raises OSError if the name is a folder, a FIFO, a socket or a device. A file that is written is not reached through
+    a link, and has no other name: where the system does not forbid it (fs.protected_hardlinks), another user can give
+    a file of ours a second name.
 
     folder: a descriptor of the folder that `path` is relative to.
     """
-    if flags & (os.O_WRONLY | os.O_RDWR):
+    written = bool(flags & (os.O_WRONLY | os.O_RDWR))
+    if written:
         flags |= os.O_NOFOLLOW
-    try:
-        handle = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, mode, dir_fd=folder)
+    try:  # truncated below, once it is known what it is
+        handle = os.open(path, (flags & ~os.O_TRUNC) | os.O_CLOEXEC | os.O_NONBLOCK, mode, dir_fd=folder)
     except OSError as error:
         if error.errno == errno.ELOOP:
-            why = f"it is a link ({_target(path, folder)}), and is not written through: remove it"
+            why = f"it is a symbolic link ({_target(path, folder)}), which is not followed: remove it"
             raise OSError(errno.ELOOP, why, str(path)) from None
         if error.errno == errno.ENXIO:  # a FIFO or a socket
             raise OSError(errno.ENXIO, "it is not a regular file", str(path)) from None
         raise
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
+    try:
+        found = os.fstat(handle)
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.ENXIO, "it is not a regular file", str(path))
+        if written and found.st_nlink > 1:
+            raise OSError(errno.EMLINK, "it has a second name, and is not written: remove it", str(path))
+        if flags & os.O_TRUNC:
+            os.ftruncate(handle, 0)
+        os.set_blocking(handle, True)
+    except BaseException:
         os.close(handle)
-        raise OSError(errno.ENXIO, "it is not a regular file", str(path))
-    os.set_blocking(handle, True)
+        raise
     return handle
 
 
-def read_plain(path: str | Path) -> bytes:
-    """Return the whole content of a file. Raises OSError as `open_plain`."""
+def read_plain(path: str | Path, limit: int) -> bytes:
+    """Return the whole content of a file of at most `limit` bytes. Raises OSError as `open_plain`, and for a larger
+    one, before there is memory for it."""
     with open(path, "rb", buffering=0, opener=open_plain) as file:
-        return file.readall()
+        size, pieces, read = os.fstat(file.fileno()).st_size, [], 0
+        # One byte more than there is: it may have grown.
+        while size <= limit and (piece := file.read(max(size - read, 0) + 1)):
+            pieces.append(piece)
+            read += len(piece)
+            size = max(size, read)
+        if size > limit:
+            raise OSError(errno.EFBIG, f"it must have at most {limit} bytes, got {size}", str(path))
+        return b"".join(pieces)
 
 
 def is_ours(found: os.stat_result, group: int | None = None) -> bool:
@@ -61,4 +82,4 @@ def _target(path: str | Path, folder: int | None) -> str:
     try:
         return f"to {os.readlink(path, dir_fd=folder)}"
     except OSError:
-        return "it leads nowhere"
+        return "to nothing"

@@ -78,11 +78,11 @@ def exit_words(status: int) -> str:
 def describe_exit(status: int | None) -> str:
     """Return how a process that runs user code ended, with the likely cause. status: None if unknown."""
     if status is None:
-        return "died, cause unknown: the process that could tell does not answer"
+        return "died of an unknown cause (the process that started it does not answer)"
     how = exit_words(status)
     if -status == signal.SIGKILL:
-        return f"{how} (out of memory, if nobody sent it)"
-    return how if status else f"{how}, which is no end of its input (os._exit?)"
+        return f"{how} (by the kernel for lack of memory, unless someone sent the signal)"
+    return how if status else f"{how} before the end of its input (os._exit?)"
 
 
 def _signal_name(number: int) -> str:

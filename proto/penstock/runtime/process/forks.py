@@ -166,8 +166,8 @@ def _log_end(error: BaseException | None) -> int:
         return 1
     print(
         f"process {os.getpid()} was forked by input_fn or its loader, and "
-        f"{'raised' if error is not None else 'returned'} into Penstock's code; it ends here with status 1, and its "
-        "parent goes on. End a forked child by os._exit(), in the code that forks it.",
+        f"{'raised' if error is not None else 'returned'} into Penstock's code: it is ended with status 1, and its "
+        "parent continues. End a forked child by os._exit() in the code that forks it.",
         file=sys.stderr,
     )
     if error is not None:

@@ -10,17 +10,19 @@ Times are those of the monotonic clock, which all processes of a machine share a
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.proto.errors import InvalidArgumentError
+from penstock.runtime.files.atomic_files import write_whole
+from penstock.runtime.files.plain_files import read_plain
 
 __all__ = ["Liveness", "LivenessWriter", "read_liveness"]
 
+LONGEST = 200
+"""Largest liveness file, bytes."""
 _log = logging.getLogger("penstock.worker")
 
 
@@ -46,14 +48,10 @@ class LivenessWriter:
         """Record a round that ended without an answer."""
         if self._path is None:
             return
-        beside = self._path.parent / f".{self._path.name}.{os.getpid()}"
         try:
-            beside.write_text(f"{time.monotonic()} {self._heard}\n")
-            beside.replace(self._path)
+            write_whole(self._path, f"{time.monotonic()} {self._heard}\n".encode(), sync=False)
             self._failed = False
         except OSError as error:
-            with contextlib.suppress(OSError):
-                beside.unlink()
             if not self._failed:
                 _log.warning("the liveness file %s cannot be written: %s", self._path, error)
             self._failed = True
@@ -67,10 +65,10 @@ class LivenessWriter:
 def read_liveness(path: str) -> Liveness:
     """Return the daemon's last record. Raises InvalidArgumentError if it is missing or invalid."""
     try:
-        turned, heard = map(float, Path(path).read_text().split())
+        turned, heard = map(float, read_plain(path, LONGEST).split())
     except OSError as error:
         raise InvalidArgumentError(
-            f"the liveness file {path} cannot be read: {error.strerror}; does a worker run with this --liveness-file?"
+            f"the liveness file {path} cannot be read: {error.strerror}. Does a worker run with this --liveness-file?"
         ) from error
     except ValueError as error:
         raise InvalidArgumentError(f"{path} is not a worker's liveness file") from error

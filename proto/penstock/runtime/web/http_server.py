@@ -89,7 +89,7 @@ class WebServer:
     ) -> None:
         check_address(listen)
         if socket_path(listen) is not None:
-            raise InvalidArgumentError(f"a browser cannot reach {listen}: pass HOST:PORT")
+            raise InvalidArgumentError(f"the address of web pages must be HOST:PORT, got {listen}")
         refuse_unsafe(listen, encrypted=tls is not None, insecure=insecure)
         files = None if tls is None else Renewing(tls.for_server())
         guard = _Guard("" if is_local(listen) else tokens, local=is_local(listen))
@@ -99,7 +99,7 @@ class WebServer:
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 raise PortTakenError(f"{listen} is in use by another process: choose another port, or 0") from error
-            raise InvalidArgumentError(f"nothing can listen on {listen} here: {error.strerror}") from error
+            raise InvalidArgumentError(f"cannot listen on {listen}: {error.strerror}") from error
         self.address = f"{listen.rpartition(':')[0]}:{self._server.server_address[1]}"
         """Address that it listens on, "host:port"."""
         self.url = f"{'https' if files else 'http'}://{self.address}"

@@ -57,7 +57,9 @@ class MetricReadings:
         """Add a value under a name of the catalogue, with exactly its labels."""
         metric = BY_NAME[name]
         if self._process not in metric.processes or set(labels) != set(metric.labels):
-            raise ValueError(f"{name} of a {self._process} with {sorted(labels)} is not in the catalogue")
+            raise ValueError(
+                f"{name} of a {self._process} must have the labels {sorted(metric.labels)}, got {sorted(labels)}"
+            )
         self._found[name].append(([str(labels[label]) for label in metric.labels], value))
 
     def families(self) -> Iterator[Family]:

@@ -13,7 +13,6 @@ A file lock cannot be waited for with a deadline: it is tried repeatedly, at mos
 from __future__ import annotations
 
 import contextlib
-import glob
 import os
 import stat
 import threading
@@ -21,9 +20,10 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from penstock.data.cache.file_locks import FileLock, take
+from penstock.data.cache.file_locks import LONGEST_TEXT, FileLock, take
 from penstock.data.remote.folders import RemoteFolder
 from penstock.proto.errors import DatasetError, ShardUnavailableError
+from penstock.runtime.files.inner_paths import parent_of, refuse_strange_links
 from penstock.runtime.files.plain_files import is_ours, read_plain
 
 __all__ = ["LONGEST_PAUSE_S", "STATE", "CacheState"]
@@ -39,17 +39,17 @@ class CacheState:
     """State of one cache folder, for one process."""
 
     def __init__(self, folder: Path, remote: RemoteFolder | None, timeout_s: float, group: int | None = None) -> None:
-        """`group`: group whose members share the folder; None: the folder is this user's alone."""
+        """`group`: group whose members share the folder; None: the folder is this user's alone. Paths of its files are
+        relative to the folder."""
         self.root = str(folder)
         self._group = group
         self._remote = remote
         self._timeout_s = timeout_s
-        state = folder / STATE
-        self._remote_path = str(state / "remote")
-        self.eviction = str(state / "eviction")
-        self.shards = str(state / "shards")
-        self.prefetched = str(state / "prefetched")
-        self.fetching_folder = str(state / "fetching")
+        self._remote_path = f"{STATE}/remote"
+        self.eviction = f"{STATE}/eviction"
+        self.shards = f"{STATE}/shards"
+        self.prefetched = f"{STATE}/prefetched"
+        self.fetching_folder = f"{STATE}/fetching"
         self.closing = threading.Event()
         """Event that ends all waits with an error."""
         self._prepared = False
@@ -72,41 +72,62 @@ class CacheState:
     def _make_folders(self) -> None:
         """Make the folders. Raises DatasetError for those of other users, who could put links or forged versions into
         them."""
+        refuse_strange_links(Path(self.root))
+        made = False
         with contextlib.suppress(FileExistsError):
             os.makedirs(self.root)
-            self._share(self.root)
-        # The folder itself may be writable by others: in a pod everybody may write, and there is only one user.
-        found = os.stat(self.root)
-        if found.st_uid not in (0, os.getuid()) and found.st_gid != self._group:
-            raise self._foreign(self.root, found)
-        for state in (os.path.dirname(self.shards), self.shards, self.prefetched, self.fetching_folder):
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(state, 0o755)
-                self._share(state)
-            found = os.lstat(state)
-            if not stat.S_ISDIR(found.st_mode):
-                raise self._foreign(state, found)
-            if is_ours(found, self._group):
-                continue
-            if found.st_uid != os.getuid():
-                raise self._foreign(state, found)
-            os.chmod(state, 0o755)  # made under a permissive umask, or on a filesystem without modes
+            made = True
+        root = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            if made:
+                self._share(root)
+            # The folder itself may be writable by others: in a pod everybody may write, and there is only one user.
+            found = os.fstat(root)
+            if found.st_uid not in (0, os.getuid()) and found.st_gid != self._group:
+                raise self._foreign(self.root, found)
+        finally:
+            os.close(root)
+        for state in (STATE, self.shards, self.prefetched, self.fetching_folder):
+            self._make_folder(state)
 
-    def _share(self, path: str) -> None:
-        """Share a path with the group, if there is one; files made in a shared folder inherit the group."""
+    def _make_folder(self, state: str) -> None:
+        made = False
+        path = os.path.join(self.root, state)
+        with parent_of(self.root, state) as (above, name):
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(name, 0o755, dir_fd=above)
+                made = True
+            found = os.stat(name, dir_fd=above, follow_symlinks=False)
+            if not stat.S_ISDIR(found.st_mode):
+                raise self._foreign(path, found)
+            folder = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=above)
+        try:
+            if made:
+                self._share(folder)
+            found = os.fstat(folder)
+            if is_ours(found, self._group):
+                return
+            if found.st_uid != os.getuid():
+                raise self._foreign(path, found)
+            os.fchmod(folder, 0o755)  # made under a permissive umask, or on a filesystem without modes
+        finally:
+            os.close(folder)
+
+    def _share(self, folder: int) -> None:
+        """Share a folder with the group, if there is one; files made in it inherit the group."""
         if self._group is None:
             return
         with contextlib.suppress(PermissionError):  # another member's
-            os.chown(path, -1, self._group)
-            os.chmod(path, 0o2775 if os.path.isdir(path) else 0o664)
+            os.fchown(folder, -1, self._group)
+            os.fchmod(folder, 0o2775)
 
     def _foreign(self, path: str, found: os.stat_result) -> DatasetError:
-        what = f"of user {found.st_uid}, mode {stat.S_IMODE(found.st_mode):o}: others can write to it"
+        what = f"owned by user {found.st_uid} with mode {stat.S_IMODE(found.st_mode):o}, so that others can write to it"
         if stat.S_ISLNK(found.st_mode):
             what = f"a link to {os.readlink(path)}"
         return DatasetError(
-            f"the cache {self.root} is not used: {path} is {what}; give a folder of your own, or cache_group=... for "
-            "one that a group shares"
+            f"the cache folder {self.root} is not safe to use: {path} is {what}. Give a folder of your own, or "
+            "cache_group=... for one that a group shares"
         )
 
     def _check_remote(self) -> None:
@@ -121,19 +142,19 @@ class CacheState:
                 lock.write(identity + b"\n")
             elif before != identity:
                 raise DatasetError(
-                    f"the cache {self.root} holds the dataset of {before.decode(errors='replace')}, not that of"
-                    f" {self._remote.identity}; give another folder, or remove this one"
+                    f"the cache folder {self.root} has the dataset of {before[:500].decode(errors='replace')}, not "
+                    f"that of {self._remote.identity}: give another cache folder, or remove this one"
                 )
         finally:
             lock.release()
 
     def _sweep(self, state: str) -> None:
-        for name in os.listdir(state):
+        for name in os.listdir(os.path.join(self.root, state)):
             if "!" not in name:
-                with contextlib.suppress(FileNotFoundError):
-                    lock = take(os.path.join(state, name), shared=False, create=False)
+                with contextlib.suppress(OSError):  # gone, or no lock: whoever needs that name says so
+                    lock = take(self.root, f"{state}/{name}", shared=False, create=False)
                     if lock:
-                        self._clear(lock)
+                        self._clear(f"{state}/{name}", lock)
 
     @contextlib.contextmanager
     def fetching(
@@ -141,23 +162,34 @@ class CacheState:
     ) -> Iterator[Callable[[str], Path]]:
         """Hold the fetch lock of a key; yield a function that names temporary files, which are removed afterwards.
         `busy` is called if another process holds the lock."""
-        base = os.path.join(self.fetching_folder, key)
+        base = f"{self.fetching_folder}/{key}"
         lock = self.wait(base, until, name, shared=False, busy=busy)
         try:
             lock.write(b"%d\n" % os.getpid())
-            yield lambda kind: Path(f"{base}!{kind}")
+            yield lambda kind: Path(self.root, f"{base}!{kind}")
         finally:
-            self._clear(lock)
+            self._clear(base, lock)
 
-    def _clear(self, lock: FileLock) -> None:
+    def _clear(self, base: str, lock: FileLock) -> None:
         """Remove a fetcher's temporary files, then its lock's."""
         try:
             with contextlib.suppress(FileNotFoundError):  # the folder was removed
-                for path in glob.glob(glob.escape(lock.path) + "!*"):
-                    os.unlink(path)
+                self.remove_temporary(base)
                 lock.remove()
         finally:
             lock.release()
+
+    def remove_temporary(self, base: str) -> None:
+        """Remove the temporary files of a fetcher, by the path of its lock's."""
+        with parent_of(self.root, base) as (folder, name):
+            listed = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=folder)
+            try:
+                for found in os.listdir(listed):
+                    if found.startswith(f"{name}!"):
+                        with contextlib.suppress(OSError):  # gone, or a folder, which is none of ours
+                            os.unlink(found, dir_fd=listed)
+            finally:
+                os.close(listed)
 
     def wait(
         self, path: str, until: float, name: str, *, shared: bool, busy: Callable[[], object] | None = None
@@ -167,20 +199,21 @@ class CacheState:
         while True:
             self.check_open(name)
             try:
-                lock = take(path, shared=shared)
+                lock = take(self.root, path, shared=shared)
             except OSError as error:
                 raise ShardUnavailableError(
-                    f"the cache {self.root} cannot be used: {path}: {error.strerror}"
+                    f"the cache {self.root} cannot be used: {os.path.join(self.root, path)}: {error.strerror}"
                 ) from error
             if lock:
-                self._share(path)
+                if self._group is not None:
+                    lock.share(self._group)
                 return lock
             if busy:
                 busy()
             if time.monotonic() >= until:
                 raise ShardUnavailableError(
                     f"{self._address(name)} was not available within {self._timeout_s:g} s: another process has the "
-                    f"lock {path} ({_holder(path)})"
+                    f"lock {os.path.join(self.root, path)} ({_holder(os.path.join(self.root, path))})"
                 )
             self.closing.wait(pause)
             pause = min(LONGEST_PAUSE_S, pause * 2)
@@ -188,7 +221,9 @@ class CacheState:
     def check_open(self, name: str) -> None:
         """Raise ShardUnavailableError if the cache is closing."""
         if self.closing.is_set():
-            raise ShardUnavailableError(f"{self._address(name)} is no longer fetched: its cache was closed")
+            raise ShardUnavailableError(
+                f"{self._address(name)} was not fetched, because the dataset was closed meanwhile"
+            )
 
     def _address(self, name: str) -> str:
         if not name:
@@ -199,7 +234,7 @@ class CacheState:
 def _holder(path: str) -> str:
     """Return what the text of a lock tells about its holder."""
     try:
-        text = read_plain(path)
+        text = read_plain(path, LONGEST_TEXT)
     except OSError:
         return "released just now"
-    return f"process {text.decode().strip()}" if text.strip().isdigit() else "shared by its users"
+    return f"process {text.decode().strip()}" if text.strip().isdigit() else "shared by several readers"

@@ -25,6 +25,7 @@ from penstock.data.formats.shards import Shard, ShardFile, StoredFile
 from penstock.data.remote.folders import RemoteFolder
 from penstock.data.remote.transfer import unwritable
 from penstock.proto.errors import DatasetError, ShardCorruptError, ShardUnavailableError
+from penstock.runtime.files.inner_paths import is_strange_link, parent_of, unlink_below
 from penstock.runtime.files.plain_files import open_plain, read_plain
 
 __all__ = ["Downloads", "put"]
@@ -33,8 +34,8 @@ ATTEMPTS = 2
 """Downloads of a file that arrives corrupt, before it is an error."""
 
 
-def put(data: bytes, temporary: Path, path: Path, source: str) -> None:
-    """Write a file, completely or not at all."""
+def put(data: bytes, temporary: Path, folder: Path, name: str, source: str) -> None:
+    """Write a file below a folder, completely or not at all."""
     try:
         with open(temporary, "wb", buffering=0, opener=open_plain) as file:
             view = memoryview(data)
@@ -43,23 +44,23 @@ def put(data: bytes, temporary: Path, path: Path, source: str) -> None:
                     view = view[file.write(view) :]
             except OSError as error:
                 raise unwritable(error, file, len(data), source) from error
-        _name(temporary, path)
+        _name(temporary, folder, name)
     except BaseException:
         with contextlib.suppress(FileNotFoundError):
             temporary.unlink()
         raise
 
 
-def _name(temporary: Path, path: Path) -> None:
-    """Give a file its name. Its bytes go to the disk first: after a power loss the name must not be there without
-    them."""
-    descriptor = os.open(temporary, os.O_RDONLY | os.O_CLOEXEC)
+def _name(temporary: Path, folder: Path, name: str) -> None:
+    """Give a file its name below a folder, whatever links others have put there. Its bytes go to the disk first: after
+    a power loss the name must not be there without them."""
+    descriptor = open_plain(temporary, os.O_RDONLY | os.O_NOFOLLOW)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary.replace(path)
+    with parent_of(folder, name, make=True) as (parent, last):
+        os.replace(temporary, last, dst_dir_fd=parent)
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ class Downloads:
         self._folder = folder
         self._validate = validate
         self._keep_packed = keep_packed
-        self._index = RemoteIndex(remote, folder / STATE / INDEX) if remote and not remote.local else None
+        self._index = RemoteIndex(remote, folder, f"{STATE}/{INDEX}") if remote and not remote.local else None
 
     def before_index_fetch(self) -> None:
         """Record the remote index's version. Called before the index is fetched."""
@@ -115,7 +116,7 @@ class Downloads:
         """Remove what was fetched when the remote had other data under these names."""
         if self._remote is not None:
             for name, _ in (*version.evictable, *version.packed):
-                (self._folder / name).unlink(missing_ok=True)
+                self._unlink(name)
 
     def need(self, shard: Shard, *, ours: bool) -> ShardVersion:
         """Return the version with the most bytes that a shard may have on disk while it is fetched. `ours`: files that
@@ -168,8 +169,20 @@ class Downloads:
         verified_by = self._verified_by(shard)
         return ShardVersion(tuple(raw), tuple(packed), tuple(evictable), size, verified_by, tuple(found), made_of)
 
+    def _unlink(self, name: str) -> None:
+        """Remove a file of the cache's folder, if there is one."""
+        with contextlib.suppress(FileNotFoundError):
+            unlink_below(self._folder, name)
+
     def _own(self, stored: StoredFile) -> Path:
         return self._folder / stored.name
+
+    def _drop_strange_links(self, file: ShardFile) -> None:
+        """Remove the names of a file in the cache's folder that are links of another user: they may lead to files of
+        ours, which would be unpacked here for others to read."""
+        for stored in (file.raw, file.packed):
+            if stored and self._remote is not None and is_strange_link(self._own(stored)):
+                self._unlink(stored.name)
 
     def _in_place(self, stored: StoredFile) -> Path | None:
         return self._remote.local / stored.name if self._remote and self._remote.local else None
@@ -180,12 +193,13 @@ class Downloads:
 
     def _raw(self, shard: Shard, file: ShardFile, temporary: Callable[[str], Path], until: float) -> tuple[Path, bool]:
         """Return the path of the raw file, and whether the cache's folder had it or its packed form before."""
+        self._drop_strange_links(file)
         for path in (self._in_place(file.raw), self._own(file.raw)):
             if path and self._usable(path, file.raw):
                 return path, True
         own = self._own(file.raw)
         if file.packed is None:
-            self._fetch(file.raw, temporary("raw"), own, until)
+            self._fetch(file.raw, temporary("raw"), until)
             return own, False
         for path in (self._in_place(file.packed), self._own(file.packed)):
             if path and self._exists(path, file.packed):
@@ -194,7 +208,7 @@ class Downloads:
                 except ShardCorruptError:
                     if self._is_only_copy(path, file.packed):
                         raise
-                    path.unlink()
+                    self._unlink(file.packed.name)
                 else:
                     self._remove_packed(path, file.packed)
                     return own, path == self._own(file.packed)
@@ -213,7 +227,7 @@ class Downloads:
         except ShardCorruptError:
             if self._is_only_copy(path, stored):
                 raise
-            path.unlink()
+            self._unlink(stored.name)
             return False
         return True
 
@@ -229,18 +243,22 @@ class Downloads:
         expected = stored.hashes.get(algorithm)
         if expected is None:
             known = ", ".join(sorted(stored.hashes)) or "none"
-            raise DatasetError(f"{name}: the index must have its {algorithm} hash to validate by, got {known}")
+            raise DatasetError(
+                f"{name}: the index must have the {algorithm} hash of each file to validate by it, got the hashes "
+                f"{known}: "
+                "write the dataset with hashes=, or leave validate out"
+            )
         digest = digest_of(source, algorithm)
         if digest != expected.lower():
             raise ShardCorruptError(
-                f"{name} is corrupt: {algorithm} {expected} expected, {digest} found. If the dataset was written again "
-                "since its index was fetched, use another cache folder"
+                f"{name} is damaged: its {algorithm} hash must be {expected}, got {digest}. If the dataset was written "
+                "again since its index was fetched, use another cache folder"
             )
 
-    def _fetch(self, stored: StoredFile, temporary: Path, path: Path, until: float) -> None:
+    def _fetch(self, stored: StoredFile, temporary: Path, until: float) -> None:
         def name_it(source: str) -> None:
-            self._verify(temporary, stored, f"{source} ({path})")
-            _name(temporary, path)
+            self._verify(temporary, stored, f"{source} ({self._own(stored)})")
+            _name(temporary, self._folder, stored.name)
 
         self._download(stored, temporary, until, name_it)
 
@@ -251,7 +269,7 @@ class Downloads:
         def inflate(source: str) -> None:
             self._inflate(shard, file, got, temporary("raw"))
             if self._keep_packed:
-                _name(got, self._own(packed))
+                _name(got, self._folder, packed.name)
             else:
                 got.unlink()
 
@@ -281,7 +299,7 @@ class Downloads:
     def _inflate(self, shard: Shard, file: ShardFile, path: Path, temporary: Path) -> None:
         """Inflate a packed file; verify the packed and the raw bytes."""
         assert file.packed is not None
-        data = read_plain(path)
+        data = read_plain(path, file.packed.size)
         source = (
             str(path) if self._remote is None else f"{self._remote.url_of(file.packed.name)} ({self._own(file.raw)})"
         )
@@ -292,12 +310,12 @@ class Downloads:
             raise ShardCorruptError(f"{source}: {error}") from error
         if len(raw) != file.raw.size:
             raise ShardCorruptError(
-                f"{source} inflates to {len(raw)} bytes, but the index says {file.raw.size} for {file.raw.name}"
+                f"{source} must decompress to {file.raw.size} bytes ({file.raw.name} in the index), got {len(raw)}"
             )
         self._verify(raw, file.raw, f"{source} inflated")
-        put(raw, temporary, self._own(file.raw), source)
+        put(raw, temporary, self._folder, file.raw.name, source)
 
     def _remove_packed(self, path: Path, packed: StoredFile) -> None:
         """Remove a packed file that can be fetched again, unless packed files are kept."""
         if not self._keep_packed and not self._is_only_copy(path, packed):
-            path.unlink()
+            self._unlink(packed.name)

@@ -12,15 +12,15 @@ shard that another process has prefetched and not used yet.
 from __future__ import annotations
 
 import contextlib
-import glob
 import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
 from penstock.data.cache.cache_state import CacheState
-from penstock.data.cache.file_locks import FileLock, take
+from penstock.data.cache.file_locks import LONGEST_TEXT, FileLock, take
 from penstock.data.cache.shard_versions import ShardVersion
+from penstock.runtime.files.inner_paths import unlink_below
 from penstock.runtime.files.plain_files import read_plain
 
 __all__ = ["Eviction"]
@@ -63,13 +63,13 @@ class Eviction:
 
     def _read(self) -> None:
         known, self._entries = self._entries, {}
-        with os.scandir(self._state.shards) as found:
+        with os.scandir(os.path.join(self._state.root, self._state.shards)) as found:
             for file in found:
-                with contextlib.suppress(FileNotFoundError):  # just evicted
+                with contextlib.suppress(OSError):  # just evicted, or no version's file
                     time_ns = file.stat().st_mtime_ns
                     entry = known.get(file.name)
                     if entry is None or entry.time_ns != time_ns:
-                        version = ShardVersion.decoded(read_plain(file.path))
+                        version = ShardVersion.decoded(read_plain(file.path, LONGEST_TEXT))
                         if version is None:
                             continue
                         entry = _Entry(time_ns, version)
@@ -93,8 +93,8 @@ class Eviction:
         """Evict a shard; return the bytes freed, 0 if it must stay."""
         if sparing:
             try:
-                mark = take(os.path.join(self._state.prefetched, key), shared=False, create=False)
-            except FileNotFoundError:
+                mark = take(self._state.root, f"{self._state.prefetched}/{key}", shared=False, create=False)
+            except OSError:
                 pass
             else:
                 if mark is None:
@@ -102,8 +102,8 @@ class Eviction:
                 mark.remove()  # left by a process that died
                 mark.release()
         try:
-            lock = take(os.path.join(self._state.shards, key), shared=False, create=False)
-        except FileNotFoundError:
+            lock = take(self._state.root, f"{self._state.shards}/{key}", shared=False, create=False)
+        except OSError:  # evicted just now, or no lock
             return 0
         if lock is None:
             return 0
@@ -114,7 +114,7 @@ class Eviction:
             if not all(self._fetchable(name, size) for name, size in version.found):
                 self._only_copies.add(key)
                 return 0
-            entry = self._entries.pop(key)
+            entry = self._entries[key]
             # The files first: a process killed on the way leaves a version that does not match, which is ignored.
             for path, _ in version.evictable:
                 self._remove(path)
@@ -123,18 +123,21 @@ class Eviction:
                 lock.write(kept.encoded())
                 # As old as it was, but not the same time, at which others have read it.
                 time_ns = entry.time_ns + 1
-                os.utime(lock.path, ns=(time_ns, time_ns))
+                lock.touch(time_ns)
                 self._entries[key] = _Entry(time_ns, kept)
                 return entry.version.size - kept.size
             for path, _ in version.packed:
                 self._remove(path)
-            for path in glob.glob(os.path.join(glob.escape(self._state.fetching_folder), glob.escape(key) + "!*")):
-                self._remove(path)
+            self._state.remove_temporary(f"{self._state.fetching_folder}/{key}")
             lock.remove()
+            del self._entries[key]
             return entry.version.size
+        except OSError:  # a link in its path, or another user's: it stays
+            self._only_copies.add(key)
+            return 0
         finally:
             lock.release()
 
     def _remove(self, path: str) -> None:
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(os.path.join(self._state.root, path))
+            unlink_below(self._state.root, path)

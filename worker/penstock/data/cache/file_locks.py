@@ -10,6 +10,7 @@ unlocks none, because that would unlock the parent's.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import threading
@@ -17,10 +18,11 @@ import time
 import weakref
 
 from penstock.data.formats.descriptors import Descriptor
+from penstock.runtime.files.inner_paths import parent_of, unlink_below
 
-__all__ = ["FileLock", "take"]
+__all__ = ["LONGEST_TEXT", "FileLock", "take"]
 
-_LONGEST_TEXT = 1 << 20
+LONGEST_TEXT = 1 << 20
 """Largest text that is read back, in bytes."""
 
 _opening = threading.RLock()
@@ -41,16 +43,17 @@ os.register_at_fork(before=_opening.acquire, after_in_parent=_opening.release, a
 class FileLock:
     """A lock that this process holds, until `release` or its end."""
 
-    __slots__ = ("_descriptor", "_pid", "path")
+    __slots__ = ("_descriptor", "_pid", "name", "path", "root")
 
-    def __init__(self, path: str, descriptor: Descriptor) -> None:
-        self.path = path
+    def __init__(self, root: str, name: str, descriptor: Descriptor) -> None:
+        self.path = os.path.join(root, name)
+        self.root, self.name = root, name
         self._descriptor: Descriptor | None = descriptor
         self._pid = os.getpid()
 
     def read(self) -> bytes:
         """Return the text of the file."""
-        return self._held().read(_LONGEST_TEXT, 0)
+        return self._held().read(LONGEST_TEXT, 0)
 
     def write(self, text: bytes) -> None:
         """Write one line, which readers see whole or not at all; the rest of a longer one is cut off afterwards."""
@@ -59,15 +62,22 @@ class FileLock:
         os.ftruncate(descriptor.fileno(), len(text))
         self.touch()
 
-    def touch(self) -> None:
-        """Set the file's time to now; the kernel's clock for files is so coarse that two writes may get the same
-        time."""
-        now = time.time_ns()
+    def touch(self, time_ns: int | None = None) -> None:
+        """Set the file's time, to now if none is given; the kernel's clock for files is so coarse that two writes may
+        get the same time."""
+        now = time.time_ns() if time_ns is None else time_ns
         os.utime(self._held().fileno(), ns=(now, now))
+
+    def share(self, group: int) -> None:
+        """Let a group write the file, if it is ours."""
+        number = self._held().fileno()
+        with contextlib.suppress(PermissionError):  # another member's
+            os.fchown(number, -1, group)
+            os.fchmod(number, 0o664)
 
     def remove(self) -> None:
         """Remove the file; only for an exclusive holder. The lock is held until it is released."""
-        os.unlink(self.path)
+        unlink_below(self.root, self.name)
 
     def release(self) -> None:
         """Release the lock. Does nothing when called again, from any thread, or in a forked child."""
@@ -82,21 +92,21 @@ class FileLock:
 
     def _held(self) -> Descriptor:
         if self._descriptor is None:
-            raise ValueError(f"the lock {self.path} was released")
+            raise ValueError(f"the lock {self.path} has been released already")
         return self._descriptor
 
 
-def take(path: str, *, shared: bool, create: bool = True) -> FileLock | None:
-    """Return the lock, or None if another process holds it. Without `create` an absent file raises
-    FileNotFoundError."""
+def take(root: str, name: str, *, shared: bool, create: bool = True) -> FileLock | None:
+    """Return the lock, or None if another process holds it. Its file is `name` below the folder `root`, and is reached
+    through no link. Without `create` an absent file raises FileNotFoundError."""
     flags = os.O_RDWR | (os.O_CREAT if create else 0)
     while True:
-        with _opening:
-            descriptor = Descriptor(path, flags)
+        with parent_of(root, name) as (folder, last), _opening:
+            descriptor = Descriptor(last, flags, folder=folder)
             _opened.add(descriptor)
         try:
             fcntl.flock(descriptor.fileno(), (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:
             return None
         if os.fstat(descriptor.fileno()).st_nlink:
-            return FileLock(path, descriptor)
+            return FileLock(root, name, descriptor)

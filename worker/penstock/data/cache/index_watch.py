@@ -17,10 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from penstock.data.cache.file_locks import LONGEST_TEXT
 from penstock.data.formats.index import INDEX
-from penstock.data.remote.folders import RemoteFolder
+from penstock.data.remote.folders import LARGEST_READ, RemoteFolder
 from penstock.proto.errors import DatasetError, PenstockError
 from penstock.runtime.files.atomic_files import write_whole
+from penstock.runtime.files.inner_paths import parent_of
 from penstock.runtime.files.plain_files import read_plain
 
 __all__ = ["IndexWatch", "RemoteIndex"]
@@ -72,13 +74,13 @@ class IndexWatch:
 
     def _refuse(self, path: Path, what: str) -> NoReturn:
         raise DatasetError(
-            f"{path} was {what} since the dataset was opened: its rows would be of two datasets. Write new data to a "
-            "new folder, or open the dataset again"
+            f"{path} was {what} since the dataset was opened, so old and new samples would be mixed. Write new data to "
+            "a new folder, or open the dataset again"
         )
 
     def _is_same(self) -> bool:
         try:
-            return _digest(read_plain(self.path)) == self.digest
+            return _digest(read_plain(self.path, LARGEST_READ)) == self.digest
         except OSError:
             return False
 
@@ -88,25 +90,29 @@ class RemoteIndex:
     """The index of a remote, from which one was fetched into a cache."""
 
     remote: RemoteFolder
-    record: Path
-    """File with the version of the remote's index at that time, for all processes of the host."""
+    folder: Path
+    """The cache's folder."""
+    record: str
+    """File below it with the version of the remote's index at that time, for all processes of the host."""
 
     def record_version(self) -> None:
         """Record the version. Called before the index is fetched: a replacement during the fetch is then noticed."""
-        write_whole(self.record, (self._version() or "").encode())
+        version = (self._version() or "").encode()
+        with parent_of(self.folder, self.record) as (folder, name):
+            write_whole(Path(f"/proc/self/fd/{folder}", name), version)
 
     def check(self) -> None:
         """Raise DatasetError if the remote's index was replaced or removed since then. Does nothing if the remote has
         no versions, or does not answer now: it is asked again for the next shard."""
         try:
-            before = self.record.read_text()
+            before = read_plain(self.folder / self.record, LONGEST_TEXT).decode(errors="replace")
         except FileNotFoundError:
             return
         now = self._version() if before else ""
         if now is not None and now != before:
             raise DatasetError(
                 f"{self.remote.url_of(INDEX)} was {'written again' if now else 'removed'} since it was fetched into "
-                f"{self.record.parent.parent}, and it has no hashes to tell shards of the two apart. "
+                f"{self.folder}, and it has no hashes to tell shards of the two apart. "
                 "Write new data to a new address, with hashes; or use another cache folder to read the new data"
             )
 

@@ -7,7 +7,6 @@ each other's shards. A reader that waits for a shard may evict them. Errors are 
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
 from collections import deque
@@ -134,7 +133,7 @@ class Prefetcher:
     def _fetch(self, shard: Shard, key: str) -> bool:
         self._state.prepare()
         until = time.monotonic() + MARK_S
-        mark = self._state.wait(os.path.join(self._state.prefetched, key), until, shard.name, shared=True)
+        mark = self._state.wait(f"{self._state.prefetched}/{key}", until, shard.name, shared=True)
         kept = False
         try:
             if not self._bring(shard, key, lambda: self._decided(key)):
@@ -150,10 +149,9 @@ class Prefetcher:
 
 def _drop(lock: FileLock) -> None:
     """Release the mark of a prefetched shard; its last holder removes the file."""
-    path = lock.path
     lock.release()
-    with contextlib.suppress(FileNotFoundError):
-        last = take(path, shared=False, create=False)
+    with contextlib.suppress(OSError):  # gone, or no lock any more
+        last = take(lock.root, lock.name, shared=False, create=False)
         if last:
             last.remove()
             last.release()

@@ -29,7 +29,7 @@ from penstock.data.cache.prefetch import Prefetcher
 from penstock.data.cache.shard_versions import ShardVersion, file_stat, key_of
 from penstock.data.formats.index import INDEX
 from penstock.data.formats.shards import Shard
-from penstock.data.remote.folders import RemoteFolder
+from penstock.data.remote.folders import LARGEST_READ, RemoteFolder
 from penstock.proto.errors import DatasetError, InvalidArgumentError, PenstockError, ShardUnavailableError
 from penstock.runtime.files.plain_files import read_plain
 
@@ -179,7 +179,7 @@ class ShardCache:
         that is not an index."""
         if self._in_place:
             try:
-                return read_plain(self.index_path)
+                return read_plain(self.index_path, LARGEST_READ)
             except FileNotFoundError:
                 what = f"{self._in_place} must be a dataset's folder: it has no {INDEX}{self._remedy()}"
                 raise ShardUnavailableError(what) from None
@@ -191,13 +191,13 @@ class ShardCache:
         until = time.monotonic() + self._timeout_s
         while True:
             with contextlib.suppress(FileNotFoundError):
-                return read_plain(path)
+                return read_plain(path, LARGEST_READ)
             with self._state.fetching(INDEX, until, INDEX) as temporary:
                 if file_stat(str(path)) is None:
                     self._downloads.before_index_fetch()
                     data = self.remote.read(INDEX, deadline_s=until - time.monotonic())
                     self._check_index(data)
-                    put(data, temporary("raw"), path, self.remote.url_of(INDEX))
+                    put(data, temporary("raw"), self.folder, INDEX, self.remote.url_of(INDEX))
 
     def _remedy(self) -> str:
         """Return a remedy for a folder without an index. Looks only one folder down: there may be millions of files."""
@@ -237,7 +237,7 @@ class ShardCache:
                 return HeldShard(self, key, in_use.paths)
         self._state.prepare()
         until = time.monotonic() + self._timeout_s
-        lock = self._state.wait(os.path.join(self._state.shards, key), until, shard.name, shared=True)
+        lock = self._state.wait(f"{self._state.shards}/{key}", until, shard.name, shared=True)
         try:
             paths = self._ready(shard, lock)
             if paths is None:
@@ -342,16 +342,16 @@ class ShardCache:
         if not self._warned:
             self._warned = True
             warnings.warn(
-                f"the cache {self.folder} exceeds its limit of {self._limit} bytes: {need.size} more are needed, and"
-                " everything in it is in use; give it a higher limit",
+                f"the cache {self.folder} exceeds its limit of {self._limit} bytes: {need.size} more are needed, and "
+                "everything in it is in use. Give it a higher cache_limit",
                 stacklevel=4,
             )
         return True
 
     def _others_fetch_ahead(self, key: str) -> bool:
         """Return True if other processes prefetch shards other than `key`, which this process is fetching."""
-        prefetched = set(os.listdir(self._state.prefetched)) - {key}
-        return not prefetched.isdisjoint(os.listdir(self._state.fetching_folder))
+        prefetched = set(os.listdir(os.path.join(self._root, self._state.prefetched))) - {key}
+        return not prefetched.isdisjoint(os.listdir(os.path.join(self._root, self._state.fetching_folder)))
 
     def _try_claim(
         self, key: str, lock: FileLock, need: ShardVersion, until: float, *, demand: bool, exceed: bool = False
@@ -390,7 +390,7 @@ class ShardCache:
     def _bring(self, shard: Shard, key: str, decided: Callable[[], None]) -> bool:
         """Fetch a shard that no reader waits for. Returns False if there is no space."""
         until = time.monotonic() + self._timeout_s
-        lock = self._state.wait(os.path.join(self._state.shards, key), until, shard.name, shared=True)
+        lock = self._state.wait(f"{self._state.shards}/{key}", until, shard.name, shared=True)
         try:
             return bool(self._ready(shard, lock) or self._fill(shard, key, lock, until, decided))
         finally:

@@ -84,7 +84,7 @@ class ShardVersion:
                 found=tuple((str(name), int(size)) for name, size in values["found"]),
                 origin=str(values["origin"]),
             )
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             return None
         # A copied folder may bring foreign version files: nothing outside of it is removed because of them.
         removable = [PurePosixPath(path) for path, _ in (*version.packed, *version.evictable)]

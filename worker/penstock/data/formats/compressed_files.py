@@ -61,10 +61,10 @@ def parse_compression(name: str) -> FileCompression:
     if not colon:
         return FileCompression(family, known.default)
     if not known.levels:
-        raise DatasetError(f"compression {name!r}: {family} has no levels; leave the level out")
+        raise DatasetError(f"compression {name!r}: {family} has no levels: use {family!r}")
     if not (level.isascii() and level.isdigit() and len(level) <= 2 and int(level) in known.levels):
         levels = f"{known.levels[0]} to {known.levels[-1]}"
-        raise DatasetError(f"compression {name!r}: the level of {family} must be {levels}")
+        raise DatasetError(f"compression {name!r}: the level of {family} must be {levels}, got {level!r}")
     return FileCompression(family, int(level))
 
 
@@ -107,11 +107,11 @@ def _library(family: str) -> Any:
 
 
 def _too_long(family: str, limit: int) -> ShardCorruptError:
-    return ShardCorruptError(f"its {family} data contain more than {limit} bytes")
+    return ShardCorruptError(f"its {family} data decompress to more than the {limit} bytes in the index")
 
 
 def _broken(family: str, why: object) -> ShardCorruptError:
-    return ShardCorruptError(f"its {family} data are broken: {why}")
+    return ShardCorruptError(f"its {family} data are damaged: {why}")
 
 
 class _Member(Protocol):

@@ -25,10 +25,12 @@ class Descriptor:
 
     __slots__ = ("__weakref__", "_number")
 
-    def __init__(self, path: str | Path, flags: int = os.O_RDONLY, mode: int = 0o666) -> None:
-        """Open a file. Raises OSError."""
+    def __init__(
+        self, path: str | Path, flags: int = os.O_RDONLY, mode: int = 0o666, *, folder: int | None = None
+    ) -> None:
+        """Open a file. `folder`: a descriptor of the folder that `path` is relative to. Raises OSError."""
         self._number = -1
-        self._number = open_plain(path, flags, mode)
+        self._number = open_plain(path, flags, mode, folder=folder)
 
     def fileno(self) -> int:
         """Return the number, for a call that ends before the reference to this object does; -1 once it is closed."""

@@ -53,14 +53,14 @@ def decode_raw(sample: bytes, begin: int, end: int) -> Any:
     """Decode [width: 4] [height: 4] [length of mode: 4] [mode] [pixels]."""
     image = _pil()
     if end - begin < _HEAD.size:
-        raise ValueError(f"a raw image must have a head of {_HEAD.size} bytes, got {end - begin} bytes")
+        raise ValueError(f"a raw image must have a header of {_HEAD.size} bytes, got {end - begin} bytes in all")
     width, height, length = _HEAD.unpack_from(sample, begin)
     pixels = begin + _HEAD.size + length
     if length > 16 or pixels > end:
-        raise ValueError(f"a raw image's mode must have at most 16 bytes inside its value, got {length}")
+        raise ValueError(f"the mode's name in a raw image must have at most 16 bytes, got {length}")
     mode = sample[begin + _HEAD.size : pixels].decode()
     if mode not in _PIXEL:
-        raise ValueError(f"a raw image must have a known mode, got {mode!r}")
+        raise ValueError(f"the mode of a raw image must be one of {', '.join(_PIXEL)}, got {mode!r}")
     size = (width * _PIXEL[mode] or (width + 7) // 8) * height
     # PIL keeps a pointer for each row, even of an image without columns.
     if size != end - pixels or (not size and max(width, height) > LONGEST_EMPTY_SIDE):
@@ -156,7 +156,7 @@ def list_encoder(encode: Encode) -> Encode:
 def _decode_list(decode: Decode, sample: bytes, begin: int, end: int) -> list[Any]:
     first = begin + _COUNT.size
     if first > end:
-        raise ValueError("the list ends before its length")
+        raise ValueError(f"a list must begin with its length, {_COUNT.size} bytes, got {end - begin} bytes in all")
     count = _COUNT.unpack_from(sample, begin)[0]
     at = first + 4 * count
     sizes = struct.unpack_from(f"={count}I", sample, first)

@@ -47,8 +47,8 @@ def _pyarrow() -> Any:
 
 
 def index_parquet(folder: str | os.PathLike[str]) -> list[Shard]:
-    """Write an index of all Parquet files in a local folder and below it, in the order of their paths; return its
-    shards. Raises DatasetError."""
+    """Write an index of all Parquet files in a local folder and below it, in the order of their paths, so that
+    StreamingDataset can read them; return its shards. Raises DatasetError."""
     root = Path(folder)
     files = sorted(root.rglob("*.parquet"))
     if not files:
@@ -75,11 +75,14 @@ def parquet_shards(files: Iterable[tuple[str, Path | IO[bytes]]]) -> list[Shard]
         except Exception as error:  # pyarrow's own errors, the system's, and those of the file's source
             raise ShardCorruptError(f"{name}: it is not a Parquet file: {error}") from error
         if len(set(columns)) != len(columns):
-            raise DatasetError(f"{name}: columns must be unique, got {', '.join(columns)}")
+            raise DatasetError(f"{name}: the names of columns must be unique, got {', '.join(columns)}")
         if first is None:
             first = name, columns
         elif set(first[1]) != set(columns):
-            raise DatasetError(f"{name}: its columns must be those of {first[0]}, {first[1]}, got {columns}")
+            raise DatasetError(
+                f"all Parquet files of a dataset must have the same columns: {first[0]} has {', '.join(first[1])}, but "
+                f"{name} has {', '.join(columns)}. Move files of other data into another folder"
+            )
         shards.append(Shard("parquet", footer.num_rows, (ShardFile(StoredFile(name, size)),)))
     return shards
 
@@ -156,7 +159,7 @@ class ParquetReader:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         if not 0 <= index < len(self):
-            raise IndexError(f"{self.name}: sample {index} of {len(self)}")
+            raise IndexError(f"{self.name}: a sample's number must be at least 0 and below {len(self)}, got {index}")
         group = bisect.bisect_right(self._begins, index) - 1
         row = index - self._begins[group]
         columns = self._columns(group, index)
@@ -204,12 +207,12 @@ class ParquetReader:
         needed, free = _memory_of(self._file.metadata.row_group(group)), free_memory()
         if needed > free:
             raise DatasetError(
-                f"{self.name}: row group {group} must fit in memory: it takes {needed} bytes, and {free} are free; "
-                "write it in smaller row groups"
+                f"{self.name}: row group {group} must fit into memory: it takes {needed} bytes, but {free} are free. "
+                "Write the file in smaller row groups"
             )
         table = self._table(group, rows)
         if table.num_rows != rows:
-            raise ValueError(f"{table.num_rows} rows")
+            raise ValueError(f"it must have {rows} rows as in the file's footer, got {table.num_rows}")
         columns, size = [], 0
         for name, column in zip(table.column_names, map(_expand_texts, table.columns), strict=True):
             columns.append((name, value_of(column.type), column.chunk(0) if column.num_chunks == 1 else column))

@@ -52,23 +52,25 @@ class SampleFile:
         """Take [count: 4] [offset: 4] * (count + 1) from the start of `table`; no sample may begin before `begin`."""
         count = int.from_bytes(table[:4], "little")
         if len(table) < 4 or count != samples:
-            self._corrupt(f"it contains {count} samples according to itself, but its index says {samples}")
+            self._corrupt(f"its header says {count} samples, but the index says {samples}")
         end = 4 + 4 * (count + 1)
         if len(table) < end:
-            self._corrupt(f"it is truncated in its table of {count} samples")
+            self._corrupt(f"it ends within the table of its {count} samples' offsets")
         offsets = np.frombuffer(table, np.uint32, count + 1, 4)
         wrong = np.flatnonzero(offsets[1:] < offsets[:-1])
         if wrong.size:
             self._corrupt(f"sample {wrong[0]} ends before it begins")
         if offsets[0] < begin or offsets[-1] != self._size:
-            self._corrupt(f"its samples lie in bytes {offsets[0]} to {offsets[-1]} of {begin} to {self._size}")
+            self._corrupt(
+                f"its samples must lie in bytes {begin} to {self._size}, got offsets {offsets[0]} to {offsets[-1]}"
+            )
         self._offsets = memoryview(table)[4:end].cast("I")
         self._count = count
 
     def _bytes_of(self, index: int) -> bytes:
         """Return the bytes of a sample. Raises IndexError, ShardCorruptError."""
         if not 0 <= index < self._count:
-            raise IndexError(f"{self.name}: sample {index} of {self._count}")
+            raise IndexError(f"{self.name}: a sample's number must be at least 0 and below {self._count}, got {index}")
         begin = self._offsets[index]
         size = self._offsets[index + 1] - begin
         data = self._read(size, begin)
@@ -97,7 +99,7 @@ class SampleFile:
 def read_checked(path: Path, stored: StoredFile) -> bytes:
     """Return a small file's content. Raises ShardCorruptError if its size differs from the index's."""
     try:
-        data = read_plain(path)
+        data = read_plain(path, stored.size)
     except OSError as error:
         raise ShardCorruptError(f"{stored.name}: {path} cannot be read: {error}") from error
     if len(data) != stored.size:

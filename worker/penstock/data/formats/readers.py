@@ -43,4 +43,4 @@ def _reader(shard: Shard, paths: Sequence[Path], allow_unsafe_types: bool) -> Sh
             return XSVReader(shard, (data, meta))
         case "parquet", [data]:
             return ParquetReader(shard, data)
-    raise DatasetError(f"{shard.name}: format {shard.format!r} in {len(paths)} files is unknown")
+    raise DatasetError(f"{shard.name}: this version cannot read format {shard.format!r} in {len(paths)} files")

@@ -215,7 +215,9 @@ def _received(batch: bytes) -> Any:
     try:
         return pickle.loads(batch)
     except (OSError, EOFError) as error:  # from asking for the memory that holds its tensors
-        raise _WorkerEnded(f"a process ended before its batch was taken: {error}".rstrip(": ")) from error
+        raise _WorkerEnded(
+            f"a process of fetch_processes ended before its batch was read: {error}".rstrip(": ")
+        ) from error
 
 
 def _sendable(error: type[Exception]) -> bool:

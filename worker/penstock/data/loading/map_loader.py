@@ -25,7 +25,8 @@ __all__ = ["MapLoader"]
 
 
 class MapLoader(PositionLoader):
-    """Batches of a dataset that has `__len__` and `__getitem__`, in an order that does not depend on boxes and workers.
+    """Loader of batches from a map-style dataset (`__len__`, `__getitem__`), in an order that does not depend on boxes
+    and workers.
 
     Example::
 

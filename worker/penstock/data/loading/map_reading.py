@@ -109,7 +109,10 @@ class MapReader:
             self._annotate(error, f"one of {len(numbers)} samples, the first of which are {first}")
             raise
         if len(found) != len(numbers):
-            raise DatasetError(f"{self.name}: __getitems__ returned {len(found)} samples for {len(numbers)} numbers")
+            raise DatasetError(
+                f"{self.name}: __getitems__ must return one sample for each of the {len(numbers)} numbers, got "
+                f"{len(found)}"
+            )
         return found
 
     def _one(self, plan: BatchPlan, row: int, number: int) -> Any:

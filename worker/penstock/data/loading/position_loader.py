@@ -181,15 +181,18 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
         elif progress.done and progress.topology != topology:
             if progress.topology.workers > 1:
                 raise StateMismatchError(
-                    f"{self._name}: the state is one worker's of {progress.topology}, and this loader is one of "
-                    f"{topology}; use a state of aggregate_state_dict or state_after, which fits any topology"
+                    f"{self._name}: the state is that of a single worker in {progress.topology}, and cannot be loaded "
+                    f"by a worker in {topology}: load one that aggregate_state_dict or state_after returned, which "
+                    "fits "
+                    "any number of workers"
                 )
             progress = self._part(state_dict, strict=strict)  # each box has done as many batches
         elif skip_of(state_dict) != self._epochs.skip:
             if progress.done and topology.workers > 1:
                 raise StateMismatchError(
-                    f"{self._name}: the state is one worker's of {topology} with skip={skip_of(state_dict)}, and skip "
-                    f"is {self._epochs.skip} now; use a state of aggregate_state_dict or state_after, which fits any"
+                    f"{self._name}: the state is that of a single worker with skip={skip_of(state_dict)}, but skip is "
+                    f"{self._epochs.skip} now: load one that aggregate_state_dict or state_after returned, which fits "
+                    "any skip"
                 )
             start = replanned(state_dict, self._epochs, progress.done, strict=strict)
             progress = OrderProgress(progress.epoch, start, 0, topology, progress.first)
@@ -262,8 +265,10 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
             return
         if self._partitioned_for.workers > 1:
             raise StateMismatchError(
-                f"{self._name}: the loader is at a position of {self._partitioned_for}, and is read by {topology}: "
-                "load the state in the processes that read (torchdata's StatefulDataLoader does), or one of state_after"
+                f"{self._name}: the state was loaded for {self._partitioned_for}, but the loader is read by "
+                f"{topology}: "
+                "load the state in the processes that read (torchdata's StatefulDataLoader does), or load one that "
+                "state_after returned"
             )
         self._move_to(*self._worker_batches().remainder.position_after(self._done))
 

@@ -57,12 +57,17 @@ class PositionKeys:
         numbers, _, order = rest.rpartition(":")
         epoch, _, position = numbers.partition(":")
         if kind != KIND or not all(part.isascii() and part.isdecimal() for part in (epoch, position)):
-            raise InvalidArgumentError(f"a sample's key must be one that keys= put into a batch, got {key!r}")
+            raise InvalidArgumentError(
+                f"a restore key must be one that a loader with keys= put into a batch, got {key!r}"
+            )
         if order != self.order:
             raise StateMismatchError(
-                f"the key {key!r} was made with data and settings {order}, and this loader has {self.order}: another "
-                "dataset, seed or order. Make the loader with the run's settings"
+                f"the restore key {key!r} was made by a loader with another dataset, seed or order (digest {order}, "
+                "this "
+                f"loader's is {self.order}): make the loader with the settings of that run"
             )
         if int(position) >= self.length:
-            raise InvalidArgumentError(f"the key {key!r} must name a position below {self.length}, the epoch's length")
+            raise InvalidArgumentError(
+                f"the restore key {key!r} must name a position below {self.length}, the length of an epoch"
+            )
         return int(epoch), int(position)

@@ -30,7 +30,7 @@ EXAMINED_POSITIONS = 1 << 14
 
 
 class StreamingLoader(PositionLoader):
-    """Batches of a StreamingDataset, in an order that does not depend on boxes and workers.
+    """Loader of batches from a StreamingDataset, in an order that does not depend on boxes and workers.
 
     Example::
 
@@ -209,17 +209,17 @@ def _check_batches(batch: int, partitions: int, tail: Tail, length: int, skip: l
     """Raise InvalidArgumentError unless each global batch can come from one stream."""
     if batch % partitions:
         raise InvalidArgumentError(
-            f"interleave='batches' with global batches of {batch} rows and partitions={partitions}: the batch must be "
-            "a multiple of partitions"
+            f"with interleave='batches' the global batch must be a multiple of partitions={partitions} rows, got "
+            f"{batch}"
         )
     if tail == "carry":
         raise InvalidArgumentError(
-            "interleave='batches' excludes tail='carry': carried samples would shift all batches, and each would have "
-            "two streams; use another tail"
+            "interleave='batches' excludes tail='carry', which shifts all batches by the samples left over, so that "
+            "each would mix two streams: use another tail"
         )
     for number in (number for piece in ranges_of(skip) for number in piece):
         if number % length % batch:
             raise InvalidArgumentError(
-                f"interleave='batches' with skip up to or from sample {number}: skip must leave out whole batches of "
-                f"{batch}, counted from the beginning of each epoch of {length} samples"
+                f"with interleave='batches' skip must begin and end at whole batches of {batch} samples, counted from "
+                f"the beginning of each epoch of {length} samples, got sample {number}"
             )

@@ -133,13 +133,13 @@ def check_format(state: Any, loader: str, *names: str) -> None:
     """Raise StateMismatchError unless it is a state of this kind of loader, which has entries of these names besides
     the common ones; StateVersionError for one of another format; StateCorruptError for a damaged one."""
     if not isinstance(state, Mapping) or not {"format", "order", *names} <= state.keys():
-        raise StateMismatchError(f"the state must be one of {loader}, got one of another loader: {str(state)[:200]}")
+        raise StateMismatchError(f"the state must be that of {loader}, got one of another loader: {str(state)[:200]}")
     if type(state["format"]) is not int or state["format"] < 1 or not isinstance(state["order"], Mapping):
         raise StateCorruptError(f"the loader's state is damaged: {str(state)[:200]}")
     if state["format"] != FORMAT:
         raise StateVersionError(
             f"the format of a loader's state must be {FORMAT}, got {state['format']}: another version of Penstock "
-            "wrote it. Use that version to load it"
+            "wrote it. Use that version to load the state"
         )
 
 
@@ -160,8 +160,8 @@ def check_order(state: Mapping[str, Any], order: Mapping[str, Any], epochs: Epoc
         least = -state["epoch"] * epochs.length if epochs.tail == "carry" else 0
         if not least <= state["start"] <= epochs.length or state["done"] > epochs.length - least:
             raise StateCorruptError(
-                f"the loader's state is damaged: it has {state['done']} batches from sample {state['start']} on, in an "
-                f"epoch of {epochs.length} samples"
+                f"the loader's state is damaged: it says {state['done']} batches after sample {state['start']}, but an "
+                f"epoch has {epochs.length} samples"
             )
         return
     differing = ", ".join(f"{name} was {saved.get(name)!r} and is {order.get(name)!r} now" for name in names)
@@ -178,8 +178,8 @@ def _check_same_order(states: Sequence[Mapping[str, Any]]) -> None:
         if names:
             differing = ", ".join(f"{name} {first.get(name)!r} and {settings.get(name)!r}" for name in names)
             raise StateMismatchError(
-                f"worker {number} makes batches of another order than worker 0, so samples were lost and repeated: of "
-                f"worker 0 and of worker {number}, {differing}. Make the same loader on each worker"
+                f"worker {number} reads samples in another order than worker 0, so samples were lost and repeated. The "
+                f"settings of worker 0 and worker {number} differ: {differing}. Make the same loader on each worker"
             )
 
 
@@ -189,11 +189,11 @@ def _check_same_epochs(workers: Mapping[str, Any], identity: Mapping[str, Any]) 
     names = [name for name in ("samples", "tail") if workers.get(name) != identity.get(name)]
     if names:
         differing = ", ".join(
-            f"{name} is {workers.get(name)!r} there and {identity.get(name)!r} here" for name in names
+            f"{name} is {workers.get(name)!r} on the workers and {identity.get(name)!r} here" for name in names
         )
         raise StateMismatchError(
-            f"the loader that aggregates the workers' states has other data or settings: {differing}. Make the same "
-            "loader in the training process as on the workers"
+            f"the loader that aggregates the workers' states has other data or settings than theirs: {differing}. Make "
+            "the same loader in the training process as on the workers"
         )
 
 
@@ -220,8 +220,8 @@ def replanned(state: Mapping[str, Any], epochs: EpochPlan, done: int, *, strict:
     added = added_before(saved, epochs.skip, number)
     if added is not None:
         _refuse(
-            f"skip: samples {added[0]} to {added[1] - 1} cannot be skipped any more, because the state is at sample "
-            f"{number}, after them; load a state from before them",
+            f"skip: samples {added[0]} to {added[1] - 1} have been read already, because the state is at sample "
+            f"{number}: load a state from before them",
             strict=strict,
         )
     return position

@@ -45,10 +45,10 @@ from penstock.proto.errors import DatasetError, InvalidArgumentError, PenstockEr
 from penstock.runtime.files.atomic_files import write_whole
 from penstock.runtime.files.plain_files import open_plain, read_plain
 
-__all__ = ["RemoteFolder", "joined"]
+__all__ = ["LARGEST_READ", "RemoteFolder", "joined"]
 
 LARGEST_READ = 1 << 30
-"""Largest file that `read` takes into memory, in bytes: an index of some million shards."""
+"""Largest file that is taken into memory as a whole, in bytes: an index of some million shards."""
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 10.0
 LAST_PAUSE_S = 0.2
@@ -216,7 +216,7 @@ class RemoteFolder:
         """Return a small file's content. Raises ShardUnavailableError."""
         if self.local:
             try:
-                return read_plain(self.local / name)
+                return read_plain(self.local / name, LARGEST_READ)
             except OSError as error:
                 raise ShardUnavailableError(f"{self.url_of(name)}: {error.strerror}") from error
         buffer = io.BytesIO()
@@ -284,7 +284,7 @@ class RemoteFolder:
     def upload(self, name: str, source: Path, *, deadline_s: float) -> None:
         """Upload a local file, completely or not at all. Raises ShardUnavailableError."""
         if self.local:
-            self.write(name, read_plain(source), deadline_s=deadline_s)
+            self.write(name, read_plain(source, source.stat().st_size), deadline_s=deadline_s)
             return
         self._retry(
             lambda until: self._call(until, "put_file", str(source), self._path_of(name, until), stall_s=math.inf),
@@ -476,7 +476,7 @@ class RemoteFolder:
                 weakref.finalize(self, _Loop.close, self._loop)  # also at the interpreter's end
             loop = self._loop
             if loop.ended:
-                raise ShardUnavailableError(f"{self.url} is no longer read: it was closed")
+                raise ShardUnavailableError(f"{self.url} cannot be read any more, because it was closed")
         concurrent.futures.wait((loop.opening,), min(self._stall_s, max(0.0, until - time.monotonic())))
         if not loop.opening.done() or loop.opening.cancelled():
             raise TransferBroken("was not opened in time, or closed")

@@ -54,8 +54,9 @@ async def _check_redirect(session: Any, context: Any, request: Any) -> None:
     for address in targets:
         if sources and all(is_nearer(address, source) for source in sources):
             raise ShardUnavailableError(
-                f"{request.url.host} redirects to {target.host} ({address}), which is nearer to this machine than the "
-                "server itself: if that is wanted, give the target's address as the remote"
+                f"{request.url.host} redirects to {target.host} ({address}), an address closer to this machine (its "
+                "own, "
+                "or in its private network) than the server's: to allow it, give the target's address as the remote"
             )
 
 

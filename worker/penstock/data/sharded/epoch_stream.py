@@ -75,8 +75,8 @@ class EpochStream:
         partition = Partition(self._round_robin.length, self._start, self._batch, self._boxes, self._tail)
         if self._round_robin.length < self._start:
             raise DatasetError(
-                f"the epoch must continue after sample {self._start}, but it has {self._round_robin.length} samples. "
-                "Has the data changed?"
+                f"the epoch must continue after sample {self._start}, but has only {self._round_robin.length} samples. "
+                "Have the data changed?"
             )
         if number >= partition.batches:
             return None

@@ -42,7 +42,7 @@ class Cursor(Iterator[Any], Protocol):
         """Skip `count` samples, or all that are left; return how many were skipped."""
 
     def token(self) -> Token:
-        """Return the token with which `open` continues at the next sample."""
+        """Return the position, as the token with which `ShardedSource.open` continues at the next sample."""
 
     def close(self) -> None:
         """Close files; may be called twice."""
@@ -50,7 +50,7 @@ class Cursor(Iterator[Any], Protocol):
 
 @runtime_checkable
 class ShardedSource(Protocol):
-    """Samples in logical shards."""
+    """Interface of a source: samples in a fixed number of logical shards, which are read independently."""
 
     @property
     def num_shards(self) -> int:

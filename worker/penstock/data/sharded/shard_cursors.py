@@ -85,8 +85,8 @@ class ShardReaders:
         if not (self._find_again(shard, index) if again else self.find(shard, index)):
             raise DatasetError(
                 f"shard {shard} of {self._source.num_shards} ended before sample {index} of epoch {self._epoch}: "
-                + ("the source is declared endless" if self._source.endless else "it is shorter than declared")
-                + ". Has the data changed?"
+                + ("its source declares itself endless" if self._source.endless else "its source declared it longer")
+                + ". Have the data changed?"
             )
         return self._held[shard, index]
 
@@ -97,7 +97,8 @@ class ShardReaders:
         reached = self.reach(shard, index)
         if reached > index:
             raise StateCorruptError(
-                f"the state is damaged: shard {shard} is before sample {reached}, but its next sample is {index}"
+                f"the state is damaged: it says that {reached} samples of shard {shard} were read, but that sample "
+                f"{index} is next"
             )
         return reached == index and self._read(shard, index, self._cursors[shard])
 

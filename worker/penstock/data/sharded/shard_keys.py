@@ -60,7 +60,9 @@ class SampleKey:
         """Parse a key. Raises InvalidArgumentError for other text, StateCorruptError for a damaged key."""
         parts = text.split(".") if isinstance(text, str) else []
         if len(parts) != 5 or not all(part.isdecimal() and len(part) < 19 for part in parts[:3]):
-            raise InvalidArgumentError(f"the key must be a restore key of a ShardLoader, got {text!r:.200}")
+            raise InvalidArgumentError(
+                f"a restore key must be one that a ShardLoader with keys= put into a batch, got {text!r:.200}"
+            )
         epoch, shard, index = (int(part) for part in parts[:3])
         try:
             more: Any = decode_state(base64.b64decode(parts[4], altchars=b"-_", validate=True))

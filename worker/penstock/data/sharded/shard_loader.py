@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 
 class ShardLoader(torch.utils.data.IterableDataset[Any]):
-    """Batches of a source in logical shards, in an order that does not depend on boxes and workers.
+    """Loader of batches from a source in logical shards, in an order that does not depend on boxes and workers.
 
     Example::
 
@@ -199,11 +199,17 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         found = SampleKey.of(key)
         if found.order != self._plan.order:
             raise StateMismatchError(
-                f"the restore key is of a sample in the order {found.order}, and this loader's is {self._plan.order}: "
-                "the key was made with another source or other settings, seed, shards or partitions"
+                "the restore key was made by a loader with another source, seed or number of shards or partitions "
+                f"(digest {found.order}, this loader's is {self._plan.order}): make the loader with the settings of "
+                "that "
+                "run"
             )
         if found.shard >= self.source.num_shards or (found.block is None) == self.source.endless:
-            raise InvalidArgumentError(f"restore key {key!r:.200} must name a sample of this source")
+            raise InvalidArgumentError(
+                f"the restore key {key!r:.200} must name a shard below {self.source.num_shards} of this source, got "
+                "shard "
+                f"{found.shard}"
+            )
         endless_order = None if found.block is None else self._fixed_order.endless_order(found.block)
         place = None if endless_order is None else endless_order.place(found.shard)
         epoch, seed = self._plan.opening(found.epoch)
@@ -213,8 +219,8 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
             return next(cursor)
         except StopIteration:
             raise DatasetError(
-                f"shard {found.shard} of epoch {found.epoch} ends before sample {found.index}, which a restore key "
-                "names. Has the data changed?"
+                f"shard {found.shard} of epoch {found.epoch} ends before sample {found.index}, which the restore key "
+                "names. Have the data changed?"
             ) from None
         finally:
             cursor.close()
@@ -236,8 +242,8 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         return {**state_dict, "done": OrderProgress.parsed(state_dict).done + batches}
 
     def load_state_dict(self, state_dict: Any, strict: bool = True) -> None:
-        """Go to a position of this order. Takes a state of this very topology, or one that fits any; the state of an
-        only worker fits any, too.
+        """Go to the position of a state. It must be of the same numbers of boxes and workers, or one that fits any
+        numbers: of aggregate_state_dict, or of a single worker.
 
         Raises:
             StateMismatchError: it is a position in another order, or of one of several workers of another topology.
@@ -253,8 +259,9 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
                 # The workers of other boxes know the ends of other shards.
                 if not before.topology.boxes == before.topology.workers == 1:
                     raise StateMismatchError(
-                        f"the state is one worker's of {before.topology}, and this loader is one of {topology}; use a "
-                        "state of aggregate_state_dict, which fits any topology"
+                        f"the state is that of a single worker in {before.topology}, and cannot be loaded by a "
+                        "worker in "
+                        f"{topology}: load one that aggregate_state_dict returned, which fits any number of workers"
                     )
                 position = self._part(state_dict)
             elif before.topology != topology:
@@ -319,8 +326,9 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         if progress.topology != topology:
             if progress.done and progress.topology.workers > 1:
                 raise StateMismatchError(
-                    f"the loader is at a position of {progress.topology}, and is read by {topology}: load the state in "
-                    "the processes that read (torchdata's StatefulDataLoader does)"
+                    f"the state was loaded for {progress.topology}, but the loader is read by {topology}: load the "
+                    "state "
+                    "in the processes that read (torchdata's StatefulDataLoader does)"
                 )
             self._begun = self._fixed_order.repartitioned(self._begun, topology, first=0)
         self._share = WorkerShare(self._plan, self._begun, self._identity.turn(self._begun.progress.first))
@@ -429,12 +437,12 @@ def _check(source: ShardedSource, partitions: int, block: int | None, tail: str)
         raise InvalidArgumentError(f"a source must have at least 1 shard, got {shards}")
     if not source.endless and partitions != 1:
         raise InvalidArgumentError(
-            f"partitions must be 1 for a finite source, got {partitions}: its shards are read round robin, all "
-            "together. Wrap it in Repeated to read it without an end, or leave partitions out"
+            f"partitions must be 1 for a finite source, whose shards are read round robin, got {partitions}: leave "
+            "partitions out, or wrap the source in Repeated to make it endless"
         )
     if not source.endless and block is not None:
         raise InvalidArgumentError(
-            f"block={block} with a finite source: its order does not depend on the batch size; leave block out"
+            f"block must be left out for a finite source, whose order does not depend on the batch size, got {block}"
         )
     if shards % partitions:
         raise InvalidArgumentError(f"partitions must divide the {shards} shards, got {partitions}")

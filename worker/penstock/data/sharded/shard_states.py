@@ -80,10 +80,11 @@ class FixedOrder:
         lengths = self.source.lengths(epoch)
         if lengths is not None and len(lengths) != self.source.num_shards:
             raise DatasetError(
-                f"the source's lengths must be as many as its {self.source.num_shards} shards, got {len(lengths)}"
+                f"the source's lengths() must return one length for each of its {self.source.num_shards} shards, got "
+                f"{len(lengths)}"
             )
         if lengths is not None and len(lengths) and min(lengths) < 0:
-            raise DatasetError(f"the source's lengths must be at least 0, got {min(lengths)} in epoch {epoch}")
+            raise DatasetError(f"the source's lengths() must be at least 0, got {min(lengths)} in epoch {epoch}")
         return RoundRobin(self.source.num_shards, ended if lengths is None else [int(length) for length in lengths])
 
     def endless_order(self, block: int) -> EndlessOrder | None:
@@ -99,8 +100,9 @@ class FixedOrder:
             raise ValueError(f"block {block!r:.100}")
         if self.block not in (None, block):
             raise StateMismatchError(
-                f"the state was saved with another order of samples: block was {block} and is {self.block} now. Leave "
-                "block out to continue with the saved one"
+                f"the state was saved with block={block}, which decides the order of samples, but block is "
+                f"{self.block} "
+                "now: leave block out to continue with the saved one"
             )
         return self.endless_order(block)
 
@@ -213,9 +215,10 @@ def _check_same_order(orders: Sequence[Mapping[str, Any]]) -> None:
     for number, order in enumerate(orders):
         if order != orders[0] and (found := differences(orders[0], order)):
             raise StateMismatchError(
-                f"worker {number} makes batches of another order than worker 0, so samples were lost and repeated: of "
-                f"worker 0 and of worker {number}, {', '.join(found.values())}. Make the same source on each worker, "
-                "for example from a sorted list of files"
+                f"worker {number} reads samples in another order than worker 0, so samples were lost and repeated. "
+                "From "
+                f"worker 0 to worker {number}, {', '.join(found.values())}. Make the same source on each worker, for "
+                "example from a sorted list of files"
             )
 
 
@@ -233,7 +236,9 @@ def check_order(state: Any, order: Mapping[str, Any], *, strict: bool) -> None:
         raise StateMismatchError(f"{message}. Use the settings of the saved run, or load with strict=False to continue")
     if fixed:
         names = " and ".join(fixed)
-        raise StateMismatchError(f"{message}. With other {names} the position has no meaning, also with strict=False")
+        raise StateMismatchError(
+            f"{message}. The position depends on {names}, so strict=False cannot load it either: use the saved ones"
+        )
     warnings.warn(f"{message}; samples may be missing or repeated in this epoch", UserWarning, stacklevel=4)
 
 

@@ -25,7 +25,8 @@ def merge_index(
     storage_options: Mapping[str, Any] | None = None,
     timeout_s: float = 600.0,
 ) -> list[Shard]:
-    """Write an index of all shards in the indexes below `folder`, in the order of their paths; return its shards.
+    """Merge the indexes of all datasets below `folder` into one index there, in the order of their paths; return its
+    shards.
 
         merge_index("s3://bucket/data")  # from data/part-0/index.json, data/part-1/index.json, ...
 

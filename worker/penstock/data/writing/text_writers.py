@@ -46,7 +46,7 @@ class _TextWriter(Writer):
 
 
 class JSONWriter(_TextWriter):
-    """Writer of one line of JSON per sample. `columns`: name -> "str", "int" or "float"."""
+    """Writer of a dataset of JSON lines, one per sample. `columns`: name -> "str", "int" or "float"."""
 
     format = "json"
 
@@ -71,8 +71,8 @@ class JSONWriter(_TextWriter):
 
 
 class XSVWriter(_TextWriter):
-    """Writer of one line of separated values per sample. `columns`: name -> "str", "int" or "float". Nothing is quoted:
-    a value that contains the separator or the newline is refused."""
+    """Writer of a dataset of separated values, one line per sample. `columns`: name -> "str", "int" or "float". Nothing
+    is quoted: a value that contains the separator or the newline is refused."""
 
     format = "xsv"
 
@@ -117,7 +117,8 @@ class XSVWriter(_TextWriter):
         line = self.separator.encode().join(values.values())
         if line.split(self.separator.encode()) != list(values.values()):  # two adjoining ends form another separator
             raise DatasetError(
-                f"{self.name}: sample {self._written}: a value must not end as the separator begins, got {line!r}"
+                f"{self.name}: sample {self._written}: a value must not end with the separator's first characters, got "
+                f"{line!r}"
             )
         return line + self.newline.encode()
 
@@ -135,12 +136,12 @@ class _NamedXSVWriter(XSVWriter):
 
 
 class CSVWriter(_NamedXSVWriter):
-    """XSVWriter with commas."""
+    """Writer of a dataset of comma-separated values: an XSVWriter with the separator ','."""
 
     format = "csv"
 
 
 class TSVWriter(_NamedXSVWriter):
-    """XSVWriter with tabulators."""
+    """Writer of a dataset of tab-separated values: an XSVWriter with a tab as separator."""
 
     format = "tsv"

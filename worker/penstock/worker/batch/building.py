@@ -41,8 +41,8 @@ os.register_at_fork(before=_before_fork, after_in_child=partial(lend, None))
 
 
 def empty(shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return an uninitialised CPU tensor to build a leaf of the next batch in, without a copy on its way to the
-    training loop.
+    """Return an uninitialised CPU tensor to build a part of the next batch in. Where possible it lies in the ring, the
+    shared memory that batches are sent through, so that the batch reaches the training loop without a copy.
 
     Use it as `torch.stack(samples, out=empty(...))` in a collate function of your own, or for numpy through
     `empty(...).numpy()`. Call it once for each such tensor, in the order in which the batch will hold them. Other
@@ -66,7 +66,8 @@ def empty(shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch
 
 
 def collate(samples: list[Any]) -> Any:
-    """Collate samples for torch's DataLoader (`collate_fn`): default_collate, built in the ring where that is possible.
+    """Collate samples like torch's default_collate (for `collate_fn=`), but build large batches directly in the ring,
+    the shared memory that batches are sent through, which saves a copy.
 
     samples: the samples of one batch, at least one; nested dicts, lists, tuples and namedtuples of tensors, arrays,
     numbers and strings. Returns what `torch.utils.data.default_collate(samples)` returns, equal in types, dtypes,

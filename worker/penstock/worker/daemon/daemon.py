@@ -16,45 +16,42 @@ import signal
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from penstock.proto.errors import (
     CoordinatorUnavailableError,
     DeadlineError,
-    InvalidArgumentError,
     JournalError,
     OverloadedError,
     PenstockError,
     SupersededError,
 )
 from penstock.proto.rpc.calls import AsyncCoordinatorClient, CoordinatorClient
-from penstock.proto.rpc.channel import VERSION, Tls, detail_of, host_id
+from penstock.proto.rpc.channel import VERSION, detail_of, host_id
 from penstock.proto.rpc.credentials.tickets import check_ticket
 from penstock.proto.v1 import coordinator_pb2, lane_pb2, records_pb2
 from penstock.runtime.process.liveness_file import LivenessWriter
 from penstock.runtime.process.watch import Process, become_subreaper
-from penstock.worker.daemon.durable_snapshots import SnapshotQuota
 from penstock.worker.daemon.heartbeats import Heartbeats, fitted
 from penstock.worker.daemon.listeners import LaneListeners, slot_of
-from penstock.worker.daemon.memory_watch import HARD_LIMIT
-from penstock.worker.daemon.proofs import LoaderFindings
-from penstock.worker.daemon.slot import DaemonCounters, Slot, SlotKey, key_of
+from penstock.worker.daemon.worker_settings import DaemonSettings, groups_of_runners, own_name, user_of_runners
 from penstock.worker.helpers.blobs import Blobs
 from penstock.worker.helpers.helper_pool import HelperPool
 from penstock.worker.loader.crossing_kinds import more_careful
 from penstock.worker.processes.child_output import unblocked_logging
-from penstock.worker.processes.child_processes import START_DEADLINE_S, ForkServer, end_orphans
-from penstock.worker.processes.control_groups import SPARE_BYTES, ControlGroups, here
+from penstock.worker.processes.child_processes import ForkServer, end_orphans
+from penstock.worker.processes.control_groups import here
 from penstock.worker.processes.fork_servers import ForkServers
-from penstock.worker.processes.runner_user import RunnerUser, find_user, sees_shared_memory
 from penstock.worker.processes.temporary_folders import TemporaryFolders
 from penstock.worker.processes.user_code import BY_VALUE, MAIN, check_allowed, check_plain
 from penstock.worker.resources.processor_time import cores
 from penstock.worker.resources.turn_queue import TurnQueue
+from penstock.worker.slots.loader_findings import LoaderFindings
+from penstock.worker.slots.slot import Slot
+from penstock.worker.slots.slot_interfaces import DaemonCounters, SlotKey, SnapshotQuota, key_of
 
-__all__ = ["DaemonSettings", "own_name", "serve"]
+__all__ = ["Daemon", "serve"]
 
 _log = logging.getLogger("penstock.worker")
 
@@ -72,53 +69,6 @@ TURN_S = 0.5
 """Seconds between two signs of progress of the event loop."""
 
 
-@dataclass(frozen=True)
-class DaemonSettings:
-    """Settings of a daemon."""
-
-    coordinator: str
-    token: str = field(repr=False)
-    slots: int
-    allow: Sequence[str]
-    listen: str = "127.0.0.1:0"
-    """host:port for lanes from other hosts; port 0 = any."""
-    name: str = ""
-    parent_pids: Sequence[int] = ()
-    """Processes with which the daemon ends (embedded mode: the training job and its coordinator)."""
-    embedded: bool = False
-    runner_memory: int = 0
-    """Bytes that a runner may hold; 0 = no limit."""
-    starts: int = 0
-    """Runners that start at a time; 0 = as many as there are processors."""
-    start_timeout_s: float = START_DEADLINE_S
-    """Seconds that the interpreter of a run's runners may take to start."""
-    runner_user: str = ""
-    """Name or number of the user that user code runs as; "" = the daemon's own. See runner_user.py."""
-    runner_processes: int = 0
-    """Processes and threads of all runners together; 0 = no limit. Needs runner_user or control groups."""
-    no_cage: bool = False
-    """Flag that lets runners do to other processes what their user may; otherwise see sandbox.py."""
-    no_groups: bool = False
-    """Flag that gives runners no control groups; otherwise see control_groups.py."""
-    tls: Tls | None = None
-    """TLS files for the coordinator, and for lanes from other hosts."""
-    insecure: bool = False
-    """Flag that allows listening for lanes and metrics beyond this machine without TLS."""
-    drain_s: float = 0.0
-    """Seconds that the daemon continues after it was told to stop, while other workers get ready for its slots."""
-    liveness_file: str = ""
-    """Path of the file that is touched at each heartbeat, see penstock.runtime.process.liveness_file; "" = none."""
-    http: str = ""
-    """host:port of metrics and health, see worker_metrics.py; "" = none."""
-    http_tokens: str = field(default="", repr=False)
-    """Tokens for readers of metrics on other machines, in the syntax of penstock.proto.rpc.credentials.tokens."""
-
-
-def own_name() -> str:
-    """Return the name of a worker that was given none."""
-    return f"{socket.gethostname()}:{os.getpid()}"
-
-
 class Daemon:
     """A worker process. `run()` returns after `stop()`."""
 
@@ -131,8 +81,8 @@ class Daemon:
         self.blobs = Blobs(self._connect)
         self.runner_memory = settings.runner_memory
         self.starts = TurnQueue(settings.starts or cores())
-        user = _runner_user(settings)
-        self._groups = _control_groups(settings)
+        user = user_of_runners(settings)
+        self._groups = groups_of_runners(settings)
         self._tempdirs = TemporaryFolders(user)
         self._fork_servers = ForkServers(
             self._tempdirs,
@@ -230,7 +180,11 @@ class Daemon:
         at_once = asyncio.ensure_future(self._at_once.wait())
         while self._slots and not at_once.done() and (left_s := until - time.monotonic()) > 0:
             if self._draining and self._stuck >= len(self._slots):
-                _log.info("worker %s: no other worker has capacity for its %d slots", self.name, len(self._slots))
+                _log.info(
+                    "worker %s: no other worker has free capacity for its %d slots, so it ends without moving them",
+                    self.name,
+                    len(self._slots),
+                )
                 break
             self._replied.clear()
             replied = asyncio.ensure_future(self._replied.wait())
@@ -408,7 +362,9 @@ class Daemon:
         """Start the slot, or report it lost. An error of one slot does not end the others."""
         try:
             if len(self._slots) >= self.settings.slots:
-                raise OverloadedError(f"worker {self.name} has {self.settings.slots} slots and was assigned one more")
+                raise OverloadedError(
+                    f"worker {self.name} has all its {self.settings.slots} slots in use, and was assigned one more"
+                )
             self._begin_slot(key, assignment)
         except (PenstockError, OSError) as error:  # for example no memory or no descriptors
             _log.warning("%s box %d slot %d cannot be started: %s", *key[:1], *key[2:4], error)
@@ -514,8 +470,8 @@ class Daemon:
         slot = self._slots.get(slot_of(hello))
         if slot is None:
             raise SupersededError(
-                f"worker {self.name} does not run generation {hello.generation} of box {hello.box} slot {hello.slot} "
-                f"of {hello.run} (attempt {hello.attempt})"
+                f"worker {self.name} no longer has box {hello.box} slot {hello.slot} of run {hello.run} (attempt "
+                f"{hello.attempt}, generation {hello.generation}): the slot was moved, or its run is over"
             )
         now = self._coordinators_clock + time.monotonic()
         check_ticket(hello.ticket, slot.assignment.lane_key, now, slot.name)
@@ -546,37 +502,6 @@ class Daemon:
 
 def _attempt_of(assignment: records_pb2.WorkerAssignment) -> tuple[str, int]:
     return assignment.run, assignment.attempt
-
-
-def _runner_user(settings: DaemonSettings) -> RunnerUser | None:
-    """Return the user that user code runs as, None for the daemon's own; log once what that user will lack."""
-    if settings.runner_user:
-        if settings.runner_memory and not sees_shared_memory():
-            _log.warning(
-                "memory that a runner shares with its own processes is counted in each; to measure what is "
-                "shared, runner_memory needs CAP_SYS_PTRACE beside runner_user (docker run --cap-add SYS_PTRACE)"
-            )
-        return find_user(settings.runner_user, settings.runner_processes)
-    return None
-
-
-def _control_groups(settings: DaemonSettings) -> ControlGroups | None:
-    """Return the control groups for its children, if available here."""
-    if settings.embedded or settings.no_groups:
-        groups, why_not = None, "they are turned off"
-    else:
-        most = settings.runner_memory and HARD_LIMIT * settings.runner_memory + SPARE_BYTES
-        own, ours = here()
-        groups, why_not = ControlGroups.take(own, ours, memory=most, processes=settings.runner_processes)
-    if groups is not None:
-        _log.info("each runner has a control group of its own")
-    elif settings.runner_processes and not settings.runner_user:
-        raise InvalidArgumentError(
-            f"runner_processes must come with runner_user, got {settings.runner_processes} alone: the kernel counts by "
-            "user, and would count this worker and all else of its user; set runner_user, too. Control groups would "
-            f"count runners alone, but there are none here: {why_not}"
-        )
-    return groups
 
 
 async def serve(settings: DaemonSettings, ready: Callable[[str], None] | None = None) -> None:

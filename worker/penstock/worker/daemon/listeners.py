@@ -71,7 +71,7 @@ def check_hello(hello: lane_pb2.Hello) -> None:
     """Raise VersionSkewError for another lane protocol than this worker's."""
     if hello.protocol != LANE_PROTOCOL:
         raise VersionSkewError(
-            f"the lane's other end uses lane protocol {hello.protocol}, this worker {LANE_PROTOCOL}; run the same "
+            f"the training job uses lane protocol {hello.protocol}, this worker {LANE_PROTOCOL}: install the same "
             "version of Penstock on both"
         )
 
@@ -186,8 +186,8 @@ class LaneListeners:
         """Close the longest-waiting connection of the address that has most of them."""
         (busiest, count), *_ = Counter(self._waiting.values()).most_common(1)
         oldest = next(task for task, address in self._waiting.items() if address == busiest)
-        why = f"{count} connections from {busiest} wait for a lane and say nothing: one is closed"
-        self._strangers.warning(f"{busiest} says nothing", why)
+        why = f"{count} connections from {busiest} were opened to read batches and sent no request: closing the oldest"
+        self._strangers.warning(f"{busiest} sends nothing", why)
         del self._waiting[oldest]
         oldest.cancel()
 
@@ -205,8 +205,8 @@ class LaneListeners:
         try:
             await greet(connection)
         except (PenstockError, OSError, TimeoutError) as error:
-            why = str(error) or "its peer said nothing in time"
-            self._strangers.warning(address, f"a lane from {address} was refused: {why}")
+            why = str(error) or "it sent no request in time"
+            self._strangers.warning(address, f"a connection from {address} to read batches was refused: {why}")
             connection.close()
         except asyncio.CancelledError:
             connection.close()
@@ -260,7 +260,10 @@ class LaneListeners:
         except (OSError, RuntimeError) as error:  # no descriptor or no thread is left
             ours.close()
             lane.close()
-            raise LaneLostError(f"no sender can be started for {name}: {error}") from error
+            raise LaneLostError(
+                f"no thread to send the batches of {name} could be started: {error}: allow the worker more threads and "
+                "open files (ulimit -u, ulimit -n)"
+            ) from error
         self._senders[sender] = slot_of(hello)
 
     async def _under_tls(self, connection: socket.socket) -> socket.socket:
@@ -269,7 +272,10 @@ class LaneListeners:
         under_tls = looks_like_tls(await _first_bytes(connection))
         if self._files is None or self._context is None:
             if under_tls:
-                raise TlsError("a lane began with TLS, but this worker has no TLS files")
+                raise TlsError(
+                    "the training job connects with TLS, but this worker has no TLS files: give it --tls-cert and "
+                    "--tls-key"
+                )
             return connection
         if not under_tls:
             raise no_tls_here("this worker's lane")
@@ -295,7 +301,11 @@ def _check_certificate(lane: TlsSocket, tls: Tls) -> None:
     names = dns_names(lane.getpeercert() or {})
     if tls.ca and not tls.roles_named(names, ("client", "admin")):
         shown = ascii(", ".join(names)[:SHOWN])
-        raise TlsError(f"a lane takes a certificate of the name {tls.expected('client')}, got one of {shown}")
+        raise TlsError(
+            f"a worker's lanes need a client certificate for the name {tls.expected('client')}, got one for {shown}: "
+            "see "
+            "docs/security.md"
+        )
 
 
 async def _first_bytes(connection: socket.socket) -> bytes:
@@ -305,7 +315,7 @@ async def _first_bytes(connection: socket.socket) -> bytes:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
     first = connection.recv(PEEKED, socket.MSG_PEEK)
     if len(first) < PEEKED:
-        raise LaneLostError("the peer of a lane vanished before its hello")
+        raise LaneLostError("the other end closed the connection before it sent a request")
     return first
 
 
@@ -334,7 +344,7 @@ def _parse(data: bytes) -> lane_pb2.Hello:
     try:
         return lane_pb2.Hello.FromString(data)
     except Exception as error:
-        raise ProtocolError(f"a Hello cannot be read: {error}") from error
+        raise ProtocolError(f"the request to read batches (Hello) cannot be decoded: {error}") from error
 
 
 def _refusal(error: PenstockError) -> bytes:

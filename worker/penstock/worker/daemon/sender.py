@@ -314,7 +314,10 @@ class Sender(threading.Thread):
         if ack.close:
             runner.close()
         if runner.backlog > MAX_BACKLOG:
-            raise ProtocolError(f"acks without end: the runner has {runner.backlog} of them to read")
+            raise ProtocolError(
+                f"the training job sends acknowledgements faster than the runner reads them: {runner.backlog} are "
+                "waiting"
+            )
 
     def _leave(self, reason: str) -> None:
         with self._lock:
@@ -341,7 +344,7 @@ def _say_that_it_is_missing(codecs: Sequence[int]) -> None:
     known = lane_pb2.Codec.DESCRIPTOR.values_by_number
     names = ", ".join(known[number].name.lower() if number in known else str(number) for number in codecs)
     _log.warning(
-        "a training job asked for batches compressed with %s, which this worker does not have: they travel "
+        "a training job asks for batches compressed with %s, which is not installed on this worker: they are sent "
         "uncompressed; pip install penstock[compression] here",
         names,
     )

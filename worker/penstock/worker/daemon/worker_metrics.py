@@ -9,22 +9,58 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from penstock.proto.errors import PenstockError
 from penstock.proto.rpc.addresses import is_local
 from penstock.proto.v1 import coordinator_pb2 as pb
+from penstock.proto.v1 import records_pb2
 from penstock.runtime.web.http_server import Page, WebServer
 from penstock.runtime.web.prometheus import Collector, MetricReadings, cpu_seconds, in_loop, metrics_route
-from penstock.worker.daemon.daemon import Daemon
-from penstock.worker.daemon.slot import DaemonCounters
+from penstock.worker.daemon.listeners import LaneListeners
+from penstock.worker.daemon.worker_settings import DaemonSettings
+from penstock.worker.processes.progress_page import ProgressPage
 from penstock.worker.resources.memory_use import family, held_by
+from penstock.worker.slots.slot_interfaces import DaemonCounters
 
 __all__ = ["health", "open_web"]
 
 MANY = 1 << 62
 """Memory limit above what any runner holds: plain sums suffice, because shares of pages take the kernel long."""
 _PLAIN = "text/plain; charset=utf-8"
+
+
+class MeasuredSlot(Protocol):
+    """What is read of a slot."""
+
+    assignment: records_pb2.WorkerAssignment
+    phase: pb.SlotPhase.ValueType
+    progress_page: ProgressPage
+
+    @property
+    def runner(self) -> int:
+        """Process id of its runner, 0 if it has none."""
+
+
+class MeasuredDaemon(Protocol):
+    """What is read of a daemon, on its event loop; name, settings and start from any thread."""
+
+    name: str
+    settings: DaemonSettings
+    started_at: float
+    tally: DaemonCounters
+    state_answers: Counter[str]
+    answered_at: float | None
+    stopping: asyncio.Event
+
+    @property
+    def slots(self) -> Sequence[MeasuredSlot]: ...
+    @property
+    def listeners(self) -> LaneListeners: ...
+    @property
+    def lease_s(self) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -50,7 +86,7 @@ class _Now:
     lease_s: float
 
 
-def _look(daemon: Daemon) -> _Now:
+def _look(daemon: MeasuredDaemon) -> _Now:
     """Copy the daemon's figures; runs on its event loop."""
     slots, phases = [], Counter[str]()
     for slot in daemon.slots:
@@ -81,7 +117,7 @@ def _look(daemon: Daemon) -> _Now:
     )
 
 
-def _readings(daemon: Daemon, loop: asyncio.AbstractEventLoop) -> MetricReadings:
+def _readings(daemon: MeasuredDaemon, loop: asyncio.AbstractEventLoop) -> MetricReadings:
     at = in_loop(loop, lambda: _look(daemon))
     now, found = time.monotonic(), MetricReadings("worker")
     found.add("penstock_worker_info", 1, worker=daemon.name)
@@ -126,7 +162,7 @@ def health(answered_at: float | None, lease_s: float, stopping: bool, now: float
     return 200, "ok"
 
 
-def open_web(daemon: Daemon, loop: asyncio.AbstractEventLoop) -> WebServer:
+def open_web(daemon: MeasuredDaemon, loop: asyncio.AbstractEventLoop) -> WebServer:
     """The web server of a daemon that runs in `loop`, listening at `settings.http`.
 
     Raises InvalidArgumentError without prometheus-client, and what WebServer raises.

@@ -70,7 +70,7 @@ async def run_task(
             message = await _by_child(host, assignment, name, progress_page, points, task, deadline_s, left_s, fields)
             helpers.learn(assignment, message.fields.pop("modules", None))
             if helper is not None and message.kind != "failed":
-                helpers.distrust(assignment, f"a fresh process did what it could not do: {task}")
+                helpers.distrust(assignment, f"only a fresh process could do the task {task}")
     if message.kind == "failed":
         raise error_named(**message.fields["error"])
     return message
@@ -137,7 +137,7 @@ async def _by_child(
                 raise _late(what, task, deadline_s, await child.stack())
             status = child.exited.result()
             if last or child.unwanted or status != -signal.SIGKILL:
-                how = f"{what} {describe_exit(status)} in its {task}; the stream goes on"
+                how = f"{what} {describe_exit(status)} during the task {task}; the stream continues"
                 raise descriptors_closed(status, what) or WorkerLostError(how, remote_traceback=child.last_stack)
         finally:
             child.kill()
@@ -166,7 +166,7 @@ async def send_assignment(blobs: Blobs, child: Child, assignment: records_pb2.Wo
 
 def _late(what: str, task: str, deadline_s: float, stack: str) -> DeadlineError:
     return DeadlineError(
-        f"{what} did not finish its {task} in {deadline_s:.0f} s; the stream goes on", remote_traceback=stack
+        f"{what} did not finish the task {task} in {deadline_s:.0f} s; the stream continues", remote_traceback=stack
     )
 
 

@@ -13,33 +13,31 @@ If it is not known, the first batch of the next epoch is made in the first two w
 loader's `state_dict()` and the generators after them, FRESH will do. Otherwise the slot's stream is made again from the
 beginning, once, and the result decides for good. The batch alone would not suffice: where an epoch's number decides on
 the order of shards, two epochs may begin with the same batch. Where a state was saved at an epoch's end, the batch that
-came next then is known (`RestorableLoader.awaited`): ways that agree on another one are wrong.
+came next then is known (`PositionedLoader.awaited`): ways that agree on another one are wrong.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from penstock.proto.batch.digest import cover_of
 from penstock.proto.batch.replay_digest import ReplayDigest
 from penstock.proto.errors import InputFnError, PenstockError, ReplayMismatchError
 from penstock.proto.state.codec import encode_state
 from penstock.worker.loader.crossing_kinds import FRESH, KEPT, REPLAY, First, are_one, first_choice, the_right_one
+from penstock.worker.loader.positioned_loader import PositionedLoader
 from penstock.worker.loader.restart_plan import Leg, Target
 from penstock.worker.loader.restart_points import END, RestartPoint, StreamHistory, StreamPosition
 from penstock.worker.loader.travel import catch_up, travel
-
-if TYPE_CHECKING:
-    from penstock.worker.loader.restorable_loader import RestorableLoader
 
 __all__ = ["cross"]
 
 _log = logging.getLogger("penstock.worker")
 
 
-def cross(source: RestorableLoader, step: int) -> RestartPoint:
+def cross(source: PositionedLoader, step: int) -> RestartPoint:
     """Open the next epoch of a restored source by the right crossing; return its epoch start."""
     end, untouched, history = source.rng(), source.is_untouched, source.history
     choice = first_choice(
@@ -74,31 +72,31 @@ def cross(source: RestorableLoader, step: int) -> RestartPoint:
         source.learn_crossing(the_right_one(right, kept, fresh))
         opened = source.marked(opened)
         _log.warning(
-            "%s: restored within epoch %d, it does not begin the next one as a loader made anew does. Which "
-            "one is right was found out by making its stream again from the beginning, once: %s",
+            "%s: restored within epoch %d, it does not begin the next epoch as a new loader does. Replaying the stream "
+            "once from the beginning showed which of them is right: %s",
             source.name,
             source.position.epoch - 1,
-            {KEPT: "the restored loader", FRESH: "the one made anew"}.get(source.history.crossing, "neither"),
+            {KEPT: "the restored loader", FRESH: "the new one"}.get(source.history.crossing, "neither"),
         )
     return opened
 
 
-def _cross_as_resumed(source: RestorableLoader, step: int) -> RestartPoint:
+def _cross_as_resumed(source: PositionedLoader, step: int) -> RestartPoint:
     """Open the next epoch of a loader that resumes by its own methods and can be restored only where its launch began.
 
     Its next epoch is right if it begins with the batch that came when the state was saved there, or with that of a
     loader from the beginning, which is made once.
     """
     take = ReplayDigest(cover=cover_of(source.assignment.loader.options)).take
-    start, untouched, goal, history = source.start, source.is_untouched, source.position.copy(), source.history
-    awaited = source.awaited.get(goal.total)
+    start, untouched, target, history = source.start, source.is_untouched, source.position.copy(), source.history
+    awaited = source.awaited.get(target.total)
     came: First | None = None
     if history.crossing != REPLAY:
         try:
             opened = source.open(step=step)
             came = _first_of(source, take)
         except InputFnError as error:
-            _log.info("%s: restored, it does not get over the end of its epoch: %s", source.name, error.message)
+            _log.info("%s: once restored, it fails to begin the next epoch: %s", source.name, error.message)
         else:
             if awaited is not None and came.digest == awaited:
                 return opened
@@ -109,33 +107,33 @@ def _cross_as_resumed(source: RestorableLoader, step: int) -> RestartPoint:
     if came is not None and came.digest == right.digest and start is not None:
         if not untouched:
             source.learn_crossing(KEPT)
-        _as_resumed(source, start, goal, history, take)
+        _as_resumed(source, start, target, history, take)
         return source.open(step=step)
     if not untouched and history.crossing != REPLAY:
         source.learn_crossing(REPLAY)
         opened = source.marked(opened)
         _log.warning(
-            "%s: restored within epoch %d, it does not begin the next one with the right batch: its stream is made "
-            "again from the beginning at the end of each epoch",
+            "%s: restored within epoch %d, it does not begin the next epoch with the right batch: its stream is "
+            "replayed from the beginning at the end of each epoch",
             source.name,
-            goal.epoch - 1,
+            target.epoch - 1,
         )
     return opened
 
 
-def _to(source: RestorableLoader, goal: StreamPosition, history: StreamHistory, seen: Callable[[Any], None]) -> None:
+def _to(source: PositionedLoader, target: StreamPosition, history: StreamHistory, seen: Callable[[Any], None]) -> None:
     """Go to a position, without an error where an epoch ends earlier."""
 
     def go(leg: Leg) -> None:
         source.seek(leg.total, leg.epoch, seen)
 
-    travel(source, Target(goal.epoch, goal.total, dict(history.abandoned)), go)
+    travel(source, Target(target.epoch, target.total, dict(history.abandoned)), go)
 
 
 def _as_resumed(
-    source: RestorableLoader,
+    source: PositionedLoader,
     start: RestartPoint,
-    goal: StreamPosition,
+    target: StreamPosition,
     history: StreamHistory,
     take: Callable[[Any], tuple[int, int]],
 ) -> None:
@@ -148,12 +146,12 @@ def _as_resumed(
 
     source.restore(start)
     source.restored = False
-    _to(source, goal, history, seen)
-    catch_up(source, goal.epoch)
+    _to(source, target, history, seen)
+    catch_up(source, target.epoch)
     source.restored = True
 
 
-def _first_of(source: RestorableLoader, take: Callable[[Any], tuple[int, int]]) -> First:
+def _first_of(source: PositionedLoader, take: Callable[[Any], tuple[int, int]]) -> First:
     batch = source.peek()
     digest = None if batch is END else take(batch)[0]
     try:
@@ -162,7 +160,7 @@ def _first_of(source: RestorableLoader, take: Callable[[Any], tuple[int, int]]) 
         return First(digest, b"")
 
 
-def _tried(source: RestorableLoader, step: int, take: Callable[[Any], tuple[int, int]]) -> First:
+def _tried(source: PositionedLoader, step: int, take: Callable[[Any], tuple[int, int]]) -> First:
     """Return the beginning of the epoch if it is opened as the source is now. A loader that raises where it was
     restored may be one that cannot begin again, and another crossing is right; if it always raises, the last crossing
     reports it."""
@@ -175,17 +173,17 @@ def _tried(source: RestorableLoader, step: int, take: Callable[[Any], tuple[int,
         source.abort()
 
 
-def _from_the_beginning(source: RestorableLoader, take: Callable[[Any], tuple[int, int]]) -> None:
+def _from_the_beginning(source: PositionedLoader, take: Callable[[Any], tuple[int, int]]) -> None:
     """Bring a loader from the beginning to where the source stands, between two epochs."""
-    goal, digest, history = source.position.copy(), source.digest, source.history
+    target, digest, history = source.position.copy(), source.digest, source.history
     why = (
-        f"{source.name}: how it begins epoch {goal.epoch} cannot be determined: it was restored within the epoch "
-        "before, and would not begin this one as a loader that input_fn makes anew"
+        f"{source.name}: how it begins epoch {target.epoch} cannot be determined: it was restored within the epoch "
+        "before, and does not begin this one as a new loader from input_fn does"
     )
     if not history.complete:
         raise ReplayMismatchError(
-            f"{why}; and its stream cannot be made again from the beginning, for it began on another topology, or more "
-            "than a thousand epochs were abandoned by `break`. Give the loader a state that says where an epoch begins"
+            f"{why}; and its stream cannot be replayed from the beginning, because it began on another topology, or "
+            "more than a thousand epochs were left by `break`. Give the loader a state that says where an epoch begins"
         )
 
     def seen(batch: Any) -> None:
@@ -193,13 +191,13 @@ def _from_the_beginning(source: RestorableLoader, take: Callable[[Any], tuple[in
         source.position.samples += samples
 
     source.begin()
-    _to(source, goal, history, seen)
-    catch_up(source, goal.epoch)
-    if (source.position.epoch, source.position.total) != (goal.epoch, goal.total) or (
+    _to(source, target, history, seen)
+    catch_up(source, target.epoch)
+    if (source.position.epoch, source.position.total) != (target.epoch, target.total) or (
         digest and source.digest != digest
     ):
         raise ReplayMismatchError(
-            f"{why}; and made again from the beginning, batch {goal.total} is not the one that was delivered: the "
-            "loader does not reproduce its batches (see penstock doctor)"
+            f"{why}; and replayed from the beginning, batch {target.total} is not the one that was delivered: the "
+            "loader is not deterministic (see penstock doctor)"
         )
     source.history = history.of(source.history.launch)

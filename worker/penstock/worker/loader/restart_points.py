@@ -125,7 +125,7 @@ class StreamHistory:
     def decode(cls, value: dict[str, Any]) -> StreamHistory:
         abandoned = tuple((int(epoch), int(total)) for epoch, total in value["abandoned"])
         if value["crossing"] not in WAYS:
-            raise ValueError(f"rewinds={value['crossing']!r:.40}")
+            raise ValueError(f"impossible value crossing={value['crossing']!r:.40}")
         step, batches, samples, *known = value.get("launch", (0, 0, 0, None, None))
         worker, enters = (None if each is None else int(each) for each in known)
         launch = Launch(int(step), int(batches), int(samples), worker, enters)
@@ -235,7 +235,7 @@ class RestartPoint:
         else:
             at, state, rng, digest = restart["at"], value["user"], restart["rng"], restart["digest"]
         if not isinstance(rng, bytes) or not isinstance(before, bytes | None):
-            raise TypeError(f"random generators of the types {type(rng).__name__} and {type(before).__name__}")
+            raise TypeError(f"random generators must be bytes, got {type(rng).__name__} and {type(before).__name__}")
         if any(type(count) is not int or not 0 <= count <= MASK for count in (*at, digest, *chain(*skips))):
-            raise ValueError(f"counts {at!r:.80}, {digest!r:.80}, {skips!r:.80}")
+            raise ValueError(f"impossible counts {at!r:.80}, {digest!r:.80}, {skips!r:.80}")
         return cls(StreamPosition(*at), state, rng, before, digest, skips=skips, history=history)

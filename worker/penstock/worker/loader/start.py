@@ -47,8 +47,9 @@ def start(source: RestorableLoader, resume: dict[str, Any] | None, keep: Keep, g
     if part is None:
         if source.capabilities.state_methods != 4:
             raise StateMismatchError(
-                f"{source.name}: the state has no part for this slot, and a loader with "
-                f"{source.capabilities.state_methods or 'none'} of the four state methods cannot take another's"
+                f"{source.name}: the state was saved on another number of boxes or workers, which only a loader with "
+                f"all four state methods can load, got one with {source.capabilities.state_methods or 'none'}: use the "
+                "topology that it was saved on, or add aggregate_state_dict and deaggregate_state_dict"
             )
         source.resume_by_own_methods(resume["aggregated"], resume["strict"])
         keep(source.open_epoch(step=point.step), True)
@@ -121,7 +122,7 @@ class _Resume:
 
     def _log_failure(self, error: Exception, instead: ResumeWay) -> None:
         if instead.kind is ResumeKind.BEGINNING:
-            _log.warning("%s; its stream is made again from the beginning instead", cast(PenstockError, error).message)
+            _log.warning("%s; its stream is replayed from the beginning instead", cast(PenstockError, error).message)
 
     def _ways(self) -> list[ResumeWay]:
         """Return the ways that may lead there, in the order in which they are tried."""
@@ -164,8 +165,8 @@ class _Resume:
             source.drop()
             if not _leads_on(source, slot, (slot - first) % slots, cast(dict[str, Any], resume)):
                 raise ReplayMismatchError(
-                    f"{source.name}: resumed from its state after batch {self._total}, slot {slot} of the box would go "
-                    "on with another batch than the one that came when the state was saved"
+                    f"{source.name}: resumed from its state after batch {self._total}, slot {slot} of the box would "
+                    "continue with another batch than when the state was saved"
                 )
         self._by_own_methods((a.slot - first) % slots)
 
@@ -237,8 +238,8 @@ class _Resume:
         travel(source, Target(self._epoch, self._total, dict(self._history.abandoned)), self._replay)
         if digest and source.digest and source.digest != digest:
             raise ReplayMismatchError(
-                f"{source.name}: brought to where it was saved, batch {self._total} of the slot is not the one that "
-                "was delivered; the loader does not reproduce its batches"
+                f"{source.name}: replayed to where the state was saved, batch {self._total} of the slot is not the one "
+                "that was delivered: the loader is not deterministic (see penstock doctor)"
             )
         catch_up(source, self._then)
 
@@ -265,7 +266,7 @@ class _Resume:
         if batch is END or take(batch)[0] != self._part["next_digest"]:
             raise ReplayMismatchError(
                 f"{source.name}: resumed from its state after batch {self._total} of the slot, it "
-                f"{'yields nothing more' if batch is END else 'yields another batch'}, and not the one that came when "
-                "the state was saved: its state is not that of the batches it has yielded. If its data or code were "
-                "changed on purpose, say so: load_state_dict(state, strict=False)"
+                f"{'yields nothing more' if batch is END else 'yields another batch'} than it did when the state was "
+                "saved: its state_dict does not describe the batches that it has yielded (see penstock doctor). If you "
+                "changed its data or code on purpose, use load_state_dict(state, strict=False)"
             )

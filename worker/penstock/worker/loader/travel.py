@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from penstock.proto.errors import PenstockError, ReplayMismatchError
+from penstock.worker.loader.positioned_loader import PositionedLoader
 from penstock.worker.loader.restart_plan import Leg, Recovery, Target, first_fit, route
 from penstock.worker.loader.restart_points import UNFIT, RestartPoint, StreamHistory
-
-if TYPE_CHECKING:
-    from penstock.worker.loader.restorable_loader import RestorableLoader
 
 __all__ = ["begin", "catch_up", "leave", "recover", "replay", "restore", "travel"]
 
@@ -19,7 +17,7 @@ _log = logging.getLogger("penstock.worker")
 Go = Callable[[Leg], object]
 
 
-def recover(source: RestorableLoader, plan: Recovery[RestartPoint], target: Target, go: Go) -> RestartPoint:
+def recover(source: PositionedLoader, plan: Recovery[RestartPoint], target: Target, go: Go) -> RestartPoint:
     """Go to a position in the first of the ways that leads there; return where it began."""
     beginning = plan.nearest
 
@@ -39,19 +37,19 @@ def recover(source: RestorableLoader, plan: Recovery[RestartPoint], target: Targ
     return first_fit(plan.ways, take, UNFIT, tell) or beginning
 
 
-def restore(source: RestorableLoader, point: RestartPoint, target: Target, go: Go) -> None:
+def restore(source: PositionedLoader, point: RestartPoint, target: Target, go: Go) -> None:
     """Go to a position from a restart point, along the loop's way."""
     source.restore(point)
     travel(source, target.behind(point.history.abandoned), go)
 
 
-def begin(source: RestorableLoader, history: StreamHistory) -> None:
+def begin(source: PositionedLoader, history: StreamHistory) -> None:
     """Go to the beginning. `history`: the known history from there."""
     source.history = history
     source.begin()
 
 
-def travel(source: RestorableLoader, target: Target, go: Go) -> None:
+def travel(source: PositionedLoader, target: Target, go: Go) -> None:
     """Go to a position along the loop's way: out of the abandoned epochs, where the loop abandoned them. `go` replays a
     leg."""
     for leg in route(source.position.epoch, target):
@@ -61,7 +59,7 @@ def travel(source: RestorableLoader, target: Target, go: Go) -> None:
 
 
 def replay(
-    source: RestorableLoader, leg: Leg, seen: Callable[[Any], None], open_epoch: Callable[[], object] | None = None
+    source: PositionedLoader, leg: Leg, seen: Callable[[Any], None], open_epoch: Callable[[], object] | None = None
 ) -> None:
     """Replay a leg. `seen` gets each batch and sets the source's digest; `open_epoch` opens the epochs on the way.
 
@@ -76,11 +74,11 @@ def replay(
     if before < leg.total and leg.digest and source.digest != leg.digest:
         raise ReplayMismatchError(
             f"{source.name}: replayed from its last snapshot, batch {leg.total} of the slot differs from the one that "
-            "was delivered; the loader does not reproduce its batches"
+            "was delivered: the loader is not deterministic (see penstock doctor)"
         )
 
 
-def catch_up(source: RestorableLoader, epoch: int) -> None:
+def catch_up(source: PositionedLoader, epoch: int) -> None:
     """Go to where epoch `epoch` is opened, if the source is not that far, over the end of the epoch that it is in and
     of those in between, of which it had no batch. Raises ReplayMismatchError if one comes."""
     while source.position.epoch < epoch:
@@ -89,7 +87,7 @@ def catch_up(source: RestorableLoader, epoch: int) -> None:
         source.reach_end()
 
 
-def leave(source: RestorableLoader, epoch: int, total: int) -> None:
+def leave(source: PositionedLoader, epoch: int, total: int) -> None:
     """Abandon epoch `epoch` after batch `total`, the source's position, as the loop did."""
     catch_up(source, epoch)
     if not source.is_open:

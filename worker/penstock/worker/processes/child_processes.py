@@ -91,7 +91,9 @@ def _refuse_descriptors(message: ControlMessage) -> None:
     if message.fds:
         for fd in message.fds:
             os.close(fd)
-        raise ProtocolError(f"a message {message.kind[:40]!r} with {len(message.fds)} descriptors")
+        raise ProtocolError(
+            f"a runner must not send file descriptors, got {len(message.fds)} with its message {message.kind[:40]!r}"
+        )
 
 
 class Child:
@@ -165,7 +167,7 @@ class Child:
         except Exception as error:
             traceback = None if isinstance(error, PenstockError) else error
             self._logger.warning(
-                "%s: killed, because it broke the control protocol: %s", self.name, error, exc_info=traceback
+                "%s: killed, because it sent an invalid message to its daemon: %s", self.name, error, exc_info=traceback
             )
             self._shut()
             self.kill()
@@ -341,8 +343,9 @@ class ForkServer:
             if not isinstance(error, TimeoutError):
                 raise
             raise WorkerLostError(
-                f"a runner's interpreter did not start within {deadline_s:g} s, or stood still for {still_s:g} s: it "
-                "was killed. Is the file system that Python is imported from slow? penstock worker --start-timeout"
+                f"a runner's Python interpreter did not start within {deadline_s:g} s, or used no processor time for "
+                f"{still_s:g} s, and was killed. Is the file system that Python is imported from slow? Raise penstock "
+                "worker --start-timeout"
             ) from None
 
     async def _give_up(self) -> None:
@@ -387,7 +390,7 @@ class ForkServer:
     ) -> Child:
         """Return a new child, whose messages go to `on_message` in order. `about`: fields of its log records."""
         if self.dead or self._channel is None:
-            raise WorkerLostError("the fork server of this run has died")
+            raise WorkerLostError("the process that starts this run's runners (fork server) has died")
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         read, write = os.pipe()
         self._next += 1
@@ -408,7 +411,7 @@ class ForkServer:
             )
         except OSError as error:
             child.gone(None)
-            raise WorkerLostError("the fork server of this run has died") from error
+            raise WorkerLostError("the process that starts this run's runners (fork server) has died") from error
         finally:
             theirs.close()
             os.close(write)
@@ -418,7 +421,9 @@ class ForkServer:
             self.dead = True
             child.gone(None)
             _log.warning("fork server %d does not answer: another one replaces it", self.pid)
-            raise WorkerLostError(f"the fork server did not answer within {FORK_DEADLINE_S:g} s") from None
+            raise WorkerLostError(
+                f"the process that starts this run's runners (fork server) did not answer within {FORK_DEADLINE_S:g} s"
+            ) from None
         except BaseException:
             child.kill()  # it may be forked yet
             raise

@@ -15,6 +15,7 @@ import socket
 import struct
 import sys
 import termios
+from bdb import BdbQuit
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,7 +80,7 @@ class MessageInbox:
         if len(self._fds) > MAX_FDS:
             count = len(self._fds)
             self.close()
-            raise ProtocolError(f"a message must have at most {MAX_FDS} descriptors, got {count}")
+            raise ProtocolError(f"a control message must have at most {MAX_FDS} file descriptors, got {count}")
 
     def close(self) -> None:
         """Close the descriptors that no message has taken."""
@@ -93,7 +94,10 @@ class MessageInbox:
             return None
         text, payload, fds = _HEAD.unpack_from(buffer)
         if text > MAX_JSON or payload > MAX_PAYLOAD or fds > MAX_FDS:
-            raise ProtocolError(f"a control message of {text} + {payload} bytes with {fds} descriptors")
+            raise ProtocolError(
+                f"a control message must have at most {MAX_JSON} + {MAX_PAYLOAD} bytes and {MAX_FDS} file descriptors, "
+                f"got {text} + {payload} bytes and {fds}"
+            )
         end = _HEAD.size + text + payload
         if len(buffer) < end:
             return None
@@ -106,8 +110,9 @@ class MessageInbox:
             raise ProtocolError("a control message must have a kind")
         if len(self._fds) < fds:
             raise ProtocolError(
-                f"{fds - len(self._fds)} descriptors of a control message were lost: this process may open no more "
-                "(RLIMIT_NOFILE); user code has too many files open, or has lowered the limit"
+                f"{fds - len(self._fds)} file descriptors of a control message were lost, because this process may "
+                "open "
+                "no more (RLIMIT_NOFILE): close files in user code, or raise the limit (ulimit -n)"
             )
         message = ControlMessage(kind, fields, bytes(buffer[_HEAD.size + text : end]), self._fds[:fds])
         del self._fds[:fds]
@@ -136,7 +141,7 @@ class ControlChannel:
         """Raise DescriptorsClosedError if other code in this process closed this end."""
         fd = self.sock.fileno()
         if fd >= 0 and not self._is_own(fd):
-            raise DescriptorsClosedError(f"descriptor {fd} was closed")
+            raise DescriptorsClosedError(f"user code closed file descriptor {fd}, which belongs to Penstock")
 
     def _is_own(self, fd: int) -> bool:
         try:
@@ -149,8 +154,8 @@ class ControlChannel:
         is gone."""
         if len(payload) > MAX_PAYLOAD:
             raise UnsupportedStateError(
-                f"a state of {len(payload)} bytes is above the {MAX_PAYLOAD} that can be kept; leave out of "
-                "state_dict() what the loader can build anew"
+                f"the state of a loader must have at most {MAX_PAYLOAD} bytes, got {len(payload)}: leave out of "
+                "state_dict() what the loader can build again"
             )
         try:
             self._send(ControlMessage(kind, fields, payload, fds or []))
@@ -266,6 +271,11 @@ def describe(error: BaseException) -> str:
         text = str(error)
     except Exception:
         text = "<no text: __str__ raised>"
+    if isinstance(error, BdbQuit):
+        text = (
+            "breakpoint() needs a terminal, and workers have none: set num_workers_per_box=0 "
+            "(PENSTOCK_NUM_WORKERS_PER_BOX=0) to run input_fn in the training process"
+        )
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 

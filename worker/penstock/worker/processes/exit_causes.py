@@ -23,6 +23,6 @@ def descriptors_closed(status: int | None, name: str) -> InputFnError | None:
     if status != DESCRIPTORS_CLOSED:
         return None
     return InputFnError(
-        f"{name}: user code closed file descriptors that are not its own, those by which the runner talks to its "
-        "daemon (os.closerange?); let it close what it has opened"
+        f"{name}: user code closed file descriptors of Penstock, by which the runner talks to its daemon "
+        "(os.closerange?): close only files that you opened"
     )

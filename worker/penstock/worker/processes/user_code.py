@@ -100,7 +100,9 @@ def load_input_fn(spec: records_pb2.LoaderSpec) -> Callable[..., Any]:
 
 
 def _comes_with_arguments(*args: Any, **kwargs: Any) -> Any:
-    raise InputFnNotFoundError("input_fn has no name to import, and its value is not here")
+    raise InputFnNotFoundError(
+        "input_fn has no name to import, and was not sent by value: define it at the top level of a module"
+    )
 
 
 def unpacked(

@@ -11,8 +11,10 @@ aggregated, a second loader is brought there by replay.
 
 from __future__ import annotations
 
+from bdb import BdbQuit
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -36,10 +38,10 @@ from penstock.proto.v1 import records_pb2
 from penstock.worker.loader.restart_plan import Leg, Target, plan_recovery
 from penstock.worker.loader.restart_points import END, RestartPoint, StreamPosition
 from penstock.worker.loader.restorable_loader import RestorableLoader
-from penstock.worker.loader.shared_process import ProcessGlobals
 from penstock.worker.loader.start import start
 from penstock.worker.loader.travel import catch_up, leave, recover, replay
 from penstock.worker.runner.replayer import state_at
+from penstock.worker.user_loader.shared_process import ProcessGlobals
 
 __all__ = ["InProcessSlot", "MadeBatch", "SlotState"]
 
@@ -80,6 +82,17 @@ class _Noted:
     """Samples in all, with this batch."""
 
 
+@contextmanager
+def _meant_for_the_loop() -> Iterator[None]:
+    """Raise a Ctrl-C, or the end of a debugger, in place of the InputFnError that was made of it."""
+    try:
+        yield
+    except InputFnError as error:
+        if isinstance(error.__cause__, KeyboardInterrupt | BdbQuit):
+            raise error.__cause__ from None
+        raise
+
+
 class InProcessSlot:
     """A slot, from its assignment to its end.
 
@@ -116,7 +129,7 @@ class InProcessSlot:
         """Make the loader and bring it to where the slot starts. Raise the errors that a runner would fail with."""
         if self._source is not None:
             return
-        with self._globals.in_place():
+        with self._globals.in_place(), _meant_for_the_loop():
             source = self._built()
             resume = decode_state(self._resume) if self._resume else None
             start(source, resume, partial(self._keep, source), partial(self._go, source))  # type: ignore[arg-type]
@@ -126,24 +139,22 @@ class InProcessSlot:
     def next(self, step: int, epoch: int, total: int) -> MadeBatch | None:
         """Return the batch after `total`, which will be the box's `step`; None at the end of the epoch.
 
-        Ctrl-C in the user's code is raised as it is, and not as an error of user code: it was meant for the process.
-        The loader's present work is lost then, as with a runner, and so is a batch that was made and not delivered: the
-        next call makes the loader anew.
+        Ctrl-C in the user's code, and the end of a debugger there, are raised as they are, and not as an error of user
+        code: they were meant for the process. The loader's present work is lost then, as with a runner, and so is a
+        batch that was made and not delivered: the next call makes the loader anew.
         """
         source = self._ready()
         if source.position.total != total:
             source = self._anew(epoch, total)
         try:
-            with self._globals.in_place():
+            with self._globals.in_place(), _meant_for_the_loop():
                 if not source.is_open:
                     source.open_epoch(step=step)
                 batch = source.next()
                 made = None if batch is END else self._made(batch)
                 self.capabilities.looked_at_assignment |= place_of.looked_at()
-        except InputFnError as error:
-            if isinstance(error.__cause__, KeyboardInterrupt):
-                self.lose()
-                raise error.__cause__ from None
+        except (KeyboardInterrupt, BdbQuit):
+            self.lose()
             raise
         if made is not None:
             source.digest = made.digest
@@ -218,7 +229,9 @@ class InProcessSlot:
             else plan_recovery([RestartPoint.decode(self._start_data)], target, counted=False)
         )
         if plan is None:
-            raise ReplayMismatchError(f"{source.name}: no snapshot lies before batch {target.total + 1} of the slot")
+            raise ReplayMismatchError(
+                f"{source.name}: no snapshot is kept from which batch {target.total + 1} of the slot can be replayed"
+            )
         recover(source, plan, target, partial(self._go, source))
         catch_up(source, target.epoch)
 
@@ -268,7 +281,7 @@ class InProcessSlot:
         if self._unsaved is not None and self.capabilities.state_methods:
             raise self._unsaved
         if self._start_data is None:
-            raise StateUnavailableError(f"{source.name}: no restart point leads to batch {total}")
+            raise StateUnavailableError(f"{source.name}: no snapshot is kept from which batch {total} can be replayed")
         position, exact = source.position, self.capabilities.exact_states
         is_here = (position.epoch, position.total) == (epoch, total) and source.is_open and not source.is_ahead
         if exact and is_here and not source.is_untouched:
@@ -317,7 +330,9 @@ class InProcessSlot:
             finally:
                 source.drop()
         if told.get("elsewhere") or told["ended"]:
-            raise StateUnavailableError(f"{source.name}: step {step} cannot be reached again by replay")
+            raise StateUnavailableError(
+                f"{source.name}: step {step} cannot be reached by replay: its epoch now ends at another batch"
+            )
         return SlotState(
             data, told["samples"], told["digest"], told["following"], told["over"] and told["following"] > 0
         )

@@ -114,7 +114,7 @@ def _prove(
     differs, what = _compare(source, delivered, replay_digest, point.position.epoch, fields["generators"])
     beyond = {total: entry for total, entry in delivered.items() if entry[0] > point.position.epoch}
     if not what and beyond and not fields["left"] and source.next() is not END:
-        differs, what = source.position.total, "goes on after the last batch of its epoch"
+        differs, what = source.position.total, "continues after the last batch of its epoch"
     if what:
         early = {int(total): (epoch, digest) for total, (epoch, digest) in fields["early"].items()}
         alike = True
@@ -149,7 +149,7 @@ def _way_over(
             if _leads_on(source, beyond, replay_digest, opened):
                 return way
         except InputFnError as error:  # one that cannot begin again where it was restored
-            _log.info("%s: it does not get over the end of its epoch: %s", source.name, error.message)
+            _log.info("%s: once restored, it fails to begin the next epoch: %s", source.name, error.message)
         source.abort()
     return REPLAY
 
@@ -236,7 +236,7 @@ def state_at(
     except UNFIT as mismatch:
         if point.is_beginning or not point.history.complete:
             raise
-        _log.warning("%s; its stream is made again from the beginning instead", mismatch.message)
+        _log.warning("%s; its stream is replayed from the beginning instead", mismatch.message)
         history = source.history = point.history
         source.begin()
         return _replayed(
@@ -259,8 +259,8 @@ def _replayed(
         expected = delivered.get(source.position.total)
         if expected is not None and expected != source.digest:
             raise ReplayMismatchError(
-                f"{source.name}: replayed from its state after batch {point.position.total}, it yields another batch "
-                f"{source.position.total} than was delivered; its state cannot be saved"
+                f"{source.name}: replayed from its state after batch {point.position.total}, its batch "
+                f"{source.position.total} differs from the one that was delivered, so its state cannot be saved"
             )
 
     epoch, total = fields["epoch"], fields["total"]

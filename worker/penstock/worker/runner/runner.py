@@ -196,7 +196,9 @@ class _Runner:
         target = Target(hello.epoch, hello.next_total - 1, self._left, hello.last_digest)
         plan = plan_recovery(points + self._points, target, counted=self._counts)
         if plan is None:
-            raise ReplayMismatchError(f"{source.name}: no snapshot lies before batch {hello.next_total} of the slot")
+            raise ReplayMismatchError(
+                f"{source.name}: no snapshot is kept from which batch {hello.next_total} of the slot can be replayed"
+            )
         point = recover(source, plan, target, self._seek)
         self._keep(point, epoch_start=point.rng_before is not None, start=True)
         catch_up(source, hello.epoch)
@@ -225,7 +227,7 @@ class _Runner:
             if known is not None and known.epoch == position.epoch and known.digest != source.digest:
                 raise ReplayMismatchError(
                     f"{source.name}: replayed batch {position.total} of epoch {position.epoch} differs from the one "
-                    "that the slot made before: the loader is not deterministic"
+                    "that the slot made before: the loader is not deterministic (see penstock doctor)"
                 )
             self._progress_page.note(position.total, position.epoch, source.digest, position.samples)
             self._progress_page.replayed()
@@ -512,7 +514,9 @@ class _Runner:
             ways.append(BEGINNING)
         if not ways:
             raise StateMismatchError(
-                f"{source.name}: epoch {epoch} cannot be abandoned: no restart point of it is kept"
+                f"{source.name}: epoch {epoch}, which the loop left by `break`, cannot be ended there: no snapshot "
+                "of it "
+                "is kept"
             )
         try:
             first_fit(ways, take, UNFIT, lambda mismatch, instead: None)

@@ -65,7 +65,10 @@ class SavedEntries:
         found = {name: path[1:] for name, path in self.paths.items() if path[0] == key}
         if not found:
             there = ", ".join(sorted({repr(path[0]) for path in self.paths.values()}))
-            raise CheckpointError(f"{self.path} holds nothing under {key!r}; it holds {there}")
+            raise CheckpointError(
+                f"the checkpoint {self.path} has no value {key!r}; it has {there}: leave {key!r} out of the state to "
+                "restore, or use one of these names"
+            )
         return found
 
     def empty(self, name: str, like: torch.Tensor | None = None) -> ReadRequest:
@@ -82,18 +85,23 @@ class SavedEntries:
         saved = self.metadata.state_dict_metadata[name]
         if not isinstance(saved, TensorStorageMetadata):
             raise CheckpointError(
-                f"{name!r} of {self.path} does not fit: {name!r} was saved as an object, and is a tensor here"
+                f"{name!r} cannot be restored from {self.path}: it was saved as a Python object, but is a tensor in "
+                "the "
+                "state to restore"
             )
         if tensor.is_meta:
             raise CheckpointError(
-                f"{name!r} is on the meta device, and has no memory to load into: call to_empty(device=...) before "
+                f"{name!r} is on the meta device, so it has no memory to load into: call to_empty(device=...) before "
                 "restore"
             )
         if tensor.shape != saved.size:
             raise CheckpointError(f"Size mismatch between saved {saved.size} and current: {tensor.shape} for {name}")
         dtype = saved.properties.dtype
         if not torch.can_cast(dtype, tensor.dtype):
-            raise CheckpointError(f"{name!r} of {self.path} was saved as {dtype}, and is {tensor.dtype} here")
+            raise CheckpointError(
+                f"{name!r} was saved in {self.path} as {dtype}, which cannot be converted to {tensor.dtype}, its dtype "
+                "in the state to restore"
+            )
         return ReadRequest(tensor, False)
 
 
@@ -149,7 +157,7 @@ class StateEntry(ABC):
             raise self.misfit(str(error)) from error
 
     def misfit(self, what: str) -> CheckpointError:
-        return CheckpointError(f"{self.key!r} of {self.saved.path} does not fit: {what}")
+        return CheckpointError(f"{self.key!r} cannot be restored from {self.saved.path}: {what}")
 
 
 def entry_for(key: str, value: Any, state: Mapping[str, Any], saved: SavedEntries, rank: int) -> StateEntry:
@@ -220,8 +228,9 @@ class _ModuleEntry(StateEntry):
         saved = {str(path[0]) for path in self.names.values()}
         missing, unexpected = sorted(set(state) - saved), sorted(saved - set(state))
         if missing or unexpected:
-            parts = [f"it lacks {some(self._full(missing))}"] if missing else []
-            parts += [f"it holds {some(self._full(unexpected))}, which the module does not have"] if unexpected else []
+            parts = [f"the checkpoint lacks {some(self._full(missing))}"] if missing else []
+            if unexpected:
+                parts.append(f"the checkpoint has {some(self._full(unexpected))}, which the module does not have")
             raise self.misfit("; ".join(parts))
         wanted = {}
         for name, path in self.names.items():
@@ -271,7 +280,7 @@ class _PlainEntry(StateEntry):
     def wanted(self) -> dict[str, ReadRequest]:
         current, _ = flatten_state_dict({self.key: self.value})
         if missing := sorted(set(current) - set(self.names)):
-            raise self.misfit(f"it lacks {some(missing)}")
+            raise self.misfit(f"the checkpoint lacks {some(missing)}")
         if not isinstance(self.value, Mapping) or self.value:  # an empty dict takes every saved value
             self.names = {name: path for name, path in self.names.items() if name in current}
         return {

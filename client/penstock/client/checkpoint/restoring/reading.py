@@ -65,8 +65,8 @@ class FillRequest:
             other = seen.setdefault(place, fill)
             if other.name != fill.name and not _same(other.source, fill.source, target.dtype):
                 raise CheckpointError(
-                    f"{other.name!r} and {fill.name!r} were saved with different values, and are one tensor here: "
-                    "untie them, or leave one of them out"
+                    f"{other.name!r} and {fill.name!r} were saved with different values, but are one shared tensor in "
+                    "the state to restore: untie them, or leave one of them out"
                 )
 
     @staticmethod
@@ -136,7 +136,7 @@ def read(
         for name, archives in by_file.items():
             file = files.get(name)
             if file is None:
-                raise CheckpointCorruptError(f"{name}: the manifest does not have it")
+                raise CheckpointCorruptError(f"the checkpoint's manifest does not list the file {name}")
             handles.append(_open(folder, file))
             if not file.parts:
                 _check_whole(handles[-1], file)
@@ -246,7 +246,7 @@ class _Reader:
         if found != written:
             raise CheckpointCorruptError(
                 f"{self._file.name}: bytes {archive.offset:,} to {archive.offset + len(data):,}, with "
-                f"{archive.name!r}, have checksum {found} where {written} was written"
+                f"{archive.name!r}, have checksum {found}, but {written} was written"
             )
 
     def _hand_over(self, name: str, piece: _Piece, values: torch.Tensor, *, keep: bool) -> None:
@@ -304,7 +304,7 @@ def _open(folder: int, file: CheckpointFile) -> int:
         raise CheckpointCorruptError(f"{file.name}: cannot be read: {error.strerror}") from error
     if (nbytes := os.fstat(handle).st_size) < file.nbytes:  # before there is memory for it
         os.close(handle)
-        raise CheckpointCorruptError(f"{file.name}: {nbytes:,} bytes where {file.nbytes:,} were written")
+        raise CheckpointCorruptError(f"{file.name} has {nbytes:,} bytes, but {file.nbytes:,} were written")
     return handle
 
 
@@ -317,7 +317,9 @@ def _read(handle: int, begin: int, nbytes: int, name: str) -> torch.Tensor:
         except OSError as error:
             raise CheckpointCorruptError(f"{name}: cannot be read: {error.strerror}") from error
         if not count:
-            raise CheckpointCorruptError(f"{name}: ends after {begin + done:,} bytes, before {begin + nbytes:,}")
+            raise CheckpointCorruptError(
+                f"{name} ends after {begin + done:,} bytes, expected {begin + nbytes:,} or more"
+            )
         done += count
     return data
 
@@ -332,4 +334,4 @@ def _check_whole(handle: int, file: CheckpointFile) -> None:
     for begin in range(0, file.nbytes, RUN):
         hasher.update(_bytes_of(_read(handle, begin, min(RUN, file.nbytes - begin), file.name)))
     if hasher.hexdigest() != file.xxh3:
-        raise CheckpointCorruptError(f"{file.name}: checksum {hasher.hexdigest()} where {file.xxh3} was written")
+        raise CheckpointCorruptError(f"{file.name} has checksum {hasher.hexdigest()}, but {file.xxh3} was written")

@@ -98,7 +98,9 @@ def _choose(folder: Path, step: int | None) -> FoundCheckpoint | None:
         matching = [one for one in found if one.step == step]
         if not matching:
             there = ", ".join(str(one.step) for one in found) or "none"
-            raise CheckpointNotFoundError(f"{folder} has no checkpoint of step {step}; it has: {there}")
+            raise CheckpointNotFoundError(
+                f"{folder} has no checkpoint of step {step}; its checkpoints are of steps: {there}"
+            )
         newest = matching[0]
     if newest.damage:
         raise _damaged(newest.path, newest.damage)
@@ -185,11 +187,11 @@ def _load(
 ) -> LoadedCheckpoint:
     files = {file.name: file for file in manifest.files}
     if METADATA not in files:
-        raise CheckpointCorruptError(f"{METADATA}: the manifest does not have it")
+        raise CheckpointCorruptError(f"the manifest does not list {METADATA}, the checkpoint's index")
     data = read_file(folder, files[METADATA])
     metadata = read_index(data, path / METADATA, {file.name: file.nbytes for file in manifest.files})
     if (digest := xxhash.xxh3_128_hexdigest(data)) != files[METADATA].xxh3:
-        raise CheckpointCorruptError(f"{METADATA}: checksum {digest} where {files[METADATA].xxh3} was written")
+        raise CheckpointCorruptError(f"{METADATA} has checksum {digest}, but {files[METADATA].xxh3} was written")
     paths: dict[str, tuple[Any, ...]] = dict(metadata.planner_data)
     tables = [name for name, keys in paths.items() if keys[0] == OURS]
     saved = SavedEntries(path, metadata, {name: keys for name, keys in paths.items() if keys[0] != OURS})

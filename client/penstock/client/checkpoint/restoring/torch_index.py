@@ -118,12 +118,12 @@ class _Index(pickle.Unpickler):
             return _member  # some versions of Python pickle an enum's members by it
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if name not in ALLOWED.get(module, ()) and not is_dtype:
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is not part of an index")
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which is not part of an index")
         return super().find_class(module, name)
 
 
 def _member(kind: Any, name: Any) -> Any:
     """Return a member of an enum: getattr of anything else would lead to arbitrary code."""
     if not isinstance(kind, EnumType) or type(name) is not str or name not in kind.__members__:
-        raise pickle.UnpicklingError("it asks for an attribute that is not a member of an enum")
+        raise pickle.UnpicklingError("it names an attribute that is not a member of an enum")
     return kind[name]

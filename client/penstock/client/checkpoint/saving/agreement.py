@@ -131,7 +131,9 @@ class Agreement:
                 load_object(objects[name, None], name, "", unsafe=False)
             except CheckpointError:
                 _log.warning(
-                    "%r of the state to save holds %s: restore loads it only with allow_unsafe_types=True", name, kind
+                    "%r of the state to save contains %s: restore loads it only with allow_unsafe_types=True",
+                    name,
+                    kind,
                 )
 
     def _replan(self, collected: CollectedState) -> GlobalPlan:
@@ -148,15 +150,15 @@ class Agreement:
         objects, tensors = compare(self._ranks.exchange({"digests": [[*key, *one] for key, one in known.items()]}))
         if objects:
             raise CheckpointError(
-                f"ranks have different values under one name, of which a checkpoint holds one: {'; '.join(objects)}. "
-                "Give each rank's value a name with the rank in it, or set check_replicas=False to save any of them"
+                f"ranks have different values under one name, but a checkpoint keeps one value for a name: "
+                f"{'; '.join(objects)}. Put the rank into the name, or pass check_replicas=False to save one of them"
             )
         new = [text for name, text in tensors.items() if name not in self._warned]
         self._warned.update(tensors)
         if new:
             warnings.warn(
-                f"ranks have different values in {len(new)} tensors of which a checkpoint holds one: "
-                f"{'; '.join(new[:3])}{' ...' if len(new) > 3 else ''}",
+                f"ranks have different values in {len(new)} tensors of the same name, and the checkpoint keeps those "
+                f"of one rank: {'; '.join(new[:3])}{' ...' if len(new) > 3 else ''}",
                 UserWarning,
                 stacklevel=4,
             )

@@ -103,7 +103,9 @@ def collect(state: Mapping[str, Any], rank: int, ranks: int) -> CollectedState:
             '{"model": model, "optimizer": optimizer, "loader": loader}'
         )
     if OURS in state:
-        raise InvalidArgumentError(f"the state to save must not have the key {OURS!r}, which Penstock uses: rename it")
+        raise InvalidArgumentError(
+            f"the state to save must not have the key {OURS!r}, which Penstock reserves: rename it"
+        )
     nested: dict[str, Any] = {}
     for key, value in state.items():
         if isinstance(value, Loader):
@@ -242,8 +244,8 @@ def _coded(key: Any, path: tuple[Any, ...]) -> list[Any]:
     encoded = encode(key)
     if encoded.opaque:
         raise InvalidArgumentError(
-            f"{'.'.join(map(str, path))!r} of the state to save has the key {key!r} of {type(key).__qualname__}, which "
-            "would be restored as a text: use numbers, texts or tuples of these"
+            f"{'.'.join(map(str, path))!r} of the state to save has a key of type {type(key).__qualname__}, {key!r}, "
+            "which would be restored as a str: use int, str or tuples of them as keys"
         )
     return [encoded.value, encoded.recipe]
 

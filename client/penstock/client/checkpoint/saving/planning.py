@@ -258,7 +258,7 @@ def _plan_together(
     try:
         deduplicated, metadata = DefaultSavePlanner().create_global_plan(plans)
     except (ValueError, AssertionError) as error:
-        raise CheckpointError(f"the ranks' states do not make one checkpoint: {error}") from error
+        raise CheckpointError(f"the ranks' states cannot be combined into one checkpoint: {error}") from error
     saved = []
     for plan, (items, _) in zip(deduplicated, everybody, strict=True):
         own = {one.key: one for one in items}
@@ -277,8 +277,8 @@ def _compare(everybody: Sequence[tuple[list[LocalItem], Any]]) -> dict[Key, list
             first, other = kinds.setdefault(one.name, (rank, kind))
             if kind != other:
                 raise CheckpointError(
-                    f"{one.name!r} is {other} on rank {first} and {kind} on rank {rank}: a checkpoint has "
-                    "one value under a name. Give what differs by rank a name with the rank in it"
+                    f"{one.name!r} is {other} on rank {first} and {kind} on rank {rank}, but a checkpoint keeps one "
+                    "value for a name. Put the rank into the name of what differs by rank"
                 )
             holders.setdefault(one.key, []).append(rank)
     return {key: ranks for key, ranks in holders.items() if len(ranks) > 1}

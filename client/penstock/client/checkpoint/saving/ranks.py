@@ -40,8 +40,9 @@ class Ranks:
         self._alone = not _initialized()  # checked again at each exchange
         if _initialized() and dist.get_rank(group) < 0:
             raise InvalidArgumentError(
-                f"rank {dist.get_rank()} is not in the group that AsyncCheckpointer(group=...) names: only its members "
-                "make one"
+                f"rank {dist.get_rank()} is not in the group given as AsyncCheckpointer(group=...): only members of "
+                "the "
+                "group may create it"
             )
         if _initialized() and dist.get_world_size(group) > 1:
             members = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
@@ -58,8 +59,8 @@ class Ranks:
         """Return all ranks' values, by rank. Raises CheckpointError if a rank is lost or does not answer in time."""
         if self._alone and _initialized() and dist.get_world_size() > 1:
             raise CheckpointError(
-                "this AsyncCheckpointer was made before init_process_group, and knows only this rank: make "
-                "it afterwards"
+                "this AsyncCheckpointer was made before init_process_group, so it covers only this rank: make it "
+                "afterwards"
             )
         if self._group is None:
             return [value]
@@ -74,9 +75,9 @@ class Ranks:
             dist.all_gather(values, padded, group=self._group)
         except RuntimeError as error:
             raise CheckpointError(
-                f"rank {self.rank} has lost the other {self.size - 1} ranks, or waited for them for more than "
-                f"{self.timeout_s + MARGIN_S:g} s; to save again with ranks that run, make another AsyncCheckpointer: "
-                f"{error}"
+                f"rank {self.rank} lost the connection to the other {self.size - 1} ranks, or waited for them for more "
+                f"than {self.timeout_s + MARGIN_S:g} s. To save again with the ranks that still run, make another "
+                f"AsyncCheckpointer. Cause: {error}"
             ) from error
         return [
             json.loads(value[: int(length)].numpy().tobytes()) for value, length in zip(values, lengths, strict=True)
@@ -105,7 +106,9 @@ class Ranks:
             raise _fitting(failed[0][1])(f"{what}: {causes}")
         if any(answer["call"] != call for answer in answers):
             calls = ", ".join(f"rank {rank}: {answer['call']}" for rank, answer in enumerate(answers))
-            raise InvalidArgumentError(f"the ranks call different methods of their AsyncCheckpointers: {calls}")
+            raise InvalidArgumentError(
+                f"all ranks must call the same method of their AsyncCheckpointer at the same time, got {calls}"
+            )
         return [answer["value"] for answer in answers]
 
     def close(self) -> None:

@@ -67,9 +67,9 @@ class CallLock:
             if self._owner == threading.get_ident():
                 held.let_through()
                 raise CheckpointError(
-                    f"{call}() was called within {self._call}() of the same AsyncCheckpointer, by a signal handler or "
-                    "by what is saved: nothing was done. Use AsyncCheckpointer(on_signal=...) and call signalled() "
-                    "after a step"
+                    f"{call}() was called while {self._call}() of the same AsyncCheckpointer runs in this thread, by a "
+                    "signal handler or by a value that is being saved: nothing was done. Use "
+                    "AsyncCheckpointer(on_signal=...) and call signalled() after a step"
                 )
             if self._lock.acquire(blocking=False):
                 self._owner, self._call = threading.get_ident(), call

@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import argparse
 import errno
-import fcntl
 import gc
 import json
 import mmap
@@ -50,10 +49,12 @@ from penstock.proto.errors import PenstockError
 from penstock.proto.state.checkpoint_files import (
     ASKED,
     FAILED,
+    LARGEST_RECORD,
     LATEST,
     LOCK,
     MANIFEST,
     METADATA,
+    MOST,
     CheckpointFile,
     Manifest,
     checkpoints,
@@ -72,12 +73,12 @@ from penstock.proto.state.checkpoint_files import (
 )
 from penstock.proto.state.checkpoint_index import DescribedIndex
 from penstock.runtime.files.atomic_files import sync_folder, write_whole
+from penstock.runtime.files.direct_files import write_file
+from penstock.runtime.files.held_folders import HeldFolder
 from penstock.runtime.files.part_checksums import PartHasher
+from penstock.runtime.files.plain_files import open_plain, read_plain
 from penstock.runtime.process.watch import wait_for_parent_end
 
-CHUNK = 16 << 20
-"""Bytes that are hashed and then written at a time: small enough for the processor's cache, large enough for few
-calls."""
 PROGRESS_S = 0.2
 SIGN_S = 1.0
 """Seconds between signs of life, once rank 0 requests them."""
@@ -116,7 +117,9 @@ class SaveJob:
         self.ranks: int = request["ranks"]
         self.folder = Path(request["folder"])
         self.temporary = self.folder / temporary_name(request["step"], self.save)
+        """Name of the folder to write into. Others may put a link in its place: see `_inside`."""
         self.final = self.folder / step_name(request["step"])
+        self._held: HeldFolder | None = None
         self.deadline: float = time.monotonic() + request["timeout_s"]
         self.written = 0
         self.cancelled = False
@@ -131,6 +134,20 @@ class SaveJob:
 
     def run(self) -> None:
         """Write and commit, or wait for the commit. Raises WriteFailed if there is no checkpoint in the end."""
+        try:
+            self._run()
+        finally:
+            if self._held is not None:
+                self._held.close()
+
+    @property
+    def _inside(self) -> HeldFolder:
+        """The temporary folder, once it is there, to write into and to empty."""
+        if self._held is None:
+            self._held = HeldFolder(self.temporary)
+        return self._held
+
+    def _run(self) -> None:
         if self.rank:
             self._report(self._write)
             self._await_verdict()
@@ -149,18 +166,18 @@ class SaveJob:
                                 _remove(path)
                 self._commit(self._report(self._write))
         except (OSError, PenstockError) as error:
-            self._give_up({0: _explain(error, self.folder)})
+            self._give_up({0: self._explain(error, self.folder)})
         except WriteFailed as failed:
             self._give_up(failed.causes)
 
     def _check_final(self) -> None:
         """Raise WriteFailed if the checkpoint would replace something other than a checkpoint of Penstock's."""
         if self.final.exists() and not (self.final / MANIFEST).exists() and any(self.final.iterdir()):
-            raise WriteFailed({0: f"{self.final} exists and is not a checkpoint of Penstock's: move it away"})
+            raise WriteFailed({0: f"{self.final} exists and is not a Penstock checkpoint: move it away"})
 
     # ---- this rank's files
 
-    def _report(self, write: Callable[[], list[CheckpointFile]]) -> dict[str, Any]:
+    def _report(self, write: Callable[[Path], list[CheckpointFile]]) -> dict[str, Any]:
         """Write this rank's part and return its report: files, or an error. Ranks above 0 also write it to the
         folder."""
         report: dict[str, Any] = {"save": self.save, "files": [], "error": self.request["error"]}
@@ -169,25 +186,26 @@ class SaveJob:
                 self._await_folder()
             else:
                 os.makedirs(self.temporary, exist_ok=True)
+            folder = self._inside.path
             if not report["error"]:
-                report["files"] = [file.row() for file in write()]
+                report["files"] = [file.row() for file in write(folder)]
         except OSError as error:
-            report["error"] = _explain(error, self.temporary, sum(size for _, _, size, _ in self.request["files"]))
+            report["error"] = self._explain(error, self.temporary, sum(size for _, _, size, _ in self.request["files"]))
         if self.rank:
             try:
-                write_whole(self.temporary / report_name(self.rank), json.dumps(report).encode())
+                write_whole(self._inside.path / report_name(self.rank), json.dumps(report).encode())
             except OSError as error:
                 # Otherwise rank 0 waits for the report until the deadline: there is no other way to reach it.
-                if not self._given_up():
-                    raise WriteFailed({self.rank: report["error"] or _explain(error, self.temporary)}) from error
+                if self._held is None or not self._given_up():
+                    raise WriteFailed({self.rank: report["error"] or self._explain(error, self.temporary)}) from error
         return report
 
-    def _write(self) -> list[CheckpointFile]:
+    def _write(self, folder: Path) -> list[CheckpointFile]:
         files = [(name, self.image[start:], size, parts) for name, start, size, parts in self.request["files"]]
         if not files:
             return []
         with ThreadPoolExecutor(self.request["threads"]) as pool:
-            tasks = [pool.submit(self._write_one, *file) for file in files]
+            tasks = [pool.submit(self._write_one, folder, *file) for file in files]
             try:
                 while wait(tasks, PROGRESS_S, FIRST_EXCEPTION).not_done:
                     self._progress()
@@ -197,18 +215,18 @@ class SaveJob:
             finally:
                 self.cancelled = True
 
-    def _write_one(self, name: str, region: memoryview, size: int, parts: list[int]) -> CheckpointFile:
+    def _write_one(self, folder: Path, name: str, region: memoryview, size: int, parts: list[int]) -> CheckpointFile:
         hasher, before = PartHasher(parts), 0
 
         def passing(data: memoryview) -> None:
             nonlocal before
             if self.cancelled:
-                raise InterruptedError(errno.EINTR, "given up")
+                raise InterruptedError(errno.EINTR, "the save was aborted")
             self.written += before
             hasher.update(data)
             before = len(data)
 
-        write_file(self.temporary / name, region, size, durable=self.request["fsync"], passing=passing)
+        write_file(folder / name, region, size, durable=self.request["fsync"], passing=passing)
         self.written += before
         return CheckpointFile(name, size, *hasher.digests())
 
@@ -223,7 +241,7 @@ class SaveJob:
         for rank, report in sorted(reports.items()):
             if rank not in causes and [file[:2] for file in report["files"]] != plan[str(rank)]:
                 wrote = [file[:2] for file in report["files"]]
-                causes[rank] = f"wrote {wrote}, where the plan has {plan[str(rank)]}"
+                causes[rank] = f"wrote the files {wrote}, planned were {plan[str(rank)]}"
         if causes:
             raise WriteFailed(causes)
         start, size = self.request["commit"]["index"]
@@ -231,21 +249,24 @@ class SaveJob:
         files = [CheckpointFile.from_row(*file) for rank in range(self.ranks) for file in reports[rank]["files"]]
         files.append(CheckpointFile(METADATA, len(metadata), xxhash.xxh3_128_hexdigest(metadata)))
         before = checkpoints(self.folder, sizes=self.request["keep_last"] is not None)
-        sequence = 1 + max((one.manifest.sequence for one in before if one.manifest), default=0)
+        sequence = min(1 + max((one.manifest.sequence for one in before if one.manifest), default=0), MOST)
         manifest = Manifest(self.request["step"], self.save, sequence, self.ranks, tuple(files))
+        inside = self._inside.path
         for rank in range(1, self.ranks):
-            os.unlink(self.temporary / report_name(rank))
-        write_whole(self.temporary / MANIFEST, manifest.encode())
-        write_whole(self.temporary / METADATA, metadata)  # this also makes the whole folder durable
+            os.unlink(inside / report_name(rank))
+        write_whole(inside / MANIFEST, manifest.encode())
+        write_whole(inside / METADATA, metadata)  # this also makes the whole folder durable
         replaced = self.folder / old_name(self.request["step"], self.save)
         with suppress(FileNotFoundError):
             os.rename(self.final, replaced)
         os.rename(self.temporary, self.final)
+        if not self._inside.is_at(self.final):
+            raise WriteFailed({0: f"{self.temporary} was replaced by another process while it was written"})
         sync_folder(self.folder)
         # The checkpoint is complete: later failures do not fail the save.
         with suppress(OSError):
-            for name in set(os.listdir(self.final)) - {MANIFEST, *(file.name for file in files)}:
-                os.unlink(self.final / name)  # reports of ranks that lost their writers after their part was written
+            for name in set(os.listdir(inside)) - {MANIFEST, *(file.name for file in files)}:
+                os.unlink(inside / name)  # reports of ranks that lost their writers after their part was written
         with suppress(OSError):
             write_whole(self.folder / LATEST, f"{self.final.name}\n".encode())
         with claimed(replaced) as free:
@@ -285,21 +306,23 @@ class SaveJob:
 
         if not self._wait_until(all_there):
             late = [rank for rank in range(1, self.ranks) if rank not in reports]
-            raise WriteFailed(dict.fromkeys(late, f"had not written its part after {self.request['timeout_s']:g} s"))
+            raise WriteFailed(
+                dict.fromkeys(late, f"its writer had not written its part after {self.request['timeout_s']:g} s")
+            )
         return reports
 
     def _expect_signs(self, late: list[int]) -> None:
         """Raise WriteFailed, naming the ranks whose writers show no sign of life."""
         now = time.monotonic()
         if not self._signs:
-            sign_of_life(self.temporary / ASKED)
+            sign_of_life(self._inside.path / ASKED)
         for rank in late:
             sign = last_sign(self.temporary / sign_name(rank))
             if rank not in self._signs or self._signs[rank][0] != sign:
                 self._signs[rank] = sign, now
         if lost := [rank for rank in late if now - self._signs[rank][1] > SILENCE_S]:
             raise WriteFailed(
-                dict.fromkeys(lost, f"its writer gave no sign of life for {SILENCE_S:g} s after the training had ended")
+                dict.fromkeys(lost, f"its writer has not reported for {SILENCE_S:g} s after the training had ended")
             )
 
     def _give_up(self, causes: dict[int, str]) -> None:
@@ -308,14 +331,15 @@ class SaveJob:
         with suppress(OSError):
             if self.ranks > 1:
                 os.makedirs(self.temporary, exist_ok=True)
+                inside = self._inside.path
                 write_whole(
-                    self.temporary / FAILED,
+                    inside / FAILED,
                     json.dumps(
                         {"save": self.save, "causes": {str(rank): why for rank, why in causes.items()}}
                     ).encode(),
                 )
-                for name in set(os.listdir(self.temporary)) - {FAILED}:
-                    (self.temporary / name).unlink(missing_ok=True)  # another rank may be about to rename it
+                for name in set(os.listdir(inside)) - {FAILED}:
+                    (inside / name).unlink(missing_ok=True)  # another rank may be about to rename it
             else:
                 shutil.rmtree(self.temporary, ignore_errors=True)
         raise failed
@@ -336,13 +360,13 @@ class SaveJob:
                 return True
             if time.monotonic() - probed_at > PROBE_S:
                 probe = self.folder / f".probe-{self.save}-{self.rank}"
-                probe.touch()
+                os.close(open_plain(probe, os.O_WRONLY | os.O_CREAT))
                 probe.unlink(missing_ok=True)  # rank 0 may delete it as a leftover
                 probed_at = time.monotonic()
             return False
 
         if not self._wait_until(there):
-            raise WriteFailed({0: f"had not begun after {self.request['timeout_s']:g} s"})
+            raise WriteFailed({0: f"its writer had not begun the save after {self.request['timeout_s']:g} s"})
 
     def _given_up(self) -> bool:
         """Return whether rank 0 has given the save up and cleared the folder; `_await_verdict` finds out why."""
@@ -360,13 +384,26 @@ class SaveJob:
             if verdict is not None:
                 causes.update({int(rank): why for rank, why in verdict["causes"].items()})
             elif gone:
-                causes[0] = "its writer has given the save up"
+                causes[0] = "its writer has aborted the save"
             return bool(causes)
 
         if not self._wait_until(known):
-            causes[0] = f"had not committed the checkpoint after {self.request['timeout_s']:g} s"
+            causes[0] = f"its writer had not committed the checkpoint after {self.request['timeout_s']:g} s"
         if causes:
             raise WriteFailed(causes)
+
+    def _explain(self, error: BaseException, where: Path, nbytes: int = 0) -> str:
+        """Return an error's text for the user: the file, the cause, and the remedy."""
+        if not isinstance(error, OSError) or isinstance(error, PenstockError):
+            return str(error)
+        text = f"{error.filename or where}: {error.strerror or error}"
+        text = text if self._held is None else self._held.named(text)
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            with suppress(OSError):
+                free = os.statvfs(where if where.exists() else where.parent)
+                text += f" ({nbytes:,} bytes to write, {free.f_bavail * free.f_frsize:,} free): delete older "
+                text += "checkpoints, or set keep_last"
+        return text
 
     # ---- waiting
 
@@ -392,14 +429,15 @@ class SaveJob:
         if self._signs.setdefault(0, (sign, now))[0] != sign:
             self._signs[0] = sign, now
         elif now - self._signs[0][1] > 2 * SILENCE_S:
-            raise WriteFailed({0: "its writer gave no sign of life after the training had ended"})
+            raise WriteFailed({0: "its writer has not reported after the training had ended"})
 
     def _progress(self) -> None:
         now = time.monotonic()
         if self.rank and now - self._signed_at >= SIGN_S:
             self._signed_at = now
             if (self.temporary / ASKED).exists():
-                sign_of_life(self.temporary / sign_name(self.rank))
+                with suppress(OSError):
+                    sign_of_life(self._inside.path / sign_name(self.rank))
         if now - self._told_at >= PROGRESS_S:
             self._told_at = now
             self._tell({"save": self.save, "kind": "progress", "written": self.written})
@@ -407,8 +445,8 @@ class SaveJob:
     def _read(self, path: Path) -> dict[str, Any] | None:
         """Return the contents of another writer's file of this save; None if there is none yet."""
         try:
-            value = json.loads(path.read_bytes())
-        except (OSError, ValueError):
+            value = json.loads(read_plain(path, LARGEST_RECORD))
+        except (OSError, ValueError, RecursionError):
             return None
         return value if isinstance(value, dict) and self.save in (value.get("save"), _saved(value)) else None
 
@@ -416,54 +454,6 @@ class SaveJob:
 def _saved(value: dict[str, Any]) -> Any:
     inner = value.get("checkpoint")
     return inner.get("save") if isinstance(inner, dict) else None
-
-
-def write_file(
-    path: Path, region: memoryview, size: int, *, durable: bool, passing: Callable[[memoryview], None]
-) -> None:
-    """Write the first `size` bytes of a region, which is padded to whole pages, to a new file.
-
-    passing: called with each piece before it is written; an exception ends the write.
-    """
-    handle = _open(path, direct=durable)
-    try:
-        for start in range(0, size, CHUNK):
-            end = min(start + CHUNK, size)
-            passing(region[start:end])
-            # Whole pages; the file is cut to its length below.
-            _write_all(handle, region[start : -(-end // mmap.PAGESIZE) * mmap.PAGESIZE], start)
-        os.ftruncate(handle, size)
-        if durable:
-            os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _open(path: Path, *, direct: bool) -> int:
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-    if direct:
-        try:
-            return os.open(path, flags | os.O_DIRECT, 0o666)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            path.unlink(missing_ok=True)  # no O_DIRECT here; some file systems make the file before they refuse
-    return os.open(path, flags, 0o666)
-
-
-def _write_all(handle: int, data: memoryview, offset: int) -> None:
-    while data:
-        try:
-            done = os.pwrite(handle, data, offset)
-        except OSError as error:
-            flags = fcntl.fcntl(handle, fcntl.F_GETFL)
-            if error.errno != errno.EINVAL or not flags & os.O_DIRECT:
-                raise
-            fcntl.fcntl(
-                handle, fcntl.F_SETFL, flags & ~os.O_DIRECT
-            )  # blocks larger than pages, or a partial block left
-            continue
-        data, offset = data[done:], offset + done
 
 
 def _sync_name(folder: Path) -> None:
@@ -481,21 +471,6 @@ def _remove(path: Path) -> None:
     else:
         with suppress(OSError):
             path.unlink()
-
-
-def _explain(error: BaseException, where: Path, nbytes: int = 0) -> str:
-    """Return an error's text for the user: the file, the cause, and the remedy."""
-    if not isinstance(error, OSError) or isinstance(error, PenstockError):
-        return str(error)
-    text = f"{error.filename or where}: {error.strerror or error}"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        with suppress(OSError):
-            free = os.statvfs(where if where.exists() else where.parent)
-            text += (
-                f" ({nbytes:,} bytes to write, {free.f_bavail * free.f_frsize:,} free): delete older checkpoints, or "
-            )
-            text += "set keep_last"
-    return text
 
 
 class Parent:

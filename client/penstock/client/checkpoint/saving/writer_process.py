@@ -27,6 +27,7 @@ from penstock.client.stream import open_streams
 from penstock.proto.errors import CheckpointError, DeadlineError
 from penstock.proto.state.checkpoint_files import FAILED, report_name, temporary_name
 from penstock.runtime.files.atomic_files import write_whole
+from penstock.runtime.files.held_folders import HeldFolder
 from penstock.runtime.process.end import exit_words
 from penstock.runtime.process.line_reader import LineReader
 from penstock.runtime.process.spawn import NULL, by_path, environment, spawn
@@ -75,8 +76,8 @@ class PendingSave:
         if causes:
             what = "; ".join(f"rank {rank}: {cause}" for rank, cause in sorted(causes.items()))
             self.error = CheckpointError(
-                f"step {self.step} was not saved into {self.request['folder']}: {what}. What was saved before "
-                "is as it was"
+                f"step {self.step} was not saved into {self.request['folder']}: {what}. Earlier checkpoints are "
+                "unchanged"
             )
             _log.warning("%s", self.error.message, extra=about(step=self.step))
         seconds = time.monotonic() - self.began
@@ -118,7 +119,7 @@ class WriterProcess:
                 _give_up(pending, self.rank, error.message)
             except BaseException as error:
                 # Interrupted: it is unknown how much of the request the writer has received, if there is one.
-                why = f"interrupted by {type(error).__name__} before its writer had it"
+                why = f"interrupted by {type(error).__name__} before its writer process had the request"
                 self.kill(why)
                 _give_up(pending, self.rank, why)
                 raise
@@ -301,7 +302,8 @@ def _give_up(pending: PendingSave, rank: int, why: str) -> None:
                 name = report_name(rank)
             else:
                 value, name = {"causes": {"0": why}}, FAILED
-            write_whole(temporary / name, json.dumps({"save": request["save"], **value}).encode())
+            with HeldFolder(temporary) as inside:
+                write_whole(inside.path / name, json.dumps({"save": request["save"], **value}).encode())
     pending.end({rank: why})
 
 

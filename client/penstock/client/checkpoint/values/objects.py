@@ -103,8 +103,8 @@ def load_object(data: bytes, name: str, where: str, *, unsafe: bool) -> Any:
         return torch.load(_stored(data), map_location="cpu", weights_only=not unsafe)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"{name!r} of {where} is an object of a class that is not loaded unasked: use restore(..., "
-            f"allow_unsafe_types=True) if only you can have written this checkpoint ({error})"
+            f"{name!r} of {where} is an object whose class could run code when it is loaded: pass restore(..., "
+            f"allow_unsafe_types=True) if you trust the program that wrote this checkpoint ({error})"
         ) from error
     except Exception as error:  # arbitrary bytes can raise anything
         raise CheckpointError(f"{name!r} of {where} cannot be loaded: {type(error).__name__}: {error}") from error
@@ -118,7 +118,8 @@ def load_tensor(data: bytes, name: str, dtype: torch.dtype, sizes: tuple[int, ..
         raise CheckpointCorruptError(f"{name!r} cannot be loaded: {type(error).__name__}: {error}") from error
     if not isinstance(tensor, torch.Tensor) or (tensor.dtype, tuple(tensor.shape)) != (dtype, sizes):
         raise CheckpointCorruptError(
-            f"{name!r} must be a {dtype} tensor of {list(sizes)}, as the index says, and is not"
+            f"{name!r} must be a {dtype} tensor of shape {list(sizes)}, as the checkpoint's index says, got "
+            "something else"
         )
     return tensor
 
@@ -131,13 +132,13 @@ def _stored(data: bytes) -> io.BytesIO:
     """
     file = io.BytesIO(data)
     if data[:2] != b"PK":
-        raise ValueError("it is not a zip archive, which torch.save has written since torch 1.6")
+        raise ValueError("it must be a zip archive, as torch.save writes since torch 1.6")
     with zipfile.ZipFile(file) as archive:
         if sum(one.file_size for one in archive.infolist()) > len(data):
-            raise ValueError("an archive holds more than its own length")
+            raise ValueError("its zip archive claims more bytes than it has")
         for one in archive.infolist():
             if one.compress_type != zipfile.ZIP_STORED:
-                raise ValueError("an archive holds compressed parts")
+                raise ValueError("its zip archive has compressed parts, which torch.save does not write")
             if one.filename.endswith("data.pkl"):  # not by `read`, which checks a CRC32 that ours lack
                 header = data[one.header_offset : one.header_offset + HEADER]
                 begin = (

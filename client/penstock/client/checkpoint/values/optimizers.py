@@ -52,7 +52,9 @@ def named_state(optimizer: torch.optim.Optimizer, names: list[str]) -> dict[str,
     """
     plain = optimizer.state_dict()
     if twice := sorted(set(names) & {key for key in plain["state"] if isinstance(key, str)}):
-        raise InvalidArgumentError(f"its state has the key {twice[0]!r}, which is the name of a parameter: rename it")
+        raise InvalidArgumentError(
+            f"the optimizer's state has the key {twice[0]!r}, which is also the name of a parameter: rename it"
+        )
     return {
         **plain,
         "state": {
@@ -100,27 +102,31 @@ def group_order(loaded: dict[str, Any], names: list[str], lengths: list[int]) ->
         place = next((place for place, group in enumerate(saved) if group == own and place not in taken), None)
         if place is None:
             raise CheckpointError(
-                f"its group {number} has the parameters {some(sorted(own))}, and no group was saved with these: the "
-                f"groups that were saved begin with {some([min(group, default='nothing') for group in saved])}"
+                f"param_groups[{number}] has the parameters {some(sorted(own))}, but no saved group has the same ones: "
+                f"the saved groups begin with {some([min(group, default='nothing') for group in saved])}. Make the "
+                "groups as they were at the save"
             )
         taken.add(place)
         order.append(place)
     if len(order) != len(saved):
-        raise CheckpointError(f"{len(saved)} groups were saved, and the optimizer has {len(order)}")
+        raise CheckpointError(
+            f"the optimizer must have the {len(saved)} param_groups that were saved, got {len(order)}"
+        )
     return order
 
 
 def _check_names(saved: set[str], own: set[str]) -> None:
     if strange := sorted(saved - own):
         raise CheckpointError(
-            f"it holds states of the parameters {some(strange)}, which the optimizer does not have: it has "
-            f"{some(sorted(own - saved) or sorted(own))}. Parameters go by their module's names if the module is saved "
-            "and restored with the optimizer, and else by their numbers"
+            f"the checkpoint has optimizer state for the parameters {some(strange)}, which the optimizer does not "
+            "have: "
+            f"it has {some(sorted(own - saved) or sorted(own))}. Parameters are matched by name if the module is saved "
+            "and restored with its optimizer, else by number"
         )
     if added := sorted(own - saved):
         raise CheckpointError(
-            f"it holds nothing of the parameters {some(added)}, which the optimizer has: add them after the restore "
-            "(Optimizer.add_param_group)"
+            f"the checkpoint has no optimizer state for the parameters {some(added)}: add them to the optimizer after "
+            "the restore (Optimizer.add_param_group)"
         )
 
 
@@ -131,9 +137,9 @@ def warn_of_numbers(key: str, value: Any) -> None:
     """
     for path in _numbered(value, (key,)):
         warnings.warn(
-            f"{'.'.join(map(str, path))!r} of the state is an optimizer's state_dict, in which only numbers tell the "
-            "parameters apart, and another order at the restore gives each the state of another. Put the optimizer "
-            "itself under a name at the top of the state, beside its module",
+            f"{'.'.join(map(str, path))!r} of the state is an optimizer's state_dict, which identifies parameters by "
+            "their order only: if the order differs at the restore, each parameter gets the state of another. Put the "
+            "optimizer itself into the state, at the top, beside its module",
             UserWarning,
             stacklevel=2,
         )
@@ -176,7 +182,7 @@ def check_order(loaded: dict[str, Any], optimizer: torch.optim.Optimizer, names:
         for name in own:
             for path, tensor in _tensors(loaded.get("state", {}).get(name), (name,)):
                 if tensor.dim() == 1 and tensor.numel() in together and tensor.numel() > sizes[name]:
-                    raise _order_matters(f"{path[1]!r} of {name!r} holds values of all of them in that order", before)
+                    raise _order_matters(f"{path[1]!r} of {name!r} has values for all parameters in that order", before)
         if saved["params"] != own:
             _check_settings(saved, group, own, before)
 
@@ -190,13 +196,13 @@ def _check_settings(saved: dict[str, Any], group: dict[str, Any], own: list[str]
         if group.get(key) in (value, tuple(value)):
             continue  # a setting like betas, of as many numbers as there are parameters
         if [by_name[name] for name in own] != value:
-            raise _order_matters(f"{key!r} of its group with {some(own)} has a value for each of them", before)
+            raise _order_matters(f"{key!r} of the group with {some(own)} has one value per parameter", before)
 
 
 def _order_matters(what: str, before: list[str]) -> CheckpointError:
     return CheckpointError(
-        f"its parameters come in another order than at the save, and {what}: make it with its parameters in the order "
-        f"that they were saved in: {some(before)}"
+        f"the optimizer's parameters are in another order than at the save, and {what}: make the optimizer with its "
+        f"parameters in the saved order: {some(before)}"
     )
 
 
@@ -310,8 +316,9 @@ def _regrouped(key: str, value: Any, order: list[int]) -> Any:
     if key in PER_GROUP or all(isinstance(one, int | float) and one == value[0] for one in value):
         return [value[place] for place in order]
     raise CheckpointError(
-        f"the optimizer's groups come in another order than at the save, and {key!r} of its scheduler has a value for "
-        "each of them, or so it seems: make the groups in the order that they were saved in"
+        f"the optimizer's param_groups are in another order than at the save, and {key!r} of its scheduler seems to "
+        "have "
+        "one value per group: make the groups in the saved order"
     )
 
 

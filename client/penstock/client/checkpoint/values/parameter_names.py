@@ -82,7 +82,9 @@ def parameter_names(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], 
         names = _from_one(parameters, holders) or _from_several(optimizer, parameters, holders, key)
     if len(set(names)) < len(names):
         twice = sorted({name for name in names if names.count(name) > 1})
-        raise InvalidArgumentError(f"{key!r} of the state has several parameters of the name {twice[0]!r}")
+        raise InvalidArgumentError(
+            f"{key!r} of the state has several parameters named {twice[0]!r}: give each parameter its own name"
+        )
     return names
 
 
@@ -115,9 +117,11 @@ def _from_several(
     shape, count = next(iter(Counter(unnamed).most_common(1)), ((), 0))
     if count > 1:
         warnings.warn(
-            f"{key!r} of the state has {count} parameters of shape {list(shape)} without names: only their order tells "
-            "them apart, and another order at the restore gives each the state of another. Save and restore the module "
-            f"with its optimizer, or make it with names: {type(optimizer).__name__}(model.named_parameters())",
+            f"{key!r} of the state has {count} parameters of shape {list(shape)} without names, which are identified "
+            "by "
+            "their order only: if the order differs at the restore, each parameter gets the state of another. Save and "
+            f"restore the module with its optimizer, or make it with names: {type(optimizer).__name__}"
+            "(model.named_parameters())",
             UserWarning,
             stacklevel=2,
         )

@@ -76,7 +76,7 @@ def check_hashing(data: bytes, size: int) -> None:
     except (ValueError, IndexError, KeyError, TypeError) as error:
         raise pickle.UnpicklingError(f"it is not a pickle: {error or type(error).__name__}") from error
     if play.cost() > FREE + COST * size:
-        raise pickle.UnpicklingError("it has a key that would take very long to hash: tuples in tuples")
+        raise pickle.UnpicklingError("it has a dict key of nested tuples that would take very long to hash")
 
 
 class _Play:
@@ -126,7 +126,7 @@ class _Play:
 
     def _take(self, begin: int) -> _Node:
         if begin < 0:
-            raise IndexError("its stack is empty")
+            raise IndexError("it takes more from the stack than is there")
         taken = self._stack[begin:]
         del self._stack[begin:]
         return taken

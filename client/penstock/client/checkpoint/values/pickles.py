@@ -65,12 +65,14 @@ def bounded(data: bytes) -> bytes:
             place += _COUNTED[code]
             follows = 0 if code == _LONG_PUT else number
             if max(number, place + follows) > len(data):
-                raise pickle.UnpicklingError(f"byte {place:,} of {len(data):,} asks for {number:,} bytes or places")
+                raise pickle.UnpicklingError(
+                    f"it is damaged: byte {place:,} of {len(data):,} announces {number:,} bytes or entries"
+                )
             place += follows
         elif code in _LINES:
             for _ in range(_LINES[code]):
                 place = data.find(b"\n", place) + 1
                 if not place:
-                    raise pickle.UnpicklingError("a line does not end")
+                    raise pickle.UnpicklingError("it is damaged: a line does not end")
         else:
-            raise pickle.UnpicklingError(f"byte {found.end():,} of {len(data):,} must be an opcode")
+            raise pickle.UnpicklingError(f"it is damaged: byte {found.end():,} of {len(data):,} is not a pickle opcode")

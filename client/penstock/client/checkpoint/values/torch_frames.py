@@ -60,7 +60,10 @@ def frame_of(dtype: torch.dtype, shape: tuple[int, ...]) -> TorchFrame:
         torch.save(tensor, recorder)  # type: ignore[arg-type]
     before, behind = recorder.parts
     if len(before) % ALIGNMENT and tensor.nbytes:
-        raise CheckpointError(f"torch.save puts values at byte {len(before)}, which is no multiple of {ALIGNMENT}")
+        raise CheckpointError(
+            f"this torch ({torch.__version__}) saves tensor values at byte {len(before)}, which is not a multiple of "
+            f"{ALIGNMENT}: use a supported version of torch"
+        )
     return TorchFrame(bytes(before), tensor.nbytes, bytes(behind))
 
 

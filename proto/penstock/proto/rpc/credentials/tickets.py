@@ -64,8 +64,14 @@ def check_ticket(ticket: str, key: bytes, wall_s: float, what: str) -> None:
     """
     expires, _, signature = ticket[:MAX_TICKET].partition(".")
     if not key or not hmac.compare_digest(signature.encode(), _signature(key, expires).encode()):
-        raise AuthenticationError(f"wrong ticket for {what}")
+        raise AuthenticationError(
+            f"the ticket to read the batches of {what} is wrong: it is for another slot, or was not made by this "
+            "worker's "
+            "coordinator"
+        )
     if wall_s > int(expires):
         raise SupersededError(
-            f"the ticket for {what} expired {wall_s - int(expires):.0f} s ago: the coordinator has a new one"
+            f"the ticket to read the batches of {what} expired {wall_s - int(expires):.0f} s ago: the coordinator "
+            "sends a "
+            "new one"
         )

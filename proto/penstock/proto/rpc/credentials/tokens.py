@@ -64,7 +64,7 @@ def read_again(held: str) -> str:
         found = read_tokens(held.file) if held.role is None else read_token(held.role, file=held.file)
     except PenstockError as error:
         if _told.get(held.file) != error.message:
-            _log.warning("keeps its current tokens: %s", error.message)
+            _log.warning("the changed token file cannot be used, and the current tokens stay valid: %s", error.message)
         _told[held.file] = error.message
         return held
     _told.pop(held.file, None)
@@ -92,7 +92,7 @@ class Tokens:
             roles = frozenset((cast(Role, role),)) if colon else ROLES
             self.roles[token.encode()] = self.roles.get(token.encode(), frozenset()) | roles
         if not self.roles:
-            raise AuthenticationError("there is no token")
+            raise AuthenticationError("the text that should hold a token is empty")
 
     def renew(self) -> bool:
         """Load the present content of the text's file; return False if it is unchanged."""
@@ -132,7 +132,7 @@ def _names(roles: frozenset[Role]) -> str:
 def check_token(token: str) -> None:
     """Raise InvalidArgumentError for a token that cannot be in a header, where programs without the proof show it."""
     if not token or not token.isascii() or not token.isprintable() or " " in token or len(token) > MAX_TOKEN:
-        raise InvalidArgumentError(f"a token must be one word of at most {MAX_TOKEN} printable ASCII characters")
+        raise InvalidArgumentError(f"a token must be one word of 1 to {MAX_TOKEN} printable ASCII characters")
 
 
 def read_token(role: Role, token: str | None = None, file: str | os.PathLike[str] | None = None) -> str:
@@ -166,8 +166,9 @@ def admin_tokens(given: str = "", file: str | os.PathLike[str] | None = None) ->
     tokens = _parsed(text, source)
     if tokens.of("admin") is None:
         raise AuthenticationError(
-            f"{source} has no token for the role admin, only for {tokens.about}, so other machines could not read "
-            "pages here: add a line admin:TOKEN, or listen on 127.0.0.1"
+            f"{source} has no token for the role admin, only for {tokens.about}, so the web pages could not be read "
+            "from "
+            "other machines: add a line admin:TOKEN, or listen on 127.0.0.1"
         )
     return text
 
@@ -208,7 +209,7 @@ def _text(file: str | os.PathLike[str] | None) -> tuple[str, str]:
     if mode & (0o037 if from_root else 0o077):
         raise AuthenticationError(f"{name} can be read by others (mode {mode:04o}): chmod 600 {os.fspath(file)}")
     if len(raw) > MAX_FILE:
-        raise AuthenticationError(f"{name} is larger than {MAX_FILE} bytes: it is another file")
+        raise AuthenticationError(f"{name} must have at most {MAX_FILE} bytes, got more: is it another file?")
     if not text.strip():
         raise AuthenticationError(f"{name} is empty")
     return FromFile.of(text, os.fspath(file)), name

@@ -28,8 +28,8 @@ MOST = (1 << 63) - 1
 
 
 class Chunked(Layer):
-    """Pieces of documents with bounded length, as int64 tensors of shape (tokens,): BOS before the first piece and EOS
-    after the last one of each document. A document without tokens is left out.
+    """Layer that splits tokenized documents into pieces of at most `length` tokens: int64 tensors of shape (tokens,),
+    with BOS before the first piece and EOS after the last one of each document. A document without tokens is left out.
 
         Packed(Chunked(documents, length=8192, eos=2), length=2048)
     """
@@ -85,8 +85,8 @@ class Chunked(Layer):
 
 
 class Packed(Layer):
-    """Lines of exactly `length` tokens, as int64 tensors of shape (length,), filled with a shard's documents in
-    order."""
+    """Layer that packs a shard's documents, in order, into lines of exactly `length` tokens: int64 tensors of shape
+    (length,)."""
 
     def __init__(
         self,
@@ -187,8 +187,9 @@ class _Documents:
         """Raise DatasetError unless the present document, which has `there` of `what`, has number `at` of them."""
         if at >= there:
             raise DatasetError(
-                f"{self.where} has {there} {what}, but the state is at {at} of them: the data differ from those it "
-                "was saved with"
+                f"{self.where} has {there} {what}, but the state says that {at} of them were read: the data have "
+                "changed "
+                "since the state was saved"
             )
 
     def close(self) -> None:

@@ -71,7 +71,9 @@ class SearchLimit:
         if self._left < 0:
             raise DatasetError(
                 f"{self._what} left out {SEARCHED_SAMPLES:,} samples of shard {self._shard} in a row, and its source "
-                "never ends. Put Repeated on top of it, which notices an epoch without samples"
+                "never ends: check its condition. Repeated on top of it, instead of below, reports an epoch that has "
+                "no "
+                "samples left"
             )
 
 
@@ -79,8 +81,8 @@ def checked(source: ShardedSource, layer: str) -> ShardedSource:
     """Return the source. Raises InvalidArgumentError for one without logical shards."""
     if not isinstance(source, ShardedSource):
         raise InvalidArgumentError(
-            f"{layer} needs a source in logical shards, got {type(source).__name__}: cut it into shards by "
-            "LogicalShards or Savable first"
+            f"{layer} needs a source in logical shards, got {type(source).__name__}: wrap it in LogicalShards or "
+            "Savable first"
         )
     return source
 
@@ -93,11 +95,11 @@ def entered(token: Token | None, layer: str, *names: str) -> tuple[list[int], To
     if token is None:
         return [0] * len(names), None
     if not isinstance(token, Mapping):
-        raise StateCorruptError(f"the token of {layer} is damaged: {token!r:.200}")
+        raise StateCorruptError(f"the saved position of {layer} is damaged: {token!r:.200}")
     found = [token.get(name) for name in names]
     numbers = [number for number in found if type(number) is int and 0 <= number < MOST]
     if len(numbers) < len(names):
-        raise StateCorruptError(f"the token of {layer} is damaged: {dict(zip(names, found, strict=True))}")
+        raise StateCorruptError(f"the saved position of {layer} is damaged: {dict(zip(names, found, strict=True))}")
     return numbers, token.get("source")
 
 

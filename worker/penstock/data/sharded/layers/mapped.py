@@ -56,7 +56,7 @@ class _PerSample(Layer):
 
 
 class Mapped(_PerSample):
-    """Samples of a source, each converted by a function.
+    """Layer that converts each sample of a source by a function.
 
     For example:
 
@@ -105,7 +105,7 @@ class Mapped(_PerSample):
 
 
 class Filtered(_PerSample):
-    """Samples of a source for which a predicate is true."""
+    """Layer that keeps the samples of a source for which a predicate is true."""
 
     def __init__(
         self, source: ShardedSource, predicate: _Function, *, random: bool = False, name: str | None = None
@@ -188,8 +188,8 @@ class _EachCursor:
             return self._call(sample, self._index - 1)
         except SkipSample as error:
             raise InvalidArgumentError(
-                f"{self._call.where} {self._index - 1}: SkipSample was raised, but this Mapped must yield one sample "
-                "for each of its source's; set skip_failures=1 or more, or use Filtered"
+                f"{self._call.where} {self._index - 1} raised SkipSample, but a Mapped with skip_failures=0 must yield "
+                "one sample for each input: set skip_failures to 1 or more, or use Filtered"
             ) from error
 
     def skip(self, count: int) -> int:

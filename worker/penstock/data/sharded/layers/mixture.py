@@ -39,7 +39,7 @@ FEW = 16
 
 
 class Mixture:
-    """Samples of several sources by weight.
+    """Layer that mixes the samples of several sources by weight.
 
         Mixture([code, text], [0.3, 0.7])
 
@@ -70,22 +70,27 @@ class Mixture:
         one_of("stop", stop, get_args(Stop))
         one_of("by", by, get_args(By))
         if not isinstance(sources, Sized) or not isinstance(weights, Sized):
-            raise InvalidArgumentError("a mixture needs a list of sources and a list of weights")
+            raise InvalidArgumentError(
+                f"Mixture needs a list of sources and a list of weights, got a {type(sources).__name__} and a "
+                f"{type(weights).__name__}"
+            )
         if len(sources) != len(weights) or not sources:
             raise InvalidArgumentError(
-                f"a mixture needs one weight for each source, got {len(sources)} sources and {len(weights)} weights"
+                f"Mixture needs one weight for each source, got {len(sources)} sources and {len(weights)} weights"
             )
         shards = [checked(source, "Mixture").num_shards for source in sources]
         if len(set(shards)) > 1:
             other = next(number for number, count in enumerate(shards) if count != shards[0])
             raise InvalidArgumentError(
-                f"sources of a mixture must have the same number of shards: sources[0] has {shards[0]}, "
+                f"the sources of a Mixture must have the same number of shards: sources[0] has {shards[0]}, "
                 f"sources[{other}] has {shards[other]}"
             )
         endless = [number for number, source in enumerate(sources) if source.endless]
         if endless and stop != "never":
             raise InvalidArgumentError(
-                f"stop={stop!r}, but sources[{endless[0]}] never ends: use stop='never', or mix what is below Repeated"
+                f"stop={stop!r} needs finite sources, but sources[{endless[0]}] never ends: use stop='never', or mix "
+                "the "
+                "sources inside Repeated"
             )
         self._parts, self._stop, self._by = parts_of(weights), stop, by
         self.sources = [Repeated(source) if stop == "never" and not source.endless else source for source in sources]
@@ -215,7 +220,7 @@ class _Cursor:
 
     def _end(self, number: int) -> None:
         if self._stop == "never":
-            raise DatasetError(f"sources[{number}] of a mixture is declared endless, but has ended")
+            raise DatasetError(f"sources[{number}] of a Mixture must be endless, as it declares, but has ended")
         self._ended.add(number)
         self._members.drop(number)
         self._schedule = self._live_schedule()

@@ -33,7 +33,9 @@ def given_of(token: Token | None, count: int) -> list[int]:
     given = token.get("given")
     if isinstance(given, list) and len(given) == count and all(type(n) is int and 0 <= n < MOST for n in given):
         return list(given)
-    raise StateCorruptError(f"the token of a Mixture of {count} sources by tokens is damaged: {token!r:.200}")
+    raise StateCorruptError(
+        f"the saved position of a Mixture(by='tokens') of {count} sources is damaged: {token!r:.200}"
+    )
 
 
 class ByTokens:
@@ -122,7 +124,7 @@ class ByTokens:
             self._next[number] = (self._length(document, number), document, before)
             return True
         if self._stop == "never":
-            raise DatasetError(f"sources[{number}] of a mixture is declared endless, but has ended")
+            raise DatasetError(f"sources[{number}] of a Mixture must be endless, as it declares, but has ended")
         return False
 
     def _end(self, numbers: list[int]) -> None:
@@ -138,7 +140,7 @@ class ByTokens:
         if isinstance(document, (list, tuple)):
             return len(document)
         raise DatasetError(
-            f"sources[{number}] of a mixture by tokens, {self._where}: each sample must be a tensor, an array or a "
-            f"list of integers with one dimension, got {type(document).__name__}. Use Mapped to make its tokens, or "
+            f"sources[{number}] of a Mixture(by='tokens'), {self._where}: each sample must be a tensor, an array or a "
+            f"list of token ids with one dimension, got {type(document).__name__}. Tokenize them by Mapped, or use "
             "by='samples'"
         )

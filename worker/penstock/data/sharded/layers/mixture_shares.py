@@ -73,8 +73,8 @@ def parts_of(weights: Sequence[Weight]) -> tuple[int, ...]:
     for number, (part, weight) in enumerate(zip(parts, weights, strict=True)):
         if weight and not part:
             raise InvalidArgumentError(
-                f"weights[{number}] must be at least one part in {MOST_PARTS:,} of all weights, got {weight} of "
-                f"{float(total):g}: it would never be read. Make it larger, or 0"
+                f"weights[{number}] must be at least 1/{MOST_PARTS:,} of the sum of all weights, {float(total):g}, got "
+                f"{weight}: its source would never be read. Make it larger, or 0"
             )
     return _reduced(tuple(parts))
 

@@ -17,7 +17,7 @@ __all__ = ["Repeated"]
 
 
 class Repeated(Layer):
-    """A finite source without end: the epochs of each shard, one after the other."""
+    """Layer that makes a finite source endless: each shard yields its epochs one after the other."""
 
     def __init__(self, source: ShardedSource) -> None:
         """
@@ -29,12 +29,12 @@ class Repeated(Layer):
         """
         super().__init__(source)
         if source.endless:
-            raise InvalidArgumentError("Repeated needs a finite source; this one is already endless")
+            raise InvalidArgumentError("Repeated needs a finite source, got one that is endless already: leave it out")
         few = _fewer(source.described())
         if few:
             raise InvalidArgumentError(
-                f"Repeated: {few}: a shard without a sample would be read for ever. Use at most as many shards; files "
-                "of lines can be cut (LineFile), and so can pieces with a length and records by number"
+                f"Repeated: {few}: a shard without a sample would be read for ever. Use at most that many shards, or "
+                "pieces that can be split: LineFile for text files, or pieces with len() and records by index"
             )
 
     @property
@@ -91,8 +91,10 @@ class _Cursor:
     def _next_epoch(self) -> None:
         if self._index == self._before:
             raise DatasetError(
-                f"shard {self._shard} of {self._source.num_shards} has no sample in epoch {self._epoch}, and would be "
-                f"read for ever. Use fewer shards, so that each has one ({self._source.described().get('kind')})"
+                f"shard {self._shard} of the {self._source.num_shards} shards of "
+                f"{self._source.described().get('kind')} "
+                f"has no sample in epoch {self._epoch}, so Repeated would read it for ever: use fewer shards, so that "
+                "each has a sample"
             )
         self._inner.close()
         self._epoch, self._before = self._epoch + 1, self._index

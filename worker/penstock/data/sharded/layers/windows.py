@@ -27,7 +27,7 @@ _Arrange = Callable[[list[Any], int], list[Any]]
 
 
 class WindowShuffled(Layer):
-    """Samples of each shard, shuffled within windows.
+    """Layer that shuffles the samples of each shard within windows of bounded size.
 
     For example:
 
@@ -66,7 +66,8 @@ class WindowShuffled(Layer):
 
 
 class Grouped(Layer):
-    """Lists of samples that are alike, for example of one shape, language or length. Each shard makes its own.
+    """Layer that groups samples with the same key, such as shape, language or length, into lists of equal size. Each
+    shard makes its own lists.
 
     Samples with the same key are put together within windows, so memory is bounded, and a rare key waits at most for
     its window's end. For a ShardLoader with `unbatched=True`, below a Mapped that collates.
@@ -184,8 +185,8 @@ class _Cursor:
             held = self._arrange(read, self._number)
             if self._done and self._done >= len(held):
                 raise DatasetError(
-                    f"{self._where}: window {self._number} has {len(held)} samples, but the state is at {self._done} "
-                    "of them: the data differ from those it was saved with"
+                    f"{self._where}: window {self._number} has {len(held)} samples, but the state says that "
+                    f"{self._done} of them were read: the data have changed since the state was saved"
                 )
             if held or len(read) < self._window or self._limit is None:
                 self._held = held

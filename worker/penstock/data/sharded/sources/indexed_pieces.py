@@ -99,7 +99,9 @@ class RangeCursor(Iterator[Any]):
         """`order`: None if there are no records at all. `ahead`: positions whose parts are prefetched. `key`: key of
         the random generators that are a record's own; None: none are."""
         if token is not None and (type(token) is not int or not 0 <= token <= end - begin):
-            raise StateCorruptError(f"the token of a shard of {end - begin} records is damaged: {token!r:.200}")
+            raise StateCorruptError(
+                f"the saved position in a shard of {end - begin} records is damaged: {token!r:.200}"
+            )
         self._parts, self._order, self._epoch, self._ahead = parts, order, epoch, ahead
         self._begin, self._end, self._at = begin, end, begin + (token or 0)
         self._found: list[tuple[int, int]] = []

@@ -21,8 +21,8 @@ __all__ = ["LineFile", "LineRange", "cut_files"]
 
 
 class LineFile:
-    """Records of a file of lines, such as JSON lines: a piece for LogicalShards, which cuts it into ranges if there are
-    fewer pieces than shards.
+    """Text file with one record per line, such as JSON lines: a piece for LogicalShards, which splits it into ranges of
+    bytes if there are fewer files than shards.
 
         LogicalShards([LineFile("a.jsonl"), LineFile("b.jsonl")], shards=240)
 
@@ -95,8 +95,8 @@ class _Lines(Iterator[Any]):
         if size != of.size:
             self._file.close()
             raise DatasetError(
-                f"{of.path} had {of.size} bytes when it was cut, and has {size} now: it must not change while it is "
-                "read"
+                f"{of.path} had {of.size} bytes when it was split into shards, but has {size} now: do not change the "
+                "file while it is read"
             )
         self._at = 0
         if of.begin:  # a line begins here only if the byte before is the end of another one
@@ -124,7 +124,10 @@ class _Lines(Iterator[Any]):
 
     def load_state_dict(self, state: int) -> None:
         if type(state) is not int or not 0 <= state <= self._of.size:
-            raise DatasetError(f"{self._of.path}: the position must be a byte of the file, got {state!r:.100}")
+            raise DatasetError(
+                f"{self._of.path}: the saved position must be a byte offset from 0 to {self._of.size}, got "
+                f"{state!r:.100}"
+            )
         self._file.seek(state)
         self._at = state
 

@@ -36,7 +36,8 @@ KEPT_ORDERS = 2
 
 
 class LogicalShards:
-    """Records of some pieces in L logical shards.
+    """Source of the records of some pieces (files, tables, datasets), divided into a fixed number L of logical shards,
+    so that any number of boxes and workers can read them in one order.
 
         LogicalShards([LineFile(path) for path in sorted(paths)], shards=240)
 
@@ -167,8 +168,8 @@ def _cut(
         return pieces, names, []
     if counts is not None:
         raise InvalidArgumentError(
-            "counts cannot be given together with a LineFile: the number of lines in a range is unknown before it is "
-            "read; leave counts out, or pass functions that open the files"
+            "counts cannot be given for a LineFile, because the number of lines in a part of a file is unknown before "
+            "it is read: leave counts out, or pass functions that open the files"
         )
     parts = cut_files(pieces, shards)
     if names is not None and not isinstance(names, str) and len(names) == len(pieces):

@@ -81,14 +81,17 @@ class StreamMark:
                 own = mark.snapshot
                 numbers.append((own["passed"], own["digest"]))
                 if not isinstance(own["state"], bytes) or not isinstance(own["rng"], bytes | None):
-                    raise ValueError("its snapshot must be of bytes")
+                    raise ValueError("the saved state of its iterable must be bytes")
                 if not 0 < own["passed"] < mark.passed:
-                    raise ValueError(f"its snapshot after {own['passed']} samples must lie before {mark.passed}")
+                    raise ValueError(
+                        f"the saved state of its iterable must be of fewer samples than {mark.passed}, got "
+                        f"{own['passed']}"
+                    )
             for passed, digest in numbers:
                 if type(passed) is not int or not 0 <= passed < MOST or not (digest is None or type(digest) is int):
-                    raise ValueError(f"{passed!r} samples with the digest {digest!r}")
+                    raise ValueError(f"impossible values: {passed!r} samples with the digest {digest!r}")
         except (KeyError, TypeError, ValueError) as error:
-            raise StateCorruptError(f"{name}: its token is damaged: {error!r}") from error
+            raise StateCorruptError(f"{name}: its saved position is damaged: {error!r}") from error
         return mark
 
 
@@ -276,12 +279,13 @@ class OpaqueStream(Iterator[Any]):
             self._reset_to(mark)
             if isinstance(error, _OtherSamplesError):
                 raise ReplayMismatchError(
-                    f"{self._name}: it was read again, and {error}: it has changed, or it draws from something without "
-                    "a seed"
+                    f"{self._name}: it was read again to resume, and {error}: its data have changed, or it uses random "
+                    "numbers without a seed"
                 ) from None
             if isinstance(error, _EndsEarlyError):
                 raise DatasetError(
-                    f"{self._name}: it {error}, but {mark.passed} had been read when its position was saved"
+                    f"{self._name}: it {error}, but {mark.passed} had been read when its position was saved: its data "
+                    "have changed"
                 ) from None
             raise
 
@@ -292,9 +296,11 @@ class OpaqueStream(Iterator[Any]):
             self.close()
             self._reset_to(mark)
             warnings.warn(
-                f"{self._name}: its state after {snapshot['passed']} samples does not restore that position ({why}); "
-                f"its {mark.passed} samples are read again from the beginning. Does it count after its yield, read "
-                "ahead, or draw in worker processes?",
+                f"{self._name}: the state_dict that it returned after {snapshot['passed']} samples does not restore "
+                "that "
+                f"position ({why}), so its {mark.passed} samples are read again from the beginning. Does it count "
+                "after "
+                "its yield, read ahead, or draw random numbers in worker processes?",
                 UserWarning,
                 stacklevel=5,
             )
@@ -324,8 +330,9 @@ class OpaqueStream(Iterator[Any]):
             made = self._make()
             if inspect.isgenerator(made) and inspect.getgeneratorstate(made) != inspect.GEN_CREATED:
                 raise DatasetError(
-                    f"{self._name} is a generator that was read or closed before: the function must make a new one at "
-                    "each call, for each epoch and to resume from a saved position"
+                    f"{self._name} is a generator that was read or closed before: the function must return a new one "
+                    "at "
+                    "each call, because each epoch and each resume needs its own"
                 )
             if not hasattr(type(made), "__iter__"):
                 raise InvalidArgumentError(f"{self._name} must be iterable, got {type(made).__qualname__}")
@@ -346,7 +353,7 @@ class OpaqueStream(Iterator[Any]):
         if holder is None:
             holder = self._stateful()
             if holder is None:
-                raise _OtherSamplesError("it has no state any more")
+                raise _OtherSamplesError("its iterator has no state_dict any more")
             _load(holder, decode_state(snapshot["state"]))
         if self._seed is not None:
             rng = snapshot["rng"]

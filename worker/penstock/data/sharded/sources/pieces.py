@@ -155,7 +155,7 @@ class Pieces:
             raise stop_iteration_error(f"record {offset} of {self.name(number)}") from error
         except IndexError as error:
             raise DatasetError(
-                f"{self.name(number)}: it has no record {offset}, but {self._known(number)} ({error})"
+                f"{self.name(number)} has no record {offset}, but {self._known(number)} ({error})"
             ) from error
 
     def may_draw(self, number: int) -> bool:
@@ -165,7 +165,7 @@ class Pieces:
         return not plain
 
     def _known(self, number: int) -> str:
-        return f"must have {self.counts[number]}" if self.counts is not None else "was longer before"
+        return f"counts says that it has {self.counts[number]}" if self.counts is not None else "was longer before"
 
     def _table(self, number: int) -> Any:
         table = self._tables.get(number)
@@ -175,8 +175,8 @@ class Pieces:
             if not _is_indexable(table):
                 close_quietly(table)
                 raise DatasetError(
-                    f"{self.name(number)} must have a length and records by number as other pieces do, got "
-                    f"{type(table).__qualname__}. Leave counts out, and all pieces are examined"
+                    f"{self.name(number)} must have len() and records by index like the other pieces, got "
+                    f"{type(table).__qualname__}: leave counts out, so that all pieces are opened and examined first"
                 )
             if self.counts is not None:
                 self._check_length(number, len(table), self.counts[number])
@@ -234,8 +234,8 @@ class Pieces:
             return False
         if not callable(piece):
             raise InvalidArgumentError(
-                f"{self.name(number)} must have a length and records by number, or __iter__, or be a function that "
-                f"opens something which has, got {type(piece).__qualname__}"
+                f"{self.name(number)} must have len() and records by index, or be iterable, or be a function that "
+                f"returns such an object, got {type(piece).__qualname__}"
             )
         return True
 
@@ -265,7 +265,7 @@ class Pieces:
 
     def _check_length(self, number: int, length: int, given: int) -> None:
         if length != given:
-            raise DatasetError(f"{self.name(number)} must have the {given} records of counts, got {length}")
+            raise DatasetError(f"{self.name(number)} must have {given} records, as counts says, got {length}")
 
     def _one_each(self, name: str, values: Sequence[Any]) -> Sequence[Any]:
         if not isinstance(values, Iterable) or isinstance(values, str):
@@ -332,17 +332,19 @@ def _refuse_unordered(what: str, piece: Any) -> None:
     kind = type(piece).__qualname__
     if isinstance(piece, str | bytes | Mapping):
         raise InvalidArgumentError(
-            f"{what} a {kind}, not a sequence of records. Give what was read from it, or a function that opens it"
+            f"{what} a {kind}, which is not a sequence of records: give the records read from it, or a function that "
+            "opens it"
         )
     if isinstance(piece, Set) and not isinstance(piece, KeysView | ItemsView):
         raise InvalidArgumentError(
-            f"{what} a {kind}, whose order differs between processes, so that workers would read other records. Give "
-            "it sorted, as a list"
+            f"{what} a {kind}, whose order differs between processes, so that workers would read other records: give a "
+            "sorted list"
         )
     if hasattr(piece, "iloc"):
         raise InvalidArgumentError(
-            f"{what} a {kind}, whose items are columns. Give pyarrow.Table.from_pandas(...) of it, or a list of its "
-            "records"
+            f"{what} a {kind}, which iterates over columns, not records: give pyarrow.Table.from_pandas(...) of it, "
+            "or a "
+            "list of its records"
         )
 
 
@@ -356,7 +358,7 @@ def _row(table: Any, offset: int) -> Any:
     """Return a record; for a table of columns (pyarrow's) a row as a dict."""
     if hasattr(table, "to_pylist") and hasattr(table, "column_names"):
         if offset >= len(table):
-            raise IndexError(f"row {offset} of {len(table)}")
+            raise IndexError(f"a row's number must be at least 0 and below {len(table)}, got {offset}")
         return table.slice(offset, 1).to_pylist()[0]
     return table[offset]
 

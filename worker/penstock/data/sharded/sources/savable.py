@@ -23,7 +23,8 @@ __all__ = ["Savable"]
 
 
 class Savable:
-    """Streams that `make` makes, each a logical shard, saved at any sample.
+    """Source of streams, the iterables that `make(shard)` returns, whose position can be saved after any sample. Each
+    stream is one logical shard.
 
         Repeated(Savable(lambda shard: open_records(f"part-{shard}"), shards=16))
 
@@ -129,14 +130,16 @@ class Savable:
             return mark
         if type(rows) is not int or rows < 1 or self._rows is None:
             if not (rows is None or (type(rows) is int and rows > 0)):
-                raise StateCorruptError(f"{name}: its token is damaged: batches of {rows!r} rows")
+                raise StateCorruptError(f"{name}: its saved position is damaged: batches of {rows!r} rows")
             raise StateMismatchError(
-                f"{name}: batch_rows was {rows} and is {self._rows} now; give {rows}, or a divisor"
+                f"{name}: batch_rows was {rows} when the state was saved, and is {self._rows} now: give {rows}, or a "
+                "divisor of it"
             )
         if rows % self._rows:
             raise StateMismatchError(
-                f"{name}: batch_rows was {rows} and is {self._rows} now, which does not divide it: a position between "
-                "the old batches may lie within a new one. Give a divisor"
+                f"{name}: batch_rows was {rows} when the state was saved, and is {self._rows} now, which does not "
+                "divide "
+                f"it, so the position may lie within a new batch: give {rows}, or a divisor of it"
             )
         passed = mark.passed * (rows // self._rows)
         return StreamMark(passed, None if passed else BEGINNING)

@@ -79,9 +79,9 @@ class SequentialPieces:
         if stream.reads_again and not self._warned:
             self._warned = True
             warnings.warn(
-                f"{name} is read again from its beginning repeatedly: more pieces are read in turn than max_open="
-                f"{self.pieces.opened.most} allows to be open. Raise it to the number of shards that a process reads, "
-                "or give what it opens a state_dict",
+                f"{name} is read again from its beginning repeatedly, because more pieces are read in turn than "
+                f"max_open={self.pieces.opened.most} allows to be open: raise max_open to the number of shards that a "
+                "process reads, or give the opened object a state_dict and load_state_dict",
                 UserWarning,
                 stacklevel=6,
             )
@@ -230,12 +230,12 @@ class RunCursor(Iterator[Any]):
         """Check that a piece that has yielded all of its count has no more."""
         count = self._count()
         if stream.passed != count or (stream.is_open and stream.skip(1)):
-            raise DatasetError(f"{self._name} must have the {count} records of counts, but has more")
+            raise DatasetError(f"{self._name} must have {count} records, as counts says, got more")
 
     def _check_end(self, stream: OpaqueStream) -> None:
         count = self._count()
         if count is not None and stream.passed != count:
-            raise DatasetError(f"{self._name} must have the {count} records of counts, got {stream.passed}")
+            raise DatasetError(f"{self._name} must have {count} records, as counts says, got {stream.passed}")
 
     # ---- tokens
 
@@ -246,10 +246,11 @@ class RunCursor(Iterator[Any]):
         try:
             turn, piece, stream = token["turn"], token["piece"], token["stream"]
         except (KeyError, TypeError) as error:
-            raise StateCorruptError(f"the token of a shard of pieces is damaged: {token!r:.200}") from error
+            raise StateCorruptError(f"the saved position in a shard of pieces is damaged: {token!r:.200}") from error
         if type(turn) is not int or not 0 <= turn <= len(self._run) or piece != self._piece(turn):
             raise StateCorruptError(
-                f"the token of a shard of {len(self._run)} pieces is damaged: piece {piece!r} at turn {turn!r}"
+                f"the saved position in a shard of {len(self._run)} pieces is damaged: it names piece {piece!r} as "
+                f"number {turn!r}"
             )
         self._turn = turn
         if turn == len(self._run):

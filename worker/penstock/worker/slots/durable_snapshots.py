@@ -9,17 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import random
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from penstock.proto.errors import CoordinatorUnavailableError, DeadlineError, JournalError, PenstockError
 from penstock.proto.v1 import coordinator_pb2
-from penstock.worker.daemon.snapshots import StoredSnapshot
+from penstock.worker.slots.slot_interfaces import SlotContext
+from penstock.worker.slots.snapshots import StoredSnapshot
 
-if TYPE_CHECKING:
-    from penstock.worker.daemon.slot import Slot
-
-__all__ = ["NOT_OURS", "DurableSnapshots", "SnapshotQuota"]
+__all__ = ["NOT_OURS", "DurableSnapshots"]
 
 NOT_OURS = (CoordinatorUnavailableError, DeadlineError, JournalError)
 """Errors of the coordinator that are temporary."""
@@ -29,22 +25,10 @@ AGAIN_S = 0.2
 """Seconds between two attempts while the coordinator is unreachable."""
 
 
-@dataclass(frozen=True)
-class SnapshotQuota:
-    """A slot's quota of durable snapshots, set by the coordinator: interval in seconds and bytes per second."""
-
-    every_s: float
-    bytes_per_s: float
-
-    def pause_s(self, size: int) -> float:
-        """Return the seconds to wait after a snapshot of `size` bytes."""
-        return max(self.every_s, size / self.bytes_per_s)
-
-
 class DurableSnapshots:
     """The durable restart points of one slot."""
 
-    def __init__(self, slot: Slot) -> None:
+    def __init__(self, slot: SlotContext) -> None:
         self._slot = slot
         self.refused = ""
         """Reason for which the coordinator refused the last snapshot; "" = it did not."""
@@ -91,11 +75,11 @@ class DurableSnapshots:
                 break
             except NOT_OURS as error:
                 if not logged:
-                    slot.log.warning("%s: its snapshot waits for the coordinator: %s", slot.name, error.message)
+                    slot.log.warning("%s: sending its snapshot waits for the coordinator: %s", slot.name, error.message)
                 logged = True
                 await asyncio.sleep(AGAIN_S)
             except PenstockError as error:
-                slot.log.warning("%s: its snapshot was not made durable: %s", slot.name, error.message)
+                slot.log.warning("%s: its snapshot could not be sent to the coordinator: %s", slot.name, error.message)
                 break
         point.durable = True
 
@@ -124,6 +108,6 @@ class DurableSnapshots:
             tally.snapshots_sent += 1
             tally.snapshot_sent_bytes += size
         if refused and not self.refused:
-            why = "its snapshot is not kept, and a recovery replays from an older one"
+            why = "the coordinator does not keep its snapshot, so a recovery replays from an older one"
             slot.log.warning("%s: %s: %s", slot.name, why, refused)
         self.refused = refused

@@ -41,12 +41,12 @@ def skip_batch(loader: Any, iterator: Any) -> None:
     if fetcher is None:
         workers = getattr(loader, "num_workers", 0)
         raise CannotSkipError(
-            f"its batches are made in {workers} worker processes of its own"
+            f"the loader makes its batches in {workers} worker processes (num_workers), where none can be skipped"
             if workers
             else f"neither the loader, a {type(loader).__qualname__}, nor its iterator has a method skip_batch()"
         )
     if iterator._dataset_kind != _DatasetKind.Map:
-        raise CannotSkipError("its dataset is an IterableDataset, which makes its samples to count them")
+        raise CannotSkipError("its dataset is an IterableDataset, which must make each sample to pass it")
     iterator._dataset_fetcher = _FetchesNothing()
     try:
         next(iterator)

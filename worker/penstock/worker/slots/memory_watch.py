@@ -6,14 +6,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from typing import TYPE_CHECKING
 
 from penstock.proto.v1 import coordinator_pb2
 from penstock.worker.processes.control_groups import OutOfMemory
 from penstock.worker.resources.memory_use import held_by
-
-if TYPE_CHECKING:
-    from penstock.worker.daemon.slot import Slot
+from penstock.worker.slots.durable_snapshots import DurableSnapshots
+from penstock.worker.slots.proofs import RestartPointProver
+from penstock.worker.slots.slot_interfaces import SlotContext
 
 __all__ = ["HARD_LIMIT", "MemoryWatch", "killed_for_memory"]
 
@@ -30,8 +29,8 @@ GAIN_S = 0.05
 class MemoryWatch:
     """The memory watch of one slot."""
 
-    def __init__(self, slot: Slot) -> None:
-        self._slot = slot
+    def __init__(self, slot: SlotContext, prover: RestartPointProver, durable: DurableSnapshots) -> None:
+        self._slot, self._prover, self._durable = slot, prover, durable
 
     async def run(self, pid: int, limit: int) -> None:
         """Watch a runner; one that holds too much ends at a snapshot, and another one continues from there."""
@@ -52,14 +51,14 @@ class MemoryWatch:
             begun = slot.begun.is_set()
             held, took = await asyncio.to_thread(_looked_at, pid, limit)
             most = max(most, held)
-            what = f"it held {_mib(most)} of memory, above the limit of {_mib(limit)} (penstock worker --runner-memory)"
+            what = f"it used {_mib(most)} of memory, above the limit of {_mib(limit)} (penstock worker --runner-memory)"
             far = held > HARD_LIMIT * limit
             if far and not (young and begun):
                 # The loader, or a batch: a loss, with the batch that it was making.
                 slot.lose(f"the runner of {slot.name} was killed at batch {slot.progress_page.total}, for {what}")
             elif far or (handing is not None and handing.done()):
                 slot.recycle, slot.outgrown = True, young
-                slot.lose(f"the runner of {slot.name} was recycled at batch {slot.progress_page.total}, for {what}")
+                slot.lose(f"the runner of {slot.name} was replaced at batch {slot.progress_page.total}, for {what}")
             elif handing is None and held > limit and slot.ready.is_set():
                 handing = slot.spawn(self._hand_over_what_it_gained())
 
@@ -78,13 +77,13 @@ class MemoryWatch:
             slot.progress_page.refresh()
             if usable and usable[0] < slot.progress_page.delivered:
                 break
-            if not usable and not slot.prover.hurry():
+            if not usable and not self._prover.hurry():
                 break
             await asyncio.sleep(GAIN_S)
-        await slot.durable.prepare_migration()
+        await self._durable.prepare_migration()
 
 
-def killed_for_memory(slot: Slot, whose: OutOfMemory, *, young: bool) -> None:
+def killed_for_memory(slot: SlotContext, whose: OutOfMemory, *, young: bool) -> None:
     """Report the slot lost after the kernel killed its runner, or one of its processes. If the limit of its control
     group was the reason, the result is that of the watch. `young`: it happened before the runner's second batch."""
     at = f"the runner of {slot.name} was killed by the kernel at batch {slot.progress_page.total}, for"
@@ -92,8 +91,9 @@ def killed_for_memory(slot: Slot, whose: OutOfMemory, *, young: bool) -> None:
         slot.recycle = slot.outgrown = young
         limit = _mib(slot.host.runner_memory)
         slot.lose(
-            f"{at} it held far more memory than its control group may, above the limit of {limit} (penstock "
-            "worker --runner-memory)"
+            f"{at} it used far more memory than the limit of {limit} (penstock worker --runner-memory): raise the "
+            "limit, "
+            "or make smaller batches"
         )
     else:
         slot.lose(f"{at} its machine, container or systemd unit had no memory left")

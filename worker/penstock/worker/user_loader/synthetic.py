@@ -9,8 +9,8 @@ from typing import Any
 __all__ = ["NOT_SAVED", "FirstBatch"]
 
 NOT_SAVED = (
-    "Appliance(synthetic=True) repeats the first batch of each worker, so there is no position to go on from; measure "
-    "without saving states, or leave synthetic= and PENSTOCK_SYNTHETIC out"
+    "Appliance(synthetic=True) repeats the first batch of each worker, so it has no position to save: measure without "
+    "saving states, or leave synthetic= and PENSTOCK_SYNTHETIC out"
 )
 
 
@@ -30,7 +30,7 @@ class FirstBatch:
 
     def __len__(self) -> int:
         if self._length < 0:
-            raise TypeError("the loader has no length")
+            raise TypeError("the loader that input_fn returned has no len()")
         return self._length
 
     def __iter__(self) -> Iterator[Any]:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from penstock.proto.state import assignment as place_of
 from penstock.proto.state.generators import capture_rng, restore_rng
-from penstock.worker.loader import worker_info
+from penstock.worker.user_loader import worker_info
 
 __all__ = ["ProcessGlobals"]
 

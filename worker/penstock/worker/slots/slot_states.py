@@ -5,17 +5,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from penstock.proto.errors import DeadlineError, NotRestartableError, PenstockError, StateUnavailableError
 from penstock.proto.rpc.channel import detail_of, error_of
 from penstock.proto.v1 import coordinator_pb2
 from penstock.worker.helpers.replayers import DEADLINE_S
 from penstock.worker.processes.progress_page import ENTRIES, BatchRecord
-
-if TYPE_CHECKING:
-    from penstock.worker.daemon.slot import Slot
-    from penstock.worker.daemon.snapshots import StoredSnapshot
+from penstock.worker.slots.proofs import RestartPointProver
+from penstock.worker.slots.slot_interfaces import SlotContext
+from penstock.worker.slots.snapshots import StoredSnapshot
 
 __all__ = ["POLL_S", "SlotStates"]
 
@@ -62,8 +60,8 @@ def _left(request: coordinator_pb2.StateRequest) -> dict[int, int]:
 class SlotStates:
     """The answers of one slot."""
 
-    def __init__(self, slot: Slot) -> None:
-        self._slot = slot
+    def __init__(self, slot: SlotContext, prover: RestartPointProver) -> None:
+        self._slot, self._prover = slot, prover
 
     async def answer(self, request: coordinator_pb2.StateRequest) -> tuple[coordinator_pb2.StateAnswer, bytes] | None:
         """Return the slot's state at a position, once that is produced, or where the epoch ended before it. Return None
@@ -83,8 +81,9 @@ class SlotStates:
             page.refresh()
             doing, since = page.activity
             late = DeadlineError(
-                f"{self._slot.name} on worker {self._slot.host.name}: no state at step {request.step} within "
-                f"{request.deadline_s:.0f} s: it is at batch {page.total} of {request.position.total}, "
+                f"{self._slot.name} on worker {self._slot.host.name} made no state of step {request.step} within "
+                f"{request.deadline_s:.0f} s: it has made {page.total} of {request.position.total} batches, and has "
+                "been "
                 f"in {doing} for {since:.1f} s"
             )
             answer.error.CopyFrom(detail_of(late))
@@ -138,7 +137,7 @@ class SlotStates:
             return point
         inside = [kept for kept in store if kept.epoch == request.epoch and kept.total <= request.position.total]
         for candidate in (*inside[-1:], *inside[:1]):
-            if not candidate.refuted and await self._slot.prover.prove_now(candidate, _share(until)):
+            if not candidate.refuted and await self._prover.prove_now(candidate, _share(until)):
                 return candidate
         return point
 
@@ -251,7 +250,7 @@ class SlotStates:
                 return False
             if unheard:
                 if self._slot.phase == coordinator_pb2.FAILED:
-                    raise StateUnavailableError(f"{self._slot.name}: it failed before epoch {epoch}")
+                    raise StateUnavailableError(f"{self._slot.name}: its runner failed before epoch {epoch}")
                 await _pauses.next()
                 continue
             if ends.get(epoch, total) < total:
@@ -265,7 +264,7 @@ class SlotStates:
                 self._slot.drain()  # its snapshots were sent before the progress page showed the batch
                 return True
             if self._slot.phase == coordinator_pb2.FAILED:
-                raise StateUnavailableError(f"{self._slot.name}: it failed before batch {total}")
+                raise StateUnavailableError(f"{self._slot.name}: its runner failed before batch {total}")
             await _pauses.next()
 
     async def _begun(self, request: coordinator_pb2.StateRequest, tried: StoredSnapshot) -> None:
@@ -276,14 +275,15 @@ class SlotStates:
         waits = not (self._waits_for_loop or position.delivered)
         while waits and slot.progress_page.begun < epoch:
             if slot.phase == coordinator_pb2.FAILED:
-                raise StateUnavailableError(f"{slot.name}: it failed before epoch {epoch}")
+                raise StateUnavailableError(f"{slot.name}: its runner failed before epoch {epoch}")
             await _pauses.next()
         slot.drain()
         if not waits or self._start(request) is tried:
             raise StateUnavailableError(
-                f"{slot.name}: step {request.step} is not available yet: it lies behind an epoch that the loop "
-                f"abandoned after batch {position.total - position.delivered} of the worker, and its new runner does "
-                "not know that yet; retry after the next batch of this worker"
+                f"{slot.name}: the state of step {request.step} is not available yet: the loop left an epoch by "
+                "`break` "
+                f"after batch {position.total - position.delivered} of this worker, and its replacement runner has not "
+                "been informed yet. Retry after the next batch of this worker"
             )
 
     async def _advance(
@@ -316,7 +316,8 @@ class SlotStates:
         point = self._start(request)
         if point is None:
             raise StateUnavailableError(
-                f"{self._slot.name}: no restart point from which batch {total} could be reached is kept any more"
+                f"{self._slot.name}: the worker no longer keeps a snapshot from which batch {total} could be replayed: "
+                "ask for a later step, or raise retention_steps"
             )
         digests = {
             str(count): entry.digest

@@ -15,8 +15,7 @@ import os
 import socket
 import time
 from collections.abc import Awaitable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from penstock.proto.errors import (
     JournalError,
@@ -25,20 +24,13 @@ from penstock.proto.errors import (
     SupersededError,
     WorkerLostError,
 )
-from penstock.proto.rpc.calls import AsyncCoordinatorClient
 from penstock.proto.rpc.channel import detail_of
 from penstock.proto.rpc.wire_errors import cut
 from penstock.proto.state.position import EPOCHS_AHEAD
 from penstock.proto.state.restartable import by_own_methods
 from penstock.proto.v1 import coordinator_pb2, lane_pb2, records_pb2
 from penstock.runtime.telemetry.logs import SubjectLogger
-from penstock.worker.daemon.durable_snapshots import NOT_OURS, DurableSnapshots, SnapshotQuota
-from penstock.worker.daemon.memory_watch import MemoryWatch, killed_for_memory
-from penstock.worker.daemon.proofs import LoaderFindings, RestartPointProver
-from penstock.worker.daemon.slot_states import SlotStates
-from penstock.worker.daemon.snapshots import SlotSnapshots, StoredSnapshot
-from penstock.worker.daemon.stall_watch import LOOKS, Stall, hang_s
-from penstock.worker.helpers.replayers import DEADLINE_S, ReplayHost, run_task, send_assignment
+from penstock.worker.helpers.replayers import DEADLINE_S, run_task, send_assignment
 from penstock.worker.processes.child_processes import Child, about_slot
 from penstock.worker.processes.control_channel import ControlMessage, counts
 from penstock.worker.processes.control_groups import OutOfMemory
@@ -47,9 +39,17 @@ from penstock.worker.processes.progress_page import ProgressPage
 from penstock.worker.processes.stack_dump import state_of
 from penstock.worker.resources.processor_time import NOTHING, used_by
 from penstock.worker.resources.rates import BatchRates
-from penstock.worker.resources.turn_queue import QueueTurn, TurnQueue
+from penstock.worker.resources.turn_queue import QueueTurn
+from penstock.worker.slots.durable_snapshots import NOT_OURS, DurableSnapshots
+from penstock.worker.slots.loader_findings import LoaderFindings
+from penstock.worker.slots.memory_watch import MemoryWatch, killed_for_memory
+from penstock.worker.slots.proofs import RestartPointProver
+from penstock.worker.slots.slot_interfaces import SlotHost, key_of
+from penstock.worker.slots.slot_states import SlotStates
+from penstock.worker.slots.snapshots import SlotSnapshots, StoredSnapshot
+from penstock.worker.slots.stall_watch import LOOKS, Stall, hang_s
 
-__all__ = ["DaemonCounters", "Slot", "SlotHost", "SnapshotQuota", "key_of"]
+__all__ = ["Slot"]
 
 _log = logging.getLogger("penstock.worker")
 
@@ -64,51 +64,10 @@ LOOK_S = 0.02
 KILL_S = 10.0
 """Seconds for the kernel to end a killed process; one that hangs in a driver or a filesystem does not end."""
 _NO_ROOM = (
-    "{name}: its first snapshot cannot be kept, and without it nothing could be recovered: {why}; close the runs that "
-    "are over, or give this one a coordinator of its own"
+    "{name}: the coordinator cannot keep its first snapshot, and without one it could not be recovered: {why}; end "
+    "jobs "
+    "that are no longer needed, or give this one a coordinator of its own"
 )
-
-SlotKey = tuple[str, int, int, int, int]
-
-
-def key_of(assignment: records_pb2.WorkerAssignment | coordinator_pb2.TakenSlot) -> SlotKey:
-    """(run, attempt, box, slot, generation)."""
-    a = assignment
-    return a.run, a.attempt, a.box, a.slot, a.generation
-
-
-@dataclass
-class DaemonCounters:
-    """Counters of a daemon over all its slots, including those that are gone."""
-
-    snapshots: int = 0
-    """Snapshots that runners handed over."""
-    snapshots_sent: int = 0
-    """Snapshots that were made durable."""
-    snapshots_refused: int = 0
-    snapshot_sent_bytes: int = 0
-    recoveries: int = 0
-    """Slots taken over from another runner."""
-    losses: int = 0
-    """Runners that were lost here."""
-
-
-class SlotHost(ReplayHost, Protocol):
-    """Interface of the daemon that a slot needs."""
-
-    name: str
-    coordinator: AsyncCoordinatorClient
-    runner_memory: int
-    """Bytes that a runner may hold; 0 = any."""
-    share: SnapshotQuota
-    tally: DaemonCounters
-    starts: TurnQueue
-
-    def findings(self, assignment: records_pb2.WorkerAssignment) -> LoaderFindings: ...
-    def found_rewinds(self, assignment: records_pb2.WorkerAssignment, crossing: str) -> None: ...
-    def found_misleading(self, assignment: records_pb2.WorkerAssignment) -> None: ...
-    def slots_here(self) -> int: ...
-    def slot_changed(self) -> None: ...
 
 
 class Slot:
@@ -130,7 +89,7 @@ class Slot:
         """Epoch -> the slot's total where the loop abandoned it, as the runner reported."""
         self.from_before: set[tuple[int, int, int, bool, int]] = set()
         """Positions of the restart points that an earlier runner made."""
-        self.states = SlotStates(self)
+        self.states = SlotStates(self, self.prover)
         self.durable = DurableSnapshots(self)
         self._child: Child | None = None
         self._stall = Stall(since=time.monotonic())
@@ -172,7 +131,8 @@ class Slot:
             self.spawn(self.prover.run())
             self.spawn(self._watch())
             if self.host.runner_memory:
-                self.spawn(MemoryWatch(self).run(self._child.pid, self.host.runner_memory))
+                watch = MemoryWatch(self, self.prover, self.durable)
+                self.spawn(watch.run(self._child.pid, self.host.runner_memory))
             status = await asyncio.shield(self._child.exited)
             if not self._stopping and self.phase != coordinator_pb2.FAILED:
                 closed = descriptors_closed(status, self.name)
@@ -389,7 +349,10 @@ class Slot:
             return
         if message.kind == "ready":
             if len(message.payload) > MOST_TRAITS:
-                raise ProtocolError(f"capabilities must have at most {MOST_TRAITS} bytes, got {len(message.payload)}")
+                raise ProtocolError(
+                    f"what a runner reports about its loader must have at most {MOST_TRAITS} bytes, got "
+                    f"{len(message.payload)}"
+                )
             self.capabilities.ParseFromString(message.payload)
             self.spawn(self._become_ready())
         elif message.kind == "unsaved":
@@ -452,7 +415,7 @@ class Slot:
         except asyncio.CancelledError:
             if self._attaching is attaching:  # it is our caller that ends
                 raise
-            raise SupersededError(f"a newer lane of {self.name} was opened") from None
+            raise SupersededError(f"a newer connection reads the batches of {self.name}") from None
         assert self._child is not None
         self.attached = self._handed = True
         await self._child.send("attach", hello.SerializeToString(), [sock.detach()])

@@ -23,21 +23,17 @@ from __future__ import annotations
 import asyncio
 import os
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from penstock.proto.errors import InputFnError, PenstockError, ReplayMismatchError
 from penstock.proto.rpc.channel import detail_of
 from penstock.proto.state.restartable import by_own_methods
-from penstock.worker.daemon.snapshots import StoredSnapshot
 from penstock.worker.helpers.replayers import DEADLINE_S
-from penstock.worker.processes.progress_page import ENTRIES
+from penstock.worker.processes.progress_page import ENTRIES, BatchRecord
+from penstock.worker.slots.loader_findings import FIRST_DEPTH
+from penstock.worker.slots.slot_interfaces import SlotContext
+from penstock.worker.slots.snapshots import StoredSnapshot
 
-if TYPE_CHECKING:
-    from penstock.worker.daemon.slot import Slot
-    from penstock.worker.processes.progress_page import BatchRecord
-
-__all__ = ["CHECKED_BATCHES", "LoaderFindings", "RestartPointProver"]
+__all__ = ["CHECKED_BATCHES", "RestartPointProver"]
 
 SHARE = 0.03
 """Share of one core that a daemon's verifications may take, all slots together."""
@@ -47,8 +43,6 @@ before."""
 CHECKED_BATCHES = 4
 """Batches behind a restored restart point that are compared; if its epoch ends earlier, also batches of the next
 one."""
-FIRST_DEPTH = 16
-"""Batches that the first long verification compares; earlier ones compare as many of them as are known."""
 MOST_DEPTH = ENTRIES // 2
 LOOK_S = 0.05
 """Seconds between two looks for a first restart point to verify."""
@@ -60,34 +54,10 @@ RARELY = 8
 """Largest factor of the pause after failed verifications."""
 
 
-@dataclass
-class LoaderFindings:
-    """Findings about a run's loader on this worker."""
-
-    crossing: str = ""
-    """See Past.rewinds in restart_points.py."""
-    depth: int = FIRST_DEPTH
-    """Batches that the next long verification compares."""
-    near_s: float = 0.0
-    """Seconds of a core that the short ones took since the last long one."""
-    far_s: float = 0.0
-    """Seconds of a core that the next long one will take; 0 before the first."""
-    misleads: bool = False
-    """Flag that one of its states led to the right batches first and to others later: none is used any more."""
-    not_used: str = ""
-    """Reason, as logged once, for not using its snapshots."""
-    checked: bool = False
-    """Flag that a loader that declares exact_states was verified, once."""
-    inexact: bool = False
-    """Flag that this verification failed."""
-    unrepeatable: ReplayMismatchError | None = None
-    """Reason why a loader without methods cannot be saved: from its beginning it yields other batches."""
-
-
 class RestartPointProver:
     """The verifications of one slot."""
 
-    def __init__(self, slot: Slot) -> None:
+    def __init__(self, slot: SlotContext) -> None:
         self._slot = slot
         self._failed = 0
         """Failed verifications in a row."""
@@ -269,7 +239,7 @@ class RestartPointProver:
             except InputFnError as error:  # the loader's own word that it cannot be restored from this
                 what = f"fails ({error.message.splitlines()[0]:.200})"
                 if beginning:
-                    slot.log.warning("%s: started once more beside the stream, it %s", slot.name, what)
+                    slot.log.warning("%s: a second loader from the beginning, made to verify it, %s", slot.name, what)
                     return 1.0
                 self._refute(point, {"differs": point.total + 1, "what": what, "alike": True})
                 return 1.0
@@ -322,10 +292,10 @@ class RestartPointProver:
         )
         if not fields["alike"]:
             mismatch = ReplayMismatchError(
-                f"{what}; nor does a loader that input_fn makes anew, seeded as at the start, yield the batches that "
-                "were delivered. A loader must yield the same batches when it is asked again: draw random numbers from "
-                "the seeded generators of python, numpy and torch, or from ones that you seed from "
-                "current_assignment().seed, and neither from the clock nor the system's entropy"
+                f"{what}. A new loader from input_fn with the same seed does not yield the delivered batches either. A "
+                "loader must yield the same batches each time: draw random numbers from the seeded generators of "
+                "python, numpy and torch, or from ones that you seed from current_assignment().seed, never from the "
+                "clock or the system's entropy"
             )
             if slot.capabilities.state_methods:
                 slot.fail(detail_of(mismatch), lost=False)

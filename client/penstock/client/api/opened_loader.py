@@ -1,0 +1,339 @@
+"""The part of a loader that opens its run: a description until then, and from then on a stream with a position.
+
+    DataLoader ── opens ──> Session: a run at an Appliance, and the reader of its batches
+
+A loader is in one of three conditions: never read (its state is that of a local instance), loaded and not started (its
+state is the loaded one), or streaming (its state at the last step is fetched from the workers). A stream ends with its
+appliance, with an error, or with `load_state_dict`. Only the last starts another one: a position is never lost
+silently.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import threading
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch.utils.data import Dataset
+
+from penstock.client.api.appliance import Appliance, current_appliance, current_settings
+from penstock.client.api.appliance_settings import ApplianceSettings
+from penstock.client.api.session import Session
+from penstock.client.states.code_reference import ship
+from penstock.client.states.local_loader import LocalLoader, check_strict
+from penstock.client.states.run_opening import Opening
+from penstock.client.states.saved_state import BoxStart, SavedState
+from penstock.client.stream.stream_interfaces import Reader, StreamRun
+from penstock.proto.batch.digest import DigestCover
+from penstock.proto.errors import (
+    DeadlineError,
+    NotRestartableError,
+    StateMismatchError,
+)
+from penstock.proto.state.assignment import Assignment
+from penstock.proto.state.position import Position
+from penstock.proto.v1 import coordinator_pb2 as pb
+from penstock.proto.v1 import records_pb2
+
+__all__ = ["OpenedLoader"]
+
+_ids = itertools.count(1)
+
+
+class OpenedLoader:
+    """The run of a DataLoader, for executors; see there."""
+
+    def __init__(self, input_fn: Callable[..., Any] | Dataset[Any], *args: Any, **kwargs: Any) -> None:
+        self._replay = False
+        """True: states are made by replay, whatever Appliance(replay=) says."""
+        if isinstance(input_fn, Dataset) or not callable(input_fn):
+            from penstock.client.torch_loaders import taken_over  # here: it imports the data sources
+
+            taken = taken_over(input_fn, *args, **kwargs)
+            input_fn, args, kwargs, self._replay = taken.input_fn, taken.args, taken.kwargs, taken.replay
+        else:
+            args, kwargs = copy.deepcopy(args), copy.deepcopy(kwargs)
+        self._reference, self._arguments = ship(input_fn, args, kwargs)
+        self.name = self._reference.name
+        """Name of input_fn, "module:qualname"."""
+        self.id = next(_ids)
+        """Number of the loader in this process, from 1."""
+        check_strict(input_fn)
+        self._local = LocalLoader(self.name, input_fn, args, kwargs)
+        self._session: Session | None = None
+        self._executor: weakref.ref[Any] | None = None
+        self._openings = 0
+        self._loaded: SavedState | None = None
+        self._given: Any = None
+        self._strict = True
+        self._cached: tuple[int, Any] | None = None
+        self._expected: ApplianceSettings | None = None
+        """Settings of the appliance that an executor was made for."""
+        self._leaves_epoch = False
+        """True: the epoch of the loaded state is not resumed; the next executor begins the epoch after it."""
+        self._drawn: int | None = None
+        """Seed drawn for a state that was requested before the run was open; the run gets the same."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._session is not None:
+            raise TypeError(
+                f"{self.name}: a loader that streams cannot be copied or pickled; save its state_dict(), and load that "
+                "into a DataLoader of the same input_fn"
+            )
+        return self.__dict__
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, id=next(_ids))
+
+    # ---- for executors
+
+    @property
+    def step(self) -> int:
+        """Last delivered step, counted over the whole life of the run; before the first, the loaded state's step."""
+        if self._session is not None:
+            return self._session.reader.position.step
+        return self._loaded.step if self._loaded is not None else 0
+
+    def begin(self, executor: Any, appliance: Appliance | None) -> Session:
+        """Return the stream for an executor that starts to iterate; open it if necessary."""
+        if self._iterating:
+            raise RuntimeError(
+                f"{self.name}: another executor is iterating this loader; finish or close() its iterator first, or "
+                "make a second DataLoader for a second stream"
+            )
+        session = self._session
+        if session is None:
+            session = self._open(appliance if appliance is not None else current_appliance(self))
+            if self._leaves_epoch:
+                self._capabilities(session)  # where the epoch ends
+                session.cut_due = session.expected_last() != session.reader.position.step
+        elif session.run.error is not None:
+            raise session.run.error
+        elif session.run.closed:
+            raise RuntimeError(
+                f"{self.name}: its stream ended at step {self.step} with its appliance. To continue from there, "
+                "load_state_dict a state; to start anew, make a new DataLoader"
+            )
+        elif appliance is not None and appliance is not session.appliance:
+            raise RuntimeError(
+                f"{self.name} streams from {session.appliance!r} and cannot also be iterated on {appliance!r}: "
+                "load_state_dict its state to move it, or make a second DataLoader"
+            )
+        self._executor = weakref.ref(executor)
+        session.reader.thread = threading.get_ident()
+        try:
+            if session.cut_due:
+                session.abandon_epoch()
+            session.run.progress.epoch_ended = False
+        except BaseException:
+            self._executor = None
+            raise
+        return session
+
+    def finish(self, executor: Any, *, left_early: bool, epoch_ended: bool) -> None:
+        """Release the loader after an executor's loop has ended, in any way."""
+        self._executor = None
+        session = self._session
+        if session is None or session.run.closed:
+            return
+        session.cut_due = left_early
+        session.reader.flush()
+        if epoch_ended:
+            session.run.progress.epoch_ended = True
+            if session.appliance.settings.num_boxes > 1:
+                session.run.report()  # boxes that continue will wait for this one in their next collective
+
+    @property
+    def mid_epoch(self) -> bool:
+        """True if the epoch has, or may have, batches after the last step."""
+        session = self._session
+        if session is None or not any(session.reader.position.delivered):
+            return False
+        return session.expected_last() != session.reader.position.step
+
+    def leave_epoch(self) -> None:
+        """Abandon the epoch of a loaded state: the next executor begins the next epoch, as after a `break`."""
+        if self._loaded is not None and self._loaded.methods != 4:
+            raise StateMismatchError(
+                f"the loaded state of {self.name} was saved after the loop had left its epoch by `break`. A loader "
+                "without aggregate_state_dict and deaggregate_state_dict cannot start the next epoch from it: load a "
+                "state that was saved inside the loop, or let each epoch run to its end"
+            )
+        self._leaves_epoch = True
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """(box, num_boxes) of this process in the loader's run; before the run is open, those of current settings."""
+        settings = self._settings
+        return settings.box, settings.num_boxes
+
+    def expect(self, appliance: Appliance) -> None:
+        """Record the appliance that an executor will use: until it begins, its settings give boxes and workers."""
+        self._expected = appliance.settings
+
+    @property
+    def _settings(self) -> ApplianceSettings:
+        session = self._session
+        if session is not None:
+            return session.appliance.settings
+        return self._expected if self._expected is not None else current_settings()
+
+    @property
+    def _iterating(self) -> bool:
+        return self._executor is not None and self._executor() is not None
+
+    def _open(self, appliance: Appliance) -> Session:
+        settings = appliance.settings
+        saved, seed = self._loaded, settings.seed
+        cover = DigestCover.SAMPLE if settings.digest is None else DigestCover[settings.digest.upper()]
+        if self._drawn is not None and seed is not None and seed != self._drawn:
+            raise StateMismatchError(
+                f"a state of {self.name} was taken before its first loop, with the random seed {self._drawn}, but "
+                f"Appliance(seed={seed}) sets another: take the state once the loop has begun, or inside `with "
+                "Appliance(...)`"
+            )
+        start = self._start_of(settings, settings.box)
+        if saved is None:
+            seed = self._drawn if seed is None else seed
+        elif settings.synthetic:
+            raise NotRestartableError(
+                f"a state of {self.name} was loaded, but Appliance(synthetic=True) repeats the first batch of each "
+                "worker and cannot resume: load no state, or leave out synthetic= and PENSTOCK_SYNTHETIC"
+            )
+        else:
+            if saved.methods == 0 and saved.positions and not self._replays(settings):
+                raise NotRestartableError(
+                    f"the loaded state of {self.name} was saved with replay=True, and can only be restored by replay: "
+                    "pass Appliance(replay=True)"
+                )
+            if seed is None and saved.seed is None and not saved.by_hand:
+                raise StateMismatchError(
+                    f"the loaded state of {self.name} has no seed: an older Penstock took it before the first loop. "
+                    "Pass Appliance(seed=...), or start without the state"
+                )
+            if seed is not None and saved.seed is not None and seed != saved.seed:
+                raise StateMismatchError(
+                    f"the loaded state of {self.name} was saved with seed {saved.seed}, but Appliance(seed={seed}) "
+                    "sets another: leave out seed, or start without a state"
+                )
+            seed = saved.seed if seed is None else seed
+            if saved.positions and settings.digest is not None and cover != saved.cover:
+                had = saved.cover.name.lower()
+                raise StateMismatchError(
+                    f"the loaded state of {self.name} was saved with digest={had!r}, but Appliance(digest="
+                    f"{settings.digest!r}) sets another: leave out digest, or start without a state"
+                )
+            cover = saved.cover if saved.positions else cover
+        start_of = partial(_on, cover, partial(self._start_of, settings))
+        start = start_of(settings.box)
+        # Each opening in one launch has its own key: otherwise a loader that starts over would join the run that it
+        # just left.
+        key = f"#{self._openings}" if self._openings else ""
+        opening = Opening(
+            self._reference,
+            self._arguments,
+            self._local.maker,
+            start,
+            start_of,
+            seed,
+            key,
+            self._replays(settings),
+            cover,
+        )
+        run, reader = appliance.open_stream(self, opening)
+        self._openings += 1
+        position = reader.position
+        self._session = session = Session(
+            appliance,
+            run,
+            reader,
+            self.name,
+            first_step=position.step,
+            epoch_began_at=position.step - sum(position.delivered),
+            whole_epoch=start.same_topology or position.step == 0,
+        )
+        if self._leaves_epoch and not start.same_topology:
+            self.close()
+            raise StateMismatchError(
+                f"the loaded state of {self.name} was saved after the loop had left its epoch by `break`. It can be "
+                "resumed only with the same number of boxes and workers: use those, or a state that was saved inside "
+                "the loop"
+            )
+        weakref.finalize(self, _abandon, run, reader).atexit = False
+        return session
+
+    def _replays(self, settings: ApplianceSettings) -> bool:
+        """Return whether a loader without state methods is saved too, by replay."""
+        return self._replay or settings.replay
+
+    def _start_of(self, settings: ApplianceSettings, box: int) -> BoxStart:
+        saved = self._loaded
+        if saved is None:
+            return BoxStart(Position.start(settings.slots_per_box).to_proto(), b"", False)
+        return saved.start(box, settings.num_boxes, settings.slots_per_box, strict=self._strict)
+
+    # ---- the workers' loaders
+
+    def __len__(self) -> int:
+        """Return the batches of an epoch of this box: the sum of its workers' len(). TypeError if one has no len()."""
+        session = self._session
+        if session is not None and not session.run.closed and session.run.error is None:
+            lengths = [capabilities.length for capabilities in self._capabilities(session)]
+            if min(lengths) < 0:
+                raise TypeError(f"the loader that {self.name} returned has no len()")
+            return sum(lengths)
+        settings = self._settings
+        seed = settings.seed if settings.seed is not None else 0
+        assignments = [
+            Assignment(settings.box, settings.num_boxes, slot, settings.slots_per_box, seed, self.step + 1)
+            for slot in range(settings.slots_per_box)
+        ]
+        return self._local.length(assignments)
+
+    def _capabilities(self, session: Session) -> list[records_pb2.LoaderCapabilities]:
+        """Wait for the workers' reports about their loaders, and return them."""
+        run = session.run
+        if not run.wait_for(_all_known, session.appliance.settings.timeout_s):
+            late = [view for view in run.views if not _known(view)]
+            raise DeadlineError(
+                f"{self.name}: waited timeout_s={session.appliance.settings.timeout_s:g} s for slot {late[0].slot} of "
+                f"box {run.box} (on worker {late[0].worker or 'none'}) to build its loader: `penstock status` shows "
+                "what it waits for; raise timeout_s if input_fn needs longer"
+            )
+        for view in run.views:
+            if view.phase == pb.FAILED and not view.HasField("capabilities"):
+                session.reader.raise_failed(view)
+        return [view.capabilities for view in run.views]
+
+    def close(self) -> None:
+        """End the stream, if there is one, and free its workers; the next executor starts from the loaded state."""
+        session, self._session = self._session, None
+        if session is not None:
+            session.reader.close()
+            session.run.close(forget=False)
+
+
+def _on(cover: DigestCover, start_of: Callable[[int], BoxStart], box: int) -> BoxStart:
+    """Return where a box starts, with digests of this cover."""
+    start = start_of(box)
+    start.position.by_rows = cover == DigestCover.ROWS
+    return start
+
+
+def _known(view: pb.SlotView) -> bool:
+    return view.phase in (pb.READY, pb.FAILED)
+
+
+def _all_known(run: StreamRun) -> bool:
+    return all(_known(view) for view in run.views)
+
+
+def _abandon(run: StreamRun, reader: Reader) -> None:
+    """End the stream of a loader that was collected. It may run in the garbage collector, so the run's own thread does
+    all that takes time or locks."""
+    run.abandoned = True
+    reader.close()

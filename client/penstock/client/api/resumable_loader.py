@@ -1,0 +1,240 @@
+"""The part of a loader that saves and resumes: its state at a step, the workers' records of it, and a state to go on
+from."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import secrets
+import threading
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, cast
+
+from penstock.client.api.appliance import current_settings
+from penstock.client.api.appliance_settings import ApplianceSettings
+from penstock.client.api.opened_loader import OpenedLoader
+from penstock.client.api.session import Session
+from penstock.client.states.saved_state import KEY, SavedState, blank, is_to_be_filled, read
+from penstock.client.states.state_records import checkpoints_of, saved_of
+from penstock.proto.batch.digest import DigestCover
+from penstock.proto.errors import (
+    NotRestartableError,
+    PenstockError,
+    StateMismatchError,
+    StateUnavailableError,
+)
+from penstock.proto.rpc.calls import FetchedState
+from penstock.proto.state.codec import decode_state, encode_state
+from penstock.proto.state.restartable import DataLoaderCheckpoint
+
+__all__ = ["ResumableLoader"]
+
+_log = logging.getLogger("penstock.client")
+
+
+class ResumableLoader(OpenedLoader):
+    """The states of a DataLoader; see there."""
+
+    @property
+    def is_restartable(self) -> bool:
+        """True if state_dict() works: by the loader's own methods, or by replay with Appliance(replay=True)."""
+        session = self._session
+        if session is None or session.run.closed or session.run.error is not None:
+            settings = session.appliance.settings if session is not None else current_settings()
+            return self._replays(settings) or self._local.methods("is_restartable") > 0
+        capabilities = self._capabilities(session)[0]
+        if capabilities.not_restartable:
+            return False
+        return capabilities.state_methods > 0 or self._replays(session.appliance.settings)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of all boxes after the last delivered step; the same value on every box.
+
+        Example::
+
+            torch.save({"model": model.state_dict(), "loader": loader.state_dict()}, path)
+            ...
+            loader.load_state_dict(torch.load(path)["loader"])
+
+        Before the first step it is the loaded state, or the state of a loader that is built in this process. It may be
+        called in the loop, between executors and after the last; the result depends only on the step.
+        (torch.distributed.checkpoint.load, which requests a state to load into, gets one to be filled.)
+
+        Raises:
+            NotRestartableError: the loader has no state methods, or cannot be saved for another reason.
+            StateUnavailableError: the workers no longer keep this step, or the run is closed.
+        """
+        return self.state_at(self.step)
+
+    def state_at(self, step: int) -> dict[str, Any]:
+        """Return what state_dict() returned after this step, at most Appliance(retention_steps=) steps ago.
+
+        It is for loops whose batches come through a wrapper that reads ahead: see penstock.client.Lookahead.
+
+        Raises:
+            StateUnavailableError: the step lies before the loaded state, is not delivered yet, or is no longer kept by
+                the workers; or the run is closed.
+            NotRestartableError: as for state_dict().
+            TypeError: step is not an int.
+        """
+        if isinstance(step, bool) or not isinstance(step, int):
+            raise TypeError(f"{self.name}: step of state_at(step) must be an int, got {step!r}")
+        if is_to_be_filled():
+            return blank()
+        session = self._session
+        first = session.first_step if session is not None else self.step
+        if not first <= step <= self.step:
+            raise StateUnavailableError(
+                f"{self.name}: step must be from {first} to {self.step}, got {step}: states exist for the steps "
+                "delivered since the loader was made or loaded"
+            )
+        if session is None or step == first:
+            if self._loaded is not None:
+                return cast(dict[str, Any], copy.deepcopy(self._given))
+            return self._initial()
+        if self._cached is None or self._cached[0] != step:
+            self._cached = (step, self._saved(session, step).to_dict())
+        return cast(dict[str, Any], copy.deepcopy(self._cached[1]))
+
+    def _initial(self) -> dict[str, Any]:
+        session = self._session
+        settings = self._settings
+        methods = self._local.methods("the state before the first step")
+        self._require_methods(methods, self._replays(settings))
+        seed = session.run.seed if session is not None else self._seed_to_come(settings)
+        saved = SavedState(0, self.name, methods, 0, 0, seed)
+        if methods == 4:
+            saved.aggregated = self._local.initial_state(seed)
+        return saved.to_dict()
+
+    def _seed_to_come(self, settings: ApplianceSettings) -> int:
+        """Return the seed that the run will have. If none is given, draw it here: otherwise the state would fit any
+        order."""
+        if settings.seed is not None:
+            return settings.seed
+        if settings.num_boxes > 1:
+            raise StateUnavailableError(
+                f"{self.name}: no state is available before the first loop, because the random seed that all boxes "
+                "share is not chosen yet. Pass Appliance(seed=...), or take the state once the loop has begun"
+            )
+        if self._drawn is None:
+            self._drawn = secrets.randbits(63)
+        return self._drawn
+
+    def _require_methods(self, methods: int, replay: bool) -> None:
+        if methods == 0 and not replay:
+            raise NotRestartableError(
+                f"the loader that {self.name} returned cannot be saved: it has no state_dict and load_state_dict. "
+                "Give it these two, use torchdata's StatefulDataLoader or a source of penstock.data, or pass "
+                "Appliance(replay=True)"
+            )
+
+    def checkpoints(self, step: int | None = None) -> list[DataLoaderCheckpoint]:
+        """Return each worker's record of the state after a step, of all boxes, in order of global_worker_id.
+
+        The counts are those of this launch, as get_worker_state() gave them; `lifetime_*` count all launches. For a
+        loader with the four methods, `user_state_dict` is the result of its state_dict() on that worker at that step:
+        the input of aggregate_state_dict. For another loader it is the state at the restart point of the worker, which
+        may lie before the step; None if it has no state methods.
+
+        Args:
+            step: as for state_at(); None: the last delivered step.
+
+        Raises the errors of state_at(), and StateUnavailableError before the first step.
+        """
+        session, step = self._session, self.step if step is None else step
+        if session is None or not session.first_step < step <= self.step:
+            first = session.first_step + 1 if session is not None else self.step + 1
+            steps = f"steps {first} to {self.step} have" if first <= self.step else "no step has"
+            raise StateUnavailableError(
+                f"{self.name}: step {step} has no records: {steps} been delivered since the loader was made or its "
+                "state loaded"
+            )
+        fetched, _ = self._fetch(session, step)
+        return checkpoints_of(fetched, self._loaded, step)
+
+    def _fetch(self, session: Session, step: int) -> tuple[FetchedState, int]:
+        """Return all workers' records at a step, and the number of state methods of their loader."""
+        settings, run = session.appliance.settings, session.run
+        if run.error is not None:
+            raise run.error
+        if run.closed:
+            raise StateUnavailableError(
+                f"{self.name}: the state of step {step} is not available, because the appliance is closed: call "
+                "state_dict() before that"
+            )
+        capabilities = self._capabilities(session)[0]
+        if capabilities.not_restartable:
+            raise NotRestartableError(f"{self.name} cannot be saved: {capabilities.not_restartable}")
+        self._require_methods(capabilities.state_methods, self._replays(settings))
+        if threading.get_ident() == session.reader.thread:
+            session.reader.flush()
+        return run.fetch_state(step, settings.timeout_s), capabilities.state_methods
+
+    def _saved(self, session: Session, step: int) -> SavedState:
+        fetched, methods = self._fetch(session, step)
+        run = session.run
+        saved, users = saved_of(fetched, step, self.name, methods, run.seed, full_digest=run.cover == DigestCover.FULL)
+        if methods == 4 and self._local.can_be_built:
+            saved.aggregated = self._local.aggregate(users)
+        elif methods == 4:
+            timeout_s = session.appliance.settings.timeout_s
+            saved.aggregated = decode_state(run.aggregate(encode_state(users), timeout_s))
+        return saved
+
+    def load_state_dict(self, sd: dict[str, Any], strict: bool = True) -> None:
+        """Resume from a state of this loader with the next executor.
+
+        Args:
+            sd: result of state_dict(), from this process or another. A loader with the four methods also accepts a
+                dict that its deaggregate_state_dict understands: made by hand, or by another system with the same
+                protocol. Steps then count from 0, and the run has a new seed.
+            strict: passed on to those of the loader's own methods that take it.
+
+        Raises:
+            StateMismatchError: sd is the state of another loader, or not a state.
+            UnsupportedStateError: sd was made by hand and holds values that a state cannot hold.
+            StateCorruptError, StateVersionError: sd is damaged, or newer than this Penstock.
+            RuntimeError: an executor is iterating.
+            TypeError: only one of the loader's two methods takes `strict`.
+        """
+        if self._iterating:
+            raise RuntimeError(
+                f"{self.name}: load_state_dict was called while an executor iterates: leave its loop first, or close() "
+                "its iterator"
+            )
+        saved = self._made_by_hand(sd) or read(sd)
+        if not self._reference.same_as(saved.input_fn):
+            raise StateMismatchError(
+                f"the state was saved by the loader {saved.input_fn}, but loaded into the loader {self.name}: load "
+                "each "
+                "state into the loader that saved it"
+            )
+        if saved.methods == 4:
+            try:
+                self._local.check_strict("load_state_dict")
+            except PenstockError:
+                pass  # it cannot be built here; the workers check the same
+        given = copy.deepcopy(sd)
+        self.close()
+        self._leaves_epoch, self._drawn = False, None
+        self._loaded, self._given, self._strict, self._cached = replace(saved), given, strict, None
+        if saved.methods == 4:
+            self._loaded.aggregated = copy.deepcopy(saved.aggregated)
+
+    def _made_by_hand(self, sd: object) -> SavedState | None:
+        """Return a state without a record of Penstock, for a loader whose own methods can read it; else None."""
+        if not isinstance(sd, Mapping) or KEY in sd:
+            return None
+        if self._local.can_be_built and self._local.methods("load_state_dict") != 4:
+            return None
+        encode_state(dict(sd))
+        _log.warning(
+            "%s: the loaded state was not made by DataLoader.state_dict(), so the loader's deaggregate_state_dict "
+            "alone "
+            "decides where the stream resumes; steps count from 0, and the seed is new unless Appliance(seed=) gives "
+            "it",
+            self.name,
+        )
+        return SavedState(0, self.name, 4, 0, 0, None, aggregated=dict(sd), by_hand=True)

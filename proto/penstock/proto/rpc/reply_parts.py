@@ -1,0 +1,233 @@
+"""Replies in parts, put together: what a coordinator may make its callers hold.
+
+A coordinator that is taken over must not fill the memory of workers and training jobs. So each reply has a limit on its
+values, each value one on its bytes, and all replies that a process receives at a time must fit into half of the memory
+that is free: the other half is for the copy that joins the parts of a value.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Generic, TypeVar
+
+from penstock.proto.errors import ProtocolError, StateCorruptError
+from penstock.proto.v1 import coordinator_pb2 as pb
+from penstock.proto.v1 import records_pb2
+from penstock.runtime.process.free_memory import free_memory
+
+__all__ = [
+    "VALUE_MAX",
+    "BlobParts",
+    "Histories",
+    "SnapshotParts",
+    "StateParts",
+    "ValueParts",
+    "blob_name",
+    "receiving",
+]
+
+VALUE_MAX = 900_000_000
+"""Largest snapshot or blob that a caller takes, and all histories of a box together, bytes: what a coordinator
+stores."""
+RECORDS_MAX = 16_384
+"""Records in a state, one per worker: a run has no more workers."""
+SNAPSHOTS_MAX = 65_536
+"""Snapshots of a slot in one reply: one per second of a retention window of 18 hours."""
+HISTORIES_MAX = 1024
+"""Histories of a box in one reply: a coordinator keeps those of 16 attempts and of the open one."""
+CHECK_EVERY = 64 << 20
+"""Bytes of replies between two looks at the free memory."""
+
+_Header = TypeVar("_Header", pb.SnapshotHeader, pb.WorkerRecord)
+
+
+def blob_name(data: bytes) -> str:
+    """Return the name under which the coordinator keeps these bytes."""
+    return hashlib.sha256(data).hexdigest()
+
+
+class _Received:
+    """Bytes of the replies that this process is receiving."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._bytes = 0
+        self._check_at = CHECK_EVERY
+
+    def add(self, method: str, size: int) -> None:
+        with self._lock:
+            self._bytes += size
+            held, due = self._bytes, self._bytes >= self._check_at
+            if due:
+                self._check_at = held + CHECK_EVERY
+        if due and held > (free := free_memory()):
+            raise ProtocolError(
+                f"{method}: all replies that this process receives must fit into half of its free memory, got "
+                f"{held} bytes with {free} left: give it more memory"
+            )
+
+    def remove(self, size: int) -> None:
+        with self._lock:
+            self._bytes -= size
+            self._check_at = min(self._check_at, self._bytes + CHECK_EVERY)
+
+
+_received = _Received()
+
+
+@contextmanager
+def receiving(method: str) -> Iterator[Callable[[int], None]]:
+    """Yield a function that counts the bytes of each part of a reply.
+
+    It raises ProtocolError for an empty part, of which there could be any number, and for more than fits into memory.
+    """
+    size = 0
+
+    def count(part_size: int) -> None:
+        nonlocal size
+        if not part_size:
+            raise ProtocolError(f"{method}: a part of a reply must not be empty")
+        size += part_size
+        _received.add(method, part_size)
+
+    try:
+        yield count
+    finally:
+        _received.remove(size)
+
+
+class ValueParts:
+    """Bytes of one value. Raises ProtocolError for more than VALUE_MAX.
+
+    what: the value, for messages.
+    write: where the bytes go as they come.
+    """
+
+    def __init__(self, what: str, write: Callable[[bytes], Any]) -> None:
+        self._what, self._write = what, write
+        self._bytes = 0
+
+    def add(self, part: Any) -> None:
+        self._bytes += len(part.data)
+        if self._bytes > VALUE_MAX:
+            raise ProtocolError(f"{self._what} must have at most {VALUE_MAX} bytes, got more")
+        self._write(part.data)
+
+
+class BlobParts(ValueParts):
+    """Bytes of a blob, whose name is their digest."""
+
+    def __init__(self, name: str, write: Callable[[bytes], Any]) -> None:
+        super().__init__(f"the stored value {name}", write)
+        self._name, self._digest = name, hashlib.sha256()
+
+    def add(self, part: pb.BlobPart) -> None:
+        super().add(part)
+        self._digest.update(part.data)
+
+    def check(self) -> None:
+        """Raise StateCorruptError if the bytes that came are not those of the name."""
+        if self._digest.hexdigest() != self._name:
+            raise StateCorruptError(
+                f"the stored value {self._name} arrived damaged, as {self._bytes} bytes with the digest "
+                f"{self._digest.hexdigest()}"
+            )
+
+
+class Histories:
+    """Histories of a box."""
+
+    def __init__(self) -> None:
+        self.all: list[pb.History] = []
+        self._bytes = 0
+
+    def add(self, part: pb.HistoryPart) -> None:
+        self._bytes += part.ByteSize()
+        if len(self.all) >= HISTORIES_MAX or self._bytes > VALUE_MAX:
+            raise ProtocolError(
+                f"FetchHistory: a reply must have at most {HISTORIES_MAX} histories of {VALUE_MAX} bytes in all, got "
+                f"{len(self.all) + 1} of {self._bytes} bytes"
+            )
+        self.all.append(part.history)
+
+
+class _Values(Generic[_Header]):
+    """Headers and the data parts that follow them. Raises ProtocolError when sizes do not match, and for more values
+    than `most`."""
+
+    def __init__(self, what: str, most: int, size_of: Callable[[Any], int]) -> None:
+        self._what, self._most = what, most
+        self._size_of: Callable[[Any], int] = size_of
+        self._done: list[tuple[_Header, bytes]] = []
+        self._header: _Header | None = None
+        self._data: list[bytes] = []
+        self._bytes = 0
+
+    def add(self, header: _Header | None, data: bytes) -> None:
+        if header is not None:
+            self._close()
+            if len(self._done) >= self._most:
+                raise ProtocolError(f"{self._what}: a reply must have at most {self._most} values, got more")
+            if self._size_of(header) > VALUE_MAX:
+                size = self._size_of(header)
+                raise ProtocolError(f"{self._what}: a value must have at most {VALUE_MAX} bytes, got {size}")
+            self._header = header
+        if data:
+            if self._header is None:
+                raise ProtocolError(f"{self._what}: the coordinator sent data before a header")
+            self._bytes += len(data)
+            if self._bytes > self._size_of(self._header):
+                raise ProtocolError(
+                    f"{self._what}: the coordinator declared {self._size_of(self._header)} bytes, got more"
+                )
+            self._data.append(data)
+
+    def _close(self) -> None:
+        if self._header is None:
+            return
+        declared = self._size_of(self._header)
+        if declared != self._bytes:
+            raise ProtocolError(f"{self._what}: the coordinator declared {declared} bytes, got {self._bytes}")
+        self._done.append((self._header, b"".join(self._data)))
+        self._header, self._data, self._bytes = None, [], 0
+
+    def all(self) -> list[tuple[_Header, bytes]]:
+        self._close()
+        return self._done
+
+
+class StateParts:
+    """Records and positions of a state."""
+
+    def __init__(self) -> None:
+        self._records: _Values[pb.WorkerRecord] = _Values("FetchState", RECORDS_MAX, lambda record: record.state_bytes)
+        self.positions: dict[int, records_pb2.BoxPosition] = {}
+        """Box -> its position at the step."""
+
+    def add(self, part: pb.StatePart) -> None:
+        for one in part.parts:
+            self.add(one)
+        if part.parts:
+            return
+        if part.HasField("record") and part.HasField("position"):
+            self.positions[part.record.box] = part.position
+        self._records.add(part.record if part.HasField("record") else None, part.data)
+
+    def records(self) -> list[tuple[pb.WorkerRecord, bytes]]:
+        return self._records.all()
+
+
+class SnapshotParts:
+    """Snapshots of a slot."""
+
+    def __init__(self) -> None:
+        self._snapshots: _Values[pb.SnapshotHeader] = _Values("GetSnapshots", SNAPSHOTS_MAX, lambda header: header.size)
+
+    def add(self, part: pb.SnapshotPart) -> None:
+        self._snapshots.add(part.header if part.HasField("header") else None, part.data)
+
+    def all(self) -> list[tuple[pb.SnapshotHeader, bytes]]:
+        return self._snapshots.all()

@@ -1,0 +1,64 @@
+"""Files that are written past the page cache where possible, from memory that is laid out in whole pages."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+__all__ = ["write_file"]
+
+CHUNK = 16 << 20
+"""Bytes that are passed on and then written at a time: small enough for the processor's cache, large enough for few
+calls."""
+
+
+def write_file(
+    path: Path, region: memoryview, size: int, *, durable: bool, passing: Callable[[memoryview], None]
+) -> None:
+    """Write the first `size` bytes of a region, which is padded to whole pages, to a new file.
+
+    passing: called with each piece before it is written; an exception ends the write.
+    """
+    handle = _open(path, direct=durable)
+    try:
+        for start in range(0, size, CHUNK):
+            end = min(start + CHUNK, size)
+            passing(region[start:end])
+            # Whole pages; the file is cut to its length below.
+            _write_all(handle, region[start : -(-end // mmap.PAGESIZE) * mmap.PAGESIZE], start)
+        os.ftruncate(handle, size)
+        if durable:
+            os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _open(path: Path, *, direct: bool) -> int:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    if direct:
+        try:
+            return os.open(path, flags | os.O_DIRECT, 0o666)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            path.unlink(missing_ok=True)  # no O_DIRECT here; some file systems make the file before they refuse
+    return os.open(path, flags, 0o666)
+
+
+def _write_all(handle: int, data: memoryview, offset: int) -> None:
+    while data:
+        try:
+            done = os.pwrite(handle, data, offset)
+        except OSError as error:
+            flags = fcntl.fcntl(handle, fcntl.F_GETFL)
+            if error.errno != errno.EINVAL or not flags & os.O_DIRECT:
+                raise
+            fcntl.fcntl(
+                handle, fcntl.F_SETFL, flags & ~os.O_DIRECT
+            )  # blocks larger than pages, or a partial block left
+            continue
+        data, offset = data[done:], offset + done

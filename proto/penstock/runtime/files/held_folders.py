@@ -1,0 +1,55 @@
+"""Folders held by a descriptor: what is done in one stays in it, wherever its name leads by then.
+
+Who can write to the folder above it may rename a folder of ours, and put a link in its place, between two steps of
+ours. By its name we would then write into, and empty, whatever folder the link leads to.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+__all__ = ["HeldFolder"]
+
+
+class HeldFolder:
+    """A folder, until it is closed. Raises OSError if the name is not a folder, or a link."""
+
+    def __init__(self, name: Path) -> None:
+        self.name = name
+        """Name that it was opened by."""
+        try:
+            self._fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except NotADirectoryError:
+            raise OSError(errno.ENOTDIR, "it is a link or a file, and must be a folder", str(name)) from None
+        self.path = Path(f"/proc/self/fd/{self._fd}")
+        """Path of the folder itself, for functions that take paths; it outlives a change of the name."""
+
+    def is_at(self, name: Path) -> bool:
+        """Return whether a name leads to this folder."""
+        try:
+            found = os.lstat(name)
+        except OSError:
+            return False
+        return os.path.samestat(found, os.fstat(self._fd))
+
+    def named(self, text: str) -> str:
+        """Return a text for people: with the folder's name in place of its path."""
+        return text.replace(str(self.path), str(self.name))
+
+    def close(self) -> None:
+        """Close it; does nothing when called again."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

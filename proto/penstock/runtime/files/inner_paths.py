@@ -1,0 +1,77 @@
+"""Files below a folder of ours in which others may make names: reached through no link.
+
+A name is looked up folder by folder, each held by a descriptor, so that what is written, renamed or removed lies below
+the folder, whatever links others put there, and whenever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+__all__ = ["is_strange_link", "parent_of", "refuse_strange_links", "unlink_below"]
+
+_HELD = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
+
+
+@contextlib.contextmanager
+def parent_of(root: str | Path, name: str, *, make: bool = False) -> Iterator[tuple[int, str]]:
+    """Yield a descriptor of the folder that holds a file, for `dir_fd`, and the file's name in it.
+
+    root: the folder, which may itself be reached by links.
+    name: path of the file below it, without "..".
+    make: make the folders between them.
+
+    Raises OSError, if one of these is a link too.
+    """
+    *folders, last = name.split("/")
+    held = os.open(root, _HELD)
+    try:
+        for number, folder in enumerate(folders, 1):
+            if make:
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(folder, dir_fd=held)
+            try:
+                below = os.open(folder, _HELD | os.O_NOFOLLOW, dir_fd=held)
+            except NotADirectoryError:
+                where = os.path.join(root, *folders[:number])
+                raise OSError(errno.ENOTDIR, "it is a link or a file, and must be a folder", where) from None
+            os.close(held)
+            held = below
+        yield held, last
+    finally:
+        os.close(held)
+
+
+def unlink_below(root: str | Path, name: str) -> None:
+    """Remove a file below a folder. Raises OSError as `parent_of`, and if there is none."""
+    with parent_of(root, name) as (folder, last):
+        os.unlink(last, dir_fd=folder)
+
+
+def is_strange_link(path: str | Path) -> bool:
+    """Return whether a name is a link that another user has made, root excepted."""
+    try:
+        found = os.lstat(path)
+    except OSError:
+        return False
+    return stat.S_ISLNK(found.st_mode) and found.st_uid not in (0, os.getuid())
+
+
+def refuse_strange_links(path: Path) -> None:
+    """Raise OSError if a path leads through a link that another user put into a folder where everybody may make names,
+    such as /tmp: it was perhaps made in the place of a folder that we were about to make. This is what Linux does by
+    itself with fs.protected_symlinks=1."""
+    path = path.absolute()
+    for part in [*reversed(path.parents), path]:
+        try:
+            above = os.stat(part.parent)
+        except OSError:
+            return
+        shared = above.st_mode & stat.S_ISVTX and above.st_mode & stat.S_IWOTH
+        if shared and is_strange_link(part) and os.lstat(part).st_uid != above.st_uid:
+            raise OSError(errno.EACCES, f"it is a link that user {os.lstat(part).st_uid} has made", str(part))

@@ -1,0 +1,276 @@
+"""Requests that are as large as a request may be, and made of as many parts as fit: what they cost a coordinator."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from bearer import metadata
+from cluster import TOKEN, Cluster, running
+
+from penstock.appliance.core import views
+from penstock.appliance.model.entities import AttemptState
+from penstock.appliance.model.limits import MIB, Limits
+from penstock.appliance.storage.journal import StateDir
+from penstock.appliance.testing import FakeCluster
+from penstock.proto.errors import InvalidArgumentError, OverloadedError
+from penstock.proto.rpc import message_bounds
+from penstock.proto.rpc.channel import REPLY_MAX
+from penstock.proto.rpc.message_bounds import LargeRequests, check_fields, parsed_request
+from penstock.proto.v1 import coordinator_pb2 as pb
+from penstock.proto.v1 import records_pb2
+from penstock.proto.v1.coordinator_pb2_grpc import CoordinatorStub
+
+LARGEST = 4 * MIB - 64
+BOX = pb.WatchRunRequest(run="job/0", attempt=1, client_id="c").SerializeToString()
+HEARTBEAT = pb.HeartbeatRequest(worker="w", session="s").SerializeToString()
+WORKER = pb.RegisterWorkerRequest(worker="w", session="s", slots=1).SerializeToString()
+OPENING = pb.OpenRunRequest(
+    job="other",
+    client_id="c",
+    num_boxes=1,
+    num_workers_per_box=1,
+    loader=records_pb2.LoaderSpec(input_fn="m:f"),
+).SerializeToString()
+ALLOWED_S = 0.3
+"""Processor seconds that one call may take: the slowest took nine."""
+ALLOWED = 64 * MIB
+"""Bytes that the coordinator's memory may grow by."""
+
+
+def number(value: int) -> bytes:
+    """A varint."""
+    return bytes([value & 127 | 128]) + number(value >> 7) if value > 127 else bytes([value])
+
+
+def part(field: int, data: bytes) -> bytes:
+    """A field of bytes, or of a message."""
+    return number(field << 3 | 2) + number(len(data)) + data
+
+
+def full_of(data: bytes) -> bytes:
+    return data * (LARGEST // len(data))
+
+
+def trouble() -> bytes:
+    return pb.LaneTrouble(slot=0, generation=1).SerializeToString()
+
+
+def abandoned() -> bytes:
+    size, parts = 0, []
+    for epoch in range(1, 500_000):
+        parts.append(part(11, pb.AbandonedEpoch(epoch=epoch, step=epoch).SerializeToString()))
+        size += len(parts[-1])
+        if size > LARGEST - len(BOX) - 32:
+            break
+    return b"".join(parts)
+
+
+REQUESTS: dict[str, tuple[str, Callable[[], bytes]]] = {
+    "empty reports": (
+        "Heartbeat",
+        lambda: HEARTBEAT + full_of(part(5, b"")),
+    ),
+    "unreachable slots": ("WatchRun", lambda: BOX + full_of(part(71, trouble()))),
+    "one epoch abandoned": ("WatchRun", lambda: BOX + full_of(part(11, b""))),
+    "epochs abandoned": ("WatchRun", lambda: BOX + abandoned()),
+    "live slots": ("WatchRun", lambda: BOX + part(7, b"\x08\x05" + part(3, b"\x01" * (LARGEST - 64)) + part(5, b""))),
+    "slots of a position": ("WatchRun", lambda: BOX + part(7, full_of(part(5, b"")))),
+    "progress of a query": ("FetchState", lambda: part(6, BOX + full_of(part(71, trouble()))[: 3 * MIB // 8 * 8])),
+    "live slots of an opening": ("OpenRun", lambda: OPENING + part(14, part(3, b"\x01" * (LARGEST - 256)))),
+    "unknown fields in a start": ("OpenRun", lambda: OPENING + part(14, full_of(b"\xa0\x06\x01"))),
+    "prefixes": (
+        "RegisterWorker",
+        lambda: WORKER + full_of(part(8, b"")),
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with running(tmp_path_factory.mktemp("state")) as cluster:
+        with grpc.insecure_channel(cluster.address) as channel:
+            stub = CoordinatorStub(channel)
+            opening = pb.OpenRunRequest.FromString(OPENING)
+            opening.job = "job"
+            stub.RegisterWorker(
+                pb.RegisterWorkerRequest(worker="w", session="s", slots=1), metadata=metadata(TOKEN), timeout=30
+            )
+            stub.OpenRun(opening, metadata=metadata(TOKEN), timeout=30)
+        yield cluster
+
+
+def peak(pid: int) -> int:
+    """The most that a process has had in memory, in bytes."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) << 10
+    raise AssertionError("the kernel does not say")
+
+
+def used_s(pid: int) -> float:
+    """Processor seconds of a process."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_a_large_request_costs_little(cluster: Cluster, name: str) -> None:
+    pid = cluster.coordinator.pid
+    method, request = REQUESTS[name]
+    data = request()
+    assert 3 * MIB // 2 < len(data) <= 4 * MIB
+    with grpc.insecure_channel(cluster.address, options=[("grpc.max_send_message_length", -1)]) as channel:
+        kind: Any = channel.unary_stream if method == "FetchState" else channel.unary_unary
+        call = kind(f"/penstock.proto.v1.Coordinator/{method}")
+        before, began_s = peak(pid), used_s(pid)
+        with pytest.raises(grpc.RpcError) as refused:
+            list(call(data, metadata=metadata(TOKEN), timeout=60))
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT, refused.value.details()
+    assert used_s(pid) - began_s < ALLOWED_S
+    assert peak(pid) - before < ALLOWED
+
+
+def test_fields_are_counted_at_every_level() -> None:
+    position = records_pb2.BoxPosition(slots=[records_pb2.SlotPosition()] * 200)
+    report = pb.WatchRunRequest(delivered=position)
+    for message in (report, pb.FetchStateRequest(progress=report), pb.CloseRunRequest(progress=report)):
+        data = message.SerializeToString()
+        check_fields(data, message.DESCRIPTOR, 203)
+        with pytest.raises(InvalidArgumentError, match="at most 199 fields"):
+            check_fields(data, message.DESCRIPTOR, 199)
+    with pytest.raises(InvalidArgumentError, match="fields"):
+        check_fields(b"\x0b" * 99, pb.WatchRunRequest.DESCRIPTOR, 40)  # groups
+    deep = pb.StatePart()
+    for _ in range(90):
+        deep = pb.StatePart(parts=[deep])
+    with pytest.raises(InvalidArgumentError, match="fields"):
+        check_fields(deep.SerializeToString(), pb.StatePart.DESCRIPTOR, 100)
+
+
+@pytest.mark.parametrize("data", [b"\xff" * 99, b"\x2a\xff\xff\xff\x0f" + bytes(9), b"\x08" + b"\x80" * 99])
+def test_malformed_bytes_are_the_parsers(data: bytes) -> None:
+    check_fields(data, pb.HeartbeatRequest.DESCRIPTOR, 40)
+    with pytest.raises(InvalidArgumentError, match="are not a request of it"):
+        parsed_request("Heartbeat", pb.HeartbeatRequest.FromString, data)
+
+
+def test_unknown_fields_are_left_out() -> None:
+    padded = OPENING + part(99, b"x" * 9999) + part(14, part(99, b"x" * 9999))
+    assert parsed_request("OpenRun", pb.OpenRunRequest.FromString, padded).ByteSize() == len(OPENING) + 2
+
+
+def test_large_requests_of_a_token_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(message_bounds, "LARGE_REQUESTS", 3 * MIB)
+    requests = LargeRequests()
+    with requests.answering("one") as count, requests.answering("one") as another, requests.answering("two") as other:
+        count(2 * MIB)
+        with pytest.raises(OverloadedError, match="large requests of one token"):
+            another(2 * MIB)
+        another(1000)
+        other(2 * MIB)
+    with requests.answering("one") as count:
+        count(3 * MIB)
+    assert not requests._bytes
+
+
+def test_what_is_kept_has_memory_of_its_own() -> None:
+    """A part of a request keeps all of the request in memory, however large."""
+    world = FakeCluster()
+    worker = world.worker("w")
+    world.open()
+    assignments = worker.heartbeat().assignments
+    reports = [worker.slot_report(assignment, pb.READY) for assignment in assignments]
+    for report in reports:
+        report.capabilities.length = 7
+    request = pb.HeartbeatRequest(worker="w", session=worker.session, slots=reports)
+    world.registry.heartbeat(request)
+    (slot, _) = world.slots()
+    assert slot.capabilities.length == 7
+    request.slots[0].capabilities.length = 8
+    assert slot.capabilities.length == 7, "its own"
+
+
+def test_a_report_has_so_many_parts() -> None:
+    world = FakeCluster(Limits(abandoned_at_once=3))
+    worker, box = world.worker("w", 2), world.open()
+    worker.heartbeat(*[pb.SlotReport()] * 4)
+    with pytest.raises(InvalidArgumentError, match="slots in a heartbeat must be at most 4, got 5"):
+        worker.heartbeat(*[pb.SlotReport()] * 5)
+    watch = pb.WatchRunRequest(run="job/0", attempt=1, box=0, client_id=box.request.client_id)
+    watch.unreachable.extend([pb.LaneTrouble()] * 3)
+    with pytest.raises(InvalidArgumentError, match="unreachable slots must be at most 2, got 3"):
+        world.registry.watch_run(watch)
+    del watch.unreachable[:]
+    watch.abandoned.extend([pb.AbandonedEpoch()] * 4)
+    with pytest.raises(InvalidArgumentError, match="abandoned epochs in a report must be at most 3, got 4"):
+        world.registry.watch_run(watch)
+
+
+# ------------------------------------------------------------------------------------------------ replies to workers
+
+
+def test_a_worker_can_always_be_answered() -> None:
+    """A worker whose reply is too large to send is lost, with the slots of every job on it."""
+    world = FakeCluster()
+    worker = world.worker("w", 1024)
+    opening = pb.OpenRunRequest(job="large", client_id="c")
+    opening.loader.arguments = bytes(200 << 10)
+    for number in range(8):
+        world.open(job=f"large-{number}", num_workers_per_box=128, loader=opening.loader)
+    world.open(job="small")
+    placed = len(worker.heartbeat().assignments)
+    assert worker.heartbeat().ByteSize() < REPLY_MAX
+    assert 50 <= placed < 60
+    other = world.worker("other", 8)
+    worker.heartbeat()
+    assert len(other.heartbeat().assignments) == 8, "the rest waits for other workers"
+    world.registry.cluster.end(world.registry.cluster.open_attempts()[0], AttemptState.ENDED, "over")
+    for _ in range(4):
+        worker.heartbeat()
+    assert len(worker.heartbeat().assignments) == placed, "what has ended makes room"
+
+
+def test_room_for_assignments_outlives_a_restart(tmp_path: Path) -> None:
+    directory = StateDir(tmp_path)
+    world = FakeCluster(directory=directory)
+    worker = world.worker("w", 1024)
+    opening = pb.OpenRunRequest()
+    opening.loader.arguments = bytes(200 << 10)
+    world.open(num_workers_per_box=256, loader=opening.loader)
+    placed = len(worker.heartbeat().assignments)
+    size = world.registry.cluster.workers["w"].slots.size
+    world.restart(worker)
+    assert len(worker.heartbeat().assignments) == placed
+    assert world.registry.cluster.workers["w"].slots.size == size
+    world.journal.close()
+    directory.close()
+
+
+def test_state_requests_come_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reply has room for so many; the others follow as these are answered."""
+    monkeypatch.setattr(views, "STATE_REQUESTS", 3)
+    world = FakeCluster()
+    worker, box = world.worker("w"), world.open(num_workers_per_box=2)
+    worker.ready()
+    box.deliver(4)
+    for step in range(4):
+        world.registry.begin_state(pb.FetchStateRequest(run="job/0", attempt=1, step=step + 1, deadline_s=9))
+    answered: set[str] = set()
+    seen = 0
+    while True:
+        request = pb.HeartbeatRequest(worker="w", session=worker.session, seen_version=seen)
+        reply = world.registry.heartbeat(request)
+        if reply.unchanged:
+            break
+        assert len(reply.state_requests) <= 3
+        seen = reply.version
+        for one in reply.state_requests:
+            answered.add(one.request)
+            answer = pb.StateAnswer(request=one.request, worker="w", session=worker.session)
+            world.registry.answer_state(answer, b"")
+    assert len(answered) == 8

@@ -1,0 +1,117 @@
+"""`num_workers_per_box=0`: batches are made in the training process and thread, so that it can be debugged."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import traceback
+from bdb import BdbQuit
+from pathlib import Path
+from typing import Any
+
+import mapped
+import pytest
+import streams
+import torch
+from census import children
+
+from penstock.client import Appliance, DataExecutor, DataLoader
+from penstock.proto.errors import InputFnError, InvalidArgumentError, PenstockError
+
+STOPS = """
+import torch
+from penstock.client import Appliance, DataExecutor, DataLoader
+
+class Stops:
+    def __iter__(self):
+        for number in range(4):
+            if number == 2:
+                breakpoint()
+            yield torch.tensor(number)
+
+if __name__ == "__main__":
+    for batch in DataExecutor(DataLoader(Stops)):
+        print("batch", int(batch))
+"""
+
+
+def numbers(count: int) -> list[torch.Tensor]:
+    return [torch.tensor(number) for number in range(count)]
+
+
+def interrupted(error: type[BaseException]) -> Any:
+    def stream() -> Any:
+        yield torch.tensor(0)
+        raise error
+
+    return stream()
+
+
+def script(tmp_path: Path, words: str, workers: int) -> subprocess.CompletedProcess[str]:
+    (tmp_path / "train.py").write_text(STOPS)
+    env = os.environ | {"PENSTOCK_NUM_WORKERS_PER_BOX": str(workers)}
+    return subprocess.run(
+        [sys.executable, "train.py"], cwd=tmp_path, env=env, input=words, capture_output=True, text=True, timeout=60
+    )
+
+
+def test_nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even with an address, so that a job is debugged by one variable."""
+    monkeypatch.setenv("PENSTOCK_COORDINATOR", "nowhere.invalid:1")
+    monkeypatch.setenv("PENSTOCK_NUM_WORKERS_PER_BOX", "0")
+    before = children(os.getpid()), threading.active_count()
+    with Appliance() as appliance:
+        assert repr(appliance) == "<Appliance in this process, box 0 of 1, 0 workers each>"
+        assert appliance.job
+        assert [int(batch) for batch in DataExecutor(DataLoader(numbers, 3))] == [0, 1, 2]
+        assert (children(os.getpid()), threading.active_count()) == before
+    with pytest.raises(PenstockError, match="this Appliance is closed"):
+        next(iter(DataExecutor(DataLoader(numbers, 3), appliance=appliance)))
+
+
+def test_a_breakpoint_stops_in_the_users_frame(tmp_path: Path) -> None:
+    run = script(tmp_path, "p number + 40\nc\n", workers=0)
+    assert "(Pdb) 42" in run.stdout
+    assert run.stdout.count("batch") == 4
+    assert run.returncode == 0
+
+
+def test_a_worker_says_where_a_breakpoint_works(tmp_path: Path) -> None:
+    run = script(tmp_path, "", workers=1)
+    assert "batch 3 raised BdbQuit: breakpoint() needs a terminal, and workers have none: set num_" in run.stderr
+    assert "PENSTOCK_NUM_WORKERS_PER_BOX=0" in run.stderr
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, BdbQuit])
+def test_the_users_own_stop_is_raised_as_it_is(error: type[BaseException]) -> None:
+    with Appliance(num_workers_per_box=0) as appliance:
+        executor = DataExecutor(DataLoader(interrupted, error), num_steps=2, appliance=appliance)
+        with pytest.raises(error):
+            list(executor)
+
+
+@pytest.mark.parametrize("broken", ["building", "batch"])
+def test_a_traceback_has_the_users_frames_once(broken: str) -> None:
+    input_fn, arguments = (
+        (streams.raises, {}) if broken == "building" else (mapped.mapped, {"broken": 0, "batch_size": 2})
+    )
+    with Appliance(num_workers_per_box=0) as appliance, pytest.raises(InputFnError) as caught:
+        list(DataExecutor(DataLoader(input_fn, **arguments), appliance=appliance))
+    assert caught.value.__cause__ is not None
+    text = "".join(traceback.format_exception(caught.value))
+    assert text.count("remote traceback") == 0
+    assert text.count("direct cause") == 1
+
+
+def test_several_boxes_need_a_seed() -> None:
+    """No coordinator gives them the same one."""
+    error = pytest.raises(InvalidArgumentError, match=r"seed must be given to a job of 2 boxes.*Appliance\(seed=")
+    with Appliance(num_workers_per_box=0, num_boxes=2, box=1) as appliance, error:
+        next(iter(DataExecutor(DataLoader(numbers, 3), appliance=appliance)))
+
+
+def test_synthetic_batches_are_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match="synthetic must be False with num_workers_per_box=0"):
+        Appliance(num_workers_per_box=0, synthetic=True)

@@ -1,0 +1,191 @@
+"""torch's DataLoader taken over, by its arguments or whole: the same batches, an exact position, refusals by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+from torch.utils import data
+from torch.utils.data import DataLoader as TorchLoader
+from torch.utils.data import TensorDataset, get_worker_info
+
+from penstock.client import Appliance, DataExecutor, DataLoader, wrap
+from penstock.proto.errors import InvalidArgumentError
+
+NUMBERS = TensorDataset(torch.arange(10), torch.arange(10.0))
+
+
+class Texts(data.Dataset[dict[str, Any]]):
+    def __len__(self) -> int:
+        return 7
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        return {"text": str(number), "pair": (number, float(number))}
+
+
+class Rows(data.IterableDataset[torch.Tensor]):
+    """Shards itself as torch asks."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        info = get_worker_info()
+        first, step = (info.id, info.num_workers) if info is not None else (0, 1)
+        return (torch.tensor(number) for number in range(first, self.count, step))
+
+
+class Even(data.Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(0, 10, 2))
+
+
+def squared(samples: list[Any]) -> torch.Tensor:
+    return torch.stack([number**2 for number, _ in samples])
+
+
+def plain(batch: Any) -> Any:
+    if isinstance(batch, dict):
+        return {key: plain(value) for key, value in batch.items()}
+    if isinstance(batch, list | tuple):
+        return [plain(value) for value in batch]
+    return batch.tolist() if isinstance(batch, torch.Tensor) else batch
+
+
+def samples(batches: Iterable[Any]) -> list[int]:
+    return [number for batch in batches for number in batch[0]]
+
+
+def here(**settings: Any) -> Appliance:
+    return Appliance(**{"num_workers_per_box": 0, "seed": 3, **settings})
+
+
+def epoch(loader: DataLoader, **settings: Any) -> list[Any]:
+    with here(**settings):
+        return [plain(batch) for batch in loader]
+
+
+@pytest.mark.parametrize("dataset", [NUMBERS, Texts(), list(range(5))], ids=["tensors", "texts", "list"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"batch_size": 4},
+        {"batch_size": 4, "drop_last": True},
+        {"batch_size": None},
+        {"batch_size": 3, "num_workers": 2},
+    ],
+    ids=str,
+)
+def test_unshuffled_batches_are_those_of_torch(dataset: Any, arguments: dict[str, Any]) -> None:
+    expected = [plain(batch) for batch in TorchLoader(dataset, **arguments)]
+    assert epoch(DataLoader(dataset, **arguments)) == expected
+    assert epoch(wrap(TorchLoader(dataset, **arguments))) == expected
+
+
+def test_a_collate_function_is_used() -> None:
+    assert epoch(DataLoader(NUMBERS, 5, collate_fn=squared)) == [[0, 1, 4, 9, 16], [25, 36, 49, 64, 81]]
+
+
+def test_each_worker_is_initialised_with_its_slot() -> None:
+    called: list[int] = []
+    assert len(epoch(DataLoader(NUMBERS, 5, worker_init_fn=called.append))) == 2
+    assert called == [0]
+
+
+def test_shuffled_epochs_have_each_sample_once() -> None:
+    with here():
+        loader = DataLoader(NUMBERS, batch_size=3, shuffle=True)
+        epochs = [samples(map(plain, loader)) for _ in range(2)]
+    assert epochs[0] != epochs[1]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(10))
+
+
+def test_a_generator_gives_the_seed() -> None:
+    """In place of the run's."""
+
+    def order(seed: int, of_run: int) -> list[Any]:
+        generator = torch.Generator().manual_seed(seed)
+        return epoch(wrap(TorchLoader(NUMBERS, 10, shuffle=True, generator=generator)), seed=of_run)
+
+    assert order(5, of_run=1) == order(5, of_run=2) != order(6, of_run=1)
+
+
+@pytest.mark.parametrize(
+    ("sampler", "expected"),
+    [
+        (data.SequentialSampler(NUMBERS), list(range(10))),
+        (data.RandomSampler(NUMBERS, num_samples=4), None),
+        (data.SubsetRandomSampler([1, 5, 7]), [1, 5, 7]),
+        (data.DistributedSampler(NUMBERS, num_replicas=1, rank=0), list(range(10))),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_torchs_own_samplers_are_taken_over(sampler: Any, expected: list[int] | None) -> None:
+    got = samples(epoch(wrap(TorchLoader(NUMBERS, 4, sampler=sampler))))
+    assert sorted(got) == expected if expected is not None else len(set(got)) == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        ({"sampler": Even()}, "sampler of a torch DataLoader cannot be taken over, got a Even"),
+        ({"sampler": data.WeightedRandomSampler([1.0] * 10, 5)}, "got a WeightedRandomSampler"),
+        ({"sampler": data.RandomSampler(NUMBERS, replacement=True)}, "got a RandomSampler"),
+        ({"batch_sampler": [[0, 1], [2]]}, "batch_sampler of a torch DataLoader cannot be taken over, got a list"),
+    ],
+    ids=["own", "weighted", "replacement", "batches"],
+)
+def test_an_order_of_the_users_own_is_refused(arguments: dict[str, Any], name: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=rf"{name}.*MapLoader"):
+        DataLoader(NUMBERS, **arguments)
+    with pytest.raises(InvalidArgumentError, match=rf"{name}.*MapLoader"):
+        wrap(TorchLoader(NUMBERS, **arguments))
+
+
+def test_other_arguments_are_named() -> None:
+    with pytest.raises(InvalidArgumentError, match="in_order of a torch DataLoader cannot be taken over, got False"):
+        DataLoader(NUMBERS, in_order=False)
+    with pytest.raises(TypeError, match="no argument 'batchsize'"):
+        DataLoader(NUMBERS, batchsize=3)
+    with pytest.raises(InvalidArgumentError, match="shuffle of a torch DataLoader cannot be taken over, got True"):
+        DataLoader(Rows(3), shuffle=True)
+    with pytest.raises(TypeError, match=r"wrap\(\) takes a torch DataLoader, got a TensorDataset"):
+        wrap(NUMBERS)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_a_state_resumes_on_other_workers(appliance: Appliance, workers: int) -> None:
+    """Saved in this process, resumed on worker processes."""
+    whole = epoch(DataLoader(NUMBERS, batch_size=2, shuffle=True))
+    loader, again = (wrap(TorchLoader(NUMBERS, batch_size=2, shuffle=True)) for _ in range(2))
+    with here() as first:
+        begun = [plain(batch) for batch in DataExecutor(loader, num_steps=2, appliance=first)]
+        again.load_state_dict(loader.state_dict())
+    with Appliance(num_workers_per_box=workers) as second:
+        rest = [plain(batch) for batch in DataExecutor(again, appliance=second)]
+    assert begun + rest == whole
+
+
+def test_an_iterable_dataset_resumes_by_replay() -> None:
+    def loader() -> DataLoader:
+        return wrap(TorchLoader(Rows(20), batch_size=3))
+
+    with Appliance(num_workers_per_box=2, seed=3) as appliance:
+        whole = [plain(batch) for batch in DataExecutor(loader(), appliance=appliance)]
+        saved, again = loader(), loader()
+        begun = [plain(batch) for batch in DataExecutor(saved, num_steps=3, appliance=appliance)]
+        assert saved.is_restartable
+        again.load_state_dict(saved.state_dict())
+        assert begun + [plain(batch) for batch in DataExecutor(again, appliance=appliance)] == whole
+    assert sorted(chain.from_iterable(whole)) == list(range(20))
+
+
+def test_workers_elsewhere_are_refused_by_name() -> None:
+    loader = DataLoader(NUMBERS)
+    error = pytest.raises(InvalidArgumentError, match=r"argument 0 of input_fn .*cannot travel to a worker")
+    with Appliance("nowhere.invalid:1", token="t", job="j", timeout_s=1) as appliance, error:
+        next(iter(DataExecutor(loader, appliance=appliance)))

@@ -1,0 +1,75 @@
+"""input_fns of torch's own arguments, for `penstock.client.DataLoader(dataset, batch_size=32, ...)`.
+
+A map-style dataset becomes a MapLoader, whose order and position do not depend on the number of workers. An iterable
+one is read by torch's DataLoader, in each worker: it must shard itself by get_worker_info(), as torch demands, and is
+restored from the start of its epoch by replay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.utils.data
+from torch.utils.data import default_convert
+
+from penstock.data.loading.map_loader import MapLoader
+from penstock.data.ordering.partition import Tail
+from penstock.proto.state.assignment import current_assignment
+from penstock.worker.batch.building import collate
+
+__all__ = ["read_batches", "stream_batches"]
+
+
+class _OnlySample:
+    """Collate function of a loader without batches: the one sample, converted to tensors as torch does it."""
+
+    def __init__(self, convert: Callable[[Any], Any]) -> None:
+        self._convert = convert
+
+    def __call__(self, samples: list[Any]) -> Any:
+        return self._convert(samples[0])
+
+
+def read_batches(
+    dataset: Any,
+    *,
+    batch_size: int | None,
+    seed: int | None,
+    shuffle: bool,
+    tail: Tail,
+    num_samples: int | None,
+    collate_fn: Callable[[Any], Any] | None,
+    worker_init_fn: Callable[[int], Any] | None,
+) -> MapLoader:
+    """Return this worker's batches of a map-style dataset. `batch_size` None: each sample is a batch."""
+    _begin(worker_init_fn)
+    if batch_size is None:
+        collate_fn = _OnlySample(collate_fn or default_convert)
+    return MapLoader(
+        dataset,
+        batch_size=1 if batch_size is None else batch_size,
+        shuffle=shuffle,
+        seed=seed,
+        tail=tail,
+        num_samples=num_samples,
+        collate_fn=collate_fn or collate,
+    )
+
+
+def stream_batches(
+    dataset: Any,
+    *,
+    batch_size: int | None,
+    drop_last: bool,
+    collate_fn: Callable[[Any], Any] | None,
+    worker_init_fn: Callable[[int], Any] | None,
+) -> torch.utils.data.DataLoader[Any]:
+    """Return this worker's batches of an iterable dataset."""
+    _begin(worker_init_fn)
+    return torch.utils.data.DataLoader(dataset, batch_size=batch_size, drop_last=drop_last, collate_fn=collate_fn)
+
+
+def _begin(worker_init_fn: Callable[[int], Any] | None) -> None:
+    if worker_init_fn is not None:
+        worker_init_fn(current_assignment().slot)

@@ -1,0 +1,100 @@
+"""Settings of a worker daemon, and what follows from them here: the user and the control groups of its runners."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from penstock.proto.errors import (
+    InvalidArgumentError,
+)
+from penstock.proto.rpc.channel import Tls
+from penstock.worker.processes.child_processes import START_DEADLINE_S
+from penstock.worker.processes.control_groups import SPARE_BYTES, ControlGroups, here
+from penstock.worker.processes.runner_user import RunnerUser, find_user, sees_shared_memory
+from penstock.worker.slots.memory_watch import HARD_LIMIT
+
+__all__ = ["DaemonSettings", "groups_of_runners", "own_name", "user_of_runners"]
+
+_log = logging.getLogger("penstock.worker")
+
+
+@dataclass(frozen=True)
+class DaemonSettings:
+    """Settings of a daemon."""
+
+    coordinator: str
+    token: str = field(repr=False)
+    slots: int
+    allow: Sequence[str]
+    listen: str = "127.0.0.1:0"
+    """host:port for lanes from other hosts; port 0 = any."""
+    name: str = ""
+    parent_pids: Sequence[int] = ()
+    """Processes with which the daemon ends (embedded mode: the training job and its coordinator)."""
+    embedded: bool = False
+    runner_memory: int = 0
+    """Bytes that a runner may hold; 0 = no limit."""
+    starts: int = 0
+    """Runners that start at a time; 0 = as many as there are processors."""
+    start_timeout_s: float = START_DEADLINE_S
+    """Seconds that the interpreter of a run's runners may take to start."""
+    runner_user: str = ""
+    """Name or number of the user that user code runs as; "" = the daemon's own. See runner_user.py."""
+    runner_processes: int = 0
+    """Processes and threads of all runners together; 0 = no limit. Needs runner_user or control groups."""
+    no_cage: bool = False
+    """Flag that lets runners do to other processes what their user may; otherwise see sandbox.py."""
+    no_groups: bool = False
+    """Flag that gives runners no control groups; otherwise see control_groups.py."""
+    tls: Tls | None = None
+    """TLS files for the coordinator, and for lanes from other hosts."""
+    insecure: bool = False
+    """Flag that allows listening for lanes and metrics beyond this machine without TLS."""
+    drain_s: float = 0.0
+    """Seconds that the daemon continues after it was told to stop, while other workers get ready for its slots."""
+    liveness_file: str = ""
+    """Path of the file that is touched at each heartbeat, see penstock.runtime.process.liveness_file; "" = none."""
+    http: str = ""
+    """host:port of metrics and health, see worker_metrics.py; "" = none."""
+    http_tokens: str = field(default="", repr=False)
+    """Tokens for readers of metrics on other machines, in the syntax of penstock.proto.rpc.credentials.tokens."""
+
+
+def own_name() -> str:
+    """Return the name of a worker that was given none."""
+    return f"{socket.gethostname()}:{os.getpid()}"
+
+
+def user_of_runners(settings: DaemonSettings) -> RunnerUser | None:
+    """Return the user that user code runs as, None for the daemon's own; log once what that user will lack."""
+    if settings.runner_user:
+        if settings.runner_memory and not sees_shared_memory():
+            _log.warning(
+                "memory that a runner shares with its own processes is counted in each; to measure what is "
+                "shared, runner_memory needs CAP_SYS_PTRACE beside runner_user (docker run --cap-add SYS_PTRACE)"
+            )
+        return find_user(settings.runner_user, settings.runner_processes)
+    return None
+
+
+def groups_of_runners(settings: DaemonSettings) -> ControlGroups | None:
+    """Return the control groups for its children, if available here."""
+    if settings.embedded or settings.no_groups:
+        groups, why_not = None, "they are turned off"
+    else:
+        most = settings.runner_memory and HARD_LIMIT * settings.runner_memory + SPARE_BYTES
+        own, ours = here()
+        groups, why_not = ControlGroups.take(own, ours, memory=most, processes=settings.runner_processes)
+    if groups is not None:
+        _log.info("each runner has a control group of its own")
+    elif settings.runner_processes and not settings.runner_user:
+        raise InvalidArgumentError(
+            f"runner_processes={settings.runner_processes} needs runner_user, because the kernel counts processes by "
+            "user, and would count this worker and everything else of its user: set runner_user too. Control groups "
+            f"would count the runners alone, but cannot be used here: {why_not}"
+        )
+    return groups

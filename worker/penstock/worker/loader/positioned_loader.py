@@ -1,0 +1,378 @@
+"""How a user's loader is brought to any position in its stream.
+
+All code that opens, saves, restores or replays a loader is here; the runner that streams and the helper processes that
+verify and make states run the same code. The order of the moments matters. It was found by trying all of them on
+shuffled torch DataLoaders and StatefulDataLoaders with and without worker processes:
+
+    open an epoch         take RNG R0, `iter(loader)`, take `state_dict()`, take RNG R1           -> an epoch start
+    from an epoch start   load its state, set R0, `iter`, set R1, then replay n batches
+    a snapshot            `state_dict()` after batch n and the RNG of that moment, encoded before the next `next()`
+    from a snapshot       load it, `iter`, then set its RNG
+
+RNG restored at any other moment gives other batches. No state is taken after StopIteration: a finished epoch is
+(snapshot or epoch start, all of its batches). A loader that is its own iterator (a generator) is made anew by input_fn
+for each epoch. A state is loaded only into a loader that input_fn has just made, because the other contents of a used
+one are unknown.
+
+A loader of four methods is only ever given what its `deaggregate_state_dict` returned, as the protocol says, unless it
+declares `loads_own_state`. So it starts from the beginning, or from the state that the launch resumed from.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from penstock.proto.errors import PenstockError, ReplayMismatchError, StateMismatchError
+from penstock.proto.v1 import records_pb2
+from penstock.worker.loader.restart_points import END, Launch, RestartPoint, StreamPosition
+from penstock.worker.loader.slot_loader import SlotLoader
+from penstock.worker.processes.user_code import load_input_fn
+
+__all__ = ["PositionedLoader"]
+
+
+class PositionedLoader(SlotLoader, ABC):
+    """A slot's loader that is opened, replayed, saved and restored. `RestorableLoader` adds how it crosses the end of
+    an epoch in which it was restored."""
+
+    def __init__(
+        self,
+        assignment: records_pb2.WorkerAssignment,
+        doing: Callable[[str], None] = lambda activity: None,
+        left_out: Callable[[int, int], None] = lambda epoch, count: None,
+        load: Callable[[records_pb2.LoaderSpec], Callable[..., Any]] = load_input_fn,
+    ) -> None:
+        super().__init__(assignment, doing, left_out, load)
+        self.digest = 0
+        """Digest of the last batch, set by the code that flattens it."""
+        self.unsaved: Exception | None = None
+        """Reason why the state of the epoch start could not be taken."""
+        self.resume: dict[str, Any] | None = None
+        """Decoded state from which the launch resumed; needed to start again from there by the loader's own methods."""
+        self.restored = False
+        """Flag that a state, and not its batches, brought the loader to the middle of its epoch."""
+        self.strays = False
+        """Flag that, restored at an epoch's start, it drew other random numbers than the loader that streamed: at the
+        epoch's end the generators differ from those of that loader."""
+        self.counts_from: RestartPoint | None = None
+        """Start of the stream, if later restart points are counted from there because the loader's own states
+        mislead."""
+        self.awaited: dict[int, int] = {}
+        """Batches in all at an epoch's end -> digest of the batch that came next when the state was saved there."""
+        self._restored_at = 0
+        self._ahead: list[Any] = []
+        """Batches that `peek` has taken; at most one."""
+        self._rng_at_peek = b""
+        self._held: tuple[Iterator[Any], list[Any], RestartPoint | None] | None = None
+        """Next epoch, which the loader is in already, while this one is still to be ended."""
+        self._start: RestartPoint | None = None
+        """Start of a loader that is restored by its own methods only."""
+
+    @abstractmethod
+    def open_epoch(self, *, step: int = 0) -> RestartPoint:
+        """Open the epoch `position.epoch` and take its epoch start, as of the box's `step`."""
+
+    @property
+    def is_open(self) -> bool:
+        """True while an epoch is open."""
+        return self._iterator is not None
+
+    @property
+    def is_untouched(self) -> bool:
+        """True if it was restored and has yielded nothing since: it may not know yet that it is in the middle of an
+        epoch, and continue that when the next one is opened."""
+        return self.restored and self.position.total == self._restored_at
+
+    @property
+    def is_ahead(self) -> bool:
+        """True if the loader has made a batch more than `next` has returned."""
+        return bool(self._ahead)
+
+    @property
+    def start(self) -> RestartPoint | None:
+        """Start of the launch of a loader that is restored by its own methods only."""
+        return self._start
+
+    def learn_resume(self, resume: dict[str, Any] | None) -> None:
+        """Take the state from which the launch resumed, and the batch that came next if that was at an epoch's end."""
+        self.resume, a = resume, self.assignment
+        part = resume["slots"].get(a.slot) if resume is not None and a.resume.same_topology else None
+        if part is not None and part.get("next_epoch") and part["next_digest"] and self.believes(part):
+            self.awaited[a.start.slots[a.slot].total] = part["next_digest"]
+
+    def believes(self, part: dict[str, Any]) -> bool:
+        """Return whether the history in a saved part holds. If not, an older release wrote it, or the user has edited
+        it or does not load it strictly: the history is unknown, and the loader's own state counts."""
+        strict = self.capabilities.state_methods != 4 or self.resume is None or self.resume["strict"]
+        return bool("history" in part["restart"] and strict and not part.get("changed"))
+
+    # ---- epochs
+
+    def open(self, *, step: int = 0, rng_after: bytes | None = None) -> RestartPoint:
+        """Open the epoch with the present loader, whatever its state.
+
+        `rng_after`: RNG states to continue with, on a resume.
+        """
+        before = self._begin()
+        if rng_after is not None:
+            self._restore_rng(rng_after)
+        epoch_start = self._epoch_start(step, before)
+        if self.by_own_methods and self._start is None:
+            self._start = replace(epoch_start, state=None)
+        return self._behind_start(epoch_start)
+
+    def _epoch_start(self, step: int, before: bytes) -> RestartPoint:
+        """The epoch start of the epoch that was just opened. `before`: the generators before."""
+        state, asked = None, False
+        if self.saves_state:
+            try:
+                state, asked = self.state(step)
+            except PenstockError as error:
+                self.unsaved = error  # the stream goes on; the save will report it
+        return self.marked(
+            RestartPoint(self.position.copy(), state, self.rng(), before, self.digest, step if asked else 0)
+        )
+
+    def hold_back(self, position: StreamPosition, epoch: int, epoch_start: RestartPoint | None = None) -> None:
+        """End the epoch before the open one first: the open epoch is a later one than that of this position.
+        `epoch_start`: how that epoch began; None if no batch of it was made yet."""
+        assert self._iterator is not None
+        self._held = self._iterator, self._ahead, epoch_start
+        self._iterator, self._ahead = iter(()), []
+        self.position = replace(
+            position, epoch=epoch - 1, delivered=position.delivered if epoch - 1 == position.epoch else 0
+        )
+
+    def _open_held(self, step: int) -> RestartPoint:
+        assert self._held is not None
+        self._iterator, self._ahead, epoch_start = self._held
+        self._held = None
+        return self._behind_start(self._epoch_start(step, self.rng()) if epoch_start is None else epoch_start)
+
+    def enter(self, epoch: int) -> None:
+        """Record that the loader, resumed at the end of an epoch, has continued with this one at once."""
+        self.history = self.history.of(replace(self.history.launch, enters=epoch))
+        assert self._start is not None
+        self._start = replace(self._start, history=self._start.history.of(self.history.launch))
+
+    def _behind_start(self, point: RestartPoint) -> RestartPoint:
+        """Return the same point, reached by replay from the start, if only the start is a restart point."""
+        start = self._start or self.counts_from
+        return point if start is None or point.position == start.position else replace(point, behind=start)
+
+    def abort(self) -> None:
+        """Give up an epoch that was opened and of which at most one batch was looked at, as if it had not been
+        opened."""
+        self._iterator, self._ahead, self._held = None, [], None
+
+    def peek(self) -> Any:
+        """Return the next batch, or END; `next` will return it again. Only for digests: the loader's state is a batch
+        ahead."""
+        position, iterator, self._rng_at_peek = self.position.copy(), self._iterator, self.rng()
+        self._ahead = [self.next()]
+        self.position, self._iterator = position, iterator
+        return self._ahead[0]
+
+    def _begin(self) -> bytes:
+        """Start iterating; return the RNG that a replay must set before it does the same."""
+        if not self.capabilities.is_iterator:
+            before = self.rng()
+        else:
+            if not self._unused:
+                self._call()
+            before = self._rng_before_call
+        self._iterate()
+        return before
+
+    def next(self) -> Any:
+        """Return the next batch, or END; the position moves with it, except for samples, which the caller counts."""
+        assert self._iterator is not None
+        try:
+            if self._ahead:
+                batch = self._ahead.pop()
+                if batch is END:
+                    raise StopIteration
+            else:
+                batch = self._fetch()
+        except StopIteration:
+            self.leave_epoch()
+            return END
+        # sys.exit() too is the user's code, and must not look like a crash of the runner
+        except BaseException as error:
+            raise self.failed(f"batch {self.position.total + 1}", error) from error
+        self.position.delivered += 1
+        self.position.total += 1
+        return batch
+
+    def learn(self, point: RestartPoint) -> None:
+        """Take over the history of this restart point, and leave out what was left out when it was taken."""
+        self.history = point.history.before(point.position.epoch).knowing(self.history.crossing)
+        self.learn_skips(point)
+
+    def learn_skips(self, point: RestartPoint) -> None:
+        """Leave out what was left out when this restart point was taken."""
+        for epoch, total, count in point.skips:
+            self._skips[epoch, total] = max(count, self._skips.get((epoch, total), 0))
+
+    def learn_crossing(self, crossing: str) -> None:
+        """Take over the crossing that was found, see epoch_crossing.py."""
+        self.history = self.history.knowing(crossing)
+
+    def marked(self, point: RestartPoint, *, way_on: bool = False) -> RestartPoint:
+        """Return the same restart point with the present history, and all that is left out. `way_on`: also with the
+        epochs abandoned between there and the source's position, in former launches, which this training loop does not
+        know."""
+        skips = tuple((epoch, total, count) for (epoch, total), count in self._skips.items())
+        return replace(
+            point, skips=skips, history=self.history if way_on else self.history.before(point.position.epoch)
+        )
+
+    def leave_epoch(self) -> None:
+        """Close the epoch, which is over or given up: the next one is to be opened."""
+        self._iterator, self._ahead = None, []
+        self.position.epoch += 1
+        self.position.delivered = 0
+
+    def abandon_epoch(self, total: int) -> None:
+        """Close an epoch that the loop abandoned after batch `total`."""
+        if self._ahead and self.saves_state:  # the generators of others are seeded by the caller
+            self._restore_rng(self._rng_at_peek)
+        self.history = self.history.leaving(self.position.epoch, total)
+        self.leave_epoch()
+
+    # ---- states
+
+    def snapshot(self, step: int) -> RestartPoint:
+        """Return a snapshot of this position, as of the box's `step`. Encode it before the next `next()`."""
+        state, asked = self.state(step)
+        taken = self.marked(
+            RestartPoint(self.position.copy(), state, self.rng(), None, self.digest, step if asked else 0)
+        )
+        return self._behind_start(taken)
+
+    def restore(self, point: RestartPoint) -> None:
+        """Go to the position of a restart point, at any time.
+
+        Where the stream began with a new loader, that is made anew and the state not loaded: a loader that begins an
+        epoch in its first next() could not record in it that it had been asked to.
+        """
+        self.learn(point)
+        self.abort()
+        as_made = point.is_beginning and self.history.complete
+        if as_made:
+            self.history = self.history.of(self._first_launch())
+        anew = (
+            not self._unused and not self.capabilities.is_iterator and (as_made or not self.capabilities.exact_states)
+        )
+        if anew or self._taken_for != self.worker:
+            self._make_anew(self.history.launch.step + 1)
+        if point.rng_before is not None:
+            self._restore_rng(point.rng_before)
+        if self.capabilities.is_iterator:
+            self._call()
+        if not as_made:
+            self._load_restart_point(point)
+        # A snapshot has no RNG from before its epoch; any will do, but the same one whenever it is restored, for worker
+        # processes of the loader are seeded from it.
+        if point.rng_before is None or not self.capabilities.is_iterator:
+            self._restore_rng(point.rng if point.rng_before is None else point.rng_before)
+        self._iterate()
+        self.strays = (
+            point.is_epoch_start
+            and not (as_made or self.by_own_methods)
+            and self.history.complete
+            and self.rng() != point.rng
+        )
+        self._restore_rng(point.rng)
+        self.position, self.digest = point.position.copy(), point.digest
+        if not as_made and self.capabilities.state_methods:
+            self.mark_restored()
+        else:
+            self.restored = False
+        if self.by_own_methods:
+            self._start = replace(point, state=None)
+            launch, position = self.history.launch, point.position
+            if launch.enters is not None and position.total == launch.batches:
+                self.hold_back(position, launch.enters)
+
+    def _first_launch(self) -> Launch:
+        return Launch(worker=self.assignment.slot if self.by_own_methods else None)
+
+    def _load_restart_point(self, point: RestartPoint) -> None:
+        """Load the state of a restart point in the way that this loader takes it."""
+        if self.by_own_methods:
+            if self.resume is None:
+                raise StateMismatchError(
+                    f"{self.name} now has all four state methods without loads_own_state, so it cannot load a state "
+                    "that "
+                    "its state_dict returned: resume from a state of DataLoader.state_dict() instead"
+                )
+            self.resume_by_own_methods(self.resume["aggregated"], self.resume["strict"])
+        elif point.state is not None:
+            if self.capabilities.state_methods == 0:
+                raise StateMismatchError(
+                    f"{self.name} has no load_state_dict, but the state was saved by a loader that has one: add the "
+                    "method"
+                )
+            self._load(point.state, True)
+
+    def mark_restored(self) -> None:
+        """Record that a state has just brought it to its position."""
+        self.restored, self._restored_at = True, self.position.total
+
+    def begin(self) -> None:
+        """Return to the slot's beginning: input_fn anew, nothing loaded, no epoch opened."""
+        self.abort()
+        self.history = replace(self.history.of(self._first_launch()), abandoned=())
+        self._make_anew(1)
+        self.position, self.digest, self.restored, self._start = StreamPosition(0, 0, 0, 0), 0, False, None
+        self.strays = False
+
+    def renew(self, rng: bytes) -> None:
+        """Have input_fn make the loader anew, with the generators as they were captured."""
+        self._make_anew(self.history.launch.step + 1)
+        self._restore_rng(rng)
+
+    def make_as(self, worker: int) -> None:
+        """Have input_fn make the loader as this worker of the box, if it was made as another one, to be resumed."""
+        self.abort()
+        self.history = self.history.of(replace(self.history.launch, worker=worker))
+        self._start = None
+        if self._taken_for != worker or not self._unused or self._loader is None:
+            self._make_anew(self.history.launch.step + 1)
+
+    def drop(self) -> None:
+        """Release the loader: it may hold something exclusive."""
+        self.abort()
+        self._loader = None
+
+    def seek(
+        self, total: int, epoch: int, seen: Callable[[Any], None], open_epoch: Callable[[], object] | None = None
+    ) -> bool:
+        """Replay until `total` batches, in the epoch `epoch` if that is not beyond; `seen` gets each batch.
+        `open_epoch` is called to open the epochs on the way.
+
+        Returns False if epoch `epoch` ended before; `position` then says after how many batches.
+        """
+        self._doing("replay")
+        while self.position.total < total:
+            if not self.is_open:
+                (open_epoch or self.open_epoch)()
+            at_epoch = self.position.epoch
+            batch = self.next()
+            if batch is not END:
+                seen(batch)
+            elif at_epoch >= epoch:
+                return False
+        return True
+
+    def reach_end(self) -> None:
+        """Step over the end of the epoch, which is known to be here. Raise ReplayMismatchError if it continues."""
+        if self.is_open and self.next() is not END:
+            raise ReplayMismatchError(
+                f"{self.name}: epoch {self.position.epoch} has more batches than when it was delivered: the data have "
+                "changed, or the loader is not deterministic (see penstock doctor)"
+            )

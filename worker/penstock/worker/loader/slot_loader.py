@@ -1,0 +1,285 @@
+"""A user's loader, made by input_fn for a slot: each call of the user's code, with the assignment, random generators
+and worker information that it sees. Every exception of user code leaves as InputFnError with its traceback.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, Self
+
+import xxhash
+
+from penstock.proto.batch.classes import MAX_NAME
+from penstock.proto.errors import InputFnError, NotRestartableError, PenstockError, format_remote
+from penstock.proto.state import assignment as place_of
+from penstock.proto.state.generators import derive_seed, seed_rng
+from penstock.proto.state.restartable import (
+    DataLoaderCheckpoint,
+    by_own_methods,
+    state_methods,
+    takes_strict,
+    worker_state,
+)
+from penstock.proto.v1 import records_pb2
+from penstock.runtime.process import forks
+from penstock.worker.loader.restart_points import Launch, StreamHistory, StreamPosition
+from penstock.worker.processes.control_channel import describe
+from penstock.worker.processes.user_code import load_input_fn, unpacked
+from penstock.worker.user_loader import loader_generators
+from penstock.worker.user_loader.skip_batch import CannotSkipError, skip_batch
+from penstock.worker.user_loader.synthetic import NOT_SAVED, FirstBatch
+from penstock.worker.user_loader.worker_info import as_main_process, offer_worker_info
+
+__all__ = ["SlotLoader"]
+
+
+class SlotLoader:
+    """The loader of one slot, and the position up to which it was read."""
+
+    def __init__(
+        self,
+        assignment: records_pb2.WorkerAssignment,
+        doing: Callable[[str], None] = lambda activity: None,
+        left_out: Callable[[int, int], None] = lambda epoch, count: None,
+        load: Callable[[records_pb2.LoaderSpec], Callable[..., Any]] = load_input_fn,
+    ) -> None:
+        """Take the settings. `doing`: called with the activity that user code is called for. `left_out`: called with
+        the epoch of the next batch, and the count of batches left out before it. `load`: finds the callable of the
+        spec."""
+        self.assignment = assignment
+        self.position = StreamPosition(0, 0, 0, 0)
+        self.capabilities = records_pb2.LoaderCapabilities(length=-1)
+        point, slot = assignment.start, assignment.slot
+        began = point.slots[slot].total if len(point.slots) > slot else 0
+        self.history = StreamHistory(Launch(point.step, began), complete=point.step == 0 and not assignment.resume.blob)
+        self._doing = doing
+        self._left_out = left_out
+        self._load_fn = load
+        self._skips = {(skip.epoch, skip.total): skip.count for skip in assignment.skips}
+        self._loader: Any = None
+        self._iterator: Iterator[Any] | None = None
+        self._taken_for = slot
+        """Worker of its box that the loader was made as."""
+        self._unused = False
+        self._rng_before_call = b""
+        self._strict = False
+        self._fn: Callable[..., Any] | None = None
+
+    @property
+    def name(self) -> str:
+        """Name of the loader in messages."""
+        a = self.assignment
+        return f"{a.loader.input_fn} (box {a.box}, slot {a.slot})"
+
+    @property
+    def worker(self) -> int:
+        """Worker of its box that the loader is to be made as."""
+        worker = self.history.launch.worker
+        return self.assignment.slot if worker is None else worker
+
+    @property
+    def saves_state(self) -> bool:
+        return self.capabilities.state_methods > 0 and not self.capabilities.not_restartable
+
+    @property
+    def by_own_methods(self) -> bool:
+        """True if its load_state_dict takes only what its deaggregate_state_dict returns."""
+        return by_own_methods(self.capabilities)
+
+    def another(self, assignment: records_pb2.WorkerAssignment) -> Self:
+        """Return a new loader of the same code, for this assignment."""
+        return type(self)(assignment, load=self._load_fn)
+
+    # ---- making it
+
+    def build(self) -> None:
+        """Seed, set the assignment for user code, call input_fn, and check what it returned."""
+        a = self.assignment
+        self._seed()
+        self._introduce(a.start.step + 1)
+        self._doing("input_fn")  # its module is the user's too
+        with self._user("its module"):
+            self._fn = self._load_fn(a.loader)
+        self._call()
+        loader, capabilities = self._loader, self.capabilities
+        with self._user("its loader's methods"):
+            capabilities.state_methods = state_methods(loader)
+            capabilities.takes_strict = self._strict = takes_strict(loader)
+            capabilities.is_iterator = hasattr(type(loader), "__next__")
+            capabilities.loads_own_state = getattr(loader, "loads_own_state", False) is True
+            capabilities.exact_states = getattr(loader, "exact_states", False) is True
+            name = f"{type(loader).__module__}:{type(loader).__qualname__}"
+            if callable(getattr(loader, "advance_state", None)) and len(name) <= MAX_NAME:
+                capabilities.advances_state = name
+            capabilities.own_workers = int(getattr(loader, "num_workers", 0) or 0)
+            if capabilities.own_workers and getattr(loader, "persistent_workers", False):
+                capabilities.not_restartable = (
+                    "persistent_workers=True keeps worker processes, and what they hold, over the end of an epoch, "
+                    "where no state reaches; use persistent_workers=False to save this loader"
+                )
+            try:
+                capabilities.length = len(loader)
+            except (TypeError, NotImplementedError):
+                capabilities.length = -1
+        if a.loader.options.synthetic:
+            capabilities.not_restartable = NOT_SAVED
+        if self.by_own_methods and self.history.launch.worker is None:
+            self.history = self.history.of(replace(self.history.launch, worker=a.slot))
+
+    def _introduce(self, step: int) -> None:
+        """Set the assignment for user code, in a launch that begins with this step of the box."""
+        a, worker = self.assignment, self.worker
+        self._taken_for = worker
+        offer_worker_info(a)
+        place_of.set_assignment(place_of.Assignment(a.box, a.num_boxes, worker, a.num_workers_per_box, a.seed, step))
+
+    def _seed(self) -> None:
+        """Seed as before input_fn is called: the same whenever the slot starts over. After a change of topology the
+        seed differs, or randomness would repeat."""
+        a = self.assignment
+        new_topology = a.start.step > 0 and not a.resume.same_topology
+        seed_rng(derive_seed(a.seed, "slot", a.box, a.slot, *([a.start.step] if new_topology else [])))
+
+    def _call(self) -> None:
+        assert self._fn is not None
+        with self._user("its arguments"):
+            fn, args, kwargs = unpacked(self._fn, self.assignment.loader)
+        self._rng_before_call = self.rng()
+        self._loader = None  # it may hold something exclusive, such as an open database
+        with self._user("input_fn", activity="input_fn"):
+            loader = fn(*args, **kwargs)
+        if loader is None or not (hasattr(type(loader), "__iter__") or hasattr(type(loader), "__getitem__")):
+            what = "None" if loader is None else f"a {type(loader).__qualname__}, which is not iterable"
+            raise InputFnError(
+                f"{self.name} returned {what}; it must return a torch DataLoader or an iterable of batches"
+            )
+        self._loader = FirstBatch(loader) if self.assignment.loader.options.synthetic else loader
+        self._unused = True
+
+    def _make_anew(self, step: int) -> None:
+        self._introduce(step)
+        self._seed()
+        self._call()
+
+    # ---- batches
+
+    def _iterate(self) -> None:
+        self._unused = False
+        with self._user("iter()", activity="iter"):
+            self._iterator = iter(self._loader)
+
+    def _fetch(self) -> Any:
+        assert self._iterator is not None
+        try:
+            if self._skips:
+                self._leave_out()
+            return next(self._iterator)
+        finally:
+            if forks.strayed:
+                forks.leave()
+
+    def _leave_out(self) -> None:
+        """Skip the batches that are quarantined at this position."""
+        position = self.position
+        count = self._skips.get((position.epoch, position.total), 0)
+        try:
+            for _ in range(count):
+                skip_batch(self._loader, self._iterator)
+        except CannotSkipError as why:
+            raise InputFnError(
+                f"{self.name}: batch {position.total + 1} killed its runner each time, and cannot be skipped as "
+                f'poison="skip" asks: {why}'
+            ) from None
+        self._left_out(position.epoch, count)
+
+    # ---- states
+
+    def state(self, step: int) -> tuple[Any, bool]:
+        """Return the loader's state_dict() now, as of the box's `step`; and whether it asked get_worker_state()."""
+        a, position, launch = self.assignment, self.position, self.history.launch
+        checkpoint = DataLoaderCheckpoint(
+            self.worker,
+            a.num_workers_per_box,
+            a.num_boxes,
+            a.box,
+            max(0, step - launch.step),
+            position.total - launch.batches,
+            position.samples - launch.samples,
+            lifetime_appliance_step=step,
+            lifetime_worker_step=position.total,
+            lifetime_samples_streamed=position.samples,
+        )
+
+        def save() -> tuple[Any, bool]:
+            with worker_state(checkpoint) as context:
+                return self._loader.state_dict(), context.was_read
+
+        with self._user("state_dict()", activity="state_dict"):
+            return as_main_process(save)
+
+    def resume_by_own_methods(self, aggregated: Any, strict: bool) -> None:
+        """Give a four-method loader its part of an aggregated state; the epoch is opened after."""
+        arguments = {"strict": strict} if self._strict else {}
+        with self._user("deaggregate_state_dict()", activity="load_state_dict"):
+            own = self._loader.deaggregate_state_dict(aggregated, **arguments)
+        self._load(own, strict)
+
+    def aggregate(self, states: list[Any]) -> Any:
+        """Return one state made of all workers' states, in order of global_worker_id."""
+        with self._user("aggregate_state_dict()"):
+            return self._loader.aggregate_state_dict(states)
+
+    def _load(self, state: Any, strict: bool) -> None:
+        arguments = {"strict": strict} if self._strict else {}
+        with self._user("load_state_dict()", activity="load_state_dict"):
+            as_main_process(lambda: self._loader.load_state_dict(state, **arguments))
+
+    # ---- randomness
+
+    def rng(self) -> bytes:
+        """Return the states of the process's generators, and of those that the loader was given (`generator=`)."""
+        return loader_generators.captured(self._loader)
+
+    def rng_hash(self) -> int:
+        """Return a hash of the states of the generators."""
+        return xxhash.xxh3_64_intdigest(self.rng())
+
+    def _restore_rng(self, data: bytes) -> None:
+        loader_generators.restore(self._loader, data)
+
+    def reseed(self, *path: int | str) -> None:
+        """Seed all generators by the run's seed, the slot and `path`."""
+        a = self.assignment
+        seed_rng(derive_seed(a.seed, "slot", a.box, a.slot, *path))
+        for number, generator in enumerate(loader_generators.given_to(self._loader)):
+            generator.manual_seed(derive_seed(a.seed, "generator", number, a.box, a.slot, *path))
+
+    # ---- errors
+
+    @contextmanager
+    def _user(self, what: str, activity: str | None = None) -> Iterator[None]:
+        if activity:
+            self._doing(activity)
+        try:
+            try:
+                yield
+            finally:
+                if forks.strayed:
+                    forks.leave()
+        except PenstockError:
+            raise
+        except BaseException as error:
+            raise self.failed(what, error) from error
+
+    def failed(self, what: str, error: BaseException) -> PenstockError:
+        """Return the error for an exception of user code."""
+        if isinstance(error, PenstockError):
+            return error
+        return InputFnError(f"{self.name}: {what} raised {describe(error)}", remote_traceback=format_remote(error))
+
+    def require_state(self) -> None:
+        """Raise NotRestartableError, with the reason, unless state_dict() can be called."""
+        if self.capabilities.not_restartable:
+            raise NotRestartableError(f"{self.name} cannot be saved: {self.capabilities.not_restartable}")

@@ -1,0 +1,1 @@
+"""The slots of a worker: their runners, restart points, verifications, reports."""

@@ -1,0 +1,131 @@
+"""Interfaces between a slot, the daemon that runs it, and the parts that it is made of; and what these share."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from penstock.proto.rpc.calls import AsyncCoordinatorClient
+from penstock.proto.v1 import coordinator_pb2, records_pb2
+from penstock.runtime.telemetry.logs import SubjectLogger
+from penstock.worker.helpers.replayers import DEADLINE_S, ReplayHost
+from penstock.worker.processes.control_channel import ControlMessage
+from penstock.worker.processes.progress_page import ProgressPage
+from penstock.worker.resources.turn_queue import TurnQueue
+from penstock.worker.slots.loader_findings import LoaderFindings
+from penstock.worker.slots.snapshots import SlotSnapshots, StoredSnapshot
+
+__all__ = ["DaemonCounters", "SlotContext", "SlotHost", "SlotKey", "SnapshotQuota", "key_of"]
+
+SlotKey = tuple[str, int, int, int, int]
+
+
+def key_of(assignment: records_pb2.WorkerAssignment | coordinator_pb2.TakenSlot) -> SlotKey:
+    """(run, attempt, box, slot, generation)."""
+    a = assignment
+    return a.run, a.attempt, a.box, a.slot, a.generation
+
+
+@dataclass
+class DaemonCounters:
+    """Counters of a daemon over all its slots, including those that are gone."""
+
+    snapshots: int = 0
+    """Snapshots that runners handed over."""
+    snapshots_sent: int = 0
+    """Snapshots that were made durable."""
+    snapshots_refused: int = 0
+    snapshot_sent_bytes: int = 0
+    recoveries: int = 0
+    """Slots taken over from another runner."""
+    losses: int = 0
+    """Runners that were lost here."""
+
+
+@dataclass(frozen=True)
+class SnapshotQuota:
+    """A slot's quota of durable snapshots, set by the coordinator: interval in seconds and bytes per second."""
+
+    every_s: float
+    bytes_per_s: float
+
+    def pause_s(self, size: int) -> float:
+        """Return the seconds to wait after a snapshot of `size` bytes."""
+        return max(self.every_s, size / self.bytes_per_s)
+
+
+class SlotHost(ReplayHost, Protocol):
+    """Interface of the daemon that a slot needs."""
+
+    name: str
+    coordinator: AsyncCoordinatorClient
+    runner_memory: int
+    """Bytes that a runner may hold; 0 = any."""
+    share: SnapshotQuota
+    tally: DaemonCounters
+    starts: TurnQueue
+
+    def findings(self, assignment: records_pb2.WorkerAssignment) -> LoaderFindings: ...
+    def found_rewinds(self, assignment: records_pb2.WorkerAssignment, crossing: str) -> None: ...
+    def found_misleading(self, assignment: records_pb2.WorkerAssignment) -> None: ...
+    def slots_here(self) -> int: ...
+    def slot_changed(self) -> None: ...
+
+
+class SlotContext(Protocol):
+    """A slot as its parts see it: durable_snapshots.py, memory_watch.py, proofs.py and slot_states.py."""
+
+    name: str
+    log: SubjectLogger
+    assignment: records_pb2.WorkerAssignment
+    phase: coordinator_pb2.SlotPhase.ValueType
+    lost: bool
+    capabilities: records_pb2.LoaderCapabilities
+    progress_page: ProgressPage
+    store: SlotSnapshots
+    left: dict[int, int]
+    """Epoch -> the slot's total where the loop abandoned it, as the runner reported."""
+    from_before: set[tuple[int, int, int, bool, int]]
+    """Positions of the restart points that an earlier runner made."""
+    unsaved: records_pb2.ErrorDetail | None
+    ready: asyncio.Event
+    begun: asyncio.Event
+    attached: bool
+    recycle: bool
+    """Flag that its runner held too much memory."""
+    outgrown: bool
+    """Flag that it did so before its second batch."""
+
+    @property
+    def host(self) -> SlotHost: ...
+    @property
+    def findings(self) -> LoaderFindings: ...
+    @property
+    def is_savable(self) -> bool: ...
+    @property
+    def runner_gone(self) -> bool: ...
+
+    def usable(self, point: StoredSnapshot) -> bool:
+        """Return whether a loader may be restored from it: it was verified, or needs no verification."""
+
+    def step_of(self, total: int) -> int:
+        """Return the box's step that delivered this batch, as long as all slots live."""
+
+    def fail(self, error: records_pb2.ErrorDetail, *, lost: bool) -> None:
+        """End the slot: for good, or (lost) for another worker to take over."""
+
+    def lose(self, why: str, stack: str = "") -> None:
+        """Report the runner lost: another one is to continue."""
+
+    def drain(self) -> None:
+        """Process the messages that the runner has sent by now."""
+
+    async def helper(
+        self, points: list[bytes], task: str, deadline_s: float = DEADLINE_S, **fields: Any
+    ) -> ControlMessage:
+        """Have a helper process do a task with the loader."""
+
+    def spawn(self, work: Awaitable[None]) -> asyncio.Task[None]:
+        """Run a task of the slot, which ends with it."""
