@@ -38,7 +38,7 @@ class Verdict:
     wanted: str
     found: str
     met: bool | None
-    """Whether the target is met; None: it could not be measured."""
+    """True if the target is met; None: it could not be measured."""
 
     @property
     def word(self) -> str:

@@ -59,9 +59,7 @@ def test_a_dead_player_is_missing_afterwards(stage: Stage) -> None:
     assert stage.measure(MEMCPY, CASE, TIMES) is None
 
 
-def test_players_do_not_see_this_machines_penstock(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_players_do_not_see_the_local_penstock(stage: Stage, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PENSTOCK_COORDINATOR", "elsewhere:1")
     stage.start([MEMCPY])
     pid = stage._players[MEMCPY]._process.pid

@@ -257,7 +257,7 @@ def test_an_interrupted_close_finishes_saves(tmp_path: Path, monkeypatch: pytest
 # ---- on_signal
 
 
-def test_signals_are_noted_and_the_second_one_acts(tmp_path: Path) -> None:
+def test_second_signal_acts(tmp_path: Path) -> None:
     seen: list[int] = []
     with handled(lambda number, frame: seen.append(number)):
         with AsyncCheckpointer(tmp_path, on_signal=signal.SIGUSR1, fsync=False) as checkpointer:

@@ -78,7 +78,7 @@ def stopped(checkpointer: AsyncCheckpointer) -> Iterator[None]:
             pass
 
 
-def test_tensors_of_all_kinds_come_back_to_the_bit(tmp_path: Path) -> None:
+def test_tensors_of_all_kinds_restore_bitwise(tmp_path: Path) -> None:
     saved = tensors()
     with AsyncCheckpointer(tmp_path) as checkpointer:
         checkpointer.save(1, {"all": saved})

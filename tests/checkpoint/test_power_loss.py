@@ -177,7 +177,7 @@ def goes_on(checkpointer: AsyncCheckpointer, mark: int, steps: set[str], keep_la
     assert {path.name for path in folder.iterdir()} == {".lock", "latest", "step-9", *kept}
 
 
-def test_the_first_save_into_folders_that_it_makes(recorded: Recorded) -> None:
+def test_first_save_creates_its_folders(recorded: Recorded) -> None:
     survives(recorded, {""}, recorded.save(1, 1))
 
 

@@ -34,7 +34,7 @@ def good(folder: Path) -> int:
 
 
 @pytest.mark.parametrize("then", [1, 3])
-def test_replicas_of_two_ranks_go_on_on_any_number(tmp_path: Path, then: int) -> None:
+def test_two_ranks_replicas_resume_on_any_number(tmp_path: Path, then: int) -> None:
     saved = values(run(2, "ranked_saves:ddp_save", str(tmp_path)))
     assert saved[0] == saved[1]
     assert good(tmp_path) == 3

@@ -35,7 +35,7 @@ def restored(folder: Path, step: int | None = None, **options: Any) -> tuple[int
 # ---- which one
 
 
-def test_the_newest_is_the_one_that_was_saved_last(tmp_path: Path) -> None:
+def test_newest_is_the_last_saved(tmp_path: Path) -> None:
     filled(tmp_path, 50, 75, 100)
     assert restored(tmp_path) == (100, 100.0)
     filled(tmp_path, 60)  # somebody went back to 50 and gave the branch to 100 up

@@ -18,7 +18,7 @@ from penstock.proto.errors import CheckpointError, ForkedProcessError, InvalidAr
 from penstock.proto.state.checkpoint_files import checkpoints
 
 
-def test_a_forked_child_can_neither_save_nor_close(tmp_path: Path) -> None:
+def test_forked_child_cannot_save_or_close(tmp_path: Path) -> None:
     """A forked child would write into the parent's shared memory, and wait for a thread that it does not have."""
     with AsyncCheckpointer(tmp_path) as checkpointer:
         checkpointer.save(1, {"x": torch.ones(4)})

@@ -49,7 +49,7 @@ def pidfds() -> Iterator[Any]:
         os.close(fd)
 
 
-def test_loaders_share_the_appliance_of_the_with_around_them_and_close_leaves_no_process(pidfds: Any) -> None:
+def test_loaders_share_a_with_that_ends_all(pidfds: Any) -> None:
     with Appliance(timeout_s=SOON_S, seed=1) as appliance:
         train, evaluation = DataLoader(streams.counter, 2), DataLoader(streams.counter, 3)
         assert [int(batch["number"]) for _ in train for batch in evaluation] == [1, 2, 3] * 2
@@ -77,7 +77,7 @@ def test_an_appliance_that_is_dropped_is_stopped(pidfds: Any) -> None:
     assert ended(fds)
 
 
-def test_the_default_appliance_closes_after_its_last_loader(pidfds: Any) -> None:
+def test_default_appliance_ends_with_last_loader(pidfds: Any) -> None:
     train, evaluation = DataLoader(streams.counter, 2), DataLoader(streams.counter, 3)
     assert len(list(train)) == 2
     assert module._default is not None
@@ -139,7 +139,7 @@ def test_the_death_of_a_daemon_is_named(
     assert not os.path.exists(os.path.dirname(socket))
 
 
-def test_daemons_that_do_not_start_are_explained_by_what_they_print(
+def test_failed_daemon_is_explained_by_its_output(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     broken = tmp_path / "python"
@@ -153,7 +153,7 @@ def test_daemons_that_do_not_start_are_explained_by_what_they_print(
         iter(DataExecutor(DataLoader(streams.counter), appliance=appliance))
 
 
-def test_a_coordinator_that_cannot_be_reached_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_coordinator_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "REACH_S", 0.3)
     with (
         Appliance("127.0.0.1:9", token="t") as appliance,

@@ -141,7 +141,7 @@ KINDS = ["tcp", "tcp+lz4", "tcp+zstd", "tls"]
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("direction", ["down", "up"])
-def test_bits_that_flip_on_the_way_are_not_delivered(
+def test_bit_flips_in_transit_are_not_delivered(
     far: Callable[[str], FarRig], kind: str, direction: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Batches and announcements one way; Hello and acks the other."""
@@ -168,7 +168,7 @@ def test_bits_that_flip_on_the_way_are_not_delivered(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_bits_that_always_flip_are_an_error_with_a_name(far: Callable[[str], FarRig], kind: str) -> None:
+def test_constant_bit_flips_are_a_named_error(far: Callable[[str], FarRig], kind: str) -> None:
     rig = far(kind)
 
     def damage(towards: str, passed: int, data: bytes) -> bytes:
@@ -183,7 +183,7 @@ def test_bits_that_always_flip_are_an_error_with_a_name(far: Callable[[str], Far
         rig.run()
 
 
-def test_a_hello_that_is_always_damaged_is_an_error_with_a_name(far: Callable[[str], FarRig]) -> None:
+def test_always_damaged_hello_is_a_named_error(far: Callable[[str], FarRig]) -> None:
     rig = far("tcp")
     rig.proxy.damage = lambda towards, passed, data: (data[:-1] + b"?") if towards == "up" else data
     with pytest.raises(BatchCorruptError, match=r"message of .* damaged in transit"):
@@ -201,7 +201,7 @@ def flip(rig: Rig, at: int) -> None:
 
 
 @pytest.mark.parametrize(("size", "at"), [(100, 99), (64 << 10, 40_000), (1 << 20, 17), (1 << 20, (1 << 20) - 1)])
-def test_a_ring_entry_that_is_written_into_is_an_error_with_a_name(rigs: Any, size: int, at: int) -> None:
+def test_overwritten_ring_entry_is_a_named_error(rigs: Any, size: int, at: int) -> None:
     rig = rigs(1)
     rig.numbers(0, 7)
     rig.runners[0].send(torch.zeros(size, dtype=torch.uint8))

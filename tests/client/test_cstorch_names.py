@@ -67,7 +67,7 @@ def test_the_batch_size_is_that_of_the_last_batch(two: Any, loader: DataLoader) 
     assert sizes == [4, 4, 4, 4, 2, 2]
 
 
-def test_tensors_of_unlike_lengths_have_no_batch_size(appliances: Any, loader: DataLoader) -> None:
+def test_unlike_lengths_have_no_batch_size(appliances: Any, loader: DataLoader) -> None:
     unlike = appliances(lambda slot, epoch: [(torch.zeros(2), torch.zeros(3))])
     assert [loader.batch_size for _ in DataExecutor(loader, appliance=unlike)] == [None]
 
@@ -86,12 +86,12 @@ def test_an_executor_counts_its_own_steps(two: Any, loader: DataLoader) -> None:
     assert len(rest) == 6
 
 
-def test_strict_on_one_method_of_a_class_is_refused_at_once() -> None:
+def test_strict_on_one_class_method_is_refused() -> None:
     with pytest.raises(TypeError, match="HalfStrict: deaggregate_state_dict takes `strict` and load_state_dict does"):
         DataLoader(streams.HalfStrict, 30)
 
 
-def test_strict_on_one_method_is_known_by_an_annotation() -> None:
+def test_strict_is_found_by_an_annotation() -> None:
     def make() -> streams.HalfStrict:
         return streams.HalfStrict(30)
 
@@ -160,9 +160,7 @@ def test_numbers_of_steps() -> None:
 # ---- states made by hand
 
 
-def test_a_state_made_by_hand_is_the_loader_s_own_to_read(
-    two: Any, loader: DataLoader, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_handmade_state_is_read_by_the_loader(two: Any, loader: DataLoader, caplog: pytest.LogCaptureFixture) -> None:
     state = {"start": 12, "done": [0, 0]}
     with caplog.at_level(logging.WARNING, "penstock.client"):
         loader.load_state_dict(state, strict=False)
@@ -176,7 +174,7 @@ def test_a_state_made_by_hand_is_the_loader_s_own_to_read(
     assert loader.checkpoints()[0].lifetime_appliance_step == 2
 
 
-def test_a_state_made_by_hand_needs_the_four_methods() -> None:
+def test_handmade_state_needs_four_methods() -> None:
     with pytest.raises(StateMismatchError, match=r"dict without the key '__penstock__'"):
         DataLoader(streams.counter).load_state_dict({"done": 3})
     with pytest.raises(StateMismatchError, match="got a list"):
@@ -189,7 +187,7 @@ def test_a_state_made_by_hand_needs_the_four_methods() -> None:
 # ---- records
 
 
-def test_records_of_a_step_count_this_launch_and_all(two: Any) -> None:
+def test_records_count_this_launch_and_all(two: Any) -> None:
     two.capabilities["state_methods"] = 2
     loader = DataLoader(streams.counter)
     with pytest.raises(StateUnavailableError, match="step 0 has no records"):

@@ -198,14 +198,14 @@ def test_copies_have_memory_of_their_own(backend: DeviceBackend, ring: Ring) -> 
     assert all(copy.untyped_storage().nbytes() == copy.nbytes for copy in copies), "torch.save writes a leaf alone"
 
 
-def test_copies_are_done_in_the_order_in_which_they_were_started(backend: DeviceBackend, ring: Ring) -> None:
+def test_copies_end_in_the_order_of_their_start(backend: DeviceBackend, ring: Ring) -> None:
     backend.lock(ring)
     started = [backend.copy([filled(ring, torch.int64, (1000,))]) for _ in range(20)]
     assert landed(started[-1][1])
     assert all(event.query() for _, event in started)
 
 
-def test_what_is_computed_after_handing_over_sees_the_batch(backend: DeviceBackend, ring: Ring) -> None:
+def test_later_work_sees_the_batch(backend: DeviceBackend, ring: Ring) -> None:
     backend.lock(ring)
     for number in range(50):
         source = filled(ring, torch.int64, (1024,)).fill_(number)
@@ -231,7 +231,7 @@ def test_a_ring_may_go_once_its_copies_are_done(backend: DeviceBackend) -> None:
 # ---- how CUDA is asked
 
 
-def test_the_copy_is_made_on_a_stream_of_its_own_and_the_loop_s_waits_for_it(fake_cuda: FakeCuda, ring: Ring) -> None:
+def test_copy_has_a_stream_the_loops_waits_for(fake_cuda: FakeCuda, ring: Ring) -> None:
     backend = CudaBackend(torch.device("cpu"), fake_cuda)
     assert fake_cuda.notes == [], "nothing of CUDA is touched before the first ring"
     backend.lock(ring)
@@ -245,7 +245,7 @@ def test_the_copy_is_made_on_a_stream_of_its_own_and_the_loop_s_waits_for_it(fak
     assert fake_cuda.notes == ["loop waits for event 1", "loop uses 2 bytes", "loop uses 3 bytes"]
 
 
-def test_what_the_fake_of_cuda_offers_torch_has_too() -> None:
+def test_cuda_fake_has_only_what_torch_has() -> None:
     for name in ("current_device", "Stream", "Event", "stream", "device", "current_stream", "cudart"):
         assert callable(getattr(torch.cuda, name))
     for name in ("wait_event",):
@@ -257,7 +257,7 @@ def test_what_the_fake_of_cuda_offers_torch_has_too() -> None:
 # ---- page-locking
 
 
-def test_a_ring_is_locked_as_a_whole_until_it_is_gone() -> None:
+def test_whole_ring_is_locked_until_it_is_gone() -> None:
     runtime, ring = FakeRuntime(), Ring.create(1 << 16, 4)
     assert PageLocks(runtime, "cuda:0", pytest.fail).lock(ring)
     address, size = ring.address, ring.entries * ring.entry_bytes
@@ -314,7 +314,7 @@ def test_a_fork_unlocks_nothing() -> None:
     assert runtime.unlocked == [address]
 
 
-def test_a_ring_that_cannot_be_locked_is_told_of_once_with_the_remedy(ring: Ring) -> None:
+def test_unlockable_ring_warns_once_with_a_remedy(ring: Ring) -> None:
     runtime, taken = FakeRuntime(), []
     runtime.error = 2
     locks = PageLocks(runtime, "cuda:1", lambda: taken.append(True))

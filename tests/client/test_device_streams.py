@@ -97,7 +97,7 @@ def expected(appliance: Any) -> tuple[list[Any], list[int | None], list[Any]]:
 
 
 @pytest.mark.parametrize("lane", ["auto", "tcp"])
-def test_streams_and_states_are_those_without_a_device(appliance: Any, device: str, lane: Lane, expected: Any) -> None:
+def test_device_changes_no_stream_or_state(appliance: Any, device: str, lane: Lane, expected: Any) -> None:
     batches, digests, states = stream(appliance(device, lane), 10)
     assert batches == expected[0]
     assert digests == expected[1]
@@ -105,7 +105,7 @@ def test_streams_and_states_are_those_without_a_device(appliance: Any, device: s
 
 
 @pytest.mark.parametrize("at", [3, 8])  # amid an epoch, and at its end
-def test_a_state_saved_with_a_device_is_resumed_exactly(appliance: Any, device: str, expected: Any, at: int) -> None:
+def test_state_of_a_device_resumes_exactly(appliance: Any, device: str, expected: Any, at: int) -> None:
     loader = DataLoader(streams.mixed, 4)
     iterator: Any = iter(DataExecutor(loader, num_steps=10, appliance=appliance(device)))
     for _ in range(at):
@@ -142,9 +142,7 @@ def expected_passes(appliance: Any) -> list[list[Any]]:
     return passes(appliance(None))
 
 
-def test_a_pass_left_by_break_is_followed_by_the_same_as_without_a_device(
-    appliance: Any, device: str, expected_passes: list[list[Any]]
-) -> None:
+def test_break_with_a_device_continues_alike(appliance: Any, device: str, expected_passes: list[list[Any]]) -> None:
     seen = passes(appliance(device))
     assert [len(taken) for taken in seen[:2]] == [1, 3]
     assert seen == expected_passes
@@ -163,7 +161,7 @@ def test_keeping_every_batch_of_a_long_pass(appliance: Any, device: str) -> None
     assert all(batch["x"].tolist() == [batch["number"]] * 4 for batch in batches), "also when the rings are gone"
 
 
-def test_executors_follow_each_other_over_a_staged_batch(appliance: Any, device: str, expected: Any) -> None:
+def test_executors_follow_over_a_staged_batch(appliance: Any, device: str, expected: Any) -> None:
     loader, batches = DataLoader(streams.mixed, 4), []
     for steps in (1, 2, 4, 3):
         for batch in DataExecutor(loader, num_steps=steps, appliance=appliance(device)):

@@ -100,7 +100,7 @@ def test_one_pass(two: Any, loader: DataLoader) -> None:
     assert tuples(executor) == one_pass(1), "iterated again, it takes the next epoch"
 
 
-def test_steps_run_over_passes_and_the_next_executor_goes_on(two: Any, loader: DataLoader) -> None:
+def test_steps_cross_epochs_and_executors(two: Any, loader: DataLoader) -> None:
     stream = one_pass(0) + one_pass(1) + one_pass(2)
     assert tuples(DataExecutor(loader, num_steps=13, appliance=two)) == stream[:13]
     second = DataExecutor(loader, num_steps=4, appliance=two)
@@ -111,12 +111,12 @@ def test_steps_run_over_passes_and_the_next_executor_goes_on(two: Any, loader: D
     assert tuples(DataExecutor(loader, appliance=two)) == stream[17:20], "what is left of the epoch"
 
 
-def test_a_pass_of_which_nothing_is_left_is_followed_by_the_next(two: Any, loader: DataLoader) -> None:
+def test_exhausted_epoch_is_followed_by_the_next(two: Any, loader: DataLoader) -> None:
     tuples(DataExecutor(loader, num_steps=10, appliance=two))
     assert tuples(DataExecutor(loader, appliance=two)) == one_pass(1)
 
 
-def test_a_pass_left_by_break_is_followed_by_the_next(two: Any, loader: DataLoader) -> None:
+def test_break_is_followed_by_the_next_epoch(two: Any, loader: DataLoader) -> None:
     for _ in DataExecutor(loader, appliance=two):
         break
     run = two.runs[0]
@@ -125,7 +125,7 @@ def test_a_pass_left_by_break_is_followed_by_the_next(two: Any, loader: DataLoad
     assert run.progress.abandoned == ((0, 1),)
 
 
-def test_a_pass_left_by_break_is_gone_on_with_if_the_executor_is_persistent(two: Any, loader: DataLoader) -> None:
+def test_persistent_executor_continues_an_epoch(two: Any, loader: DataLoader) -> None:
     executor, taken = DataExecutor(loader, appliance=two, persistent=True), []
     for _ in range(3):
         taken += tuples(islice(executor, 3))
@@ -135,7 +135,7 @@ def test_a_pass_left_by_break_is_gone_on_with_if_the_executor_is_persistent(two:
     assert two.runs[0].progress.abandoned == ()
 
 
-def test_that_the_rest_of_a_pass_is_not_delivered_is_said_once(
+def test_dropped_rest_of_an_epoch_is_logged_once(
     two: Any, loader: DataLoader, caplog: pytest.LogCaptureFixture
 ) -> None:
     for _ in range(3):
@@ -145,7 +145,7 @@ def test_that_the_rest_of_a_pass_is_not_delivered_is_said_once(
     assert "left its epoch at step 1, so the next loop begins the next epoch" in told[0]
 
 
-def test_steps_left_by_break_go_on_with_the_next_batch(two: Any, loader: DataLoader) -> None:
+def test_num_steps_after_break_take_the_next_one(two: Any, loader: DataLoader) -> None:
     taken = []
     for batch in DataExecutor(loader, num_steps=100, appliance=two):
         taken += tuples([batch])
@@ -154,7 +154,7 @@ def test_steps_left_by_break_go_on_with_the_next_batch(two: Any, loader: DataLoa
     assert taken + tuples(DataExecutor(loader, num_steps=4, appliance=two)) == one_pass(0)[:7]
 
 
-def test_a_batch_that_the_loop_has_dropped_does_not_live_on(two: Any, loader: DataLoader) -> None:
+def test_dropped_batch_is_freed(two: Any, loader: DataLoader) -> None:
     executor = DataExecutor(loader, num_steps=6, appliance=two)
     steps = iter(executor)
     batch = next(steps)
@@ -204,7 +204,7 @@ def test_empty_input_names_the_loader(appliances: Any, loader: DataLoader, num_s
         list(DataExecutor(loader, num_steps=num_steps, appliance=empty))
 
 
-def test_an_input_that_is_used_up_is_empty_in_its_second_pass(appliances: Any, loader: DataLoader) -> None:
+def test_used_up_input_has_an_empty_second_epoch(appliances: Any, loader: DataLoader) -> None:
     once = appliances(lambda slot, epoch: [] if epoch else numbers(slot, epoch))
     assert len(list(DataExecutor(loader, appliance=once))) == 5
     with pytest.raises(EmptyInputError, match="no batch in epoch 1"):
@@ -223,7 +223,7 @@ def test_one_executor_at_a_time(two: Any, loader: DataLoader) -> None:
     assert len(list(DataExecutor(loader, num_steps=2, appliance=two))) == 2
 
 
-def test_an_iterator_that_was_never_advanced_is_over_when_dropped(two: Any, loader: DataLoader) -> None:
+def test_unadvanced_iterator_ends_when_dropped(two: Any, loader: DataLoader) -> None:
     unused = iter(DataExecutor(loader, appliance=two))
     del unused
     assert tuples(DataExecutor(loader, appliance=two)) == one_pass(0), "nothing was taken, so nothing was left"
@@ -294,7 +294,7 @@ def test_the_length_is_the_sum_over_the_box(two: Any, loader: DataLoader) -> Non
     assert len(loader) == 10
 
 
-def test_the_length_before_a_run_is_that_of_instances_built_here(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_length_before_a_run_is_built_locally(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_NUM_WORKERS_PER_BOX", "3")
     assert len(DataLoader(streams.uneven, [2, 3, 4])) == 9
     assert current_assignment().num_workers_per_box == 1
@@ -315,7 +315,7 @@ def test_checkpoint_steps(two: Any, loader: DataLoader) -> None:
     assert marked(DataExecutor(loader, num_steps=3, checkpoint_steps=lambda step: step == 17, appliance=two)) == [17]
 
 
-def test_the_last_step_of_a_pass_is_one_if_workers_know_their_lengths(appliances: Any, loader: DataLoader) -> None:
+def test_last_step_is_known_from_lengths(appliances: Any, loader: DataLoader) -> None:
     knows = appliances(numbers, num_workers_per_box=2)
     knows.capabilities["length"] = 5
     executor = DataExecutor(loader, checkpoint_steps=4, appliance=knows)
@@ -351,7 +351,7 @@ def test_a_closure_asks_the_innermost_loop(two: Any) -> None:
 # ---- states
 
 
-def test_a_state_is_that_of_the_last_step_and_cached(two: Any, loader: DataLoader) -> None:
+def test_state_is_of_the_last_step_and_cached(two: Any, loader: DataLoader) -> None:
     run = None
     for batch in DataExecutor(loader, num_steps=3, appliance=two):
         del batch
@@ -394,7 +394,7 @@ def test_loaded_it_goes_on_on_the_same_shape(two: Any, loader: DataLoader) -> No
     }
 
 
-def test_at_the_very_end_of_a_pass_the_next_is_taken(two: Any, loader: DataLoader) -> None:
+def test_end_of_an_epoch_takes_the_next(two: Any, loader: DataLoader) -> None:
     list(DataExecutor(loader, num_steps=10, appliance=two))
     state = loader.state_dict()
     again = DataLoader(streams.counter)
@@ -428,7 +428,7 @@ def test_another_shape_or_seed(two: Any, loader: DataLoader, appliances: Any) ->
     assert tuples(DataExecutor(loader, appliance=two)) == one_pass(0)[1:], "nothing was lost by trying"
 
 
-def test_a_closed_appliance_has_no_states_but_the_last_one_fetched(two: Any, loader: DataLoader) -> None:
+def test_closed_appliance_has_the_fetched_state(two: Any, loader: DataLoader) -> None:
     executor = iter(DataExecutor(loader, num_steps=3, appliance=two))
     next(executor)
     state = loader.state_dict()
@@ -476,7 +476,7 @@ def test_loaders_that_cannot_be_saved(appliances: Any) -> None:
 # ---- before the first step, and other work of the local instance
 
 
-def test_before_the_first_step_it_is_the_local_instance_s_state() -> None:
+def test_state_before_the_first_step_is_local() -> None:
     loader = DataLoader(streams.shared, 30)
     state = loader.state_dict()
     assert {key: value for key, value in state.items() if key != "__penstock__"} == {"start": 0, "done": [0]}
@@ -487,13 +487,13 @@ def test_before_the_first_step_it_is_the_local_instance_s_state() -> None:
     assert DataLoader(streams.counter).state_dict().keys() == {"__penstock__"}
 
 
-def test_a_state_from_before_the_first_step_starts_from_nothing(two: Any, loader: DataLoader) -> None:
+def test_state_before_the_first_step_starts_fresh(two: Any, loader: DataLoader) -> None:
     list(DataExecutor(loader, num_steps=3, appliance=two))
     loader.load_state_dict(DataLoader(streams.counter).state_dict())
     assert tuples(DataExecutor(loader, num_steps=2, appliance=two)) == one_pass(0)[:2]
 
 
-def test_aggregation_sees_the_workers_states_in_order(two: Any) -> None:
+def test_aggregation_gets_worker_states_in_order(two: Any) -> None:
     two.capabilities["state_methods"] = 4
     seen: list[Any] = []
 
@@ -510,7 +510,7 @@ def test_aggregation_sees_the_workers_states_in_order(two: Any) -> None:
     assert state["state"] == seen[0]
 
 
-def test_strict_on_one_method_only_is_a_type_error(two: Any) -> None:
+def test_strict_on_one_method_is_a_type_error(two: Any) -> None:
     two.capabilities["state_methods"] = 4
     good = DataLoader(streams.shared, 30)
     list(DataExecutor(good, num_steps=3, appliance=two))
@@ -520,7 +520,7 @@ def test_strict_on_one_method_only_is_a_type_error(two: Any) -> None:
         half.state_dict()
 
 
-def test_building_an_instance_leaves_the_training_s_randomness_alone() -> None:
+def test_local_instance_keeps_the_generators() -> None:
     torch.manual_seed(1)
     np.random.seed(1)
     random.seed(1)
@@ -578,7 +578,7 @@ def in_a_thread(work: Callable[[], Any]) -> Any:
         return pool.submit(work).result(30)
 
 
-def test_each_thread_has_the_appliance_that_it_entered(two: Any, appliances: Any) -> None:
+def test_each_thread_has_its_own_appliance(two: Any, appliances: Any) -> None:
     other = appliances(numbers)
     loader = DataLoader(streams.counter)
     turns = threading.Barrier(2)
@@ -598,7 +598,7 @@ def test_each_thread_has_the_appliance_that_it_entered(two: Any, appliances: Any
     assert found == [two, other]
 
 
-def test_a_thread_without_an_appliance_takes_the_only_one_and_no_other(two: Any, appliances: Any) -> None:
+def test_thread_without_one_takes_the_only_one(two: Any, appliances: Any) -> None:
     scope, loader, other = appliance_module._entered, DataLoader(streams.counter), appliances(numbers)
     scope.enter(two)
     try:
@@ -617,7 +617,7 @@ def test_a_thread_without_an_appliance_takes_the_only_one_and_no_other(two: Any,
     assert scope.innermost() is None
 
 
-def test_a_checkpoint_closure_goes_by_the_loop_of_its_own_thread(two: Any, appliances: Any) -> None:
+def test_checkpoint_closure_uses_its_threads_loop(two: Any, appliances: Any) -> None:
     other = appliances(numbers)
     turns = threading.Barrier(2)
     noted: dict[str, list[int]] = {"each": [], "third": []}
@@ -641,7 +641,7 @@ def test_a_checkpoint_closure_goes_by_the_loop_of_its_own_thread(two: Any, appli
 # ---- states before the first step, and jobs after the last
 
 
-def test_a_state_before_the_run_has_the_seed_that_the_run_gets(appliances: Any, loader: DataLoader) -> None:
+def test_state_before_the_run_has_its_seed(appliances: Any, loader: DataLoader) -> None:
     loader.expect(appliances(numbers, num_workers_per_box=2))
     state = loader.state_dict()
     assert loader.state_dict() == state
@@ -656,14 +656,14 @@ def test_a_state_before_the_run_has_the_seed_that_the_run_gets(appliances: Any, 
     assert seeds == seeds[:1] * 3
 
 
-def test_a_seed_other_than_the_one_of_a_state_given_out_is_refused(appliances: Any, loader: DataLoader) -> None:
+def test_seed_other_than_the_states_is_refused(appliances: Any, loader: DataLoader) -> None:
     loader.expect(appliances(numbers))
     loader.state_dict()
     with pytest.raises(StateMismatchError, match="taken before its first loop, with the random seed"):
         iter(DataExecutor(loader, appliance=appliances(numbers, seed=6)))
 
 
-def test_no_state_before_the_run_of_several_boxes_without_a_seed(appliances: Any, loader: DataLoader) -> None:
+def test_boxes_without_a_seed_have_no_early_state(appliances: Any, loader: DataLoader) -> None:
     loader.expect(appliances(numbers, box=1, num_boxes=2))
     with pytest.raises(StateUnavailableError, match=r"Appliance\(seed=...\)"):
         loader.state_dict()
@@ -694,7 +694,7 @@ def test_a_digest_that_is_not_known_is_none(two: Any, loader: DataLoader) -> Non
     assert executor.digest is None
 
 
-def test_a_loop_with_a_limit_goes_on_alike_after_a_resume(two: Any, loader: DataLoader) -> None:
+def test_limited_loop_resumes_alike(two: Any, loader: DataLoader) -> None:
     first = tuples(DataExecutor(loader, num_steps=3, appliance=two))
     state = loader.state_dict()
     second = tuples(DataExecutor(loader, num_steps=3, appliance=two))

@@ -41,7 +41,7 @@ def test_slots_take_turns_whatever_came_first(rigs: Any) -> None:
     assert rig.reader.position.total == [2, 2, 2]
 
 
-def test_a_worker_out_of_reach_is_told_for_all_of_its_slots(rigs: Any) -> None:
+def test_unreachable_worker_is_for_all_slots(rigs: Any) -> None:
     """The loop waits for one at a time; the others' lanes are as silent."""
     rig = rigs(3)
     rig.reader.flush()
@@ -56,7 +56,7 @@ def test_a_worker_out_of_reach_is_told_for_all_of_its_slots(rigs: Any) -> None:
     assert run.progress.unreachable() == [(0, 5, "timed out")]
 
 
-def test_leaves_are_views_of_the_ring_and_their_death_frees_the_slot(rigs: Any) -> None:
+def test_leaves_are_views_that_release_entries(rigs: Any) -> None:
     rig = rigs()
     rig.numbers(0, 7)
     batch = rig.reader.next()
@@ -78,7 +78,7 @@ def test_leaves_are_views_of_the_ring_and_their_death_frees_the_slot(rigs: Any) 
     assert ring.free_slots == free + 1
 
 
-def test_keeping_all_batches_neither_corrupts_nor_blocks(rigs: Any) -> None:
+def test_keeping_all_batches_corrupts_nothing(rigs: Any) -> None:
     rig = rigs()
     kept = []
     for number in range(200):  # a ring has 32 slots
@@ -94,7 +94,7 @@ def test_keeping_all_batches_neither_corrupts_nor_blocks(rigs: Any) -> None:
     assert rig.reader.copies < 200, "views again once slots are free"
 
 
-def test_a_loop_that_drops_its_batches_gets_views_only(rigs: Any) -> None:
+def test_loop_that_drops_batches_gets_only_views(rigs: Any) -> None:
     rig = rigs()
     for number in range(200):
         rig.numbers(0, number)
@@ -102,7 +102,7 @@ def test_a_loop_that_drops_its_batches_gets_views_only(rigs: Any) -> None:
     assert rig.reader.copies == 0
 
 
-def test_large_batches_have_four_slots_and_still_flow(rigs: Any) -> None:
+def test_large_batches_flow_through_four_entries(rigs: Any) -> None:
     rig = rigs()
     size = (3 << 20) // 4
     batch = None
@@ -114,7 +114,7 @@ def test_large_batches_have_four_slots_and_still_flow(rigs: Any) -> None:
     del batch
 
 
-def test_a_growing_batch_moves_to_a_larger_ring_and_old_views_stay(rigs: Any) -> None:
+def test_growing_batch_moves_to_a_larger_ring(rigs: Any) -> None:
     rig = rigs()
     kept = []
     for power in (4, 12, 18, 20):
@@ -162,7 +162,7 @@ def test_giants_have_one_entry_and_come_as_copies(rigs: Any, monkeypatch: pytest
     assert rig.reader.copies == 4
 
 
-def test_what_was_not_returned_yet_is_not_acknowledged(rigs: Any) -> None:
+def test_unreturned_batch_is_not_acknowledged(rigs: Any) -> None:
     rig = rigs()
     for number in range(32):
         rig.numbers(0, number)
@@ -171,7 +171,7 @@ def test_what_was_not_returned_yet_is_not_acknowledged(rigs: Any) -> None:
         assert rig.runners[0].producer.delivered <= number
 
 
-def test_uneven_slots_leave_in_their_turn_and_the_next_pass_has_all(rigs: Any) -> None:
+def test_uneven_slots_end_in_turn(rigs: Any) -> None:
     rig = rigs(2)
     rig.numbers(0, 0)
     rig.runners[0].end()
@@ -208,7 +208,7 @@ def test_two_empty_passes_in_a_row_are_an_error(rigs: Any) -> None:
         rig.reader.next()
 
 
-def test_an_error_comes_after_all_batches_before_it(rigs: Any) -> None:
+def test_error_comes_after_earlier_batches(rigs: Any) -> None:
     rig = rigs(2)
     rig.numbers(0, 0, 1)
     rig.runners[0].fail("InputFnError", "ValueError: no such sample", "Traceback: line 7 of user code")
@@ -221,7 +221,7 @@ def test_an_error_comes_after_all_batches_before_it(rigs: Any) -> None:
     assert rig.run.error is caught.value
 
 
-def test_a_failed_slot_without_a_lane_is_its_error(rigs: Any) -> None:
+def test_failed_slot_without_lane_is_its_error(rigs: Any) -> None:
     rig = rigs(2)
     rig.numbers(0, 0)
     detail = pb.SlotView().error
@@ -235,7 +235,7 @@ def test_a_failed_slot_without_a_lane_is_its_error(rigs: Any) -> None:
         rig.reader.next()
 
 
-def test_a_failed_slot_is_asked_once_for_what_it_had(rigs: Any) -> None:
+def test_failed_slot_is_tried_once_for_batches(rigs: Any) -> None:
     rig = rigs(1, timeout_s=30)
     runner = rig.runners[0]
     rig.numbers(0, 0, 1)
@@ -255,7 +255,7 @@ def test_a_failed_slot_is_asked_once_for_what_it_had(rigs: Any) -> None:
     assert len(dialled) == 1
 
 
-def test_a_batch_that_could_not_be_made_comes_again(rigs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unassembled_batch_comes_again(rigs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     rig = rigs()
     rig.numbers(0, 0, 1)
     compiled = SlotLane._compile
@@ -292,7 +292,7 @@ def test_slots_without_a_worker_are_counted(rigs: Any) -> None:
         rig.reader.next()
 
 
-def test_runner_in_the_queue_of_starts_is_not_late_while_it_moves(rigs: Any) -> None:
+def test_queued_start_is_not_late_while_it_moves(rigs: Any) -> None:
     rig = rigs(1, timeout_s=0.5)
     places = [view(9), view(8), view(7)]
 
@@ -343,7 +343,7 @@ def test_waiting_ends_when_a_slot_becomes_ready(rigs: Any) -> None:
     thread.join()
 
 
-def test_an_input_that_no_worker_shards_is_warned_of_once(rigs: Any) -> None:
+def test_unsharded_input_warns_once(rigs: Any) -> None:
     rig = rigs(2)
     rig.numbers(0, 0, 1)
     rig.numbers(1, 10, 11)
@@ -376,7 +376,7 @@ def test_states_that_are_not_used_are_told_once(rigs: Any, caplog: pytest.LogCap
 # ---- broken lanes
 
 
-def test_a_broken_lane_is_opened_again_and_nothing_is_lost_or_repeated(rigs: Any) -> None:
+def test_broken_lane_reopens_without_loss(rigs: Any) -> None:
     rig = rigs()
     runner = rig.runners[0]
     rig.numbers(0, *range(6))
@@ -400,7 +400,7 @@ def test_a_broken_lane_is_opened_again_and_nothing_is_lost_or_repeated(rigs: Any
     assert runner.producer.free_slots >= free + 2
 
 
-def test_a_slot_handed_out_is_not_overwritten_after_a_break(rigs: Any) -> None:
+def test_held_entry_survives_a_broken_lane(rigs: Any) -> None:
     rig = rigs()
     rig.numbers(0, 1)
     held = rig.reader.next()
@@ -411,7 +411,7 @@ def test_a_slot_handed_out_is_not_overwritten_after_a_break(rigs: Any) -> None:
     assert int(held) == 1
 
 
-def test_a_slot_that_moved_is_followed_and_late_frames_are_dropped(rigs: Any) -> None:
+def test_moved_slot_drops_late_frames(rigs: Any) -> None:
     rig = rigs(2)
     old = rig.runners[0]
     rig.numbers(0, 0, 1, 2)
@@ -452,7 +452,7 @@ def test_a_batch_out_of_order_is_an_error(rigs: Any) -> None:
         rig.reader.next()
 
 
-def test_an_end_said_again_after_a_break_is_not_counted_twice(rigs: Any) -> None:
+def test_repeated_end_is_not_counted_twice(rigs: Any) -> None:
     rig = rigs(2)
     rig.numbers(0, 0)
     rig.runners[0].end()
@@ -484,7 +484,7 @@ def test_checkpoint_steps_are_announced_ahead(rigs: Any) -> None:
     assert rig.reader.announce(CheckpointSchedule.of(100), 7) == 7, "the executor's last step is one"
 
 
-def test_dense_checkpoint_steps_are_announced_further_than_a_worker_can_be_ahead(rigs: Any) -> None:
+def test_dense_checkpoint_steps_are_announced(rigs: Any) -> None:
     rig = rigs(2)
     rig.numbers(0, 0)
     rig.numbers(1, 10)
@@ -500,7 +500,7 @@ def test_dense_checkpoint_steps_are_announced_further_than_a_worker_can_be_ahead
         assert max(wanted) - again // 2 > MAX_ENTRIES + 1
 
 
-def test_the_position_can_be_read_from_another_thread(rigs: Any) -> None:
+def test_position_can_be_read_from_any_thread(rigs: Any) -> None:
     rig = rigs(2)
     seen: list[Any] = []
     stop = threading.Event()
@@ -525,7 +525,7 @@ def test_the_position_can_be_read_from_another_thread(rigs: Any) -> None:
         assert position.cursor == position.step % 2
 
 
-def test_a_position_in_the_middle_of_a_move_is_not_seen(rigs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_moved_position_is_not_seen(rigs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     rig = rigs()
     rig.numbers(0, 1)
     deliver = Position.deliver
@@ -545,7 +545,7 @@ def test_a_position_in_the_middle_of_a_move_is_not_seen(rigs: Any, monkeypatch: 
     assert seen[0] is None or seen[0].step == sum(slot.total for slot in seen[0].slots)
 
 
-def test_a_fork_of_the_training_process_releases_nothing(rigs: Any) -> None:
+def test_fork_of_the_trainer_releases_nothing(rigs: Any) -> None:
     rig = rigs()
     rig.numbers(0, 1)
     batch = rig.reader.next()

@@ -14,7 +14,7 @@ from penstock.proto.lane.frames import CLOSE
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 
-def test_a_pass_that_is_left_gives_its_slots_back_and_the_next_begins(rigs: Any) -> None:
+def test_abandoned_epoch_releases_its_entries(rigs: Any) -> None:
     rig = rigs(2)
     rig.numbers(0, 0, 1, 2)
     rig.numbers(1, 10, 11, 12)
@@ -33,7 +33,7 @@ def test_a_pass_that_is_left_gives_its_slots_back_and_the_next_begins(rigs: Any)
     assert producer.free_slots >= producer.ring_slots - 1
 
 
-def test_the_last_report_of_a_loader_that_was_closed_says_where_it_ended(rigs: Any) -> None:
+def test_closed_loader_reports_its_last_position(rigs: Any) -> None:
     rig = rigs()
     rig.numbers(0, 1, 2, 3)
     rig.take(3)
@@ -42,7 +42,7 @@ def test_the_last_report_of_a_loader_that_was_closed_says_where_it_ended(rigs: A
     assert (last.step, last.slots[0].total) == (3, 3)
 
 
-def test_a_pass_left_while_a_lane_was_broken_is_told_with_the_next_hello(rigs: Any) -> None:
+def test_abandoned_epoch_is_in_the_next_hello(rigs: Any) -> None:
     rig = rigs(2)
     rig.numbers(0, 0, 1, 2)
     rig.numbers(1, 10, 11)
@@ -62,7 +62,7 @@ def test_a_pass_left_while_a_lane_was_broken_is_told_with_the_next_hello(rigs: A
     assert rig.take(1) == [110]
 
 
-def test_a_lane_that_closes_may_not_have_heard_that_a_pass_was_left(rigs: Any) -> None:
+def test_closing_lane_may_lack_abandoned_epochs(rigs: Any) -> None:
     rig = rigs(timeout_s=0.05)
     runner = rig.runners[0]
     rig.numbers(0, 0)
@@ -78,7 +78,7 @@ def test_a_lane_that_closes_may_not_have_heard_that_a_pass_was_left(rigs: Any) -
     assert rig.take(1) == [100]
 
 
-def test_a_pass_left_before_a_slot_was_ready_is_told_with_the_first_hello(rigs: Any) -> None:
+def test_abandoned_epoch_is_in_the_first_hello(rigs: Any) -> None:
     rig = rigs(2, timeout_s=0.05)
     late = rig.runners[1]
     rig.run.views = [rig.run.views[0], pb.SlotView(slot=1, phase=pb.STARTING)]
@@ -98,7 +98,7 @@ def test_a_pass_left_before_a_slot_was_ready_is_told_with_the_first_hello(rigs: 
     assert rig.take(1) == [110]
 
 
-def test_passes_left_on_both_sides_of_a_break_are_told_apart(rigs: Any) -> None:
+def test_abandonments_around_a_break_differ(rigs: Any) -> None:
     rig = rigs(timeout_s=0.05)
     runner = rig.runners[0]
     rig.numbers(0, 0, 1)

@@ -12,7 +12,7 @@ def cut_off(lane: SlotLane, *, dials: float, heard_at: float, fails: float, sile
     return lane.cut_off(fails, silent_s, "timed out")
 
 
-def test_another_worker_is_asked_for_after_two_tries_and_a_while() -> None:
+def test_new_worker_is_requested_after_two_tries() -> None:
     lane = SlotLane(0, 1, "slot 0")
     assert not cut_off(lane, dials=10.0, heard_at=9.0, fails=11.25)
     assert not cut_off(lane, dials=11.5, heard_at=11.4, fails=11.6), "refused at once: the daemon may just have died"
@@ -23,13 +23,13 @@ def test_another_worker_is_asked_for_after_two_tries_and_a_while() -> None:
     assert not cut_off(lane, dials=20.0, heard_at=19.9, fails=20.1), "and all begins anew"
 
 
-def test_a_lane_that_fell_silent_needs_one_try_more() -> None:
+def test_silent_lane_needs_one_more_try() -> None:
     lane = SlotLane(0, 1, "slot 0")
     assert not lane.cut_off(10.0, 2.0, "silent")
     assert cut_off(lane, dials=10.1, heard_at=10.01, fails=11.35)
 
 
-def test_a_host_whose_own_cable_was_out_asks_for_nothing() -> None:
+def test_host_with_own_network_fault_waits() -> None:
     lane = SlotLane(0, 1, "slot 0")
     assert not lane.cut_off(10.0, 2.0, "silent")
     assert not cut_off(lane, dials=10.1, heard_at=7.0, fails=11.35)

@@ -78,7 +78,7 @@ def test_not_callable_is_a_type_error(thing: Any) -> None:
         refer(thing)
 
 
-def test_each_that_cannot_be_imported_is_told_what_to_do() -> None:
+def test_unimportable_callables_get_a_remedy() -> None:
     def local() -> list[int]:
         return []
 
@@ -143,7 +143,7 @@ def run(arguments: list[str], tmp_path: Path) -> str:
     return done.stdout + done.stderr
 
 
-def test_a_main_script_is_named_by_its_file_and_a_main_module_by_its_module(tmp_path: Path) -> None:
+def test_main_is_named_by_its_file_or_module(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT + AS_MODULES)
     (tmp_path / "pack").mkdir()
     (tmp_path / "pack" / "train.py").write_text(SCRIPT)
@@ -163,7 +163,7 @@ def test_a_main_without_a_file_is_told_to_use_one(tmp_path: Path) -> None:
     assert said.count("put it into a module file") == 2
 
 
-def test_the_same_function_under_the_names_of_a_main_script() -> None:
+def test_same_function_under_the_names_of_a_main() -> None:
     assert CodeReference("penstock_main:make").same_as("train:make")
     assert CodeReference("train:make").same_as("penstock_main:make")
     assert CodeReference("train:make").same_as("train:make")

@@ -30,7 +30,7 @@ class Refusing:
         return False
 
 
-def test_a_sample_is_read_again_with_the_seed_of_the_run() -> None:
+def test_sample_is_reread_with_the_runs_seed() -> None:
     whole = dealt.listed([4, 5], batch_size=3, seed=11)
     batch = next(iter(whole))
     loader = DataLoader(dealt.listed, [4, 5], batch_size=3)
@@ -63,7 +63,7 @@ def test_a_loader_that_cannot_says_so() -> None:
         assert loader.config() == {"input_fn": loader.name, "loader": None}
 
 
-def test_a_loader_s_config_is_what_decides_its_order() -> None:
+def test_config_is_what_decides_the_order() -> None:
     config = numbers(seed=3).config()
     assert config == numbers(seed=3).config()
     assert config["kind"] == "MapLoader"

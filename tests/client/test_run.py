@@ -33,7 +33,7 @@ def reply(version: int, *phases: pb.SlotPhase.ValueType) -> pb.WatchRunReply:
     return pb.WatchRunReply(version=version, slots=views)
 
 
-def test_a_reply_that_was_overtaken_changes_nothing(run: OpenRun) -> None:
+def test_overtaken_reply_changes_nothing(run: OpenRun) -> None:
     run._take(reply(5, pb.READY, pb.STARTING))
     told = run.version
     run._take(reply(7, pb.READY, pb.READY))
@@ -44,7 +44,7 @@ def test_a_reply_that_was_overtaken_changes_nothing(run: OpenRun) -> None:
     assert run.version == told + 1, "nothing new was told"
 
 
-def test_a_wait_is_told_while_it_lasts_and_never_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wait_is_reported_while_it_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr("penstock.client.stream.open_run.time.monotonic", lambda: now)
     progress = BoxProgress()
@@ -62,7 +62,7 @@ def test_a_wait_is_told_while_it_lasts_and_never_taken_back(monkeypatch: pytest.
     assert progress.waits() == [0.0, 0.0]
 
 
-def test_a_state_query_waits_for_a_coordinator_that_is_away_longer_than_its_deadline(
+def test_state_query_waits_for_the_coordinator(
     run: OpenRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     now, deadlines = 100.0, list[float]()

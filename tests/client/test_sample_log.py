@@ -32,7 +32,7 @@ def test_each_sample_of_a_step_can_be_had_again(tmp_path: Path) -> None:
     assert {step: [other.restore_sample(key) for key in keys] for step, keys in steps_of(path).items()} == samples
 
 
-def test_a_resumed_job_replaces_the_steps_that_it_takes_again(tmp_path: Path) -> None:
+def test_resumed_job_replaces_repeated_steps(tmp_path: Path) -> None:
     path = tmp_path / "keys.jsonl"
     with SampleLog(path, field="of") as log:
         for step in range(1, 6):

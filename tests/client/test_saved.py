@@ -57,7 +57,7 @@ def test_any_aggregated_state_comes_back(aggregated: Any) -> None:
     assert read(value).aggregated == aggregated
 
 
-def test_nothing_in_it_differs_between_equal_states() -> None:
+def test_equal_states_are_equal_bytes() -> None:
     assert make().to_dict() == make().to_dict()
 
 
@@ -66,7 +66,7 @@ def test_the_reserved_key_is_ours() -> None:
         make(aggregated={KEY: 1}).to_dict()
 
 
-def test_a_state_that_cannot_be_restored_is_refused_when_it_is_saved() -> None:
+def test_unrestorable_state_is_refused_at_save() -> None:
     with pytest.raises(UnsupportedStateError):
         make(aggregated={"x": object()}).to_dict()
 
@@ -74,7 +74,7 @@ def test_a_state_that_cannot_be_restored_is_refused_when_it_is_saved() -> None:
 # ---- starting from it
 
 
-def test_on_the_same_shape_each_box_gets_its_own_slots_and_position() -> None:
+def test_same_topology_keeps_slots_and_positions() -> None:
     saved = make(2)
     for box in (0, 1):
         start = saved.start(box, 2, 2, strict=False)
@@ -96,14 +96,14 @@ def test_on_the_same_shape_each_box_gets_its_own_slots_and_position() -> None:
         assert decode_state(start.blob) == {"aggregated": None, "strict": False, "slots": slots}
 
 
-def test_a_state_that_the_user_has_changed_is_told_as_that() -> None:
+def test_user_changed_state_is_reported() -> None:
     value = make(4).to_dict()
     assert not read(value).is_changed
     value["done"] = [1, 1]
     assert read(value).is_changed
 
 
-def test_four_methods_change_their_shape_and_bring_the_step_along() -> None:
+def test_four_methods_keep_step_on_new_topology() -> None:
     start = make(4).start(0, 1, 3, strict=True)
     assert not start.same_topology
     assert (start.position.step, list(start.position.live), len(start.position.slots)) == (5, [0, 1, 2], 3)
@@ -117,7 +117,7 @@ def test_other_loaders_keep_their_shape(methods: int) -> None:
 
 
 @pytest.mark.parametrize("methods", [0, 2, 4])
-def test_a_state_from_before_the_first_step_fits_any_shape(methods: int) -> None:
+def test_state_before_the_first_step_fits_any(methods: int) -> None:
     aggregated: Any = {} if methods == 4 else None
     saved = read(SavedState(0, "streams:counter", methods, 0, 0, None, aggregated=aggregated).to_dict())
     start = saved.start(2, 3, 4, strict=True)

@@ -60,7 +60,7 @@ def test_steps_ahead_of_7(given: Any, last: int | None, expected: list[int]) -> 
     assert CheckpointSchedule.of(given).ahead(7, last, 10) == expected
 
 
-def test_every_step_within_the_horizon_is_announced_however_many_there_are() -> None:
+def test_all_steps_in_the_horizon_are_announced() -> None:
     assert CheckpointSchedule.of(1).ahead(0, None, 10_000) == [*range(1, 10_001)]
 
 

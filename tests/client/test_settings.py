@@ -63,7 +63,7 @@ def test_torchrun_stands_for_boxes(torchrun: pytest.MonkeyPatch) -> None:
     assert resolve().box == 2
 
 
-def test_attempts_are_told_apart_by_torchrun_s_restarts(torchrun: pytest.MonkeyPatch) -> None:
+def test_torchrun_restarts_separate_attempts(torchrun: pytest.MonkeyPatch) -> None:
     assert attempt_key(resolve(), Torchrun()) == "10.0.0.1:29500:2"
     assert attempt_key(resolve(attempt="mine"), Torchrun()) == "mine"
     for name in TORCHRUN:
@@ -106,7 +106,7 @@ def test_the_cpu_is_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve().device == "cpu"
 
 
-def test_a_device_that_cannot_be_used_is_named_with_where_it_came_from(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unusable_device_is_named_with_its_source(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(InvalidArgumentError, match=r"Appliance: device='cuda:1': .*device='cuda:1' cannot be used"):
         resolve(device=torch.device("cuda", 1))
@@ -132,7 +132,7 @@ def test_compression_is_off_unless_asked_for(monkeypatch: pytest.MonkeyPatch) ->
         resolve()
 
 
-def test_compression_without_its_package_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compression_without_package_has_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     require.cache_clear()
     monkeypatch.setitem(sys.modules, "lz4", None)
     with pytest.raises(InvalidArgumentError, match=r"pip install penstock\[compression\]"):
@@ -168,7 +168,7 @@ def test_several_hosts_are_not_embedded(torchrun: pytest.MonkeyPatch) -> None:
         Appliance()
 
 
-def test_boxes_of_a_remote_coordinator_need_the_job_s_name() -> None:
+def test_boxes_of_a_coordinator_need_a_job_name() -> None:
     with pytest.raises(InvalidArgumentError, match="PENSTOCK_JOB"):
         Appliance("localhost:1", box=0, num_boxes=2, token="t")
 
@@ -178,7 +178,7 @@ def test_a_remote_coordinator_needs_a_token() -> None:
         Appliance("localhost:1")
 
 
-def test_an_appliance_inside_a_runner_is_a_missing_main_guard(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_appliance_in_a_runner_lacks_a_main_guard(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_RUNNER", "1")
     with pytest.raises(RuntimeError, match="main"):
         Appliance()
@@ -197,9 +197,7 @@ def test_a_job_is_named_in_one_printable_line(job: str) -> None:
         resolve(job=job)
 
 
-def test_the_settings_file_stands_below_torchrun_and_above_defaults(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_settings_file_ranks_below_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "penstock.toml"
     path.write_text("[client]\nnum_workers_per_box = 3\ntimeout_s = 0\n")
     monkeypatch.setenv("PENSTOCK_CONFIG", str(path))

@@ -23,7 +23,7 @@ from penstock.proto.errors import DeadlineError
 # ---- one batch ahead
 
 
-def test_the_next_batch_s_copy_is_started_before_this_one_is_returned(rig: Any, device: FakeBackend) -> None:
+def test_next_copy_starts_before_this_return(rig: Any, device: FakeBackend) -> None:
     rig.numbers(0, 1, 2, 3)
     first = rig.reader.next()
     assert len(device.started) == 2, "that of the batch and of the one after it"
@@ -87,7 +87,7 @@ class Pair(NamedTuple):
     right: Any
 
 
-def test_tensors_arrive_and_the_rest_stays_on_the_host(rigs: Any) -> None:
+def test_only_tensors_move_to_the_device(rigs: Any) -> None:
     rig = rigs(backend=CpuBackend())
     batch: dict[str, Any] = {
         "matrix": torch.arange(12.0).view(3, 4).t(),  # strided where it was made
@@ -143,7 +143,7 @@ def test_leaves_can_be_kept_alone(rigs: Any) -> None:
 
 
 @pytest.mark.parametrize("copied", ["when it is due", "ahead"])
-def test_a_batch_staged_in_inference_mode_is_an_ordinary_one(rigs: Any, copied: str) -> None:
+def test_staged_in_inference_mode_is_ordinary(rigs: Any, copied: str) -> None:
     rig = rigs(backend=CpuBackend())
     rig.numbers(0, 1, 2)
     with torch.inference_mode():
@@ -175,7 +175,7 @@ def test_a_slot_is_released_by_its_copy_s_event(rig: Any, device: FakeBackend) -
     assert rig.taken() == 0
 
 
-def test_acks_go_in_groups_while_every_batch_is_staged(rig: Any, device: FakeBackend) -> None:
+def test_acks_are_grouped_while_staging(rig: Any, device: FakeBackend) -> None:
     rig.numbers(0, *range(32))
     for _ in range(20):
         rig.reader.next()
@@ -202,7 +202,7 @@ def test_a_batch_that_is_kept_holds_no_slot(rig: Any, device: FakeBackend) -> No
     assert int(batch) == 1
 
 
-def test_the_slot_of_a_staged_batch_is_not_released_before_it_is_delivered(rig: Any, device: FakeBackend) -> None:
+def test_staged_entry_is_held_until_delivery(rig: Any, device: FakeBackend) -> None:
     rig.numbers(0, 1, 2)
     rig.reader.next()
     device.finish()
@@ -222,7 +222,7 @@ def test_a_batch_without_tensors_needs_no_copy(rig: Any, device: FakeBackend) ->
 
 
 @pytest.mark.parametrize("slots", [3, 32])
-def test_slots_are_used_again_and_again_and_every_copy_finds_its_own_bytes(rigs: Any, slots: int) -> None:
+def test_copies_from_reused_entries_are_right(rigs: Any, slots: int) -> None:
     """400 batches, copies that lag behind by one to many."""
     for patience in (0, 1, 5, 40):
         rig = rigs(backend=FakeBackend(patience))
@@ -241,7 +241,7 @@ def test_slots_are_used_again_and_again_and_every_copy_finds_its_own_bytes(rigs:
         assert rig.reader.copies == 0
 
 
-def test_a_ring_that_is_full_of_copies_empties_while_the_feed_waits(rigs: Any) -> None:
+def test_full_ring_drains_while_the_reader_waits(rigs: Any) -> None:
     """Large batches have four slots. The producer sends only when it hears of a free one, from a feed that waits."""
     device = FakeBackend()
     rig = rigs(backend=device, timeout_s=20)
@@ -283,7 +283,7 @@ def test_a_device_that_hangs_is_named(rigs: Any, device: FakeBackend) -> None:
     assert int(batch) == 2, "a wait that ran out can be repeated"
 
 
-def test_a_worker_that_hangs_is_named_once_the_copies_are_done(rigs: Any) -> None:
+def test_hanging_worker_is_named_after_the_copies(rigs: Any) -> None:
     rig = rigs(backend=FakeBackend(patience=3), timeout_s=1)
     rig.numbers(0, 1)
     rig.reader.next()

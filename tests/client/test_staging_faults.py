@@ -23,7 +23,7 @@ from penstock.proto.lane.frames import BATCH, framed
 # ---- other frames
 
 
-def test_the_end_of_a_slot_or_of_the_pass_waits_for_its_turn(rigs: Any, device: FakeBackend) -> None:
+def test_end_of_slot_or_epoch_waits_for_its_turn(rigs: Any, device: FakeBackend) -> None:
     rig = rigs(2, backend=device)
     rig.numbers(0, 0)
     rig.runners[0].end()
@@ -46,7 +46,7 @@ def test_the_end_of_a_slot_or_of_the_pass_waits_for_its_turn(rigs: Any, device: 
     assert [int(batch) for batch in batches] == [1, 12]
 
 
-def test_the_next_pass_is_not_staged_before_this_one_has_ended(rig: Any, device: FakeBackend) -> None:
+def test_next_epoch_is_not_staged_early(rig: Any, device: FakeBackend) -> None:
     rig.numbers(0, 0)
     rig.runners[0].end()
     rig.numbers(0, 1)
@@ -70,7 +70,7 @@ def test_an_error_comes_when_its_step_is_due(rig: Any, device: FakeBackend) -> N
 
 
 @pytest.mark.parametrize(("total", "epoch"), [(3, 0), (2, 1)])
-def test_a_batch_out_of_order_is_an_error_when_its_step_is_due(rig: Any, total: int, epoch: int) -> None:
+def test_out_of_order_batch_fails_when_due(rig: Any, total: int, epoch: int) -> None:
     rig.numbers(0, 0)
     rig.runners[0].total, rig.runners[0].epoch = total - 1, epoch
     rig.numbers(0, 2)
@@ -87,7 +87,7 @@ def test_a_batch_out_of_order_is_an_error_when_its_step_is_due(rig: Any, total: 
         (framed(a_frame(kind=BATCH, total=3, ring=1).encode()), "must lie in an entry of an announced ring"),
     ],
 )
-def test_what_no_producer_sends_is_an_error_when_its_step_is_due(rig: Any, packet: bytes, words: str) -> None:
+def test_impossible_frame_fails_when_due(rig: Any, packet: bytes, words: str) -> None:
     rig.numbers(0, 0)
     rig.reader.next()
     rig.numbers(0, 1)
@@ -98,9 +98,7 @@ def test_what_no_producer_sends_is_an_error_when_its_step_is_due(rig: Any, packe
         rig.reader.next()
 
 
-def test_a_batch_that_could_not_be_staged_is_tried_again_when_it_is_due(
-    rig: Any, device: FakeBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unstaged_batch_is_retried_when_due(rig: Any, device: FakeBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     rig.numbers(0, 0, 1, 2)
     copy = device.copy
     tries: list[int] = []
@@ -121,9 +119,7 @@ def test_a_batch_that_could_not_be_staged_is_tried_again_when_it_is_due(
     assert [int(batch) for batch in batches] == [0, 1, 2]
 
 
-def test_a_batch_that_cannot_be_made_is_an_error_when_it_is_due_and_comes_again(
-    rig: Any, device: FakeBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unassembled_batch_fails_when_due(rig: Any, device: FakeBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     rig.numbers(0, 0)
     assert rig.runners[0].send({"x": torch.tensor([1])})
     compiled = DeviceLane._compile
@@ -147,9 +143,7 @@ def test_a_batch_that_cannot_be_made_is_an_error_when_it_is_due_and_comes_again(
     assert (int(batch), int(second["x"])) == (0, 1)
 
 
-def test_an_interrupt_while_staging_loses_and_repeats_nothing(
-    rig: Any, device: FakeBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupt_while_staging_loses_nothing(rig: Any, device: FakeBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     rig.numbers(0, 0, 1, 2)
     copy = device.copy
 
@@ -191,7 +185,7 @@ def test_a_lane_that_breaks_behind_a_staged_batch(rig: Any, device: FakeBackend)
     assert rig.taken() == 0
 
 
-def test_a_runner_that_is_replaced_sends_the_staged_batch_again(rigs: Any, device: FakeBackend) -> None:
+def test_replaced_runner_resends_the_staged_batch(rigs: Any, device: FakeBackend) -> None:
     rig = rigs(backend=device)
     old = rig.runners[0]
     rig.numbers(0, 0, 1, 2)
@@ -215,7 +209,7 @@ def test_a_runner_that_is_replaced_sends_the_staged_batch_again(rigs: Any, devic
     assert new.producer.attached, "it was told of none of the other's slots"
 
 
-def test_a_ring_of_a_dead_runner_stays_locked_until_its_last_copy(rigs: Any, device: FakeBackend) -> None:
+def test_dead_runners_ring_is_locked_while_copied(rigs: Any, device: FakeBackend) -> None:
     rig = rigs(backend=device)
     rig.numbers(0, 0, 1)
     batch = rig.reader.next()
@@ -240,7 +234,7 @@ def test_a_ring_of_a_dead_runner_stays_locked_until_its_last_copy(rigs: Any, dev
     assert int(batch) == 0
 
 
-def test_an_outgrown_ring_stays_locked_until_its_last_copy(rig: Any, device: FakeBackend) -> None:
+def test_outgrown_ring_is_locked_while_copied(rig: Any, device: FakeBackend) -> None:
     runner, runtime = rig.runners[0], device.runtime
     for power in (4, 18, 20):
         assert runner.send(torch.full((1 << power,), power, dtype=torch.uint8))
@@ -257,9 +251,7 @@ def test_an_outgrown_ring_stays_locked_until_its_last_copy(rig: Any, device: Fak
 # ---- epochs that are left, and the end
 
 
-def test_a_pass_is_left_when_the_staged_batch_is_copied_and_the_batch_is_forgotten(
-    rigs: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_abandoned_epoch_drops_the_staged_batch(rigs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     device = FakeBackend(patience=3)
     rig = rigs(2, backend=device)
     rig.numbers(0, 0, 1, 2)
@@ -290,7 +282,7 @@ def test_a_pass_is_left_when_the_staged_batch_is_copied_and_the_batch_is_forgott
     assert all(runner.producer.attached for runner in rig.runners)
 
 
-def test_a_pass_is_not_left_while_the_device_hangs(rigs: Any, device: FakeBackend) -> None:
+def test_epoch_is_kept_while_the_device_hangs(rigs: Any, device: FakeBackend) -> None:
     rig = rigs(backend=device, timeout_s=0.05)
     rig.numbers(0, 0, 1)
     rig.reader.next()
@@ -301,7 +293,7 @@ def test_a_pass_is_not_left_while_the_device_hangs(rigs: Any, device: FakeBacken
     assert int(rig.reader.next()) == 1
 
 
-def test_a_frame_that_was_seen_of_a_pass_that_is_left_is_forgotten(rig: Any, device: FakeBackend) -> None:
+def test_peeked_frame_of_an_old_epoch_is_dropped(rig: Any, device: FakeBackend) -> None:
     rig.numbers(0, 0)
     rig.runners[0].end()
     rig.reader.next()
@@ -316,7 +308,7 @@ def test_a_frame_that_was_seen_of_a_pass_that_is_left_is_forgotten(rig: Any, dev
     assert rig.reader.position.epoch == 1
 
 
-def test_a_batch_that_could_not_be_staged_is_forgotten_with_its_pass(
+def test_unstaged_batch_is_dropped_with_its_epoch(
     rig: Any, device: FakeBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig.numbers(0, 0, 1)
@@ -340,7 +332,7 @@ def test_a_batch_that_could_not_be_staged_is_forgotten_with_its_pass(
     assert int(batch) == 100
 
 
-def test_a_lane_whose_first_batch_after_a_cut_was_staged_has_heard_of_it(rigs: Any, device: FakeBackend) -> None:
+def test_batch_staged_after_a_break_settles_it(rigs: Any, device: FakeBackend) -> None:
     rig = rigs(2, backend=device)
     rig.numbers(0, 0, 1)
     rig.numbers(1, 10)
@@ -362,7 +354,7 @@ def test_a_lane_whose_first_batch_after_a_cut_was_staged_has_heard_of_it(rigs: A
     assert [int(batch) for batch in batches] == [101, 111]
 
 
-def test_an_error_that_was_seen_of_a_pass_that_is_left_is_met_in_the_next(rig: Any) -> None:
+def test_peeked_error_is_raised_in_the_next_epoch(rig: Any) -> None:
     rig.numbers(0, 0)
     rig.runners[0].fail("InputFnError", "ValueError: no such sample")
     rig.reader.next()
@@ -382,7 +374,7 @@ def test_closing_waits_for_the_copies(rigs: Any) -> None:
     rig.reader.close()
 
 
-def test_a_ring_of_a_device_that_hangs_is_never_let_go(
+def test_ring_of_a_hanging_device_is_never_freed(
     rigs: Any, device: FakeBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(device_reader, "CLOSE_S", 0.02)
@@ -400,9 +392,7 @@ def test_a_ring_of_a_device_that_hangs_is_never_let_go(
     assert device.runtime.locked == {}
 
 
-def test_a_device_that_has_failed_stops_the_loop_and_nothing_else(
-    rigs: Any, device: FakeBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_device_stops_only_the_loop(rigs: Any, device: FakeBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_reader, "_stranded", [])
     rig = rigs(backend=device)
     rig.numbers(0, 0, 1)
@@ -416,7 +406,7 @@ def test_a_device_that_has_failed_stops_the_loop_and_nothing_else(
     assert len(device_reader._stranded) == 2
 
 
-def test_a_fork_of_the_training_process_unlocks_nothing(rig: Any, device: FakeBackend) -> None:
+def test_fork_of_the_trainer_unlocks_nothing(rig: Any, device: FakeBackend) -> None:
     rig.numbers(0, 0)
     batch = rig.reader.next()
     device.finish()

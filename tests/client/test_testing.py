@@ -183,7 +183,7 @@ def test_the_loop_is_no_worker() -> None:
             assert torch.utils.data.get_worker_info() is None
 
 
-def test_a_batch_that_was_not_handed_out_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_undelivered_batch_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C after it was made."""
     whole, digest = take(fake(), 6)
     pressed: list[Any] = []

@@ -68,7 +68,7 @@ def test_skipping_batches_is_refused(ahead: Lookahead) -> None:
         begin(new(), ahead, ignore_data_skip=False)
 
 
-def test_accumulation_over_the_end_of_a_pass_is_warned_of(ahead: Lookahead) -> None:
+def test_accumulation_over_an_epoch_end_warns(ahead: Lookahead) -> None:
     callback = new()
     begin(callback, ahead, step=0, gradient_accumulation_steps=4)
     states = {"LoaderState": callback.state()}
@@ -78,7 +78,7 @@ def test_accumulation_over_the_end_of_a_pass_is_warned_of(ahead: Lookahead) -> N
 
 
 @pytest.mark.parametrize("states", [{}, {"LoaderState": {"args": {}, "attributes": {"saved": None}}}])
-def test_a_checkpoint_without_the_position_is_refused(ahead: Lookahead, states: dict[str, Any]) -> None:
+def test_checkpoint_without_position_is_refused(ahead: Lookahead, states: dict[str, Any]) -> None:
     with pytest.raises(StateMismatchError, match="the checkpoint of step 5 has no position"):
         begin(new(), ahead, states=states)
 

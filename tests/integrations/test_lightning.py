@@ -59,7 +59,7 @@ def test_epochs_shorter_than_a_pass(appliance: Appliance, tmp_path: Path) -> Non
         assert trainer.current_epoch == 3
 
 
-def test_accumulation_that_a_resume_shifts_is_warned_of(appliance: Appliance, tmp_path: Path) -> None:
+def test_accumulation_shifted_by_a_resume_warns(appliance: Appliance, tmp_path: Path) -> None:
     """Lightning's own; a checkpoint of the end of the epoch does not have it."""
     from lightning_fits import fit
 

@@ -57,7 +57,7 @@ def plain(appliance: Appliance) -> dict[int, Any]:
 
 
 @pytest.mark.parametrize("name", WRAPPERS)
-def test_exact_at_every_step_where_the_loader_is_ahead(appliance: Appliance, plain: dict[int, Any], name: str) -> None:
+def test_exact_at_every_step_with_a_loader_ahead(appliance: Appliance, plain: dict[int, Any], name: str) -> None:
     wrap, depth = WRAPPERS[name]
     loader = DataLoader(streams.counter, PASS // 2)
     ahead = Lookahead(loader, depth=max(depth, 1), appliance=appliance)
@@ -110,7 +110,7 @@ def test_before_the_first_batch_and_after_a_load(appliance: Appliance) -> None:
     loader.close()
 
 
-def test_what_is_asked_first_is_answered_for_the_appliance_given(appliance: Appliance) -> None:
+def test_first_queries_use_the_given_appliance(appliance: Appliance) -> None:
     """Frameworks ask for the length before they iterate, and go by it."""
     elsewhere: dict[str, Any] = {"token": TOKEN, "job": "never begun", "box": 1, "num_boxes": 2}
     other = Appliance("127.0.0.1:1", num_workers_per_box=3, **elsewhere)
@@ -119,7 +119,7 @@ def test_what_is_asked_first_is_answered_for_the_appliance_given(appliance: Appl
     assert ahead.place == (1, 2)
 
 
-def test_a_pass_whose_iterator_is_held_is_over_when_the_next_begins(appliance: Appliance) -> None:
+def test_held_iterator_ends_when_the_next_begins(appliance: Appliance) -> None:
     loader = DataLoader(streams.counter, PASS // 2)
     ahead = Lookahead(loader, appliance=appliance)
     assert len(ahead) == PASS
@@ -135,7 +135,7 @@ def test_a_pass_whose_iterator_is_held_is_over_when_the_next_begins(appliance: A
     loader.close()
 
 
-def test_a_pass_of_which_the_loop_got_nothing_is_begun_again(appliance: Appliance) -> None:
+def test_epoch_without_a_batch_taken_is_repeated(appliance: Appliance) -> None:
     loader = DataLoader(streams.counter, PASS // 2)
     ahead = Lookahead(loader, appliance=appliance)
     held = iter(ahead)
@@ -153,7 +153,7 @@ def test_a_pass_of_which_the_loop_got_nothing_is_begun_again(appliance: Applianc
     loader.close()
 
 
-def test_what_was_taken_and_dropped_is_no_batch_of_the_loop(appliance: Appliance) -> None:
+def test_taken_and_dropped_batch_is_not_counted(appliance: Appliance) -> None:
     loader = DataLoader(streams.shuffled, PASS * 8, noise=False)  # each of two workers has all, and shuffles anew
     ahead = Lookahead(loader, appliance=appliance)
     for _ in ahead.handed_out(ahead_by(1, ahead)):
@@ -178,7 +178,7 @@ def test_a_loop_that_nobody_counts_is_an_error(appliance: Appliance) -> None:
     loader.close()
 
 
-def test_wrappers_that_repeat_or_share_batches_are_errors(appliance: Appliance) -> None:
+def test_repeating_or_sharing_wrappers_are_errors(appliance: Appliance) -> None:
     loader = DataLoader(streams.counter, PASS // 2)
     ahead = Lookahead(loader, appliance=appliance)
     with pytest.raises(RuntimeError, match="taken none from here"):
@@ -207,7 +207,7 @@ def test_mistakes_are_named(appliance: Appliance) -> None:
     loader.close()
 
 
-def test_worker_processes_of_torchs_loader_are_an_error(appliance: Appliance) -> None:
+def test_torch_loader_workers_are_an_error(appliance: Appliance) -> None:
     ahead = Lookahead(DataLoader(streams.counter, PASS // 2), appliance=appliance)
     with pytest.raises(RuntimeError, match="num_workers=0"):
         list(torch.utils.data.DataLoader(ahead, batch_size=None, num_workers=1))

@@ -51,7 +51,7 @@ def assert_holds(folder: Path, mark: float) -> None:
 
 @pytest.mark.filterwarnings("ignore:Detected an existing checkpoint:UserWarning")
 @pytest.mark.parametrize("decentralized", [False, True])
-def test_what_was_there_when_it_was_staged_is_saved(tmp_path: Path, decentralized: bool) -> None:
+def test_staged_values_are_saved(tmp_path: Path, decentralized: bool) -> None:
     """Three saves whose memory is one and the same, the last over the first's folder."""
     values = state(0.0)
     for mark, folder in ((1.0, "a"), (2.0, "b"), (3.0, "a")):
@@ -72,7 +72,7 @@ def test_what_was_there_when_it_was_staged_is_saved(tmp_path: Path, decentralize
     assert sum(path.stat().st_size for path in (tmp_path / "a").iterdir()) < 64 << 10  # no view's whole storage
 
 
-def test_only_what_begins_with_the_hint_is_separated(tmp_path: Path) -> None:
+def test_only_names_with_the_hint_are_separated(tmp_path: Path) -> None:
     writer = FileSystemWriterAsync(tmp_path, separation_hint="optimizer")
     Request(writer, plan(state(1.0), writer)).write()
     names = {result.storage_data.relative_path: result.index.fqn for result in written(writer)}
@@ -88,7 +88,7 @@ def test_a_rank_with_nothing_to_write(tmp_path: Path) -> None:
     assert (tmp_path / ".metadata").exists()
 
 
-def test_a_process_that_ends_without_a_word_is_a_failure(tmp_path: Path) -> None:
+def test_process_without_a_result_is_a_failure(tmp_path: Path) -> None:
     writer = FileSystemWriterAsync(tmp_path)
     request = Request(writer, plan(state(1.0), writer))
     with pytest.raises(CheckpointError, match=r"rank 0: the process that writes .* ended before it had written"):
@@ -101,7 +101,7 @@ def test_a_process_that_ends_without_a_word_is_a_failure(tmp_path: Path) -> None
     assert_holds(tmp_path, 2.0)
 
 
-def test_a_file_that_cannot_be_written_is_a_failure(tmp_path: Path) -> None:
+def test_unwritable_file_is_a_failure(tmp_path: Path) -> None:
     writer = FileSystemWriterAsync(tmp_path / "a", thread_count=2)
     request = Request(writer, plan(state(1.0), writer))
     (tmp_path / "a").rename(tmp_path / "b")

@@ -281,7 +281,7 @@ def test_release_of_undelivered_entry_drops_lane(producer: Producer, caplog: pyt
     sock.close()
 
 
-def test_who_delivers_what_was_not_sent_is_dropped(producer: Producer, caplog: pytest.LogCaptureFixture) -> None:
+def test_peer_that_delivers_unsent_is_dropped(producer: Producer, caplog: pytest.LogCaptureFixture) -> None:
     sock = attach(producer)
     publish(producer, 1)
     say(sock, producer, delivered=2)

@@ -148,7 +148,7 @@ def test_a_bomb_in_an_index_tail_is_refused(how: str) -> None:
         read_index(before + bomb + behind, Path("x"), {"file": 5000})
 
 
-def test_a_bomb_among_the_shared_values_is_refused() -> None:
+def test_bomb_among_shared_values_is_refused() -> None:
     with pytest.raises(CheckpointCorruptError, match="very long to hash"):
         read_index(written(offset=nested()), Path("x"), {"file": 5000})
 

@@ -49,7 +49,7 @@ def test_input_fn_that_returns_no_iterable(appliance: Appliance, input_fn: Any, 
     still_works(appliance)
 
 
-def test_input_fn_that_raises_shows_the_remote_traceback(appliance: Appliance) -> None:
+def test_raising_input_fn_shows_remote_traceback(appliance: Appliance) -> None:
     with pytest.raises(errors.InputFnError, match="no such dataset") as caught:
         drain(appliance, DataLoader(streams.raises))
     assert "in raises" in caught.value.remote_traceback
@@ -57,7 +57,7 @@ def test_input_fn_that_raises_shows_the_remote_traceback(appliance: Appliance) -
     still_works(appliance)
 
 
-def test_error_at_batch_n_comes_after_the_batches_before_it(appliance: Appliance) -> None:
+def test_error_comes_after_the_batches_before_it(appliance: Appliance) -> None:
     got: list[int] = []
     with pytest.raises(errors.InputFnError, match="broken sample") as caught:
         got.extend(int(batch) for batch in DataExecutor(DataLoader(streams.raises_at, 4), appliance=appliance))
@@ -69,7 +69,7 @@ def test_error_at_batch_n_comes_after_the_batches_before_it(appliance: Appliance
     assert "in raises_at" in caught.value.remote_traceback
 
 
-def test_a_forked_child_does_not_speak_for_its_runner(appliance: Appliance) -> None:
+def test_forked_child_cannot_act_for_its_runner(appliance: Appliance) -> None:
     loader = DataLoader(hazards.strays, 24)
     executor = DataExecutor(loader, num_steps=48, appliance=appliance)
     got = [batch["number"] for batch in executor]
@@ -78,7 +78,7 @@ def test_a_forked_child_does_not_speak_for_its_runner(appliance: Appliance) -> N
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
-def test_a_forked_child_of_the_training_process_is_told_so(appliance: Appliance) -> None:
+def test_forked_child_of_a_trainer_gets_an_error(appliance: Appliance) -> None:
     loader = DataLoader(streams.counter, 40)
     executor = DataExecutor(loader, appliance=appliance)
     steps = iter(executor)
@@ -117,7 +117,7 @@ def test_empty_input(appliance: Appliance) -> None:
         drain(appliance, DataLoader(streams.empty), steps=5)
 
 
-def test_a_loader_without_state_methods_cannot_be_saved_unless_replay_is_asked_for(appliance: Appliance) -> None:
+def test_stateless_loader_needs_replay_to_save(appliance: Appliance) -> None:
     with beside(appliance) as plain:
         loader = DataLoader(streams.shuffled, 24)
         executor = DataExecutor(loader, num_steps=4, appliance=plain)
@@ -139,9 +139,7 @@ def test_persistent_workers_are_refused_by_name(appliance: Appliance) -> None:
     ("input_fn", "says"),
     [(streams.bad_state, "cannot reach its server"), (streams.odd_state, r"\['lock'\]")],
 )
-def test_a_state_that_cannot_be_taken_fails_the_save_and_not_the_stream(
-    appliance: Appliance, input_fn: Any, says: str
-) -> None:
+def test_failed_state_fails_only_the_save(appliance: Appliance, input_fn: Any, says: str) -> None:
     loader = DataLoader(input_fn, 8)
     executor = DataExecutor(loader, num_steps=12, appliance=appliance)
     for _ in executor:
@@ -152,7 +150,7 @@ def test_a_state_that_cannot_be_taken_fails_the_save_and_not_the_stream(
 
 
 @pytest.mark.parametrize("input_fn", [streams.counts_late, streams.prefetches])
-def test_a_loader_that_restores_to_the_wrong_place_is_saved_by_counting(
+def test_wrongly_restoring_loader_is_counted(
     appliance: Appliance, input_fn: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Its states are not used, which is said once; and what is saved is exact."""
@@ -175,7 +173,7 @@ def test_a_loader_that_restores_to_the_wrong_place_is_saved_by_counting(
     assert [int(batch["x"][0]) for batch in DataExecutor(again, num_steps=500, appliance=appliance)] == whole[300:]
 
 
-def test_a_loader_without_methods_that_does_not_repeat_itself_is_named_before_its_resume(appliance: Appliance) -> None:
+def test_unrepeatable_loader_is_named_early(appliance: Appliance) -> None:
     """Its stream goes on; its states are refused as soon as that was found out, and that is soon."""
     loader = DataLoader(streams.unrepeatable, 10**7)
     deadline, refused = time.monotonic() + 60, ""
@@ -312,7 +310,7 @@ def test_strict_structure_names_both(appliance: Appliance) -> None:
         assert len(got) == 2
 
 
-def test_state_for_a_step_that_was_not_delivered_or_is_no_longer_kept(appliance: Appliance) -> None:
+def test_state_of_an_unavailable_step_is_an_error(appliance: Appliance) -> None:
     with beside(appliance, retention_steps=8) as short:
         loader = DataLoader(streams.counter, 1000)
         executor = DataExecutor(loader, num_steps=300, appliance=short)
@@ -332,7 +330,7 @@ def test_get_worker_state_outside_of_state_dict() -> None:
         get_worker_state()
 
 
-def test_the_state_before_the_first_step_is_that_of_a_local_instance(appliance: Appliance) -> None:
+def test_first_state_is_a_local_instances(appliance: Appliance) -> None:
     loader = DataLoader(streams.shared, 30)
     state = loader.state_dict()
     assert state["start"] == 0
@@ -348,7 +346,7 @@ def test_two_executors_on_one_loader(appliance: Appliance) -> None:
             iter(DataExecutor(loader, appliance=appliance))
 
 
-def test_unsharded_input_on_several_workers_warns_once(appliance: Appliance) -> None:
+def test_unsharded_input_of_workers_warns_once(appliance: Appliance) -> None:
     deadline, warned_at = time.monotonic() + 60.0, 0
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -371,7 +369,7 @@ def test_records_of_a_state(appliance: Appliance) -> None:
     assert checkpoint.total_num_workers == 6
 
 
-def test_without_strict_structure_a_change_is_normal(appliance: Appliance) -> None:
+def test_changed_structure_is_fine_without_strict(appliance: Appliance) -> None:
     dtypes = [batch["x"].dtype for batch in drain(appliance, DataLoader(streams.changing))]
     assert dtypes == [torch.float32] * 4 + [torch.int64] * 2
 
@@ -386,7 +384,7 @@ def test_without_strict_structure_a_change_is_normal(appliance: Appliance) -> No
         ("mute", "Mute"),
     ],
 )
-def test_whatever_user_code_raises_is_one_bounded_error(appliance: Appliance, how: str, says: str) -> None:
+def test_any_user_error_is_one_bounded_error(appliance: Appliance, how: str, says: str) -> None:
     got: list[int] = []
     with pytest.raises(errors.InputFnError, match=says) as caught:
         got.extend(int(batch) for batch in DataExecutor(DataLoader(streams.leaves, how), appliance=appliance))

@@ -92,7 +92,7 @@ def test_two_boxes_save_at_one_step_and_resume(cluster: Cluster, lane: str) -> N
     assert sorted(one + two + rest) == list(range(40))
 
 
-def test_rank_0_alone_asks_while_the_other_is_ahead_or_behind(cluster: Cluster) -> None:
+def test_only_rank_0_asks_for_an_uneven_box(cluster: Cluster) -> None:
     for lead in (-3, 3):
         reached, asked = threading.Event(), threading.Event()
 
@@ -115,7 +115,7 @@ def test_rank_0_alone_asks_while_the_other_is_ahead_or_behind(cluster: Cluster) 
         assert state["done"] == [4, 4, 4, 4]
 
 
-def test_a_box_whose_pass_ends_before_the_others_is_announced(cluster: Cluster) -> None:
+def test_box_with_an_early_epoch_end_is_announced(cluster: Cluster) -> None:
     ended = threading.Event()
 
     def train(number: int) -> int:
@@ -138,7 +138,7 @@ def test_a_box_whose_pass_ends_before_the_others_is_announced(cluster: Cluster) 
         assert together(2, train) == [3, 9]
 
 
-def test_the_last_state_can_be_had_after_another_box_has_closed(cluster: Cluster) -> None:
+def test_last_state_outlives_another_box(cluster: Cluster) -> None:
     closed = threading.Event()
 
     def train(number: int) -> Any:
@@ -154,7 +154,7 @@ def test_the_last_state_can_be_had_after_another_box_has_closed(cluster: Cluster
     assert together(2, train)[0]["done"] == [3, 3, 3, 3]
 
 
-def test_a_second_client_of_the_same_attempt_on_one_box(cluster: Cluster) -> None:
+def test_second_client_of_one_attempt_on_a_box(cluster: Cluster) -> None:
     with (
         box(cluster, 0, 1, 1, "twice", attempt="a") as one,
         box(cluster, 0, 1, 1, "twice", attempt="a") as other,
@@ -164,7 +164,7 @@ def test_a_second_client_of_the_same_attempt_on_one_box(cluster: Cluster) -> Non
             next(iter(DataExecutor(DataLoader(streams.counter), num_steps=3, appliance=other)))
 
 
-def test_a_restarted_trainer_supersedes_its_predecessor_at_once(cluster: Cluster) -> None:
+def test_restarted_trainer_supersedes_at_once(cluster: Cluster) -> None:
     with box(cluster, 0, 1, 8, "again", attempt="a") as one, box(cluster, 0, 1, 8, "again", attempt="b") as two:
         old = iter(DataExecutor(DataLoader(streams.counter, 10_000), num_steps=90_000, appliance=one))
         next(old)
@@ -175,14 +175,14 @@ def test_a_restarted_trainer_supersedes_its_predecessor_at_once(cluster: Cluster
                 pass
 
 
-def test_reopening_with_another_shape_and_no_state(cluster: Cluster) -> None:
+def test_reopening_on_another_topology_stateless(cluster: Cluster) -> None:
     with box(cluster, 0, 1, 1, "shape") as one:
         next(iter(DataExecutor(DataLoader(streams.counter), num_steps=3, appliance=one)))
     with box(cluster, 0, 1, 2, "shape") as two, pytest.raises(errors.TopologyError, match=r"1.*2"):
         next(iter(DataExecutor(DataLoader(streams.counter), num_steps=3, appliance=two)))
 
 
-def test_no_worker_free_says_how_many_slots_are_missing(cluster: Cluster) -> None:
+def test_missing_slots_are_counted_in_the_error(cluster: Cluster) -> None:
     with (
         Appliance(cluster.address, num_workers_per_box=11, job="many", seed=5, token=TOKEN, timeout_s=8) as greedy,
         pytest.raises(errors.NoWorkersError, match=r"3.*11"),

@@ -40,7 +40,7 @@ def test_chain_equals_uninterrupted(appliance: Appliance, make: Callable[..., An
     compare(appliance, chain, whole(appliance, make, STEPS), make)
 
 
-def test_batches_dealt_in_turn_keep_their_order_over_epochs(appliance: Appliance) -> None:
+def test_dealt_batches_keep_order_over_epochs(appliance: Appliance) -> None:
     """19 of them in an epoch, dealt to two workers: their state counts samples, and holds for no other order."""
     alone = four_methods.summed()
     assert whole(appliance, four_methods.summed, 50) == [plain(batch) for _ in range(3) for batch in alone][:50]
@@ -57,7 +57,7 @@ def test_batches_dealt_in_turn_keep_their_order_over_epochs(appliance: Appliance
     ],
     ids=lambda value: "-".join(f"{workers}x{stop}" for workers, stop in value) if isinstance(value, list) else None,
 )
-def test_states_of_resumed_launches_are_good_for_other_numbers_of_workers(
+def test_resumed_states_fit_other_worker_numbers(
     appliance: Appliance, launches: list[tuple[int, int]], announced: bool
 ) -> None:
     """What a launch counts is added to what those before it did: nothing is lost, and nothing comes twice."""
@@ -75,7 +75,7 @@ def test_states_of_resumed_launches_are_good_for_other_numbers_of_workers(
             state, start = encode_state(loader.state_dict()), stop
 
 
-def test_a_loader_that_begins_later_epochs_where_it_was_resumed(appliance: Appliance) -> None:
+def test_loader_that_starts_epochs_where_resumed(appliance: Appliance) -> None:
     """Its stream is made again from the beginning. States of which some count from there, and others from where the
     launch began, are good for their shape only."""
     expected = whole(appliance, four_methods.resuming, 40)
@@ -89,7 +89,7 @@ def test_a_loader_that_begins_later_epochs_where_it_was_resumed(appliance: Appli
         state, start = encode_state(loader.state_dict()), stop
 
 
-def test_a_state_that_was_edited_goes_where_it_says(appliance: Appliance) -> None:
+def test_edited_state_is_followed(appliance: Appliance) -> None:
     """Also from behind the end of an epoch, which other slots have passed and this one has not."""
     loader = DataLoader(four_methods.summed)
     assert len(list(DataExecutor(loader, num_steps=20, appliance=appliance))) == 20
@@ -102,7 +102,7 @@ def test_a_state_that_was_edited_goes_where_it_says(appliance: Appliance) -> Non
     assert [plain(batch) for batch in DataExecutor(again, num_steps=24, appliance=appliance)] == expected
 
 
-def test_a_launch_over_many_ends_of_epochs_is_saved(appliance: Appliance) -> None:
+def test_launch_over_many_epochs_is_saved(appliance: Appliance) -> None:
     """Each end is got over once: what is made twice at each would be made 2 ** 20 times in all."""
     expected = whole(appliance, four_methods.shard_per_worker, 84, rows=8)
     loader, start = DataLoader(four_methods.shard_per_worker, rows=8), 0

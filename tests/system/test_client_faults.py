@@ -60,7 +60,7 @@ def _answered_at_once(address: str) -> None:
 
 
 @pytest.mark.timeout(180)
-def test_started_again_it_frees_at_once_what_it_held(tmp_path: Path) -> None:
+def test_restarted_box_frees_its_slots_at_once(tmp_path: Path) -> None:
     with running(tmp_path / "state", options=["--client-lease-s", str(FOR_EVER_S)]) as cluster:
         daemon = cluster.add_worker(8, allow="streams")
         options: dict[str, Any] = {"input": "stateful", "arguments": [400], "steps": 60}

@@ -58,7 +58,7 @@ def test_a_torch_loader_gives_the_same_batches(
     assert digests(appliance, built.collated, "ours", 404, workers, stateful, steps=steps) == default
 
 
-def test_they_are_built_in_the_ring_and_not_copied(appliance: Appliance) -> None:
+def test_batches_are_built_in_the_ring(appliance: Appliance) -> None:
     """The first batch of a slot tells how large a ring entry must be. The image is 32 KiB of a batch's 33."""
     loader = DataLoader(built.collated, "watched")
     batches = list(DataExecutor(loader, num_steps=STEPS, appliance=appliance))
@@ -106,7 +106,7 @@ def test_passes_that_the_loop_leaves(appliance: Appliance, stateful: bool) -> No
     assert run("ours") == run("default")
 
 
-def test_a_pass_that_is_left_while_its_worker_waits_in_user_code_at_its_end(appliance: Appliance) -> None:
+def test_epoch_abandoned_while_its_worker_waits(appliance: Appliance) -> None:
     """Wherever it waits: the ring has 32 slots, and the loop is at its third batch."""
     with beside(appliance, replay=True) as alone:
         for count in range(32, 40):
@@ -132,7 +132,7 @@ def test_a_state_dict_that_makes_batches(appliance: Appliance) -> None:
     assert digests(appliance, built.stateful, 60, True) == digests(appliance, built.stateful, 60, False)
 
 
-def test_a_worker_that_waits_for_a_slot_inside_user_code_can_be_stopped(appliance: Appliance, tmp_path: Path) -> None:
+def test_worker_waiting_in_user_code_is_stopped(appliance: Appliance, tmp_path: Path) -> None:
     marker = tmp_path / "caught"
     with beside(appliance, replay=True) as alone:
         iterator = iter(DataExecutor(DataLoader(built.swallows, str(marker)), appliance=alone))
@@ -154,12 +154,12 @@ def test_a_loop_that_keeps_its_batches(appliance: Appliance) -> None:
     assert [replay_digest.take(batch)[0] for batch in kept] == expected
 
 
-def test_torchs_default_collate_is_no_look_and_shares_no_memory(appliance: Appliance) -> None:
+def test_torch_collate_shares_no_memory(appliance: Appliance) -> None:
     loader = DataLoader(built.shared_by_torch, 400)
     with pytest.warns(UserWarning, match="current_assignment"):
         batches = list(DataExecutor(loader, num_steps=800, appliance=appliance))
     assert not any(bool(batch["shared"]) for batch in batches)
 
 
-def test_the_limit_of_vain_tries_is_reached_in_these_tests() -> None:
+def test_limit_of_failed_tries_is_reached() -> None:
     assert VAIN_LIMIT < 70 / 2

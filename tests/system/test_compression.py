@@ -56,9 +56,7 @@ def test_the_batches_are_the_same_with_each_codec(appliance: Appliance) -> None:
     assert stream(appliance, compression="zstd") == plain
 
 
-def test_a_worker_without_the_package_sends_batches_as_they_are(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_worker_without_package_sends_it_plain(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """The package is hidden from the worker's daemon, not from the training job."""
     hidden = tmp_path / "hidden"
     (hidden / "lz4").mkdir(parents=True)
@@ -84,7 +82,7 @@ def test_a_worker_without_the_package_sends_batches_as_they_are(
     assert capfd.readouterr().err.count("asks for batches compressed with lz4") == 1
 
 
-def test_a_job_without_the_package_is_told_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_job_without_the_package_fails_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "zstandard", None)  # what an import then meets is an ImportError
     compression.require.cache_clear()
     try:

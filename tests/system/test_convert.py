@@ -44,9 +44,7 @@ def goes_on(
 
 
 @pytest.mark.parametrize("steps", [7, 30, 33])
-def test_the_stream_is_that_of_the_state_itself_there(
-    appliance: Appliance, other: Appliance, tmp_path: Path, steps: int
-) -> None:
+def test_converted_stream_equals_the_states(appliance: Appliance, other: Appliance, tmp_path: Path, steps: int) -> None:
     """In the middle of an epoch, at its end, and in the next one; with randomness that no state holds."""
     state = saved(appliance, streams.shared_noisy, steps)
     source, target = tmp_path / "in", tmp_path / "out"

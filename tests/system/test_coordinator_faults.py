@@ -123,7 +123,7 @@ def user_state(state: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.timeout(180)
 @pytest.mark.filterwarnings("ignore:.*was recovered:UserWarning")
-def test_killed_before_and_after_each_kind_of_call(tmp_path: Path) -> None:
+def test_killed_around_each_kind_of_call(tmp_path: Path) -> None:
     folder = tmp_path / "traps"
     folder.mkdir()
     surroundings = {"TRAPS": ",".join(CALLS), "TRAPS_IN": str(folder)}
@@ -172,7 +172,7 @@ def test_killed_and_restarted_in_mid_run(cluster: Cluster) -> None:
         assert [batch.tolist() for batch in steps][120:] == rest
 
 
-def test_two_loaders_on_one_appliance_are_two_runs(cluster: Cluster) -> None:
+def test_two_loaders_are_two_runs(cluster: Cluster) -> None:
     with box(cluster.address, "two loaders") as appliance:
         train, evaluate = DataLoader(streams.counter, 20), DataLoader(streams.shared, 6)
         executor = DataExecutor(train, num_steps=12, appliance=appliance)
@@ -196,7 +196,7 @@ def patiently(loader: DataLoader, appliance: Appliance, digests: list[int | None
 
 
 @pytest.mark.filterwarnings("ignore:.*was recovered:UserWarning")
-def test_a_worker_that_dies_while_the_coordinator_is_away(cluster: Cluster, tmp_path: Path) -> None:
+def test_worker_dies_while_coordinator_is_away(cluster: Cluster, tmp_path: Path) -> None:
     """The lanes drain; the loop's deadline names both; recovery follows the coordinator's return."""
     (doomed,) = cluster.workers
 
@@ -241,7 +241,7 @@ def left(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", ["journal.db", "snapshots.db"])
-def test_a_damaged_file_stops_the_start_with_one_line(left: Path, tmp_path: Path, name: str) -> None:
+def test_damaged_file_stops_the_start(left: Path, tmp_path: Path, name: str) -> None:
     shutil.copytree(left, tmp_path / "state")
     path = tmp_path / "state" / name
     for log in (path.with_name(f"{name}-wal"), path.with_name(f"{name}-shm")):

@@ -120,7 +120,7 @@ MOMENTS: list[Callable[[Moments, str], list[int | None]]] = [
 ]
 
 
-def test_killed_at_four_moments_with_room_elsewhere(cluster: Cluster, tmp_path: Path) -> None:
+def test_killed_at_four_moments_with_free_workers(cluster: Cluster, tmp_path: Path) -> None:
     with ThreadPoolExecutor(4) as pool:
         (first,) = cluster.workers
         undisturbed = Moments(cluster, tmp_path / "whole")
@@ -151,7 +151,7 @@ def test_killed_at_four_moments_with_room_elsewhere(cluster: Cluster, tmp_path: 
         assert not alive(below)
 
 
-def test_killed_without_room_elsewhere_and_started_again(cluster: Cluster) -> None:
+def test_killed_without_free_worker_and_restarted(cluster: Cluster) -> None:
     """The daemon alone, and then with its process group."""
 
     def kill_and_restart(kill: Callable[[int, int], None]) -> None:

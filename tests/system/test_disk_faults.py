@@ -77,9 +77,7 @@ def train(cluster: Cluster, job: str, at: dict[int, Any]) -> list[int | None]:
 
 
 @pytest.mark.parametrize("fault", ["full", "read-only"])
-def test_training_goes_on_and_so_does_the_coordinator_afterwards(
-    small_disk: Path, cluster: Cluster, whole: list[int], fault: str
-) -> None:
+def test_training_and_coordinator_continue(small_disk: Path, cluster: Cluster, whole: list[int], fault: str) -> None:
     """What was stored meanwhile is worth something: at the end who streams is killed, a worker once and runners once,
     and others go on from there."""
     state = small_disk / "state"

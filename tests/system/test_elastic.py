@@ -113,7 +113,7 @@ def no_warning() -> Iterator[None]:
         yield
 
 
-def test_a_drained_worker_hands_its_slots_over_while_the_loop_goes_on(cluster: Cluster) -> None:
+def test_drained_worker_migrates_during_training(cluster: Cluster) -> None:
     told: list[pb.DrainWorkerReply] = []
     with ExitStack() as closing:
 
@@ -129,7 +129,7 @@ def test_a_drained_worker_hands_its_slots_over_while_the_loop_goes_on(cluster: C
         assert (left.slots, left.stuck) == (0, 0)
 
 
-def test_a_worker_that_is_told_to_end_hands_over_first(cluster: Cluster) -> None:
+def test_ending_worker_migrates_its_slots_first(cluster: Cluster) -> None:
     with paced_worker(cluster, 2, "--drain-s", "60", name="old") as old, ExitStack() as closing:
         closing.enter_context(aside(cluster))
 
@@ -142,7 +142,7 @@ def test_a_worker_that_is_told_to_end_hands_over_first(cluster: Cluster) -> None
         assert old.wait(30) == 0
 
 
-def test_a_worker_told_to_end_that_nobody_can_relieve_ends_at_once(cluster: Cluster) -> None:
+def test_unrelieved_ending_worker_ends_at_once(cluster: Cluster) -> None:
     with paced_worker(cluster, 2, "--drain-s", "600", name="old") as old, ExitStack() as closing:
         closing.enter_context(aside(cluster))
 
@@ -168,7 +168,7 @@ def test_slots_go_to_workers_that_join(cluster: Cluster) -> None:
         Watched(cluster, 4).run(lambda slots: on(slots) == ["kept", "kept", "second", "second"], act)
 
 
-def test_a_slot_goes_away_from_a_worker_that_the_loop_waits_for(cluster: Cluster) -> None:
+def test_slot_leaves_a_worker_the_loop_waits_for(cluster: Cluster) -> None:
     with aside(cluster), ExitStack() as closing:
         closing.enter_context(paced_worker(cluster, 1, name="slow", batch_s=0.02))
         closing.enter_context(paced_worker(cluster, 1, name="fast", batch_s=0.001))
@@ -180,7 +180,7 @@ def test_a_slot_goes_away_from_a_worker_that_the_loop_waits_for(cluster: Cluster
         Watched(cluster, 2).run(lambda slots: on(slots) == ["fast", "spare"], act)
 
 
-def test_an_order_is_taken_back_and_a_worker_that_is_not_there_is_named(cluster: Cluster) -> None:
+def test_drain_is_withdrawn_and_unknown_one_named(cluster: Cluster) -> None:
     def act(step: int) -> None:
         if step == 20:
             assert drain(cluster, "kept").stuck == 2

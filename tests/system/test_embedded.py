@@ -120,7 +120,7 @@ print(list(DataLoader(data, 3)))
     assert done.returncode == 0
 
 
-def test_nothing_is_left_when_the_trainer_is_killed(tmp_path: Path, mark: str) -> None:
+def test_killed_trainer_leaves_nothing(tmp_path: Path, mark: str) -> None:
     script = tmp_path / "train.py"
     script.write_text(
         SCRIPT.replace(
@@ -169,7 +169,7 @@ if __name__ == "__main__":
 """
 
 
-def test_under_torchrun_local_rank_0_embeds_once_and_the_others_join(tmp_path: Path, mark: str) -> None:
+def test_local_rank_0_embeds_and_others_join(tmp_path: Path, mark: str) -> None:
     script = tmp_path / "train.py"
     script.write_text(RANKS)
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script))

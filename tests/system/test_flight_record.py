@@ -50,7 +50,7 @@ def test_a_state_knows_the_record_of_every_box(appliance: Appliance, lead: int) 
     assert one[8] != two[8]
 
 
-def test_it_goes_on_over_other_workers_and_ends_with_other_boxes(appliance: Appliance) -> None:
+def test_continues_over_workers_ends_with_boxes(appliance: Appliance) -> None:
     loader = DataLoader(streams.shared, 40)
     with box(appliance, 0, 1, 2, "shapes") as alone:
         executor = DataExecutor(loader, num_steps=6, appliance=alone)
@@ -72,7 +72,7 @@ def test_it_goes_on_over_other_workers_and_ends_with_other_boxes(appliance: Appl
     assert not boxes, "two boxes have no one record to go on with"
 
 
-def test_by_rows_it_is_that_of_the_stream_on_any_boxes(appliance: Appliance) -> None:
+def test_by_rows_it_is_equal_on_any_boxes(appliance: Appliance) -> None:
     """Parts of all boxes add up: 1 box with 3 workers, saved; then 2 boxes with 1; saved; then 3 with 2."""
 
     def train(boxes: int, workers: int, steps: int, state: Any, job: str) -> tuple[int, Any]:

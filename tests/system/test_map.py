@@ -81,16 +81,14 @@ def test_workers_boxes_and_processes_come_and_go(cluster: Cluster) -> None:
     assert rows == [whole[len(got)], whole[len(got) + 3]]
 
 
-def test_an_error_names_the_sample_in_the_training_job(cluster: Cluster) -> None:
+def test_error_names_the_sample_in_the_job(cluster: Cluster) -> None:
     with pytest.raises(InputFnError, match=r"raised by Augmented for sample 5 \(epoch 0, position 5\)"):
         train(cluster, "broken", (1, 1), 20, shuffle=False, broken=5, fetch_processes=1)
 
 
 @pytest.mark.parametrize("seed", [None, 11])
 @pytest.mark.parametrize("when", ["before the run", "at the first step's eve"])
-def test_a_state_of_step_0_goes_on_with_the_order_of_the_run_s_seed(
-    cluster: Cluster, seed: int | None, when: str
-) -> None:
+def test_state_of_step_0_keeps_the_seeds_order(cluster: Cluster, seed: int | None, when: str) -> None:
     """Of a loader that takes its order from there, and not from a seed of its own."""
 
     def appliance(job: str) -> Appliance:
@@ -110,7 +108,7 @@ def test_a_state_of_step_0_goes_on_with_the_order_of_the_run_s_seed(
     assert len(resumed) == 3
 
 
-def test_synthetic_input_repeats_the_first_batch_of_each_worker_and_has_no_state(cluster: Cluster) -> None:
+def test_synthetic_input_repeats_and_has_no_state(cluster: Cluster) -> None:
     def open_(synthetic: bool) -> Appliance:
         return Appliance(
             cluster.address,

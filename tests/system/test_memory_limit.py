@@ -39,7 +39,7 @@ def at(cluster: Cluster, job: str) -> Appliance:
 
 
 @room_to_leak
-def test_a_runner_that_leaks_is_recycled_and_the_stream_is_the_same(cluster: Cluster) -> None:
+def test_leaking_runner_is_replaced_exactly(cluster: Cluster) -> None:
     """400 MiB of leaks in all, 100 MiB a second."""
     with at(cluster, "leak") as appliance:
         executor = DataExecutor(DataLoader(hazards.leaks, 4, 0, 100), appliance=appliance)
@@ -50,7 +50,7 @@ def test_a_runner_that_leaks_is_recycled_and_the_stream_is_the_same(cluster: Clu
 
 
 @room_to_leak
-def test_snapshots_far_apart_do_not_have_each_runner_replay_as_much_as_the_one_before(cluster: Cluster) -> None:
+def test_rare_snapshots_do_not_repeat_all_replays(cluster: Cluster) -> None:
     """At 0.05 s a state they come every 5 s: the second runner is above the limit when it has replayed what the first
     one made."""
     with at(cluster, "dear") as appliance:
@@ -60,7 +60,7 @@ def test_snapshots_far_apart_do_not_have_each_runner_replay_as_much_as_the_one_b
         assert got == list(range(1, 81))
 
 
-def test_one_that_needs_more_than_the_limit_is_an_error_that_names_both(cluster: Cluster) -> None:
+def test_too_small_memory_limit_is_a_named_error(cluster: Cluster) -> None:
     with (
         at(cluster, "large") as appliance,
         pytest.warns(UserWarning, match="was replaced"),
@@ -94,7 +94,7 @@ time.sleep(60)
 """
 
 
-def test_what_is_held_counts_all_that_a_runner_started_and_shared_pages_once() -> None:
+def test_memory_counts_descendants_once() -> None:
     with subprocess.Popen([sys.executable, "-c", FAMILY], stdout=subprocess.PIPE, process_group=0) as leader:
         try:
             assert leader.stdout is not None

@@ -116,7 +116,7 @@ def pause(seconds: float) -> None:
 # ---- the lane
 
 
-def test_a_lane_that_is_cut_anywhere_in_its_frames(cluster: Cluster, whole: list[int], lanes: Any) -> None:
+def test_lane_cut_anywhere_in_its_frames(cluster: Cluster, whole: list[int], lanes: Any) -> None:
     def cut_from_now_on() -> None:
         for number, proxy in enumerate(lanes()):
             proxy.cut_after = 1009 + 331 * number
@@ -139,9 +139,7 @@ def test_a_lane_that_is_slow(cluster: Cluster, whole: list[int], lanes: Any) -> 
 
 
 @pytest.mark.parametrize("direction", ["up", "down"])
-def test_a_lane_that_falls_silent_is_an_error_with_a_name_and_goes_on_afterwards(
-    cluster: Cluster, whole: list[int], lanes: Any, direction: str
-) -> None:
+def test_silent_lane_is_named_and_recovers(cluster: Cluster, whole: list[int], lanes: Any, direction: str) -> None:
     said: list[str] = []
 
     def heal(error: errors.DeadlineError) -> None:
@@ -161,7 +159,7 @@ def test_a_lane_that_falls_silent_is_an_error_with_a_name_and_goes_on_afterwards
 # ---- the control connections
 
 
-def test_training_jobs_that_do_not_hear_the_coordinator_go_on(cluster: Cluster, whole: list[int]) -> None:
+def test_jobs_without_the_coordinator_continue(cluster: Cluster, whole: list[int]) -> None:
     """For longer than their lease: of one nothing is heard, so its workers are taken from it, and given back; the other
     one only hears no replies."""
 
@@ -184,9 +182,7 @@ def test_training_jobs_that_do_not_hear_the_coordinator_go_on(cluster: Cluster, 
         assert list(pool.map(deaf, [("up", "down"), ("down",)])) == [whole, whole]
 
 
-def test_a_worker_that_is_cut_off_from_the_coordinator_is_replaced(
-    cluster: Cluster, between: Proxy, whole: list[int]
-) -> None:
+def test_worker_cut_off_is_replaced(cluster: Cluster, between: Proxy, whole: list[int]) -> None:
     """In each direction, under a job on each kind of lane. It goes on sending batches, of a generation that nobody
     listens to, until it hears of it."""
     lanes = ("auto", "tcp")

@@ -84,7 +84,7 @@ TWO = [9, 37]
         ("torch", False, [1, 22, 26]),  # the first batch of all, and two in a row
     ],
 )
-def test_the_stream_is_that_of_the_run_without_fault_minus_the_batch(
+def test_stream_lacks_only_the_poison_batch(
     skipping: Appliance,
     two_left_out: Callable[[str], list[list[int]]],
     kind: str,
@@ -127,7 +127,7 @@ def test_resumed_runs_leave_out_the_same_batches(
 
 
 @pytest.mark.parametrize(("kind", "says"), [("generator", r"has a method skip_batch\(\)")])
-def test_a_loader_that_cannot_pass_over_a_batch_fails_and_says_why(skipping: Appliance, kind: str, says: str) -> None:
+def test_unskippable_batch_fails_with_the_reason(skipping: Appliance, kind: str, says: str) -> None:
     got: list[Any] = []
     with (
         recorded() as told,
@@ -138,7 +138,7 @@ def test_a_loader_that_cannot_pass_over_a_batch_fails_and_says_why(skipping: App
     assert any("is quarantined" in text for text in told)
 
 
-def test_by_default_the_run_fails_and_names_batch_step_and_policy(appliance: Appliance) -> None:
+def test_by_default_the_run_fails_and_names_it(appliance: Appliance) -> None:
     with (
         beside(appliance, num_workers_per_box=2) as failing,
         recorded() as told,

@@ -140,7 +140,7 @@ def test_it_is_the_batch_that_the_loop_was_handed(stage: Stage, job: str, box: i
 
 
 @pytest.mark.filterwarnings("ignore:.*was recovered")
-def test_a_worker_that_was_lost_and_snapshots_that_lead_there(stage: Stage) -> None:
+def test_lost_worker_is_replayed_from_snapshots(stage: Stage) -> None:
     """Of a run that is at work; it goes on until the coordinator knows a place that snapshots lead to."""
     got = stage.seen.batches["lost", 0] = {}
     with box_of(stage.cluster, "lost", retention_steps=2) as appliance, stage.archive() as archive:
@@ -225,7 +225,7 @@ def test_an_input_fn_of_a_main_script(stage: Stage) -> None:
         stage.replayed(None, "two", 12, checkpoints=[path], args="[24]")
 
 
-def test_a_replay_that_does_not_end_in_time_or_dies(stage: Stage) -> None:
+def test_replay_that_is_late_or_dies(stage: Stage) -> None:
     with stage.archive() as archive, pytest.raises(errors.DeadlineError, match="raise --timeout"):
         replay(ReplayRequest("none", 24, allow=["streams"], timeout_s=0.001), archive, stage.forker)
     assignment = records_pb2.WorkerAssignment(num_boxes=1, num_workers_per_box=1)
@@ -235,7 +235,7 @@ def test_a_replay_that_does_not_end_in_time_or_dies(stage: Stage) -> None:
     with ReplayProcesses(stage.forker, 1, time.monotonic() + 60, lambda slot, total: None) as crew:
         crew.ask({0: Task("start", {"snapshot": False, "epoch": 0, "total": 0, "live": True}, data)})
         with pytest.raises(
-            errors.WorkerLostError, match=r"again was killed by SIGKILL \(by the kernel.*\), after batch"
+            errors.WorkerLostError, match=r"slot 0 was killed by SIGKILL \(by the kernel.*\), after batch"
         ):
             crew.ask({0: Task("go", {"epoch": 0, "total": 9})})
 
@@ -249,7 +249,7 @@ def test_data_that_are_others_are_told(stage: Stage) -> None:
             stage.replayed(archive, "two", 4, row=4)
 
 
-def test_arguments_that_are_not_given_are_the_runs(stage: Stage) -> None:
+def test_omitted_arguments_are_the_runs(stage: Stage) -> None:
     """Of one run those with names, of another those without."""
     with stage.archive() as archive:
         assert stage.replayed(archive, "none", 4, args="[]")["verified"]
@@ -283,7 +283,7 @@ def command(stage: Stage, *arguments: str) -> tuple[int, str, str]:
     return done.exit_code, done.stdout, (done.stderr.splitlines() or [""])[-1]
 
 
-def test_the_command_shows_the_batch_and_a_row_with_its_key(stage: Stage) -> None:
+def test_command_shows_the_batch_and_a_row(stage: Stage) -> None:
     out = stage.folder / "shown.npz"
     options = ["--step", "3", "--box", "1", "--row", "2", "--allow", "streams", "--out", str(out)]
     code, shown, line = command(stage, "four", *options, "--json")
@@ -335,7 +335,7 @@ def test_what_cannot_be_had_is_said(stage: Stage, arguments: list[str], code: in
     assert (ended, says in line) == (code, True), line
 
 
-def test_the_files_of_a_coordinator_that_is_stopped(stage: Stage) -> None:
+def test_files_of_a_stopped_coordinator(stage: Stage) -> None:
     """As it ends, and as it is killed; of runs that had ended, and of one at work. Its files stay as they are."""
     cluster, state_dir = stage.cluster, stage.cluster.state_dir
     with pytest.raises(errors.JournalError, match="in use by a running coordinator"):

@@ -72,7 +72,7 @@ def test_resumed_equals_uninterrupted(appliance: Appliance, name: str) -> None:
         assert rest.digest == executor.digest
 
 
-def test_a_state_between_passes_goes_on_with_the_next(appliance: Appliance) -> None:
+def test_state_between_epochs_starts_the_next(appliance: Appliance) -> None:
     loader = DataLoader(streams.shuffled, 24)
     first = [plain(batch) for batch in DataExecutor(loader, appliance=appliance)]
     state = loader.state_dict()
@@ -98,7 +98,7 @@ def test_saved_resumed_and_saved_again(appliance: Appliance) -> None:
     assert got == whole
 
 
-def test_a_pass_left_by_break_is_followed_by_the_next_and_does_not_depend_on_how_far_workers_ran(
+def test_break_does_not_depend_on_read_ahead(
     appliance: Appliance,
 ) -> None:
     def walk(loader: DataLoader) -> list[Any]:
@@ -110,7 +110,7 @@ def test_a_pass_left_by_break_is_followed_by_the_next_and_does_not_depend_on_how
     assert len(one) == 5 + 120
 
 
-def test_passes_left_before_a_worker_has_opened_them(appliance: Appliance) -> None:
+def test_epochs_abandoned_before_they_are_opened(appliance: Appliance) -> None:
     """A worker that is still on its way back from one epoch hears that the next was left, too. It must not matter."""
     seen = set()
     for _ in range(3):
@@ -121,7 +121,7 @@ def test_passes_left_before_a_worker_has_opened_them(appliance: Appliance) -> No
     assert len(seen) == 1
 
 
-def test_a_pass_is_left_by_workers_that_were_many_passes_ahead(appliance: Appliance) -> None:
+def test_epoch_abandoned_by_workers_far_ahead(appliance: Appliance) -> None:
     loader = DataLoader(streams.short_epochs)
     order = [plain(batch) for batch in DataExecutor(loader, num_steps=200, appliance=appliance)]
     again = DataLoader(streams.short_epochs)
@@ -131,7 +131,7 @@ def test_a_pass_is_left_by_workers_that_were_many_passes_ahead(appliance: Applia
     assert got + rest == order[:161] + order[162:]
 
 
-def test_uneven_workers_leave_one_by_one_and_resume_exactly(appliance: Appliance) -> None:
+def test_uneven_workers_end_and_resume_exactly(appliance: Appliance) -> None:
     lengths = [3, 7]
     loader = DataLoader(streams.uneven, lengths)
     executor = DataExecutor(loader, num_steps=26, appliance=appliance)
@@ -149,7 +149,7 @@ def test_uneven_workers_leave_one_by_one_and_resume_exactly(appliance: Appliance
         assert rest == whole[step:], f"saved at step {step}"
 
 
-def test_four_methods_resume_on_another_number_of_workers(appliance: Appliance) -> None:
+def test_four_methods_resume_on_other_workers(appliance: Appliance) -> None:
     loader = DataLoader(streams.shared, 30)
     seen = [batch["number"] for batch in DataExecutor(loader, num_steps=7, appliance=appliance)]
     state = loader.state_dict()
@@ -163,7 +163,7 @@ def test_four_methods_resume_on_another_number_of_workers(appliance: Appliance) 
     assert sorted(seen) == list(range(30))
 
 
-def test_a_slot_without_batches_after_a_new_topology_can_be_saved(appliance: Appliance) -> None:
+def test_empty_slot_on_new_topology_can_be_saved(appliance: Appliance) -> None:
     state, got = None, []
     for workers, steps in ((1, 3), (2, 4), (1, 2)):  # one batch an epoch: the second worker has none
         with beside(appliance, num_workers_per_box=workers) as there:
@@ -177,7 +177,7 @@ def test_a_slot_without_batches_after_a_new_topology_can_be_saved(appliance: App
     assert state["__penstock__"]["step"] == 9
 
 
-def test_a_loader_that_cannot_be_built_here_is_aggregated_on_a_worker(appliance: Appliance) -> None:
+def test_unbuildable_loader_aggregates_remotely(appliance: Appliance) -> None:
     loader = DataLoader(streams.only_on_workers, 30)
     first = [batch["number"] for batch in DataExecutor(loader, num_steps=7, appliance=appliance)]
     state = loader.state_dict()
@@ -190,9 +190,7 @@ def test_a_loader_that_cannot_be_built_here_is_aggregated_on_a_worker(appliance:
 
 # Both workers are passes ahead, at the first epoch's middle and end; both are mid-epoch, and have no end in sight.
 @pytest.mark.parametrize(("batches", "left_after"), [(8, 4), (8, 15), (3000, 8)])
-def test_after_a_break_comes_the_next_epoch_and_every_step_of_it_can_be_saved(
-    appliance: Appliance, batches: int, left_after: int
-) -> None:
+def test_every_step_after_a_break_can_be_saved(appliance: Appliance, batches: int, left_after: int) -> None:
     loader = DataLoader(streams.fresh, batches)
     list(islice(DataExecutor(loader, appliance=appliance), left_after))
     assert loader.state_dict()
@@ -208,7 +206,7 @@ def test_after_a_break_comes_the_next_epoch_and_every_step_of_it_can_be_saved(
     assert [batch.tolist() for batch in DataExecutor(again, num_steps=3, appliance=appliance)] == got[3:]
 
 
-def test_saved_at_every_step_after_a_resume_also_with_worker_processes(appliance: Appliance) -> None:
+def test_every_step_after_a_resume_can_be_saved(appliance: Appliance) -> None:
     loader = DataLoader(streams.stateful, 40, 2)
     list(DataExecutor(loader, num_steps=5, appliance=appliance))
     again = DataLoader(streams.stateful, 40, 2)
@@ -222,7 +220,7 @@ def test_saved_at_every_step_after_a_resume_also_with_worker_processes(appliance
     assert [batch.tolist() for batch in DataExecutor(third, num_steps=2, appliance=appliance)] == got[3:]
 
 
-def test_a_break_replays_nothing_of_a_loader_without_states(appliance: Appliance) -> None:
+def test_break_replays_nothing_without_states(appliance: Appliance) -> None:
     loader = DataLoader(streams.queue)
     list(islice(DataExecutor(loader, appliance=appliance), 6))
     second = [int(batch) for batch in DataExecutor(loader, appliance=appliance)]
@@ -230,7 +228,7 @@ def test_a_break_replays_nothing_of_a_loader_without_states(appliance: Appliance
     assert second[0::2] == list(range(second[0], second[0] + 100))
 
 
-def test_a_pass_of_which_a_slot_gave_nothing_is_left_the_same_by_a_runner_that_was_ahead(appliance: Appliance) -> None:
+def test_epoch_without_a_slots_batch_is_abandoned(appliance: Appliance) -> None:
     """A loader that begins an epoch in its first next() would go on with the one before, if restored from this one's
     origin."""
     loader = DataLoader(streams.fresh, 40)
@@ -245,7 +243,7 @@ def test_a_pass_of_which_a_slot_gave_nothing_is_left_the_same_by_a_runner_that_w
     assert got == [[1, 2], [1001, 1], [2, 2], [1002, 1]]
 
 
-def test_a_state_made_by_hand_goes_on_and_workers_records_tell_where(appliance: Appliance) -> None:
+def test_handmade_state_resumes_with_records(appliance: Appliance) -> None:
     loader = DataLoader(streams.asks_where)
     loader.load_state_dict({"start": 12, "done": [3, 2, 1]})  # of three workers, elsewhere
     executor = DataExecutor(loader, num_steps=5, checkpoint_steps=[5], appliance=appliance)
@@ -266,7 +264,7 @@ def test_a_state_made_by_hand_goes_on_and_workers_records_tell_where(appliance: 
     ]
 
 
-def test_what_has_no_name_goes_to_this_machine_s_workers_by_value(appliance: Appliance, tmp_path: Path) -> None:
+def test_unnamed_code_goes_by_value_locally(appliance: Appliance, tmp_path: Path) -> None:
     (tmp_path / "numbers").write_text("3 4 5 6 7")
     times = 10
 

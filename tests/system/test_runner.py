@@ -33,7 +33,7 @@ def look(appliance: Appliance) -> list[dict[str, Any]]:
     return list(DataExecutor(DataLoader(streams.surroundings), appliance=appliance))
 
 
-def test_seeds_are_a_function_of_the_runs_seed_and_the_slot(appliance: Appliance, alone: dict[str, Any]) -> None:
+def test_seeds_follow_from_run_seed_and_slot(appliance: Appliance, alone: dict[str, Any]) -> None:
     one, two = look(appliance), look(appliance)
     assert [seen["numbers"] for seen in one] == [seen["numbers"] for seen in two]
     assert one[0]["numbers"] != one[1]["numbers"]
@@ -57,7 +57,7 @@ def test_no_threads_no_grpc_no_cuda_no_secrets(alone: dict[str, Any]) -> None:
     assert not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "PENSTOCK_TOKEN"} & set(alone["environment"])
 
 
-def test_what_user_code_forked_dies_with_the_runner(appliance: Appliance, tmp_path: Path) -> None:
+def test_forks_of_user_code_die_with_the_runner(appliance: Appliance, tmp_path: Path) -> None:
     """The forked child keeps the lane's socket open: its end of file is no sign of life or death."""
     marker = tmp_path / "child"
     executor = DataExecutor(DataLoader(streams.forks_and_dies, str(marker)), appliance=appliance)
@@ -71,9 +71,7 @@ def test_runners_end_with_their_appliance(alone: dict[str, Any]) -> None:
     assert not Path(f"/proc/{alone['pid']}").exists()
 
 
-def test_every_checkpoint_step_has_its_snapshot_however_far_ahead_the_worker_is(
-    appliance: Appliance, tmp_path: Path
-) -> None:
+def test_every_checkpoint_step_has_its_snapshot(appliance: Appliance, tmp_path: Path) -> None:
     """The worker is a ring ahead of the loop, which takes its time: it has to hear of each step before that. Only what
     it produced before there was a lane, a ring's worth, it cannot have heard of."""
     taken = tmp_path / "taken"

@@ -85,7 +85,7 @@ def alone(kind: str, steps: int) -> list[list[Any]]:
 
 @pytest.mark.filterwarnings("ignore:.*was recovered")
 @pytest.mark.parametrize("kind", ["finite", "endless"])
-def test_killed_saved_and_resumed_on_other_workers_and_boxes(cluster: Cluster, kind: str) -> None:
+def test_killed_saved_and_resumed_elsewhere(cluster: Cluster, kind: str) -> None:
     """With the same rows and keys; the finite one in its sixth epoch, and at its very end: 175 rows are 15 batches."""
     got, state, recoveries = train(cluster, f"{kind}0", kind, 1, 2, 85, None, kill_at=12)
     assert recoveries
@@ -95,7 +95,7 @@ def test_killed_saved_and_resumed_on_other_workers_and_boxes(cluster: Cluster, k
     assert got == alone(kind, 94)
 
 
-def test_streams_that_would_split_themselves_are_whole(cluster: Cluster) -> None:
+def test_self_splitting_streams_stay_whole(cluster: Cluster) -> None:
     """torch's get_worker_info(), which answers with the worker's place in a runner, is asked by many of them."""
     where: dict[str, Any] = {"num_workers_per_box": 2, "job": "split"}
     with Appliance(cluster.address, token=TOKEN, seed=11, timeout_s=60, **where) as appliance:

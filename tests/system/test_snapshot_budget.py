@@ -24,7 +24,7 @@ STATE = 300_000
 """Bytes of the loader's state, and a little more on disk."""
 
 
-def test_a_snapshot_that_is_refused_costs_a_longer_replay_and_nothing_else(tmp_path: Path) -> None:
+def test_refused_snapshot_costs_only_replay(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with (
         open(log, "wb") as said,
@@ -47,7 +47,7 @@ def test_a_snapshot_that_is_refused_costs_a_longer_replay_and_nothing_else(tmp_p
             assert got == list(range(1, len(got) + 1))
 
 
-def test_a_slot_whose_first_snapshot_cannot_be_kept_does_not_start(tmp_path: Path) -> None:
+def test_unkept_first_snapshot_prevents_start(tmp_path: Path) -> None:
     with running(tmp_path / "state", "limited_coordinator", LIMITS=f"budget={STATE // 2}") as cluster:
         cluster.add_worker(1)
         with (
@@ -60,7 +60,7 @@ def test_a_slot_whose_first_snapshot_cannot_be_kept_does_not_start(tmp_path: Pat
             next(iter(DataExecutor(DataLoader(streams.heavy, 200, STATE), appliance=appliance)))
 
 
-def test_a_large_state_that_is_resumed_from_is_kept_once(tmp_path: Path, appliance: Appliance) -> None:
+def test_large_resumed_state_is_kept_once(tmp_path: Path, appliance: Appliance) -> None:
     """By however many loaders; and a runner that is lost comes there again as the first one did."""
     size = 2 * LARGE
     loader = DataLoader(streams.heavy, 10**6, size)

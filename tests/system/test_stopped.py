@@ -118,7 +118,7 @@ def test_nothing_but_time(cluster: Cluster) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*was recovered:UserWarning")
-def test_a_scratch_child_that_is_stopped_fails_the_save_and_not_the_stream(cluster: Cluster, tmp_path: Path) -> None:
+def test_stopped_helper_fails_only_the_save(cluster: Cluster, tmp_path: Path) -> None:
     (daemon,) = cluster.workers
     with Appliance(
         cluster.address, num_workers_per_box=1, job="scratch", seed=5, token=TOKEN, timeout_s=10, box=0, num_boxes=1

@@ -96,7 +96,7 @@ def test_the_order_is_the_same_for_any_shape(
 
 # Saved in the middle of an epoch of 42 steps, at its end, one step before that and one behind it.
 @pytest.mark.parametrize("steps", [[7, 35], [41, 2]])
-def test_it_resumes_on_any_shape_also_across_the_end_of_an_epoch(
+def test_resumes_on_any_topology_across_epochs(
     cluster: Cluster, numbers: Path, whole: list[list[int]], tmp_path: Path, steps: list[int]
 ) -> None:
     got: list[list[int]] = []
@@ -140,7 +140,7 @@ def test_through_worker_processes_of_a_dataloader(
     assert got == whole[:42]
 
 
-def test_from_a_server_each_file_is_fetched_once_for_all_workers(
+def test_each_file_is_downloaded_once_for_all(
     cluster: Cluster, numbers: Path, whole: list[list[int]], tmp_path: Path
 ) -> None:
     """Two boxes of two workers on this host; the server fails now and then."""
@@ -156,7 +156,7 @@ def test_from_a_server_each_file_is_fetched_once_for_all_workers(
     assert tries == {name: 3 if name in failing else 1 for name in files}
 
 
-def test_what_a_server_has_not_is_an_error_by_name(
+def test_file_missing_on_a_server_is_named(
     cluster: Cluster, numbers: Path, whole: list[list[int]], tmp_path: Path
 ) -> None:
     with ShardServer(numbers) as server:

@@ -133,7 +133,7 @@ def test_a_hang_is_told_with_place_time_and_stack(cluster: Cluster, where: str, 
     still_works(cluster)
 
 
-def test_a_stopped_runner_is_told_as_that_and_goes_on_when_continued(cluster: Cluster) -> None:
+def test_stopped_runner_is_reported_and_continues(cluster: Cluster) -> None:
     got: list[Any] = []
     with at(cluster, HASTY_S) as hasty:
         loader = DataLoader(streams.counter, 3000)
@@ -165,9 +165,7 @@ def test_a_stopped_runner_is_told_as_that_and_goes_on_when_continued(cluster: Cl
     ("how", "says"),
     [("segfault", r"SIGSEGV[\s\S]*in reads_address_zero"), ("exit", "exited with status 0, which is no")],
 )
-def test_a_death_in_the_middle_of_a_pass_is_told_and_recovered(
-    cluster: Cluster, tmp_path: Path, how: str, says: str
-) -> None:
+def test_death_in_mid_epoch_is_recovered(cluster: Cluster, tmp_path: Path, how: str, says: str) -> None:
     marker = tmp_path / "died"
     marker.touch()
     with at(cluster) as appliance:
@@ -178,7 +176,7 @@ def test_a_death_in_the_middle_of_a_pass_is_told_and_recovered(
     assert len(whole) == 20
 
 
-def test_a_stopped_fork_server_hides_no_death_and_keeps_no_slot(cluster: Cluster) -> None:
+def test_stopped_fork_server_hides_no_death(cluster: Cluster) -> None:
     (fork_server,) = fork_servers(daemon(cluster))
     with at(cluster) as appliance:
         loader = DataLoader(streams.counter, 3000)
@@ -205,7 +203,7 @@ def test_a_stopped_fork_server_hides_no_death_and_keeps_no_slot(cluster: Cluster
     still_works(cluster)
 
 
-def test_a_killed_fork_server_takes_its_runners_along_and_another_one_goes_on(cluster: Cluster, tmp_path: Path) -> None:
+def test_killed_fork_server_is_replaced(cluster: Cluster, tmp_path: Path) -> None:
     marker = tmp_path / "pids"
     (fork_server,) = fork_servers(daemon(cluster))
     with at(cluster) as appliance:
@@ -226,7 +224,7 @@ def _pids(marker: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("end", ["closed", "killed"])
-def test_what_a_runner_started_ends_with_it_wherever_it_went(cluster: Cluster, tmp_path: Path, end: str) -> None:
+def test_descendants_end_with_their_runner(cluster: Cluster, tmp_path: Path, end: str) -> None:
     marker = tmp_path / "pids"
     with at(cluster) as appliance, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the recovery, whose runner does the same
@@ -264,7 +262,7 @@ def _kept_for_children(daemon: int) -> list[str]:
 
 
 @pytest.mark.parametrize(("sharing", "kills"), [("file_descriptor", 2), ("file_system", 1)])
-def test_a_killed_runner_with_worker_processes_leaves_nothing(cluster: Cluster, sharing: str, kills: int) -> None:
+def test_killed_runner_leaves_no_worker_processes(cluster: Cluster, sharing: str, kills: int) -> None:
     before = _litter()
     with at(cluster) as appliance, warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -279,7 +277,7 @@ def test_a_killed_runner_with_worker_processes_leaves_nothing(cluster: Cluster, 
     eventually(lambda: not _kept_for_children(daemon(cluster)), "their directories are gone")
 
 
-def test_multiprocessing_has_a_directory_that_goes_with_the_runner(cluster: Cluster) -> None:
+def test_multiprocessing_folder_ends_with_runner(cluster: Cluster) -> None:
     with at(cluster) as appliance:
         loader = DataLoader(hazards.says_where)
         (places,) = DataExecutor(loader, appliance=appliance)
@@ -309,7 +307,7 @@ def test_a_runner_that_will_not_stop_is_stopped(cluster: Cluster, tmp_path: Path
     still_works(cluster)
 
 
-def test_closing_all_descriptors_is_an_error_that_says_so(cluster: Cluster) -> None:
+def test_closing_all_descriptors_is_a_clear_error(cluster: Cluster) -> None:
     with at(cluster) as appliance, pytest.raises(errors.InputFnError, match="closed file descriptors"):
         numbers(appliance, DataLoader(hazards.closes_descriptors))
     still_works(cluster)
@@ -336,14 +334,14 @@ def test_what_it_inherits_and_may_do(cluster: Cluster, tmp_path: Path) -> None:
     assert why_not_whole() or told["signal"] == "PermissionError"
 
 
-def test_another_directory_mask_and_limit_of_descriptors_harm_nobody(cluster: Cluster) -> None:
+def test_changed_cwd_umask_limits_are_harmless(cluster: Cluster) -> None:
     with at(cluster) as appliance:
         got = numbers(appliance, DataLoader(hazards.unsettles))
     assert [number for number, _ in got] == list(range(60))
     still_works(cluster)
 
 
-def test_a_flood_of_output_costs_nobody_but_its_author(cluster: Cluster) -> None:
+def test_output_flood_costs_only_its_author(cluster: Cluster) -> None:
     """The worker's own standard error is a pipe that nobody reads while it lasts."""
     (worker,) = cluster.workers
     with Listener.deaf, warnings.catch_warnings():
@@ -378,7 +376,7 @@ def test_a_flood_of_output_costs_nobody_but_its_author(cluster: Cluster) -> None
         ("hang", errors.DeadlineError, "did not finish the task state", "in waits_for_ever"),
     ],
 )
-def test_a_scratch_child_that_goes_wrong_fails_the_save_and_not_the_stream(
+def test_failing_helper_fails_only_the_save(
     cluster: Cluster, how: str, error: type[errors.PenstockError], says: str, frame: str
 ) -> None:
     with at(cluster, 6.0) as appliance:
@@ -396,7 +394,7 @@ def test_a_scratch_child_that_goes_wrong_fails_the_save_and_not_the_stream(
 
 
 @pytest.mark.parametrize("how", ["raise", "differ"])
-def test_a_loader_that_cannot_be_restored_is_saved_and_resumed_by_replay(cluster: Cluster, how: str) -> None:
+def test_unrestorable_loader_is_resumed_by_replay(cluster: Cluster, how: str) -> None:
     with at(cluster) as appliance:
         loader = DataLoader(hazards.bad_in_scratch, how)
         executor = DataExecutor(loader, num_steps=70, appliance=appliance)
@@ -408,7 +406,7 @@ def test_a_loader_that_cannot_be_restored_is_saved_and_resumed_by_replay(cluster
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_a_scratch_child_that_is_killed_is_replaced_once(cluster: Cluster, tmp_path: Path, times: int) -> None:
+def test_killed_helper_process_is_replaced_once(cluster: Cluster, tmp_path: Path, times: int) -> None:
     checked = tmp_path / "restored"
     with at(cluster) as appliance:
         loader = DataLoader(hazards.bad_in_scratch, str(tmp_path), 60)  # a short pass: its end begins the check

@@ -50,7 +50,7 @@ def test_a_worker_one_minor_apart_serves(cluster: Cluster) -> None:
     assert len(batches) == 6
 
 
-def test_a_worker_of_another_protocol_is_refused_at_its_start(cluster: Cluster) -> None:
+def test_worker_of_another_protocol_is_refused(cluster: Cluster) -> None:
     program = OTHER.format(version="0.99.0", protocol=PROTOCOL + 1, package="worker")
     arguments = ["--coordinator", cluster.address, "--slots", "2", "--allow", "streams"]
     ended = subprocess.run(
@@ -67,7 +67,7 @@ def test_a_worker_of_another_protocol_is_refused_at_its_start(cluster: Cluster) 
         assert said in line
 
 
-def test_a_training_job_of_another_protocol_is_refused_at_its_first_call(cluster: Cluster) -> None:
+def test_job_of_another_protocol_is_refused(cluster: Cluster) -> None:
     program = TRAINER.format(address=cluster.address, token=TOKEN)
     ended = subprocess.run(
         [sys.executable, "-c", program],

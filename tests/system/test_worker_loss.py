@@ -42,7 +42,7 @@ def undisturbed(appliance: Appliance) -> list[Any]:
 
 
 @pytest.mark.parametrize("batch", [1, 2, 9, 40])
-def test_a_runner_that_kills_itself_is_replaced_and_nothing_is_lost(
+def test_self_killing_runner_loses_nothing(
     appliance: Appliance, undisturbed: list[Any], tmp_path: Path, batch: int
 ) -> None:
     marker = tmp_path / "died"
@@ -62,9 +62,7 @@ def test_a_runner_that_kills_itself_is_replaced_and_nothing_is_lost(
         (streams.shared, (200,)),
     ],
 )
-def test_runners_killed_from_outside_at_several_points(
-    appliance: Appliance, input_fn: Any, arguments: tuple[Any, ...]
-) -> None:
+def test_runners_killed_at_several_points(appliance: Appliance, input_fn: Any, arguments: tuple[Any, ...]) -> None:
     whole = list(map(plain, DataExecutor(DataLoader(input_fn, *arguments), num_steps=150, appliance=appliance)))
     before = runners()
     loader = DataLoader(input_fn, *arguments)
@@ -86,9 +84,7 @@ def test_runners_killed_from_outside_at_several_points(
     assert executor.stats.recoveries >= 1
 
 
-def test_a_state_taken_after_a_recovery_is_as_good(
-    appliance: Appliance, undisturbed: list[Any], tmp_path: Path
-) -> None:
+def test_state_after_a_recovery_is_as_good(appliance: Appliance, undisturbed: list[Any], tmp_path: Path) -> None:
     marker = tmp_path / "died"
     loader = DataLoader(streams.dies_at, 6, str(marker))
     with pytest.warns(UserWarning, match="SIGKILL"):
@@ -136,7 +132,7 @@ def test_runners_killed_right_behind_a_break(
 
 
 @pytest.mark.filterwarnings("ignore:.*was recovered")
-def test_runners_killed_in_any_of_many_short_passes(appliance: Appliance) -> None:
+def test_runners_killed_in_any_short_epoch(appliance: Appliance) -> None:
     """Five epochs a second, a durable snapshot a second: the newest is often the origin of an epoch, from which a
     loader that begins its epoch in its first next() does not go on."""
 
@@ -153,7 +149,7 @@ def test_runners_killed_in_any_of_many_short_passes(appliance: Appliance) -> Non
 
 
 @pytest.mark.filterwarnings("ignore:.*was recovered")
-def test_a_loader_that_does_not_reproduce_its_batches_is_an_error_and_not_silence(appliance: Appliance) -> None:
+def test_unreproducible_loader_is_an_error(appliance: Appliance) -> None:
     before, got = runners(), 0
     executor = DataExecutor(DataLoader(streams.unrepeatable), num_steps=400, appliance=appliance)
 
@@ -170,12 +166,12 @@ def test_a_loader_that_does_not_reproduce_its_batches_is_an_error_and_not_silenc
     assert got >= 20
 
 
-def test_a_loader_whose_runner_always_dies_is_given_up_with_a_name(appliance: Appliance) -> None:
+def test_always_dying_runner_is_given_up_by_name(appliance: Appliance) -> None:
     with pytest.warns(UserWarning, match="recovered"), pytest.raises(errors.WorkerLostError, match="SIGKILL"):
         list(DataExecutor(DataLoader(streams.dies_at, 5, "/nonexistent/marker"), appliance=appliance))
 
 
-def test_a_state_is_answered_while_the_new_runner_waits_for_the_loop(appliance: Appliance) -> None:
+def test_state_is_answered_while_the_runner_waits(appliance: Appliance) -> None:
     """The loop is in state_dict(), so it does not reconnect; the recovered runner waits for just that."""
     before = runners()
     loader = DataLoader(streams.stateful, 400)
@@ -198,7 +194,7 @@ def test_a_state_is_answered_while_the_new_runner_waits_for_the_loop(appliance: 
     assert [plain(batch) for batch in DataExecutor(again, num_steps=18, appliance=appliance)] == got[12:30]
 
 
-def test_three_launches_of_a_loader_that_adds_what_former_ones_streamed(appliance: Appliance) -> None:
+def test_three_launches_of_an_adding_loader(appliance: Appliance) -> None:
     """Runners are lost in the second launch, too: counts go on, and nothing is loaded but what deaggregate returned."""
     steps = DataExecutor(DataLoader(doubtful.streamed), num_steps=60, appliance=appliance)
     whole, got = [plain(batch) for batch in steps], []
@@ -224,7 +220,7 @@ def test_three_launches_of_a_loader_that_adds_what_former_ones_streamed(applianc
     assert got == whole
 
 
-def test_a_loader_that_begins_its_passes_late_is_saved_while_it_is_recovered(appliance: Appliance) -> None:
+def test_late_starting_loader_saved_in_recovery(appliance: Appliance) -> None:
     """There is hardly a durable snapshot yet: its state is found by replay from where the run began."""
     before = runners()
     loader = DataLoader(traps.slow_to_save, 10)
@@ -251,9 +247,7 @@ def test_a_loader_that_begins_its_passes_late_is_saved_while_it_is_recovered(app
     [(streams.shared, (40,)), (streams.shuffled, (80, 0, True)), (streams.stateful, (80, 0, True))],
 )
 @pytest.mark.filterwarnings("ignore:.*was recovered")
-def test_a_state_asked_for_right_behind_a_break_of_runners_that_were_killed_there(
-    appliance: Appliance, input_fn: Any, arguments: tuple[Any, ...]
-) -> None:
+def test_state_after_a_break_of_killed_runners(appliance: Appliance, input_fn: Any, arguments: tuple[Any, ...]) -> None:
     """The new runners have not heard of the break when they are asked: the coordinator tells where it was."""
     before, loader = runners(), DataLoader(input_fn, *arguments)
     for _ in islice(DataExecutor(loader, appliance=appliance), 5):
@@ -276,7 +270,7 @@ def test_a_state_asked_for_right_behind_a_break_of_runners_that_were_killed_ther
 
 @pytest.mark.filterwarnings("ignore:.*was recovered")
 @pytest.mark.parametrize("empty", [1, 3])
-def test_a_runner_killed_behind_passes_in_which_it_had_nothing(appliance: Appliance, empty: int) -> None:
+def test_runner_killed_after_its_empty_epochs(appliance: Appliance, empty: int) -> None:
     """And behind one that the loop left before it had any of this slot's."""
 
     def stream(kill: bool) -> list[Any]:
@@ -295,7 +289,7 @@ def test_a_runner_killed_behind_passes_in_which_it_had_nothing(appliance: Applia
     assert stream(kill=True) == stream(kill=False)
 
 
-def test_nothing_is_durable_that_the_loop_may_still_leave(tmp_path: Path) -> None:
+def test_only_settled_epochs_become_durable(tmp_path: Path) -> None:
     """Its workers are many epochs ahead. A snapshot of these would outlive a break, and be gone on from later."""
     with running(tmp_path) as cluster, CoordinatorClient(cluster.address, TOKEN) as coordinator:
         cluster.add_worker(1)

@@ -1,12 +1,12 @@
-"""A slot of a run in the process and thread of the code that takes its batches: a runner without a process.
+"""Slot of a run in the process and thread of the code that takes its batches: a runner without a process.
 
 The loader, its start, its return to an earlier position and its recovery are those of a runner (worker/loader); a state
-is made as a helper process makes it (replayer.py). Nothing runs ahead of the loop: a batch is made when it is asked
-for, so the loader's position is the loop's, and there is no ring, socket, snapshot or verification.
+is made as in a helper process (replayer.py). Nothing runs ahead of the loop: a batch is made when it is
+requested, so the loader's position is the loop's, and there is no ring, socket, snapshot or verification.
 
-A state names the position where the slot's launch began, which needs no verification, and the number of batches
+A state names the start position of the slot's launch, which needs no verification, and the number of batches
 between; loaders whose states are exact are saved at their position. Where a loader's own state at the step is
-aggregated, a second loader is brought there by replay.
+aggregated, a second loader is brought to that step by replay.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ __all__ = ["InProcessSlot", "MadeBatch", "SlotState"]
 
 @dataclass(frozen=True)
 class MadeBatch:
-    """A batch as a runner writes it into its ring, in memory of its own."""
+    """Batch as a runner writes it into its ring, in memory of its own."""
 
     structure: Structure
     shapes: list[int]
     memory: np.ndarray[Any, np.dtype[np.uint8]]
     offset: int
-    """Bytes from the start of `memory`, where the batch begins."""
+    """Offset of the batch in `memory`, in bytes."""
     nbytes: int
     digest: int
     samples: int
@@ -62,7 +62,7 @@ class MadeBatch:
 
 @dataclass(frozen=True)
 class SlotState:
-    """A slot's part of a state."""
+    """Part of a state that belongs to one slot."""
 
     data: bytes
     """Envelope of the state, as in a daemon's answer."""
@@ -79,12 +79,12 @@ class _Noted:
     epoch: int
     digest: int
     samples: int
-    """Samples in all, with this batch."""
+    """Total number of samples, including this batch."""
 
 
 @contextmanager
 def _meant_for_the_loop() -> Iterator[None]:
-    """Raise a Ctrl-C, or the end of a debugger, in place of the InputFnError that was made of it."""
+    """Raise a Ctrl-C, or the end of a debugger, instead of the InputFnError made from it."""
     try:
         yield
     except InputFnError as error:
@@ -94,13 +94,12 @@ def _meant_for_the_loop() -> Iterator[None]:
 
 
 class InProcessSlot:
-    """A slot, from its assignment to its end.
+    """Slot, from its assignment to its end.
 
     Args:
-        assignment: as a daemon gets it; its loader has a name and options, and no arguments.
-        make: calls input_fn with its arguments.
-        resume: the blob that the attempt resumes from, b"" to start from nothing.
-        noted: batches back of which digests are kept.
+        assignment: assignment as for a daemon; its loader has a name and options, and no arguments. make: callable that
+        calls input_fn with its arguments. resume: blob from which the attempt resumes; b"" to start fresh. noted:
+        number of latest batches whose digests are kept.
     """
 
     def __init__(
@@ -120,13 +119,13 @@ class InProcessSlot:
         self._noted = noted
         self._source: RestorableLoader | None = None
         self._lost = False
-        """Flag that the loader is to be made anew."""
+        """Flag: the loader must be created again."""
         self.capabilities = records_pb2.LoaderCapabilities(length=-1)
 
     # ---- the stream
 
     def prepare(self) -> None:
-        """Make the loader and bring it to where the slot starts. Raise the errors that a runner would fail with."""
+        """Make the loader and bring it to the slot's start. Raise the errors that a runner would fail with."""
         if self._source is not None:
             return
         with self._globals.in_place(), _meant_for_the_loop():
@@ -139,9 +138,9 @@ class InProcessSlot:
     def next(self, step: int, epoch: int, total: int) -> MadeBatch | None:
         """Return the batch after `total`, which will be the box's `step`; None at the end of the epoch.
 
-        Ctrl-C in the user's code, and the end of a debugger there, are raised as they are, and not as an error of user
-        code: they were meant for the process. The loader's present work is lost then, as with a runner, and so is a
-        batch that was made and not delivered: the next call makes the loader anew.
+        Ctrl-C in the user's code, and the end of a debugger there, are raised unchanged, and not as an error of user
+        code, because they are addressed to the process. The loader's present work is lost then, as with a runner, and
+        so is a batch that was made and not delivered: the next call creates the loader again.
         """
         source = self._ready()
         if source.position.total != total:
@@ -163,11 +162,11 @@ class InProcessSlot:
         return made
 
     def leave(self, epoch: int, total: int) -> None:
-        """Abandon the epoch after batch `total`, of which the slot may have met the end."""
+        """Abandon the epoch after batch `total`, whose end the slot may have reached."""
         source = self._ready()
         position = source.position
         with self._globals.in_place():
-            if not source.saves_state:  # it cannot be taken back
+            if not source.saves_state:  # its position cannot be restored
                 position.epoch, position.total = epoch, total
             elif source.is_ahead or (position.epoch, position.total) != (epoch, total):
                 noted = self._log.get(total)
@@ -176,7 +175,8 @@ class InProcessSlot:
         self._left[epoch] = total
 
     def lose(self) -> None:
-        """Treat the loader as lost, as if its worker had died: the next call makes it anew, and brings it back."""
+        """Treat the loader as lost, as if its worker had died: the next call creates it again, and restores its
+        position."""
         self._lost = True
 
     def failure(self, error: BaseException) -> PenstockError:
@@ -300,7 +300,7 @@ class InProcessSlot:
 
     def _answer(self, data: bytes, epoch: int, total: int) -> SlotState:
         at, following = self._log.get(total), self._log.get(total + 1)
-        if at is None:  # nothing was made since the launch began
+        if at is None:  # no batch was made since the launch's start
             position = RestartPoint.taken(data)
             at = _Noted(epoch, position.digest, position.position.samples)
         if following is None:
