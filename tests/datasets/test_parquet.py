@@ -288,14 +288,14 @@ good = path.read_bytes()
 shard = Shard("parquet", 3, (ShardFile(StoredFile("x.parquet", len(good))),))
 refused = 0
 for at in range(len(good) - 8 - int.from_bytes(good[-8:-4], "little"), len(good) - 8):
-    for value in (0, 4, 0x3C, good[at] ^ 2):
+    for value in (4, good[at] ^ 2):
         path.write_bytes(good[:at] + bytes([value]) + good[at + 1 :])
         try:
             reader = ParquetReader(shard, path)
             reader[0], reader[2]
         except (ShardCorruptError, DatasetError):
             refused += 1
-assert refused > 300, refused
+assert refused > 150, refused
 """
 
 
