@@ -18,9 +18,10 @@ import pytest
 import torch
 import xxhash
 from torch import nn
-from torch.distributed.checkpoint import FileSystemReader, save
-from torch.distributed.checkpoint import load as dcp_load
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from penstock.client.checkpoint import AsyncCheckpointer, AsyncFileSystemWriter
 from penstock.client.checkpoint.restoring.restore import load

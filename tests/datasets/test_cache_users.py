@@ -204,7 +204,8 @@ def test_packed_link_of_another_user_is_dropped(server: ShardServer, tmp_path: P
     packed = shard.files[0].packed
     assert packed is not None
     secret = tmp_path / "secret"
-    secret.write_bytes(pack(bytes(1000), "zstd").ljust(packed.size, b"\0"))
+    secret.write_bytes(pack(raw_bytes(1, 1000), "zstd"))
+    assert secret.stat().st_size == packed.size
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache" / packed.name).symlink_to(secret)
     os.lchown(tmp_path / "cache" / packed.name, STRANGER, STRANGER)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import io
 import mmap
+import os
 import random
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
@@ -21,7 +24,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.data.formats import parquet
+from penstock.data.formats.descriptors import Descriptor
 from penstock.data.formats.index import read_index, write_index
+from penstock.data.formats.parquet_footer import footer_bytes, row_groups
 from penstock.data.formats.readers import open_shard
 from penstock.data.formats.shards import Shard, ShardFile, StoredFile
 from penstock.data.streaming_dataset import StreamingDataset
@@ -270,6 +275,91 @@ def test_no_damage_is_more_than_an_error(data: st.DataObject, tmp_path_factory: 
     except DatasetError as error:  # damaged times may be none of Python's
         said = str(error)
     assert said.startswith("a.parquet")
+
+
+DAMAGED = """
+import sys
+from pathlib import Path
+from penstock.data.formats.parquet import ParquetReader
+from penstock.data.formats.shards import Shard, ShardFile, StoredFile
+from penstock.proto.errors import DatasetError, ShardCorruptError
+path = Path(sys.argv[1])
+good = path.read_bytes()
+shard = Shard("parquet", 3, (ShardFile(StoredFile("x.parquet", len(good))),))
+refused = 0
+for at in range(len(good) - 8 - int.from_bytes(good[-8:-4], "little"), len(good) - 8):
+    for value in (4, good[at] ^ 2):
+        path.write_bytes(good[:at] + bytes([value]) + good[at + 1 :])
+        try:
+            reader = ParquetReader(shard, path)
+            reader[0], reader[2]
+        except (ShardCorruptError, DatasetError):
+            refused += 1
+assert refused > 150, refused
+"""
+
+
+def test_no_byte_of_a_footer_ends_the_process(tmp_path: Path) -> None:
+    """Statistics of sizes that do not fit the schema did: pyarrow throws them at nobody."""
+    path = tmp_path / "x.parquet"
+    table = pyarrow.table({"tokens": [[1, 2], [], [3]], "text": ["a", None, "b"]})
+    pyarrow.parquet.write_table(table, path, row_group_size=2)
+    done = subprocess.run(
+        [sys.executable, "-c", DAMAGED, path], capture_output=True, text=True, timeout=110, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+    path = tmp_path / "x.parquet"
+    os.mkfifo(path)
+    with pytest.raises(ShardCorruptError, match="it is not a regular file"):
+        parquet.index_parquet(tmp_path)
+    with pytest.raises(ShardCorruptError, match="it is not a regular file"):
+        parquet.ParquetReader(Shard("parquet", 0, (ShardFile(StoredFile("x.parquet", 0)),)), path)
+
+
+def test_memory_that_pyarrow_lacks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "x.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"number": [1, 2, 3]}), path)
+    shard = Shard("parquet", 3, (ShardFile(StoredFile("x.parquet", path.stat().st_size)),))
+    reader = parquet.ParquetReader(shard, path)
+
+    def read(group: int, rows: int) -> Any:
+        raise pyarrow.lib.ArrowMemoryError("malloc of size 70368744177664 failed")
+
+    monkeypatch.setattr(reader, "_table", read)
+    with pytest.raises(DatasetError, match=r"row group 0 must fit in memory: malloc of size 70368744177664 failed"):
+        reader[0]
+
+
+def test_footer_s_sizes_are_those_of_pyarrow(tmp_path: Path) -> None:
+    path = tmp_path / "x.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), path, row_group_size=300)
+    footer = pyarrow.parquet.read_metadata(path)
+    for number, group in enumerate(row_groups(footer_bytes(Descriptor(path)))):
+        theirs = footer.row_group(number)
+        columns = [theirs.column(place) for place in range(theirs.num_columns)]
+        assert group.rows == theirs.num_rows
+        assert group.nbytes >= sum(column.total_uncompressed_size for column in columns)
+        assert group.nbytes < 3 * sum(column.total_uncompressed_size + 8 * column.num_values for column in columns)
+
+
+@given(st.binary(max_size=300))
+def test_any_bytes_are_a_footer_or_refused(data: bytes) -> None:
+    with contextlib.suppress(ValueError):
+        row_groups(data)
+
+
+def test_nested_lists_in_a_footer_are_bounded() -> None:
+    for data in (
+        b"\x59" + b"\x19" * 100_000,
+        b"\x5c" + b"\x1c" * 100_000,
+        b"\x59\xf8" + b"\xff" * 8 + b"\x01",
+        b"\x5b\x01",
+    ):
+        with pytest.raises(ValueError, match="its footer"):
+            row_groups(data)
 
 
 def test_missing_pyarrow_names_the_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -151,7 +151,7 @@ def _at(path: Any, dir_fd: int | None) -> str:
     if dir_fd is not None:
         return f"{_of(dir_fd)}/{os.fsdecode(path)}"
     folder, name = os.path.split(os.path.abspath(path))  # the folder may be given by a descriptor's path
-    return os.path.join(os.path.realpath(folder), name)
+    return f"{os.path.realpath(folder)}/{name}"
 
 
 def _install(tracer: _Tracer) -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import os
 from dataclasses import replace
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 from targets.target import Target, pieces, script
 
 from penstock.data.formats.compressed_files import COMPRESSIONS, pack, unpack
 from penstock.data.formats.index import INDEX, read_index, write_index
+from penstock.data.formats.parquet_footer import row_groups
 from penstock.data.formats.readers import open_shard
 from penstock.data.formats.shards import Shard, ShardFile, StoredFile
 from penstock.proto.errors import DatasetError
@@ -41,6 +45,21 @@ def _unpack(data: bytes) -> None:
 def _unpack_seeds() -> list[bytes]:
     text = b"water " * 50
     return [bytes([i]) + pack(data, name) for i, name in enumerate(sorted(COMPRESSIONS)) for data in (b"", text)]
+
+
+def _footer(data: bytes) -> None:
+    try:
+        assert all(group.nbytes >= 0 and group.rows >= 0 for group in row_groups(data))
+    except ValueError as error:
+        raise DatasetError(str(error)) from error
+
+
+def _footer_seeds() -> list[bytes]:
+    file = io.BytesIO()
+    columns = {"list": [[1], []], "text": ["a", None], "struct": [{"a": 0.5}, {"a": 1.0}]}
+    pyarrow.parquet.write_table(pyarrow.table(columns), file, row_group_size=1)
+    data = file.getvalue()
+    return [data[-8 - int.from_bytes(data[-8:-4], "little") : -8]]
 
 
 def _shards() -> list[Shard]:
@@ -83,5 +102,6 @@ def _shard_seeds() -> list[bytes]:
 TARGETS = [
     Target("index", _index, _index_seeds, examples=100),
     Target("unpack", _unpack, _unpack_seeds),
+    Target("parquet-footer", _footer, _footer_seeds),
     Target("shard", _shard, _shard_seeds, examples=200),
 ]

@@ -166,7 +166,8 @@ class CacheState:
         lock = self.wait(base, until, name, shared=False, busy=busy)
         try:
             lock.write(b"%d\n" % os.getpid())
-            yield lambda kind: Path(self.root, f"{base}!{kind}")
+            with parent_of(self.root, base) as (folder, last):  # written there, whatever its name leads to by then
+                yield lambda kind: Path(f"/proc/self/fd/{folder}", f"{last}!{kind}")
         finally:
             self._clear(base, lock)
 

@@ -294,7 +294,9 @@ class Downloads:
                         raise
                     raise ShardCorruptError(f"{source}: {error}") from error
             except OSError as error:
-                raise ShardUnavailableError(f"{source} could not be stored at {temporary}: {error.strerror}") from error
+                raise ShardUnavailableError(
+                    f"{source} could not be stored in {self._folder}: {error.strerror}"
+                ) from error
 
     def _inflate(self, shard: Shard, file: ShardFile, path: Path, temporary: Path) -> None:
         """Inflate a packed file; verify the packed and the raw bytes."""

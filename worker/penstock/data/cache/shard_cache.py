@@ -242,10 +242,13 @@ class ShardCache:
             paths = self._ready(shard, lock)
             if paths is None:
                 paths = self._fill(shard, key, lock, until)
-                assert paths is not None
-        except BaseException:
+            if paths is None:
+                raise ShardUnavailableError(f"{shard.name} was changed in {self.folder} while it was fetched")
+        except BaseException as error:
             lock.release()
-            raise
+            if not isinstance(error, OSError):
+                raise
+            raise self._not_stored(shard, error) from error
         with self._lock:
             in_use = self._held.setdefault(key, _InUse(lock, paths))
             in_use.count += 1
@@ -307,14 +310,15 @@ class ShardCache:
                 decided()
             try:
                 version = self._downloads.fill(shard, temporary, until, ours=ours)
-            except BaseException as error:
+            except BaseException:
                 if not any(file_stat(os.path.join(self._root, file.raw.name)) for file in shard.files):
                     lock.write(b"")  # nothing is on disk, so nothing is claimed
-                if not isinstance(error, OSError):
-                    raise
-                raise ShardUnavailableError(f"{shard.name} could not be stored in {self.folder}: {error}") from error
+                raise
             lock.write(version.encoded())
             return version.holds(shard, self._root)
+
+    def _not_stored(self, shard: Shard, error: OSError) -> ShardUnavailableError:
+        return ShardUnavailableError(f"{shard.name} could not be stored in {self.folder}: {error}")
 
     # Space
 

@@ -22,7 +22,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any
 
+from penstock.data.formats.descriptors import Descriptor
 from penstock.data.formats.index import INDEX, write_index
+from penstock.data.formats.parquet_footer import footer_bytes, row_groups
 from penstock.data.formats.parquet_values import Value, value_of
 from penstock.data.formats.shards import Shard, ShardFile, StoredFile
 from penstock.proto.errors import DatasetError, ShardCorruptError
@@ -69,9 +71,14 @@ def parquet_shards(files: Iterable[tuple[str, Path | IO[bytes]]]) -> list[Shard]
     first: tuple[str, list[str]] | None = None
     for name, source in files:
         try:
-            footer = library.read_metadata(source)
+            if isinstance(source, Path):
+                opened = Descriptor(source)  # a file, and nothing that pyarrow would wait for
+                footer = library.read_metadata(f"/proc/self/fd/{opened.fileno()}")
+                size = os.fstat(opened.fileno()).st_size
+            else:
+                footer = library.read_metadata(source)
+                size = source.seek(0, os.SEEK_END)
             columns = list(footer.schema.to_arrow_schema().names)
-            size = source.stat().st_size if isinstance(source, Path) else source.seek(0, os.SEEK_END)
         except Exception as error:  # pyarrow's own errors, the system's, and those of the file's source
             raise ShardCorruptError(f"{name}: it is not a Parquet file: {error}") from error
         if len(set(columns)) != len(columns):
@@ -89,11 +96,6 @@ def parquet_shards(files: Iterable[tuple[str, Path | IO[bytes]]]) -> list[Shard]
 
 Columns = list[tuple[str, Value, Any]]
 """Columns, each (name, function from scalar to value, pyarrow's array)."""
-
-
-_BYTES = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4, "INT64": 8, "DOUBLE": 8, "INT96": 12, "BYTE_ARRAY": 4}
-"""Bytes of a value in memory, by its physical type; for text those beside the text itself: an offset, or its number in
-a dictionary."""
 
 
 def _text_columns(footer: Any) -> list[str]:
@@ -116,16 +118,6 @@ def _expand_texts(column: Any) -> Any:
     return column.cast(column.type.value_type) if size <= EXPANDED_BYTES else column
 
 
-def _memory_of(group: Any) -> int:
-    """Return the least number of bytes that a row group takes, from its footer: some hundred bytes of a file may stand
-    for a billion equal numbers."""
-    columns = (group.column(number) for number in range(group.num_columns))
-    return sum(
-        max(column.total_uncompressed_size, column.num_values * _BYTES.get(column.physical_type, 1))
-        for column in columns
-    )
-
-
 class ParquetReader:
     """Reader of a Parquet file, see formats.shards.ShardReader. Values are Python's: None, lists, dictionaries,
     datetimes; those with nanoseconds are numpy's, see parquet_values.py."""
@@ -139,20 +131,22 @@ class ParquetReader:
         self._kept_bytes = 0
         library = _pyarrow()
         try:
-            size = path.stat().st_size
+            opened = Descriptor(path)  # a file, and nothing that pyarrow would wait for
+            size = os.fstat(opened.fileno()).st_size
             if size != stored.size:
                 raise ShardCorruptError(f"{self.name}: {path} has {size} bytes, but its index says {stored.size}")
-            footer = library.read_metadata(path)
-            self._file: Any = library.ParquetFile(path, metadata=footer, read_dictionary=_text_columns(footer))
-        except (ShardCorruptError, MemoryError):
+            self._groups = row_groups(footer_bytes(opened))
+            same = f"/proc/self/fd/{opened.fileno()}"
+            footer = library.read_metadata(same)
+            self._file: Any = library.ParquetFile(same, metadata=footer, read_dictionary=_text_columns(footer))
+        except ShardCorruptError:
             raise
         except Exception as error:
             raise ShardCorruptError(f"{self.name}: {path} cannot be read: {error}") from error
-        if footer.num_rows != shard.samples:
+        self._begins: list[int] = [0, *itertools.accumulate(group.rows for group in self._groups)]
+        if not footer.num_rows == self._begins[-1] == shard.samples:
             self.close()
             raise ShardCorruptError(f"{self.name}: it has {footer.num_rows} rows, but its index says {shard.samples}")
-        rows = [footer.row_group(i).num_rows for i in range(footer.num_row_groups)]
-        self._begins: list[int] = [0, *itertools.accumulate(rows)]
 
     def __len__(self) -> int:
         return self._begins[-1]
@@ -193,8 +187,12 @@ class ParquetReader:
                 return kept[1]
             try:
                 return self._read(group)
-            except (MemoryError, DatasetError):
+            except DatasetError:
                 raise
+            except MemoryError as error:
+                raise DatasetError(
+                    f"{self.name}: row group {group} must fit in memory: {error}; write it in smaller row groups"
+                ) from error
             except NotImplementedError as error:
                 raise DatasetError(
                     f"{self.name}: sample {index}, row group {group}: pyarrow cannot read it: {error}"
@@ -204,7 +202,7 @@ class ParquetReader:
 
     def _read(self, group: int) -> Columns:
         rows = self._begins[group + 1] - self._begins[group]
-        needed, free = _memory_of(self._file.metadata.row_group(group)), free_memory()
+        needed, free = self._groups[group].nbytes, free_memory()
         if needed > free:
             raise DatasetError(
                 f"{self.name}: row group {group} must fit into memory: it takes {needed} bytes, but {free} are free. "

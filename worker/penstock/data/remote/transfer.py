@@ -123,7 +123,7 @@ class DownloadTarget(io.RawIOBase):
 
 def unwritable(error: OSError, file: io.FileIO | io.BytesIO, needed: int, source: str) -> ShardUnavailableError:
     """Return the error for bytes that the local disk does not take."""
-    name = str(getattr(file, "name", ""))
+    name = os.path.realpath(getattr(file, "name", ""))  # it may be named by a descriptor
     text = f"{source} could not be written to {name}: {error.strerror}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         disk = os.statvfs(os.path.dirname(name))

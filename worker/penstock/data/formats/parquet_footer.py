@@ -1,0 +1,169 @@
+"""Sizes of row groups, from the footer of a Parquet file.
+
+pyarrow reads the footer too, but ends the process (std::terminate, in 26.0) when it is asked for a column of a row
+group whose statistics of sizes do not fit its schema: its binding does not expect the C++ exception. So a damaged byte
+would kill whoever only asked how large a row group is.
+
+The footer is one struct in the compact protocol of Thrift. What is not needed is skipped by its type. All loops end
+where the data do, because each of their turns takes at least a byte.
+https://github.com/apache/thrift/blob/master/doc/specs/thrift-compact-protocol.md
+https://github.com/apache/parquet-format/blob/master/src/main/thrift/parquet.thrift
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.data.formats.descriptors import Descriptor
+
+__all__ = ["RowGroup", "footer_bytes", "row_groups"]
+
+_BYTES = (1, 4, 8, 12, 4, 8, 4, 1)
+"""Bytes of a value in memory, by the number of its physical type: BOOLEAN, INT32, INT64, INT96, FLOAT, DOUBLE,
+BYTE_ARRAY, FIXED_LEN_BYTE_ARRAY; for text those beside the text itself: an offset, or its number in a dictionary."""
+_MAGIC = b"PAR1"
+_DEEPEST = 32
+"""Largest nesting of structs and lists in a footer: those of the format have 8."""
+
+Wanted = dict[int, Any]
+"""Fields to read: number -> None for a number, the fields of a struct, or a list with those of a list's structs."""
+_COLUMN: Wanted = {3: {1: None, 5: None, 6: None}}
+"""ColumnChunk.meta_data: type, num_values, total_uncompressed_size."""
+_FILE: Wanted = {4: [{1: [_COLUMN], 3: None}]}
+"""FileMetaData.row_groups: columns, num_rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowGroup:
+    """A row group, as the footer describes it."""
+
+    rows: int
+    nbytes: int
+    """Least number of bytes that it takes in memory: some hundred bytes of a file may stand for a billion equal
+    numbers."""
+
+
+def footer_bytes(file: Descriptor) -> bytes:
+    """Return the footer of a Parquet file. Raises ValueError if it has none."""
+    size = os.fstat(file.fileno()).st_size
+    end = file.read(8, max(0, size - 8))
+    length = int.from_bytes(end[:4], "little")
+    if end[4:] != _MAGIC or length > size - 12:
+        raise ValueError("it does not end with a footer")
+    return file.read(length, size - 8 - length)
+
+
+def row_groups(footer: bytes) -> list[RowGroup]:
+    """Return the row groups of a footer. Raises ValueError if it is damaged."""
+    try:
+        found, _ = _struct(footer, 0, _FILE, 0)
+        return [_row_group(group) for group in found.get(4, [])]
+    except (IndexError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError("its footer is damaged") from error
+
+
+def _row_group(group: dict[int, Any]) -> RowGroup:
+    nbytes = 0
+    for column in group[1]:
+        values = column[3]
+        if min(values[5], values[6]) < 0 or not 0 <= values[1] < len(_BYTES):
+            raise ValueError("its footer is damaged: a column has a size below 0, or no type")
+        nbytes += max(values[6], values[5] * _BYTES[values[1]])
+    if group[3] < 0:
+        raise ValueError("its footer is damaged: a row group has fewer than 0 rows")
+    return RowGroup(group[3], nbytes)
+
+
+def _struct(data: bytes, at: int, wanted: Wanted, depth: int) -> tuple[dict[int, Any], int]:
+    """Return the wanted fields of a struct, and where it ends. Raises IndexError at the end of the data."""
+    if depth > _DEEPEST:
+        raise ValueError("its footer is nested too deeply")
+    found: dict[int, Any] = {}
+    number = 0
+    while head := data[at]:
+        at += 1
+        kind = head & 15
+        if head > 15:
+            number += head >> 4
+        else:
+            value, at = _varint(data, at)
+            number = (value >> 1) ^ -(value & 1)
+        if number not in wanted:
+            if kind > 2:
+                at = _skip(data, at, kind, depth + 1)
+            continue  # of a bool, the type is the value
+        fields = wanted[number]
+        if fields is None and kind in (4, 5, 6):
+            value, at = _varint(data, at)
+            found[number] = (value >> 1) ^ -(value & 1)
+        elif isinstance(fields, list) and kind == 9:
+            count, kind, at = _list(data, at)
+            if count and kind != 12:
+                raise ValueError("its footer has a list of another type")
+            found[number] = []
+            for _ in range(count):
+                one, at = _struct(data, at, fields[0], depth + 1)
+                found[number].append(one)
+        elif isinstance(fields, dict) and kind == 12:
+            found[number], at = _struct(data, at, fields, depth + 1)
+        else:
+            raise ValueError("its footer has a field of another type")
+    return found, at + 1
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    value = data[at]
+    at += 1
+    if value < 128:
+        return value, at
+    value &= 127
+    for shift in range(7, 70, 7):
+        byte = data[at]
+        at += 1
+        value |= (byte & 127) << shift
+        if byte < 128:
+            return value, at
+    raise ValueError("its footer has a number of more than 64 bits")
+
+
+def _list(data: bytes, at: int) -> tuple[int, int, int]:
+    """Return the length of a list, the type of its elements, and where these begin."""
+    head = data[at]
+    count, at = (head >> 4, at + 1) if head < 0xF0 else _varint(data, at + 1)
+    if count > len(data) - at:
+        raise ValueError("its footer has a list longer than itself")
+    return count, head & 15, at
+
+
+def _skip(data: bytes, at: int, kind: int, depth: int) -> int:
+    """Return where a value ends: a field's, which is no bool, or an element's."""
+    if kind == 8:
+        length, at = _varint(data, at)
+        return at + length
+    if kind in (4, 5, 6):
+        while data[at] > 127:
+            at += 1
+        return at + 1
+    if kind == 12:
+        return _struct(data, at, {}, depth)[1]
+    if kind in (1, 2, 3):
+        return at + 1
+    if kind == 7:
+        return at + 8
+    if kind not in (9, 10, 11):
+        raise ValueError("its footer has a field of an unknown type")
+    if depth > _DEEPEST:
+        raise ValueError("its footer is nested too deeply")
+    if kind == 11:
+        count, at = _varint(data, at)
+        kinds = data[at] if count else 0
+        at += bool(count)
+        for _ in range(count):
+            at = _skip(data, _skip(data, at, kinds >> 4, depth + 1), kinds & 15, depth + 1)
+        return at
+    count, kind, at = _list(data, at)
+    for _ in range(count):
+        at = _skip(data, at, kind, depth + 1)
+    return at
