@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from penstock.proto.rpc.bounds.polling import HOLD_S, PollPace, intervals
 from penstock.proto.rpc.channel import server_aio
-from penstock.proto.rpc.polling import HOLD_S, PollPace, intervals
 from penstock.proto.state.codec import encode_state
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2

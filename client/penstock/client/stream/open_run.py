@@ -33,8 +33,8 @@ from penstock.proto.errors import (
 )
 from penstock.proto.lane.compression import require
 from penstock.proto.lane.endpoints import LANE_PROTOCOL, connect_local
+from penstock.proto.rpc.bounds.polling import PollPace, intervals
 from penstock.proto.rpc.calls import CoordinatorClient, FetchedState
-from penstock.proto.rpc.polling import PollPace, intervals
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import lane_pb2, records_pb2
 from penstock.runtime.process import forks

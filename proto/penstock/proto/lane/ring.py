@@ -127,7 +127,7 @@ class Ring:
     def open(cls, fd: int, entry_bytes: int, entries: int) -> Ring:
         """Map a ring that a peer made.
 
-        Raises ProtocolError unless it is sealed, as large as announced and fully allocated; LaneLostError where this
+        Raises ProtocolError unless it is sealed, of ordinary pages, as large as announced and fully allocated; LaneLostError where this
         process cannot map it, for example for lack of address space: that is not the peer's fault.
         """
         try:
@@ -136,6 +136,10 @@ class Ring:
             raise ProtocolError(f"the ring that a peer passed is not a memfd: {error}") from error
         if seals & _SEALS != _SEALS:
             raise ProtocolError("the ring that a peer passed is not sealed: it could be truncated under its reader")
+        if (page := os.fstatvfs(fd).f_bsize) != PAGE:
+            # Its maker can punch a hole into it and take the last free huge page: then a read of it ends the reader
+            # with SIGBUS, which no seal prevents.
+            raise ProtocolError(f"a ring must be of pages of {PAGE} bytes, got huge pages of {page}")
         status = os.fstat(fd)
         size = status.st_size
         if entry_bytes <= 0 or entries <= 0 or entry_bytes % PAGE or size != entry_bytes * entries:

@@ -29,10 +29,10 @@ from penstock.proto.errors import (
     PenstockError,
     SupersededError,
 )
+from penstock.proto.rpc.bounds.polling import HOLD_S, MOST, PollPace, intervals, within
 from penstock.proto.rpc.calls import AsyncCoordinatorClient, CoordinatorClient
 from penstock.proto.rpc.channel import VERSION, Tls, detail_of, host_id
 from penstock.proto.rpc.credentials.tickets import check_ticket
-from penstock.proto.rpc.polling import HOLD_S, MOST, PollPace, intervals, within
 from penstock.proto.v1 import coordinator_pb2, lane_pb2, records_pb2
 from penstock.runtime.process.liveness_file import LivenessWriter
 from penstock.runtime.process.watch import Process, become_subreaper
