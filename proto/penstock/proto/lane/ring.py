@@ -127,8 +127,9 @@ class Ring:
     def open(cls, fd: int, entry_bytes: int, entries: int) -> Ring:
         """Map a ring that a peer made.
 
-        Raises ProtocolError unless it is sealed, of ordinary pages, as large as announced and fully allocated; LaneLostError where this
-        process cannot map it, for example for lack of address space: that is not the peer's fault.
+        Raises ProtocolError unless it is sealed, of ordinary pages, as large as announced and fully allocated;
+        LaneLostError where this process cannot map it, for example for lack of address space: that is not the peer's
+        fault.
         """
         try:
             seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
