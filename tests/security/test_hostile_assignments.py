@@ -10,34 +10,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from hostile_coordinator import SECRET, Hostile, assignment, serving
 
 from penstock.proto.rpc.bounds.polling import HOLD_S, PollPace, intervals
-from penstock.proto.rpc.channel import server_aio
-from penstock.proto.state.codec import encode_state
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
-from penstock.proto.v1.coordinator_pb2_grpc import CoordinatorServicer, add_CoordinatorServicer_to_server
 
 WATCHED_S = 3.0
-SECRET = "s" * 64
 SLOTS = 2
-
-
-def assignment(number: int, slot: int = 0, run: str = "job/0") -> records_pb2.WorkerAssignment:
-    loader = records_pb2.LoaderSpec(input_fn="streams:counter", arguments=encode_state({"args": (), "kwargs": {}}))
-    loader.options.max_batch_bytes = 1 << 20
-    start = records_pb2.BoxPosition(live=[0, 1], slots=[records_pb2.SlotPosition()] * 2)
-    return records_pb2.WorkerAssignment(
-        run=run,
-        attempt=1,
-        slot=slot,
-        generation=number,
-        num_boxes=1,
-        num_workers_per_box=2,
-        lane_key=b"k" * 32,
-        loader=loader,
-        start=start,
-    )
 
 
 def far_too_many(number: int) -> pb.HeartbeatReply:
@@ -73,35 +53,6 @@ def long_name(number: int) -> pb.HeartbeatReply:
     )
 
 
-class Hostile(CoordinatorServicer):
-    """Answers each heartbeat at once."""
-
-    def __init__(self, reply: Callable[[int], pb.HeartbeatReply]) -> None:
-        self._reply = reply
-        self.heartbeats = 0
-        self.reports = 0
-        """Most slots in one heartbeat."""
-
-    async def RegisterWorker(self, request: Any, context: Any) -> pb.RegisterWorkerReply:
-        return pb.RegisterWorkerReply()
-
-    async def DeregisterWorker(self, request: Any, context: Any) -> pb.DeregisterWorkerReply:
-        return pb.DeregisterWorkerReply()
-
-    async def Heartbeat(self, request: Any, context: Any) -> pb.HeartbeatReply:
-        self.heartbeats += 1
-        self.reports = max(self.reports, len(request.slots))
-        reply = self._reply(self.heartbeats)
-        reply.version = self.heartbeats
-        return reply
-
-    async def PutSnapshot(self, parts: Any, context: Any) -> pb.PutSnapshotReply:
-        return pb.PutSnapshotReply()
-
-    async def PutState(self, parts: Any, context: Any) -> pb.PutStateReply:
-        return pb.PutStateReply()
-
-
 REPLIES: dict[str, Callable[[int], pb.HeartbeatReply]] = {
     "nothing": lambda number: pb.HeartbeatReply(),
     "register again": lambda number: pb.HeartbeatReply(register_again=True),
@@ -123,21 +74,17 @@ def test_a_worker_outlives_hostile_replies(start: Any, name: str) -> None:
     async def run() -> None:
         hostile = Hostile(REPLIES[name])
 
-        def register(server: Any) -> None:
-            add_CoordinatorServicer_to_server(hostile, server)  # type: ignore[abstract]
-
-        served = await server_aio("127.0.0.1:0", SECRET, register)
-        worker = await asyncio.to_thread(start, "penstock.worker", *OPTIONS, served.address, token=SECRET)
-        began = time.monotonic()
-        await asyncio.sleep(WATCHED_S)
-        assert worker.process.poll() is None
-        # each change of a slot is reported beside the long poll
-        polls = PollPace.BURST + PollPace.PER_S * (time.monotonic() - began)
-        assert hostile.heartbeats < 2 * polls + 20
-        assert hostile.reports <= 2 * SLOTS
-        worker.process.send_signal(signal.SIGTERM)
-        assert await asyncio.to_thread(worker.process.wait, 15) == 0
-        await served.stop(0)
+        async with serving(hostile) as address:
+            worker = await asyncio.to_thread(start, "penstock.worker", *OPTIONS, address, token=SECRET)
+            began = time.monotonic()
+            await asyncio.sleep(WATCHED_S)
+            assert worker.process.poll() is None
+            # each change of a slot is reported beside the long poll
+            polls = PollPace.BURST + PollPace.PER_S * (time.monotonic() - began)
+            assert hostile.heartbeats < 2 * polls + 20
+            assert hostile.reports <= 2 * SLOTS
+            worker.process.send_signal(signal.SIGTERM)
+            assert await asyncio.to_thread(worker.process.wait, 15) == 0
         log = worker.log.read_text()
         assert "Traceback" not in log
         assert max(map(len, log.split("\n"))) < 40_000
