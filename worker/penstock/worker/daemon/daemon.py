@@ -69,7 +69,7 @@ HELPERS_AT_ONCE = 2
 """Helper tasks that run at a time on a machine with one core; otherwise as many as there are cores."""
 ASSIGNED = 2
 """Assignments for each slot that are looked at: more than the slots are reported lost."""
-ANSWERS_AT_ONCE = 4096
+ANSWERS_AT_ONCE = 1024
 """State requests that are answered at a time; a coordinator sends no more in one reply."""
 TURN_S = 0.5
 """Seconds between two signs of progress of the event loop."""
