@@ -38,6 +38,7 @@ from penstock.proto.rpc.calls import CoordinatorClient, FetchedState
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import lane_pb2, records_pb2
 from penstock.runtime.process import forks
+from penstock.runtime.telemetry.logs import LONGEST, plain
 
 __all__ = ["BoxProgress", "OpenRun", "RunLink"]
 
@@ -60,7 +61,17 @@ AWAY_WARN_S = 30.0
 """Seconds of that wait until the first warning; the next ones follow each time that it has doubled."""
 
 _Result = TypeVar("_Result")
+_TEXTS = ("note", "doing", "stack", "worker", "target_worker", "host_id", "tcp_address", "ticket")
 _log = logging.getLogger("penstock.client")
+
+
+def _plain(view: pb.SlotView) -> pb.SlotView:
+    """Return the view with its texts cut and escaped: they are printed in warnings and errors."""
+    for name in _TEXTS:
+        text = getattr(view, name)
+        if not text.isprintable() or len(text) > LONGEST:
+            setattr(view, name, plain(text))
+    return view
 
 
 class RunLink(Protocol):
@@ -279,7 +290,7 @@ class OpenRun:
             views = list(self.views)
             for view in reply.slots:
                 if view.slot < len(views):
-                    views[view.slot] = view
+                    views[view.slot] = _plain(view)
             self.views = views
         self._notify()
 

@@ -19,6 +19,7 @@ from typing import Any
 
 __all__ = [
     "FIELDS",
+    "LONGEST",
     "JsonLines",
     "OneLine",
     "RepeatedWarnings",
@@ -26,6 +27,7 @@ __all__ = [
     "TextLines",
     "about",
     "log_lines",
+    "plain",
     "printable",
 ]
 
@@ -79,6 +81,11 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+def plain(text: str, longest: int = LONGEST) -> str:
+    """Return a peer's text of several lines, cut, with every character escaped that is not printable."""
+    return "\n".join(printable(line.replace("\t", "    ")) for line in _cut(text, longest).split("\n"))
 
 
 def _cut(text: str, longest: int = LONGEST) -> str:
