@@ -34,6 +34,7 @@ from penstock.proto.errors import (
     error_named,
 )
 from penstock.proto.rpc import authenticated_calls, tracing, wire_errors
+from penstock.proto.rpc.bounds.reply_parts import SnapshotParts
 from penstock.proto.rpc.calls import AsyncCoordinatorClient, CoordinatorClient, blob_name
 from penstock.proto.rpc.channel import (
     CHUNK,
@@ -48,7 +49,6 @@ from penstock.proto.rpc.channel import (
     host_id,
     server_aio,
 )
-from penstock.proto.rpc.reply_parts import SnapshotParts
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import coordinator_pb2_grpc as rpc
 

@@ -155,6 +155,20 @@ def test_a_ring_that_cannot_be_written_is_refused(pair: Pair) -> None:
         consumer.receive()
 
 
+def test_a_ring_of_huge_pages_is_refused(pair: Pair) -> None:
+    """A hole in one ends its reader with SIGBUS where no huge page is free."""
+    peer, consumer = pair
+    size = 2 << 20
+    fd = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | os.MFD_HUGETLB)
+    os.ftruncate(fd, 4 * size)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    pass_ring(peer, fd, entry_bytes=size)
+    os.close(fd)
+    with pytest.raises(ProtocolError, match="got huge pages"):
+        consumer.receive()
+    assert consumer.rings == {}
+
+
 @pytest.mark.parametrize("pages", [0, 1, 2, 3])
 def test_a_ring_with_holes_is_refused(pair: Pair, pages: int) -> None:
     peer, consumer = pair

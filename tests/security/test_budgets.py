@@ -402,6 +402,26 @@ def test_a_worker_has_so_many_slots() -> None:
         FakeCluster().worker("w", 1025)
 
 
+def test_a_journal_may_hold_larger_workers(tmp_path: Path) -> None:
+    """Start on it, and tell the worker that has more slots than a coordinator takes now."""
+    directory = StateDir(tmp_path)
+    world = FakeCluster(replace(Limits(), worker_slots_max=8), directory=directory)
+    worker, _ = world.worker("w", 8), world.open(num_workers_per_box=8)
+    worker.ready()
+    world.limits = replace(Limits(), worker_slots_max=4)
+    world.restart()
+    with pytest.raises(InvalidArgumentError, match=r"at most 4 for one worker, got 8: start several workers"):
+        worker.register()
+    worker.capacity = 4
+    worker.register()
+    assert len(worker.heartbeat().assignments) == 4
+    world.worker("other", 4)
+    worker.report()
+    assert {slot.worker for slot in world.slots()} == {"w", "other"}
+    world.journal.close()
+    directory.close()
+
+
 def test_slots_of_one_token_are_counted() -> None:
     world = FakeCluster(replace(Limits(), slots_max=4))
     world.open(job="a", num_workers_per_box=3)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from penstock.proto.errors import PenstockError, ProtocolError
-from penstock.proto.rpc import message_bounds, reply_parts
+from penstock.proto.rpc.bounds import message_bounds, reply_parts
 from penstock.proto.rpc.calls import AsyncCoordinatorClient, CoordinatorClient
 from penstock.proto.rpc.channel import server_aio
 from penstock.proto.v1 import coordinator_pb2 as pb

@@ -18,9 +18,9 @@ from penstock.appliance.model.limits import MIB, Limits
 from penstock.appliance.storage.journal import StateDir
 from penstock.appliance.testing import FakeCluster
 from penstock.proto.errors import InvalidArgumentError, OverloadedError
-from penstock.proto.rpc import message_bounds
+from penstock.proto.rpc.bounds import message_bounds
+from penstock.proto.rpc.bounds.message_bounds import LargeRequests, check_fields, parsed_request
 from penstock.proto.rpc.channel import REPLY_MAX
-from penstock.proto.rpc.message_bounds import LargeRequests, check_fields, parsed_request
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 from penstock.proto.v1.coordinator_pb2_grpc import CoordinatorStub

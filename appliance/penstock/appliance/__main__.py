@@ -27,6 +27,7 @@ from penstock.proto.rpc.channel import load_tls, read_tokens
 from penstock.runtime.config.sizes import bytes_of
 from penstock.runtime.files.private_folders import PrivateFolder
 from penstock.runtime.process.memory_secrecy import keep_memory_private
+from penstock.runtime.telemetry.logs import log_lines
 
 UNSAFE_BIND = 16
 """Exit status for an unsafe bind, the same as in penstock.deploy.console.exit_codes."""
@@ -53,7 +54,7 @@ def main() -> int:
     given = parser.parse_args()
     keep_memory_private()
     faulthandler.enable()
-    logging.basicConfig(format="penstock coordinator: %(message)s")
+    log_lines("penstock coordinator: %(message)s", logging.WARNING)
     if given.parent_pid is not None:  # embedded: the training job itself logs warnings about its slots
         logging.getLogger("penstock.appliance").setLevel(logging.ERROR)
     limits = replace(

@@ -20,8 +20,8 @@ from simulated.virtual import Process, World
 from simulated.worker import AWAY, CALL_S, HOLD_S, Take
 
 from penstock.proto.errors import AuthenticationError, DeadlineError, PenstockError
+from penstock.proto.rpc.bounds.reply_parts import StateParts
 from penstock.proto.rpc.calls import FetchedState, blob_name, blob_parts
-from penstock.proto.rpc.reply_parts import StateParts
 from penstock.proto.state.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
 

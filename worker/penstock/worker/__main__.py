@@ -14,6 +14,7 @@ import sys
 from penstock.proto.errors import PenstockError, UnsafeBindError
 from penstock.proto.rpc.channel import load_tls, read_token
 from penstock.runtime.process.memory_secrecy import keep_memory_private
+from penstock.runtime.telemetry.logs import log_lines
 from penstock.worker.daemon.daemon import serve
 from penstock.worker.daemon.worker_settings import DaemonSettings
 from penstock.worker.processes.child_processes import START_DEADLINE_S
@@ -45,7 +46,7 @@ def main() -> int:
     parser.add_argument("--ready-fd", type=int)
     options = parser.parse_args()
     keep_memory_private()
-    logging.basicConfig(level=logging.INFO if not options.embedded else logging.WARNING, format="penstock: %(message)s")
+    log_lines("penstock: %(message)s", logging.INFO if not options.embedded else logging.WARNING)
     logging.getLogger("penstock.user").setLevel(logging.INFO)
 
     def ready(name: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from penstock.appliance.core.cluster_state import ClusterState
 from penstock.appliance.model.entities import Attempt, Box
 from penstock.proto.errors import InvalidArgumentError
-from penstock.proto.rpc.message_bounds import owned
+from penstock.proto.rpc.bounds.message_bounds import owned
 from penstock.proto.state.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
 

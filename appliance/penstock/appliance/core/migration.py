@@ -20,7 +20,7 @@ from penstock.appliance.core import balance
 from penstock.appliance.core.cluster_state import ClusterState
 from penstock.appliance.model.entities import Slot, Worker
 from penstock.proto.errors import UnknownWorkerError
-from penstock.proto.rpc.message_bounds import owned
+from penstock.proto.rpc.bounds.message_bounds import owned
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 

@@ -60,6 +60,7 @@ from penstock.proto.errors import (
     SupersededError,
     UnknownRunError,
 )
+from penstock.proto.rpc.bounds.message_bounds import owned
 from penstock.proto.rpc.channel import VERSION, detail_of
 from penstock.proto.rpc.credentials.tickets import expiry
 from penstock.proto.v1 import coordinator_pb2 as pb

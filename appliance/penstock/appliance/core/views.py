@@ -18,7 +18,7 @@ from penstock.proto.v1 import records_pb2
 
 STEP = 64
 """Workers per step of a status reply."""
-STATE_REQUESTS = 4096
+STATE_REQUESTS = 1024
 """State requests in a heartbeat's reply: the others follow as these are answered."""
 ASSIGNMENTS = 256
 """Slots per step of a heartbeat's reply: 30 us each where boxes have 256 slots, whose positions go with them."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from penstock.proto.rpc.reply_parts import VALUE_MAX
+from penstock.proto.rpc.bounds.reply_parts import VALUE_MAX
 
 KIB = 1 << 10
 MIB = 1 << 20

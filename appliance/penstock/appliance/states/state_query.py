@@ -36,8 +36,8 @@ from penstock.proto.errors import (
     StateUnavailableError,
     error_named,
 )
+from penstock.proto.rpc.bounds.message_bounds import owned
 from penstock.proto.rpc.channel import error_of
-from penstock.proto.rpc.message_bounds import owned
 from penstock.proto.state.position import Position, advance, chain_at
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2

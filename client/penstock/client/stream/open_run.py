@@ -32,10 +32,12 @@ from penstock.proto.errors import (
 )
 from penstock.proto.lane.compression import require
 from penstock.proto.lane.endpoints import LANE_PROTOCOL, connect_local
+from penstock.proto.rpc.bounds.polling import PollPace, intervals
 from penstock.proto.rpc.calls import CoordinatorClient, FetchedState
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import lane_pb2
 from penstock.runtime.process import forks
+from penstock.runtime.telemetry.logs import LONGEST, plain
 
 __all__ = ["OpenRun", "RunLink"]
 
@@ -58,7 +60,17 @@ AWAY_WARN_S = 30.0
 """Seconds of that wait until the first warning; the next ones follow each time that it has doubled."""
 
 _Result = TypeVar("_Result")
+_TEXTS = ("note", "doing", "stack", "worker", "target_worker", "host_id", "tcp_address", "ticket")
 _log = logging.getLogger("penstock.client")
+
+
+def _plain(view: pb.SlotView) -> pb.SlotView:
+    """Return the view with its texts cut and escaped: they are printed in warnings and errors."""
+    for name in _TEXTS:
+        text = getattr(view, name)
+        if not text.isprintable() or len(text) > LONGEST:
+            setattr(view, name, plain(text))
+    return view
 
 
 class RunLink(Protocol):
@@ -141,9 +153,9 @@ class OpenRun:
         """Join the run as this box. Raises the coordinator's error."""
         reply = self._client.open_run(self._request)
         self.name, self.attempt, self.seed = reply.run, reply.attempt, reply.seed
-        self._lease_s = reply.lease_s
+        hold_s, self._lease_s = intervals(reply)
         self._thread = threading.Thread(
-            target=self._watch, args=(reply.heartbeat_s or HOLD_S,), name=f"penstock-watch-{self.name}", daemon=True
+            target=self._watch, args=(hold_s,), name=f"penstock-watch-{self.name}", daemon=True
         )
         self._thread.start()
 
@@ -191,8 +203,8 @@ class OpenRun:
             self._report(0, 0.0)
 
     def _watch(self, hold_s: float) -> None:
-        seen, backoff = 0, SHORTEST_BACKOFF_S
-        while not self._closing.is_set():
+        seen, backoff, pace = 0, SHORTEST_BACKOFF_S, PollPace()
+        while not self._closing.wait(pace.delay_s()):
             if self.abandoned:
                 self.close()
                 return
@@ -214,7 +226,7 @@ class OpenRun:
                 self._linger()
                 return
             self.away_since, self.heard_at, backoff = None, time.monotonic(), SHORTEST_BACKOFF_S
-            hold_s, self._lease_s = reply.heartbeat_s or HOLD_S, reply.lease_s
+            hold_s, self._lease_s = intervals(reply)
             self._commit_mark = reply.commit_mark
             self.ended_boxes = {end.box: end.step for end in reply.ended}
             seen = reply.version
@@ -243,7 +255,7 @@ class OpenRun:
             views = list(self.views)
             for view in reply.slots:
                 if view.slot < len(views):
-                    views[view.slot] = view
+                    views[view.slot] = _plain(view)
             self.views = views
         self._notify()
 

@@ -128,8 +128,9 @@ class Ring:
     def open(cls, fd: int, entry_bytes: int, entries: int) -> Ring:
         """Map a ring that a peer made.
 
-        Raises ProtocolError unless it is sealed, as large as announced and fully allocated; LaneLostError where this
-        process cannot map it, for example for lack of address space: that is not the peer's fault.
+        Raises ProtocolError unless it is sealed, of ordinary pages, as large as announced and fully allocated;
+        LaneLostError where this process cannot map it, for example for lack of address space: that is not the peer's
+        fault.
         """
         try:
             seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
@@ -139,6 +140,10 @@ class Ring:
             raise ProtocolError(
                 "the ring that the other end passed must be sealed, or it could be truncated while read"
             )
+        if (page := os.fstatvfs(fd).f_bsize) != PAGE:
+            # Its maker can punch a hole into it and take the last free huge page: then a read of it ends the reader
+            # with SIGBUS, which no seal prevents.
+            raise ProtocolError(f"a ring must be of pages of {PAGE} bytes, got huge pages of {page}")
         status = os.fstat(fd)
         size = status.st_size
         if entry_bytes <= 0 or entries <= 0 or entry_bytes % PAGE or size != entry_bytes * entries:

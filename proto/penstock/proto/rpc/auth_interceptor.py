@@ -30,10 +30,10 @@ from penstock.proto.errors import (
     VersionSkewError,
 )
 from penstock.proto.rpc import tracing
+from penstock.proto.rpc.bounds.message_bounds import LargeRequests, parsed_parts, parsed_request
 from penstock.proto.rpc.connection_limits import Connections
 from penstock.proto.rpc.credentials.roles import METHODS, READ_ONLY
 from penstock.proto.rpc.credentials.token_proof import CHALLENGE_KEY, PROOF_KEY, Caller, Challenged, TokenVerifier
-from penstock.proto.rpc.message_bounds import LargeRequests, parsed_parts, parsed_request
 from penstock.proto.rpc.tls import Tls
 from penstock.proto.rpc.version import PROTOCOL, PROTOCOL_KEY, VERSION, VERSION_KEY
 from penstock.proto.rpc.wire_errors import abort, status_of

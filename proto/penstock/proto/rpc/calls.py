@@ -30,9 +30,8 @@ from penstock.proto.errors import (
     PenstockError,
 )
 from penstock.proto.rpc.authenticated_calls import Answer, AuthenticatedCall, Call, Streams
-from penstock.proto.rpc.channel import CHUNK, REQUEST_MAX, Tls, connect, connect_aio
-from penstock.proto.rpc.message_bounds import BytesChannel, parsed_reply
-from penstock.proto.rpc.reply_parts import (
+from penstock.proto.rpc.bounds.message_bounds import BytesChannel, parsed_reply
+from penstock.proto.rpc.bounds.reply_parts import (
     BlobParts,
     Histories,
     SnapshotParts,
@@ -41,6 +40,7 @@ from penstock.proto.rpc.reply_parts import (
     blob_name,
     receiving,
 )
+from penstock.proto.rpc.channel import CHUNK, REQUEST_MAX, Tls, connect, connect_aio
 from penstock.proto.rpc.wire_errors import answer_of
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2

@@ -33,6 +33,7 @@ from penstock.proto.errors import (
 )
 from penstock.proto.rpc.version import VERSION
 from penstock.proto.v1 import records_pb2
+from penstock.runtime.telemetry.logs import LONGEST, plain
 
 __all__ = ["METADATA_MAX", "ErrorInterceptor", "abort", "answer_of", "cut", "detail_of", "error_of", "translating"]
 
@@ -93,7 +94,9 @@ def _one_line(error: BaseException) -> str:
 
 def error_of(detail: records_pb2.ErrorDetail) -> PenstockError:
     """Return the error of a message from `detail_of`."""
-    return error_named(detail.name, detail.message, detail.remote_traceback)
+    # Cut and escaped here too: what a peer makes of an error is printed where it arrives.
+    name = plain(detail.name, NAME_KEEP)
+    return error_named(name, plain(detail.message, LONGEST), plain(detail.remote_traceback, LONGEST))
 
 
 def _error_of_rpc(error: grpc.RpcError, address: str, method: str, deadline_s: float, closed: bool) -> PenstockError:

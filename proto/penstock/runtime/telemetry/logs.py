@@ -17,10 +17,24 @@ import time
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
-__all__ = ["FIELDS", "JsonLines", "OneLine", "RepeatedWarnings", "SubjectLogger", "TextLines", "about", "printable"]
+__all__ = [
+    "FIELDS",
+    "LONGEST",
+    "JsonLines",
+    "OneLine",
+    "RepeatedWarnings",
+    "SubjectLogger",
+    "TextLines",
+    "about",
+    "log_lines",
+    "plain",
+    "printable",
+]
 
 LONGEST = 32 << 10
 """Longest message, characters: an error with its remote traceback has up to 24 Ki."""
+FIELD = 1000
+"""Longest field of a record, characters: a name has up to 200."""
 FIELDS = ("run", "attempt", "box", "slot", "generation", "step", "worker")
 """Attributes of a record that name its subject."""
 _IN_TEXT = ("run", "box", "slot", "step")
@@ -50,7 +64,11 @@ class SubjectLogger(logging.LoggerAdapter[logging.Logger]):
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
     found = {name: getattr(record, name, None) for name in FIELDS}
-    return {name: value for name, value in found.items() if value is not None}
+    return {
+        name: _cut(value, FIELD) if isinstance(value, str) else value
+        for name, value in found.items()
+        if value is not None
+    }
 
 
 def _says(message: str, name: str, value: str) -> bool:
@@ -63,6 +81,11 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+def plain(text: str, longest: int = LONGEST) -> str:
+    """Return a peer's text of several lines, cut, with every character escaped that is not printable."""
+    return "\n".join(printable(line.replace("\t", "    ")) for line in _cut(text, longest).split("\n"))
 
 
 def _cut(text: str, longest: int = LONGEST) -> str:
@@ -106,6 +129,13 @@ class OneLine(logging.Formatter):
         return "\n    ".join(map(printable, _cut(super().format(record)).split("\n")))
 
 
+def log_lines(form: str, level: int | str) -> None:
+    """Log to the standard error output in this format, with what peers say escaped."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(OneLine(form))
+    logging.basicConfig(level=level, handlers=[handler])
+
+
 class TextLines(OneLine):
     """Formatter for people. A record's subject follows its first line, unless the message contains it."""
 
@@ -143,7 +173,9 @@ class JsonLines(logging.Formatter):
             "message": _cut(record.getMessage()),
             "pid": record.process,
             **self._always,
-            **_fields(record),
+            **{
+                name: _cut(value, FIELD) if isinstance(value, str) else value for name, value in _fields(record).items()
+            },
         }
         if record.exc_info:
             line["exception"] = _cut(self.formatException(record.exc_info))

@@ -27,6 +27,7 @@ from penstock.proto.errors import (
     PenstockError,
     SupersededError,
 )
+from penstock.proto.rpc.bounds.polling import HOLD_S, MOST, PollPace, intervals, within
 from penstock.proto.rpc.calls import AsyncCoordinatorClient, CoordinatorClient
 from penstock.proto.rpc.channel import VERSION, detail_of, host_id
 from penstock.proto.rpc.credentials.tickets import check_ticket
@@ -55,8 +56,6 @@ __all__ = ["Daemon", "serve"]
 
 _log = logging.getLogger("penstock.worker")
 
-HOLD_S = 1.0
-"""Seconds of a heartbeat's long poll until the coordinator sends its own value: a third of the lease."""
 RETRY_S = 0.3
 AWAY_AGAIN_S = 60.0
 """Seconds between two log lines about an unreachable coordinator."""
@@ -65,6 +64,10 @@ AWAY = (CoordinatorUnavailableError, DeadlineError, JournalError)
 ATTACH_DEADLINE_S = 30.0
 HELPERS_AT_ONCE = 2
 """Helper tasks that run at a time on a machine with one core; otherwise as many as there are cores."""
+ASSIGNED = 2
+"""Assignments for each slot that are looked at: more than the slots are reported lost."""
+ANSWERS_AT_ONCE = 1024
+"""State requests that are answered at a time; a coordinator sends no more in one reply."""
 TURN_S = 0.5
 """Seconds between two signs of progress of the event loop."""
 
@@ -100,6 +103,7 @@ class Daemon:
         self._session = secrets.token_hex(8)
         self._liveness = LivenessWriter(settings.liveness_file)
         self._hold_s, self._lease_s = HOLD_S, 0.0
+        self._pace = PollPace()
         self.share = SnapshotQuota(every_s=1.0, bytes_per_s=4 << 20)
         self.tally = DaemonCounters()
         self.state_answers: Counter[str] = Counter()
@@ -112,6 +116,10 @@ class Daemon:
         """Reports of assignments that could not be started here."""
         self._findings: dict[tuple[str, int], LoaderFindings] = {}
         self._answered: set[str] = set()
+        self._answering = 0
+        """State requests that are being answered."""
+        self._unanswered = False
+        """True if there were more of them than are answered at a time."""
         self._made = self._seen = 0
         """Version of the last reply that was applied (they rise), and the one in heartbeats: 0 asks for all."""
         self._listeners = LaneListeners(self._attach, settings.tls, insecure=settings.insecure)
@@ -239,7 +247,7 @@ class Daemon:
         while True:
             try:
                 reply = await self.coordinator.register(request)
-                self._hold_s, self._lease_s = reply.heartbeat_s or HOLD_S, reply.lease_s
+                self._hold_s, self._lease_s = intervals(reply)
                 self._note_answer()
                 # a coordinator that does not know this worker may be another one, with its own versions
                 self._made = self._seen = 0
@@ -259,6 +267,7 @@ class Daemon:
     async def _heartbeats(self) -> None:
         away_since, logged = 0.0, 0.0
         while True:
+            await asyncio.sleep(self._pace.delay_s())
             try:
                 reply = await self.coordinator.heartbeat(self._heartbeat(self._hold_s))
                 self._note_answer()
@@ -303,14 +312,16 @@ class Daemon:
         self._liveness.heard()
 
     def _take(self, reply: coordinator_pb2.HeartbeatReply) -> None:
-        self._hold_s, self._lease_s = reply.heartbeat_s or HOLD_S, reply.lease_s
-        self._coordinators_clock = reply.wall_s - time.monotonic()
+        self._hold_s, self._lease_s = intervals(reply)
+        self._coordinators_clock = within(reply.wall_s, MOST, 0.0) - time.monotonic()
         if reply.draining != self._draining:
             _log.info("worker %s: %s", self.name, "drains" if reply.draining else "takes slots again")
         self._draining, self._stuck = reply.draining, reply.stuck
         self._commit_mark = reply.commit_mark
-        if reply.snapshot_every_s:
-            self.share = SnapshotQuota(reply.snapshot_every_s, reply.snapshot_bytes_per_s)
+        self.share = SnapshotQuota(
+            within(reply.snapshot_every_s, MOST, self.share.every_s),
+            within(reply.snapshot_bytes_per_s, MOST, self.share.bytes_per_s),
+        )
         # otherwise the reply to a later heartbeat has overtaken it
         if not reply.unchanged and reply.version >= self._made:
             self._made = self._seen = reply.version
@@ -334,7 +345,13 @@ class Daemon:
     # ---- assignments
 
     def _apply(self, reply: coordinator_pb2.HeartbeatReply) -> None:
-        wanted = {key_of(assignment): assignment for assignment in reply.assignments}
+        most = ASSIGNED * self.settings.slots
+        if len(reply.assignments) > most:
+            _log.warning(
+                "worker %s has %d slots and was assigned %d: those after the first %d are ignored",
+                *(self.name, self.settings.slots, len(reply.assignments), most),
+            )
+        wanted = {key_of(assignment): assignment for assignment in reply.assignments[:most]}
         why = {key_of(taken): taken.why for taken in reply.taken}
         for key in [key for key in self._slots if key not in wanted]:
             slot = self._slots[key]
@@ -354,9 +371,14 @@ class Daemon:
         open_requests = {request.request for request in reply.state_requests}
         self._answered &= open_requests
         for request in reply.state_requests:
-            if request.request not in self._answered:
-                self._answered.add(request.request)
-                self._spawn(self._answer(request))
+            if request.request in self._answered:
+                continue
+            if self._answering >= ANSWERS_AT_ONCE:
+                self._unanswered = True
+                break
+            self._answered.add(request.request)
+            self._answering += 1
+            self._spawn(self._answer_one(request))
 
     def _start_slot(self, key: SlotKey, assignment: records_pb2.WorkerAssignment) -> None:
         """Start the slot, or report it lost. An error of one slot does not end the others."""
@@ -411,6 +433,15 @@ class Daemon:
         needed = [slot.assignment for slot in self._slots.values()]
         self.blobs.keep({name for each in needed for name in (each.loader.arguments_blob, each.resume.blob)})
         self._fork_servers.keep_for({slot.assignment.seed for slot in self._slots.values()})
+
+    async def _answer_one(self, request: coordinator_pb2.StateRequest) -> None:
+        request.deadline_s = within(request.deadline_s, MOST, 0.0)
+        try:
+            await self._answer(request)
+        finally:
+            self._answering -= 1
+            if self._unanswered:
+                self._unanswered, self._seen = False, 0  # ask for the others again
 
     async def _answer(self, request: coordinator_pb2.StateRequest) -> None:
         key = (request.run, request.attempt, request.box, request.slot, request.generation)

@@ -1,0 +1,1 @@
+"""What a peer may make this process hold, parse or do with one message."""

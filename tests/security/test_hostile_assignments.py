@@ -1,0 +1,112 @@
+"""A coordinator that knows the token, towards a worker: assignments, requests and numbers that no coordinator sends."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hostile_coordinator import SECRET, Hostile, assignment, serving
+
+from penstock.proto.rpc.bounds.polling import HOLD_S, PollPace, intervals
+from penstock.proto.v1 import coordinator_pb2 as pb
+from penstock.proto.v1 import records_pb2
+
+WATCHED_S = 3.0
+SLOTS = 2
+
+
+def far_too_many(number: int) -> pb.HeartbeatReply:
+    return pb.HeartbeatReply(assignments=[assignment(1, slot) for slot in range(5000)])
+
+
+def another_each_time(number: int) -> pb.HeartbeatReply:
+    return pb.HeartbeatReply(assignments=[assignment(number)])
+
+
+def state_requests(number: int) -> pb.HeartbeatReply:
+    far = records_pb2.SlotPosition(total=10**12, delivered=10**12)
+    requests = [
+        pb.StateRequest(
+            request=f"{number} {n}", run="job/0", attempt=1, generation=1, position=far, deadline_s=math.nan
+        )
+        for n in range(5000)
+    ]
+    return pb.HeartbeatReply(assignments=[assignment(1)], state_requests=requests)
+
+
+def number_of(value: float) -> Callable[[int], pb.HeartbeatReply]:
+    def reply(number: int) -> pb.HeartbeatReply:
+        numbers = dict.fromkeys(("wall_s", "heartbeat_s", "lease_s", "snapshot_every_s", "snapshot_bytes_per_s"), value)
+        return pb.HeartbeatReply(assignments=[assignment(1)], **numbers)  # type: ignore[arg-type]
+
+    return reply
+
+
+def long_name(number: int) -> pb.HeartbeatReply:
+    return pb.HeartbeatReply(
+        assignments=[assignment(number, run="x" * (2 << 20)), assignment(number, 1, "\x1b[2J\nforged")]
+    )
+
+
+REPLIES: dict[str, Callable[[int], pb.HeartbeatReply]] = {
+    "nothing": lambda number: pb.HeartbeatReply(),
+    "register again": lambda number: pb.HeartbeatReply(register_again=True),
+    "too many": far_too_many,
+    "another each time": another_each_time,
+    "state requests": state_requests,
+    "zeros": number_of(0.0),
+    "NaN": number_of(math.nan),
+    "huge": number_of(1e300),
+    "negative": number_of(-1.0),
+    "long names": long_name,
+}
+
+
+@pytest.mark.parametrize("name", REPLIES)
+def test_a_worker_outlives_hostile_replies(start: Any, name: str) -> None:
+    """It goes on, asks no more often than it should, and ends when it is told to."""
+
+    async def run() -> None:
+        hostile = Hostile(REPLIES[name])
+
+        async with serving(hostile) as address:
+            worker = await asyncio.to_thread(start, "penstock.worker", *OPTIONS, address, token=SECRET)
+            began = time.monotonic()
+            await asyncio.sleep(WATCHED_S)
+            assert worker.process.poll() is None
+            # each change of a slot is reported beside the long poll
+            polls = PollPace.BURST + PollPace.PER_S * (time.monotonic() - began)
+            assert hostile.heartbeats < 2 * polls + 20
+            assert hostile.reports <= 2 * SLOTS
+            worker.process.send_signal(signal.SIGTERM)
+            assert await asyncio.to_thread(worker.process.wait, 15) == 0
+        log = worker.log.read_text()
+        assert "Traceback" not in log
+        assert max(map(len, log.split("\n"))) < 40_000
+        assert "\x1b" not in log
+
+    asyncio.run(run())
+
+
+OPTIONS = ["--slots", str(SLOTS), "--allow", "streams", "--coordinator"]
+
+
+@pytest.mark.parametrize("value", [math.nan, 0.0, -1.0, 1e300, math.inf])
+def test_impossible_intervals_are_not_believed(value: float) -> None:
+    assert intervals(pb.HeartbeatReply(heartbeat_s=value, lease_s=value)) == (HOLD_S, 0.0)
+    assert intervals(pb.WatchRunReply(heartbeat_s=7, lease_s=9)) == (7.0, 9.0)
+
+
+def test_polls_answered_at_once_slow_down() -> None:
+    now = 0.0
+    pace = PollPace(lambda: now)
+    delays = [pace.delay_s() for _ in range(PollPace.BURST + 2)]
+    assert delays[: PollPace.BURST] == [0.0] * PollPace.BURST
+    assert delays[-1] == pytest.approx(2 / PollPace.PER_S)
+    now = 1000.0
+    assert pace.delay_s() == 0.0
