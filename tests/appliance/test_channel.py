@@ -462,7 +462,7 @@ def test_received_bytes_match_the_declaration() -> None:
     with pytest.raises(ProtocolError, match="Get: the coordinator sent data before a header"):
         gather.add(None, b"x")
     gather.add(pb.SnapshotHeader(size=1), b"")
-    with pytest.raises(ProtocolError, match="Get: more than the 1 bytes declared"):
+    with pytest.raises(ProtocolError, match="Get: the coordinator declared 1 bytes, got more"):
         gather.add(None, b"xy")
 
 

@@ -30,7 +30,7 @@ def test_a_pass_that_is_left_gives_its_slots_back_and_the_next_begins(rigs: Any)
     producer = rig.runners[0].producer
     rig.reader.flush()
     producer.take_acks()
-    assert producer.free_slots >= producer.ring_slots - 1
+    assert producer.free_entries >= producer.ring_entries - 1
 
 
 def test_the_last_report_of_a_loader_that_was_closed_says_where_it_ended(rigs: Any) -> None:

@@ -14,8 +14,8 @@ import pytest
 from penstock.proto.errors import SupersededError
 from penstock.proto.v1 import coordinator_pb2, lane_pb2, records_pb2
 from penstock.worker.daemon.daemon import Daemon, DaemonSettings
-from penstock.worker.daemon.proofs import LoaderFindings
 from penstock.worker.daemon.slot import DaemonCounters, Slot
+from penstock.worker.daemon.verification import LoaderFindings
 from penstock.worker.resources.processor_time import cores
 
 

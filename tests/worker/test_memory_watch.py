@@ -11,9 +11,9 @@ import pytest
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 from penstock.worker.daemon import memory_watch
-from penstock.worker.daemon.proofs import LoaderFindings
 from penstock.worker.daemon.slot import DaemonCounters, Slot
 from penstock.worker.daemon.snapshots import StoredSnapshot
+from penstock.worker.daemon.verification import LoaderFindings
 
 DEADLINE_S = 10.0
 LIMIT = 100
@@ -38,7 +38,7 @@ def watched(coordinator: Away) -> Slot:
     slot = Slot(host, records_pb2.WorkerAssignment(run="job/0", attempt=1, num_workers_per_box=1))
     child: Any = SimpleNamespace(pid=1, kill=lambda: None)
     slot._child = child
-    slot.store.add(StoredSnapshot(0, 1, 1, 1, True, 1, b"state", proven=True), 0)
+    slot.store.add(StoredSnapshot(0, 1, 1, 1, True, 1, b"state", verified=True), 0)
     slot.ready.set()
     slot.begun.set()
     return slot

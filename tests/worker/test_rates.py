@@ -10,8 +10,8 @@ from typing import Any
 from unittest.mock import Mock
 
 from penstock.proto.v1 import records_pb2
-from penstock.worker.daemon.proofs import LoaderFindings
 from penstock.worker.daemon.slot import Slot
+from penstock.worker.daemon.verification import LoaderFindings
 from penstock.worker.resources.processor_time import ProcessorUse, used_by
 from penstock.worker.resources.rates import BatchRates
 

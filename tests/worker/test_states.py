@@ -16,10 +16,10 @@ from penstock.proto.state.assignment import assigned, current_assignment
 from penstock.proto.state.codec import encode_state
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
-from penstock.worker.daemon.proofs import LoaderFindings
 from penstock.worker.daemon.slot import Slot, SlotHost
 from penstock.worker.daemon.slot_states import POLL_S, SlotStates
 from penstock.worker.daemon.snapshots import SlotSnapshots, StoredSnapshot
+from penstock.worker.daemon.verification import LoaderFindings
 from penstock.worker.loader.restart_plan import Target
 from penstock.worker.loader.restart_points import END, RestartPoint
 from penstock.worker.loader.restorable_loader import RestorableLoader
@@ -275,7 +275,7 @@ def test_earlier_epoch_start_is_no_state(progress_page: ProgressPage) -> None:
         assignment = records_pb2.WorkerAssignment(recovery=True)
         assignment.loader.options.replay_without_state = True
         store = SlotSnapshots()
-        store.add(StoredSnapshot(0, 0, 0, 0, True, 0, b"epoch_start", inherited=True, proven=True), 0)
+        store.add(StoredSnapshot(0, 0, 0, 0, True, 0, b"epoch_start", inherited=True, verified=True), 0)
         kept: dict[str, Any] = {"store": store, "helper": elsewhere, "unsaved": None, "ready": ready}
         kept |= {"assignment": assignment, "attached": False, "capabilities": records_pb2.LoaderCapabilities()}
         states = states_of(progress_page, **kept)
@@ -393,7 +393,7 @@ def test_an_answer_that_waits_ends_with_its_slot() -> None:
 
 
 def test_what_a_successor_needs() -> None:
-    """The newest base that was proven. Of a loader that nobody said to yield the same again, any: nothing is proven,
+    """The newest base that was verified. Of a loader that need not yield the same again, any: nothing is verified,
     for it may read a queue, and would take what is the stream's."""
 
     async def body() -> None:
@@ -402,8 +402,11 @@ def test_what_a_successor_needs() -> None:
             records_pb2.WorkerAssignment(),
         )
         slot.capabilities.state_methods = 2
-        first = StoredSnapshot(0, 0, 0, 0, True, 0, b"", proven=True)
-        inside, last = StoredSnapshot(0, 3, 3, 0, False, 0, b"", proven=True), StoredSnapshot(0, 5, 5, 0, False, 0, b"")
+        first = StoredSnapshot(0, 0, 0, 0, True, 0, b"", verified=True)
+        inside, last = (
+            StoredSnapshot(0, 3, 3, 0, False, 0, b"", verified=True),
+            StoredSnapshot(0, 5, 5, 0, False, 0, b""),
+        )
         for point in (first, inside, last):
             slot.store.add(point, 0)
         assert slot.durable.newest() == [inside]
@@ -411,10 +414,10 @@ def test_what_a_successor_needs() -> None:
         slot.capabilities.exact_states = True
         assert slot.durable.newest() == [last]
         slot.capabilities.Clear()
-        assert not slot.prover._provable
+        assert not slot.verifier._verifiable
         assert slot.durable.newest() == [last]
         slot.assignment.loader.options.replay_without_state = True
-        assert slot.prover._provable
+        assert slot.verifier._verifiable
         assert slot.durable.newest() == [inside]
         await slot.stop()
 

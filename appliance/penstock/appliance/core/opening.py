@@ -144,13 +144,13 @@ def decide(
         return _next(run, request)
     held = current.boxes.get(request.box)
     if held is not None and held.client == client:
-        if held.place is BoxPresence.CLOSED:
+        if held.presence is BoxPresence.CLOSED:
             raise SupersededError(
                 f"box {held.number} of run {run.name} was closed by this process: open it with a new Appliance"
             )
         return RepeatedOpening(held)
 
-    live = held is not None and held.place is BoxPresence.LIVE
+    live = held is not None and held.presence is BoxPresence.LIVE
     key = request.attempt_key
     if key and key != current.key:
         earlier = [past for past in run.past.values() if past.key == key and past.state is AttemptState.SUPERSEDED]

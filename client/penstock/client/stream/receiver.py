@@ -121,7 +121,7 @@ class ReceiverLane:
         self._out: deque[bytes | memoryview] = deque()  # hello and acks on their way to the sender
         self._frame = Frame()  # the one read last
         self._waiting = False  # `_frame` is a batch that waits for a ring entry
-        self._slab: FreeEntry | None = None  # where its payload goes
+        self._reserved: FreeEntry | None = None  # where its payload goes
         self._target: memoryview | None = None  # what of the payload is still to come
         self._unpackers: dict[int, Unpacker] = {}  # of the codecs that the consumer asked for
         self._unpacker: Unpacker | None = None  # of the payload that comes in, if it is compressed
@@ -157,7 +157,7 @@ class ReceiverLane:
             return
         _log.info("a lane has ended: %s", why)
         self.over = True
-        self._target = self._slab = self._unpacker = None
+        self._target = self._reserved = self._unpacker = None
         self._unpackers.clear()
         self._loop.forget(self, self._consumer_fd, self._tcp_fd)
         self._producer.close(say_so=False)
@@ -359,12 +359,12 @@ class ReceiverLane:
         if frame.abandons < producer.abandons:
             self._unwanted = (frame.wire if frame.codec else size) + tcp.CHECK_BYTES * tcp.is_checked(frame)
         else:
-            slab = producer.reserve(self._slot_bytes[frame.ring])
-            if slab is None:
+            reserved = producer.reserve(self._slot_bytes[frame.ring])
+            if reserved is None:
                 return False
-            self._slab = slab
+            self._reserved = reserved
             self._hasher = xxh3_64() if tcp.is_checked(frame) else None
-            self._target = slab.view[:size]
+            self._target = reserved.view[:size]
             self._limit = AHEAD if size > SMALL else 1 << 20
             if frame.codec:
                 self._unpacker = self._unpackers[frame.codec]
@@ -376,11 +376,11 @@ class ReceiverLane:
     def _unpack(self, unpacker: Unpacker) -> None:
         """Unpack the part of a compressed payload that `_target` asked for."""
         if self._frame.abandons < self._producer.abandons:  # the epoch was left while it came in: spare the work
-            assert self._slab is not None
-            self._producer.return_unused(self._slab)
+            assert self._reserved is not None
+            self._producer.return_unused(self._reserved)
             self._unwanted = unpacker.left + tcp.CHECK_BYTES
             unpacker.drop()
-            self._slab = self._target = self._unpacker = None
+            self._reserved = self._target = self._unpacker = None
             return
         try:
             self._target = unpacker.step()
@@ -391,12 +391,12 @@ class ReceiverLane:
 
     def _publish(self) -> None:
         """The batch in `_frame` is in its slot."""
-        slab, self._slab, self._whole = self._slab, None, False
-        assert slab is not None
+        reserved, self._reserved, self._whole = self._reserved, None, False
+        assert reserved is not None
         if self._frame.abandons < self._producer.abandons:
-            self._producer.return_unused(slab)  # the epoch was left while it came in
+            self._producer.return_unused(reserved)  # the epoch was left while it came in
         else:
-            self._producer.forward(slab, self._frame, more=True)  # `_settle` flushes
+            self._producer.forward(reserved, self._frame, more=True)  # `_settle` flushes
 
     def _settle(self) -> None:
         """Send what can be sent to the sender, find out whether this is the end, and say what to wait for next."""

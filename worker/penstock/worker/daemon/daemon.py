@@ -39,8 +39,8 @@ from penstock.worker.daemon.durable_snapshots import SnapshotQuota
 from penstock.worker.daemon.heartbeats import Heartbeats, fitted
 from penstock.worker.daemon.listeners import LaneListeners, slot_of
 from penstock.worker.daemon.memory_watch import HARD_LIMIT
-from penstock.worker.daemon.proofs import LoaderFindings
 from penstock.worker.daemon.slot import DaemonCounters, Slot, SlotKey, key_of
+from penstock.worker.daemon.verification import LoaderFindings
 from penstock.worker.helpers.blobs import Blobs
 from penstock.worker.helpers.helper_pool import HelperPool
 from penstock.worker.loader.crossing_kinds import more_careful
@@ -212,16 +212,16 @@ class Daemon:
                 ready(self.name)
             self._heart.start()
             loops = [asyncio.ensure_future(work) for work in (self._heartbeats(), self._report_changes(), self._turn())]
-            handing = asyncio.ensure_future(self._hand_over())
-            done, _ = await asyncio.wait([*loops, handing], return_when="FIRST_COMPLETED")
-            for task in [*loops, handing, stop]:
+            migrating = asyncio.ensure_future(self._migrate_slots())
+            done, _ = await asyncio.wait([*loops, migrating], return_when="FIRST_COMPLETED")
+            for task in [*loops, migrating, stop]:
                 task.cancel()
             for task in done:
                 task.result()
         finally:
             await self._leave()
 
-    async def _hand_over(self) -> None:
+    async def _migrate_slots(self) -> None:
         """Continue after a stop until each slot has another worker, as long as there is time and free capacity."""
         await self.stopping.wait()
         self._leaving = True

@@ -61,9 +61,9 @@ class MemoryWatch:
                 slot.recycle, slot.outgrown = True, young
                 slot.lose(f"the runner of {slot.name} was replaced at batch {slot.progress_page.total}, for {what}")
             elif handing is None and held > limit and slot.ready.is_set():
-                handing = slot.spawn(self._hand_over_what_it_gained())
+                handing = slot.spawn(self._save_progress())
 
-    async def _hand_over_what_it_gained(self) -> None:
+    async def _save_progress(self) -> None:
         """Make progress of this runner durable before it is recycled. Otherwise its replacement would replay as much,
         and leak as much. Its first batch has a snapshot, which counts once the loop has taken one batch more and it is
         verified. Where nothing is saved there is nothing to wait for."""
@@ -78,7 +78,7 @@ class MemoryWatch:
             slot.progress_page.refresh()
             if usable and usable[0] < slot.progress_page.delivered:
                 break
-            if not usable and not slot.prover.hurry():
+            if not usable and not slot.verifier.hurry():
                 break
             await asyncio.sleep(GAIN_S)
         await slot.durable.prepare_migration()

@@ -2,7 +2,7 @@
 
 A slot object is one generation's: when the runner dies or the slot moves, this object ends and another begins. It never
 runs user code; tasks that need user code (verifying a snapshot, a state between snapshots) go to helper processes.
-slot_states.py answers state requests, proofs.py verifies restart points, memory_watch.py watches the runner's memory.
+slot_states.py answers state requests, verification.py verifies restart points, memory_watch.py watches memory.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from penstock.proto.v1 import coordinator_pb2, lane_pb2, records_pb2
 from penstock.runtime.telemetry.logs import SubjectLogger
 from penstock.worker.daemon.durable_snapshots import NOT_OURS, DurableSnapshots, SnapshotQuota
 from penstock.worker.daemon.memory_watch import MemoryWatch, killed_for_memory
-from penstock.worker.daemon.proofs import LoaderFindings, RestartPointProver
 from penstock.worker.daemon.slot_states import SlotStates
 from penstock.worker.daemon.snapshots import SlotSnapshots, StoredSnapshot
 from penstock.worker.daemon.stall_watch import LOOKS, Stall, hang_s
+from penstock.worker.daemon.verification import LoaderFindings, RestartPointVerifier
 from penstock.worker.helpers.replayers import DEADLINE_S, ReplayHost, run_task, send_assignment
 from penstock.worker.processes.child_processes import Child, about_slot
 from penstock.worker.processes.control_channel import ControlMessage, counts
@@ -126,7 +126,7 @@ class Slot:
         self.log = SubjectLogger(_log, **about_slot(assignment), worker=host.name)
         self.host = host
         self.store = SlotSnapshots(self.usable)
-        self.prover = RestartPointProver(self)
+        self.verifier = RestartPointVerifier(self)
         self.left: dict[int, int] = {}
         """Epoch -> the slot's total where the loop abandoned it, as the runner reported."""
         self.from_before: set[tuple[int, int, int, bool, int]] = set()
@@ -170,7 +170,7 @@ class Slot:
             await self._start()
             assert self._child is not None
             self.spawn(self.durable.keep_up())
-            self.spawn(self.prover.run())
+            self.spawn(self.verifier.run())
             self.spawn(self._watch())
             if self.host.runner_memory:
                 self.spawn(MemoryWatch(self).run(self._child.pid, self.host.runner_memory))
@@ -240,7 +240,7 @@ class Slot:
                 data,
                 durable=True,
                 inherited=True,
-                proven=True,
+                verified=True,
             )
             self.from_before.add(point.position)
             self.store.add(point, 0)
@@ -376,7 +376,7 @@ class Slot:
         if message.kind == "point":
             epoch, delivered, total, samples, step = counts(message, "epoch", "delivered", "total", "samples", "step")
             point = StoredSnapshot(epoch, delivered, total, samples, bool(fields["epoch_start"]), step, message.payload)
-            point.proven = point.start = bool(fields["start"])
+            point.verified = point.start = bool(fields["start"])
             again = any(kept.begins and (kept.epoch, kept.total) == (epoch, total) for kept in self.store)
             point.wanted, point.begins = bool(fields["wanted"]), bool(fields["begins"]) or again
             self.host.tally.snapshots += 1
@@ -423,7 +423,7 @@ class Slot:
     async def _become_ready(self) -> None:
         """Make the first snapshot durable before any batch can be fetched, so that every batch can be recovered."""
         for point in list(self.store):
-            if not point.durable and point.proven:
+            if not point.durable and point.verified:
                 await self.durable.make(point)
             refused = self.durable.refused
             if refused and not self.assignment.recovery:  # else an older one of the slot is there
@@ -478,7 +478,7 @@ class Slot:
     def usable(self, point: StoredSnapshot) -> bool:
         """Return whether a loader may be restored from it: it was verified, or needs no verification."""
         return (
-            (point.proven and (point.start or not self.findings.misleads))
+            (point.verified and (point.start or not self.findings.misleads))
             or not self.is_savable
             or (self.capabilities.exact_states and not (point.refuted or self.findings.inexact))
         )

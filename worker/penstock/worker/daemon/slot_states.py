@@ -139,7 +139,7 @@ class SlotStates:
             return point
         inside = [kept for kept in store if kept.epoch == request.epoch and kept.total <= request.position.total]
         for candidate in (*inside[-1:], *inside[:1]):
-            if not candidate.refuted and await self._slot.prover.prove_now(candidate, _share(until)):
+            if not candidate.refuted and await self._slot.verifier.verify_now(candidate, _share(until)):
                 return candidate
         return point
 

@@ -36,9 +36,9 @@ class StoredSnapshot:
     durable: bool = False
     inherited: bool = False
     """Flag that the slot's previous runner made it."""
-    proven: bool = False
+    verified: bool = False
     """Flag that it leads to the batches that were delivered: it was verified, or needs no verification. See
-    proofs.py."""
+    verification.py."""
     refuted: bool = False
     """Flag that it does not lead there, or that verification gave no result."""
     lapses: int = 0
@@ -74,7 +74,7 @@ class StoredSnapshot:
 class SlotSnapshots:
     """The restart points of one slot and generation, in the order in which they were taken."""
 
-    def __init__(self, usable: Callable[[StoredSnapshot], bool] = lambda kept: kept.proven) -> None:
+    def __init__(self, usable: Callable[[StoredSnapshot], bool] = lambda kept: kept.verified) -> None:
         """Keep none yet. `usable`: whether a loader may be restored from a restart point."""
         self._kept: list[StoredSnapshot] = []
         self._bytes = 0
@@ -98,7 +98,7 @@ class SlotSnapshots:
         self._keep_only([kept for kept in self._kept if id(kept) not in history])
         for share, last in ((1, False), (MOST, True)):
             if self._bytes > share * MAX_BYTES or len(self._kept) > share * MAX_COUNT:
-                inner = [kept for kept in self._kept[1:-1] if last or not (kept.epoch_start or kept.proven)]
+                inner = [kept for kept in self._kept[1:-1] if last or not (kept.epoch_start or kept.verified)]
                 dropped = {id(kept) for kept in inner[::2]}
                 self._keep_only([kept for kept in self._kept if id(kept) not in dropped])
 

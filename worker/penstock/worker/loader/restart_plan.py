@@ -150,14 +150,14 @@ def first_fit(
     ways: Sequence[W],
     take: Callable[[W], object],
     unfit: tuple[type[Exception], ...],
-    told: Callable[[Exception, W], None],
+    on_mismatch: Callable[[Exception, W], None],
 ) -> W:
-    """Take the first way that leads to its position; return it.
+    """Try ways to a position, in order; return the first that leads there.
 
     Args:
         ways: at least one.
-        take: goes the way; raises one of `unfit` where it does not lead there.
-        told: gets that error, and the way that is taken instead.
+        take: tries a way; raises one of `unfit` if it does not lead there.
+        on_mismatch: called with that error, and the way that is tried next.
 
     Raises the error of the last way, and at once any that is not one of `unfit`.
     """
@@ -168,5 +168,5 @@ def first_fit(
         except unfit as error:
             if number == len(ways):
                 raise
-            told(error, ways[number])
+            on_mismatch(error, ways[number])
     raise ValueError("ways must hold at least one, got none")

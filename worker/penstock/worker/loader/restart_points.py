@@ -1,6 +1,6 @@
 """Restart points: from what a slot can be rebuilt in a fresh process, and how a restart point is encoded.
 
-There are three kinds. Only the first needs no verification (see proofs.py):
+There are three kinds. Only the first needs no verification (see verification.py):
 
     the beginning    input_fn() anew, seeded as when the slot's counts began; also a launch's start, which for a loader
                      of four methods is that and the state that the launch resumed from, through its own methods

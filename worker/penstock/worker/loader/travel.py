@@ -33,10 +33,10 @@ def recover(source: RestorableLoader, plan: Recovery[RestartPoint], target: Targ
         beginning = source.open_epoch()
         travel(source, target.behind(history.abandoned), go)
 
-    def tell(mismatch: Exception, instead: RestartPoint | None) -> None:
+    def log_mismatch(mismatch: Exception, instead: RestartPoint | None) -> None:
         _log.warning("%s; it is replayed from an older restart point instead", cast(PenstockError, mismatch).message)
 
-    return first_fit(plan.ways, take, UNFIT, tell) or beginning
+    return first_fit(plan.ways, take, UNFIT, log_mismatch) or beginning
 
 
 def restore(source: RestorableLoader, point: RestartPoint, target: Target, go: Go) -> None:

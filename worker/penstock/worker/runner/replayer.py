@@ -1,6 +1,6 @@
 """The helper process that restores a loader beside the one that streams, does one task with it, and ends.
 
-- `prove`: restore a restart point and compare the next batches with those that were delivered: see proofs.py.
+- `verify`: restore a restart point and compare the next batches with those that were delivered: see verification.py.
 - `state`: replay from the nearest verified restart point to a position, and take the loader's state there.
 - `advance`: advance a state by arithmetic, for loaders that can (`advance_state`): no input_fn runs, no batch is made.
 - `aggregate`: make one state of all workers' states, for a training job that cannot build the loader itself.
@@ -79,22 +79,22 @@ def run_task(channel: ControlChannel) -> None:
                 states = cast(list[Any], decode_state(values[0]))
                 answer.send("done", encode_state(source.aggregate(states)))
                 return
-            if message.kind == "prove":
+            if message.kind == "verify":
                 points = [RestartPoint.decode(value) for value in values]
-                told = _prove(source, points[0], message.fields, replay_digest, *points[1:])
-                answer.send("done", took=time.process_time() - began, **told)
+                result = _verify(source, points[0], message.fields, replay_digest, *points[1:])
+                answer.send("done", took=time.process_time() - began, **result)
                 return
             if len(values) > 1:
                 source.learn_resume(cast(dict[str, Any], decode_state(values[1])))
-            told, data = state_at(source, RestartPoint.decode(values[0]), message.fields, replay_digest)
-            answer.send("done", data, **told)
+            result, data = state_at(source, RestartPoint.decode(values[0]), message.fields, replay_digest)
+            answer.send("done", data, **result)
         except LaneLostError:
             raise
         except Exception as error:
             channel.send("failed", error=plain_detail(error))
 
 
-def _prove(
+def _verify(
     source: RestorableLoader,
     point: RestartPoint,
     fields: dict[str, Any],

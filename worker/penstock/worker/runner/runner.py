@@ -331,7 +331,7 @@ class _Runner:
                 self._begun = True
                 self._channel.send("begun")
             if (
-                (producer.free_slots * 2 <= producer.ring_slots and not producer.blocked)
+                (producer.free_entries * 2 <= producer.ring_entries and not producer.blocked)
                 or now - started > SLOW_BATCH_S
                 or now - self._last_look > LONGEST_DEAF_S
             ):
@@ -449,9 +449,12 @@ class _Runner:
         self._cadence.stopped = True
         self._channel.send("unsaved", error=plain_detail(error))
 
-    def _send_restart_point(self, point: RestartPoint, data: bytes, *, epoch_start: bool, **said: bool) -> None:
-        """Send a restart point to the daemon. `said`: further flags, see StoredSnapshot in snapshots.py."""
-        position, told = point.position, cast(dict[str, Any], {"start": False, "wanted": False, "begins": False} | said)
+    def _send_restart_point(self, point: RestartPoint, data: bytes, *, epoch_start: bool, **given: bool) -> None:
+        """Send a restart point to the daemon. `given`: further flags, see StoredSnapshot in snapshots.py."""
+        position, flags = (
+            point.position,
+            cast(dict[str, Any], {"start": False, "wanted": False, "begins": False} | given),
+        )
         self._own.add(EncodedPoint(position.epoch, position.total, data), epoch_start=epoch_start)
         self._generators_at = position.total + 1
         self._channel.send(
@@ -463,7 +466,7 @@ class _Runner:
             samples=position.samples,
             epoch_start=epoch_start,
             step=point.step,
-            **told,
+            **flags,
         )
 
     def _go_back(self) -> None:
