@@ -97,7 +97,7 @@ def test_bytes_that_are_no_request_are_refused_with_the_method_s_name(call: Call
             assert (code, said) == (
                 grpc.StatusCode.INVALID_ARGUMENT,
                 (
-                    f"the {len(data)} bytes received as a request of {method} cannot be decoded: install one release on "
-                    "both ends"
+                    f"the {len(data)} bytes received as a request of {method} cannot be decoded: install one release "
+                    "on both ends"
                 ),
             )

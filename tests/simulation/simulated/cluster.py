@@ -165,7 +165,7 @@ def check_moves(
                 fail("a lease is whole", f"worker {name} ({session}) was given up after {silent:.3f} s")
     for (run, number, box_number), client in before.live.items():
         current = cluster.runs[run].current
-        if current is not None and current.number == number and current.boxes[box_number].place is BoxPresence.GONE:
+        if current is not None and current.number == number and current.boxes[box_number].presence is BoxPresence.GONE:
             silent = awake - max(before.heard_box.get((run, box_number, client), 0.0), before.booted)
             if silent < limits.client_lease_s - 1e-6:
                 fail("a lease is whole", f"box {box_number} of {run} was given up after {silent:.3f} s")
