@@ -230,10 +230,11 @@ def blank() -> dict[str, Any]:
 
 
 def is_to_be_filled() -> bool:
-    """Return whether the requested state is one for torch.distributed.checkpoint.load to fill.
+    """Return whether torch.distributed.checkpoint.load asks for a state to fill.
 
-    That asks whatever it loads into for its state, and tells it nothing; so who calls is all there is to go by. Should
-    it not be found here any more, it gets the whole state, which does for loaders whose states keep their parts.
+    That function calls state_dict() of each object to load into, without an argument that says so, so it is recognised
+    by the call stack. If a new release of torch is not recognised, it gets the whole state, which works for loaders
+    whose states keep their parts.
     """
     frame = sys._getframe()
     while (frame := frame.f_back) is not None:  # type: ignore[assignment]
@@ -298,7 +299,7 @@ def read(value: object) -> SavedState:
 
 
 def _belongs(own: Mapping[str, Any]) -> bool:
-    """Return whether the visible part of a state is the one that its record came with."""
+    """Return whether the visible part of a state is unchanged since its record was made."""
     marks = own.get("of")
     return isinstance(marks, Mapping) and _digest(own["record"]) in marks
 

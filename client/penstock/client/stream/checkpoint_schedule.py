@@ -99,9 +99,8 @@ class CheckpointSchedule:
         return min(candidates, default=None)
 
     def ahead(self, step: int, last: int | None, horizon: int) -> list[int]:
-        """The checkpoint steps beyond `step` that workers should hear of now: those within the next `horizon` steps,
-        but no fewer than FEWEST_AHEAD. last: the executor's last step, if it is known.
-        """
+        """Return the checkpoint steps after `step` to announce to workers now: those within the next `horizon` steps,
+        but at least FEWEST_AHEAD. last: the executor's last step, if it is known."""
         found: list[int] = []
         at: int | None = step
         while at is not None:

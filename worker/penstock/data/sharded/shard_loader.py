@@ -166,7 +166,8 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         return _Epoch(self)
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next iteration this epoch, from its beginning; or from where a loaded state is in it."""
+        """Set the epoch of the next iteration. It starts at the epoch's beginning, or at the position of a loaded state
+        in it."""
         number = whole("epoch", epoch)
         if number is None or number < 0:
             raise InvalidArgumentError(f"epoch must be at least 0, got {epoch}")
@@ -175,7 +176,8 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
             self._move_to_epoch(epoch)
 
     def config(self) -> dict[str, Any]:
-        """Return what decides the order, as JSON values: a state with a different one is refused."""
+        """Return the settings that decide the order of samples, as JSON values: a state with different ones is
+        refused."""
         endless_order = self._begun.endless_order
         return {
             "kind": "ShardLoader",

@@ -46,7 +46,7 @@ ordinary memory: this loader keeps or changes its batches, and will do so again.
 
 
 class EntryArena(np.ndarray[Any, np.dtype[np.uint8]]):
-    """All bytes of a leased entry; the base object of the leaves in it.
+    """Array over all bytes of a leased entry; the base object of the leaves in it.
 
     The class of its own is needed because numpy shortens a chain of bases that are of one type: the leaves would then
     refer to another base, and the arena would die at once.

@@ -192,7 +192,7 @@ class Daemon:
         self.stopping.set()
 
     async def run(self, ready: Callable[[str], None] | None = None) -> None:
-        """Register and serve until `stopping` is set; then hand the slots on and leave nothing behind."""
+        """Register and serve until `stopping` is set; then migrate the slots and end all processes."""
         self._listeners.open(self.settings.listen)
         stop = asyncio.ensure_future(self.stopping.wait())
         try:
@@ -481,7 +481,7 @@ class Daemon:
             self._not_answered(request.request)
 
     def _not_answered(self, request: str) -> None:
-        """Ask for the whole reply again with the next heartbeat, and so for that request if it is still open."""
+        """Request the whole reply again with the next heartbeat, and with it that state request if it is still open."""
         self._answered.discard(request)
         self._seen = 0
 

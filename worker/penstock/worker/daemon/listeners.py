@@ -348,6 +348,7 @@ def _parse(data: bytes) -> lane_pb2.Hello:
 
 
 def _refusal(error: PenstockError) -> bytes:
-    """Return the one frame that a refused consumer gets; for an older generation it says only that."""
+    """Return the one frame that a refused consumer gets: CLOSE for an older generation, else an ERROR with the
+    cause."""
     kind = CLOSE if isinstance(error, SupersededError) else ERROR
     return Frame(kind, rest=detail_of(error).SerializeToString()).encode()

@@ -34,7 +34,8 @@ class MemoryWatch:
         self._slot = slot
 
     async def run(self, pid: int, limit: int) -> None:
-        """Watch a runner; one that holds too much ends at a snapshot, and another one continues from there."""
+        """Watch the memory of a runner. One above the limit is ended at a snapshot, and another one continues from
+        there."""
         slot = self._slot
         took, most, begun, young = 0.0, 0, False, True
         handing: asyncio.Task[None] | None = None

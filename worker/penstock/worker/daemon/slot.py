@@ -276,7 +276,7 @@ class Slot:
         self.progress_page.close()
 
     def fail(self, error: records_pb2.ErrorDetail, *, lost: bool) -> None:
-        """End the slot: for good, or (lost) for another worker to take over."""
+        """End the slot, with this error for the training job, or (`lost`) so that another worker takes it over."""
         if self._stopping or self.phase == coordinator_pb2.FAILED:
             return
         self.phase, self.error, self.lost = coordinator_pb2.FAILED, error, lost
@@ -485,8 +485,8 @@ class Slot:
 
     @property
     def is_savable(self) -> bool:
-        """Return whether its loader may be replayed: it has state methods, or `replay=True` was asked for. Any other
-        loader (a reader of a queue, say) must not be called beside its stream."""
+        """Return whether a second instance of its loader may be made and replayed: it has state methods, or
+        `replay=True` was given. Any other loader (a reader of a queue, say) must not be called beside its stream."""
         return self.capabilities.state_methods > 0 or self.assignment.loader.options.replay_without_state
 
     @property

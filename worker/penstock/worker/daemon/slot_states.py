@@ -146,8 +146,8 @@ class SlotStates:
     async def _note_next(
         self, request: coordinator_pb2.StateRequest, answer: coordinator_pb2.StateAnswer, until: float
     ) -> None:
-        """Note the digest of the batch behind the position, with which a resumed loader is compared. For a loader that
-        resumes by methods of its own, wait a little for it: nothing else verifies them."""
+        """Record the digest of the batch after the position, with which a resumed loader is compared. For a loader that
+        resumes by its own methods, wait a little for it: nothing else verifies such a resume."""
         slot, total = self._slot, request.position.total
         patience = min(until, time.monotonic() + (NEXT_S if self._by_own and not self._waits_for_loop else 0.0))
         while True:
@@ -164,12 +164,11 @@ class SlotStates:
 
     @property
     def _by_own(self) -> bool:
-        """Return whether the loader resumes by methods of its own, which only the batch behind the position
-        verifies."""
+        """Return whether the loader resumes by its own methods, which only the batch after the position can verify."""
         return self._slot.capabilities.state_methods == 4 and not self._slot.capabilities.exact_states
 
     def _lacks_next(self, request: coordinator_pb2.StateRequest, answer: coordinator_pb2.StateAnswer) -> bool:
-        """Return whether a helper must make the batch behind the position, because it is not known here. At the end of
+        """Return whether a helper must make the batch after the position, because it is not known here. At the end of
         an epoch, where none may ever come, only if that is cheap, or if the next launch may begin with a slot other
         than worker 0."""
         if not self._by_own or answer.next_digest:
@@ -181,13 +180,13 @@ class SlotStates:
 
     @property
     def _waits_for_loop(self) -> bool:
-        """Return whether the runner took over and does not know yet where the training loop continues: its progress
-        page is empty."""
+        """Return whether the runner has taken the slot over and has not been informed yet where the training loop
+        continues: its progress page is empty."""
         return self._slot.assignment.recovery and not self._slot.attached
 
     def _lacks(self, point: StoredSnapshot, request: coordinator_pb2.StateRequest) -> bool:
-        """Return whether only a replay in a helper process gives the answer: the restart point is an earlier runner's,
-        and batches left out since, or digests, are not recorded here."""
+        """Return whether only a replay in a helper process can answer: the restart point is an earlier runner's, and
+        batches skipped since, or digests, are not recorded here."""
         if not point.inherited:
             return False
         if self._slot.assignment.skips:

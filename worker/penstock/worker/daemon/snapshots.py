@@ -87,10 +87,10 @@ class SlotSnapshots:
         return reversed(self._kept)
 
     def add(self, point: StoredSnapshot, oldest_wanted: int, oldest_epoch: int = position.MOST) -> None:
-        """Keep a restart point, in place of one at the same position: a runner that took over may know of batches to
-        leave out. `oldest_wanted`: the smallest total that may still be requested; `oldest_epoch`: the first epoch. A
-        slot without batches has one total in all epochs, and makes their epoch starts as far ahead of the loop as it
-        may."""
+        """Add a restart point; it replaces one at the same position, because a runner that took over may know of
+        skipped batches. `oldest_wanted`: the smallest total that may still be requested; `oldest_epoch`: the first
+        epoch. A slot without batches has one total in all epochs, and makes their epoch starts as far ahead of the loop
+        as it may."""
         self._keep_only([*(kept for kept in self._kept if kept.position != point.position), point])
         before = [kept for kept in self._kept if kept.total <= oldest_wanted and kept.epoch <= oldest_epoch]
         usable = [kept for kept in before if self._usable(kept)]
@@ -103,8 +103,8 @@ class SlotSnapshots:
                 self._keep_only([kept for kept in self._kept if id(kept) not in dropped])
 
     def forget_after(self, epoch: int, total: int) -> None:
-        """Drop what lies behind an abandoned epoch's end: what was taken of that epoch after `total`, or of later
-        epochs."""
+        """Drop the restart points after the end of an abandoned epoch: those of that epoch after `total`, and those of
+        later epochs."""
         self._keep_only(
             [kept for kept in self._kept if kept.epoch < epoch or (kept.epoch == epoch and kept.total <= total)]
         )

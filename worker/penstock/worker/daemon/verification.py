@@ -134,7 +134,8 @@ class RestartPointVerifier:
     # ---- which one
 
     def _next(self) -> StoredSnapshot | None:
-        """Return the newest without a result whose following batches are known; an announced one goes first."""
+        """Return the newest restart point that has no result yet and whose following batches are known; one at an
+        announced checkpoint step goes first."""
         slot = self._slot
         slot.progress_page.refresh()
         store = list(slot.store)
@@ -237,8 +238,8 @@ class RestartPointVerifier:
     # ---- verification
 
     async def verify_now(self, point: StoredSnapshot, deadline_s: float = DEADLINE_S) -> bool:
-        """Return whether it is verified, or can be by the deadline; False too if the batches behind it are not known
-        yet."""
+        """Return whether the restart point is verified, or can be by the deadline; also False if the batches after it
+        are not known yet."""
         if not point.verified and self._verifiable and self._followers(point):
             with suppress(TimeoutError):
                 async with asyncio.timeout(deadline_s):  # a verification under way takes its part of it

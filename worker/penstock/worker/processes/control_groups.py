@@ -201,7 +201,7 @@ class ControlGroups:
                 self._busy.discard(group)
 
     def close(self, own_pids: Sequence[int]) -> None:
-        """Leave the group as it was found, as far as nothing is left in it. Call it when all children are dead."""
+        """Restore the group as it was found, if no process is left in it. Call it when all children are dead."""
         with contextlib.suppress(OSError):
             (self._own / RUNNERS / "cgroup.kill").write_text("1")
         with contextlib.suppress(OSError):

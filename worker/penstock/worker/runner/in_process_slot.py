@@ -46,7 +46,7 @@ __all__ = ["InProcessSlot", "MadeBatch", "SlotState"]
 
 @dataclass(frozen=True)
 class MadeBatch:
-    """A batch as a runner writes it into its ring, in memory of its own."""
+    """Batch that was flattened into memory of its own, as a runner writes it into its ring."""
 
     structure: Structure
     shapes: list[int]
@@ -165,7 +165,8 @@ class InProcessSlot:
         self._left[epoch] = total
 
     def lose(self) -> None:
-        """Treat the loader as lost, as if its worker had died: the next call makes it anew, and brings it back."""
+        """Treat the loader as lost, as if its worker had died: the next call builds it again and replays it to its
+        position."""
         self._lost = True
 
     def failure(self, error: BaseException) -> PenstockError:

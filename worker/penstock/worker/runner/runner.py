@@ -187,7 +187,8 @@ class _Runner:
         return sent
 
     def _recover(self, points: list[RestartPoint]) -> None:
-        """Go to the batch after the last one delivered, because another runner had this slot, and verify the way."""
+        """Bring the source to the batch after the last delivered one, because another runner had this slot before, and
+        verify the replayed batches."""
         self._doing("waiting")
         while self._hello is None:
             self._serve(None)
@@ -392,7 +393,8 @@ class _Runner:
     # ---- snapshots
 
     def _snapshot(self) -> None:
-        """Save the loader after this batch. One that cannot be saved goes on streaming; the save will report it."""
+        """Save the loader after this batch. A loader that cannot be saved continues to stream; the save reports the
+        error."""
         source, producer = self.source, self.producer
         total = source.position.total
         steps = producer.wanted.pop(total, None)
@@ -540,8 +542,8 @@ class _Runner:
         return False
 
     def _leave_unsaved(self, epoch: int, total: int) -> None:
-        """Abandon the epoch with a loader without states, which cannot be taken back; what it read ahead (of a queue,
-        say) stays read. But its randomness from here on is a function of the position, too."""
+        """Abandon the epoch of a loader without states, which cannot be rewound: what it read ahead, of a queue for
+        example, stays read. But its random numbers from here on depend only on the position."""
         source, delivered = self.source, self._progress_page.entry(total)
         source.reseed("left", epoch, total)
         source.position.epoch, source.position.total = epoch, total

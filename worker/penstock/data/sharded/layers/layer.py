@@ -122,7 +122,7 @@ def placed(place: Place | None, shard: int, shards: int) -> Place:
 
 
 def title(function: Callable[..., Any], name: str | None) -> str:
-    """Return a function's name for states, which cannot tell whether it still does the same. Without its module,
+    """Return a function's name for states. It cannot show whether the function is unchanged. The module is left out,
     because a main script has another one in the process that runs it."""
     if name is not None:
         return name
