@@ -71,7 +71,7 @@ def are_one(kept: First, fresh: First, *, awaited: int | None, whole: bool) -> b
     """Return whether KEPT and FRESH give the same epoch, so that FRESH can be used.
 
     An equal first batch alone is not enough, unless the stream cannot be replayed and nothing better is known.
-    `awaited`: the digest of the batch that came when a state was saved there; crossings that agree on another are wrong.
+    `awaited`: the digest of the batch that came when a state was saved there; crossings with another one are wrong.
     """
     same = fresh == kept or (fresh.alike(kept) and not whole)
     return same and (awaited is None or awaited == fresh.digest)

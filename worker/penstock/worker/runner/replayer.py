@@ -103,7 +103,7 @@ def _verify(
 ) -> dict[str, Any]:
     """Find out whether the restart point leads to the delivered batches, and if not, which batch differs.
 
-    `digests`: total -> [epoch, digest] of the batches after it. If they extend beyond the end of its epoch, the loader's
+    `digests`: total -> [epoch, digest] of the batches after it. Beyond the end of its epoch, the loader's
     crossing is found too (see epoch_crossing.py). `crossing`: the one known so far. `opened`: a snapshot of the loader
     that streamed, after the first batch of the next epoch. `generators`: see _compare. `early`: as `digests`, of the
     slot's first batches, or empty. If the restart point does not lead to its batches, a loader from the beginning is
