@@ -205,7 +205,7 @@ def test_another_port_is_tried_only_if_taken(shell: Any) -> None:
     folder.address = "127.0.0.1:1"
     done = shell.call(*UP, "--token-file", "no/such")
     assert done.returncode == 12
-    assert "cannot have its former address" not in (folder.logs / "supervisor.log").read_text()
+    assert "is in use, so it takes a free one" not in (folder.logs / "supervisor.log").read_text()
 
 
 @pytest.mark.parametrize("text", ['{"a": 1}', "[1]", '{"engine": "local", "about": {}}', "no JSON"])

@@ -228,8 +228,7 @@ def seed_of(run: Run | None, request: pb.OpenRunRequest, fresh: Callable[[], int
         if run is not None and request.seed != run.seed and not resumes(request):
             raise InvalidArgumentError(
                 f"run {run.name} was started with seed {run.seed}, and now asks for seed {request.seed} without a "
-                "state "
-                "to resume from: leave the seed out, or choose another job name"
+                "state to resume from: leave the seed out, or choose another job name"
             )
         return request.seed
     return run.seed if run is not None else fresh()

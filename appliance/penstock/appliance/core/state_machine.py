@@ -297,8 +297,7 @@ class Registry:
         if request.worker not in cluster.workers and len(cluster.workers) >= self.limits.workers_max:
             raise OverloadedError(
                 f"{len(cluster.workers)} workers are registered, the most that a coordinator takes: start fewer "
-                "workers "
-                "with more --slots each"
+                "workers with more --slots each"
             )
         old = cluster.workers.get(request.worker)
         keeps: set[SlotKey] = set()

@@ -561,8 +561,7 @@ class DataLoader:
         if not self._reference.same_as(saved.input_fn):
             raise StateMismatchError(
                 f"the state was saved by the loader {saved.input_fn}, but loaded into the loader {self.name}: load "
-                "each "
-                "state into the loader that saved it"
+                "each state into the loader that saved it"
             )
         if saved.methods == 4:
             try:
@@ -585,9 +584,8 @@ class DataLoader:
         encode_state(dict(sd))
         _log.warning(
             "%s: the loaded state was not made by DataLoader.state_dict(), so the loader's deaggregate_state_dict "
-            "alone "
-            "decides where the stream resumes; steps count from 0, and the seed is new unless Appliance(seed=) gives "
-            "it",
+            "alone decides where the stream resumes; steps count from 0, and the seed is new unless Appliance(seed=) "
+            "gives it",
             self.name,
         )
         return SavedState(0, self.name, 4, 0, 0, None, aggregated=dict(sd), by_hand=True)

@@ -381,7 +381,11 @@ class AsyncCheckpointer:
                     return None
                 if self._load(choice, state, allow_unsafe_types):
                     return int(choice["step"])
-        raise CheckpointError(f"{self.folder}: each checkpoint that was chosen was replaced before all ranks had it")
+        raise CheckpointError(
+            f"{self.folder}: each time, another save replaced the checkpoint before all ranks had opened it: wait "
+            "until "
+            "that save has ended, and restore again"
+        )
 
     def _load(self, choice: dict[str, Any], state: Mapping[str, Any], unsafe: bool) -> bool:
         """Return False if the checkpoint was replaced before all ranks had opened it."""

@@ -285,8 +285,7 @@ def read(value: object) -> SavedState:
     if type(step) is not int or step != saved.step:
         raise StateCorruptError(
             f"the saved state is damaged: it names step {step!r:.80}, the record in it step {saved.step}. Load an "
-            "older "
-            "state"
+            "older state"
         )
     if saved.methods == 4 and "aggregated" in record and not _belongs(own):
         saved.aggregated = record["aggregated"]

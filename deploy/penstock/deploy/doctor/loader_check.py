@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 STATE, METHODS, REPLAY = "state", "methods", "replay"
-"""Methods of saving a loader: by its own state; by its aggregate and deaggregate; or by counting batches from a proven
+"""Methods of saving a loader: by its own state; by its aggregate and deaggregate; or by counting batches from a verified
 position, and replaying them."""
 COMPARED = 8
 """Batches and ends of epochs after which the next generation's state is taken."""
@@ -394,7 +394,7 @@ def _verdict(question: LoaderQuestion, loaders: list[ExaminedLoader]) -> tuple[i
     if wrong and not aggregated:
         return 0, (
             f"can be saved at any step and resumed exactly, by counted replay: {_told(wrong[0])}. So its own state is "
-            "not used, or only where it is proven: a save or a recovery replays the epoch from its start, or the run "
+            "not used, or only where it is verified: a save or a recovery replays the epoch from its start, or the run "
             "from its beginning, and takes as long as making those batches. Does it count after its `yield`, prefetch "
             "in the background, count twice once it was restored, or draw what its state leaves out?"
         )

@@ -162,7 +162,7 @@ class _Supervisor:
             if self._tell.is_set():
                 self._tell.clear()
                 self._plan = self._folder.plan() or self._plan
-                _log.info("told to keep %d workers", self._plan.workers)
+                _log.info("asked to keep %d workers", self._plan.workers)
                 self._adjusted += 1
                 self._adjust()
             for task in [task for task in self._tasks if task.done()]:
@@ -178,7 +178,7 @@ class _Supervisor:
         except CommandError as error:
             if not self._again or error.code != PORT_TAKEN:
                 raise
-            _log.warning("the coordinator cannot have its former address %s, taking a free one", self._again)
+            _log.warning("the coordinator's former address %s is in use, so it takes a free one", self._again)
             self._again = ""
             self._tasks.clear()
             self._coordinator = self._make_coordinator()
@@ -270,11 +270,11 @@ class _Supervisor:
             self._folder.save(self._fleet())
         except CommandError as error:
             if self._unwritten is None:
-                _log.error("%s; the fleet goes on, and this is tried again every %g s", error, RECORD_AGAIN_S)
+                _log.error("%s; the fleet continues, and this is tried again every %g s", error, RECORD_AGAIN_S)
             self._unwritten = asyncio.get_running_loop().call_later(RECORD_AGAIN_S, self._record)
         else:
             if self._unwritten is not None:
-                _log.info("the record of what is up is true again")
+                _log.info("the record of the fleet is up to date again")
             self._unwritten = None
 
 

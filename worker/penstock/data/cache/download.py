@@ -231,8 +231,7 @@ class Downloads:
             known = ", ".join(sorted(stored.hashes)) or "none"
             raise DatasetError(
                 f"{name}: the index must have the {algorithm} hash of each file to validate by it, got the hashes "
-                f"{known}: "
-                "write the dataset with hashes=, or leave validate out"
+                f"{known}: write the dataset with hashes=, or leave validate out"
             )
         digest = digest_of(source, algorithm)
         if digest != expected.lower():

@@ -184,8 +184,7 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
                 raise StateMismatchError(
                     f"{self._name}: the state is that of a single worker in {progress.topology}, and cannot be loaded "
                     f"by a worker in {topology}: load one that aggregate_state_dict or state_after returned, which "
-                    "fits "
-                    "any number of workers"
+                    "fits any number of workers"
                 )
             progress = self._part(state_dict, strict=strict)  # each box has done as many batches
         elif skip_of(state_dict) != self._epochs.skip:
@@ -268,9 +267,8 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
         if self._partitioned_for.workers > 1:
             raise StateMismatchError(
                 f"{self._name}: the state was loaded for {self._partitioned_for}, but the loader is read by "
-                f"{topology}: "
-                "load the state in the processes that read (torchdata's StatefulDataLoader does), or load one that "
-                "state_after returned"
+                f"{topology}: load the state in the processes that read (torchdata's StatefulDataLoader does), or load "
+                "one that state_after returned"
             )
         self._move_to(*self._worker_batches().remainder.position_after(self._done))
 

@@ -303,8 +303,7 @@ def _check_certificate(lane: TlsSocket, tls: Tls) -> None:
         shown = ascii(", ".join(names)[:SHOWN])
         raise TlsError(
             f"a worker's lanes need a client certificate for the name {tls.expected('client')}, got one for {shown}: "
-            "see "
-            "docs/security.md"
+            "see docs/security.md"
         )
 
 

@@ -94,8 +94,7 @@ def killed_for_memory(slot: Slot, whose: OutOfMemory, *, young: bool) -> None:
         limit = _mib(slot.host.runner_memory)
         slot.lose(
             f"{at} it used far more memory than the limit of {limit} (penstock worker --runner-memory): raise the "
-            "limit, "
-            "or make smaller batches"
+            "limit, or make smaller batches"
         )
     else:
         slot.lose(f"{at} its machine, container or systemd unit had no memory left")

@@ -85,8 +85,7 @@ class SlotStates:
             late = DeadlineError(
                 f"{self._slot.name} on worker {self._slot.host.name} made no state of step {request.step} within "
                 f"{request.deadline_s:.0f} s: it has made {page.total} of {request.position.total} batches, and has "
-                "been "
-                f"in {doing} for {since:.1f} s"
+                f"been in {doing} for {since:.1f} s"
             )
             answer.error.CopyFrom(detail_of(late))
         for epoch, total in self._slot.progress_page.ends().items():
@@ -282,9 +281,8 @@ class SlotStates:
         if not waits or self._start(request) is tried:
             raise StateUnavailableError(
                 f"{slot.name}: the state of step {request.step} is not available yet: the loop left an epoch by "
-                "`break` "
-                f"after batch {position.total - position.delivered} of this worker, and its replacement runner has not "
-                "been informed yet. Retry after the next batch of this worker"
+                f"`break` after batch {position.total - position.delivered} of this worker, and its replacement runner "
+                "has not been informed yet. Retry after the next batch of this worker"
             )
 
     async def _advance(

@@ -500,8 +500,7 @@ class RestorableLoader:
             if self.resume is None:
                 raise StateMismatchError(
                     f"{self.name} now has all four state methods without loads_own_state, so it cannot load a state "
-                    "that "
-                    "its state_dict returned: resume from a state of DataLoader.state_dict() instead"
+                    "that its state_dict returned: resume from a state of DataLoader.state_dict() instead"
                 )
             self.resume_by_own_methods(self.resume["aggregated"], self.resume["strict"])
         elif point.state is not None:

@@ -72,8 +72,7 @@ class SearchLimit:
             raise DatasetError(
                 f"{self._what} left out {SEARCHED_SAMPLES:,} samples of shard {self._shard} in a row, and its source "
                 "never ends: check its condition. Repeated on top of it, instead of below, reports an epoch that has "
-                "no "
-                "samples left"
+                "no samples left"
             )
 
 
