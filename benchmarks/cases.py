@@ -67,13 +67,13 @@ MAX_ENTRIES, MIN_ENTRIES, RING_BYTES = (
 )  # Penstock's rule for a ring, see proto/penstock/proto/lane/ring.py
 
 
-def ring_slots(nbytes: int) -> int:
+def ring_entries(nbytes: int) -> int:
     """Return the number of entries of this many bytes in a ring of Penstock."""
     return max(MIN_ENTRIES, min(MAX_ENTRIES, RING_BYTES // max(nbytes, 1)))
 
 
 def _case(name: str, nbytes: int, **more: Any) -> Case:
-    return Case(name, nbytes, slots=ring_slots(nbytes), **more)
+    return Case(name, nbytes, slots=ring_entries(nbytes), **more)
 
 
 PATH = (

@@ -74,17 +74,17 @@ def run_runner(sock: socket.socket, size: int, content: memoryview | None = None
     poll.register(sock, select.POLLIN)
     total = 0
     while producer.attached:
-        slab = producer.reserve(size)
-        if slab is None:
+        reserved = producer.reserve(size)
+        if reserved is None:
             producer.take_acks()
-            if not producer.free_slots and producer.attached:
+            if not producer.free_entries and producer.attached:
                 poll.poll()
             continue
         total += 1
-        start = slab.offset
-        slab.ring.view[start : start + size] = batch
-        producer.publish(slab, total, 0, 1, size, pack_shapes((size,)), 0x123456789ABCDEF)
-        if producer.free_slots < 2:
+        start = reserved.offset
+        reserved.ring.view[start : start + size] = batch
+        producer.publish(reserved, total, 0, 1, size, pack_shapes((size,)), 0x123456789ABCDEF)
+        if producer.free_entries < 2:
             producer.take_acks()
 
 

@@ -228,8 +228,7 @@ def test_other_protocol_is_refused_with_remedy(monkeypatch: pytest.MonkeyPatch) 
             await client.open_run(pb.OpenRunRequest())
         assert caught.value.message == (
             f"the caller (Penstock 9.9.9) uses protocol 7, the coordinator (Penstock {VERSION}) uses protocol "
-            f"{PROTOCOL}: "
-            "install the same release on both ends"
+            f"{PROTOCOL}: install the same release on both ends"
         )
         monkeypatch.setattr(authenticated_calls, "_RELEASE", ())
         with pytest.raises(VersionSkewError, match="uses no protocol number"):

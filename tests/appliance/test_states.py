@@ -198,8 +198,7 @@ def test_steps_outside_the_window_are_refused(world: FakeCluster) -> None:
         ask(box, 26)
     assert caught.value.message == (
         "run job/0 has states of steps 10 to 25, got a request for step 26: this launch began at step 10, and keeps "
-        "states "
-        "of the last retention_steps=20 steps"
+        "states of the last retention_steps=20 steps"
     )
     box.deliver(15)
     with pytest.raises(StateUnavailableError, match="states of steps 20 to 40, got a request for step 19"):

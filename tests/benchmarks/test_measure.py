@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from benchmarks.cases import Case, Times, calibrate, ring_slots, spin
+from benchmarks.cases import Case, Times, calibrate, ring_entries, spin
 from benchmarks.measure import batch_bytes, consume, count_of, latencies, measure, percentile
 
 from penstock.proto.lane.ring import entries_for
@@ -116,7 +116,7 @@ def test_states_are_counted_in_the_source_file(tmp_path: object) -> None:
 
 @pytest.mark.parametrize("nbytes", [1, 4 << 10, 64 << 10, 1 << 20, 3 << 20, 8 << 20, 64 << 20])
 def test_floors_use_as_many_entries_as_a_ring(nbytes: int) -> None:
-    assert ring_slots(nbytes) == entries_for(nbytes)
+    assert ring_entries(nbytes) == entries_for(nbytes)
 
 
 def test_calibrated_work_grows_with_the_time() -> None:

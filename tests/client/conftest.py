@@ -60,7 +60,7 @@ class FakeRunner:
         """Whether the next batch finds a ring entry."""
         producer = self.producer
         producer.take_acks()
-        return producer.free_slots > 0 or producer.ring_slots == 0
+        return producer.free_entries > 0 or producer.ring_entries == 0
 
     def send(self, batch: Any) -> bool:
         """Produce one batch. False if there is no room in the ring, or the epoch was just heard to be left.
@@ -73,15 +73,15 @@ class FakeRunner:
         if producer.abandoned:
             return False
         flat = self._flattener.flatten(batch)
-        slab = producer.reserve(flat.nbytes, len(flat.shapes))
-        if slab is None:
+        reserved = producer.reserve(flat.nbytes, len(flat.shapes))
+        if reserved is None:
             return False
-        flat.write_to(slab.ring.address + slab.offset)
+        flat.write_to(reserved.ring.address + reserved.offset)
         number = self._structures.setdefault(flat.structure.key, len(self._structures) + 1)
         producer.know_structure(number, flat.structure.to_bytes())
         self.total += 1
-        digest = batch_digest(flat.structure.key, slab.ring.map, slab.offset, flat.nbytes, flat.shapes)
-        producer.publish(slab, self.total, self.epoch, number, flat.nbytes, pack_shapes(flat.shapes), digest)
+        digest = batch_digest(flat.structure.key, reserved.ring.map, reserved.offset, flat.nbytes, flat.shapes)
+        producer.publish(reserved, self.total, self.epoch, number, flat.nbytes, pack_shapes(flat.shapes), digest)
         return True
 
     def end(self) -> None:
@@ -194,7 +194,7 @@ class Rig:
     def taken(self, slot: int = 0) -> int:
         """Ring slots that the producer cannot fill."""
         producer = self.acked(slot)
-        return producer.ring_slots - producer.free_slots
+        return producer.ring_entries - producer.free_entries
 
     def close(self) -> None:
         self.reader.close()

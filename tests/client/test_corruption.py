@@ -196,8 +196,8 @@ def test_always_damaged_hello_is_a_named_error(far: Callable[[str], FarRig]) -> 
 def flip(rig: Rig, at: int) -> None:
     """A byte of the newest batch, in its ring entry."""
     kept = rig.runners[0].producer._kept[-1]
-    assert kept.slab is not None
-    kept.slab.view[at] ^= 4
+    assert kept.reserved is not None
+    kept.reserved.view[at] ^= 4
 
 
 @pytest.mark.parametrize(("size", "at"), [(100, 99), (64 << 10, 40_000), (1 << 20, 17), (1 << 20, (1 << 20) - 1)])

@@ -62,20 +62,20 @@ def test_leaves_are_views_that_release_entries(rigs: Any) -> None:
     batch = rig.reader.next()
     ring = rig.runners[0].producer
     batch[0] = 9  # the loop may write in place
-    free = ring.free_slots
+    free = ring.free_entries
     rig.reader.flush()
     ring.take_acks()
-    assert ring.free_slots == free, "the batch is still seen"
+    assert ring.free_entries == free, "the batch is still seen"
     view = batch[:1]
     del batch
     rig.reader.flush()
     ring.take_acks()
-    assert ring.free_slots == free, "a view of it is still seen"
+    assert ring.free_entries == free, "a view of it is still seen"
     assert view.tolist() == [9]
     del view
     rig.reader.flush()
     ring.take_acks()
-    assert ring.free_slots == free + 1
+    assert ring.free_entries == free + 1
 
 
 def test_keeping_all_batches_corrupts_nothing(rigs: Any) -> None:
@@ -155,7 +155,7 @@ def test_giants_have_one_entry_and_come_as_copies(rigs: Any, monkeypatch: pytest
     kept = []
     for number in range(4):
         assert rig.runners[0].send(torch.full((ring.PAGE + number,), number))
-        assert rig.acked().ring_slots == 1
+        assert rig.acked().ring_entries == 1
         kept.append(rig.reader.next())
         assert rig.taken() == 0
     assert [batch.unique().tolist() for batch in kept] == [[0], [1], [2], [3]]
@@ -393,11 +393,11 @@ def test_broken_lane_reopens_without_loss(rigs: Any) -> None:
     assert hello.last_digest
     assert [int(first), int(second)] == [0, 1]
     assert len(hello.held) == 2, "views that live over the break keep their slots"
-    free = runner.producer.free_slots
+    free = runner.producer.free_entries
     del first, second
     rig.reader.flush()
     runner.producer.take_acks()
-    assert runner.producer.free_slots >= free + 2
+    assert runner.producer.free_entries >= free + 2
 
 
 def test_held_entry_survives_a_broken_lane(rigs: Any) -> None:
@@ -427,11 +427,11 @@ def test_moved_slot_drops_late_frames(rigs: Any) -> None:
     assert new.hellos[0].next_total == 2
     assert not new.hellos[0].held, "a ring of another generation is nothing to it"
     assert rig.take(1) == [11]
-    free = new.producer.free_slots
+    free = new.producer.free_entries
     del held
     rig.reader.flush()
     new.producer.take_acks()
-    assert new.producer.free_slots == free + 1, "only its own batch came back"
+    assert new.producer.free_entries == free + 1, "only its own batch came back"
     assert rig.reader.stats.recoveries == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -557,5 +557,5 @@ def test_fork_of_the_trainer_releases_nothing(rigs: Any) -> None:
     assert os.waitpid(child, 0)[1] == 0
     producer = rig.runners[0].producer
     producer.take_acks()
-    assert producer.free_slots == producer.ring_slots - 1
+    assert producer.free_entries == producer.ring_entries - 1
     assert int(batch) == 1

@@ -182,7 +182,7 @@ def test_acks_are_grouped_while_staging(rig: Any, device: FakeBackend) -> None:
         device.finish()
     producer = rig.runners[0].producer
     producer.take_acks()
-    assert (producer.delivered, producer.free_slots) == (16, 16), "8 deliveries make a group in a ring of 32"
+    assert (producer.delivered, producer.free_entries) == (16, 16), "8 deliveries make a group in a ring of 32"
 
 
 def test_a_staged_batch_was_not_waited_for(rig: Any) -> None:
@@ -237,7 +237,7 @@ def test_copies_from_reused_entries_are_right(rigs: Any, slots: int) -> None:
         kept += [rig.reader.next(), rig.reader.next()]
         rig.reader._backend.finish()
         assert [int(batch) for batch in kept] == list(range(400))
-        assert rig.runners[0].producer.ring_slots == slots
+        assert rig.runners[0].producer.ring_entries == slots
         assert rig.reader.copies == 0
 
 

@@ -119,7 +119,7 @@ def test_corrupt_file_is_an_error_and_not_kept(
         text = str(caught.value)
         assert f"{server.url}/{stored.name}" in text
         assert str(tmp_path / "cache" / shard.name) in text
-        assert f"{HASH} {stored.hashes[HASH]} expected" in text
+        assert f"its {HASH} hash must be {stored.hashes[HASH]}" in text
         assert server.requests[stored.name] == 2 * run
         assert not names(tmp_path / "cache")
 

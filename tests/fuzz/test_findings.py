@@ -72,10 +72,10 @@ def test_frame_above_packet_size_is_refused() -> None:
     peer, sock = seqpacket()
     producer.attach(sock, lane_pb2.Hello())
     frame = a_frame(kind=BATCH, total=1, structure=1, inline=bytes(MAX_FRAME))
-    slab = producer.reserve(100)
-    assert slab is not None
+    reserved = producer.reserve(100)
+    assert reserved is not None
     with pytest.raises(ProtocolError, match=str(MAX_PACKET)):
-        producer.forward(slab, frame)
+        producer.forward(reserved, frame)
     producer.close(0.0)
     peer.close()
 
@@ -86,9 +86,9 @@ def test_failed_frame_costs_lane_not_batch() -> None:
     small, sock = seqpacket()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # the kernel makes 4.5 KiB of it
     producer.attach(sock, lane_pb2.Hello())
-    slab = producer.reserve(100)
-    assert slab is not None
-    producer.publish(slab, 1, 0, 1, 100, pack_shapes([1 << 40] * 2000), 7)  # EMSGSIZE
+    reserved = producer.reserve(100)
+    assert reserved is not None
+    producer.publish(reserved, 1, 0, 1, 100, pack_shapes([1 << 40] * 2000), 7)  # EMSGSIZE
     assert not producer.attached
     peer, sock = seqpacket()
     producer.attach(sock, lane_pb2.Hello(next_total=1))
@@ -177,9 +177,9 @@ def test_both_ends_drop_structures_alike() -> None:
     announced = 0
     for total, structure in enumerate([1, 2, 3, 1, 3, 2, 2], 1):
         producer.know_structure(structure, bytes([structure]) * size)
-        slab = producer.reserve(10)
-        assert slab is not None
-        producer.publish(slab, total, 0, structure, 10, b"", 0)
+        reserved = producer.reserve(10)
+        assert reserved is not None
+        producer.publish(reserved, total, 0, structure, 10, b"", 0)
         while True:
             frame = consumer.receive_any()
             if frame is None:
@@ -224,9 +224,9 @@ def test_exhausted_abandon_count_is_survived() -> None:
     peer.send(Ack(abandon_epoch=1).encode())
     producer.take_acks()
     assert not producer.attached
-    slab = producer.reserve(10)
-    assert slab is not None
-    producer.publish(slab, 1, 0, 1, 10, b"", 0)
+    reserved = producer.reserve(10)
+    assert reserved is not None
+    producer.publish(reserved, 1, 0, 1, 10, b"", 0)
     producer.close(0.0)
     peer.close()
 

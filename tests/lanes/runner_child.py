@@ -74,8 +74,8 @@ class Child:
             "abandoned": list(producer.abandoned),
             "wanted": [[total, steps] for total, steps in sorted(producer.wanted.items())],
             "abandons": producer.abandons,
-            "free": producer.free_slots,
-            "slots": producer.ring_slots,
+            "free": producer.free_entries,
+            "slots": producer.ring_entries,
             "rings": len(producer._rings),
             "kept": len(producer._kept),
             "lent": sum(map(len, producer._lent.values())),
@@ -115,14 +115,16 @@ class Child:
             try:
                 if kind == "batch":
                     size, shapes, total = item["size"], item["shapes"], item["total"]
-                    slab = producer.reserve(size, len(shapes))
-                    self.starved = slab is None
-                    if slab is None:
+                    reserved = producer.reserve(size, len(shapes))
+                    self.starved = reserved is None
+                    if reserved is None:
                         return
-                    slab.view[:size] = content(total, size)
+                    reserved.view[:size] = content(total, size)
                     structure, structure_size = item["structure"]
                     producer.know_structure(structure, structure_bytes(structure, structure_size))
-                    producer.publish(slab, total, item["epoch"], structure, size, pack_shapes(shapes), digest(total))
+                    producer.publish(
+                        reserved, total, item["epoch"], structure, size, pack_shapes(shapes), digest(total)
+                    )
                     self.made += 1
                 elif kind == "end":
                     producer.end(item["epoch"], item["total"])

@@ -69,10 +69,10 @@ def test_the_sender_takes_turns_with_the_acks(number: int) -> None:
     for _ in range(3):
         first = rig.total + 1
         rig.producer._group = 1000  # all frames in one packet
-        while (slab := rig.producer.reserve(size)) is not None:
+        while (reserved := rig.producer.reserve(size)) is not None:
             rig.total += 1
-            slab.view[:size] = content(rig.total, size)
-            rig.producer.publish(slab, rig.total, 0, 1, size, pack_shapes((size,)), 0, more=True)
+            reserved.view[:size] = content(rig.total, size)
+            rig.producer.publish(reserved, rig.total, 0, 1, size, pack_shapes((size,)), 0, more=True)
         rig.producer.flush()
         assert rig.total - first >= 8
         rig.batches(rig.total)

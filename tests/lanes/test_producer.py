@@ -53,10 +53,10 @@ def attach(producer: Producer, **hello: object) -> socket.socket:
 
 
 def publish(producer: Producer, total: int, size: int = 100, epoch: int = 0, structure: int = 1) -> FreeEntry:
-    slab = producer.reserve(size)
-    assert slab is not None
-    producer.publish(slab, total, epoch, structure, size, pack_shapes((size,)), 0)
-    return slab
+    reserved = producer.reserve(size)
+    assert reserved is not None
+    producer.publish(reserved, total, epoch, structure, size, pack_shapes((size,)), 0)
+    return reserved
 
 
 def packet(sock: socket.socket) -> list[Frame]:
@@ -82,37 +82,37 @@ def test_batch_above_the_limit_is_refused(producer: Producer) -> None:
         producer.reserve((1 << 20) + 1)
     with pytest.raises(BatchTooLargeError):
         producer.reserve(1 << 20, dims=3000)
-    assert producer.ring_slots == 0
-    slab = producer.reserve(1 << 20)
-    assert slab is not None
-    producer.return_unused(slab)
+    assert producer.ring_entries == 0
+    reserved = producer.reserve(1 << 20)
+    assert reserved is not None
+    producer.return_unused(reserved)
 
 
 def test_rings_double_up_to_the_limit(producer: Producer) -> None:
     sizes = []
     for nbytes in (1, PAGE + 1, 2 * PAGE + 1, 600_000, 600_000 + PAGE, 1 << 20):
-        slab = producer.reserve(nbytes)
-        assert slab is not None
-        sizes.append(slab.ring.entry_bytes)
-        assert len(slab.view) == slab.ring.entry_bytes
-        producer.return_unused(slab)
+        reserved = producer.reserve(nbytes)
+        assert reserved is not None
+        sizes.append(reserved.ring.entry_bytes)
+        assert len(reserved.view) == reserved.ring.entry_bytes
+        producer.return_unused(reserved)
     assert sizes == [PAGE, 2 * PAGE, 4 * PAGE, 147 * PAGE, 256 * PAGE, 256 * PAGE]
     assert count_rings("self") >= 1
 
 
 def test_returned_and_used_slots_are_counted(producer: Producer) -> None:
     sock = attach(producer)
-    slabs = [producer.reserve(10) for _ in range(1)]
-    assert (producer.free_slots, producer.ring_slots) == (31, 32)
-    for slab in slabs:
-        assert slab is not None
-        producer.return_unused(slab)
-    assert producer.free_slots == 32
+    reserved_entries = [producer.reserve(10) for _ in range(1)]
+    assert (producer.free_entries, producer.ring_entries) == (31, 32)
+    for reserved in reserved_entries:
+        assert reserved is not None
+        producer.return_unused(reserved)
+    assert producer.free_entries == 32
     for total in range(1, 33):
         publish(producer, total)
     assert producer.reserve(10) is None
     say(sock, producer, delivered=32)
-    assert producer.free_slots == 0
+    assert producer.free_entries == 0
     assert producer.reserve(10) is None
     sock.close()
 
@@ -125,31 +125,31 @@ def test_entry_of_outgrown_ring_can_be_returned(producer: Producer) -> None:
     producer.return_unused(first)
     producer.return_unused(second)
     assert count_rings("self") >= 1
-    assert producer.free_slots == 32
+    assert producer.free_entries == 32
 
 
 def test_reserved_entry_stays_reserved_on_attach(producer: Producer) -> None:
-    slab = producer.reserve(10)
-    assert slab is not None
+    reserved = producer.reserve(10)
+    assert reserved is not None
     sock = attach(producer, next_total=1000)
-    assert producer.free_slots == 31
-    producer.publish(slab, 1000, 0, 1, 10, b"", 0)
-    assert producer.free_slots == 31
+    assert producer.free_entries == 31
+    producer.publish(reserved, 1000, 0, 1, 10, b"", 0)
+    assert producer.free_entries == 31
     sock.close()
 
 
 def test_dims_that_were_not_reserved_are_refused(producer: Producer) -> None:
-    slab = producer.reserve(PAGE)
-    assert slab is not None
+    reserved = producer.reserve(PAGE)
+    assert reserved is not None
     with pytest.raises(InvalidArgumentError, match="reserve with `dims`"):
-        producer.publish(slab, 1, 0, 1, PAGE, pack_shapes(range(3000)), 0)
+        producer.publish(reserved, 1, 0, 1, PAGE, pack_shapes(range(3000)), 0)
 
 
 def test_a_structure_must_be_known(producer: Producer) -> None:
-    slab = producer.reserve(10)
-    assert slab is not None
+    reserved = producer.reserve(10)
+    assert reserved is not None
     with pytest.raises(InvalidArgumentError, match="structure 2 must be registered"):
-        producer.publish(slab, 1, 0, 2, 10, b"", 0)
+        producer.publish(reserved, 1, 0, 2, 10, b"", 0)
 
 
 def test_structures_nobody_needs_are_forgotten(producer: Producer) -> None:
@@ -172,9 +172,9 @@ def test_structures_nobody_needs_are_forgotten(producer: Producer) -> None:
 
 def publish_more(producer: Producer, totals: range) -> None:
     for total in totals:
-        slab = producer.reserve(100)
-        assert slab is not None
-        producer.publish(slab, total, 0, 1, 100, pack_shapes((100,)), 0, more=True)
+        reserved = producer.reserve(100)
+        assert reserved is not None
+        producer.publish(reserved, total, 0, 1, 100, pack_shapes((100,)), 0, more=True)
 
 
 def test_batches_that_more_follow_share_a_packet(producer: Producer) -> None:
@@ -206,7 +206,7 @@ def test_packet_is_full_at_a_quarter_of_ring(producer: Producer) -> None:
     for _ in range(3):
         sock.recv(MAX_PACKET)
     publish_more(producer, range(2, 20))
-    assert producer.ring_slots == 32
+    assert producer.ring_entries == 32
     assert [[frame.total for frame in packet(sock)] for _ in range(2)] == [[*range(2, 10)], [*range(10, 18)]]
     with pytest.raises(BlockingIOError):
         sock.recv(MAX_PACKET)
@@ -227,9 +227,9 @@ def test_a_large_packet_is_split(producer: Producer) -> None:
     """Frames of 16 kB each: three to a packet."""
     producer.know_structure(1, b"one")
     for total in range(1, 8):
-        slab = producer.reserve(100, dims=2040)
-        assert slab is not None
-        producer.publish(slab, total, 0, 1, 100, pack_shapes([1 << 62] * 2040), 0)
+        reserved = producer.reserve(100, dims=2040)
+        assert reserved is not None
+        producer.publish(reserved, total, 0, 1, 100, pack_shapes([1 << 62] * 2040), 0)
     sock = attach(producer)
     sock.recv(MAX_PACKET), sock.recv(10)
     totals = [[frame.total for frame in packet(sock)] for _ in range(3)]
@@ -244,9 +244,9 @@ def test_ring_ids_of_two_producers_do_not_meet() -> None:
     ids = set()
     for _ in range(100):
         producer = Producer(PAGE)
-        slab = producer.reserve(10)
-        assert slab is not None
-        ids.add(slab.ring_id)
+        reserved = producer.reserve(10)
+        assert reserved is not None
+        ids.add(reserved.ring_id)
         producer.close()
     assert len(ids) == 100
     assert max(ids) < 1 << 32
@@ -273,11 +273,11 @@ def test_bad_consumer_alone_is_dropped(producer: Producer, data: bytes, caplog: 
 
 def test_release_of_undelivered_entry_drops_lane(producer: Producer, caplog: pytest.LogCaptureFixture) -> None:
     sock = attach(producer)
-    slab = publish(producer, 1)
-    say(sock, producer, released=[slab.ring_id, slab.entry])
+    reserved = publish(producer, 1)
+    say(sock, producer, released=[reserved.ring_id, reserved.entry])
     assert "the ring entry of batch 1, which it has not delivered" in caplog.text
     assert not producer.attached
-    assert producer.free_slots == 31
+    assert producer.free_entries == 31
     sock.close()
 
 
@@ -312,8 +312,8 @@ def test_random_acks_break_no_books(packets: list[bytes]) -> None:
         sock.send(packet)
     producer.take_acks()
     lent = sum(map(len, producer._lent.values()))
-    assert lent + producer.free_slots == 32
-    assert len(set(producer._free)) == producer.free_slots
+    assert lent + producer.free_entries == 32
+    assert len(set(producer._free)) == producer.free_entries
     assert len(producer._kept) <= lent
     sock.close()
     producer.close()
@@ -345,15 +345,15 @@ def test_random_walk_of_a_whole_life() -> None:
                 producer.abandoned.popleft()
                 made = producer.delivered
             size = rng.choice([0, 10, 3000, 5000, rng.randrange(1 << 18)]) if rng.random() < 0.1 else 2000
-            slab = producer.reserve(size)
-            if slab is None:
+            reserved = producer.reserve(size)
+            if reserved is None:
                 if held:
                     consumer.release(held.pop(rng.randrange(len(held)))[1:3])
                 continue
             made += 1
             sizes[made] = size
-            slab.view[:size] = bytes([made % 251]) * size
-            producer.publish(slab, made, epoch, 1, size, b"", 0)
+            reserved.view[:size] = bytes([made % 251]) * size
+            producer.publish(reserved, made, epoch, 1, size, b"", 0)
         elif action < 0.9:
             frame = consumer.receive()
             if frame is None:
@@ -388,7 +388,7 @@ def test_random_walk_of_a_whole_life() -> None:
     held.clear()
     del view, start
     assert sum(map(len, producer._lent.values())) == 0
-    assert producer.free_slots == producer.ring_slots
+    assert producer.free_entries == producer.ring_entries
     producer.close()
 
 

@@ -54,10 +54,10 @@ class Rig:
     def publish(self, *sizes: int) -> None:
         for size in sizes:
             self.total += 1
-            slab = self.producer.reserve(size)
-            assert slab is not None
-            slab.view[:size] = content(self.total, size)
-            self.producer.publish(slab, self.total, 0, 1, size, pack_shapes((size,)), 0)
+            reserved = self.producer.reserve(size)
+            assert reserved is not None
+            reserved.view[:size] = content(self.total, size)
+            self.producer.publish(reserved, self.total, 0, 1, size, pack_shapes((size,)), 0)
 
     def read(self, size: int) -> bytes:
         data = b""
@@ -142,10 +142,10 @@ def test_entry_is_released_only_after_delivery(rig: Rig) -> None:
     rig.batches(32)
     rig.say(delivered=7, released=[1, 2, 3, 4])  # of the receiver's ring: nobody's business here
     rig.acks()
-    assert rig.producer.free_slots == 7
+    assert rig.producer.free_entries == 7
     rig.say(delivered=32)
     rig.acks()
-    assert rig.producer.free_slots == 32
+    assert rig.producer.free_entries == 32
     rig.publish(100)
     rig.batches(33)
 
@@ -158,13 +158,13 @@ def test_a_pass_that_is_left(rig: Rig) -> None:
     producer = rig.producer
     while not producer.abandoned:
         rig.acks()
-    assert (list(producer.abandoned), producer.delivered, producer.free_slots) == ([0], 4, 32)
+    assert (list(producer.abandoned), producer.delivered, producer.free_entries) == ([0], 4, 32)
     rig.total = 4
     rig.publish(*[100] * 32)
     rig.batches(36)
     rig.say(delivered=5)
     rig.acks()
-    assert producer.free_slots == 1, "no slot of the epoch that was left comes back a second time"
+    assert producer.free_entries == 1, "no slot of the epoch that was left comes back a second time"
 
 
 def test_stale_frames_are_known_by_hello_count() -> None:
@@ -245,7 +245,7 @@ def test_random_bytes_over_tcp(messages: list[bytes], tail: bytes) -> None:
         assert rig.ended.wait(DEADLINE_S)
         rig.producer.take_acks()
         producer = rig.producer
-        assert sum(map(len, producer._lent.values())) + producer.free_slots == 32
+        assert sum(map(len, producer._lent.values())) + producer.free_entries == 32
     finally:
         rig.close()
         logging.disable(logging.NOTSET)

@@ -316,7 +316,7 @@ def test_shapes_of_any_sequence() -> None:
 @pytest.mark.parametrize(
     ("batch", "shapes", "nbytes", "match"),
     [
-        (torch.ones(4), [4, 1], 64, "must have 1 dims for this structure, got 2"),
+        (torch.ones(4), [4, 1], 64, "must have 1 dims for the structure of the batch, got 2"),
         (torch.ones(4), [], 64, "got 0"),
         (torch.ones(4), [-4], 64, "must be >= 0, got -4"),
         (torch.ones(2, 2), [-2, -2], 64, "must be >= 0, got -2"),

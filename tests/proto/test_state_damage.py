@@ -139,7 +139,7 @@ TOO_LARGE: list[list[object]] = [
 @pytest.mark.parametrize("node", TOO_LARGE, ids=str)
 def test_sizes_are_checked_before_allocation(node: list[object]) -> None:
     for read in (decode_state, state_as_json):
-        with pytest.raises(StateCorruptError, match=r"\d bytes announced, 16 left"):
+        with pytest.raises(StateCorruptError, match=r"\d bytes, but 16 are left"):
             read(seal(json.dumps({"$": node}).encode(), bytes(16)))
 
 

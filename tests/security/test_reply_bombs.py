@@ -6,6 +6,7 @@ import asyncio
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -25,7 +26,7 @@ def peak() -> int:
 
 
 class Bomb(grpc.GenericRpcHandler):
-    def service(self, details: object) -> object:
+    def service(self, details: object) -> Any:
         async def answer(request: object, context: object) -> bytes:
             return bytes(UNPACKED)
 

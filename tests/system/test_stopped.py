@@ -138,7 +138,7 @@ def test_stopped_helper_fails_only_the_save(cluster: Cluster, tmp_path: Path) ->
                 with stopping_scratch(daemon.pid, runner[0]), pytest.raises(errors.DeadlineError, match="step 150"):
                     loader.state_dict()
             if executor.step == 190:
-                assert loader.state_dict(), "the restart points whose proof was stopped are of no use any more"
+                assert loader.state_dict(), "the restart points whose verification was stopped are of no use any more"
         assert got == [number for _ in range(20) for number in range(1, 13)][:200]
         until(lambda: runners(daemon.pid) == runner, 20, "a helper process that was stopped for a while is still there")
 
@@ -163,5 +163,5 @@ def stopping_scratch(daemon: int, runner: int) -> Iterator[None]:
     finally:
         done.set()
         watching.join()
-        go_on(stopped)  # a proof may be among them, for which nobody waits and which has two minutes
+        go_on(stopped)  # a verification may be among them, for which nobody waits and which has two minutes
     assert stopped, "no helper process was needed"

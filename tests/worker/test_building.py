@@ -49,9 +49,9 @@ def no_wait() -> bool:
 def lending() -> EntryLease:
     """Lend slots of a ring of 64 KiB to this process, as a runner does."""
     producer = Producer(1 << 20)
-    slab = producer.reserve(SLOT)
-    assert slab is not None
-    producer.return_unused(slab)
+    reserved = producer.reserve(SLOT)
+    assert reserved is not None
+    producer.return_unused(reserved)
     lease = EntryLease(producer, no_wait)
     lease.offered = True
     building.lend(stacking.Builder(lease))
@@ -103,13 +103,13 @@ def check(samples: list[Any], *, in_slot: bool | None = None) -> None:
     plain.write_to(wanted.ctypes.data)
     flat = Flattener().flatten(batch)
     del batch
-    slab = lease.take(flat, flat.nbytes)
+    reserved = lease.take(flat, flat.nbytes)
     if in_slot is not None:
         assert lease.built == in_slot
     assert lease.copied == 0, "each leaf is at its place"
-    if slab is not None:
-        flat.write_to(slab.ring.address + slab.offset)
-        assert bytes(slab.view[: flat.nbytes]) == wanted.tobytes()[: flat.nbytes]
+    if reserved is not None:
+        flat.write_to(reserved.ring.address + reserved.offset)
+        assert bytes(reserved.view[: flat.nbytes]) == wanted.tobytes()[: flat.nbytes]
     building.lend(None)
 
 
@@ -202,12 +202,12 @@ def test_inputs_torch_refuses_are_left_to_torch(samples: list[Any]) -> None:
 
 def test_an_error_leaves_no_slot_behind() -> None:
     lease = lending()
-    free = lease._producer.free_slots
+    free = lease._producer.free_entries
     for _ in range(100):
         with pytest.raises(RuntimeError, match="equal size"):
             collate([[torch.zeros(5), torch.zeros(2)], [torch.zeros(5), torch.zeros(3)]])
     lease.release()
-    assert lease._producer.free_slots == free
+    assert lease._producer.free_entries == free
 
 
 def test_functions_that_users_register(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,7 +101,7 @@ def test_slot_that_cannot_start_is_reported_lost(monkeypatch: pytest.MonkeyPatch
         assert (told[1].phase, told[1].lost) == (coordinator_pb2.FAILED, True)
         assert "Too many open files" in told[1].error.message
         assert (told[4].error.name, told[4].lost) == ("OverloadedError", True)
-        assert "has 2 slots" in told[4].error.message
+        assert "all its 2 slots" in told[4].error.message
         daemon._take(reply(2, 2, 5))  # its places are free again
         assert sorted(slot.generation for slot in daemon._heartbeat(0.0).slots) == [2, 5]
         await daemon.coordinator.close()

@@ -48,12 +48,12 @@ def test_target_worker_gets_the_newest_when_ready() -> None:
             changed.clear()
             slot.assigned(records_pb2.WorkerAssignment(prepare_migration=prepare_migration))
 
-        slot.store.add(StoredSnapshot(0, 1, 1, 1, False, 1, b"state", proven=True), 0)
+        slot.store.add(StoredSnapshot(0, 1, 1, 1, False, 1, b"state", verified=True), 0)
         told(prepare_migration=True)
         await asyncio.wait_for(coordinator.asked.wait(), DEADLINE_S)
         assert not slot.report().migrated
         told(prepare_migration=False)  # it was dismissed, while its snapshot was on its way
-        slot.store.add(StoredSnapshot(0, 2, 2, 2, False, 2, b"state", proven=True), 0)
+        slot.store.add(StoredSnapshot(0, 2, 2, 2, False, 2, b"state", verified=True), 0)
         coordinator.may.set()
         while coordinator.kept != [1]:
             await asyncio.sleep(0)

@@ -36,7 +36,7 @@ def producer() -> Iterator[Producer]:
     first = made.reserve(SLOT)
     assert first is not None
     made.return_unused(first)
-    assert (made.ring_slots, made.free_slots) == (SLOTS, SLOTS)
+    assert (made.ring_entries, made.free_entries) == (SLOTS, SLOTS)
     yield made
     made.close()
 
@@ -66,9 +66,9 @@ def take(lease: EntryLease, batch: list[Any], need: int = 0) -> tuple[FlatBatch,
     return flat, lease.take(flat, need or flat.nbytes)
 
 
-def written(flat: FlatBatch, slab: FreeEntry) -> np.ndarray[Any, np.dtype[np.int64]]:
-    flat.write_to(slab.ring.address + slab.offset)
-    return np.frombuffer(bytes(slab.view[: flat.nbytes]), np.int64)
+def written(flat: FlatBatch, reserved: FreeEntry) -> np.ndarray[Any, np.dtype[np.int64]]:
+    flat.write_to(reserved.ring.address + reserved.offset)
+    return np.frombuffer(bytes(reserved.view[: flat.nbytes]), np.int64)
 
 
 def in_place(lease: EntryLease, make: Callable[[], list[Any]]) -> list[int]:
@@ -76,19 +76,19 @@ def in_place(lease: EntryLease, make: Callable[[], list[Any]]) -> list[int]:
     built = lease.built
     batch = make()
     before = torch.cat([part.flatten() for part in batch]).tolist()
-    flat, slab = take(lease, batch)
-    assert slab is not None
+    flat, reserved = take(lease, batch)
+    assert reserved is not None
     assert lease.built == built + 1
-    got = written(flat, slab)
-    lease._producer.return_unused(slab)
+    got = written(flat, reserved)
+    lease._producer.return_unused(reserved)
     assert [value for value in got.tolist() if value] == [value for value in before if value]
     return list(got)
 
 
 def copied(lease: EntryLease, batch: list[Any]) -> list[int]:
     """Take a batch that must not be published where it is; what another slot then holds."""
-    flat, slab = take(lease, batch)
-    assert slab is None
+    flat, reserved = take(lease, batch)
+    assert reserved is None
     other = lease._producer.reserve(flat.nbytes)
     assert other is not None
     got = written(flat, other).tolist()
@@ -98,7 +98,7 @@ def copied(lease: EntryLease, batch: list[Any]) -> list[int]:
 
 def test_batch_built_in_entry_is_published_there(lease: EntryLease, producer: Producer) -> None:
     assert in_place(lease, lambda: [leaf(lease, [1, 2]), leaf(lease, [3])])[:2] == [1, 2]
-    assert producer.free_slots == SLOTS
+    assert producer.free_entries == SLOTS
     assert lease.copied == 0
 
 
@@ -112,22 +112,22 @@ def test_other_leaves_are_copied_in_between(lease: EntryLease) -> None:
 
 
 def test_gaps_become_zero(lease: EntryLease, producer: Producer) -> None:
-    for slab in [producer.reserve(1) for _ in range(SLOTS)]:
-        assert slab is not None
-        slab.view[:] = b"\xff" * SLOT
-        producer.return_unused(slab)
+    for reserved in [producer.reserve(1) for _ in range(SLOTS)]:
+        assert reserved is not None
+        reserved.view[:] = b"\xff" * SLOT
+        producer.return_unused(reserved)
     assert in_place(lease, lambda: [leaf(lease, [5])]) == [5] + 7 * [0]
 
 
 def test_held_batch_is_copied_and_stays_unchanged(lease: EntryLease, producer: Producer) -> None:
     held = leaf(lease, [1, 2])
     assert copied(lease, [held])[:2] == [1, 2]
-    assert producer.free_slots == SLOTS - 1, "the slot stays with its holder"
+    assert producer.free_entries == SLOTS - 1, "the slot stays with its holder"
     assert lease.begin() is None, "one slot at a time"
     assert held.tolist() == [1, 2]
     del held
     in_place(lease, lambda: [leaf(lease, [3])])
-    assert producer.free_slots == SLOTS
+    assert producer.free_entries == SLOTS
 
 
 @pytest.mark.parametrize(
@@ -181,9 +181,9 @@ def test_misplaced_leaves_are_copied_whole(lease: EntryLease, change: Callable[.
 
 @pytest.mark.parametrize("change", [lambda a: [a[:5]], lambda a: [a.view(2, 4)], lambda a: [a.numpy()]])
 def test_what_begins_at_its_place_may_stay(lease: EntryLease, change: Callable[[torch.Tensor], list[Any]]) -> None:
-    flat, slab = take(lease, change(leaf(lease, range(1, 9))))
-    assert slab is not None
-    assert written(flat, slab).tolist()[:5] == [1, 2, 3, 4, 5]
+    flat, reserved = take(lease, change(leaf(lease, range(1, 9))))
+    assert reserved is not None
+    assert written(flat, reserved).tolist()[:5] == [1, 2, 3, 4, 5]
     assert lease.built == 1
 
 
@@ -199,7 +199,7 @@ def test_prefetched_batches_come_right(lease: EntryLease, producer: Producer) ->
     # The last one has the slot for itself, but not at its start.
     assert copied(lease, ahead[2])[0] == 3
     in_place(lease, lambda: [leaf(lease, [4])])
-    assert producer.free_slots == SLOTS
+    assert producer.free_entries == SLOTS
 
 
 def test_dropped_batch_frees_the_whole_entry(lease: EntryLease, producer: Producer) -> None:
@@ -207,42 +207,42 @@ def test_dropped_batch_frees_the_whole_entry(lease: EntryLease, producer: Produc
         leaf(lease, range(300))
     in_place(lease, lambda: [leaf(lease, [1])])
     leaf(lease, [1])
-    assert producer.free_slots == SLOTS - 1
+    assert producer.free_entries == SLOTS - 1
     lease.release()
-    assert producer.free_slots == SLOTS
+    assert producer.free_entries == SLOTS
 
 
 def test_held_entry_outlives_epoch_and_returns(lease: EntryLease, producer: Producer) -> None:
     held = leaf(lease, [1])
     lease.release()
-    assert producer.free_slots == SLOTS - 1
+    assert producer.free_entries == SLOTS - 1
     assert held.tolist() == [1]
     del held
     lease.release()
-    assert producer.free_slots == SLOTS
+    assert producer.free_entries == SLOTS
 
 
 def test_an_unused_slot_serves_an_ordinary_batch(lease: EntryLease, producer: Producer) -> None:
     leaf(lease, [1])
-    flat, slab = take(lease, [torch.tensor([5])])
-    assert slab is not None
-    assert written(flat, slab)[0] == 5
+    flat, reserved = take(lease, [torch.tensor([5])])
+    assert reserved is not None
+    assert written(flat, reserved)[0] == 5
     assert (lease.built, lease.copied) == (0, 0)
 
 
 def test_small_unused_entry_is_given_back_at_once(lease: EntryLease, producer: Producer) -> None:
     leaf(lease, [1])
-    _, slab = take(lease, [torch.tensor([5])], need=2 * SLOT)
-    assert slab is None
-    assert producer.free_slots == SLOTS
+    _, reserved = take(lease, [torch.tensor([5])], need=2 * SLOT)
+    assert reserved is None
+    assert producer.free_entries == SLOTS
 
 
 def test_larger_batch_starts_a_larger_ring(lease: EntryLease, producer: Producer) -> None:
     batch = [leaf(lease, range(8)), torch.arange(SLOT)]
     assert copied(lease, batch)[: 8 + 3] == [*range(8), 0, 1, 2]
-    assert producer.ring_slots > 0
+    assert producer.ring_entries > 0
     in_place(lease, lambda: [leaf(lease, [1])])
-    assert producer.free_slots == producer.ring_slots
+    assert producer.free_entries == producer.ring_entries
     assert len(producer._rings) == 1, "the outgrown ring is gone"
 
 
@@ -286,9 +286,9 @@ def test_lease_waits_for_an_entry_until_told(producer: Producer) -> None:
 
     def wait() -> bool:
         if len(answers) == 1:
-            slab = taken.pop()
-            assert slab is not None
-            producer.return_unused(slab)
+            reserved = taken.pop()
+            assert reserved is not None
+            producer.return_unused(reserved)
         return answers.pop(0)
 
     lease = EntryLease(producer, wait)
@@ -321,10 +321,10 @@ def test_small_batches_are_not_worth_it(lease: EntryLease, monkeypatch: pytest.M
 
 def test_a_ring_short_of_slots_spares_none() -> None:
     producer = Producer(1 << 20, 3 * SLOT)
-    slab = producer.reserve(SLOT)
-    assert slab is not None
-    producer.return_unused(slab)
-    assert producer.ring_slots == 3
+    reserved = producer.reserve(SLOT)
+    assert reserved is not None
+    producer.return_unused(reserved)
+    assert producer.ring_entries == 3
     lease = EntryLease(producer, never)
     lease.offered = True
     assert lease.begin() is None
@@ -348,12 +348,12 @@ def test_entry_visible_to_a_child_is_not_reused(lease: EntryLease, producer: Pro
     for _ in range(3):
         assert lease.begin() is None
         lease.release()
-        assert producer.free_slots == SLOTS - 1
+        assert producer.free_entries == SLOTS - 1
     larger = producer.reserve(2 * SLOT)
     assert larger is not None
     producer.return_unused(larger)
     in_place(lease, lambda: [leaf(lease, [3])])
-    assert producer.free_slots == producer.ring_slots
+    assert producer.free_entries == producer.ring_entries
 
 
 def test_a_fork_between_two_batches_costs_nothing(lease: EntryLease) -> None:

@@ -39,7 +39,7 @@ def watched(coordinator: Away) -> Slot:
     slot = Slot(host, records_pb2.WorkerAssignment(run="job/0", attempt=1, num_workers_per_box=1))
     child: Any = SimpleNamespace(pid=1, kill=lambda: None)
     slot._child = child
-    slot.store.add(StoredSnapshot(0, 1, 1, 1, True, 1, b"state", proven=True), 0)
+    slot.store.add(StoredSnapshot(0, 1, 1, 1, True, 1, b"state", verified=True), 0)
     slot.ready.set()
     slot.begun.set()
     return slot
@@ -62,7 +62,7 @@ def test_runner_is_watched_while_snapshot_waits(grows: bool, monkeypatch: pytest
         monkeypatch.setattr(memory_watch, "MEMORY_S", 0.01)
         monkeypatch.setattr(memory_watch, "_looked_at", looked_at)
         slot = watched(coordinator)
-        await asyncio.wait_for(memory_watch.MemoryWatch(slot, slot.prover, slot.durable).run(1, LIMIT), DEADLINE_S)
+        await asyncio.wait_for(memory_watch.MemoryWatch(slot, slot.verifier, slot.durable).run(1, LIMIT), DEADLINE_S)
         assert coordinator.puts == 1
         assert slot.phase == pb.FAILED
         assert slot.error is not None

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from penstock.proto.rpc.bounds.polling import HOLD_S
 from penstock.proto.v1 import coordinator_pb2 as pb
-from penstock.worker.daemon.daemon import HOLD_S, Daemon
+from penstock.worker.daemon.daemon import Daemon
 from penstock.worker.daemon.worker_settings import DaemonSettings
 from penstock.worker.slots.slot_interfaces import SnapshotQuota
 

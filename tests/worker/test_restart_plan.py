@@ -145,10 +145,12 @@ def test_the_daemon_picks_what_a_runner_would(history: History) -> None:
         for number, point in enumerate(history.points)
     }
     for number in last.values():
-        point, proven = history.points[number], number not in history.astray
+        point, verified = history.points[number], number not in history.astray
         place = point.position
         store.add(
-            StoredSnapshot(place.epoch, place.delivered, place.total, 0, point.is_epoch_start, 0, b"", proven=proven),
+            StoredSnapshot(
+                place.epoch, place.delivered, place.total, 0, point.is_epoch_start, 0, b"", verified=verified
+            ),
             -1,
         )
     points = [history.points[number] for number in last.values() if number not in history.astray]
@@ -276,7 +278,7 @@ def test_the_right_way_is_the_one_that_agrees(right: First) -> None:
 
 
 @pytest.mark.parametrize("known", [way for way in WAYS if way != REPLAY])
-def test_a_proof_tries_no_less_careful_way(known: str) -> None:
+def test_a_verification_tries_no_less_careful_way(known: str) -> None:
     assert to_try(known) == ((FRESH,) if known == FRESH else (KEPT, FRESH))
     assert to_try(REPLAY) == ()
 

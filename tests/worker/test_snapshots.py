@@ -9,9 +9,9 @@ from penstock.worker.slots.snapshots import SlotSnapshots, StoredSnapshot
 
 
 def point(
-    total: int, *, epoch: int = 0, epoch_start: bool = False, step: int = 0, size: int = 10, proven: bool = False
+    total: int, *, epoch: int = 0, epoch_start: bool = False, step: int = 0, size: int = 10, verified: bool = False
 ) -> StoredSnapshot:
-    return StoredSnapshot(epoch, total, total, 0, epoch_start, step, bytes(size), proven=proven)
+    return StoredSnapshot(epoch, total, total, 0, epoch_start, step, bytes(size), verified=verified)
 
 
 def totals(store: SlotSnapshots) -> list[int]:
@@ -20,15 +20,15 @@ def totals(store: SlotSnapshots) -> list[int]:
 
 def test_newest_at_far_edge_of_window_stays() -> None:
     store = SlotSnapshots()
-    store.add(point(0, epoch_start=True, proven=True), 0)
+    store.add(point(0, epoch_start=True, verified=True), 0)
     for total in range(1, 11):
         store.add(point(total), oldest_wanted=6)
     assert totals(store) == [0, 6, 7, 8, 9, 10]
 
 
-def test_the_newest_proven_one_stays_beside_it() -> None:
+def test_the_newest_verified_one_stays() -> None:
     store = SlotSnapshots()
-    for kept in (point(0, epoch_start=True, proven=True), point(3), point(4, proven=True), point(5), point(6)):
+    for kept in (point(0, epoch_start=True, verified=True), point(3), point(4, verified=True), point(5), point(6)):
         store.add(kept, 0)
     store.add(point(9), oldest_wanted=8)
     assert totals(store) == [4, 6, 9]
@@ -54,11 +54,11 @@ def test_exactly_compares_position_and_step() -> None:
 
 def test_nearest_is_the_latest_before_a_place() -> None:
     store = SlotSnapshots()
-    for kept in (point(0, epoch_start=True, proven=True), point(2, proven=True), point(3), point(7, proven=True)):
+    for kept in (point(0, epoch_start=True, verified=True), point(2, verified=True), point(3), point(7, verified=True)):
         store.add(kept, 0)
     found = store.nearest(0, 6)
     assert found is not None
-    assert found.total == 2, "what is not proven is no restart point"
+    assert found.total == 2, "what is not verified is no restart point"
 
 
 def test_points_beyond_abandoned_end_are_dropped() -> None:

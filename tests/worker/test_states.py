@@ -23,11 +23,11 @@ from penstock.worker.loader.travel import catch_up, leave, travel
 from penstock.worker.processes.progress_page import ProgressPage
 from penstock.worker.runner.replayer import state_at
 from penstock.worker.slots.loader_findings import LoaderFindings
-from penstock.worker.slots.proofs import RestartPointProver
 from penstock.worker.slots.slot import Slot
 from penstock.worker.slots.slot_interfaces import SlotHost
 from penstock.worker.slots.slot_states import POLL_S, SlotStates
 from penstock.worker.slots.snapshots import SlotSnapshots, StoredSnapshot
+from penstock.worker.slots.verification import RestartPointVerifier
 
 DEADLINE_S = 10.0
 
@@ -43,7 +43,7 @@ def states_of(progress_page: ProgressPage, **fields: Any) -> SlotStates:
     fields = {"assignment": records_pb2.WorkerAssignment(), "attached": True, "phase": pb.READY} | fields
     fields |= {"is_savable": True, "findings": LoaderFindings()}
     slot = cast(Slot, SimpleNamespace(progress_page=progress_page, name="box 0 slot 1", drain=lambda: None, **fields))
-    return SlotStates(slot, RestartPointProver(slot))
+    return SlotStates(slot, RestartPointVerifier(slot))
 
 
 def request(epoch: int, delivered: int, total: int) -> pb.StateRequest:
@@ -276,7 +276,7 @@ def test_earlier_epoch_start_is_no_state(progress_page: ProgressPage) -> None:
         assignment = records_pb2.WorkerAssignment(recovery=True)
         assignment.loader.options.replay_without_state = True
         store = SlotSnapshots()
-        store.add(StoredSnapshot(0, 0, 0, 0, True, 0, b"epoch_start", inherited=True, proven=True), 0)
+        store.add(StoredSnapshot(0, 0, 0, 0, True, 0, b"epoch_start", inherited=True, verified=True), 0)
         kept: dict[str, Any] = {"store": store, "helper": elsewhere, "unsaved": None, "ready": ready}
         kept |= {"assignment": assignment, "attached": False, "capabilities": records_pb2.LoaderCapabilities()}
         states = states_of(progress_page, **kept)
@@ -394,7 +394,7 @@ def test_an_answer_that_waits_ends_with_its_slot() -> None:
 
 
 def test_what_a_successor_needs() -> None:
-    """The newest base that was proven. Of a loader that nobody said to yield the same again, any: nothing is proven,
+    """The newest base that was verified. Of a loader that need not yield the same again, any: nothing is verified,
     for it may read a queue, and would take what is the stream's."""
 
     async def body() -> None:
@@ -403,8 +403,11 @@ def test_what_a_successor_needs() -> None:
             records_pb2.WorkerAssignment(),
         )
         slot.capabilities.state_methods = 2
-        first = StoredSnapshot(0, 0, 0, 0, True, 0, b"", proven=True)
-        inside, last = StoredSnapshot(0, 3, 3, 0, False, 0, b"", proven=True), StoredSnapshot(0, 5, 5, 0, False, 0, b"")
+        first = StoredSnapshot(0, 0, 0, 0, True, 0, b"", verified=True)
+        inside, last = (
+            StoredSnapshot(0, 3, 3, 0, False, 0, b"", verified=True),
+            StoredSnapshot(0, 5, 5, 0, False, 0, b""),
+        )
         for point in (first, inside, last):
             slot.store.add(point, 0)
         assert slot.durable.newest() == [inside]
@@ -412,10 +415,10 @@ def test_what_a_successor_needs() -> None:
         slot.capabilities.exact_states = True
         assert slot.durable.newest() == [last]
         slot.capabilities.Clear()
-        assert not slot.prover._provable
+        assert not slot.verifier._verifiable
         assert slot.durable.newest() == [last]
         slot.assignment.loader.options.replay_without_state = True
-        assert slot.prover._provable
+        assert slot.verifier._verifiable
         assert slot.durable.newest() == [inside]
         await slot.stop()
 

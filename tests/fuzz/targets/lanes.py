@@ -197,10 +197,10 @@ def _producer(data: bytes) -> None:
                         hello = lane_pb2.Hello()
                     producer.attach(sock, hello)
                 case 3:
-                    slab = producer.reserve(1000)
-                    if slab is not None:
+                    reserved = producer.reserve(1000)
+                    if reserved is not None:
                         total = max(total, producer.delivered) + 1
-                        producer.publish(slab, min(total, (1 << 64) - 1), 0, 1, 1000, pack_shapes([1, 2]), 3)
+                        producer.publish(reserved, min(total, (1 << 64) - 1), 0, 1, 1000, pack_shapes([1, 2]), 3)
                 case 4:
                     producer.end(0, min(total, (1 << 64) - 1))
                 case _ if peer is not None:
@@ -227,7 +227,7 @@ def _honest(producer: Producer) -> None:
         if wanted <= producer.delivered:
             return
         assert producer.attached, "an honest consumer was refused"
-        assert 0 <= producer.free_slots <= producer.ring_slots
+        assert 0 <= producer.free_entries <= producer.ring_entries
 
 
 def _producer_seeds() -> list[bytes]:

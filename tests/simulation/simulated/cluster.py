@@ -84,7 +84,7 @@ def check_cluster(fail: Fail, registry: Registry) -> None:
                     fail(_WAITS, f"{slot.key} is {pb.SlotPhase.Name(slot.phase)} with nobody")
                 if box.lingers_until > 0:
                     continue
-                live, waiting = box.place is BoxPresence.LIVE, slot.key in cluster.waiting
+                live, waiting = box.presence is BoxPresence.LIVE, slot.key in cluster.waiting
                 if waiting != (live and slot.phase == pb.WAITING):
                     fail(_WAITS, f"{slot.key} is {pb.SlotPhase.Name(slot.phase)}, and waits in line: {waiting}")
                 if not live and slot.worker:
@@ -101,8 +101,8 @@ def check_disk(fail: Fail, registry: Registry, disk: Disk) -> None:
     for attempt in cluster.open_attempts():
         for box in attempt.boxes.values():
             row = disk.tables["boxes"].get((attempt.run, attempt.number, box.number), {})
-            if row.get("client_id") != box.client or row.get("place") != box.place.value:
-                fail(_JOURNAL, f"box {box.number} is {box.place.value} for {box.client}, on disk {row}")
+            if row.get("client_id") != box.client or row.get("place") != box.presence.value:
+                fail(_JOURNAL, f"box {box.number} is {box.presence.value} for {box.client}, on disk {row}")
             slots += len(box.slots)
             for slot in box.slots:
                 _check_slot(fail, slot, disk)
@@ -140,10 +140,10 @@ def check_moves(
     live: dict[tuple[str, int, int], str] = {}
     for attempt in cluster.open_attempts():
         for box in attempt.boxes.values():
-            if box.place is BoxPresence.LIVE:
+            if box.presence is BoxPresence.LIVE:
                 live[attempt.run, attempt.number, box.number] = box.client
             for slot in box.slots:
-                is_live = box.place is BoxPresence.LIVE
+                is_live = box.presence is BoxPresence.LIVE
                 slots[slot.key] = now = (slot.generation, slot.worker, slot.session, is_live)
                 was = before.slots.get(slot.key, now)
                 if was == now:
@@ -165,7 +165,7 @@ def check_moves(
                 fail("a lease is whole", f"worker {name} ({session}) was given up after {silent:.3f} s")
     for (run, number, box_number), client in before.live.items():
         current = cluster.runs[run].current
-        if current is not None and current.number == number and current.boxes[box_number].place is BoxPresence.GONE:
+        if current is not None and current.number == number and current.boxes[box_number].presence is BoxPresence.GONE:
             silent = awake - max(before.heard_box.get((run, box_number, client), 0.0), before.booted)
             if silent < limits.client_lease_s - 1e-6:
                 fail("a lease is whole", f"box {box_number} of {run} was given up after {silent:.3f} s")

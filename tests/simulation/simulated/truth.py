@@ -334,7 +334,7 @@ class Truth:
         assert self.registry is not None
         current = self.registry.cluster.runs[run].current
         if current is not None and current.number == attempt and box in current.boxes:
-            place = current.boxes[box].place.value
+            place = current.boxes[box].presence.value
             self._must(place == "closed", "what is said is on disk", f"box {box} of {run} was closed, and is {place}")
 
     def viewed(self, run: str, attempt: int, box: int, views: Iterable[pb.SlotView]) -> None:

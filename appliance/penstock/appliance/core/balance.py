@@ -117,7 +117,7 @@ def _stragglers(cluster: ClusterState, now: float) -> Iterator[SlotMove | None]:
         found: list[Bottleneck] = []
         for box in list(attempt.boxes.values()):
             waits = box.waits.share >= STRAGGLES
-            if waits and box.place is BoxPresence.LIVE and not box.epoch_ended:
+            if waits and box.presence is BoxPresence.LIVE and not box.epoch_ended:
                 found += _held_up(cluster, box)
             if part.ends(1 + waits * len(box.slots)):
                 yield None

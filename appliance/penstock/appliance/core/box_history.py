@@ -80,8 +80,8 @@ class BoxRecord:
 
 def track_of(attempt: Attempt, box: Box) -> BoxRecord:
     """Return the box's record from the cluster state."""
-    reports = box.place is BoxPresence.LIVE and attempt.state is AttemptState.OPEN
-    settled = (box.reported and (reports or box.place is BoxPresence.CLOSED)) or box.settled
+    reports = box.presence is BoxPresence.LIVE and attempt.state is AttemptState.OPEN
+    settled = (box.reported and (reports or box.presence is BoxPresence.CLOSED)) or box.settled
     slots = [(dict(slot.skips), slot.capabilities) for slot in box.slots]
     return BoxRecord(
         attempt.number, attempt.seed, box.opening, box.start, settled, _known(box), dict(box.abandoned), slots

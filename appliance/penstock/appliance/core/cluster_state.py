@@ -329,10 +329,10 @@ class ClusterState:
         while self._discarded and now >= self._free_at and freed < self.limits.slots_at_once:
             freed += BOX_COST + len(self._discarded.popleft().slots)
 
-    def vacate(self, attempt: Attempt, box: Box, place: BoxPresence, note: str) -> None:
+    def vacate(self, attempt: Attempt, box: Box, presence: BoxPresence, note: str) -> None:
         """Free the box's workers at once: its client is lost or has closed."""
-        attempt.set_place(box, place)
-        kind = "box lost" if place is BoxPresence.GONE else "box closed"
+        attempt.set_presence(box, presence)
+        kind = "box lost" if presence is BoxPresence.GONE else "box closed"
         self.events.add(kind, note, run=attempt.run, attempt=attempt.number, box=box.number)
         if box.reported:
             self.save_track(attempt, box)
@@ -351,7 +351,7 @@ class ClusterState:
 
     def revive(self, attempt: Attempt, box: Box, now: float) -> None:
         """Take a lost client back: it has returned, and the next attempt was not opened meanwhile."""
-        attempt.set_place(box, BoxPresence.LIVE)
+        attempt.set_presence(box, BoxPresence.LIVE)
         text = f"the training job of box {box.number} reported again"
         self.events.add("box back", text, run=attempt.run, attempt=attempt.number, box=box.number)
         box.lease_until = now + self.box_lease_policy().lease_s

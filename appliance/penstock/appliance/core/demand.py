@@ -82,7 +82,7 @@ def daemons(cluster: ClusterState) -> int:
 
 
 def _live(attempt: Attempt) -> list[Box]:
-    return [box for box in attempt.boxes.values() if box.place is BoxPresence.LIVE]
+    return [box for box in attempt.boxes.values() if box.presence is BoxPresence.LIVE]
 
 
 def _needed(attempt: Attempt, boxes: list[Box], slots: list[Slot]) -> int:

@@ -167,13 +167,13 @@ def decide(
         return _next(run, request)
     held = current.boxes.get(request.box)
     if held is not None and held.client == client:
-        if held.place is BoxPresence.CLOSED:
+        if held.presence is BoxPresence.CLOSED:
             raise SupersededError(
                 f"box {held.number} of run {run.name} was closed by this process: open it with a new Appliance"
             )
         return RepeatedOpening(held)
 
-    live = held is not None and held.place is BoxPresence.LIVE
+    live = held is not None and held.presence is BoxPresence.LIVE
     key = request.attempt_key
     if key and key != current.key:
         earlier = [past for past in run.past.values() if past.key == key and past.state is AttemptState.SUPERSEDED]
@@ -251,8 +251,7 @@ def seed_of(run: Run | None, request: pb.OpenRunRequest, fresh: Callable[[], int
         if run is not None and request.seed != run.seed and not resumes(request):
             raise InvalidArgumentError(
                 f"run {run.name} was started with seed {run.seed}, and now asks for seed {request.seed} without a "
-                "state "
-                "to resume from: leave the seed out, or choose another job name"
+                "state to resume from: leave the seed out, or choose another job name"
             )
         return request.seed
     return run.seed if run is not None else fresh()

@@ -85,7 +85,7 @@ def _fill(cluster: ClusterState, now: float, worker_lease_s: float, client_lease
         attempt = cluster.runs[row["run"]].current
         if attempt is not None and attempt.number == row["attempt"]:
             box, track = attempt.boxes[row["box"]], pb.History.FromString(row["history"])
-            box.earlier, box.settled = tuple(track.known), track.settled and box.place is BoxPresence.CLOSED
+            box.earlier, box.settled = tuple(track.known), track.settled and box.presence is BoxPresence.CLOSED
     worker_lease_s = max(worker_lease_s, cluster.worker_lease_policy().lease_s)
     for worker in cluster.workers.values():
         worker.lease_until = now + worker_lease_s
@@ -107,7 +107,7 @@ def _box(cluster: ClusterState, attempt: Attempt, row: Mapping[str, Any], now: f
     )
     box.reported_at, box.reported, box.restored = now, False, True
     box.history.append(start)
-    if box.place is BoxPresence.CLOSED:
+    if box.presence is BoxPresence.CLOSED:
         box.lingers_until = now + cluster.limits.linger_s
     attempt.add_box(box)
     cluster.slots_held[box.credential] += attempt.num_workers
@@ -133,5 +133,5 @@ def _slot(cluster: ClusterState, row: Mapping[str, Any], now: float) -> None:
             cluster.workers[worker.name] = worker
         worker.slots.add(slot.key, box.assignment_size)
         cluster.placed += 1
-    elif slot.phase == pb.WAITING and box.place is BoxPresence.LIVE:
+    elif slot.phase == pb.WAITING and box.presence is BoxPresence.LIVE:
         cluster.waiting[slot.key] = slot

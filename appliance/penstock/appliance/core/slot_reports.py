@@ -7,8 +7,8 @@ from penstock.appliance.core.migration import Migrations
 from penstock.appliance.model.entities import Slot, SlotKey, Worker
 from penstock.appliance.policies import quarantine
 from penstock.proto.errors import MemoryLimitError
+from penstock.proto.rpc.bounds.message_bounds import owned
 from penstock.proto.rpc.channel import detail_of
-from penstock.proto.rpc.message_bounds import owned
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 

@@ -60,7 +60,6 @@ from penstock.proto.errors import (
     SupersededError,
     UnknownRunError,
 )
-from penstock.proto.rpc.bounds.message_bounds import owned
 from penstock.proto.rpc.channel import VERSION, detail_of
 from penstock.proto.rpc.credentials.tickets import expiry
 from penstock.proto.v1 import coordinator_pb2 as pb
@@ -177,7 +176,7 @@ class Registry:
 
     def _renew(self, attempt: Attempt, box: Box, now: float, known_s: float = 0.0) -> None:
         """Renew the box's lease. `known_s`: the lease that the box uses."""
-        if box.place is BoxPresence.GONE:
+        if box.presence is BoxPresence.GONE:
             self.cluster.revive(attempt, box, now)
         box.lease_until = now + self.cluster.box_lease_policy().promised(known_s, self.limits.lease_max_s)
         box.reported_at = now
@@ -189,7 +188,7 @@ class Registry:
             raise UnknownRunError(f"box {number} of run {run} has not been opened in attempt {attempt_number}")
         if box.client != client_of(client_id):
             raise BoxTakenError(f"box {number} of run {run} (attempt {attempt_number}) is held by {box.who()}")
-        if box.place is BoxPresence.CLOSED:
+        if box.presence is BoxPresence.CLOSED:
             raise SupersededError(f"box {number} of run {run} (attempt {attempt_number}) was closed by its client")
         return attempt, box
 
@@ -264,7 +263,7 @@ class Registry:
             return
         if request.HasField("progress"):
             self._report(request.progress)
-        attempt.set_place(box, BoxPresence.CLOSED)
+        attempt.set_presence(box, BoxPresence.CLOSED)
         attempt.set_ended(box, True)
         if attempt.any_live():
             box.lingers_until = self._clock() + self.limits.linger_s
@@ -292,8 +291,7 @@ class Registry:
         if request.worker not in cluster.workers and len(cluster.workers) >= self.limits.workers_max:
             raise OverloadedError(
                 f"{len(cluster.workers)} workers are registered, the most that a coordinator takes: start fewer "
-                "workers "
-                "with more --slots each"
+                "workers with more --slots each"
             )
         old = cluster.workers.get(request.worker)
         keeps = AssignedSlots()
@@ -538,10 +536,10 @@ class Registry:
             named |= attempt.blobs
             live = 0
             for box in attempt.boxes.values():
-                live += box.place is BoxPresence.LIVE
+                live += box.presence is BoxPresence.LIVE
                 if vacated >= limits.slots_at_once:
                     continue
-                if box.place is BoxPresence.LIVE and box.lease_until <= overdue:
+                if box.presence is BoxPresence.LIVE and box.lease_until <= overdue:
                     live -= 1
                     vacated += BOX_COST + len(box.slots)
                     silent = now - box.reported_at

@@ -186,7 +186,7 @@ def _box_status(cluster: ClusterState, box: Box, now: float) -> pb.BoxStatus:
         waiting_for = f"worker {slot.worker} (slot {slot.key.slot})" if slot.worker else f"slot {slot.key.slot}"
     return pb.BoxStatus(
         box=box.number,
-        live=box.place is BoxPresence.LIVE,
+        live=box.presence is BoxPresence.LIVE,
         step=box.step,
         epoch=box.delivered.epoch or box.start.epoch,
         steps_per_s=box.steps_per_s,

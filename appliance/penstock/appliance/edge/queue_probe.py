@@ -60,8 +60,7 @@ class QueueProbe:
                         if not warned:
                             _log.warning(
                                 "the delay of queued calls cannot be measured, so workers and training jobs whose "
-                                "calls "
-                                "wait in a queue may be taken for dead: %s",
+                                "calls wait in a queue may be taken for dead: %s",
                                 error.details(),
                             )
                             warned = True

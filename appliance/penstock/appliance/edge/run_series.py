@@ -62,7 +62,7 @@ class RunSeries:
         looked = 0
         for attempt in attempts:
             steps_per_s = waited = batches_per_s = 0.0
-            going = [box for box in attempt.boxes.values() if box.place is BoxPresence.LIVE and not box.epoch_ended]
+            going = [box for box in attempt.boxes.values() if box.presence is BoxPresence.LIVE and not box.epoch_ended]
             for box in going:
                 steps_per_s += box.steps_per_s / len(going)
                 waited = max(waited, box.waited_share)

@@ -174,8 +174,7 @@ def _queue_probe(limits: Limits, closing: contextlib.ExitStack) -> QueueProbe | 
     except OSError as error:
         log.warning(
             "the delay of queued calls cannot be measured, so workers and training jobs whose calls wait in a queue "
-            "may "
-            "be taken for dead: no temporary folder for a socket: %s",
+            "may be taken for dead: no temporary folder for a socket: %s",
             error,
         )
         return None

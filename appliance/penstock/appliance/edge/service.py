@@ -449,8 +449,7 @@ class Service(CoordinatorServicer):
         if answer.state_bytes > self._limits.value_max:
             raise InvalidArgumentError(
                 f"a worker's state must have at most {self._limits.value_max} bytes, got {answer.state_bytes}: keep "
-                "less "
-                "in state_dict()"
+                "less in state_dict()"
             )
         if not self._registry.answer_wanted(answer):
             return pb.PutStateReply()  # late: no query needs its bytes
@@ -529,8 +528,7 @@ class Service(CoordinatorServicer):
             if data is None:
                 raise StateUnavailableError(
                     f"the coordinator does not have the stored value {request.blob!r} (a state to resume from, or "
-                    "large "
-                    "arguments): its run is over, or it was never sent"
+                    "large arguments): its run is over, or it was never sent"
                 )
             async for piece in self._read("GetBlob", data):
                 yield pb.BlobPart(data=piece)

@@ -156,7 +156,7 @@ class Box:
     """Opening without its client_id."""
     start: Position
     """Position of the box when the attempt opened."""
-    place: BoxPresence
+    presence: BoxPresence
     lease_until: float
     version: int
     slots: list[Slot] = field(default_factory=list)
@@ -244,7 +244,7 @@ class Box:
             begun = self.step > self.start.step
             self.waits.report(now, by_slot_s, [slot.gauge.queued for slot in self.slots], begun=begun)
 
-    def anchor(self, step: int) -> Position | None:
+    def position_before(self, step: int) -> Position | None:
         """Return the newest position known at or before `step`; None if the step is older than all.
 
         The record of a step is the position right after it, with later ends not yet noticed. A loop that had noticed
@@ -322,7 +322,7 @@ class Attempt:
         self.boxes[box.number] = box
         self.clients[box.number] = box.client
         self.credentials[box.credential] += 1
-        self.set_place(box, box.place)
+        self.set_presence(box, box.presence)
         self.blobs |= {box.opening.resume.blob, box.opening.loader.arguments_blob}
 
     def note_generation(self, generation: int) -> None:
@@ -332,9 +332,9 @@ class Attempt:
     def topology(self) -> str:
         return topology(self.num_boxes, self.num_workers)
 
-    def set_place(self, box: Box, place: BoxPresence) -> None:
-        box.place = place
-        (self.live.add if place is BoxPresence.LIVE else self.live.discard)(box.number)
+    def set_presence(self, box: Box, presence: BoxPresence) -> None:
+        box.presence = presence
+        (self.live.add if presence is BoxPresence.LIVE else self.live.discard)(box.number)
 
     def set_ended(self, box: Box, ended: bool) -> None:
         box.epoch_ended = ended
@@ -356,7 +356,7 @@ class Attempt:
     def behind(self, box: Box, step: int) -> int | None:
         """Return the step before `step` after which another box abandoned an epoch, if this one may do so too: its
         position at `step` is unknown until it reports that it did, or a later step."""
-        if box.epoch_ended or box.place is not BoxPresence.LIVE:
+        if box.epoch_ended or box.presence is not BoxPresence.LIVE:
             return None
         ahead = self.left_between(box.step, step)
         own = max(box.abandoned.values(), default=-1) if ahead else -1

@@ -30,14 +30,14 @@ class StateFetch:
 
     run: str
     attempt: int
-    asker: str
+    caller: str
     at: float
     wall_s: float
     step: int
     seconds: float = 0.0
     bytes: int = 0
     error: str = ""
-    askers: int = 1
+    callers: int = 1
 
     def of(self, query: StateQuery) -> None:
         """Set the attempt and step of the query: the request may have asked for "the newest"."""
@@ -46,7 +46,9 @@ class StateFetch:
     def is_with(self, other: StateFetch) -> bool:
         """Return whether both are of the same checkpoint."""
         same = (self.run, self.attempt, self.step) == (other.run, other.attempt, other.step)
-        return same and (self.asker == OPERATOR) == (other.asker == OPERATOR) and bool(self.error) == bool(other.error)
+        return (
+            same and (self.caller == OPERATOR) == (other.caller == OPERATOR) and bool(self.error) == bool(other.error)
+        )
 
 
 class RecentQueries:
@@ -59,8 +61,8 @@ class RecentQueries:
     @contextmanager
     def noted(self, request: pb.FetchStateRequest) -> Iterator[StateFetch]:
         """Record a query while it is answered, and the error that ends it; a caller that leaves is an error too."""
-        asker = f"box {request.progress.box}" if request.HasField("progress") else OPERATOR
-        fetch = StateFetch(request.run, request.attempt, asker, self._clock(), self._wall(), request.step)
+        caller = f"box {request.progress.box}" if request.HasField("progress") else OPERATOR
+        fetch = StateFetch(request.run, request.attempt, caller, self._clock(), self._wall(), request.step)
         try:
             yield fetch
         except (GeneratorExit, asyncio.CancelledError):
@@ -77,7 +79,7 @@ class RecentQueries:
     def _enter(self, fetch: StateFetch) -> None:
         for known in reversed(self._done):
             if fetch.is_with(known) and fetch.at - known.at <= TOGETHER_S:
-                known.askers += 1
+                known.callers += 1
                 known.seconds = max(known.seconds, fetch.seconds)
                 return
         self._done.append(fetch)
@@ -88,12 +90,12 @@ class RecentQueries:
         for fetch in self._done:
             message = pb.StateFetch(
                 step=fetch.step,
-                asker=fetch.asker,
+                asker=fetch.caller,
                 wall_s=fetch.wall_s,
                 seconds=fetch.seconds,
                 bytes=fetch.bytes,
                 error=fetch.error,
-                askers=fetch.askers,
+                askers=fetch.callers,
             )
             by_run[fetch.run].append(message)
         return by_run

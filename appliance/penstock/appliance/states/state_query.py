@@ -97,8 +97,8 @@ def _abandoned_before(box: Box, position: Position) -> tuple[int, list[tuple[int
     for epoch in reversed(box.abandoned):
         if epoch >= position.epoch:
             continue
-        anchor = box.anchor(box.abandoned[epoch])
-        there = None if anchor is None else advance(anchor, box.abandoned[epoch], box.ends, box.abandoned)
+        start = box.position_before(box.abandoned[epoch])
+        there = None if start is None else advance(start, box.abandoned[epoch], box.ends, box.abandoned)
         if there is None or there.epoch != epoch or len(left) == EPOCHS_SENT:
             return epoch + 1, left
         left.append((epoch, {k: there.total[k] for k in there.live}))
@@ -191,7 +191,7 @@ class StateQuery:
     _denied: dict[tuple[int, int], tuple[Any, ...]] = field(default_factory=dict)
     """Position and known ends when a slot answered with an end that was known already: the mistake is with another
     slot, so it is not asked again before more is known."""
-    _anchors: dict[int, Position] = field(default_factory=dict)
+    _starts: dict[int, Position] = field(default_factory=dict)
     """Newest position of each box from which its stream digest was requested. It stays valid when the cluster state
     has dropped it for a report of a later step."""
     _missing: dict[int, list[str]] = field(default_factory=dict)
@@ -246,7 +246,7 @@ class StateQuery:
             self._ask(number, {})
         self._open_requests.clear()
         self._missing.clear()
-        self._anchors.clear()
+        self._starts.clear()
         self._answers.clear()
         self.held = sum(state.size for state in self.boxes.values())
         self.coming.clear()
@@ -299,15 +299,15 @@ class StateQuery:
         if box is None:
             missing.append(f"box {number} (it has not opened the run)")
             return
-        if not box.reported and box.place is BoxPresence.LIVE:
+        if not box.reported and box.presence is BoxPresence.LIVE:
             missing.append(f"box {number} (it has not reported since the coordinator was started)")
             self._ask(number, {})
             return
         state = BoxState([])
-        anchor, position = self._position(box, state, doubtful)
-        anchor = max(anchor, self._anchors.get(number, anchor), key=lambda at: at.step)
-        self._anchors[number] = anchor
-        if box.place is BoxPresence.GONE:
+        start, position = self._position(box, state, doubtful)
+        start = max(start, self._starts.get(number, start), key=lambda at: at.step)
+        self._starts[number] = start
+        if box.presence is BoxPresence.GONE:
             raise StateUnavailableError(
                 f"step {self.step} of run {self.run}: the training job of box {number} has stopped reporting, and its "
                 "workers were freed. Retry once it is back; if it is dead, resume from a state that was saved before"
@@ -336,7 +336,7 @@ class StateQuery:
             if slot.phase == pb.FAILED and slot.error is not None:
                 raise self._of_slot(error_of(slot.error), slot.key, slot.worker)
             if slot.phase == pb.READY:
-                rounds, after = self._rounds.get((number, k), 0), anchor.total[k]
+                rounds, after = self._rounds.get((number, k), 0), start.total[k]
                 abandoned = tuple((epoch, totals[k]) for epoch, totals in left if k in totals)
                 slot_request = SlotStateRequest(
                     slot.key,
@@ -363,14 +363,14 @@ class StateQuery:
                 f"the state of run {self.run} at step {self.step} cannot be put together: the workers disagree about "
                 f"the batch after which an epoch ended. In doubt: {', '.join(denied + doubtful)}"
             )
-        self._record_digest(box, anchor, position)
+        self._record_digest(box, start, position)
         state.position = position.to_proto()
         self._assemble(attempt, number, state)
         self._completed(number, state)
 
     def _completed(self, number: int, state: BoxState) -> None:
         del self._open_requests[number], self._missing[number]
-        self._anchors.pop(number, None)
+        self._starts.pop(number, None)
         self.boxes[number], self.sent[number] = state, 0
         self.complete += 1
         self.completed.append(number)
@@ -378,11 +378,11 @@ class StateQuery:
     def _position(self, box: Box, state: BoxState, doubtful: list[str]) -> tuple[Position, Position]:
         """Return where the plan starts from, and where the box stood."""
         where = f"step {self.step} of run {self.run}: box {box.number}"
-        if box.place is BoxPresence.CLOSED and not any(slot.worker for slot in box.slots):
+        if box.presence is BoxPresence.CLOSED and not any(slot.worker for slot in box.slots):
             raise StateUnavailableError(
                 f"{where} has closed and its workers are gone: take the state before any box closes its appliance"
             )
-        if box.place is BoxPresence.CLOSED and not box.reported:
+        if box.presence is BoxPresence.CLOSED and not box.reported:
             raise StateUnavailableError(
                 f"{where} has closed, and the coordinator, restarted since, does not know where it ended: take the "
                 "state before any box closes its appliance"
@@ -395,19 +395,19 @@ class StateQuery:
         if box.epoch_ended and box.step < self.step:
             at = state.final = box.step
         at = max(at, box.start.step)
-        anchor = box.anchor(at)
+        start = box.position_before(at)
         # A coordinator that was restarted has every epoch start, but not what served the steps before the window.
-        unkept = box.restored and anchor is box.start and at < box.step - box.retention
-        if anchor is None or unkept:
+        unkept = box.restored and start is box.start and at < box.step - box.retention
+        if start is None or unkept:
             raise StateUnavailableError(
                 f"{where} is more than retention_steps={box.retention} steps past that step, so its state is no longer "
                 "kept: ask for a later step, or raise retention_steps"
             )
-        position = advance(anchor, at, box.ends, box.abandoned)
-        if sum(position.total) - sum(anchor.total) != at - anchor.step or box.is_refuted(position):
+        position = advance(start, at, box.ends, box.abandoned)
+        if sum(position.total) - sum(start.total) != at - start.step or box.is_refuted(position):
             # Some ends are known and others, of earlier epochs, are not: good enough for requests, not for the answer.
             doubtful.append(f"box {box.number}")
-        return anchor, position
+        return start, position
 
     def _of_slot(self, error: PenstockError, key: SlotKey, worker: str) -> PenstockError:
         on = f" on worker {worker}" if worker else ""
@@ -457,7 +457,7 @@ class StateQuery:
             self._denied[slot] = (place, before, dict(box.abandoned))
         self.refresh(attempt, box.number)
 
-    def _record_digest(self, box: Box, anchor: Position, position: Position) -> None:
+    def _record_digest(self, box: Box, start: Position, position: Position) -> None:
         """Compute the box's stream digest, from a position that it reported and the workers' digests since."""
         position.chain = box.chain(position.step)
         if position.chain is None:
@@ -467,7 +467,7 @@ class StateQuery:
                 first = have.answer.digests_after + 1
                 batches = enumerate(have.answer.digests, first)
                 digests |= {(slot.key.slot, total): digest for total, digest in batches}
-            position.chain = chain_at(anchor, position.step, box.ends, box.abandoned, digests)
+            position.chain = chain_at(start, position.step, box.ends, box.abandoned, digests)
 
     def _assemble(self, attempt: Attempt, number: int, state: BoxState) -> None:
         for slot in attempt.boxes[number].slots:

@@ -216,8 +216,7 @@ def check_commits(path: Path) -> int:
 def behind(path: Path | str, found: int, expected: int, witness: str) -> JournalError:
     """Return the error about a database that lacks commits."""
     return JournalError(
-        f"{path} ends at commit {found}, but commit {expected} was made, {witness}: its log {path}-wal is damaged "
-        "or "
+        f"{path} ends at commit {found}, but commit {expected} was made, {witness}: its log {path}-wal is damaged or "
         "missing, or this is an older copy. Restore a current copy of the whole directory; or move the directory away "
         "to start anew, and start the jobs from their checkpoints"
     )

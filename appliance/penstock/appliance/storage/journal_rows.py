@@ -22,7 +22,7 @@ def attempt_row(attempt: Attempt) -> Row:
 def box_row(attempt: Attempt, box: Box) -> Row:
     still = attempt.state is AttemptState.OPEN
     opening = box.opening.SerializeToString() if still else None
-    return _box(attempt, box) | {"client_id": box.client, "place": box.place.value, "opening": opening}
+    return _box(attempt, box) | {"client_id": box.client, "place": box.presence.value, "opening": opening}
 
 
 def slot_row(slot: Slot) -> Row:

@@ -109,8 +109,7 @@ class SharedAppliance:
             listener.close()
             raise PenstockError(
                 f"Appliance(): another process of this torchrun launch already runs as local rank 0 ({error}): make "
-                "one "
-                "Appliance per process, or pass the address of a coordinator"
+                "one Appliance per process, or pass the address of a coordinator"
             ) from error
         self._listener = listener
         message = json.dumps(asdict(place)).encode()

@@ -20,7 +20,8 @@ T = TypeVar("T")
 
 
 class ApplianceScope(Generic[T]):
-    """Objects of one kind that are entered and left; one that is entered twice is left twice.
+    """Stack of the objects of one kind that are open in `with` statements; an object that is entered twice is left
+    twice.
 
     Args:
         name: name of the context variable.

@@ -184,7 +184,7 @@ class AsyncCheckpointer:
                 return False
             self._collect_ended()
             flying = [one.request["save"] for one in self._in_flight]
-            self._hand_over(step, self._agreement.on(step, self.folder, state, self._unheard, flying))
+            self._submit(step, self._agreement.on(step, self.folder, state, self._unheard, flying))
         return True
 
     def signalled(self) -> bool:
@@ -221,7 +221,7 @@ class AsyncCheckpointer:
                     self._stage(agreed, buffer)
                 return
 
-    def _hand_over(self, step: int, agreed: AgreedSave) -> None:
+    def _submit(self, step: int, agreed: AgreedSave) -> None:
         ranks = self._ranks
         flying = [one.buffer for one in self._in_flight]
         buffer = next(one for one in self._buffers if one not in flying)
@@ -381,7 +381,11 @@ class AsyncCheckpointer:
                     return None
                 if self._load(choice, state, allow_unsafe_types):
                     return int(choice["step"])
-        raise CheckpointError(f"{self.folder}: each checkpoint that was chosen was replaced before all ranks had it")
+        raise CheckpointError(
+            f"{self.folder}: each time, another save replaced the checkpoint before all ranks had opened it: wait "
+            "until "
+            "that save has ended, and restore again"
+        )
 
     def _load(self, choice: dict[str, Any], state: Mapping[str, Any], unsafe: bool) -> bool:
         """Return False if the checkpoint was replaced before all ranks had opened it."""

@@ -230,7 +230,7 @@ def blank() -> dict[str, Any]:
 
 
 def is_to_be_filled() -> bool:
-    """Return whether the requested state is one for torch.distributed.checkpoint.load to fill.
+    """Return whether torch.distributed.checkpoint.load asks for a state to fill.
 
     The caller requests a state from each target and passes no reason, so only the call stack identifies it. A caller
     that is not recognised gets the whole state, which works for loaders whose states keep their parts.
@@ -284,8 +284,7 @@ def read(value: object) -> SavedState:
     if type(step) is not int or step != saved.step:
         raise StateCorruptError(
             f"the saved state is damaged: it names step {step!r:.80}, the record in it step {saved.step}. Load an "
-            "older "
-            "state"
+            "older state"
         )
     if saved.methods == 4 and "aggregated" in record and not _belongs(own):
         saved.aggregated = record["aggregated"]
@@ -298,7 +297,7 @@ def read(value: object) -> SavedState:
 
 
 def _belongs(own: Mapping[str, Any]) -> bool:
-    """Return whether the visible part of a state is the one that its record came with."""
+    """Return whether the visible part of a state is unchanged since its record was made."""
     marks = own.get("of")
     return isinstance(marks, Mapping) and _digest(own["record"]) in marks
 

@@ -133,8 +133,7 @@ def check_device(name: str) -> str:
     if device.index is not None and device.index >= count:
         raise InvalidArgumentError(
             f"device must be one of the {count} CUDA devices that this process sees, numbered from 0, got {name!r}: "
-            "see "
-            "CUDA_VISIBLE_DEVICES; under torchrun use LOCAL_RANK"
+            "see CUDA_VISIBLE_DEVICES; under torchrun use LOCAL_RANK"
         )
     return str(device)
 

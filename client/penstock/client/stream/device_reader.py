@@ -83,11 +83,11 @@ class DeviceReader(OrderedReader):
             self.stats.ahead += 1
             self._staged = None
             self._count(lane, load.digest)
-        batch = self._hand_over(load)
+        batch = self._deliver(load)
         self._stage()
         return batch
 
-    def _hand_over(self, load: DeviceLoad) -> Any:
+    def _deliver(self, load: DeviceLoad) -> Any:
         batch = load.batch
         if load.event is not None:
             self._backend.order_after_copies(load.copies, load.event)

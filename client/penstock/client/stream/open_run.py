@@ -296,7 +296,7 @@ class OpenRun:
         self._take(reply)
 
     def report_soon(self) -> None:
-        """Report progress now in a thread of its own, unless such a report is under way: the next one follows soon."""
+        """Report progress now, in a thread, unless such a report is being sent already: the next one follows soon."""
         if self._reporting is None or not self._reporting.is_alive():
             self._reporting = threading.Thread(target=self.report, name=f"penstock-report-{self.name}", daemon=True)
             self._reporting.start()
@@ -375,7 +375,7 @@ class OpenRun:
     # ---- closing
 
     def close(self, *, forget: bool = True) -> None:
-        """Leave the run. Never raises for a coordinator that is gone; safe to call again.
+        """Close the run. Never raises for a coordinator that is gone; safe to call again.
 
         forget: True: the run will not be opened again. Used only in embedded mode.
         """

@@ -307,8 +307,8 @@ class OrderedReader:
         self._run.progress.waited_by_slot[slot] += seconds
 
     def _failed(self, lane: SlotLane, view: pb.SlotView, now: float) -> float:
-        """Raise the error of a slot that is lost for good, once nothing more can arrive; until then, return the time of
-        the next check."""
+        """Raise the error of a slot that has failed and is not restarted, once nothing more can arrive; until then,
+        return the time of the next check."""
         if lane.consumer is None:
             if lane.tried_failed:
                 raise self._slot_error(view)
@@ -320,7 +320,7 @@ class OrderedReader:
         return lane.failed_since + FAILED_GRACE_S
 
     def raise_failed(self, view: pb.SlotView) -> NoReturn:
-        """Raise the error of a slot that has failed for good."""
+        """Raise the error of a slot that has failed and is not restarted."""
         raise self._slot_error(view)
 
     def _slot_error(self, view: pb.SlotView) -> PenstockError:

@@ -119,7 +119,7 @@ class ReceiverLane:
         self._out: deque[bytes | memoryview] = deque()  # hello and acks for the sender
         self._frame = Frame()  # the last one read
         self._waiting = False  # `_frame` is a batch that waits for a ring entry
-        self._slab: FreeEntry | None = None  # destination of its payload
+        self._reserved: FreeEntry | None = None  # destination of its payload
         self._target: memoryview | None = None  # rest of the payload
         self._unpackers: dict[int, Unpacker] = {}  # for the codecs that the consumer requested
         self._unpacker: Unpacker | None = None  # for the present payload, if it is compressed
@@ -155,7 +155,7 @@ class ReceiverLane:
             return
         _log.info("a lane has ended: %s", why)
         self.over = True
-        self._target = self._slab = self._unpacker = None
+        self._target = self._reserved = self._unpacker = None
         self._unpackers.clear()
         self._loop.forget(self, self._consumer_fd, self._tcp_fd)
         self._producer.close(say_so=False)
@@ -357,12 +357,12 @@ class ReceiverLane:
         if frame.abandons < producer.abandons:
             self._unwanted = (frame.wire if frame.codec else size) + tcp.CHECK_BYTES * tcp.is_checked(frame)
         else:
-            slab = producer.reserve(self._slot_bytes[frame.ring])
-            if slab is None:
+            reserved = producer.reserve(self._slot_bytes[frame.ring])
+            if reserved is None:
                 return False
-            self._slab = slab
+            self._reserved = reserved
             self._hasher = xxh3_64() if tcp.is_checked(frame) else None
-            self._target = slab.view[:size]
+            self._target = reserved.view[:size]
             self._limit = AHEAD if size > SMALL else 1 << 20
             if frame.codec:
                 self._unpacker = self._unpackers[frame.codec]
@@ -374,11 +374,11 @@ class ReceiverLane:
     def _unpack(self, unpacker: Unpacker) -> None:
         """Unpack the part of a compressed payload that was received into `_target`."""
         if self._frame.abandons < self._producer.abandons:  # the epoch was abandoned meanwhile: skip the work
-            assert self._slab is not None
-            self._producer.return_unused(self._slab)
+            assert self._reserved is not None
+            self._producer.return_unused(self._reserved)
             self._unwanted = unpacker.left + tcp.CHECK_BYTES
             unpacker.drop()
-            self._slab = self._target = self._unpacker = None
+            self._reserved = self._target = self._unpacker = None
             return
         try:
             self._target = unpacker.step()
@@ -389,12 +389,12 @@ class ReceiverLane:
 
     def _publish(self) -> None:
         """Publish the batch in `_frame`, which is in its entry."""
-        slab, self._slab, self._whole = self._slab, None, False
-        assert slab is not None
+        reserved, self._reserved, self._whole = self._reserved, None, False
+        assert reserved is not None
         if self._frame.abandons < self._producer.abandons:
-            self._producer.return_unused(slab)  # the epoch was abandoned meanwhile
+            self._producer.return_unused(reserved)  # the epoch was abandoned meanwhile
         else:
-            self._producer.forward(slab, self._frame, more=True)  # `_settle` flushes
+            self._producer.forward(reserved, self._frame, more=True)  # `_settle` flushes
 
     def _settle(self) -> None:
         """Send pending bytes to the sender, check for the lane's end, and set the events to wait for."""

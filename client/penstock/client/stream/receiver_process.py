@@ -81,8 +81,7 @@ class Receiver:
                 self._end()
                 raise DeadlineError(
                     f"waited {START_S:g} s for the receiver, the process that takes batches from other hosts, to "
-                    "start: "
-                    "see its standard error"
+                    "start: see its standard error"
                 ) from None
         if said is None:
             how = exit_words(process.result())

@@ -128,7 +128,7 @@ class StreamRun(Protocol):
         """Run the loader's aggregate_state_dict: an envelope of the list of states -> one of the result."""
 
     def close(self, *, forget: bool = True) -> None:
-        """Leave the run; safe to call again."""
+        """Close the run; safe to call again."""
 
 
 class Reader(Protocol):
@@ -164,7 +164,7 @@ class Reader(Protocol):
         """Abandon the epoch at this position."""
 
     def raise_failed(self, view: pb.SlotView) -> NoReturn:
-        """Raise the error of a slot that has failed for good."""
+        """Raise the error of a slot that has failed and is not restarted."""
 
     def open_lanes(self) -> list[Literal["local", "tcp"]]:
         """Return the kind of each open lane."""

@@ -66,8 +66,7 @@ def _refuse_planted(path: Path) -> None:
     if owner != os.geteuid():
         raise JournalError(
             f"{path} must belong to the user that the coordinator runs as ({os.geteuid()}), got user {owner}, who "
-            "could "
-            "know the token: remove the file, and a new token is made"
+            "could know the token: remove the file, and a new token is made"
         )
 
 

@@ -87,8 +87,7 @@ def lane_address(value: str) -> str:
     if unspecified:
         raise ValueError(
             f"training jobs on other machines connect to this address, and cannot connect to {host}: give an address "
-            "of "
-            "this machine"
+            "of this machine"
         )
     return value
 

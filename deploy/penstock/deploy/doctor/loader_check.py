@@ -7,7 +7,7 @@ restored in the next process, and once more. A four-method loader whose own stat
 launches: all workers' states are aggregated, deaggregated in the processes of a next launch, streamed from, and saved
 again.
 
-A run does not believe a state either (worker/slots/proofs.py): what does not lead to the batches that were delivered
+A run does not trust a state either (worker/slots/verification.py): a state that does not lead to the delivered batches
 is not used, and batches are counted and replayed instead. So a loader whose states are wrong can be saved and resumed,
 as long as it yields the same batches again from its start. The verdict names the cost, and the consequences for other
 numbers of workers.
@@ -38,8 +38,8 @@ __all__ = [
 ]
 
 STATE, METHODS, REPLAY = "state", "methods", "replay"
-"""Methods of saving a loader: by its own state; by its aggregate and deaggregate; or by counting batches from a proven
-position, and replaying them."""
+"""Methods of saving a loader: by its own state; by its aggregate and deaggregate; or by counting batches from a
+verified position, and replaying them."""
 COMPARED = 8
 """Events (batches and ends of epochs) after which the next generation's state is taken."""
 _WHERE = {

@@ -59,9 +59,8 @@ def render(plan: FleetPlan, folder: Path) -> str:
     if not plan.options["tls_secret"] and not plan.insecure:
         raise UnsafeBindError(
             "pods connect to each other over the network: give --tls-secret NAME, where the Secrets NAME-coordinator "
-            "and "
-            "NAME-worker hold ca.crt, tls.crt and tls.key for the names coordinator.penstock and worker.penstock, or "
-            "pass --insecure on a network that you trust"
+            "and NAME-worker hold ca.crt, tls.crt and tls.key for the names coordinator.penstock and worker.penstock, "
+            "or pass --insecure on a network that you trust"
         )
     items = manifests(fleet_settings(plan))
     for item in items:

@@ -143,8 +143,7 @@ def _adjust(plan: FleetPlan, where: FleetFolder) -> Fleet:
         time.sleep(POLL_S)
     raise DeadlineError(
         f"the fleet in {where.path} does not have {plan.workers} workers ready after {plan.timeout_s:g} s: see the "
-        "logs in "
-        f"{where.logs}"
+        f"logs in {where.logs}"
     )
 
 

@@ -196,8 +196,7 @@ def _refuse_another_plan(there: Mapping[str, Any], where: FleetFolder, plan: Fle
     if others:
         raise CommandError(
             f"a fleet {plan.name} with another {', '.join(others)} already runs on this Ray cluster: end it by "
-            "`penstock "
-            "down`",
+            "`penstock down`",
             USAGE,
         )
 

@@ -114,8 +114,7 @@ class SlurmEngine:
             if time.monotonic() > deadline:
                 raise DeadlineError(
                     f"Slurm job {job} is still {state} after {plan.timeout_s:g} s, and stays queued: run the same "
-                    "command "
-                    "again to wait for it, or cancel it by `penstock down`"
+                    "command again to wait for it, or cancel it by `penstock down`"
                 )
             time.sleep(POLL_S)
 

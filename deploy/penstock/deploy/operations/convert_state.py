@@ -67,8 +67,7 @@ def _converted(saved: SavedState, boxes: int, workers: int) -> SavedState:
     if rows is not None and boxes > rows:
         raise StateMismatchError(
             f"--boxes must be at most {rows}, the rows of a global batch of {saved.input_fn} in this state, of which "
-            "each "
-            f"box needs one, got {boxes}"
+            f"each box needs one, got {boxes}"
         )
     try:
         return saved.new_topology(boxes, workers)

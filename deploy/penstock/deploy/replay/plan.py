@@ -59,8 +59,7 @@ def attempt_of(histories: Sequence[pb.History], box: int, step: int, number: int
         first = min(history.opening.start.step for history in of_number) + 1
         raise StateUnavailableError(
             f"step {step} of box {box} is older than what the coordinator still has, which begins with step {first}: "
-            "give "
-            "a checkpoint of an earlier step instead of the RUN (--checkpoint)"
+            "give a checkpoint of an earlier step instead of the RUN (--checkpoint)"
         )
     came = [history for history in begun if _last(history) >= step]
     chosen = (came or begun)[-1]

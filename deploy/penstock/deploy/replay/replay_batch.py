@@ -318,10 +318,9 @@ class BatchReplay:
         if walk.chain() != check.chain or walk.at.total != check.total:
             raise ReplayMismatchError(
                 f"the stream digest of the replayed steps {first} to {check.step} of box {self._request.box} must be "
-                "that "
-                f"of what was delivered, {check.chain or 0:016x}, got {walk.chain() or 0:016x}: the data or the code "
-                "have "
-                f"changed, or {self._history.opening.loader.input_fn} is not deterministic (see penstock doctor)"
+                f"that of what was delivered, {check.chain or 0:016x}, got {walk.chain() or 0:016x}: the data or the "
+                f"code have changed, or {self._history.opening.loader.input_fn} is not deterministic (see penstock "
+                "doctor)"
             )
         return True, f"verified by the stream digest of steps {first} to {check.step}"
 

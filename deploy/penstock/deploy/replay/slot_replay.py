@@ -111,8 +111,7 @@ class _SlotReplay:
         if replayed and digest and source.digest != digest:
             raise ReplayMismatchError(
                 f"{source.name}: replayed batch {total} of the worker is not the one that was delivered: its data or "
-                "its "
-                "code have changed, or it is not deterministic (see penstock doctor)"
+                "its code have changed, or it is not deterministic (see penstock doctor)"
             )
 
     def _seen(self, batch: Any) -> None:

@@ -133,7 +133,7 @@ class Assembler:
         if type(shapes) is not list:
             shapes = list(shapes)
         if len(shapes) != self._dims:
-            raise ProtocolError(f"shapes must have {self._dims} dims for this structure, got {len(shapes)}")
+            raise ProtocolError(f"shapes must have {self._dims} dims for the structure of the batch, got {len(shapes)}")
         if shapes and min(shapes) < 0:
             raise ProtocolError(f"dims must be >= 0, got {min(shapes)}")
         if offset < 0 or nbytes < 0 or offset + nbytes > ring.size:

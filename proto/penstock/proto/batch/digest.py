@@ -159,7 +159,7 @@ def rows_digest(structure: Structure, shapes: Sequence[int], region: Any, offset
     so on; the first seed is that of the structure. Raises ValueError for shapes that do not match `nbytes`.
     """
     if len(shapes) != structure.dims:
-        raise ValueError(f"shapes must have {structure.dims} dims for this structure, got {len(shapes)}")
+        raise ValueError(f"shapes must have {structure.dims} dims for the structure of the batch, got {len(shapes)}")
     memory = _checked(region, offset, nbytes)
     count = rows_in(structure, shapes)
     columns: list[tuple[int, int]] = []

@@ -168,7 +168,7 @@ class FlatBatch:
                 self._sources[index] = low + offset
         return len(inside)
 
-    def places(self, entry: np.ndarray[Any, np.dtype[np.uint8]]) -> list[tuple[int, int]]:
+    def leaf_ranges(self, entry: np.ndarray[Any, np.dtype[np.uint8]]) -> list[tuple[int, int]]:
         """Return (offset, bytes) at which `write_to` puts each of the leaves that now overlap `entry`."""
         return [(offset, self._sizes[index]) for index, offset, _ in self._inside(entry)]
 

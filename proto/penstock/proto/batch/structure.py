@@ -235,8 +235,7 @@ class Structure:
         if raw[0] != FORMAT:
             raise ProtocolError(
                 f"the structure of a batch must be in format {FORMAT} for this Penstock, got {str(raw[0])[:20]}: "
-                "install "
-                "one release on both ends"
+                "install one release on both ends"
             )
         count = [0, 0]
         try:
@@ -259,7 +258,7 @@ def required_nbytes(structure: Structure, shapes: Sequence[int]) -> int:
     Raises ProtocolError if the number of dims or one of them is invalid.
     """
     if len(shapes) != structure.dims:
-        raise ProtocolError(f"shapes must have {structure.dims} dims for this structure, got {len(shapes)}")
+        raise ProtocolError(f"shapes must have {structure.dims} dims for the structure of the batch, got {len(shapes)}")
     if structure.dims and min(shapes) < 0:
         raise ProtocolError(f"dims must be >= 0, got {min(shapes)}")
     at = total = 0

@@ -234,8 +234,7 @@ class Consumer:
         if frame.ring <= self._newest or len(self.rings) >= MAX_RINGS:
             raise ProtocolError(
                 f"{self.name}: a new ring must have a number above {self._newest} while at most {MAX_RINGS} are in "
-                "use, got "
-                f"ring {frame.ring} with {len(self.rings)} in use"
+                f"use, got ring {frame.ring} with {len(self.rings)} in use"
             )
         self._coming = frame
 

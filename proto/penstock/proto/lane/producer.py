@@ -109,7 +109,7 @@ class _Kept:
     epoch: int
     message: bytes
     """Frame with its length in front."""
-    slab: FreeEntry | None
+    reserved: FreeEntry | None
     """Ring entry of a BATCH; None for END and ERROR."""
     structure: int
     last: bool = False
@@ -215,7 +215,7 @@ class Producer:
         for ring_id in self._rings:
             self._announce_ring(ring_id)
         for kept in self._kept:
-            if kept.slab is not None and kept.structure not in self._announced:
+            if kept.reserved is not None and kept.structure not in self._announced:
                 self._announce_structure(kept.structure)
             self._unsent.add(kept.message)
         self.flush()
@@ -314,16 +314,17 @@ class Producer:
         self._lent[self._current][entry] = _RESERVED
         return FreeEntry(self._current, entry, ring)
 
-    def is_current(self, slab: FreeEntry) -> bool:
-        """Return whether `slab` is of the current ring: entries of an outgrown one must not be published any more."""
-        return slab.ring_id == self._current
+    def is_current(self, reserved: FreeEntry) -> bool:
+        """Return whether the entry is of the current ring: those of an outgrown one must no longer be published."""
+        return reserved.ring_id == self._current
 
     @property
-    def free_slots(self) -> int:
+    def free_entries(self) -> int:
+        """Return the number of free entries of the current ring."""
         return len(self._free)
 
     @property
-    def ring_slots(self) -> int:
+    def ring_entries(self) -> int:
         """Return the number of entries of the current ring, 0 before the first batch."""
         ring = self._rings.get(self._current)
         return 0 if ring is None else ring.entries
@@ -359,7 +360,7 @@ class Producer:
 
     def publish(
         self,
-        slab: FreeEntry,
+        reserved: FreeEntry,
         total: int,
         epoch: int,
         structure: int,
@@ -369,46 +370,46 @@ class Producer:
         more: bool = False,
         cover: DigestCover = DigestCover.SAMPLE,
     ) -> None:
-        """Send the batch that was written into `slab`, and keep it until it is delivered.
+        """Send the batch that was written into `reserved`, and keep it until it is delivered.
 
         dims: its shapes, packed (frames.pack_shapes). more: another one follows at once, or `flush` is called: it may
         go in one packet with the next. cover: the cover of `digest`.
         """
         count = len(dims) >> 3
         if count > LONG_SHAPES:
-            if nbytes + len(dims) > slab.ring.entry_bytes:
+            if nbytes + len(dims) > reserved.ring.entry_bytes:
                 raise InvalidArgumentError(f"{count} dims do not fit behind {nbytes} bytes: reserve with `dims`")
-            start = slab.offset + nbytes
-            slab.ring.map[start : start + len(dims)] = dims
+            start = reserved.offset + nbytes
+            reserved.ring.map[start : start + len(dims)] = dims
             dims = b""
         else:
             count = 0
-        ring, entry = slab.ring_id, slab.entry
+        ring, entry = reserved.ring_id, reserved.entry
         message = framed_batch(cover, ring, entry, structure, self.abandons, count, total, epoch, nbytes, digest, dims)
-        self._keep_and_send(slab, total, epoch, structure, message, more)
+        self._keep_and_send(reserved, total, epoch, structure, message, more)
 
-    def forward(self, slab: FreeEntry, frame: Frame, more: bool = False) -> None:
-        """Send a BATCH frame that another producer made, with its entry changed to `slab`, where the batch lies
+    def forward(self, reserved: FreeEntry, frame: Frame, more: bool = False) -> None:
+        """Send a BATCH frame that another producer made, with its entry changed to `reserved`, where the batch lies
         uncompressed. more: as in `publish`."""
         _, _, flags, _, _, structure, abandons, size, total, epoch, nbytes, digest, _, dims = frame
         message = framed_batch(
-            flags, slab.ring_id, slab.entry, structure, abandons, size, total, epoch, nbytes, digest, dims
+            flags, reserved.ring_id, reserved.entry, structure, abandons, size, total, epoch, nbytes, digest, dims
         )
-        self._keep_and_send(slab, total, epoch, structure, message, more)
+        self._keep_and_send(reserved, total, epoch, structure, message, more)
 
     def _keep_and_send(
-        self, slab: FreeEntry, total: int, epoch: int, structure: int, message: bytes, more: bool
+        self, reserved: FreeEntry, total: int, epoch: int, structure: int, message: bytes, more: bool
     ) -> None:
         if structure not in self._announced:
             self._announce_structure(structure)
-        self._lent[slab.ring_id][slab.entry] = total
+        self._lent[reserved.ring_id][reserved.entry] = total
         self._sent_total = max(self._sent_total, total)
-        self._kept.append(_Kept(total, epoch, message, slab, structure))
+        self._kept.append(_Kept(total, epoch, message, reserved, structure))
         self._send(message, more)
 
-    def return_unused(self, slab: FreeEntry) -> None:
+    def return_unused(self, reserved: FreeEntry) -> None:
         """Return a reserved entry without publishing it."""
-        self._give_back(slab.ring_id, slab.entry)
+        self._give_back(reserved.ring_id, reserved.entry)
 
     def end(self, epoch: int, total: int) -> None:
         """Send the end of the epoch `epoch`; `total` is the last batch so far."""
@@ -550,7 +551,7 @@ class Producer:
         self.delivered = max(self.delivered, total)
         kept = self._kept
         while kept and kept[0].total <= self.delivered:
-            if kept[0].slab is None and kept[0].total == self.delivered:
+            if kept[0].reserved is None and kept[0].total == self.delivered:
                 return  # an END or ERROR right after the last delivered batch
             kept.popleft()
 
@@ -558,8 +559,8 @@ class Producer:
         """Drop all kept frames of an abandoned epoch and of those opened ahead of it, which will not be delivered."""
         dropped, self._kept = self._kept, deque(kept for kept in self._kept if kept.last)
         for kept in dropped:
-            if kept.slab is not None:
-                self._give_back(kept.slab.ring_id, kept.slab.entry)
+            if kept.reserved is not None:
+                self._give_back(kept.reserved.ring_id, kept.reserved.entry)
 
     def _release(self, ring_id: int, entry: int) -> None:
         total = self._lent.get(ring_id, {}).get(entry)

@@ -107,9 +107,8 @@ class Ring:
         if size > LOOKED_AT_BYTES and size > (free := int(MOST_OF_FREE * free_memory())):
             raise OSError(
                 errno.ENOMEM,
-                f"a ring (buffer for batches) of {size:,} bytes cannot be made: it may take {MOST_OF_FREE:.0%} of "
-                "the free "
-                f"memory, {free:,} bytes. Make smaller batches, or give the process more memory",
+                f"a ring (buffer for batches) of {size:,} bytes cannot be made: it may take {MOST_OF_FREE:.0%} of the "
+                f"free memory, {free:,} bytes. Make smaller batches, or give the process more memory",
             )
         fd = os.memfd_create("penstock-ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:

@@ -106,9 +106,8 @@ def length_of(seal: bytes | bytearray | memoryview, at: int = 0) -> int:
     size, complement, _ = SEAL.unpack_from(seal, at)
     if size ^ complement != _ALL:
         raise BatchCorruptError(
-            f"a message gives its length as {size} and as {complement ^ _ALL} bytes: it was damaged in transit, or "
-            "is of "
-            "another protocol"
+            f"a message gives its length as {size} and as {complement ^ _ALL} bytes: it was damaged in transit, or is "
+            "of another protocol"
         )
     if size > MAX_FRAME:
         raise ProtocolError(f"a message must have at most {MAX_FRAME} bytes, got {size}")

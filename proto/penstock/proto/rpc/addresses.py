@@ -41,15 +41,15 @@ def refuse_strangers(address: str) -> None:
     path = socket_path(address)
     if path is None:
         return
-    ours = (os.geteuid(), 0)
+    trusted = (os.geteuid(), 0)
     try:
         folder = path.parent.stat()
-        if folder.st_uid not in ours or stat.S_IMODE(folder.st_mode) & 0o022:
+        if folder.st_uid not in trusted or stat.S_IMODE(folder.st_mode) & 0o022:
             raise UnsafeBindError(
                 f"{path.parent} must be a folder of this user that others cannot write to, because they could pose as "
                 f"the coordinator: chmod 700 {path.parent}, or choose another"
             )
-        if path.lstat().st_uid not in ours:
+        if path.lstat().st_uid not in trusted:
             raise UnsafeBindError(f"{path} belongs to another user, who could pose as the coordinator")
     except FileNotFoundError:
         return

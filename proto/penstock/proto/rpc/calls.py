@@ -148,7 +148,7 @@ class CoordinatorClient(AuthenticatedCall):
 
     def _open(self) -> None:
         self._channel = connect(self.address, self._tls, self._streams)
-        self._stub = CoordinatorStub(BytesChannel(self._channel))
+        self._stub = CoordinatorStub(BytesChannel(self._channel))  # type: ignore[call-overload]  # it makes the same calls
         self._health = health_pb2_grpc.HealthStub(self._channel)
 
     def forked(self) -> None:
@@ -320,7 +320,7 @@ class AsyncCoordinatorClient(AuthenticatedCall):
 
     def _open(self) -> None:
         self._channel = connect_aio(self.address, self._tls)
-        self._stub = CoordinatorStub(BytesChannel(self._channel))
+        self._stub = CoordinatorStub(BytesChannel(self._channel))  # type: ignore[call-overload]  # it makes the same calls
 
     async def close(self) -> None:
         self._closed = True

@@ -174,12 +174,12 @@ async def answer_of(call: grpc.aio.StreamUnaryCall[Any, _Reply]) -> _Reply:
     (up to 1.85 at least) then puts INTERNAL in the place of the status that had come, and the reason is lost. The real
     one is read at the only moment when it is certain to be there: in the callback that its arrival makes.
     """
-    told: list[grpc.aio.AioRpcError] = []
-    call.add_done_callback(lambda ended: told.append(_ended_with(ended)))
+    statuses: list[grpc.aio.AioRpcError] = []
+    call.add_done_callback(lambda ended: statuses.append(_ended_with(ended)))
     try:
         return await call
     except grpc.aio.AioRpcError as error:
-        for status in told:
+        for status in statuses:
             # INTERNAL is also what a broken journal is answered with; such a one carries its error along.
             if status.code() is not grpc.StatusCode.INTERNAL or status.trailing_metadata():
                 raise status from error

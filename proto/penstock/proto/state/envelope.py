@@ -55,7 +55,7 @@ class EnvelopeReader:
         """Return the offset of the next `nbytes` bytes, after checking that they exist and before any allocation."""
         start = self.position
         if not 0 <= nbytes <= self.end - start:
-            raise ValueError(f"{nbytes} bytes announced, {self.end - start} left")
+            raise ValueError(f"one of its values announces {nbytes} bytes, but {self.end - start} are left")
         self.position = start + nbytes + -nbytes % ALIGN
         return start
 
@@ -98,8 +98,7 @@ def opened(
     if version != FORMAT_VERSION or flags or announced != size:
         raise StateCorruptError(
             f"the header of an encoded state is damaged: format {version}, flags {flags:#x}, {announced} bytes "
-            "announced, "
-            f"{size} found"
+            f"announced, {size} found"
         )
     tree_end = HEADER.size + tree_size
     source = source_of(view, tree_end, end)

@@ -233,7 +233,7 @@ class CacheState:
 
 
 def _holder(path: str) -> str:
-    """Return what the text of a lock tells about its holder."""
+    """Return the holder of a lock, from the lock's text."""
     try:
         text = read_plain(path, LONGEST_TEXT)
     except OSError:

@@ -118,9 +118,9 @@ class Downloads:
             for name, _ in (*version.evictable, *version.packed):
                 self._unlink(name)
 
-    def need(self, shard: Shard, *, ours: bool) -> ShardVersion:
-        """Return the version with the most bytes that a shard may have on disk while it is fetched. `ours`: files that
-        are there came from the remote."""
+    def need(self, shard: Shard, *, from_remote: bool) -> ShardVersion:
+        """Return the version with the most bytes that a shard may have on disk while it is fetched. `from_remote`: the
+        files that are there were fetched."""
         return ShardVersion(
             evictable=tuple((file.raw.name, file.raw.size) for file in shard.files),
             packed=tuple((file.packed.name, file.packed.size) for file in shard.files if file.packed),
@@ -129,7 +129,7 @@ class Downloads:
                 (stored.name, stored.size)
                 for file in shard.files
                 for stored in (file.raw, file.packed)
-                if stored and not ours and self._exists(self._own(stored), stored)
+                if stored and not from_remote and self._exists(self._own(stored), stored)
             ),
         )
 
@@ -142,7 +142,7 @@ class Downloads:
             return file.raw.size
         return file.raw.size + file.packed.size
 
-    def fill(self, shard: Shard, temporary: Callable[[str], Path], until: float, *, ours: bool) -> ShardVersion:
+    def fill(self, shard: Shard, temporary: Callable[[str], Path], until: float, *, from_remote: bool) -> ShardVersion:
         """Fetch and verify the raw files as needed; return their version. `temporary`: returns a unique path for a
         kind."""
         made_of = self.origin(shard)
@@ -160,7 +160,7 @@ class Downloads:
             if in_place or self._remote is None:
                 continue
             evictable.append((file.raw.name, file.raw.size))
-            if was_there and not ours:
+            if was_there and not from_remote:
                 source = file.packed or file.raw
                 found.append((source.name, source.size))
             if file.packed and self._exists(self._own(file.packed), file.packed):
@@ -245,8 +245,7 @@ class Downloads:
             known = ", ".join(sorted(stored.hashes)) or "none"
             raise DatasetError(
                 f"{name}: the index must have the {algorithm} hash of each file to validate by it, got the hashes "
-                f"{known}: "
-                "write the dataset with hashes=, or leave validate out"
+                f"{known}: write the dataset with hashes=, or leave validate out"
             )
         digest = digest_of(source, algorithm)
         if digest != expected.lower():

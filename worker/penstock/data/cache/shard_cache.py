@@ -301,15 +301,17 @@ class ShardCache:
             if paths:
                 return paths
             before = ShardVersion.decoded(lock.read())
-            ours = before is not None and not before.found
-            if before and ours and before.origin not in ("", self._downloads.origin(shard)):
+            from_remote = before is not None and not before.found
+            if before and from_remote and before.origin not in ("", self._downloads.origin(shard)):
                 self._downloads.forget(before)
-            if not self._claim(key, lock, self._downloads.need(shard, ours=ours), until, demand=decided is None):
+            if not self._claim(
+                key, lock, self._downloads.need(shard, from_remote=from_remote), until, demand=decided is None
+            ):
                 return None
             if decided:
                 decided()
             try:
-                version = self._downloads.fill(shard, temporary, until, ours=ours)
+                version = self._downloads.fill(shard, temporary, until, from_remote=from_remote)
             except BaseException:
                 if not any(file_stat(os.path.join(self._root, file.raw.name)) for file in shard.files):
                     lock.write(b"")  # nothing is on disk, so nothing is claimed

@@ -181,7 +181,7 @@ def _stored(entry: dict[str, Any], field: str, files: dict[str, StoredFile]) -> 
             raise _Bad(f"{field}.hashes.{algorithm}", f"must be a digest in hexadecimal, got {digest!r}")
     stored = StoredFile(name, size, hashes)
     if files.setdefault(name, stored) != stored:
-        raise _Bad(f"{field}.basename", f"is {name!r}, for which another entry has another size or hash")
+        raise _Bad(f"{field}.basename", f"is {name!r}, which another entry lists with another size or hash")
     return stored
 
 
@@ -218,7 +218,7 @@ def _check_mds(rest: dict[str, Any]) -> None:
         try:
             check_encoding(encoding)
         except DatasetError as error:
-            raise _Bad("column_encodings", f"of column {name!r}: {error.message}") from None
+            raise _Bad("column_encodings", f"is invalid for column {name!r}: {error.message}") from None
     sizes = rest.get("column_sizes")
     if not isinstance(sizes, list) or len(sizes) != len(columns):
         raise _Bad("column_sizes", f"must be a list with {len(columns)} sizes")

@@ -138,7 +138,8 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
         return _Epoch(self, self._worker_batches())
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next iteration this epoch, from its beginning; or from where a loaded state is in it."""
+        """Set the epoch of the next iteration. It starts at the epoch's beginning, or at the position of a loaded state
+        in it."""
         epoch = whole("epoch", epoch)
         if epoch < 0:
             raise InvalidArgumentError(f"epoch must be at least 0, got {epoch}")
@@ -166,8 +167,8 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
             cls.advance_state = None  # type: ignore[assignment]
 
     def load_state_dict(self, state_dict: Any, strict: bool = True) -> None:
-        """Go to a position of this order. Takes a state of this very topology, or one that fits any; the state of a
-        box's only worker fits any, too.
+        """Go to the position of a state. It must be of the same numbers of boxes and workers, or one that fits any
+        numbers: of aggregate_state_dict or state_after, or of a box's only worker.
 
         Raises:
             StateMismatchError: it is a position in another order, or of one of several workers of another topology, or
@@ -183,8 +184,7 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
                 raise StateMismatchError(
                     f"{self._name}: the state is that of a single worker in {progress.topology}, and cannot be loaded "
                     f"by a worker in {topology}: load one that aggregate_state_dict or state_after returned, which "
-                    "fits "
-                    "any number of workers"
+                    "fits any number of workers"
                 )
             progress = self._part(state_dict, strict=strict)  # each box has done as many batches
         elif skip_of(state_dict) != self._epochs.skip:
@@ -214,9 +214,9 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
         return state_of(self._part(aggregated, strict=strict), self._described, self._epochs.skip)
 
     def state_after(self, batches: int) -> dict[str, Any]:
-        """Return the state after `batches` of the rank's batches of this epoch, or of the one that just ended, whoever
-        made them: in a torch DataLoader only the worker processes count, but a position is only a number. It fits any
-        topology."""
+        """Return the state after `batches` batches of this rank in this epoch, or in the one that just ended. It fits
+        any topology. It is for torch's DataLoader, whose worker processes make the batches and count in copies of this
+        loader."""
         batches = whole("batches", batches)
         if batches < 0:
             raise InvalidArgumentError(f"batches must be at least 0, got {batches}")
@@ -224,7 +224,8 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
         return state_of(OrderProgress(epoch, start, 0, self._topology()), self._described, self._epochs.skip)
 
     def config(self) -> dict[str, Any]:
-        """Return what decides the order, as JSON values: a state with a different one is refused."""
+        """Return the settings that decide the order of samples, as JSON values: a state with different ones is
+        refused."""
         return {"kind": type(self).__name__, **copy.deepcopy(self._described)}
 
     def can_restore_sample(self) -> bool:
@@ -266,9 +267,8 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
         if self._partitioned_for.workers > 1:
             raise StateMismatchError(
                 f"{self._name}: the state was loaded for {self._partitioned_for}, but the loader is read by "
-                f"{topology}: "
-                "load the state in the processes that read (torchdata's StatefulDataLoader does), or load one that "
-                "state_after returned"
+                f"{topology}: load the state in the processes that read (torchdata's StatefulDataLoader does), or load "
+                "one that state_after returned"
             )
         self._move_to(*self._worker_batches().remainder.position_after(self._done))
 

@@ -63,8 +63,7 @@ class PositionKeys:
         if order != self.order:
             raise StateMismatchError(
                 f"the restore key {key!r} was made by a loader with another dataset, seed or order (digest {order}, "
-                "this "
-                f"loader's is {self.order}): make the loader with the settings of that run"
+                f"this loader's is {self.order}): make the loader with the settings of that run"
             )
         if int(position) >= self.length:
             raise InvalidArgumentError(

@@ -82,7 +82,7 @@ class OrderProgress:
         numbers = [progress.epoch, progress.done, topology.boxes - 1, topology.workers - 1, topology.batch - 1]
         numbers += [progress.first, topology.workers - 1 - progress.first]
         if any(type(number) is not int or not 0 <= number < MOST for number in numbers):
-            raise ValueError(f"{progress}")
+            raise ValueError(f"impossible values {progress}")
         return progress
 
     def turn(self, number: int) -> WorkerTurn:
@@ -110,7 +110,7 @@ def progress_of(state: Any) -> OrderProgress:
     try:
         progress = OrderProgress.parsed(state)
         if type(progress.start) is not int or not -MOST < progress.start < MOST:
-            raise ValueError(f"{progress}")
+            raise ValueError(f"impossible values {progress}")
         skip_of(state)
     except (KeyError, TypeError, ValueError) as error:
         raise StateCorruptError(f"the loader's state is damaged: {error!r}") from error
@@ -124,7 +124,7 @@ def skip_of(state: Mapping[str, Any]) -> Ranges:
     last = -1
     for number in (number for piece in skip for number in piece):
         if type(number) is not int or not last < number < MOST:
-            raise ValueError(f"skip={state['skip']!r:.200}")
+            raise ValueError(f"skip must be rising ranges of sample numbers, got {state['skip']!r:.200}")
         last = number
     return skip
 

@@ -55,8 +55,8 @@ async def _check_redirect(session: Any, context: Any, request: Any) -> None:
         if sources and all(is_nearer(address, source) for source in sources):
             raise ShardUnavailableError(
                 f"{request.url.host} redirects to {target.host} ({address}), an address closer to this machine (its "
-                "own, "
-                "or in its private network) than the server's: to allow it, give the target's address as the remote"
+                "own, or in its private network) than the server's: to allow it, give the target's address as the "
+                "remote"
             )
 
 

@@ -68,7 +68,7 @@ class SampleKey:
             more: Any = decode_state(base64.b64decode(parts[4], altchars=b"-_", validate=True))
             block = more.get("block")
             if block is not None and (type(block) is not int or block < 1):
-                raise ValueError(f"block {block!r:.100}")
+                raise ValueError(f"block must be an int >= 1, got {block!r:.100}")
             return SampleKey(epoch, shard, index, parts[3], index if "token" in more else 0, more.get("token"), block)
         except (AttributeError, TypeError, ValueError, binascii.Error, StateCorruptError) as error:
             raise StateCorruptError(f"the restore key is damaged: {text!r:.200} ({error})") from error

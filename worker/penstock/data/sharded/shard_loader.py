@@ -166,7 +166,8 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         return _Epoch(self)
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next iteration this epoch, from its beginning; or from where a loaded state is in it."""
+        """Set the epoch of the next iteration. It starts at the epoch's beginning, or at the position of a loaded state
+        in it."""
         number = whole("epoch", epoch)
         if number is None or number < 0:
             raise InvalidArgumentError(f"epoch must be at least 0, got {epoch}")
@@ -175,7 +176,8 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
             self._move_to_epoch(epoch)
 
     def config(self) -> dict[str, Any]:
-        """Return what decides the order, as JSON values: a state with a different one is refused."""
+        """Return the settings that decide the order of samples, as JSON values: a state with different ones is
+        refused."""
         endless_order = self._begun.endless_order
         return {
             "kind": "ShardLoader",
@@ -201,14 +203,12 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
             raise StateMismatchError(
                 "the restore key was made by a loader with another source, seed or number of shards or partitions "
                 f"(digest {found.order}, this loader's is {self._plan.order}): make the loader with the settings of "
-                "that "
-                "run"
+                "that run"
             )
         if found.shard >= self.source.num_shards or (found.block is None) == self.source.endless:
             raise InvalidArgumentError(
                 f"the restore key {key!r:.200} must name a shard below {self.source.num_shards} of this source, got "
-                "shard "
-                f"{found.shard}"
+                f"shard {found.shard}"
             )
         endless_order = None if found.block is None else self._fixed_order.endless_order(found.block)
         place = None if endless_order is None else endless_order.place(found.shard)
@@ -259,9 +259,8 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
                 # The workers of other boxes know the ends of other shards.
                 if not before.topology.boxes == before.topology.workers == 1:
                     raise StateMismatchError(
-                        f"the state is that of a single worker in {before.topology}, and cannot be loaded by a "
-                        "worker in "
-                        f"{topology}: load one that aggregate_state_dict returned, which fits any number of workers"
+                        f"the state is that of a single worker in {before.topology}, and cannot be loaded by a worker "
+                        f"in {topology}: load one that aggregate_state_dict returned, which fits any number of workers"
                     )
                 position = self._part(state_dict)
             elif before.topology != topology:
@@ -327,8 +326,7 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
             if progress.done and progress.topology.workers > 1:
                 raise StateMismatchError(
                     f"the state was loaded for {progress.topology}, but the loader is read by {topology}: load the "
-                    "state "
-                    "in the processes that read (torchdata's StatefulDataLoader does)"
+                    "state in the processes that read (torchdata's StatefulDataLoader does)"
                 )
             self._begun = self._fixed_order.repartitioned(self._begun, topology, first=0)
         self._share = WorkerShare(self._plan, self._begun, self._identity.turn(self._begun.progress.first))

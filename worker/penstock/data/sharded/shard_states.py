@@ -97,12 +97,11 @@ class FixedOrder:
             return None
         block = state["block"]
         if type(block) is not int or not 1 <= block < MOST:
-            raise ValueError(f"block {block!r:.100}")
+            raise ValueError(f"block must be an int >= 1, got {block!r:.100}")
         if self.block not in (None, block):
             raise StateMismatchError(
                 f"the state was saved with block={block}, which decides the order of samples, but block is "
-                f"{self.block} "
-                "now: leave block out to continue with the saved one"
+                f"{self.block} now: leave block out to continue with the saved one"
             )
         return self.endless_order(block)
 
@@ -121,10 +120,10 @@ class FixedOrder:
             numbers += [*ended.values(), *(self.source.num_shards - 1 - shard for shard in (*cursors.indices, *ended))]
             numbers += [*cursors.indices, *ended]
             if any(type(number) is not int or not 0 <= number < MOST for number in numbers):
-                raise ValueError(f"{progress}, {ended}, cursors at {state['indices']}"[:400])
+                raise ValueError(f"impossible values {progress}, {ended}, cursors at {state['indices']}"[:400])
             length = None if endless_order is not None else self.round_robin(progress.epoch, ended).length
             if length is not None and progress.start > length:
-                raise ValueError(f"{progress} of {length} samples")
+                raise ValueError(f"{progress} is beyond the {length} samples of the epoch")
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             raise StateCorruptError(f"the ShardLoader's state is damaged: {error!r}") from error
         return ShardedPosition(progress, cursors, ended, endless_order)
@@ -216,9 +215,8 @@ def _check_same_order(orders: Sequence[Mapping[str, Any]]) -> None:
         if order != orders[0] and (found := differences(orders[0], order)):
             raise StateMismatchError(
                 f"worker {number} reads samples in another order than worker 0, so samples were lost and repeated. "
-                "From "
-                f"worker 0 to worker {number}, {', '.join(found.values())}. Make the same source on each worker, for "
-                "example from a sorted list of files"
+                f"From worker 0 to worker {number}, {', '.join(found.values())}. Make the same source on each worker, "
+                "for example from a sorted list of files"
             )
 
 

@@ -46,7 +46,7 @@ ordinary memory: this loader keeps or changes its batches, and will do so again.
 
 
 class EntryArena(np.ndarray[Any, np.dtype[np.uint8]]):
-    """All bytes of a leased entry; the base object of the leaves in it.
+    """Array over all bytes of a leased entry; the base object of the leaves in it.
 
     The class of its own is needed because numpy shortens a chain of bases that are of one type: the leaves would then
     refer to another base, and the arena would die at once.
@@ -74,12 +74,12 @@ class EntryLease:
         self._producer = producer
         self._wait = wait
         self._thread = threading.get_ident()
-        self._slab: FreeEntry | None = None
+        self._reserved: FreeEntry | None = None
         self._arena: Callable[[], EntryArena | None] = _none
         self._yielded = False  # a batch of this arena arrived while pieces of it were still held
         self._forked = False  # a forked child may hold views
         self._vain = 0
-        self._places: list[tuple[int, int]] = []  # (start, size) where leaves of the last misplaced batch belonged
+        self._leaf_ranges: list[tuple[int, int]] = []  # (start, size) where leaves of the last misplaced batch belonged
 
     def begin(self) -> EntryArena | None:
         """Return the entry's arena for the batch that is being built, or None: build it in ordinary memory.
@@ -91,18 +91,18 @@ class EntryLease:
         arena = self._arena()
         if arena is not None:
             return None if self._yielded or self._forked else arena
-        slab = self._slab
-        if slab is not None and not self._producer.is_current(slab):
+        reserved = self._reserved
+        if reserved is not None and not self._producer.is_current(reserved):
             self._return()
-            slab = None
+            reserved = None
         if self._forked or self._vain >= VAIN_LIMIT:
             return None
-        if slab is None:
-            slab = self._reserve()
-            if slab is None:
+        if reserved is None:
+            reserved = self._reserve()
+            if reserved is None:
                 return None
-            self._slab = slab
-        arena = EntryArena(slab.ring.entry_bytes, np.uint8, slab.ring.map, slab.offset)
+            self._reserved = reserved
+        arena = EntryArena(reserved.ring.entry_bytes, np.uint8, reserved.ring.map, reserved.offset)
         self._arena = weakref.ref(arena)
         self._yielded = False
         self.cursor = 0
@@ -114,7 +114,7 @@ class EntryLease:
 
         guess: the caller does not know what lies between the leaves that it asks for; use the last batch's layout.
         """
-        at = self._guess(nbytes) if guess and self._places else self.cursor
+        at = self._guess(nbytes) if guess and self._leaf_ranges else self.cursor
         if at is None or at + nbytes > len(arena):
             return None
         self.skip(at - self.cursor + nbytes)
@@ -131,20 +131,20 @@ class EntryLease:
         Call it with no other reference to the batch. None: reserve another entry. Either way `flat` can be written.
         need: bytes that the entry must have.
         """
-        slab, arena = self._slab, self._arena()
-        if slab is None:
+        reserved, arena = self._reserved, self._arena()
+        if reserved is None:
             return None
         settled = flat.settle(arena) if arena is not None else 0
         if settled < 0 and arena is not None:
-            self._places = flat.places(arena)
+            self._leaf_ranges = flat.leaf_ranges(arena)
         del arena
         if self._arena() is None and not self._forked:
-            if need <= slab.ring.entry_bytes and self._producer.is_current(slab):
-                self._slab = None
+            if need <= reserved.ring.entry_bytes and self._producer.is_current(reserved):
+                self._reserved = None
                 if settled:
                     self.built += 1
                     self._vain = 0
-                return slab
+                return reserved
             if not settled:
                 self._return()
         if settled:
@@ -156,7 +156,7 @@ class EntryLease:
     def release(self) -> None:
         """Give back an entry that has no holder, at the end of an epoch."""
         self._vain = 0
-        if self._slab is not None and self._arena() is None and not self._forked:
+        if self._reserved is not None and self._arena() is None and not self._forked:
             self._return()
 
     def forking(self) -> None:
@@ -167,24 +167,24 @@ class EntryLease:
     def _reserve(self) -> FreeEntry | None:
         producer = self._producer
         # The first batch is copied: only then is the size of an entry known.
-        while producer.ring_slots >= MIN_ENTRIES and producer.entry_bytes >= WORTH_FROM:
-            slab = producer.reserve_current()
-            if slab is not None or not self._wait():
-                return slab
+        while producer.ring_entries >= MIN_ENTRIES and producer.entry_bytes >= WORTH_FROM:
+            reserved = producer.reserve_current()
+            if reserved is not None or not self._wait():
+                return reserved
         return None
 
     def _return(self) -> None:
-        assert self._slab is not None
-        self._producer.return_unused(self._slab)
-        self._slab = None
+        assert self._reserved is not None
+        self._producer.return_unused(self._reserved)
+        self._reserved = None
         self._forked = False
 
     def _guess(self, nbytes: int) -> int | None:
         """Return where the next leaf of this size belonged in the last misplaced batch."""
-        for start, size in self._places:
+        for start, size in self._leaf_ranges:
             if size == nbytes and start >= self.cursor:
                 return start
-        self._places = []
+        self._leaf_ranges = []
         return None
 
 

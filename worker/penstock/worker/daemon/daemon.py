@@ -150,7 +150,7 @@ class Daemon:
         self.stopping.set()
 
     async def run(self, ready: Callable[[str], None] | None = None) -> None:
-        """Register and serve until `stopping` is set; then hand the slots on and leave nothing behind."""
+        """Register and serve until `stopping` is set; then migrate the slots and end all processes."""
         self._listeners.open(self.settings.listen)
         stop = asyncio.ensure_future(self.stopping.wait())
         try:
@@ -170,16 +170,16 @@ class Daemon:
                 ready(self.name)
             self._heart.start()
             loops = [asyncio.ensure_future(work) for work in (self._heartbeats(), self._report_changes(), self._turn())]
-            handing = asyncio.ensure_future(self._hand_over())
-            done, _ = await asyncio.wait([*loops, handing], return_when="FIRST_COMPLETED")
-            for task in [*loops, handing, stop]:
+            migrating = asyncio.ensure_future(self._migrate_slots())
+            done, _ = await asyncio.wait([*loops, migrating], return_when="FIRST_COMPLETED")
+            for task in [*loops, migrating, stop]:
                 task.cancel()
             for task in done:
                 task.result()
         finally:
             await self._leave()
 
-    async def _hand_over(self) -> None:
+    async def _migrate_slots(self) -> None:
         """Continue after a stop until each slot has another worker, as long as there is time and free capacity."""
         await self.stopping.wait()
         self._leaving = True
@@ -462,7 +462,7 @@ class Daemon:
             self._not_answered(request.request)
 
     def _not_answered(self, request: str) -> None:
-        """Ask for the whole reply again with the next heartbeat, and so for that request if it is still open."""
+        """Request the whole reply again with the next heartbeat, and with it that state request if it is still open."""
         self._answered.discard(request)
         self._seen = 0
 

@@ -89,7 +89,7 @@ class Heartbeats:
         self._thread.start()
 
     def stop(self) -> None:
-        """Send nothing from now on: the worker is about to leave. Returns at once."""
+        """Send no more heartbeats: the worker is about to end. Returns at once."""
         self._stopped.set()
 
     def heard(self) -> None:

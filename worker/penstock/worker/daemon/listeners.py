@@ -303,8 +303,7 @@ def _check_certificate(lane: TlsSocket, tls: Tls) -> None:
         shown = ascii(", ".join(names)[:SHOWN])
         raise TlsError(
             f"a worker's lanes need a client certificate for the name {tls.expected('client')}, got one for {shown}: "
-            "see "
-            "docs/security.md"
+            "see docs/security.md"
         )
 
 
@@ -348,6 +347,7 @@ def _parse(data: bytes) -> lane_pb2.Hello:
 
 
 def _refusal(error: PenstockError) -> bytes:
-    """Return the one frame that a refused consumer gets; for an older generation it says only that."""
+    """Return the one frame that a refused consumer gets: CLOSE for an older generation, else an ERROR with the
+    cause."""
     kind = CLOSE if isinstance(error, SupersededError) else ERROR
     return Frame(kind, rest=detail_of(error).SerializeToString()).encode()

@@ -127,7 +127,8 @@ class Sender(threading.Thread):
         self._shut = False  # nothing more will be sent over TCP
 
     def stop(self, timeout: float = 5.0) -> bool:
-        """Leave both sides now; batches not delivered stay with the runner. False if it takes longer than `timeout` s.
+        """Close both connections now; batches not delivered stay with the runner. False if it takes longer than
+        `timeout` s.
 
         From any thread but its own, and more than once.
         """

@@ -102,7 +102,7 @@ class HelperPool:
 
     @contextlib.contextmanager
     def counted(self, assignment: records_pb2.WorkerAssignment) -> Any:
-        """Count a task of such a loader while it waits or runs."""
+        """Count a task for such a loader while it waits or runs."""
         crew = self._crews.setdefault(_key_of(assignment), _Crew())
         crew.tasks += 1
         try:

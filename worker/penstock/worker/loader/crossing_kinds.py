@@ -24,25 +24,25 @@ WAYS = ("", KEPT, FRESH, REPLAY)
 
 
 def more_careful(one: str, other: str) -> str:
-    """Return the one of two ways that is still right if the other was found wrong."""
+    """Return the one of two crossings that may still be right after the other was found wrong."""
     return max(one, other, key=WAYS.index)
 
 
 def to_try(known: str) -> tuple[str, ...]:
-    """Return the ways that a verification tries, beginning with the known one: no less careful one, and not REPLAY,
-    which remains where all others fail."""
+    """Return the crossings that a verification tries, beginning with the known one: none that is less careful, and not
+    REPLAY, which is what remains if all others fail."""
     return WAYS[WAYS.index(known or KEPT) : WAYS.index(REPLAY)]
 
 
 def first_choice(known: str, *, methods: int, whole: bool, untouched: bool, strays: bool) -> str:
-    """Return the way that is right by what is known, "" if it is to be found out.
+    """Return the crossing that is right by what is known, "" if it must be found out by trying.
 
     Args:
         known: `Past.rewinds`.
         methods: how many of the four state methods the loader has.
-        whole: its stream can be made again from the beginning.
+        whole: its stream can be replayed from the beginning.
         untouched: it has yielded nothing since it was restored, and may not know that it is within an epoch.
-        strays: it drew other random numbers where it was restored than the loader that streamed.
+        strays: after the restore it drew other random numbers than the loader that streamed.
     """
     if methods == 4 and not whole:
         return KEPT  # its stream began on another topology: there is no other word than its own
@@ -68,15 +68,15 @@ class First:
 
 
 def are_one(kept: First, fresh: First, *, awaited: int | None, whole: bool) -> bool:
-    """Return whether KEPT and FRESH lead to the same, so that FRESH will do.
+    """Return whether KEPT and FRESH give the same epoch, so that FRESH can be used.
 
-    The batch alone does not tell, except where nothing could tell more: the stream cannot be made again. `awaited`: the
-    digest of the batch that came when a state was saved there; ways that agree on another one are wrong.
+    An equal first batch alone is not enough, unless the stream cannot be replayed and nothing better is known.
+    `awaited`: the digest of the batch that came when a state was saved there; crossings with another one are wrong.
     """
     same = fresh == kept or (fresh.alike(kept) and not whole)
     return same and (awaited is None or awaited == fresh.digest)
 
 
 def the_right_one(right: First, kept: First, fresh: First) -> str:
-    """Return the way that led to what a loader from the beginning came to."""
+    """Return the crossing whose epoch equals that of a loader replayed from the beginning."""
     return KEPT if right == kept else FRESH if right == fresh else REPLAY

@@ -38,7 +38,8 @@ _log = logging.getLogger("penstock.worker")
 
 
 def cross(source: PositionedLoader, step: int) -> RestartPoint:
-    """Open the next epoch of a restored source by the right crossing; return its epoch start."""
+    """Open the next epoch of a restored source by the right crossing (see crossing_kinds.py); return its epoch
+    start."""
     end, untouched, history = source.rng(), source.is_untouched, source.history
     choice = first_choice(
         history.crossing,
@@ -122,7 +123,7 @@ def _cross_as_resumed(source: PositionedLoader, step: int) -> RestartPoint:
 
 
 def _to(source: PositionedLoader, target: StreamPosition, history: StreamHistory, seen: Callable[[Any], None]) -> None:
-    """Go to a position, without an error where an epoch ends earlier."""
+    """Replay to a position; an epoch that ends earlier is not an error."""
 
     def go(leg: Leg) -> None:
         source.seek(leg.total, leg.epoch, seen)
@@ -137,8 +138,8 @@ def _as_resumed(
     history: StreamHistory,
     take: Callable[[Any], tuple[int, int]],
 ) -> None:
-    """Bring a loader that is resumed as its launch was back to its position between two epochs. It crossed the ends on
-    the way by itself, and does so again; they are not verified once more."""
+    """Bring a loader that is resumed as its launch was back to its position between two epochs. It crosses the ends of
+    epochs on the way by itself, as it did before, and they are not verified again."""
 
     def seen(batch: Any) -> None:
         source.digest, samples = take(batch)
@@ -161,9 +162,9 @@ def _first_of(source: PositionedLoader, take: Callable[[Any], tuple[int, int]]) 
 
 
 def _tried(source: PositionedLoader, step: int, take: Callable[[Any], tuple[int, int]]) -> First:
-    """Return the beginning of the epoch if it is opened as the source is now. A loader that raises where it was
-    restored may be one that cannot begin again, and another crossing is right; if it always raises, the last crossing
-    reports it."""
+    """Return the beginning of the epoch if it can be opened from the source's present state. A loader that raises here
+    may be one that cannot begin again after a restore, so another crossing is tried; if it always raises, the last
+    crossing reports the error."""
     try:
         source.open(step=step)
         return _first_of(source, take)
@@ -174,7 +175,7 @@ def _tried(source: PositionedLoader, step: int, take: Callable[[Any], tuple[int,
 
 
 def _from_the_beginning(source: PositionedLoader, take: Callable[[Any], tuple[int, int]]) -> None:
-    """Bring a loader from the beginning to where the source stands, between two epochs."""
+    """Replay a loader from the beginning to the source's position, between two epochs."""
     target, digest, history = source.position.copy(), source.digest, source.history
     why = (
         f"{source.name}: how it begins epoch {target.epoch} cannot be determined: it was restored within the epoch "

@@ -164,8 +164,7 @@ class PositionedLoader(SlotLoader, ABC):
         return point if start is None or point.position == start.position else replace(point, behind=start)
 
     def abort(self) -> None:
-        """Give up an epoch that was opened and of which at most one batch was looked at, as if it had not been
-        opened."""
+        """Undo the opening of an epoch of which at most one batch was made."""
         self._iterator, self._ahead, self._held = None, [], None
 
     def peek(self) -> Any:
@@ -208,22 +207,22 @@ class PositionedLoader(SlotLoader, ABC):
         return batch
 
     def learn(self, point: RestartPoint) -> None:
-        """Take over the history of this restart point, and leave out what was left out when it was taken."""
+        """Take over the history of this restart point, and skip the batches that were skipped when it was taken."""
         self.history = point.history.before(point.position.epoch).knowing(self.history.crossing)
         self.learn_skips(point)
 
     def learn_skips(self, point: RestartPoint) -> None:
-        """Leave out what was left out when this restart point was taken."""
+        """Skip the batches that were skipped when this restart point was taken."""
         for epoch, total, count in point.skips:
             self._skips[epoch, total] = max(count, self._skips.get((epoch, total), 0))
 
     def learn_crossing(self, crossing: str) -> None:
-        """Take over the crossing that was found, see epoch_crossing.py."""
+        """Take over the crossing that was found (see epoch_crossing.py)."""
         self.history = self.history.knowing(crossing)
 
     def marked(self, point: RestartPoint, *, way_on: bool = False) -> RestartPoint:
-        """Return the same restart point with the present history, and all that is left out. `way_on`: also with the
-        epochs abandoned between there and the source's position, in former launches, which this training loop does not
+        """Return the same restart point with the present history and all skipped batches. `way_on`: also with the
+        epochs that former launches abandoned between there and the source's position, which this training loop does not
         know."""
         skips = tuple((epoch, total, count) for (epoch, total), count in self._skips.items())
         return replace(
@@ -231,7 +230,7 @@ class PositionedLoader(SlotLoader, ABC):
         )
 
     def leave_epoch(self) -> None:
-        """Close the epoch, which is over or given up: the next one is to be opened."""
+        """Close the epoch, which has ended or was abandoned; the next one can be opened."""
         self._iterator, self._ahead = None, []
         self.position.epoch += 1
         self.position.delivered = 0
@@ -254,10 +253,10 @@ class PositionedLoader(SlotLoader, ABC):
         return self._behind_start(taken)
 
     def restore(self, point: RestartPoint) -> None:
-        """Go to the position of a restart point, at any time.
+        """Bring the source to the position of a restart point; may be called at any time.
 
-        Where the stream began with a new loader, that is made anew and the state not loaded: a loader that begins an
-        epoch in its first next() could not record in it that it had been asked to.
+        At the beginning of the stream a new loader is built and no state loaded: a loader that begins an epoch in its
+        first next() could not record in a state that the epoch was opened.
         """
         self.learn(point)
         self.abort()
@@ -302,13 +301,12 @@ class PositionedLoader(SlotLoader, ABC):
         return Launch(worker=self.assignment.slot if self.by_own_methods else None)
 
     def _load_restart_point(self, point: RestartPoint) -> None:
-        """Load the state of a restart point in the way that this loader takes it."""
+        """Load the state of a restart point by the methods that this loader has."""
         if self.by_own_methods:
             if self.resume is None:
                 raise StateMismatchError(
                     f"{self.name} now has all four state methods without loads_own_state, so it cannot load a state "
-                    "that "
-                    "its state_dict returned: resume from a state of DataLoader.state_dict() instead"
+                    "that its state_dict returned: resume from a state of DataLoader.state_dict() instead"
                 )
             self.resume_by_own_methods(self.resume["aggregated"], self.resume["strict"])
         elif point.state is not None:
@@ -324,7 +322,7 @@ class PositionedLoader(SlotLoader, ABC):
         self.restored, self._restored_at = True, self.position.total
 
     def begin(self) -> None:
-        """Return to the slot's beginning: input_fn anew, nothing loaded, no epoch opened."""
+        """Bring the source to the slot's beginning: call input_fn again, load nothing, open no epoch."""
         self.abort()
         self.history = replace(self.history.of(self._first_launch()), abandoned=())
         self._make_anew(1)
@@ -332,7 +330,7 @@ class PositionedLoader(SlotLoader, ABC):
         self.strays = False
 
     def renew(self, rng: bytes) -> None:
-        """Have input_fn make the loader anew, with the generators as they were captured."""
+        """Let input_fn make a new loader, with the random generators as they were captured."""
         self._make_anew(self.history.launch.step + 1)
         self._restore_rng(rng)
 

@@ -44,7 +44,7 @@ class _History(Protocol):
 
 
 class _WithHistory(RestartPoint, Protocol):
-    """A restart point that knows the way to it."""
+    """Restart point with the history of the stream up to it."""
 
     @property
     def history(self) -> _History: ...
@@ -59,7 +59,7 @@ W = TypeVar("W")
 
 @dataclass(frozen=True)
 class Leg:
-    """A leg of the way: replay until `total` batches in all, in this epoch."""
+    """One leg of a replay: until `total` batches in all, in this epoch."""
 
     epoch: int
     total: int
@@ -81,13 +81,12 @@ class Target:
     """Digest of batch `total`; 0 = not known."""
 
     def behind(self, left: Iterable[tuple[int, int]]) -> Target:
-        """Return the same position for a restart point that knows of these further abandoned epochs."""
+        """Return the same target as seen from a restart point whose history has these further abandoned epochs."""
         return replace(self, left=dict(left) | dict(self.left))
 
 
 def route(from_epoch: int, target: Target) -> list[Leg]:
-    """Return the way to a position from another one in an epoch: out of each abandoned epoch, where the loop abandoned
-    it."""
+    """Return the legs of a replay from one position to another: each abandoned epoch is left where the loop left it."""
     left = target.left
     legs = [Leg(epoch, left[epoch], leaves=True) for epoch in sorted(left) if from_epoch <= epoch < target.epoch]
     return [*legs, Leg(target.epoch, target.total, digest=target.digest)]
@@ -127,7 +126,7 @@ class Recovery(Generic[PointWithHistory]):
 def plan_recovery(
     points: Iterable[PointWithHistory], target: Target, *, counted: bool
 ) -> Recovery[PointWithHistory] | None:
-    """Return the ways of a runner that takes a slot over; None if there is none.
+    """Return the ways by which a runner that takes a slot over can recover; None if there is none.
 
     The nearest is the best; strictly before the last delivered batch if there is one, so that at least that one is
     compared. Each was verified, but over a few batches; the others lie further back. The beginning comes last if
@@ -150,14 +149,14 @@ def first_fit(
     ways: Sequence[W],
     take: Callable[[W], object],
     unfit: tuple[type[Exception], ...],
-    told: Callable[[Exception, W], None],
+    on_mismatch: Callable[[Exception, W], None],
 ) -> W:
-    """Take the first way that leads to its position; return it.
+    """Try ways to a position, in order; return the first that leads there.
 
     Args:
         ways: at least one.
-        take: goes the way; raises one of `unfit` where it does not lead there.
-        told: gets that error, and the way that is taken instead.
+        take: tries a way; raises one of `unfit` if it does not lead there.
+        on_mismatch: called with that error, and the way that is tried next.
 
     Raises the error of the last way, and at once any that is not one of `unfit`.
     """
@@ -168,5 +167,5 @@ def first_fit(
         except unfit as error:
             if number == len(ways):
                 raise
-            told(error, ways[number])
+            on_mismatch(error, ways[number])
     raise ValueError("ways must hold at least one, got none")

@@ -1,6 +1,6 @@
 """Restart points: from what a slot can be rebuilt in a fresh process, and how a restart point is encoded.
 
-There are three kinds. Only the first needs no verification (see proofs.py):
+There are three kinds. Only the first needs no verification (see verification.py):
 
     the beginning    input_fn() anew, seeded as when the slot's counts began; also a launch's start, which for a loader
                      of four methods is that and the state that the launch resumed from, through its own methods
@@ -59,8 +59,8 @@ class StreamPosition:
 
 @dataclass(frozen=True)
 class Launch:
-    """Start of a loader's launch, from which its own counts run. For a loader made again from the beginning it is the
-    beginning."""
+    """Start of a loader's launch, from which its own counts run; the beginning for a loader that was replayed from
+    there."""
 
     step: int = 0
     """Steps of the box before it."""
@@ -108,8 +108,8 @@ class StreamHistory:
         return replace(self, abandoned=tuple(known for known in self.abandoned if known[0] < epoch))
 
     def knowing(self, crossing: str) -> StreamHistory:
-        """Return the history with another position's finding: a crossing that was found wrong there is not taken
-        here."""
+        """Return this history together with another position's finding: a crossing that was found wrong there is not
+        used here."""
         return replace(self, crossing=more_careful(self.crossing, crossing))
 
     def encode(self) -> dict[str, Any]:

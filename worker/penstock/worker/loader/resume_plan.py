@@ -9,7 +9,7 @@ __all__ = ["ResumeKind", "ResumeWay", "resume_ways", "rotations"]
 
 
 class ResumeKind(Enum):
-    """Start of a way."""
+    """Starting point of a resume."""
 
     OWN_METHODS = "own methods"
     """The loader takes its part of the aggregated state."""
@@ -21,7 +21,7 @@ class ResumeKind(Enum):
 
 @dataclass(frozen=True)
 class ResumeWay:
-    """A way to resume."""
+    """One way to resume: where to start, and which slot is worker 0."""
 
     kind: ResumeKind
     first: int | None = None
@@ -31,16 +31,17 @@ class ResumeWay:
 
 
 def rotations(turn: int, own: int, other: int, *, whole: bool) -> list[ResumeWay]:
-    """Return which slot of the box may be the loader's worker 0, so that all go on with their own batches.
+    """Return which slots of the box may be the loader's worker 0, so that all slots continue with their own batches.
 
-    Most go on as they were. A loader that counts the samples of all workers begins a launch with worker 0, and its next
-    batch is that of the slot whose turn it is. The batches tell the two apart: no way is left if they cannot.
+    Most loaders continue with the same numbers. A loader that counts the samples of all workers begins a launch with
+    worker 0, and its next batch is that of the slot whose turn it is. The batches distinguish the two kinds; if they
+    cannot, the result is empty.
 
     Args:
-        turn: the slot whose turn it was; 0 if the two are the same, or no batch can be compared.
+        turn: the slot whose turn it was; 0 if both kinds give the same, or no batch can be compared.
         own: digest of this slot's next batch when the state was saved, 0 if it was not known.
         other: the same of the slot that is `turn` further.
-        whole: the stream can be made again from the beginning.
+        whole: the stream can be replayed from the beginning.
     """
     if not turn:
         return [ResumeWay(ResumeKind.OWN_METHODS, 0)]
@@ -52,15 +53,15 @@ def rotations(turn: int, own: int, other: int, *, whole: bool) -> list[ResumeWay
 def resume_ways(
     *, methods: int, turns: list[ResumeWay] | None, whole: bool, replays: bool, total: int
 ) -> list[ResumeWay]:
-    """Return the ways in the order in which they are tried; at least one.
+    """Return the ways to resume, in the order in which they are tried; at least one.
 
     Args:
         methods: how many of the four state methods the loader has.
-        turns: `rotations`, of a loader that is resumed by its own methods only; None for another.
-        whole: the stream can be made again from the beginning.
-        replays: it was found that, resumed, such a loader begins its next epoch with a wrong batch. All of the box are
-            made again then, so that their own states are counted from the same position.
-        total: batches before the saved restart point; one without any is a beginning itself.
+        turns: result of `rotations`, for a loader that is resumed by its own methods only; None for another.
+        whole: the stream can be replayed from the beginning.
+        replays: True if such a loader, once resumed, was found to begin its next epoch with a wrong batch. All workers
+            of the box are then replayed, so that their own states are counted from the same position.
+        total: batches before the saved restart point; 0 if that is the beginning.
     """
     beginning = ResumeWay(ResumeKind.BEGINNING)
     if turns is not None and whole and replays:

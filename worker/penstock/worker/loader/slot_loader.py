@@ -75,7 +75,7 @@ class SlotLoader:
 
     @property
     def worker(self) -> int:
-        """Worker of its box that the loader is to be made as."""
+        """Number of the worker in its box as which the loader is built."""
         worker = self.history.launch.worker
         return self.assignment.slot if worker is None else worker
 

@@ -28,7 +28,7 @@ Go = Callable[[Leg], object]
 
 
 def start(source: RestorableLoader, resume: dict[str, Any] | None, keep: Keep, go: Go) -> None:
-    """Start a built source as its assignment says.
+    """Bring a built source to the position that its assignment names.
 
     Args:
         resume: decoded blob of the assignment's resume, None to start from nothing.
@@ -85,7 +85,7 @@ def _leads_on(beside: RestorableLoader, slot: int, worker: int, resume: dict[str
 
 
 class _Resume:
-    """A resume on the topology of the state: in the first way that leads to the batches that were delivered."""
+    """Resume on the topology of the state, by the first way that leads to the delivered batches."""
 
     def __init__(
         self, source: RestorableLoader, part: dict[str, Any], total: int, epoch: int, then: int, keep: Keep, go: Go
@@ -137,8 +137,8 @@ class _Resume:
 
     @property
     def _cannot_go_on(self) -> bool:
-        """Return whether one of the box's workers found that, resumed, the loader begins its next epoch with a wrong
-        batch. All are made again then, so that their own states are counted from the same position."""
+        """Return whether one of the box's workers found that the loader, once resumed, begins its next epoch with a
+        wrong batch. All of them are replayed then, so that their own states are counted from the same position."""
         resume = self._source.resume
         assert resume is not None
         return any(RestartPoint.of(part).history.crossing == REPLAY for part in resume["slots"].values())
@@ -215,7 +215,8 @@ class _Resume:
         return self._epoch + 1 if self._as_saved and self._part.get("next_epoch") else self._then
 
     def _step_over_the_end(self) -> None:
-        """Look at the next epoch, whether the loader ends this one or continues with the next at once."""
+        """Look at the next batch: find out whether the loader ends this epoch first or continues with the next one at
+        once."""
         source, (first, _), to = self._source, self._kept[-1], self._next_epoch
         position, epoch_start = source.position.copy(), first
         known = bool(self._as_saved and self._part["next_digest"])
@@ -233,7 +234,7 @@ class _Resume:
         catch_up(source, self._then)
 
     def _go(self) -> None:
-        """Replay up to the saved position, along the loop's way."""
+        """Replay up to the saved position, leaving the epochs that the loop abandoned where it did."""
         source, digest = self._source, self._part["digest"]
         travel(source, Target(self._epoch, self._total, dict(self._history.abandoned)), self._replay)
         if digest and source.digest and source.digest != digest:
@@ -244,7 +245,7 @@ class _Resume:
         catch_up(source, self._then)
 
     def _arrive(self) -> None:
-        """Compare the next batch, if it is known which one came when the state was saved."""
+        """Compare the next batch with the one recorded when the state was saved, if one was recorded."""
         source = self._source
         if not (self._part.get("next_digest", 0) and self._as_saved) or (source.by_own_methods and self._at_an_end):
             return
@@ -259,7 +260,7 @@ class _Resume:
             source.history = replace(source.history, complete=False)
 
     def _compare_next(self) -> None:
-        """Raise ReplayMismatchError unless the next batch is the one that came when the state was saved."""
+        """Raise ReplayMismatchError unless the next batch is the one that followed when the state was saved."""
         source = self._source
         batch = source.peek()
         take = ReplayDigest(cover=cover_of(source.assignment.loader.options)).take

@@ -31,27 +31,26 @@ def recover(source: PositionedLoader, plan: Recovery[RestartPoint], target: Targ
         beginning = source.open_epoch()
         travel(source, target.behind(history.abandoned), go)
 
-    def tell(mismatch: Exception, instead: RestartPoint | None) -> None:
+    def log_mismatch(mismatch: Exception, instead: RestartPoint | None) -> None:
         _log.warning("%s; it is replayed from an older restart point instead", cast(PenstockError, mismatch).message)
 
-    return first_fit(plan.ways, take, UNFIT, tell) or beginning
+    return first_fit(plan.ways, take, UNFIT, log_mismatch) or beginning
 
 
 def restore(source: PositionedLoader, point: RestartPoint, target: Target, go: Go) -> None:
-    """Go to a position from a restart point, along the loop's way."""
+    """Restore a restart point and replay to a position from there."""
     source.restore(point)
     travel(source, target.behind(point.history.abandoned), go)
 
 
 def begin(source: PositionedLoader, history: StreamHistory) -> None:
-    """Go to the beginning. `history`: the known history from there."""
+    """Bring the source to its beginning. `history`: the known history from there."""
     source.history = history
     source.begin()
 
 
 def travel(source: PositionedLoader, target: Target, go: Go) -> None:
-    """Go to a position along the loop's way: out of the abandoned epochs, where the loop abandoned them. `go` replays a
-    leg."""
+    """Replay to a position, leaving each epoch that the loop abandoned where it did. `go` replays a leg."""
     for leg in route(source.position.epoch, target):
         go(leg)
         if leg.leaves:
@@ -79,8 +78,8 @@ def replay(
 
 
 def catch_up(source: PositionedLoader, epoch: int) -> None:
-    """Go to where epoch `epoch` is opened, if the source is not that far, over the end of the epoch that it is in and
-    of those in between, of which it had no batch. Raises ReplayMismatchError if one comes."""
+    """Advance over the ends of epochs to where epoch `epoch` is opened, if the source is before it: of the epochs in
+    between the loop had no batch. Raises ReplayMismatchError if one yields a batch."""
     while source.position.epoch < epoch:
         if not source.is_open:
             source.open_epoch()

@@ -173,7 +173,8 @@ class Child:
             self.kill()
 
     def kill(self) -> None:
-        """Kill the child; its fork server then kills what it leaves behind. Harmless when it is gone."""
+        """Kill the child; its fork server then kills the processes that it leaves behind. Does nothing if it has
+        ended."""
         self.unwanted = True
         if self._process is not None:
             self._process.kill()

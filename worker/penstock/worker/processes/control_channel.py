@@ -111,8 +111,7 @@ class MessageInbox:
         if len(self._fds) < fds:
             raise ProtocolError(
                 f"{fds - len(self._fds)} file descriptors of a control message were lost, because this process may "
-                "open "
-                "no more (RLIMIT_NOFILE): close files in user code, or raise the limit (ulimit -n)"
+                "open no more (RLIMIT_NOFILE): close files in user code, or raise the limit (ulimit -n)"
             )
         message = ControlMessage(kind, fields, bytes(buffer[_HEAD.size + text : end]), self._fds[:fds])
         del self._fds[:fds]

@@ -68,12 +68,12 @@ def own_group(cgroups: str, mounts: str) -> Path | None:
     return None
 
 
-def why_not(own: Path | None, ours: Sequence[int], controllers: Sequence[str] = CONTROLLERS) -> str:
+def why_not(own: Path | None, own_pids: Sequence[int], controllers: Sequence[str] = CONTROLLERS) -> str:
     """Return why there can be no groups below this one, with a remedy; "" if there can be.
 
     Args:
         own: see own_group.
-        ours: the processes that may be moved: the daemon and the processes it started.
+        own_pids: the processes that may be moved: the daemon and the processes it started.
         controllers: required controllers.
     """
     if own is None:
@@ -90,7 +90,7 @@ def why_not(own: Path | None, ours: Sequence[int], controllers: Sequence[str] = 
             f"{own} has no controller {', '.join(lacking)}: the groups above it do not hand it on, or it is of cgroup "
             "v1 here"
         )
-    others = sum(pid not in ours for pid in there)  # 0 is one of another namespace
+    others = sum(pid not in own_pids for pid in there)  # 0 is one of another namespace
     if others:
         return f"{own} has {others} processes that are not the worker's: {_REMEDY}"
     return ""
@@ -126,7 +126,7 @@ class ControlGroups:
     def take(
         cls,
         own: Path | None,
-        ours: Sequence[int],
+        own_pids: Sequence[int],
         *,
         memory: int = 0,
         processes: int = 0,
@@ -136,25 +136,25 @@ class ControlGroups:
         Returns the groups; or None, with all as it was, and why.
 
         Args:
-            own, ours, controllers: see why_not.
+            own, own_pids, controllers: see why_not.
             memory: bytes that each child may hold; 0 = any.
             processes: that all children may have together, threads included; 0 = any.
         """
-        refused = why_not(own, ours, controllers)
+        refused = why_not(own, own_pids, controllers)
         if own is None or refused:
             return None, refused
         groups = cls(own, memory, processes, controllers)
         try:
-            groups._divide(ours)
+            groups._divide(own_pids)
         except OSError as error:
-            groups.close(ours)
+            groups.close(own_pids)
             return None, f"{own} cannot be divided: {error.strerror} ({error.filename or 'cgroup.procs'})"
         return groups, ""
 
-    def _divide(self, ours: Sequence[int]) -> None:
+    def _divide(self, own_pids: Sequence[int]) -> None:
         for name in (DAEMON, RUNNERS):
             (self._own / name).mkdir(exist_ok=True)  # one that was killed leaves them
-        for pid in ours:
+        for pid in own_pids:
             with contextlib.suppress(ProcessLookupError):
                 (self._own / DAEMON / "cgroup.procs").write_text(str(pid))
         for group in (self._own, self._own / RUNNERS):
@@ -200,8 +200,8 @@ class ControlGroups:
             if not os.path.isdir(group):
                 self._busy.discard(group)
 
-    def close(self, ours: Sequence[int]) -> None:
-        """Leave the group as it was found, as far as nothing is left in it. Call it when all children are dead."""
+    def close(self, own_pids: Sequence[int]) -> None:
+        """Restore the group as it was found, if no process is left in it. Call it when all children are dead."""
         with contextlib.suppress(OSError):
             (self._own / RUNNERS / "cgroup.kill").write_text("1")
         with contextlib.suppress(OSError):
@@ -214,7 +214,7 @@ class ControlGroups:
             os.rmdir(self._own / RUNNERS)
         with contextlib.suppress(OSError):
             (self._own / "cgroup.subtree_control").write_text(without)
-        for pid in ours:
+        for pid in own_pids:
             with contextlib.suppress(OSError):
                 (self._own / "cgroup.procs").write_text(str(pid))
         with contextlib.suppress(OSError):

@@ -53,7 +53,7 @@ class ForkServers:
         self._given_up: set[asyncio.Task[ForkServer]] = set()
 
     async def get(self, assignment: records_pb2.WorkerAssignment) -> ForkServer:
-        """Return the one with the run's hash seed, started if need be, and again if it died."""
+        """Return the fork server with the run's hash seed; start it if there is none, or if it died."""
         seed = assignment.seed
         starting = self._fork_servers.get(seed)
         if starting is None or (starting.done() and (not _is_up(starting) or starting.result().dead)):

@@ -47,13 +47,13 @@ class Orphans:
     def __init__(self) -> None:
         self._spared: dict[int, float] = {}  # pid -> until when
 
-    def end(self, ours: Collection[int]) -> bool:
+    def end(self, own_pids: Collection[int]) -> bool:
         """Kill orphans and collect the dead ones. False when there are none left; else call it again, soon.
 
-        `ours`: children that are no orphans; those of this process's own group are none either.
+        `own_pids`: children that are no orphans; those of this process's own group are none either.
         """
         living, dead = [], set()
-        for pid in _orphans_of(ours):
+        for pid in _orphans_of(own_pids):
             if reap_orphan(pid):
                 dead.add(pid)
             else:
@@ -70,14 +70,14 @@ class Orphans:
         self._spared = spared
         return bool(living)
 
-    def spares(self, ours: Collection[int]) -> bool:
+    def spares(self, own_pids: Collection[int]) -> bool:
         """Return whether one of them gets a moment to clean up."""
-        return any(map(_cleans_up, _orphans_of(ours)))
+        return any(map(_cleans_up, _orphans_of(own_pids)))
 
 
-def _orphans_of(ours: Collection[int]) -> list[int]:
+def _orphans_of(own_pids: Collection[int]) -> list[int]:
     group = os.getpgrp()
-    return [pid for pid in own_children() if pid not in ours and _group_of(pid) not in (group, None)]
+    return [pid for pid in own_children() if pid not in own_pids and _group_of(pid) not in (group, None)]
 
 
 def own_children() -> list[int]:

@@ -89,8 +89,8 @@ class ProgressPage:
     # ---- the runner writes
 
     def stands_at(self, total: int, epoch: int, samples: int) -> None:
-        """Record where the runner starts, or where it goes back to after an abandoned epoch; nothing before it is known
-        here."""
+        """Record the position where the runner starts, or to which it returns after an abandoned epoch; nothing before
+        it is known here."""
         if self._first is None:
             self._first = self._last = total
         else:
@@ -129,7 +129,7 @@ class ProgressPage:
         self._write_head()
 
     def cut(self, epoch: int, total: int) -> None:
-        """Record that the loop abandoned an epoch after its batch `total`: later epochs are not known any more."""
+        """Record that the loop abandoned an epoch after its batch `total`: later epochs are no longer known."""
         kept = [(e, t) for e, t in self.ends().items() if e < epoch]
         self._ends = 0
         for end in [*kept, (epoch, total)]:
@@ -146,7 +146,7 @@ class ProgressPage:
         self._write_head()
 
     def here(self, epoch: int, skipped: int) -> None:
-        """Record the epoch of the next batch; `skipped` were left out since the last one."""
+        """Record the epoch of the next batch; `skipped` batches were skipped since the last one."""
         _HERE.pack_into(self._map, _HERE_AT, epoch, skipped)
 
     def saw_look(self) -> None:
@@ -172,8 +172,8 @@ class ProgressPage:
     # ---- the daemon reads
 
     def counts(self) -> tuple[int, int, int]:
-        """Return the batches that this runner has made, those of them that the loop was handed, and those replayed, as
-        of the last `refresh`. Each only rises: while the runner goes back, the last values are returned again."""
+        """Return the numbers of batches that this runner has made, that the loop was given, and that were replayed, as
+        of the last `refresh`. Each only rises: while the runner replays, the last values are returned again."""
         first, last, made, replayed = _COUNTS.unpack_from(self._map, _COUNTS_AT)
         # Before the runner has its position, what the loop was handed is its predecessor's.
         found = (made + self.total - last, self.delivered - (first - 1), replayed) if first else (0, 0, replayed)

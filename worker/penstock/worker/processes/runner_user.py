@@ -56,11 +56,11 @@ class RunnerUser:
         return cls(**json.loads(text))
 
     def own(self, path: str) -> None:
-        """Give the user this folder of ours."""
+        """Make the user the owner of this folder of Penstock's."""
         os.chown(path, self.uid, self.gid)
 
     def become(self) -> None:
-        """Make this process, and all that it will start, the user's. There is no way back."""
+        """Change this process, and all that it will start, to the user. Irreversible."""
         if self.processes:
             hard = resource.getrlimit(resource.RLIMIT_NPROC)[1]
             most = self.processes if hard == resource.RLIM_INFINITY else min(self.processes, hard)

@@ -108,7 +108,8 @@ def _comes_with_arguments(*args: Any, **kwargs: Any) -> Any:
 def unpacked(
     fn: Callable[..., Any], spec: records_pb2.LoaderSpec
 ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """The input_fn and its arguments, made anew: by its name, with the values of the safe envelope; or by value.
+    """Return the input_fn and its arguments: imported by its name, with arguments decoded from the envelope; or
+    unpickled, if they came by value.
 
     Raises InputFnNotAllowedError for those by value unless they come from this worker's own training process. Only that
     sends its search path, which `check_plain` refuses from others.

@@ -74,8 +74,8 @@ class ProcessorDemand:
     _wanted: float = 0.0
 
     def look(self, now: float) -> float:
-        """Return the share of the time since the last look in which it ran or waited for a processor; 1.0 for the first
-        look, and where nobody counts."""
+        """Return the share of the time since the last call in which the process ran or waited for a processor; 1.0 for
+        the first call, and where the kernel does not count."""
         counted = _counted(self.pid)
         if counted is None:
             return 1.0
@@ -85,7 +85,7 @@ class ProcessorDemand:
 
 
 async def unless_it_stands_still(done: Awaitable[object], pid: int, still_s: float, most_s: float) -> None:
-    """Wait for `done`, which process `pid` is to bring about.
+    """Wait for `done`, which process `pid` must bring about, as long as the process makes progress.
 
     Raises:
         TimeoutError: the process neither ran nor asked for a processor for `still_s` seconds, or `most_s` seconds are

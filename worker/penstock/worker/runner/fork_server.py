@@ -138,7 +138,7 @@ def _fork(message: ControlMessage, channel: ControlChannel, own: Iterable[int]) 
 
 
 def _give_up_rights(tempdir: str) -> None:
-    """Give up the rights that user code must not have. `tempdir`: where multiprocessing, and its processes below this
+    """Drop the privileges that user code must not have. `tempdir`: where multiprocessing, and its processes below this
     one, put their sockets if this user may."""
     for trait in sys.argv[3:]:
         if trait.startswith("user="):

@@ -66,7 +66,7 @@ def _warm_up(spec: records_pb2.LoaderSpec, modules: Sequence[str]) -> str:
 
 
 def _surroundings() -> dict[str, object]:
-    """Return what an import should leave unchanged."""
+    """Return the state of the process that an import should leave unchanged."""
     return {
         "random generators": capture_rng(),
         "threads": len(os.listdir("/proc/self/task")),
@@ -76,8 +76,8 @@ def _surroundings() -> dict[str, object]:
 
 
 def _serve(channel: ControlChannel) -> None:
-    """Serve until the daemon closes the channel, a task dies, or a task leaves something behind: then a fresh child
-    does it again and reports the error, and the fork server cleans up."""
+    """Serve until the daemon closes the channel, a task dies, or a task leaves something behind. A fresh child then
+    repeats that task and reports the error, and the fork server cleans up."""
     while True:
         readable(channel.fileno())
         if channel.hung_up():

@@ -326,13 +326,13 @@ class InProcessSlot:
             try:
                 if self._resume:
                     source.learn_resume(decode_state(self._resume))  # type: ignore[arg-type]
-                told, data = state_at(source, point, fields, ReplayDigest(cover=self._cover))
+                result, data = state_at(source, point, fields, ReplayDigest(cover=self._cover))
             finally:
                 source.drop()
-        if told.get("elsewhere") or told["ended"]:
+        if result.get("elsewhere") or result["ended"]:
             raise StateUnavailableError(
                 f"{source.name}: step {step} cannot be reached by replay: its epoch now ends at another batch"
             )
         return SlotState(
-            data, told["samples"], told["digest"], told["following"], told["over"] and told["following"] > 0
+            data, result["samples"], result["digest"], result["following"], result["over"] and result["following"] > 0
         )

@@ -49,12 +49,12 @@ class Return:
     loader restored there is elsewhere. `epoch_start` is in doubt if it does not lead there."""
 
     def ways(self, *, origin_doubted: bool) -> list[EncodedPoint]:
-        """Return the ways, the best first; empty if there is none.
+        """Return the restart points to try, the best first; empty if there is none.
 
-        Best is a snapshot before the position: a loader that was just loaded and has yielded nothing may not know yet
-        that it is in the middle of an epoch, and would continue it when the next one is opened. Then the epoch's start,
-        which does not do for a loader that begins an epoch in its first next(); then from before the epoch, and last
-        from exactly the position.
+        The best is a snapshot before the position: a loader that was just loaded and has yielded nothing may not know
+        that it is in the middle of an epoch, and would continue it when the next one is opened. The second is the
+        epoch's start, which is wrong for a loader that begins an epoch in its first next(). The third is a point before
+        the epoch, and the last a snapshot of exactly the position.
         """
         doubted = origin_doubted and self.inside is None
         order = [self.first if doubted else None, self.inside, self.epoch_start, self.earlier, self.there]
@@ -86,7 +86,7 @@ class LocalRestartPoints:
                 points.pop()
 
     def plan_return(self, target: Target, *, exact: bool, following: int = 0) -> Return:
-        """Plan the way back to a position.
+        """Plan the replay back to a position.
 
         Args:
             exact: the loader's snapshots need no verification.

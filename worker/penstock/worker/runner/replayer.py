@@ -1,6 +1,6 @@
 """The helper process that restores a loader beside the one that streams, does one task with it, and ends.
 
-- `prove`: restore a restart point and compare the next batches with those that were delivered: see proofs.py.
+- `verify`: restore a restart point and compare the next batches with those that were delivered: see verification.py.
 - `state`: replay from the nearest verified restart point to a position, and take the loader's state there.
 - `advance`: advance a state by arithmetic, for loaders that can (`advance_state`): no input_fn runs, no batch is made.
 - `aggregate`: make one state of all workers' states, for a training job that cannot build the loader itself.
@@ -79,35 +79,35 @@ def run_task(channel: ControlChannel) -> None:
                 states = cast(list[Any], decode_state(values[0]))
                 answer.send("done", encode_state(source.aggregate(states)))
                 return
-            if message.kind == "prove":
+            if message.kind == "verify":
                 points = [RestartPoint.decode(value) for value in values]
-                told = _prove(source, points[0], message.fields, replay_digest, *points[1:])
-                answer.send("done", took=time.process_time() - began, **told)
+                result = _verify(source, points[0], message.fields, replay_digest, *points[1:])
+                answer.send("done", took=time.process_time() - began, **result)
                 return
             if len(values) > 1:
                 source.learn_resume(cast(dict[str, Any], decode_state(values[1])))
-            told, data = state_at(source, RestartPoint.decode(values[0]), message.fields, replay_digest)
-            answer.send("done", data, **told)
+            result, data = state_at(source, RestartPoint.decode(values[0]), message.fields, replay_digest)
+            answer.send("done", data, **result)
         except LaneLostError:
             raise
         except Exception as error:
             channel.send("failed", error=plain_detail(error))
 
 
-def _prove(
+def _verify(
     source: RestorableLoader,
     point: RestartPoint,
     fields: dict[str, Any],
     replay_digest: ReplayDigest,
     opened: RestartPoint | None = None,
 ) -> dict[str, Any]:
-    """Find out whether the restart point leads to what was delivered, and if not, which batch differs.
+    """Find out whether the restart point leads to the delivered batches, and if not, which batch differs.
 
-    `digests`: total -> [epoch, digest] of the batches behind it. Where they lie beyond the end of its epoch, the
-    loader's crossing is found, too, see epoch_crossing.py; `crossing`: the one known so far. `opened`: a snapshot of
-    the loader that streamed, after the first batch there. `generators`: see _compare. `early`: the same as `digests`,
-    of the slot's first batches, or none. If the restart point does not lead to its batches, a loader from the beginning
-    is compared with those.
+    `digests`: total -> [epoch, digest] of the batches after it. Beyond the end of its epoch, the loader's
+    crossing is found too (see epoch_crossing.py). `crossing`: the one known so far. `opened`: a snapshot of the loader
+    that streamed, after the first batch of the next epoch. `generators`: see _compare. `early`: as `digests`, of the
+    slot's first batches, or empty. If the restart point does not lead to its batches, a loader from the beginning is
+    compared with those.
     """
     delivered = {int(total): (epoch, digest) for total, (epoch, digest) in fields["digests"].items()}
     source.restore(point)
@@ -138,8 +138,8 @@ def _way_over(
     known: str,
     opened: RestartPoint | None,
 ) -> str:
-    """Return the crossing by which the source, at the end of its epoch, gets to these batches of later ones: the known
-    one if it still leads there, else a more careful one."""
+    """Return the crossing by which the source, at the end of its epoch, continues with these batches of later epochs:
+    the known one if it is still right, else a more careful one."""
     end, position = source.rng(), source.position.copy()
     for way in to_try(known):
         source.position = position.copy()
@@ -182,8 +182,9 @@ def _compare(
     generators: int = 0,
     opened: RestartPoint | None = None,
 ) -> tuple[int, str]:
-    """Return which batch of this epoch is not as delivered, and what comes instead; or "". `generators`: hash of the
-    generators after the first of them, 0 if not known. `opened`: snapshot of the streaming loader after one."""
+    """Return the first batch of this epoch that differs from the delivered one, and what comes instead; or "".
+    `generators`: hash of the generators after the first of them, 0 if not known. `opened`: snapshot of the streaming
+    loader after one."""
     while (expected := delivered.get(source.position.total + 1)) is not None and expected[0] == epoch:
         batch = source.next()
         if batch is END:
@@ -215,7 +216,7 @@ def _advanced(point: RestartPoint, assignment: records_pb2.WorkerAssignment, fie
 
 
 def _all_over(source: RestorableLoader, epoch: int) -> bool:
-    """Raise unless nothing comes before epoch `epoch`. Otherwise the loop abandoned an epoch that is not known here,
+    """Raise an error if a batch comes before epoch `epoch`: then the loop abandoned an epoch that is not known here,
     and a resume from this state would continue it."""
     while source.position.epoch < epoch:
         if not source.is_open:
@@ -247,8 +248,8 @@ def state_at(
 def _replayed(
     source: RestorableLoader, point: RestartPoint, told_until: int, fields: dict[str, Any], replay_digest: ReplayDigest
 ) -> tuple[dict[str, Any], bytes]:
-    """Return the fields of the way from a restart point, the source's position, and the state taken there.
-    `told_until`: the epoch before which the history names all abandoned epochs."""
+    """Return the fields that describe the replay from a restart point to the source's position, and the state taken
+    there. `told_until`: the epoch before which the history names all abandoned epochs."""
     delivered = {int(total): digest for total, digest in fields["digests"].items()}
     replayed: deque[tuple[int, int, int]] = deque(maxlen=ENTRIES)
 

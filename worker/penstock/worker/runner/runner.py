@@ -187,7 +187,8 @@ class _Runner:
         return sent
 
     def _recover(self, points: list[RestartPoint]) -> None:
-        """Go to the batch after the last one delivered, because another runner had this slot, and verify the way."""
+        """Bring the source to the batch after the last delivered one, because another runner had this slot before, and
+        verify the replayed batches."""
         self._doing("waiting")
         while self._hello is None:
             self._serve(None)
@@ -331,7 +332,7 @@ class _Runner:
                 self._begun = True
                 self._channel.send("begun")
             if (
-                (producer.free_slots * 2 <= producer.ring_slots and not producer.blocked)
+                (producer.free_entries * 2 <= producer.ring_entries and not producer.blocked)
                 or now - started > SLOW_BATCH_S
                 or now - self._last_look > LONGEST_DEAF_S
             ):
@@ -392,7 +393,8 @@ class _Runner:
     # ---- snapshots
 
     def _snapshot(self) -> None:
-        """Save the loader after this batch. One that cannot be saved goes on streaming; the save will report it."""
+        """Save the loader after this batch. A loader that cannot be saved continues to stream; the save reports the
+        error."""
         source, producer = self.source, self.producer
         total = source.position.total
         steps = producer.wanted.pop(total, None)
@@ -449,9 +451,12 @@ class _Runner:
         self._cadence.stopped = True
         self._channel.send("unsaved", error=plain_detail(error))
 
-    def _send_restart_point(self, point: RestartPoint, data: bytes, *, epoch_start: bool, **said: bool) -> None:
-        """Send a restart point to the daemon. `said`: further flags, see StoredSnapshot in snapshots.py."""
-        position, told = point.position, cast(dict[str, Any], {"start": False, "wanted": False, "begins": False} | said)
+    def _send_restart_point(self, point: RestartPoint, data: bytes, *, epoch_start: bool, **given: bool) -> None:
+        """Send a restart point to the daemon. `given`: further flags, see StoredSnapshot in snapshots.py."""
+        position, flags = (
+            point.position,
+            cast(dict[str, Any], {"start": False, "wanted": False, "begins": False} | given),
+        )
         self._own.add(EncodedPoint(position.epoch, position.total, data), epoch_start=epoch_start)
         self._generators_at = position.total + 1
         self._channel.send(
@@ -463,7 +468,7 @@ class _Runner:
             samples=position.samples,
             epoch_start=epoch_start,
             step=point.step,
-            **told,
+            **flags,
         )
 
     def _go_back(self) -> None:
@@ -514,9 +519,8 @@ class _Runner:
             ways.append(BEGINNING)
         if not ways:
             raise StateMismatchError(
-                f"{source.name}: epoch {epoch}, which the loop left by `break`, cannot be ended there: no snapshot "
-                "of it "
-                "is kept"
+                f"{source.name}: epoch {epoch}, which the loop left by `break`, cannot be ended there: no snapshot of "
+                "it is kept"
             )
         try:
             first_fit(ways, take, UNFIT, lambda mismatch, instead: None)
@@ -537,8 +541,8 @@ class _Runner:
         return False
 
     def _leave_unsaved(self, epoch: int, total: int) -> None:
-        """Abandon the epoch with a loader without states, which cannot be taken back; what it read ahead (of a queue,
-        say) stays read. But its randomness from here on is a function of the position, too."""
+        """Abandon the epoch of a loader without states, which cannot be rewound: what it read ahead, of a queue for
+        example, stays read. But its random numbers from here on depend only on the position."""
         source, delivered = self.source, self._progress_page.entry(total)
         source.reseed("left", epoch, total)
         source.position.epoch, source.position.total = epoch, total

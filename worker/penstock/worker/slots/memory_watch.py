@@ -11,8 +11,8 @@ from penstock.proto.v1 import coordinator_pb2
 from penstock.worker.processes.control_groups import OutOfMemory
 from penstock.worker.resources.memory_use import held_by
 from penstock.worker.slots.durable_snapshots import DurableSnapshots
-from penstock.worker.slots.proofs import RestartPointProver
 from penstock.worker.slots.slot_interfaces import SlotContext
+from penstock.worker.slots.verification import RestartPointVerifier
 
 __all__ = ["HARD_LIMIT", "MemoryWatch", "killed_for_memory"]
 
@@ -29,11 +29,12 @@ GAIN_S = 0.05
 class MemoryWatch:
     """The memory watch of one slot."""
 
-    def __init__(self, slot: SlotContext, prover: RestartPointProver, durable: DurableSnapshots) -> None:
-        self._slot, self._prover, self._durable = slot, prover, durable
+    def __init__(self, slot: SlotContext, verifier: RestartPointVerifier, durable: DurableSnapshots) -> None:
+        self._slot, self._verifier, self._durable = slot, verifier, durable
 
     async def run(self, pid: int, limit: int) -> None:
-        """Watch a runner; one that holds too much ends at a snapshot, and another one continues from there."""
+        """Watch the memory of a runner. One above the limit is ended at a snapshot, and another one continues from
+        there."""
         slot = self._slot
         took, most, begun, young = 0.0, 0, False, True
         handing: asyncio.Task[None] | None = None
@@ -60,9 +61,9 @@ class MemoryWatch:
                 slot.recycle, slot.outgrown = True, young
                 slot.lose(f"the runner of {slot.name} was replaced at batch {slot.progress_page.total}, for {what}")
             elif handing is None and held > limit and slot.ready.is_set():
-                handing = slot.spawn(self._hand_over_what_it_gained())
+                handing = slot.spawn(self._save_progress())
 
-    async def _hand_over_what_it_gained(self) -> None:
+    async def _save_progress(self) -> None:
         """Make progress of this runner durable before it is recycled. Otherwise its replacement would replay as much,
         and leak as much. Its first batch has a snapshot, which counts once the loop has taken one batch more and it is
         verified. Where nothing is saved there is nothing to wait for."""
@@ -77,7 +78,7 @@ class MemoryWatch:
             slot.progress_page.refresh()
             if usable and usable[0] < slot.progress_page.delivered:
                 break
-            if not usable and not self._prover.hurry():
+            if not usable and not self._verifier.hurry():
                 break
             await asyncio.sleep(GAIN_S)
         await self._durable.prepare_migration()
@@ -92,8 +93,7 @@ def killed_for_memory(slot: SlotContext, whose: OutOfMemory, *, young: bool) -> 
         limit = _mib(slot.host.runner_memory)
         slot.lose(
             f"{at} it used far more memory than the limit of {limit} (penstock worker --runner-memory): raise the "
-            "limit, "
-            "or make smaller batches"
+            "limit, or make smaller batches"
         )
     else:
         slot.lose(f"{at} its machine, container or systemd unit had no memory left")

@@ -2,7 +2,7 @@
 
 A slot object is one generation's: when the runner dies or the slot moves, this object ends and another begins. It never
 runs user code; tasks that need user code (verifying a snapshot, a state between snapshots) go to helper processes.
-slot_states.py answers state requests, proofs.py verifies restart points, memory_watch.py watches the runner's memory.
+slot_states.py answers state requests, verification.py verifies restart points, memory_watch.py watches memory.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from penstock.worker.resources.turn_queue import QueueTurn
 from penstock.worker.slots.durable_snapshots import NOT_OURS, DurableSnapshots
 from penstock.worker.slots.loader_findings import LoaderFindings
 from penstock.worker.slots.memory_watch import MemoryWatch, killed_for_memory
-from penstock.worker.slots.proofs import RestartPointProver
 from penstock.worker.slots.slot_interfaces import SlotHost, key_of
 from penstock.worker.slots.slot_states import SlotStates
 from penstock.worker.slots.snapshots import SlotSnapshots, StoredSnapshot
 from penstock.worker.slots.stall_watch import LOOKS, Stall, hang_s
+from penstock.worker.slots.verification import RestartPointVerifier
 
 __all__ = ["Slot"]
 
@@ -84,12 +84,12 @@ class Slot:
         self.log = SubjectLogger(_log, **about_slot(assignment), worker=host.name)
         self.host = host
         self.store = SlotSnapshots(self.usable)
-        self.prover = RestartPointProver(self)
+        self.verifier = RestartPointVerifier(self)
         self.left: dict[int, int] = {}
         """Epoch -> the slot's total where the loop abandoned it, as the runner reported."""
         self.from_before: set[tuple[int, int, int, bool, int]] = set()
         """Positions of the restart points that an earlier runner made."""
-        self.states = SlotStates(self, self.prover)
+        self.states = SlotStates(self, self.verifier)
         self.durable = DurableSnapshots(self)
         self._child: Child | None = None
         self._stall = Stall(since=time.monotonic())
@@ -128,10 +128,10 @@ class Slot:
             await self._start()
             assert self._child is not None
             self.spawn(self.durable.keep_up())
-            self.spawn(self.prover.run())
+            self.spawn(self.verifier.run())
             self.spawn(self._watch())
             if self.host.runner_memory:
-                watch = MemoryWatch(self, self.prover, self.durable)
+                watch = MemoryWatch(self, self.verifier, self.durable)
                 self.spawn(watch.run(self._child.pid, self.host.runner_memory))
             status = await asyncio.shield(self._child.exited)
             if not self._stopping and self.phase != coordinator_pb2.FAILED:
@@ -199,7 +199,7 @@ class Slot:
                 data,
                 durable=True,
                 inherited=True,
-                proven=True,
+                verified=True,
             )
             self.from_before.add(point.position)
             self.store.add(point, 0)
@@ -235,7 +235,7 @@ class Slot:
         self.progress_page.close()
 
     def fail(self, error: records_pb2.ErrorDetail, *, lost: bool) -> None:
-        """End the slot: for good, or (lost) for another worker to take over."""
+        """End the slot, with this error for the training job, or (`lost`) so that another worker takes it over."""
         if self._stopping or self.phase == coordinator_pb2.FAILED:
             return
         self.phase, self.error, self.lost = coordinator_pb2.FAILED, error, lost
@@ -335,7 +335,7 @@ class Slot:
         if message.kind == "point":
             epoch, delivered, total, samples, step = counts(message, "epoch", "delivered", "total", "samples", "step")
             point = StoredSnapshot(epoch, delivered, total, samples, bool(fields["epoch_start"]), step, message.payload)
-            point.proven = point.start = bool(fields["start"])
+            point.verified = point.start = bool(fields["start"])
             again = any(kept.begins and (kept.epoch, kept.total) == (epoch, total) for kept in self.store)
             point.wanted, point.begins = bool(fields["wanted"]), bool(fields["begins"]) or again
             self.host.tally.snapshots += 1
@@ -382,7 +382,7 @@ class Slot:
     async def _become_ready(self) -> None:
         """Make the first snapshot durable before any batch can be fetched, so that every batch can be recovered."""
         for point in list(self.store):
-            if not point.durable and point.proven:
+            if not point.durable and point.verified:
                 await self.durable.make(point)
             refused = self.durable.refused
             if refused and not self.assignment.recovery:  # else an older one of the slot is there
@@ -437,15 +437,15 @@ class Slot:
     def usable(self, point: StoredSnapshot) -> bool:
         """Return whether a loader may be restored from it: it was verified, or needs no verification."""
         return (
-            (point.proven and (point.start or not self.findings.misleads))
+            (point.verified and (point.start or not self.findings.misleads))
             or not self.is_savable
             or (self.capabilities.exact_states and not (point.refuted or self.findings.inexact))
         )
 
     @property
     def is_savable(self) -> bool:
-        """Return whether its loader may be replayed: it has state methods, or `replay=True` was asked for. Any other
-        loader (a reader of a queue, say) must not be called beside its stream."""
+        """Return whether a second instance of its loader may be made and replayed: it has state methods, or
+        `replay=True` was given. Any other loader (a reader of a queue, say) must not be called beside its stream."""
         return self.capabilities.state_methods > 0 or self.assignment.loader.options.replay_without_state
 
     @property

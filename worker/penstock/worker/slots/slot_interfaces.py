@@ -75,7 +75,8 @@ class SlotHost(ReplayHost, Protocol):
 
 
 class SlotContext(Protocol):
-    """A slot as its parts see it: durable_snapshots.py, memory_watch.py, proofs.py and slot_states.py."""
+    """A slot as its parts see it: durable_snapshots.py, memory_watch.py, slot_states.py
+    and verification.py."""
 
     name: str
     log: SubjectLogger

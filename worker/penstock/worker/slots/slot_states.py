@@ -11,9 +11,9 @@ from penstock.proto.rpc.channel import detail_of, error_of
 from penstock.proto.v1 import coordinator_pb2
 from penstock.worker.helpers.replayers import DEADLINE_S
 from penstock.worker.processes.progress_page import ENTRIES, BatchRecord
-from penstock.worker.slots.proofs import RestartPointProver
 from penstock.worker.slots.slot_interfaces import SlotContext
 from penstock.worker.slots.snapshots import StoredSnapshot
+from penstock.worker.slots.verification import RestartPointVerifier
 
 __all__ = ["POLL_S", "SlotStates"]
 
@@ -60,8 +60,8 @@ def _left(request: coordinator_pb2.StateRequest) -> dict[int, int]:
 class SlotStates:
     """The answers of one slot."""
 
-    def __init__(self, slot: SlotContext, prover: RestartPointProver) -> None:
-        self._slot, self._prover = slot, prover
+    def __init__(self, slot: SlotContext, verifier: RestartPointVerifier) -> None:
+        self._slot, self._verifier = slot, verifier
 
     async def answer(self, request: coordinator_pb2.StateRequest) -> tuple[coordinator_pb2.StateAnswer, bytes] | None:
         """Return the slot's state at a position, once that is produced, or where the epoch ended before it. Return None
@@ -83,8 +83,7 @@ class SlotStates:
             late = DeadlineError(
                 f"{self._slot.name} on worker {self._slot.host.name} made no state of step {request.step} within "
                 f"{request.deadline_s:.0f} s: it has made {page.total} of {request.position.total} batches, and has "
-                "been "
-                f"in {doing} for {since:.1f} s"
+                f"been in {doing} for {since:.1f} s"
             )
             answer.error.CopyFrom(detail_of(late))
         for epoch, total in self._slot.progress_page.ends().items():
@@ -137,15 +136,15 @@ class SlotStates:
             return point
         inside = [kept for kept in store if kept.epoch == request.epoch and kept.total <= request.position.total]
         for candidate in (*inside[-1:], *inside[:1]):
-            if not candidate.refuted and await self._prover.prove_now(candidate, _share(until)):
+            if not candidate.refuted and await self._verifier.verify_now(candidate, _share(until)):
                 return candidate
         return point
 
     async def _note_next(
         self, request: coordinator_pb2.StateRequest, answer: coordinator_pb2.StateAnswer, until: float
     ) -> None:
-        """Note the digest of the batch behind the position, with which a resumed loader is compared. For a loader that
-        resumes by methods of its own, wait a little for it: nothing else verifies them."""
+        """Record the digest of the batch after the position, with which a resumed loader is compared. For a loader that
+        resumes by its own methods, wait a little for it: nothing else verifies such a resume."""
         slot, total = self._slot, request.position.total
         patience = min(until, time.monotonic() + (NEXT_S if self._by_own and not self._waits_for_loop else 0.0))
         while True:
@@ -162,12 +161,11 @@ class SlotStates:
 
     @property
     def _by_own(self) -> bool:
-        """Return whether the loader resumes by methods of its own, which only the batch behind the position
-        verifies."""
+        """Return whether the loader resumes by its own methods, which only the batch after the position can verify."""
         return self._slot.capabilities.state_methods == 4 and not self._slot.capabilities.exact_states
 
     def _lacks_next(self, request: coordinator_pb2.StateRequest, answer: coordinator_pb2.StateAnswer) -> bool:
-        """Return whether a helper must make the batch behind the position, because it is not known here. At the end of
+        """Return whether a helper must make the batch after the position, because it is not known here. At the end of
         an epoch, where none may ever come, only if that is cheap, or if the next launch may begin with a slot other
         than worker 0."""
         if not self._by_own or answer.next_digest:
@@ -179,13 +177,13 @@ class SlotStates:
 
     @property
     def _waits_for_loop(self) -> bool:
-        """Return whether the runner took over and does not know yet where the training loop continues: its progress
-        page is empty."""
+        """Return whether the runner has taken the slot over and has not been informed yet where the training loop
+        continues: its progress page is empty."""
         return self._slot.assignment.recovery and not self._slot.attached
 
     def _lacks(self, point: StoredSnapshot, request: coordinator_pb2.StateRequest) -> bool:
-        """Return whether only a replay in a helper process gives the answer: the restart point is an earlier runner's,
-        and batches left out since, or digests, are not recorded here."""
+        """Return whether only a replay in a helper process can answer: the restart point is an earlier runner's, and
+        batches skipped since, or digests, are not recorded here."""
         if not point.inherited:
             return False
         if self._slot.assignment.skips:
@@ -281,9 +279,8 @@ class SlotStates:
         if not waits or self._start(request) is tried:
             raise StateUnavailableError(
                 f"{slot.name}: the state of step {request.step} is not available yet: the loop left an epoch by "
-                "`break` "
-                f"after batch {position.total - position.delivered} of this worker, and its replacement runner has not "
-                "been informed yet. Retry after the next batch of this worker"
+                f"`break` after batch {position.total - position.delivered} of this worker, and its replacement runner "
+                "has not been informed yet. Retry after the next batch of this worker"
             )
 
     async def _advance(

@@ -36,9 +36,9 @@ class StoredSnapshot:
     durable: bool = False
     inherited: bool = False
     """Flag that the slot's previous runner made it."""
-    proven: bool = False
+    verified: bool = False
     """Flag that it leads to the batches that were delivered: it was verified, or needs no verification. See
-    proofs.py."""
+    verification.py."""
     refuted: bool = False
     """Flag that it does not lead there, or that verification gave no result."""
     lapses: int = 0
@@ -74,7 +74,7 @@ class StoredSnapshot:
 class SlotSnapshots:
     """The restart points of one slot and generation, in the order in which they were taken."""
 
-    def __init__(self, usable: Callable[[StoredSnapshot], bool] = lambda kept: kept.proven) -> None:
+    def __init__(self, usable: Callable[[StoredSnapshot], bool] = lambda kept: kept.verified) -> None:
         """Keep none yet. `usable`: whether a loader may be restored from a restart point."""
         self._kept: list[StoredSnapshot] = []
         self._bytes = 0
@@ -87,10 +87,10 @@ class SlotSnapshots:
         return reversed(self._kept)
 
     def add(self, point: StoredSnapshot, oldest_wanted: int, oldest_epoch: int = position.MOST) -> None:
-        """Keep a restart point, in place of one at the same position: a runner that took over may know of batches to
-        leave out. `oldest_wanted`: the smallest total that may still be requested; `oldest_epoch`: the first epoch. A
-        slot without batches has one total in all epochs, and makes their epoch starts as far ahead of the loop as it
-        may."""
+        """Add a restart point; it replaces one at the same position, because a runner that took over may know of
+        skipped batches. `oldest_wanted`: the smallest total that may still be requested; `oldest_epoch`: the first
+        epoch. A slot without batches has one total in all epochs, and makes their epoch starts as far ahead of the loop
+        as it may."""
         self._keep_only([*(kept for kept in self._kept if kept.position != point.position), point])
         before = [kept for kept in self._kept if kept.total <= oldest_wanted and kept.epoch <= oldest_epoch]
         usable = [kept for kept in before if self._usable(kept)]
@@ -98,13 +98,13 @@ class SlotSnapshots:
         self._keep_only([kept for kept in self._kept if id(kept) not in history])
         for share, last in ((1, False), (MOST, True)):
             if self._bytes > share * MAX_BYTES or len(self._kept) > share * MAX_COUNT:
-                inner = [kept for kept in self._kept[1:-1] if last or not (kept.epoch_start or kept.proven)]
+                inner = [kept for kept in self._kept[1:-1] if last or not (kept.epoch_start or kept.verified)]
                 dropped = {id(kept) for kept in inner[::2]}
                 self._keep_only([kept for kept in self._kept if id(kept) not in dropped])
 
     def forget_after(self, epoch: int, total: int) -> None:
-        """Drop what lies behind an abandoned epoch's end: what was taken of that epoch after `total`, or of later
-        epochs."""
+        """Drop the restart points after the end of an abandoned epoch: those of that epoch after `total`, and those of
+        later epochs."""
         self._keep_only(
             [kept for kept in self._kept if kept.epoch < epoch or (kept.epoch == epoch and kept.total <= total)]
         )

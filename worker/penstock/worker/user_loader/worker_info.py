@@ -49,8 +49,8 @@ _offered = 0
 
 
 def exchange(answers: Answers | None) -> Answers | None:
-    """Answer to another worker's code from now on; returns the answers to the one before. For a process in which
-    several workers take turns."""
+    """Answer for another worker's code from now on; return the answers set before. For a process in which several
+    workers take turns."""
     global _current
     before, _current = _current, answers
     return before
@@ -89,8 +89,8 @@ def offer_worker_info(a: records_pb2.WorkerAssignment) -> None:
 
 
 def as_main_process(method: Callable[[], T]) -> T:
-    """Call a state method of the loader. One that asks get_worker_info() and raises is called again as torch calls it,
-    in a main process that has no worker info; and so from then on, if that helps."""
+    """Call a state method of the loader. If it asks get_worker_info() and raises, call it again without a worker info,
+    as torch does in a main process; if that helps, do so from then on."""
     answers = _current if _current is not None else Answers()
     if not answers.refused:
         before = answers.given

@@ -86,8 +86,7 @@ class SavedEntries:
         if not isinstance(saved, TensorStorageMetadata):
             raise CheckpointError(
                 f"{name!r} cannot be restored from {self.path}: it was saved as a Python object, but is a tensor in "
-                "the "
-                "state to restore"
+                "the state to restore"
             )
         if tensor.is_meta:
             raise CheckpointError(

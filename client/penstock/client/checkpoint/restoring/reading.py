@@ -230,7 +230,7 @@ class _Reader:
             else:
                 values = _values(view[start : start + archive.length], archive.name, archive.shape)
                 for piece in archive.pieces:
-                    self._hand_over(archive.name, piece, values, keep=keep)
+                    self._fill(archive.name, piece, values, keep=keep)
 
     def _end(self, archive: _Archive) -> int:
         """Return the end of what is hashed: the archive, and the padding up to the next."""
@@ -249,7 +249,7 @@ class _Reader:
                 f"{archive.name!r}, have checksum {found}, but {written} was written"
             )
 
-    def _hand_over(self, name: str, piece: _Piece, values: torch.Tensor, *, keep: bool) -> None:
+    def _fill(self, name: str, piece: _Piece, values: torch.Tensor, *, keep: bool) -> None:
         target = piece.target.detach()
         if piece.item is not None:
             values = _narrow(values, piece.item.storage_offsets, piece.item.lengths)

@@ -41,8 +41,7 @@ class Ranks:
         if _initialized() and dist.get_rank(group) < 0:
             raise InvalidArgumentError(
                 f"rank {dist.get_rank()} is not in the group given as AsyncCheckpointer(group=...): only members of "
-                "the "
-                "group may create it"
+                "the group may create it"
             )
         if _initialized() and dist.get_world_size(group) > 1:
             members = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)

@@ -119,9 +119,8 @@ def _check_names(saved: set[str], own: set[str]) -> None:
     if strange := sorted(saved - own):
         raise CheckpointError(
             f"the checkpoint has optimizer state for the parameters {some(strange)}, which the optimizer does not "
-            "have: "
-            f"it has {some(sorted(own - saved) or sorted(own))}. Parameters are matched by name if the module is saved "
-            "and restored with its optimizer, else by number"
+            f"have: it has {some(sorted(own - saved) or sorted(own))}. Parameters are matched by name if the module is "
+            "saved and restored with its optimizer, else by number"
         )
     if added := sorted(own - saved):
         raise CheckpointError(
@@ -317,8 +316,7 @@ def _regrouped(key: str, value: Any, order: list[int]) -> Any:
         return [value[place] for place in order]
     raise CheckpointError(
         f"the optimizer's param_groups are in another order than at the save, and {key!r} of its scheduler seems to "
-        "have "
-        "one value per group: make the groups in the saved order"
+        "have one value per group: make the groups in the saved order"
     )
 
 

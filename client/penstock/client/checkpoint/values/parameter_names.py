@@ -118,10 +118,9 @@ def _from_several(
     if count > 1:
         warnings.warn(
             f"{key!r} of the state has {count} parameters of shape {list(shape)} without names, which are identified "
-            "by "
-            "their order only: if the order differs at the restore, each parameter gets the state of another. Save and "
-            f"restore the module with its optimizer, or make it with names: {type(optimizer).__name__}"
-            "(model.named_parameters())",
+            "by their order only: if the order differs at the restore, each parameter gets the state of another. Save "
+            "and restore the module with its optimizer, or make it with names: "
+            f"{type(optimizer).__name__}(model.named_parameters())",
             UserWarning,
             stacklevel=2,
         )

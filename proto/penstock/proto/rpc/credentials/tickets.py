@@ -66,12 +66,10 @@ def check_ticket(ticket: str, key: bytes, wall_s: float, what: str) -> None:
     if not key or not hmac.compare_digest(signature.encode(), _signature(key, expires).encode()):
         raise AuthenticationError(
             f"the ticket to read the batches of {what} is wrong: it is for another slot, or was not made by this "
-            "worker's "
-            "coordinator"
+            "worker's coordinator"
         )
     if wall_s > int(expires):
         raise SupersededError(
             f"the ticket to read the batches of {what} expired {wall_s - int(expires):.0f} s ago: the coordinator "
-            "sends a "
-            "new one"
+            "sends a new one"
         )

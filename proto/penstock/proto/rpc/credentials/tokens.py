@@ -167,8 +167,7 @@ def admin_tokens(given: str = "", file: str | os.PathLike[str] | None = None) ->
     if tokens.of("admin") is None:
         raise AuthenticationError(
             f"{source} has no token for the role admin, only for {tokens.about}, so the web pages could not be read "
-            "from "
-            "other machines: add a line admin:TOKEN, or listen on 127.0.0.1"
+            "from other machines: add a line admin:TOKEN, or listen on 127.0.0.1"
         )
     return text
 

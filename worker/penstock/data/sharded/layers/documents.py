@@ -188,8 +188,7 @@ class _Documents:
         if at >= there:
             raise DatasetError(
                 f"{self.where} has {there} {what}, but the state says that {at} of them were read: the data have "
-                "changed "
-                "since the state was saved"
+                "changed since the state was saved"
             )
 
     def close(self) -> None:

@@ -72,8 +72,7 @@ class SearchLimit:
             raise DatasetError(
                 f"{self._what} left out {SEARCHED_SAMPLES:,} samples of shard {self._shard} in a row, and its source "
                 "never ends: check its condition. Repeated on top of it, instead of below, reports an epoch that has "
-                "no "
-                "samples left"
+                "no samples left"
             )
 
 
@@ -122,7 +121,7 @@ def placed(place: Place | None, shard: int, shards: int) -> Place:
 
 
 def title(function: Callable[..., Any], name: str | None) -> str:
-    """Return a function's name for states, which cannot tell whether it still does the same. Without its module,
+    """Return a function's name for states. It cannot show whether the function is unchanged. The module is left out,
     because a main script has another one in the process that runs it."""
     if name is not None:
         return name

@@ -89,8 +89,7 @@ class Mixture:
         if endless and stop != "never":
             raise InvalidArgumentError(
                 f"stop={stop!r} needs finite sources, but sources[{endless[0]}] never ends: use stop='never', or mix "
-                "the "
-                "sources inside Repeated"
+                "the sources inside Repeated"
             )
         self._parts, self._stop, self._by = parts_of(weights), stop, by
         self.sources = [Repeated(source) if stop == "never" and not source.endless else source for source in sources]

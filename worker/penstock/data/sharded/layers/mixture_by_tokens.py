@@ -128,7 +128,7 @@ class ByTokens:
         return False
 
     def _end(self, numbers: list[int]) -> None:
-        """Leave the turns of these sources to the others, whose shares count from here on."""
+        """Give the turns of these sources, which have ended, to the others, whose shares count from here on."""
         for number in numbers:
             self._ended.add(number)
             self._members.drop(number)

@@ -23,7 +23,7 @@ def members_of(token: Token | None, count: int) -> tuple[list[Token | None], set
 
 
 class MixtureMembers:
-    """Cursors of the sources: opened on demand, asked for a token when they have moved."""
+    """Cursors of the sources: opened when they are needed, and asked for their position when they have moved."""
 
     def __init__(self, opened: Callable[[int, Token | None], Cursor], tokens: Sequence[Token | None]) -> None:
         self._opened, self._tokens = opened, list(tokens)

@@ -297,10 +297,8 @@ class OpaqueStream(Iterator[Any]):
             self._reset_to(mark)
             warnings.warn(
                 f"{self._name}: the state_dict that it returned after {snapshot['passed']} samples does not restore "
-                "that "
-                f"position ({why}), so its {mark.passed} samples are read again from the beginning. Does it count "
-                "after "
-                "its yield, read ahead, or draw random numbers in worker processes?",
+                f"that position ({why}), so its {mark.passed} samples are read again from the beginning. Does it count "
+                "after its yield, read ahead, or draw random numbers in worker processes?",
                 UserWarning,
                 stacklevel=5,
             )
@@ -331,8 +329,7 @@ class OpaqueStream(Iterator[Any]):
             if inspect.isgenerator(made) and inspect.getgeneratorstate(made) != inspect.GEN_CREATED:
                 raise DatasetError(
                     f"{self._name} is a generator that was read or closed before: the function must return a new one "
-                    "at "
-                    "each call, because each epoch and each resume needs its own"
+                    "at each call, because each epoch and each resume needs its own"
                 )
             if not hasattr(type(made), "__iter__"):
                 raise InvalidArgumentError(f"{self._name} must be iterable, got {type(made).__qualname__}")

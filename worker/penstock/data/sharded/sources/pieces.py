@@ -342,9 +342,8 @@ def _refuse_unordered(what: str, piece: Any) -> None:
         )
     if hasattr(piece, "iloc"):
         raise InvalidArgumentError(
-            f"{what} a {kind}, which iterates over columns, not records: give pyarrow.Table.from_pandas(...) of it, "
-            "or a "
-            "list of its records"
+            f"{what} a {kind}, which iterates over columns, not records: give pyarrow.Table.from_pandas(...) of it, or "
+            "a list of its records"
         )
 
 

@@ -138,8 +138,7 @@ class Savable:
         if rows % self._rows:
             raise StateMismatchError(
                 f"{name}: batch_rows was {rows} when the state was saved, and is {self._rows} now, which does not "
-                "divide "
-                f"it, so the position may lie within a new batch: give {rows}, or a divisor of it"
+                f"divide it, so the position may lie within a new batch: give {rows}, or a divisor of it"
             )
         passed = mark.passed * (rows // self._rows)
         return StreamMark(passed, None if passed else BEGINNING)

@@ -33,7 +33,7 @@ from penstock.worker.slots.loader_findings import FIRST_DEPTH
 from penstock.worker.slots.slot_interfaces import SlotContext
 from penstock.worker.slots.snapshots import StoredSnapshot
 
-__all__ = ["CHECKED_BATCHES", "RestartPointProver"]
+__all__ = ["CHECKED_BATCHES", "RestartPointVerifier"]
 
 SHARE = 0.03
 """Share of one core that a daemon's verifications may take, all slots together."""
@@ -54,7 +54,7 @@ RARELY = 8
 """Largest factor of the pause after failed verifications."""
 
 
-class RestartPointProver:
+class RestartPointVerifier:
     """The verifications of one slot."""
 
     def __init__(self, slot: SlotContext) -> None:
@@ -63,19 +63,19 @@ class RestartPointProver:
         """Failed verifications in a row."""
         self._done = 0
         self._hurried = asyncio.Event()
-        self._proving = asyncio.Lock()
+        self._verifying = asyncio.Lock()
 
     async def run(self) -> None:
         """Verify one restart point after the other, as long as the slot lives."""
         await self._slot.ready.wait()
-        if not self._provable:
+        if not self._verifiable:
             return
-        while self._provable:
+        while self._verifiable:
             candidate = self._next()
             if candidate is None:
                 await self._pause(LATER_LOOK_S if self._done else LOOK_S)
                 continue
-            took = await self.prove(candidate)
+            took = await self.verify(candidate)
             crowd = max(1.0, self._slot.host.slots_here() / (os.cpu_count() or 1))
             await self._pause(took * crowd * min(1 + self._failed, RARELY) / SHARE)
 
@@ -90,10 +90,10 @@ class RestartPointProver:
     def hurry(self) -> bool:
         """Verify the newest now, because a request waits for it. Return False if that does not help."""
         self._hurried.set()
-        return self._provable and not self._failed
+        return self._verifiable and not self._failed
 
     @property
-    def _provable(self) -> bool:
+    def _verifiable(self) -> bool:
         capabilities = self._slot.capabilities
         findings = self._slot.findings
         if not self._slot.is_savable or by_own_methods(capabilities) or findings.misleads:
@@ -104,7 +104,8 @@ class RestartPointProver:
     # ---- which one
 
     def _next(self) -> StoredSnapshot | None:
-        """Return the newest without a result whose following batches are known; an announced one goes first."""
+        """Return the newest restart point that has no result yet and whose following batches are known; one at an
+        announced checkpoint step goes first."""
         slot = self._slot
         slot.progress_page.refresh()
         store = list(slot.store)
@@ -139,7 +140,7 @@ class RestartPointProver:
 
     def _unjudged(self, store: list[StoredSnapshot]) -> list[StoredSnapshot]:
         """Return the usable candidates that are newer than all verified ones."""
-        newest = max((index for index, point in enumerate(store) if point.proven), default=-1)
+        newest = max((index for index, point in enumerate(store) if point.verified), default=-1)
         return [point for point in store[newest + 1 :] if not point.refuted and self._followers(point)]
 
     def _crossing(self, store: list[StoredSnapshot]) -> StoredSnapshot | None:
@@ -206,30 +207,30 @@ class RestartPointProver:
 
     # ---- verification
 
-    async def prove_now(self, point: StoredSnapshot, deadline_s: float = DEADLINE_S) -> bool:
-        """Return whether it is verified, or can be by the deadline; False too if the batches behind it are not known
-        yet."""
-        if not point.proven and self._provable and self._followers(point):
+    async def verify_now(self, point: StoredSnapshot, deadline_s: float = DEADLINE_S) -> bool:
+        """Return whether the restart point is verified, or can be by the deadline; also False if the batches after it
+        are not known yet."""
+        if not point.verified and self._verifiable and self._followers(point):
             with suppress(TimeoutError):
                 async with asyncio.timeout(deadline_s):  # a verification under way takes its part of it
-                    await self.prove(point)
-        return point.proven
+                    await self.verify(point)
+        return point.verified
 
-    async def prove(self, point: StoredSnapshot) -> float:
+    async def verify(self, point: StoredSnapshot) -> float:
         """Restore it in a helper process and record the result; return the seconds that it took there."""
         slot = self._slot
-        async with self._proving:
+        async with self._verifying:
             most = self._most(point)
             followers = self._followers(point, most)
             beginning = point.total == point.epoch == 0 and not slot.findings.checked
-            if point.proven and not beginning and len(followers) <= point.compared:
+            if point.verified and not beginning and len(followers) <= point.compared:
                 return 0.0
             slot.findings.checked = True
             early = self._entries(range(1, 1 + CHECKED_BATCHES), 0)
             try:
                 done = await slot.helper(
                     [point.data, *self._opened(point, followers)],
-                    "prove",
+                    "verify",
                     digests=followers,
                     early=early,
                     left=point.epoch in slot.left,
@@ -255,7 +256,7 @@ class RestartPointProver:
             fields = done.fields
             self._count(float(fields["took"]), len(followers) >= slot.findings.depth == most)
             if fields["same"]:
-                point.proven, point.compared = True, len(followers)
+                point.verified, point.compared = True, len(followers)
                 self._failed = 0
                 if fields["crossing"] and fields["crossing"] != slot.findings.crossing:
                     slot.host.found_rewinds(slot.assignment, fields["crossing"])
@@ -279,7 +280,7 @@ class RestartPointProver:
 
     def _refute(self, point: StoredSnapshot, fields: dict[str, object]) -> None:
         slot = self._slot
-        point.refuted, point.proven, slot.findings.inexact = True, False, True
+        point.refuted, point.verified, slot.findings.inexact = True, False, True
         self._failed += 1
         differs = int(str(fields["differs"]))
         if differs > point.total + CHECKED_BATCHES and fields["alike"]:

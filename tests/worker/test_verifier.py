@@ -15,9 +15,9 @@ from penstock.proto.v1 import records_pb2
 from penstock.worker.processes.control_channel import ControlMessage
 from penstock.worker.processes.progress_page import ProgressPage
 from penstock.worker.slots.loader_findings import FIRST_DEPTH, LoaderFindings
-from penstock.worker.slots.proofs import LAPSES, RestartPointProver
 from penstock.worker.slots.slot import Slot
 from penstock.worker.slots.snapshots import SlotSnapshots, StoredSnapshot
+from penstock.worker.slots.verification import LAPSES, RestartPointVerifier
 
 GOOD = {"same": True, "crossing": "", "took": 0.0}
 
@@ -26,7 +26,7 @@ class Bench:
     """A slot of a loader with two state methods, in its first epoch, with a snapshot after each fifth batch."""
 
     def __init__(self, answers: Callable[[int], Any], batches: int = 14, **capabilities: Any) -> None:
-        """`answers`: to the proof of the restart point after so many batches: what it raises, or tells."""
+        """`answers`: to the verification of the restart point after so many batches: what it raises, or tells."""
         self.asked: list[tuple[int, dict[str, Any]]] = []
         self.failed: list[Any] = []
         self.crossing: list[str] = []
@@ -39,7 +39,7 @@ class Bench:
         known = records_pb2.LoaderCapabilities(**({"state_methods": 2} | capabilities))
         for total in range(0, batches if known.state_methods else 1, 5):
             self.store.add(
-                StoredSnapshot(0, total, total, total, total == 0, 0, str(total).encode(), proven=total == 0), 0
+                StoredSnapshot(0, total, total, total, total == 0, 0, str(total).encode(), verified=total == 0), 0
             )
         slot = SimpleNamespace(
             assignment=records_pb2.WorkerAssignment(),
@@ -62,7 +62,7 @@ class Bench:
             store=self.store,
             capabilities=known,
         )
-        self.prover = RestartPointProver(cast(Slot, slot))
+        self.verifier = RestartPointVerifier(cast(Slot, slot))
 
     def _found(self, _: Any, crossing: str) -> None:
         self.findings.crossing = crossing
@@ -76,7 +76,7 @@ class Bench:
         self.progress_page.record(total, epoch, 100 + total, total, delivered=total)
 
     async def _scratch(self, points: list[bytes], task: str, **fields: Any) -> ControlMessage:
-        assert task == "prove"
+        assert task == "verify"
         total = int(points[0])
         self.asked.append((total, fields | {"opened": [int(point) for point in points[1:]]}))
         answer = self._answers(total)
@@ -87,30 +87,30 @@ class Bench:
     def at(self, total: int) -> StoredSnapshot:
         return next(point for point in self.store if point.total == total)
 
-    def prove(self) -> int | None:
+    def verify(self) -> int | None:
         """The next that it chooses; returns the batches before it, or None if there is none."""
-        point = self.prover._next()
+        point = self.verifier._next()
         if point is None:
             return None
-        asyncio.run(self.prover.prove(point))
+        asyncio.run(self.verifier.verify(point))
         return point.total
 
 
 @pytest.mark.parametrize("lapse", [DeadlineError("late"), WorkerLostError("dead")])
-def test_proof_without_a_verdict_is_tried_again(lapse: PenstockError) -> None:
+def test_verification_without_a_verdict_is_tried_again(lapse: PenstockError) -> None:
     answers = iter([lapse, GOOD])
     bench = Bench(lambda _: next(answers))
-    first = bench.prove()
+    first = bench.verify()
     assert first is not None
-    assert (bench.at(first).proven, bench.at(first).refuted) == (False, False)
-    assert bench.prove() == first
-    assert bench.at(first).proven, "the second try came to a verdict"
+    assert (bench.at(first).verified, bench.at(first).refuted) == (False, False)
+    assert bench.verify() == first
+    assert bench.at(first).verified, "the second try came to a verdict"
     assert not bench.failed
 
 
 def test_restart_point_is_given_up_after_lapses() -> None:
     bench = Bench(lambda _: DeadlineError("late"))
-    chosen = [bench.prove() for _ in range(LAPSES + 1)]
+    chosen = [bench.verify() for _ in range(LAPSES + 1)]
     assert chosen[:-1] == [chosen[0]] * LAPSES
     assert chosen[-1] != chosen[0], "another one has its turn"
     assert bench.at(cast(int, chosen[0])).refuted
@@ -122,7 +122,7 @@ def test_beginning_without_a_result_is_retried() -> None:
     """A loader without methods is looked at once, and its save relies on that."""
     answers = iter([DeadlineError("late"), GOOD | {"same": False, "alike": False, "differs": 1, "what": "differs"}])
     bench = Bench(lambda _: next(answers), state_methods=0)
-    assert [bench.prove(), bench.prove()] == [0, 0]
+    assert [bench.verify(), bench.verify()] == [0, 0]
     assert bench.findings.unrepeatable is not None
 
 
@@ -130,28 +130,28 @@ def test_beginning_without_a_result_is_retried() -> None:
 def test_loader_checked_once_is_left_after_lapses(capabilities: dict[str, Any]) -> None:
     bench = Bench(lambda _: DeadlineError("late"), **capabilities)
     for _ in range(LAPSES):
-        assert bench.prover._provable
-        bench.prove()
+        assert bench.verifier._verifiable
+        bench.verify()
     assert bench.findings.checked
-    assert not bench.prover._provable or bench.prove() is None
+    assert not bench.verifier._verifiable or bench.verify() is None
     assert not bench.at(0).refuted
 
 
-def test_some_proofs_reach_further_each_time() -> None:
+def test_some_verifications_reach_further_each_time() -> None:
     """Use half of the time for long verifications, which go as far back as there are restart points."""
     bench = Bench(lambda _: GOOD | {"took": 1.0}, batches=120)
     for total in range(121, 200):
         bench.make(total)
         bench.store.add(StoredSnapshot(0, total, total, total, False, 0, str(total).encode()), 0)
-        bench.prove()
+        bench.verify()
     compared = [len(fields["digests"]) for _, fields in bench.asked]
     assert compared[:9] == [16, 4, 4, 32, 4, 4, 64, 4, 4], "each takes as long as those before it"
     assert set(compared[9:]) == {4, 128}
 
 
-def test_first_proof_compares_what_is_known() -> None:
+def test_first_verification_compares_what_is_known() -> None:
     bench = Bench(lambda _: GOOD, batches=14)
-    assert bench.prove() == 10
+    assert bench.verify() == 10
     assert list(bench.asked[0][1]["digests"]) == ["11", "12", "13", "14"]
     assert bench.findings.depth == FIRST_DEPTH, "that was no far-reaching one"
 
@@ -160,23 +160,23 @@ def test_late_mismatch_ends_the_use_of_all_states() -> None:
     """Use no other state either: those verified by four batches would do the same."""
     wrong = GOOD | {"same": False, "alike": True, "what": "yields another batch"}
     bench = Bench(lambda total: wrong | {"differs": total + 6}, batches=40)
-    bench.prove()
+    bench.verify()
     assert bench.findings.misleads
     assert "Such states are not used" in bench.findings.not_used
-    assert not bench.prover._provable
+    assert not bench.verifier._verifiable
     before = [point for point in bench.store if not point.start]
     assert before
     for point in before:
-        point.proven = True
-        assert not Slot.usable(cast(Slot, bench.prover._slot), point)
+        point.verified = True
+        assert not Slot.usable(cast(Slot, bench.verifier._slot), point)
     bench.at(0).start = True
-    assert Slot.usable(cast(Slot, bench.prover._slot), bench.at(0))
+    assert Slot.usable(cast(Slot, bench.verifier._slot), bench.at(0))
     near = Bench(lambda total: wrong | {"differs": total + 2}, batches=40)
-    near.prove()
+    near.verify()
     assert not near.findings.misleads, "that one was wrong, and others may be right"
 
 
-def test_proof_goes_over_the_ends_of_epochs() -> None:
+def test_verification_goes_over_the_ends_of_epochs() -> None:
     bench = Bench(lambda _: GOOD | {"crossing": "kept"}, batches=12)
     bench.progress_page.end(0, 12)
     for total in range(13, 19):
@@ -184,14 +184,16 @@ def test_proof_goes_over_the_ends_of_epochs() -> None:
     bench.progress_page.end(1, 18)
     bench.make(19, epoch=2)
     bench.store.add(StoredSnapshot(1, 1, 13, 13, False, 0, b"13"), 0)
-    assert bench.prover._crossing(list(bench.store)) is bench.at(10)
-    bench.prove()
+    assert bench.verifier._crossing(list(bench.store)) is bench.at(10)
+    bench.verify()
     total, fields = bench.asked[0]
     assert total == 10
     assert {epoch for epoch, _ in fields["digests"].values()} == {0, 1, 2}
     assert (fields["crossing"], fields["opened"], bench.crossing) == ("", [13], ["kept"])
-    bench.prover._slot.left[1] = 18
-    assert list(bench.prover._followers(bench.at(10), 16))[-1] == "18", "left there, by a loop that is not asked again"
+    bench.verifier._slot.left[1] = 18
+    assert list(bench.verifier._followers(bench.at(10), 16))[-1] == "18", (
+        "left there, by a loop that is not asked again"
+    )
 
 
 def test_batches_beyond_abandon_are_not_compared() -> None:
@@ -200,4 +202,4 @@ def test_batches_beyond_abandon_are_not_compared() -> None:
     bench.progress_page.cut(0, 22)
     bench.progress_page.stands_at(22, 0, 22)
     bench.make(23, epoch=1)
-    assert list(bench.prover._followers(bench.at(20), 16)) == ["21", "22", "23"]
+    assert list(bench.verifier._followers(bench.at(20), 16)) == ["21", "22", "23"]

@@ -1,4 +1,4 @@
-"""Restart points: which are proven, what a resume falls back on, and how a restored loader gets into its next epoch."""
+"""Restart points: which are verified, what a resume falls back on, and how a restored loader begins its next epoch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from penstock.worker.loader.restart_points import END, RestartPoint
 from penstock.worker.loader.restorable_loader import RestorableLoader
 from penstock.worker.loader.start import start
 from penstock.worker.loader.travel import replay
-from penstock.worker.runner.replayer import _advanced, _prove
+from penstock.worker.runner.replayer import _advanced, _verify
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +74,7 @@ class Run:
                 )
         return got
 
-    def prove(self, point: RestartPoint, count: int = 4, known: str = "") -> dict[str, Any]:
+    def verify(self, point: RestartPoint, count: int = 4, known: str = "") -> dict[str, Any]:
         behind = range(point.position.total + 1, point.position.total + 1 + count)
         digests = {str(n): self.digests[n] for n in behind if n in self.digests}
         first = {str(n): self.digests[n] for n in range(1, 5) if n in self.digests}
@@ -88,7 +88,7 @@ class Run:
             "crossing": known,
         }
         beyond = [n for n in behind if n in self.digests and self.digests[n][0] > point.position.epoch]
-        return _prove(helper, point, fields, ReplayDigest(), *(self.points[n] for n in beyond[:1]))
+        return _verify(helper, point, fields, ReplayDigest(), *(self.points[n] for n in beyond[:1]))
 
     def resumed(self, point: RestartPoint, *, value: Any = None, next_digest: int = 0, next_epoch: bool = False) -> Run:
         """The next launch, from here, over this restart point."""
@@ -114,13 +114,13 @@ class Run:
 def test_each_restart_point_is_verified_by_itself() -> None:
     run = Run(assignment_of("twice"))
     run.take(20)
-    assert run.prove(run.points[10])["same"]
+    assert run.verify(run.points[10])["same"]
     later = run.resumed(run.points[10])
     assert later.take(20) == [[number] for number in range(20, 40)]
-    found = later.prove(later.points[30])
+    found = later.verify(later.points[30])
     assert not found["same"], "taken of a restored loader, it has counted twice"
     assert found["alike"]
-    assert later.resumed(run.points[10]).take(3) == [[40], [41], [42]], "what was proven, and the count"
+    assert later.resumed(run.points[10]).take(3) == [[40], [41], [42]], "what was verified, and the count"
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_each_restart_point_is_verified_by_itself() -> None:
 def test_verifying_over_an_end_finds_the_crossing(loader: str, crossing: str) -> None:
     run = Run(assignment_of(loader))
     run.take(20)
-    assert run.prove(run.points[9], 7) == {"same": True, "crossing": crossing}
+    assert run.verify(run.points[9], 7) == {"same": True, "crossing": crossing}
 
 
 @pytest.mark.parametrize("loader", ["from_the_middle", "counts_epochs", "orders_shards", "forgets", "streams:stateful"])
@@ -142,7 +142,7 @@ def test_resumed_loader_crosses_ends_correctly(loader: str, known: bool) -> None
     if known:
         ahead = Run(assignment)
         ahead.take(20)
-        run.source.learn_crossing(ahead.prove(ahead.points[9], 12)["crossing"])
+        run.source.learn_crossing(ahead.verify(ahead.points[9], 12)["crossing"])
     second = run.resumed(run.points[7])
     assert second.take(23) == truth[7:30], "over an end"
     third = second.resumed(second.kept[-1])
@@ -162,7 +162,7 @@ def test_epoch_after_next_is_right_every_time(loader: str, known: bool) -> None:
     assert run.take(7) == truth[:7]
     ahead = Run(assignment)
     ahead.take(20)
-    crossing = ahead.prove(ahead.points[9], 12)["crossing"]
+    crossing = ahead.verify(ahead.points[9], 12)["crossing"]
     assert crossing == REPLAY
     if known:
         run.source.learn_crossing(crossing)
@@ -175,12 +175,12 @@ def test_epoch_after_next_is_right_every_time(loader: str, known: bool) -> None:
 def test_verifying_later_epochs_corrects_crossing() -> None:
     run = Run(assignment_of("delayed:grows"))
     run.take(60)
-    assert run.prove(run.points[9], 12)["crossing"] == KEPT, "the next two epochs are the same in all ways"
-    assert run.prove(run.points[9], 20, KEPT)["crossing"] == KEPT
-    assert run.prove(run.points[20], 40, KEPT)["crossing"] == REPLAY
+    assert run.verify(run.points[9], 12)["crossing"] == KEPT, "the next two epochs are the same in all ways"
+    assert run.verify(run.points[9], 20, KEPT)["crossing"] == KEPT
+    assert run.verify(run.points[20], 40, KEPT)["crossing"] == REPLAY
     streams = Run(assignment_of("streams:stateful", 64))
     streams.take(60)
-    found = streams.prove(streams.points[9], 50)
+    found = streams.verify(streams.points[9], 50)
     assert found["same"]
     assert found["crossing"] in (KEPT, FRESH), "its orders are drawn from generators that are saved"
 
@@ -188,8 +188,8 @@ def test_verifying_later_epochs_corrects_crossing() -> None:
 def test_longer_verification_finds_later_errors() -> None:
     run = Run(assignment_of("delayed:looks_ahead"))
     run.take(30)
-    assert run.prove(run.points[9])["same"]
-    found = run.prove(run.points[9], 16)
+    assert run.verify(run.points[9])["same"]
+    found = run.verify(run.points[9], 16)
     assert (found["same"], found["differs"], found["alike"]) == (False, 15, True)
 
 
@@ -230,31 +230,31 @@ def test_epoch_start_of_a_lazy_loader_fails() -> None:
     asked to."""
     run = Run(assignment_of("streams:fresh"))
     run.take(12)
-    assert not run.prove(run.kept[1])["same"]
-    assert run.prove(run.points[9])["same"]
+    assert not run.verify(run.kept[1])["same"]
+    assert run.verify(run.points[9])["same"]
 
 
 def test_other_random_numbers_fail_verification() -> None:
     """Its batches are the same, and those of the next epoch would not be."""
     run = Run(assignment_of("draws_late"))
     run.take(30)
-    assert run.prove(run.kept[1])["what"] == "draws other random numbers"
-    assert run.prove(run.points[15])["same"]
-    assert run.prove(run.points[10])["crossing"] in (KEPT, FRESH)
+    assert run.verify(run.kept[1])["what"] == "draws other random numbers"
+    assert run.verify(run.points[15])["same"]
+    assert run.verify(run.points[10])["crossing"] in (KEPT, FRESH)
     for shuffled in ("streams:stateful", "streams:own_generator"):
         run = Run(assignment_of(shuffled, *((True,) if "own" in shuffled else ())))
         run.take(16)
-        assert run.prove(run.kept[1])["same"]
-        assert run.prove(run.points[8])["same"]
+        assert run.verify(run.kept[1])["same"]
+        assert run.verify(run.points[8])["same"]
 
 
 def test_late_count_is_no_error_but_no_repeat_is() -> None:
     run = Run(assignment_of("streams:counts_late"))
     run.take(10)
-    found = run.prove(run.points[3])
+    found = run.verify(run.points[3])
     assert (found["same"], found["alike"], found["differs"]) == (False, True, 4)
     run.digests = {total: (epoch, digest ^ 1) for total, (epoch, digest) in run.digests.items()}
-    assert not run.prove(run.points[3])["alike"]
+    assert not run.verify(run.points[3])["alike"]
 
 
 # -------------------------------------------------------------------------------------------- loaders of four methods
