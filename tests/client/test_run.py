@@ -61,6 +61,39 @@ def test_a_wait_is_told_while_it_lasts_and_never_taken_back(monkeypatch: pytest.
     assert progress.waits() == [0.0, 0.0]
 
 
+def test_abandoned_epochs_are_reported_once(run: OpenRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that an answered report had are in the coordinator's journal; the others follow, so many at a time."""
+    sent: list[list[int]] = []
+    away = False
+
+    def watch(request: pb.WatchRunRequest) -> pb.WatchRunReply:
+        sent.append([one.epoch for one in request.abandoned])
+        if away:
+            raise CoordinatorUnavailableError("away")
+        return pb.WatchRunReply()
+
+    def fetch(request: pb.FetchStateRequest) -> FetchedState:
+        sent.append([one.epoch for one in request.progress.abandoned])
+        return FetchedState()
+
+    monkeypatch.setattr(run._client, "watch_run", watch)
+    monkeypatch.setattr(run._client, "fetch_state", fetch)
+    monkeypatch.setattr("penstock.client.stream.open_run.ABANDONED_SENT", 2)
+    run.progress.abandoned = ((0, 3),)
+    run.report()
+    run.progress.abandoned = ((0, 3), (1, 5))
+    away = True
+    run.report()
+    away = False
+    run.report()
+    run.report()
+    assert sent == [[0], [1], [1], []]
+    sent.clear()
+    run.progress.abandoned = tuple((epoch, 9) for epoch in range(2, 7))  # of another reader of the same run
+    assert run.fetch_state(7, 20.0) == FetchedState()
+    assert sent == [[2, 3], [4, 5], [6]], "all are known before the state is looked up"
+
+
 def test_a_state_query_waits_for_a_coordinator_that_is_away_longer_than_its_deadline(
     run: OpenRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
