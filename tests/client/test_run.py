@@ -33,6 +33,39 @@ def reply(version: int, *phases: pb.SlotPhase.ValueType) -> pb.WatchRunReply:
     return pb.WatchRunReply(version=version, slots=views)
 
 
+def test_abandoned_epochs_are_reported_once(run: OpenRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that an answered report had are in the coordinator's journal; the others follow, so many at a time."""
+    sent: list[list[int]] = []
+    away = False
+
+    def watch(request: pb.WatchRunRequest) -> pb.WatchRunReply:
+        sent.append([one.epoch for one in request.abandoned])
+        if away:
+            raise CoordinatorUnavailableError("away")
+        return pb.WatchRunReply()
+
+    def fetch(request: pb.FetchStateRequest) -> FetchedState:
+        sent.append([one.epoch for one in request.progress.abandoned])
+        return FetchedState()
+
+    monkeypatch.setattr(run._client, "watch_run", watch)
+    monkeypatch.setattr(run._client, "fetch_state", fetch)
+    monkeypatch.setattr("penstock.client.stream.open_run.ABANDONED_SENT", 2)
+    run.progress.abandoned = ((0, 3),)
+    run.report()
+    run.progress.abandoned = ((0, 3), (1, 5))
+    away = True
+    run.report()
+    away = False
+    run.report()
+    run.report()
+    assert sent == [[0], [1], [1], []]
+    sent.clear()
+    run.progress.abandoned = tuple((epoch, 9) for epoch in range(2, 7))  # of another reader of the same run
+    assert run.fetch_state(7, 20.0) == FetchedState()
+    assert sent == [[2, 3], [4, 5], [6]], "all are known before the state is looked up"
+
+
 def test_overtaken_reply_changes_nothing(run: OpenRun) -> None:
     run._take(reply(5, pb.READY, pb.STARTING))
     told = run.version

@@ -33,7 +33,7 @@ def worker(start_once: Any) -> Iterator[pb.RegisterWorkerRequest]:
     """A worker with two slots that are ready, and what it told of itself."""
     import threading
 
-    hostile = Hostile(
+    hostile = Hostile(  # type: ignore[abstract]
         lambda number: pb.HeartbeatReply(
             assignments=[assignment(GENERATION, 0), assignment(GENERATION, 1)], wall_s=WALL_S
         )

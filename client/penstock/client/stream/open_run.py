@@ -17,7 +17,9 @@ import select
 import socket
 import threading
 import time
+from bisect import bisect_right
 from collections.abc import Callable
+from operator import itemgetter
 from typing import Protocol, TypeVar
 
 from penstock.client.stream.stream_interfaces import BoxProgress, StreamRun
@@ -105,9 +107,9 @@ class OpenRun:
         self.seed = 0
         self._lease_s = 0.0
         """Seconds of the lease that the coordinator has granted; it depends on the number of boxes."""
-        self._abandoned_known = 0
-        """Number of abandoned epochs that the coordinator has confirmed. They are in its journal, so none of them is
-        sent again."""
+        self._confirmed_epoch = -1
+        """Newest abandoned epoch that the coordinator has confirmed. Up to it they are in its journal, so none of them
+        is sent again."""
         self._commit_mark = b""
         """Lower bound of the journal's position, sent to the next coordinator that opens this journal."""
         self.ended_boxes: dict[int, int] = {}
@@ -181,8 +183,7 @@ class OpenRun:
             waited_by_slot_s=waits,
             epoch_ended=progress.epoch_ended,
             abandoned=[
-                pb.AbandonedEpoch(epoch=epoch, step=step)
-                for epoch, step in progress.abandoned[self._abandoned_known :][:ABANDONED_SENT]
+                pb.AbandonedEpoch(epoch=epoch, step=step) for epoch, step in self._unconfirmed()[:ABANDONED_SENT]
             ],
             lease_s=self._lease_s,
             commit_mark=self._commit_mark,
@@ -191,15 +192,20 @@ class OpenRun:
 
     def _report(self, seen: int, hold_s: float) -> pb.WatchRunReply:
         """Return the answer to a report: the abandoned epochs in it are in the coordinator's journal now."""
-        first = self._abandoned_known
         request = self._watch_request(seen, hold_s)
         reply = self._client.watch_run(request)
-        self._abandoned_known = max(self._abandoned_known, first + len(request.abandoned))
+        if request.abandoned:
+            self._confirmed_epoch = max(self._confirmed_epoch, request.abandoned[-1].epoch)
         return reply
+
+    def _unconfirmed(self) -> tuple[tuple[int, int], ...]:
+        """Return the abandoned epochs that no answered report had: their epochs rise, also over the run's readers."""
+        abandoned = self.progress.abandoned
+        return abandoned[bisect_right(abandoned, self._confirmed_epoch, key=itemgetter(0)) :]
 
     def _report_abandoned(self) -> None:
         """Report the abandoned epochs that do not fit into one report: the coordinator was away for many."""
-        while len(self.progress.abandoned) - self._abandoned_known > ABANDONED_SENT:
+        while len(self._unconfirmed()) > ABANDONED_SENT:
             self._report(0, 0.0)
 
     def _watch(self, hold_s: float) -> None:
