@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 STATE, METHODS, REPLAY = "state", "methods", "replay"
-"""Methods of saving a loader: by its own state; by its aggregate and deaggregate; or by counting batches from a verified
+"""Methods of saving a loader: by its own state; by aggregate and deaggregate; or by counting batches from a verified
 position, and replaying them."""
 COMPARED = 8
 """Batches and ends of epochs after which the next generation's state is taken."""
