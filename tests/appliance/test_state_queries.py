@@ -200,7 +200,7 @@ def test_queries_of_a_run_are_limited() -> None:
     world, (box,), _ = fleet(replace(Limits(), queries_max=1), 1)
     asked = [ask(box, step) for step in (1, 2, 3)]
     assert ask(box, 3) is asked[2]
-    with pytest.raises(OverloadedError, match="run job/0 must have at most 3 open state queries"):
+    with pytest.raises(OverloadedError, match="run job/0 already has 3 states being fetched"):
         ask(box, 4)
     world.registry.end_state(asked[0])
     ask(box, 4)
@@ -210,7 +210,7 @@ def test_blobs_leave_room_for_snapshots() -> None:
     """Blobs that nobody names filled the budget, and no run could start: each slot has a first snapshot."""
     snapshot_index = SnapshotIndex(replace(Limits(), budget=1000))
     snapshot_index.add_blob("large", 880, 0.0)
-    assert "880 of 900 bytes of the coordinator's budget for blobs" in snapshot_index.why_blob_refused(21)
+    assert "880 of 900 bytes of the coordinator's budget for such values" in snapshot_index.why_blob_refused(21)
     assert not snapshot_index.why_blob_refused(20)
     assert not snapshot_index.why_refused(SlotKey("job/0", 1, 0, 0), 120)
 

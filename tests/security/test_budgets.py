@@ -116,7 +116,9 @@ def test_a_close_looks_at_no_other_box() -> None:
     attempt.boxes = Counted(attempt.boxes)
     for box in boxes[:-1]:
         box.close()
-        assert attempt.live == {other.number for other in attempt.boxes.copy().values() if other.place.name == "LIVE"}
+        assert attempt.live == {
+            other.number for other in attempt.boxes.copy().values() if other.presence.name == "LIVE"
+        }
     assert attempt.live == {7}
     assert Counted.looks == 0
 

@@ -92,8 +92,7 @@ def killed_for_memory(slot: SlotContext, whose: OutOfMemory, *, young: bool) -> 
         slot.recycle = slot.outgrown = young
         limit = _mib(slot.host.runner_memory)
         slot.lose(
-            f"{at} it used far more memory than the limit of {limit} (penstock worker --runner-memory): raise the "
-            "limit, or make smaller batches"
+            f"{at} it used far more memory than it may, above the limit of {limit} (penstock worker --runner-memory)"
         )
     else:
         slot.lose(f"{at} its machine, container or systemd unit had no memory left")
