@@ -240,6 +240,21 @@ def test_folder_that_is_a_link_is_not_written(folder: Path, victim: Path) -> Non
         save.run()
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can make another user's link")
+def test_link_of_another_user_in_tmp_is_refused(folder: Path, tmp_path: Path) -> None:
+    """The checkpoints of another run, which it led to, were surplus."""
+    shared = tmp_path / "tmp"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    (shared / "run").symlink_to(folder)
+    os.lchown(shared / "run", 12_345, 12_345)
+    with AsyncCheckpointer(shared / "run", keep_last=1) as checkpointer:
+        checkpointer.save(2, state())
+        with pytest.raises(CheckpointError, match=r"/tmp/run: it is a link that user 12345 has made"):
+            checkpointer.wait()
+    assert (folder / "step-1").is_dir()
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
 def test_torch_s_writer_writes_through_no_link(tmp_path: Path, victim: Path) -> None:
     (tmp_path / "saved").mkdir()

@@ -17,7 +17,6 @@ import numpy as np
 from penstock.data.formats.descriptors import Descriptor
 from penstock.data.formats.shards import StoredFile
 from penstock.proto.errors import ShardCorruptError
-from penstock.runtime.files.plain_files import read_plain
 
 __all__ = ["SampleFile", "read_checked"]
 
@@ -99,9 +98,11 @@ class SampleFile:
 def read_checked(path: Path, stored: StoredFile) -> bytes:
     """Return a small file's content. Raises ShardCorruptError if its size differs from the index's."""
     try:
-        data = read_plain(path, stored.size)
+        file = Descriptor(path)
+        size = os.fstat(file.fileno()).st_size
+        data = file.read(stored.size, 0) if size == stored.size else b""
     except OSError as error:
         raise ShardCorruptError(f"{stored.name}: {path} cannot be read: {error}") from error
     if len(data) != stored.size:
-        raise ShardCorruptError(f"{stored.name}: {path} has {len(data)} bytes, but its index says {stored.size}")
+        raise ShardCorruptError(f"{stored.name}: {path} has {size} bytes, but its index says {stored.size}")
     return data

@@ -75,6 +75,7 @@ from penstock.proto.state.checkpoint_index import DescribedIndex
 from penstock.runtime.files.atomic_files import sync_folder, write_whole
 from penstock.runtime.files.direct_files import write_file
 from penstock.runtime.files.held_folders import HeldFolder
+from penstock.runtime.files.inner_paths import refuse_strange_links
 from penstock.runtime.files.part_checksums import PartHasher
 from penstock.runtime.files.plain_files import open_plain, read_plain
 from penstock.runtime.process.watch import wait_for_parent_end
@@ -153,6 +154,7 @@ class SaveJob:
             self._await_verdict()
             return
         try:
+            refuse_strange_links(self.folder)  # surplus checkpoints are deleted wherever it leads
             os.makedirs(self.folder, exist_ok=True)
             _sync_name(self.folder)
             with locked(self.folder, self._left(), heartbeats=True):
