@@ -7,6 +7,7 @@ import math
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -72,10 +73,10 @@ def test_a_worker_outlives_hostile_replies(start: Any, name: str) -> None:
     """It goes on, asks no more often than it should, and ends when it is told to."""
 
     async def run() -> None:
-        hostile = Hostile(REPLIES[name])
+        hostile = Hostile(REPLIES[name])  # type: ignore[abstract]
 
         async with serving(hostile) as address:
-            worker = await asyncio.to_thread(start, "penstock.worker", *OPTIONS, address, token=SECRET)
+            worker = await asyncio.to_thread(partial(start, "penstock.worker", *OPTIONS, address, token=SECRET))
             began = time.monotonic()
             await asyncio.sleep(WATCHED_S)
             assert worker.process.poll() is None

@@ -72,7 +72,7 @@ CALLS: dict[str, Callable[[AsyncCoordinatorClient, CoordinatorClient], Calls]] =
     "GetBlob": lambda client, blocking: [
         lambda: client.get_blob("x"),
         lambda: asyncio.to_thread(blocking.get_blob, "x"),
-        lambda: asyncio.to_thread(blocking.get_blob_into, "x", len),
+        lambda: asyncio.to_thread(blocking.get_blob_into, "x", lambda part: None),
     ],
     "GetSnapshots": lambda client, _: [lambda: client.get_snapshots(SNAPSHOTS)],
     "FetchState": lambda client, blocking: [

@@ -190,6 +190,7 @@ def test_what_is_kept_has_memory_of_its_own() -> None:
     request = pb.HeartbeatRequest(worker="w", session=worker.session, slots=reports)
     world.registry.heartbeat(request)
     (slot, _) = world.slots()
+    assert slot.capabilities is not None
     assert slot.capabilities.length == 7
     request.slots[0].capabilities.length = 8
     assert slot.capabilities.length == 7, "its own"

@@ -6,6 +6,7 @@ import asyncio
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -25,8 +26,8 @@ def peak() -> int:
 
 
 class Bomb(grpc.GenericRpcHandler):
-    def service(self, details: object) -> object:
-        async def answer(request: object, context: object) -> bytes:
+    def service(self, details: Any) -> Any:
+        async def answer(request: Any, context: Any) -> bytes:
             return bytes(UNPACKED)
 
         return grpc.unary_unary_rpc_method_handler(answer)

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from penstock.proto.rpc.bounds.polling import HOLD_S
 from penstock.proto.v1 import coordinator_pb2 as pb
-from penstock.worker.daemon.daemon import HOLD_S, Daemon, DaemonSettings
+from penstock.worker.daemon.daemon import Daemon, DaemonSettings
 from penstock.worker.daemon.slot import SnapshotQuota
 
 
