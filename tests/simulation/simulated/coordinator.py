@@ -16,7 +16,8 @@ from simulated.virtual import World
 
 from penstock.appliance.core.cluster_state import Topic
 from penstock.appliance.core.state_machine import Registry
-from penstock.appliance.edge.service import Service, TopicSignals
+from penstock.appliance.edge.service import Service
+from penstock.appliance.edge.topic_signals import TopicSignals
 from penstock.appliance.model.limits import Limits
 from penstock.appliance.storage.snapshot_index import SnapshotIndex
 

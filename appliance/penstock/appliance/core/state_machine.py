@@ -40,9 +40,8 @@ from penstock.appliance.model.limits import Limits
 from penstock.appliance.model.recent_events import RecentEvents
 from penstock.appliance.model.request_checks import (
     check_answer,
-    check_counts,
     check_measures,
-    check_number,
+    check_progress,
     check_registration,
     check_reports,
     check_state_query,
@@ -55,7 +54,6 @@ from penstock.appliance.storage.snapshot_index import DurableSnapshot, SnapshotI
 from penstock.proto.errors import (
     BoxTakenError,
     InputFnNotAllowedError,
-    InvalidArgumentError,
     OverloadedError,
     SupersededError,
     UnknownRunError,
@@ -64,12 +62,10 @@ from penstock.proto.rpc.channel import VERSION, detail_of
 from penstock.proto.rpc.credentials.tickets import expiry
 from penstock.proto.v1 import coordinator_pb2 as pb
 
-SLOTS_TOLD = 2
-"""Slots in a worker's heartbeat for each that it has: those that it runs, and those that it could not begin."""
-
 
 class Registry:
     """The state machine.
+
     Args:
         journal: where the cluster state is kept.
         snapshot_index: the index of snapshots and blobs, filled from the store.
@@ -221,25 +217,14 @@ class Registry:
 
     def _report(self, request: pb.WatchRunRequest) -> tuple[Attempt, Box]:
         now = self._clock()
-        by_slot_s = request.waited_by_slot_s
         self.cluster.journal.confirm(request.commit_mark, f"box {request.box} of run {request.run}")
-        check_measures(hold_s=request.hold_s, lease_s=request.lease_s)
-        check_measures(waited_s=request.waited_s, waited_by_slot_s=sum(by_slot_s))
         attempt, box = self._place_of(request.run, request.attempt, request.box, request.client_id)
-        check_number("unreachable slots", len(request.unreachable), attempt.num_workers)
-        check_number("abandoned epochs in a report", len(request.abandoned), self.limits.abandoned_at_once)
-        for abandoned_epoch in request.abandoned:
-            check_counts(epoch=abandoned_epoch.epoch, step=abandoned_epoch.step)
+        check_progress(request, attempt.num_workers, self.limits)
         self._renew(attempt, box, now, request.lease_s)
         if not box.reported:
             box.reported = True
             self.cluster.touch(attempt, box)
         delivered = request.delivered
-        if delivered.slots and len(delivered.slots) != attempt.num_workers:
-            raise InvalidArgumentError(
-                f"a reported position must have one entry for each of the box's {attempt.num_workers} workers, got "
-                f"{len(delivered.slots)} entries"
-            )
         box_progress.note_abandoned(self.cluster, attempt, box, request)
         if delivered.step >= box.delivered.step:  # else it was overtaken by a later report
             passed = attempt.left_between(box.step, delivered.step)
@@ -247,7 +232,7 @@ class Registry:
                 self.cluster.touch(attempt, box)
             attempt.set_ended(box, request.epoch_ended)
             box.waiting_for, box.waited_s = request.waiting_for, request.waited_s
-            box.note_waits(now, by_slot_s)
+            box.note_waits(now, request.waited_by_slot_s)
             if delivered.slots:
                 box_progress.advance(self.cluster, attempt, box, request, now)
         reachability.note(self.cluster, attempt, box, request, now)
@@ -352,8 +337,7 @@ class Registry:
         check_measures(hold_s=request.hold_s, lease_s=request.lease_s)
         worker = self._registered(request.worker, request.session)
         if worker is not None:
-            check_number("slots in a heartbeat", len(request.slots), SLOTS_TOLD * worker.capacity)
-            check_reports(request.slots, self.limits.capabilities_max)
+            check_reports(request.slots, worker.capacity, self.limits)
             worker.seen_at = now
             worker.lease_until = now + cluster.worker_lease_policy().promised(request.lease_s, self.limits.lease_max_s)
             for report in request.slots:

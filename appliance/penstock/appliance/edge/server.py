@@ -30,7 +30,8 @@ from penstock.appliance.edge.event_log import log_event
 from penstock.appliance.edge.garbage_collection import paced
 from penstock.appliance.edge.pages import DashboardPages, open_web
 from penstock.appliance.edge.queue_probe import QueueProbe
-from penstock.appliance.edge.service import Service, TopicSignals
+from penstock.appliance.edge.service import Service
+from penstock.appliance.edge.topic_signals import TopicSignals
 from penstock.appliance.model.limits import MEMORY_BUDGET, STOP_GRACE_S, Limits
 from penstock.appliance.storage.journal import Journal, StateDir
 from penstock.appliance.storage.snapshot_index import SnapshotIndex

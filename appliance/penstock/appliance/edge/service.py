@@ -28,6 +28,7 @@ from penstock.appliance.core.state_machine import Registry
 from penstock.appliance.core.state_queries import ANSWERS_FREED
 from penstock.appliance.edge.coordinator_metrics import CoordinatorCounters
 from penstock.appliance.edge.rate_limits import RateLimiter, address_of
+from penstock.appliance.edge.topic_signals import TopicSignals
 from penstock.appliance.edge.transfers import MinimumRate, Transfer, ended_when_slow
 from penstock.appliance.model.entities import Attempt, SlotKey
 from penstock.appliance.model.limits import Limits
@@ -60,47 +61,6 @@ log = logging.getLogger("penstock.appliance")
 
 _Result = TypeVar("_Result")
 _Context = grpc.aio.ServicerContext[Any, Any]
-
-
-class TopicWaiter(asyncio.Event):
-    """Event of one call that waits for a topic."""
-
-    over = False
-    """More calls wait for the topic than allowed, and this one is answered as it is."""
-
-
-class TopicSignals:
-    """Topics and the calls that wait for them, woken in the order in which they came: a set's order differs in each
-    process, and a simulated history could not be repeated."""
-
-    def __init__(self) -> None:
-        self._waiting: dict[Topic, dict[TopicWaiter, None]] = {}
-
-    def changed(self, topic: Topic) -> None:
-        for event in self._waiting.get(topic, ()):
-            event.set()
-
-    def wake_all(self) -> None:
-        for topic in self._waiting:
-            self.changed(topic)
-
-    @contextlib.contextmanager
-    def on(self, topic: Topic, most: int | None = None) -> Iterator[TopicWaiter]:
-        """Wait for a topic. `most`: limit on waiting calls; above it the oldest one is over."""
-        event = TopicWaiter()
-        events = self._waiting.setdefault(topic, {})
-        if most is not None and len(events) >= most:
-            oldest = next(iter(events))
-            del events[oldest]
-            oldest.over = True
-            oldest.set()
-        events[event] = None
-        try:
-            yield event
-        finally:
-            events.pop(event, None)
-            if not events and self._waiting.get(topic) is events:
-                del self._waiting[topic]
 
 
 def _in_json(state: BoxState, limit: int) -> BoxState:

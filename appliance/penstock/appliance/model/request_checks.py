@@ -8,7 +8,7 @@ where text that is not plain could pass for another name.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from penstock.appliance.model.limits import Limits
 from penstock.proto.errors import InvalidArgumentError
@@ -17,6 +17,8 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 
 LONGEST_S = 1e9
 """Largest duration in a request, in seconds: thirty years."""
+SLOTS_TOLD = 2
+"""Slots in a worker's heartbeat for each that it has: those that it runs, and those that it could not begin."""
 LONGEST_NAME = 200
 """Longest name of a job or worker, in characters: it appears in logs, metrics and every message about it."""
 
@@ -28,10 +30,12 @@ def check_measures(**values: float) -> None:
             raise InvalidArgumentError(f"{name} must be between 0 and {LONGEST_S:g}, got {value}")
 
 
-def check_reports(reports: Iterable[pb.SlotReport], capabilities_max: int) -> None:
-    """Raise InvalidArgumentError for invalid measurements of a runner or oversized capabilities of a loader."""
+def check_reports(reports: Sequence[pb.SlotReport], capacity: int, limits: Limits) -> None:
+    """Raise InvalidArgumentError for invalid measurements of a runner, oversized capabilities of a loader, or more
+    reports than a worker of this many slots has to make."""
+    check_number("slots in a heartbeat", len(reports), SLOTS_TOLD * capacity)
     for report in reports:
-        check_capabilities(report, capabilities_max)
+        check_capabilities(report, limits.capabilities_max)
         check_measures(
             batches_per_s=report.batches_per_s,
             batch_s=report.batch_s,
@@ -64,6 +68,22 @@ def check_registration(request: pb.RegisterWorkerRequest, limits: Limits) -> Non
         raise InvalidArgumentError(
             f"the registration of a worker must have at most {limits.registration_max} bytes, got {size}: "
             "give it fewer or shorter --allow prefixes"
+        )
+
+
+def check_progress(request: pb.WatchRunRequest, num_workers: int, limits: Limits) -> None:
+    """Raise InvalidArgumentError for a report with invalid numbers, or with more entries than the box has workers."""
+    check_measures(hold_s=request.hold_s, lease_s=request.lease_s)
+    check_measures(waited_s=request.waited_s, waited_by_slot_s=sum(request.waited_by_slot_s))
+    check_number("unreachable slots", len(request.unreachable), num_workers)
+    check_number("abandoned epochs in a report", len(request.abandoned), limits.abandoned_at_once)
+    for abandoned_epoch in request.abandoned:
+        check_counts(epoch=abandoned_epoch.epoch, step=abandoned_epoch.step)
+    entries = len(request.delivered.slots)
+    if entries not in (0, num_workers):
+        raise InvalidArgumentError(
+            f"a reported position must have one entry for each of the box's {num_workers} workers, got {entries} "
+            "entries"
         )
 
 

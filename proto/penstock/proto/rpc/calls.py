@@ -30,7 +30,7 @@ from penstock.proto.errors import (
     PenstockError,
 )
 from penstock.proto.rpc.authenticated_calls import Answer, AuthenticatedCall, Call, Streams
-from penstock.proto.rpc.bounds.message_bounds import BytesChannel, parsed_reply
+from penstock.proto.rpc.bounds.message_bounds import bytes_channel, parsed_reply
 from penstock.proto.rpc.bounds.reply_parts import (
     BlobParts,
     Histories,
@@ -148,7 +148,7 @@ class CoordinatorClient(AuthenticatedCall):
 
     def _open(self) -> None:
         self._channel = connect(self.address, self._tls, self._streams)
-        self._stub = CoordinatorStub(BytesChannel(self._channel))  # type: ignore[call-overload]  # it makes the same calls
+        self._stub = CoordinatorStub(bytes_channel(self._channel))
         self._health = health_pb2_grpc.HealthStub(self._channel)
 
     def forked(self) -> None:
@@ -320,7 +320,7 @@ class AsyncCoordinatorClient(AuthenticatedCall):
 
     def _open(self) -> None:
         self._channel = connect_aio(self.address, self._tls)
-        self._stub = CoordinatorStub(BytesChannel(self._channel))  # type: ignore[call-overload]  # it makes the same calls
+        self._stub = CoordinatorStub(bytes_channel(self._channel))
 
     async def close(self) -> None:
         self._closed = True

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import DecodeError, Message
@@ -23,8 +23,8 @@ from penstock.proto.v1 import coordinator_pb2
 __all__ = [
     "REPLY_FIELDS",
     "REQUEST_FIELDS",
-    "BytesChannel",
     "LargeRequests",
+    "bytes_channel",
     "check_fields",
     "owned",
     "parsed_parts",
@@ -46,6 +46,7 @@ LARGE_REQUESTS = 128 << 20
 """Bytes of larger requests of one token that are answered at a time."""
 
 M = TypeVar("M", bound=Message)
+C = TypeVar("C")
 _Table = dict[int, "Descriptor | None"]
 
 
@@ -215,7 +216,7 @@ def parsed_reply(method: str, data: bytes) -> Any:
         ) from error
 
 
-class BytesChannel:
+class _BytesChannel:
     """Channel for the generated stub whose replies stay bytes: they are parsed once their sender is known, and gRPC
     itself would make None of those that cannot be parsed.
 
@@ -229,3 +230,8 @@ class BytesChannel:
     @staticmethod
     def _call(make: Any, path: str, *, response_deserializer: Any, **more: Any) -> Any:
         return make(path, response_deserializer=None, **more)
+
+
+def bytes_channel(channel: C) -> C:
+    """Return the channel for the generated stub with replies that stay bytes."""
+    return cast(C, _BytesChannel(channel))

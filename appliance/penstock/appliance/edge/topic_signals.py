@@ -1,0 +1,52 @@
+"""Calls that wait for a change of the cluster state, by its topic."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+
+from penstock.appliance.core.cluster_state import Topic
+
+__all__ = ["TopicSignals", "TopicWaiter"]
+
+
+class TopicWaiter(asyncio.Event):
+    """Event of one call that waits for a topic."""
+
+    over = False
+    """More calls wait for the topic than allowed, and this one is answered as it is."""
+
+
+class TopicSignals:
+    """Topics and the calls that wait for them, woken in the order in which they came: a set's order differs in each
+    process, and a simulated history could not be repeated."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[Topic, dict[TopicWaiter, None]] = {}
+
+    def changed(self, topic: Topic) -> None:
+        for event in self._waiting.get(topic, ()):
+            event.set()
+
+    def wake_all(self) -> None:
+        for topic in self._waiting:
+            self.changed(topic)
+
+    @contextlib.contextmanager
+    def on(self, topic: Topic, most: int | None = None) -> Iterator[TopicWaiter]:
+        """Wait for a topic. `most`: limit on waiting calls; above it the oldest one is over."""
+        event = TopicWaiter()
+        events = self._waiting.setdefault(topic, {})
+        if most is not None and len(events) >= most:
+            oldest = next(iter(events))
+            del events[oldest]
+            oldest.over = True
+            oldest.set()
+        events[event] = None
+        try:
+            yield event
+        finally:
+            events.pop(event, None)
+            if not events and self._waiting.get(topic) is events:
+                del self._waiting[topic]
