@@ -123,6 +123,27 @@ def test_a_close_looks_at_no_other_box() -> None:
     assert Counted.looks == 0
 
 
+def test_runners_that_end_together_go_in_slices() -> None:
+    """A report of 1,024 lost slots took 77 ms; what is left of it is in the next one, which follows at once."""
+    world = FakeCluster(replace(Limits(), slots_at_once=4))
+    worker = world.worker("w", 6)
+    world.open(0, num_boxes=1, num_workers_per_box=6)
+    while world.registry.cluster.waiting:
+        world.registry.tick()
+    given = worker.heartbeat().assignments
+    assert len(given) == 6
+    world.worker("other", 6)
+    lost = [worker.slot_report(assignment, pb.FAILED) for assignment in given]
+    for report in lost:
+        report.lost = True
+    left = []
+    while not left or left[-1]:
+        worker.heartbeat(*lost)
+        left.append(sum(slot.generation == 1 for slot in world.slots()))
+    assert left == [4, 2, 0]
+    assert all(slot.restarts == 1 for slot in world.slots())
+
+
 def test_an_end_looks_at_one_slice_of_boxes() -> None:
     """The last close of a run of 16,384 boxes took 42 ms when it went over all of them."""
 

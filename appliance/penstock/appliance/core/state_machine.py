@@ -340,8 +340,10 @@ class Registry:
             check_reports(request.slots, worker.capacity, self.limits)
             worker.seen_at = now
             worker.lease_until = now + cluster.worker_lease_policy().promised(request.lease_s, self.limits.lease_max_s)
+            ended, most = 0, self.limits.slots_at_once // slot_reports.END_COST
             for report in request.slots:
-                slot_reports.note(cluster, self._migrations, worker, report, now)
+                if report.phase != pb.FAILED or ended < most:  # else it is in the worker's next report, too
+                    ended += slot_reports.note(cluster, self._migrations, worker, report, now)
             if request.leaving and not worker.draining:
                 self._migrations.set_draining(worker, True, now)
             self._settle()
