@@ -26,7 +26,7 @@ __all__ = ["FakeBox", "FakeCluster", "FakeWorker"]
 
 class FakeCluster:
     """A coordinator without network and threads, for tests: its state machine, a clock that moves only when the test
-    moves it, and the topics that were announced."""
+    moves it, and a list of the changes that would have woken waiting calls."""
 
     def __init__(self, limits: Limits | None = None, directory: StateDir | None = None) -> None:
         self.now = 1000.0

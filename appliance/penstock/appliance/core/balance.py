@@ -72,14 +72,15 @@ def look(cluster: ClusterState, now: float, budget: int) -> Iterator[SlotMove | 
 
 
 class _Slice:
-    """Counter of what a slice has looked at."""
+    """Counter of the slots, boxes and workers that one call has looked at. The next call continues there: to look at
+    all of a large fleet at once would delay other calls."""
 
     def __init__(self, cluster: ClusterState) -> None:
         self._most = SLICES * cluster.limits.slots_at_once
         self._looked = 0
 
     def ends(self, looked: int) -> bool:
-        """Count slots, boxes or workers that were looked at; return whether the slice is full."""
+        """Count slots, boxes or workers that were looked at; return whether this call has looked at enough."""
         self._looked += looked
         if self._looked < self._most:
             return False

@@ -27,9 +27,9 @@ MOST_BOXES = 100
 MOST_STATES = 6
 SIGNS = {"ready": "", "starting": "\u2026", "waiting": "\u2013", "failed": "\u2715"}
 MARKS = {"": "\u2713", "info": "\u2026", "warn": "\u25b2", "bad": "\u25b2"}
-"""Marks before the title of a finding, by alarm."""
+"""Character before the title of a finding, by its alarm level."""
 LAMPS = {"live": "live", "done": "live", "epoch ended": "idle", "draining": "idle"}
-"""Marks of states; other states are marked as lost."""
+"""State -> the colour that it is drawn in; other states are drawn as lost."""
 BARS = ("slots used>", "waits>", "waited for>")
 
 Cell = str | Mapping[str, Any]

@@ -247,8 +247,9 @@ class Box:
     def position_before(self, step: int) -> Position | None:
         """Return the newest position known at or before `step`; None if the step is older than all.
 
-        The record of a step is the position right after it, with later ends not yet noticed. A loop that had noticed
-        the end of the epoch when it reported shows a fresh epoch: good to resume from, but no record of that step.
+        The record of a step is the position right after it, before any end of an epoch that follows. If the loop had
+        already passed the end of the epoch when it reported, its report has the start of the next epoch. A loader can
+        resume from that, but it is not the record of the step.
         """
         fits = [at for at in self._known() if at.step < step or (at.step == step and not self.is_fresh(at))]
         return max(fits, key=lambda position: position.step, default=None)

@@ -45,7 +45,7 @@ _ids = itertools.count(1)
 
 
 class OpenedLoader:
-    """The run of a DataLoader, for executors; see there."""
+    """Run of a DataLoader and its reader, as a DataExecutor uses them: see data_loader.py."""
 
     def __init__(self, input_fn: Callable[..., Any] | Dataset[Any], *args: Any, **kwargs: Any) -> None:
         self._replay = False

@@ -162,8 +162,8 @@ def _live(watch: _Watch, interval_s: float, console: Console) -> None:
 
 
 def _ask(ask: Callable[[], None], quits: Callable[[float], bool]) -> bool:
-    """Query the coordinator and read the keys meanwhile: one that hangs takes long. Return False if a key ends the
-    command; the query ends with its client."""
+    """Query the coordinator in a thread and watch the keys meanwhile, because a query may hang. Return False if a key
+    ends the command; the query then ends when its client is closed."""
     pool = ThreadPoolExecutor(1, "penstock-top")
     asked = pool.submit(ask)
     pool.shutdown(wait=False)

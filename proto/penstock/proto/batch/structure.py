@@ -313,7 +313,7 @@ def _tree(raw: Any, path: Path, depth: int, count: list[int]) -> Tree:
     if type(raw) is str and raw in _SCALARS:
         return _counted(Leaf(raw), path, count)
     if type(raw) is not list or not raw or type(raw[0]) is not str:
-        raise _wrong(path, "not a node")
+        raise _wrong(path, f"a value where a list must stand that begins with its kind: {raw!r:.100}")
     kind, *rest = raw
     if kind in ("t", "a", "n"):
         return _counted(_array_leaf(kind, rest, path), path, count)
@@ -321,7 +321,7 @@ def _tree(raw: Any, path: Path, depth: int, count: list[int]) -> Tree:
         raise _wrong(path, f"deeper than {MAX_DEPTH}")
     shape = {"l": 1, "u": 1, "d": 2, "od": 2, "nt": 3, "dc": 3}.get(kind)
     if shape != len(rest) or any(type(part) is not list for part in rest[-min(shape, 2) :]):
-        raise _wrong(path, "not a node")
+        raise _wrong(path, f"the wrong parts for the kind {kind!r:.100}")
     nodes, keys = rest[-1], rest[-2] if shape != 1 else []
     name = rest[0] if shape == 3 else ""
     if shape != 1 and len(keys) != len(nodes):

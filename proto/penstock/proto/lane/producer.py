@@ -378,7 +378,10 @@ class Producer:
         count = len(dims) >> 3
         if count > LONG_SHAPES:
             if nbytes + len(dims) > reserved.ring.entry_bytes:
-                raise InvalidArgumentError(f"{count} dims do not fit behind {nbytes} bytes: reserve with `dims`")
+                raise InvalidArgumentError(
+                    f"the {count} dimensions of a batch of {nbytes} bytes must fit into the reserved entry: pass `dims` "
+                    "to reserve(), too"
+                )
             start = reserved.offset + nbytes
             reserved.ring.map[start : start + len(dims)] = dims
             dims = b""

@@ -69,7 +69,7 @@ class FileLock:
         os.utime(self._held().fileno(), ns=(now, now))
 
     def share(self, group: int) -> None:
-        """Let a group write the file, if it is ours."""
+        """Let the members of `group` write the file. Does nothing if the file belongs to another user."""
         number = self._held().fileno()
         with contextlib.suppress(PermissionError):  # another member's
             os.fchown(number, -1, group)

@@ -138,7 +138,8 @@ def _list(data: bytes, at: int) -> tuple[int, int, int]:
 
 
 def _skip(data: bytes, at: int, kind: int, depth: int) -> int:
-    """Return where a value ends: a field's, which is no bool, or an element's."""
+    """Return the offset after a value of this kind: an element of a list, or a field other than a bool (a bool field
+    has no bytes of its own)."""
     if kind == 8:
         length, at = _varint(data, at)
         return at + length

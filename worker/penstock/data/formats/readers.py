@@ -43,4 +43,7 @@ def _reader(shard: Shard, paths: Sequence[Path], allow_unsafe_types: bool) -> Sh
             return XSVReader(shard, (data, meta))
         case "parquet", [data]:
             return ParquetReader(shard, data)
-    raise DatasetError(f"{shard.name}: this version cannot read format {shard.format!r} in {len(paths)} files")
+    raise DatasetError(
+        f"{shard.name}: this version of Penstock has no reader for a shard of format {shard.format!r} that consists of "
+        f"{len(paths)} files: upgrade Penstock, or write the dataset in another format"
+    )

@@ -478,8 +478,10 @@ class RemoteFolder:
             if loop.ended:
                 raise ShardUnavailableError(f"{self.url} cannot be read any more, because it was closed")
         concurrent.futures.wait((loop.opening,), min(self._stall_s, max(0.0, until - time.monotonic())))
-        if not loop.opening.done() or loop.opening.cancelled():
-            raise TransferBroken("was not opened in time, or closed")
+        if loop.opening.cancelled():
+            raise TransferBroken("was closed while it was being opened")
+        if not loop.opening.done():
+            raise TransferBroken("was not opened in time")
         if loop.opening.exception():
             with self._lock:
                 self._loop = None if self._loop is loop else self._loop

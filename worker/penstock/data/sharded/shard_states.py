@@ -194,7 +194,7 @@ class FixedOrder:
         return progress.start + progress.done * progress.topology.batch
 
     def _furthest(self, whole: ShardedPosition, positions: Sequence[ShardedPosition]) -> CursorStates:
-        """Return the furthest cursor state of each shard that does not lie beyond the whole position."""
+        """Return for each shard the furthest of the workers' cursor states that is not beyond the whole's position."""
         position = self._position(whole)
         if whole.endless_order is not None:
             counts: Ints = whole.endless_order.counts(position)

@@ -237,5 +237,8 @@ class RestartPoint:
         if not isinstance(rng, bytes) or not isinstance(before, bytes | None):
             raise TypeError(f"random generators must be bytes, got {type(rng).__name__} and {type(before).__name__}")
         if any(type(count) is not int or not 0 <= count <= MASK for count in (*at, digest, *chain(*skips))):
-            raise ValueError(f"impossible counts {at!r:.80}, {digest!r:.80}, {skips!r:.80}")
+            raise ValueError(
+                f"position, digest and skipped batches of a restart point must be integers from 0 to {MASK}, got "
+                f"{at!r:.80}, {digest!r:.80} and {skips!r:.80}"
+            )
         return cls(StreamPosition(*at), state, rng, before, digest, skips=skips, history=history)

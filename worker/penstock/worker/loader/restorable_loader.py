@@ -1,5 +1,5 @@
-"""A user's loader that can be brought to any position in its stream, over the ends of epochs: see positioned_loader.py
-for the order of the moments, and epoch_crossing.py for the ends.
+"""A user's loader that can be brought to any position in its stream, across epochs. positioned_loader.py says when its
+state and random generators are taken and set; epoch_crossing.py, how the next epoch is opened.
 
 All code that opens, saves, restores or replays a loader is in these modules; the runner that streams and the helper
 processes that verify and make states run the same code.

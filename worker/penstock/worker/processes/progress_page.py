@@ -22,11 +22,11 @@ from penstock.runtime.process.forks import silence, unshare
 __all__ = ["ENTRIES", "BatchRecord", "ProgressPage"]
 
 ENTRIES = 4096
-"""Batches whose digests are kept, the newest."""
+"""Number of batches whose digests are kept: the newest ones."""
 EARLY = 256
-"""Batches that are kept besides, the first: to verify the early snapshots, however fast the runner is."""
+"""Number of first batches whose digests are kept, too: to verify the early snapshots, however fast the runner is."""
 ENDS = 1024
-"""Ends of epochs that are kept, the newest."""
+"""Number of epoch ends that are kept: the newest ones."""
 _HEAD = struct.Struct("<QQQQQQdQd")  # total, epoch, delivered, ends, activity, looked, since, samples, worked_s
 _ENTRY = struct.Struct("<QQQQ")  # total, epoch, digest, samples
 _END = struct.Struct("<QQ")  # epoch, total

@@ -25,9 +25,9 @@ __all__ = ["BY_VALUE", "MAIN", "check_allowed", "check_plain", "load_class", "lo
 
 MAIN = "penstock_main"
 BY_VALUE = "penstock_by_value"
+"""Module name of functions and classes that cannot be imported: they are sent by value, with their arguments."""
 ANOTHER_VERSION = "is the worker running another version of it?"
 UNDER_GUARD = 'define it above `if __name__ == "__main__":`, for workers run the script without what is under that'
-"""The module in the names of those that have no module to be imported from: they come with their arguments."""
 
 
 def check_allowed(name: str, allow: Sequence[str]) -> None:

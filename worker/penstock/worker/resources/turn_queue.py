@@ -83,7 +83,8 @@ class TurnQueue:
         return self._places.get(turn, 0)
 
     def join(self, *, urgent: bool = False) -> QueueTurn:
-        """Return a turn at the end of the queue, or of the urgent ones, which come first. The caller must `end` it."""
+        """Join the queue at its end, or after the last urgent turn if `urgent`: urgent turns come first. The caller
+        must `end` the returned turn."""
         turn = QueueTurn(self)
         (self._urgent if urgent else self._others)[turn] = None
         self._next()

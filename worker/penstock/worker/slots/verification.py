@@ -265,8 +265,8 @@ class RestartPointVerifier:
             return float(fields["took"])
 
     def _opened(self, point: StoredSnapshot, followers: dict[str, list[int]]) -> list[bytes]:
-        """Return state and generators of the streaming loader after the first batch of the next epoch, if they are
-        kept."""
+        """Return the stored snapshot (loader state and random generators) after the first batch of the next epoch;
+        empty if it is not kept."""
         beyond = next(((int(count), epoch) for count, (epoch, _) in followers.items() if epoch > point.epoch), None)
         fits = [kept for kept in self._slot.store if (kept.total, kept.epoch) == beyond and not kept.epoch_start]
         return [kept.data for kept in fits[-1:]]

@@ -63,7 +63,7 @@ class CollectedState:
     recipes: dict[str, Any]
     """Name -> recipe to make a value again that is saved as plainer values (plain_values.py)."""
     opaque: dict[str, str]
-    """Name of any other object -> the class in it that has no recipe."""
+    """Name of a value that cannot be saved as plainer values -> the class in it that has no recipe."""
 
     def items(self) -> list[LocalItem]:
         """Return everything as write items."""

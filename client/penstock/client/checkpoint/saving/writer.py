@@ -520,7 +520,7 @@ class Parent:
 
 
 def attend(parent: Parent, watched: list[SaveJob], parent_watch: int) -> None:
-    """Wait until the training process has ended, then end this process with its save, or at the save's deadline."""
+    """Wait for the training process to end. Then end this process when its save is done, or at the save's deadline."""
     wait_for_parent_end(parent_watch)
     parent.gone.set()
     parent.end()

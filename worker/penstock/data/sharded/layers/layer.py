@@ -94,11 +94,17 @@ def entered(token: Token | None, layer: str, *names: str) -> tuple[list[int], To
     if token is None:
         return [0] * len(names), None
     if not isinstance(token, Mapping):
-        raise StateCorruptError(f"the saved position of {layer} is damaged: {token!r:.200}")
+        raise StateCorruptError(
+            f"the saved position of {layer} must be a dict of integers, got {token!r:.200}: load an older state"
+        )
     found = [token.get(name) for name in names]
     numbers = [number for number in found if type(number) is int and 0 <= number < MOST]
     if len(numbers) < len(names):
-        raise StateCorruptError(f"the saved position of {layer} is damaged: {dict(zip(names, found, strict=True))}")
+        damaged = dict(zip(names, found, strict=True))
+        raise StateCorruptError(
+            f"each value of the saved position of {layer} must be an integer from 0 to {MOST - 1}, got {damaged}: load "
+            "an older state"
+        )
     return numbers, token.get("source")
 
 
