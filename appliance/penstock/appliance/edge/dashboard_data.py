@@ -25,10 +25,10 @@ __all__ = ["dashboard"]
 MOST_BOXES = 100
 """Boxes of a run that are drawn at most: those that wait most."""
 MOST_STATES = 6
-SIGNS = {"ready": "", "starting": "\u2026", "waiting": "\u2013", "failed": "\u2715"}
-MARKS = {"": "\u2713", "info": "\u2026", "warn": "\u25b2", "bad": "\u25b2"}
+STATE_CHARACTERS = {"ready": "", "starting": "\u2026", "waiting": "\u2013", "failed": "\u2715"}
+ALARM_CHARACTERS = {"": "\u2713", "info": "\u2026", "warn": "\u25b2", "bad": "\u25b2"}
 """Character before the title of a finding, by its alarm level."""
-LAMPS = {"live": "live", "done": "live", "epoch ended": "idle", "draining": "idle"}
+STATE_COLOURS = {"live": "live", "done": "live", "epoch ended": "idle", "draining": "idle"}
 """State -> the colour that it is drawn in; other states are drawn as lost."""
 BARS = ("slots used>", "waits>", "waited for>")
 
@@ -64,7 +64,7 @@ def _run(run: RunView) -> dict[str, Any]:
         "about": " \u00b7 ".join((run.input_fn or "?", size, f"attempt {run.attempt}", *run.figures)),
         "finding": {
             "alarm": run.finding.alarm,
-            "title": f"{MARKS[run.finding.alarm]} {run.finding.title}",
+            "title": f"{ALARM_CHARACTERS[run.finding.alarm]} {run.finding.title}",
             "text": run.finding.text,
         },
         "point": [run.steps_per_s, max(going, default=0.0), run.batches_per_s],
@@ -83,7 +83,7 @@ def _slot(slot: SlotView, box: BoxView, found: Finding) -> dict[str, str]:
         blamed = found.input_bound and (found.box, found.slot) == (slot.box, slot.slot)
         hot = slot.wait_share > INPUT_BOUND and slot.wait_share > 0.5 * box.wait_share
         kind = "hot" if blamed or hot else "ahead" if slot.queued else "dry"
-    sign = SIGNS[slot.state] or f"{MARKS['warn'] if kind == 'hot' else ''}{slot.queued}"
+    sign = STATE_CHARACTERS[slot.state] or f"{ALARM_CHARACTERS['warn'] if kind == 'hot' else ''}{slot.queued}"
     said = [
         slot.state,
         f"worker {slot.worker}" if slot.worker else "no worker",
@@ -110,7 +110,7 @@ def _table(columns: Columns[Any], headings: Sequence[str], rows: Sequence[Any]) 
 
 def _cell(heading: str, text: str, row: Any) -> Cell:
     if heading in ("state", "result"):
-        return {"text": text, "state": LAMPS.get(text, "lost")}
+        return {"text": text, "state": STATE_COLOURS.get(text, "lost")}
     if heading == "at":
         return {"text": text, "at": row.at}
     if heading == "slots used>":

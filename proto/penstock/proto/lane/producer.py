@@ -379,8 +379,8 @@ class Producer:
         if count > LONG_SHAPES:
             if nbytes + len(dims) > reserved.ring.entry_bytes:
                 raise InvalidArgumentError(
-                    f"the {count} dimensions of a batch of {nbytes} bytes must fit into the reserved entry: pass `dims` "
-                    "to reserve(), too"
+                    f"the {count} dimensions of a batch of {nbytes} bytes must fit into the reserved entry: pass "
+                    "`dims` to reserve(), too"
                 )
             start = reserved.offset + nbytes
             reserved.ring.map[start : start + len(dims)] = dims

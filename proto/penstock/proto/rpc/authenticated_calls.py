@@ -32,7 +32,7 @@ from penstock.proto.rpc.wire_errors import ERROR_KEY
 __all__ = ["Answer", "AuthenticatedCall", "Call", "Metadata", "Streams"]
 
 SHOWN = 200
-"""Characters of a stranger's words in an error."""
+"""Characters of the text of a server without the token in an error."""
 DIAGNOSE_S = 2.0
 """Seconds for the diagnosis whether TLS makes calls to a listening coordinator fail."""
 
@@ -85,7 +85,7 @@ class AuthenticatedCall:
         self._token, self.prover = token, TokenProver(token)
         return True
 
-    def stranger(self, words: str = "") -> PenstockError:
+    def wrong_server_error(self, words: str = "") -> PenstockError:
         """Return the error for an answer of a process that does not know the token. A coordinator that answered before
         may still return: until then it is unavailable. `words`: text of the error that it sent."""
         kind = CoordinatorUnavailableError if self._reached else AuthenticationError
@@ -123,7 +123,7 @@ class Call:
         trailing = error.trailing_metadata() or ()
         if error.code() is not grpc.StatusCode.UNAUTHENTICATED:
             if error.code() not in _OWN_CODES or any(key == ERROR_KEY for key, _ in trailing):
-                self.believe(trailing, _words(error))
+                self.require_proof(trailing, _words(error))
             return False
         if not self._tries:
             return False
@@ -134,10 +134,10 @@ class Call:
         self._show()
         return True
 
-    def believe(self, metadata: Trailing, words: str = "") -> None:
-        """Raises an error for an answer, or an error with these words, of one who does not know the token."""
+    def require_proof(self, metadata: Trailing, words: str = "") -> None:
+        """Raise an error unless the metadata proves that the server knows the token. `words`: text of its error."""
         if not self._shown.proven_by(_found(metadata, PROOF_KEY)):
-            raise self._client.stranger(words)
+            raise self._client.wrong_server_error(words)
 
 
 def _words(error: grpc.Call | grpc.aio.AioRpcError) -> str:

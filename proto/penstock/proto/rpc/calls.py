@@ -183,7 +183,7 @@ class CoordinatorClient(AuthenticatedCall):
                     if not call.again(error):
                         raise
                 else:
-                    call.believe(trailing)
+                    call.require_proof(trailing)
                     return reply
 
     def _ask(self, method: str, deadline_s: float, request: Callable[[], Any], _: type[_Reply]) -> _Reply:
@@ -205,7 +205,7 @@ class CoordinatorClient(AuthenticatedCall):
                 with receiving(method) as count:
                     for number, part in enumerate(parts):
                         if not number:
-                            call.believe(self._streams.initial())
+                            call.require_proof(self._streams.initial())
                         count(len(part))
                         take(parsed_reply(method, part))
             except PenstockError:
@@ -346,7 +346,7 @@ class AsyncCoordinatorClient(AuthenticatedCall):
                         if not call.again(error):
                             raise
                     else:
-                        call.believe(trailing)
+                        call.require_proof(trailing)
                         return reply
         except CoordinatorUnavailableError as error:
             self._renew_files()
@@ -377,7 +377,7 @@ class AsyncCoordinatorClient(AuthenticatedCall):
                 with receiving(method) as count:
                     async for part in made:
                         if not believed:
-                            call.believe(await made.initial_metadata())
+                            call.require_proof(await made.initial_metadata())
                             believed = True
                         count(len(part))
                         take(parsed_reply(method, part))

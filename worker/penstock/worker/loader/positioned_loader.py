@@ -100,10 +100,10 @@ class PositionedLoader(SlotLoader, ABC):
         """Take the state from which the launch resumed, and the batch that came next if that was at an epoch's end."""
         self.resume, a = resume, self.assignment
         part = resume["slots"].get(a.slot) if resume is not None and a.resume.same_topology else None
-        if part is not None and part.get("next_epoch") and part["next_digest"] and self.believes(part):
+        if part is not None and part.get("next_epoch") and part["next_digest"] and self.trusts_history(part):
             self.awaited[a.start.slots[a.slot].total] = part["next_digest"]
 
-    def believes(self, part: dict[str, Any]) -> bool:
+    def trusts_history(self, part: dict[str, Any]) -> bool:
         """Return whether the history in a saved part holds. If not, an older release wrote it, or the user has edited
         it or does not load it strictly: the history is unknown, and the loader's own state counts."""
         strict = self.capabilities.state_methods != 4 or self.resume is None or self.resume["strict"]
@@ -122,7 +122,7 @@ class PositionedLoader(SlotLoader, ABC):
         epoch_start = self._epoch_start(step, before)
         if self.by_own_methods and self._start is None:
             self._start = replace(epoch_start, state=None)
-        return self._behind_start(epoch_start)
+        return self._reached_from_start(epoch_start)
 
     def _epoch_start(self, step: int, before: bytes) -> RestartPoint:
         """The epoch start of the epoch that was just opened. `before`: the generators before."""
@@ -136,9 +136,11 @@ class PositionedLoader(SlotLoader, ABC):
             RestartPoint(self.position.copy(), state, self.rng(), before, self.digest, step if asked else 0)
         )
 
-    def hold_back(self, position: StreamPosition, epoch: int, epoch_start: RestartPoint | None = None) -> None:
-        """End the epoch before the open one first: the open epoch is a later one than that of this position.
-        `epoch_start`: how that epoch began; None if no batch of it was made yet."""
+    def end_previous_epoch_first(
+        self, position: StreamPosition, epoch: int, epoch_start: RestartPoint | None = None
+    ) -> None:
+        """Let `next` return the end of the previous epoch before the batches of the open one, because `position` still
+        lies in the previous epoch. `epoch_start`: how the open epoch began; None if no batch of it was made yet."""
         assert self._iterator is not None
         self._held = self._iterator, self._ahead, epoch_start
         self._iterator, self._ahead = iter(()), []
@@ -150,7 +152,7 @@ class PositionedLoader(SlotLoader, ABC):
         assert self._held is not None
         self._iterator, self._ahead, epoch_start = self._held
         self._held = None
-        return self._behind_start(self._epoch_start(step, self.rng()) if epoch_start is None else epoch_start)
+        return self._reached_from_start(self._epoch_start(step, self.rng()) if epoch_start is None else epoch_start)
 
     def enter(self, epoch: int) -> None:
         """Record that the loader, resumed at the end of an epoch, has continued with this one at once."""
@@ -158,7 +160,7 @@ class PositionedLoader(SlotLoader, ABC):
         assert self._start is not None
         self._start = replace(self._start, history=self._start.history.of(self.history.launch))
 
-    def _behind_start(self, point: RestartPoint) -> RestartPoint:
+    def _reached_from_start(self, point: RestartPoint) -> RestartPoint:
         """Return the same point, reached by replay from the start, if only the start is a restart point."""
         start = self._start or self.counts_from
         return point if start is None or point.position == start.position else replace(point, behind=start)
@@ -250,7 +252,7 @@ class PositionedLoader(SlotLoader, ABC):
         taken = self.marked(
             RestartPoint(self.position.copy(), state, self.rng(), None, self.digest, step if asked else 0)
         )
-        return self._behind_start(taken)
+        return self._reached_from_start(taken)
 
     def restore(self, point: RestartPoint) -> None:
         """Bring the source to the position of a restart point; may be called at any time.
@@ -295,7 +297,7 @@ class PositionedLoader(SlotLoader, ABC):
             self._start = replace(point, state=None)
             launch, position = self.history.launch, point.position
             if launch.enters is not None and position.total == launch.batches:
-                self.hold_back(position, launch.enters)
+                self.end_previous_epoch_first(position, launch.enters)
 
     def _first_launch(self) -> Launch:
         return Launch(worker=self.assignment.slot if self.by_own_methods else None)

@@ -99,7 +99,7 @@ class _Resume:
         launch = replace(source.history.launch, samples=part.get("samples", 0))
         self._history = self._point.history.of(launch).knowing(source.history.crossing)
         """History at the saved position, which may be far behind the restart point."""
-        self._as_saved = source.believes(part)
+        self._as_saved = source.trusts_history(part)
         if not self._as_saved:
             self._history = StreamHistory(launch)
 
@@ -230,7 +230,7 @@ class _Resume:
         if known:
             self._compare_next()
         if source.peek() is not END:
-            source.hold_back(position, to, epoch_start)
+            source.end_previous_epoch_first(position, to, epoch_start)
         catch_up(source, self._then)
 
     def _go(self) -> None:

@@ -519,7 +519,7 @@ class Parent:
             self._sock.sendall(json.dumps(reply).encode() + b"\n")
 
 
-def attend(parent: Parent, watched: list[SaveJob], parent_watch: int) -> None:
+def exit_after_parent(parent: Parent, watched: list[SaveJob], parent_watch: int) -> None:
     """Wait for the training process to end. Then end this process when its save is done, or at the save's deadline."""
     wait_for_parent_end(parent_watch)
     parent.gone.set()
@@ -533,7 +533,7 @@ def attend(parent: Parent, watched: list[SaveJob], parent_watch: int) -> None:
 def serve(parent: Parent, parent_watch: int) -> None:
     """Process requests until the training process sends no more."""
     watched: list[SaveJob] = []
-    threading.Thread(target=attend, args=(parent, watched, parent_watch), daemon=True).start()
+    threading.Thread(target=exit_after_parent, args=(parent, watched, parent_watch), daemon=True).start()
     parent.tell({"kind": "ready"})
     while (request := parent.receive()) is not None:
         if os.getppid() != parent_watch and not request["finish"]:
