@@ -38,16 +38,45 @@ hypothesis.settings.register_profile("landing", deadline=None, derandomize=True)
 hypothesis.settings.register_profile("search", deadline=None)
 hypothesis.settings.load_profile("landing")
 
+LONGEST = (
+    "integrations/test_kill_and_resume",
+    "deploy/test_up_ray",
+    "deploy/test_dashboard",
+    "docs/test_blocks",
+    "deploy/test_doctor",
+    "checkpoint/test_killed_writer",
+    "benchmarks/test_checkpoint",
+    "system/test_user_code",
+    "system/test_resume",
+    "system/test_elastic",
+    "system/test_embedded",
+    "system/test_stopped",
+    "system/test_appliance_contract",
+    "system/test_coordinator_faults",
+    "system/test_checkpoints",
+    "system/test_daemon_faults",
+    "system/test_runner_user",
+    "system/test_worker_loss",
+    "system/test_partitions",
+    "system/test_client_faults",
+    "system/test_network_faults",
+    "system/test_chains",
+)
+"""Files that take more than half a minute, the longest first; those of one folder, which share daemons, together."""
 SLOW = ("system", "integrations", "deploy", "client", "checkpoint", "docs", "packaging")
 """Folders whose tests start processes and wait for them."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Slow folders first: a file that takes a minute and comes last keeps one process busy and the others idle."""
+    """Long files first, and then slow folders: a file that takes a minute and comes last keeps one process busy and
+    the others idle. What is left at the end is short."""
 
     def rank(item: pytest.Item) -> int:
-        folder = item.path.relative_to(HERE).parts[0]
-        return SLOW.index(folder) if folder in SLOW else len(SLOW)
+        path = item.path.relative_to(HERE)
+        name, folder = path.with_suffix("").as_posix(), path.parts[0]
+        if name in LONGEST:
+            return LONGEST.index(name)
+        return len(LONGEST) + (SLOW.index(folder) if folder in SLOW else len(SLOW))
 
     items.sort(key=rank)
 
