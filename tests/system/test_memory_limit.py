@@ -64,7 +64,7 @@ def test_too_small_memory_limit_is_a_named_error(cluster: Cluster) -> None:
     with (
         at(cluster, "large") as appliance,
         pytest.warns(UserWarning, match="was replaced"),
-        pytest.raises(errors.MemoryLimitError, match=r"held \d+ MiB of memory, above the limit of 150 MiB") as caught,
+        pytest.raises(errors.MemoryLimitError, match=r"used \d+ MiB of memory, above the limit of 150 MiB") as caught,
     ):
         list(DataExecutor(DataLoader(hazards.leaks, 0, 180, 10**6), appliance=appliance))
     assert "--runner-memory" in str(caught.value)

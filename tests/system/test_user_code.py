@@ -372,7 +372,7 @@ def test_output_flood_costs_only_its_author(cluster: Cluster) -> None:
 @pytest.mark.parametrize(
     ("how", "error", "says", "frame"),
     [
-        ("die", errors.WorkerLostError, "SIGSEGV in its state", "in reads_address_zero"),
+        ("die", errors.WorkerLostError, "SIGSEGV during the task state", "in reads_address_zero"),
         ("hang", errors.DeadlineError, "did not finish the task state", "in waits_for_ever"),
     ],
 )

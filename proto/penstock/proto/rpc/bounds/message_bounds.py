@@ -109,8 +109,10 @@ def _counted(data: bytes, pos: int, end: int, kind: Descriptor, left: int, level
                 pos += 8
             case 5:
                 pos += 4
-            case _:
+            case 3 | 4:
                 raise _TooMany  # a group: ours have none, and its fields would not be counted
+            case _:
+                raise IndexError  # no wire type: the parser ends here, too
     return left
 
 
