@@ -182,7 +182,7 @@ def descriptors(worker: pb.RegisterWorkerRequest) -> int:
     return sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in pids)
 
 
-def test_descriptors_in_acks_and_hellos_are_dropped(worker: pb.RegisterWorkerRequest) -> None:
+def test_descriptors_in_acks_are_dropped(worker: pb.RegisterWorkerRequest) -> None:
     files = [os.memfd_create("sent") for _ in range(100)]
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))]
     before = descriptors(worker)

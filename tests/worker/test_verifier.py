@@ -97,7 +97,7 @@ class Bench:
 
 
 @pytest.mark.parametrize("lapse", [DeadlineError("late"), WorkerLostError("dead")])
-def test_verification_without_a_verdict_is_tried_again(lapse: PenstockError) -> None:
+def test_verification_without_verdict_is_repeated(lapse: PenstockError) -> None:
     answers = iter([lapse, GOOD])
     bench = Bench(lambda _: next(answers))
     first = bench.verify()
@@ -137,7 +137,7 @@ def test_loader_checked_once_is_left_after_lapses(capabilities: dict[str, Any]) 
     assert not bench.at(0).refuted
 
 
-def test_some_verifications_reach_further_each_time() -> None:
+def test_some_verifications_reach_further() -> None:
     """Use half of the time for long verifications, which go as far back as there are restart points."""
     bench = Bench(lambda _: GOOD | {"took": 1.0}, batches=120)
     for total in range(121, 200):

@@ -33,7 +33,7 @@ _PLAIN = "text/plain; charset=utf-8"
 
 
 class MeasuredSlot(Protocol):
-    """What is read of a slot."""
+    """Attributes of a slot that metrics read."""
 
     assignment: records_pb2.WorkerAssignment
     phase: pb.SlotPhase.ValueType
@@ -45,7 +45,7 @@ class MeasuredSlot(Protocol):
 
 
 class MeasuredDaemon(Protocol):
-    """What is read of a daemon, on its event loop; name, settings and start from any thread."""
+    """Attributes of a daemon that metrics read, on its event loop; name, settings and start from any thread."""
 
     name: str
     settings: DaemonSettings

@@ -1,4 +1,4 @@
-"""How a user's loader is brought to any position in its stream.
+"""Bringing a user's loader to any position in its stream.
 
 All code that opens, saves, restores or replays a loader is here; the runner that streams and the helper processes that
 verify and make states run the same code. The order of the moments matters. It was found by trying all of them on

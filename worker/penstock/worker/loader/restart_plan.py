@@ -59,7 +59,7 @@ W = TypeVar("W")
 
 @dataclass(frozen=True)
 class Leg:
-    """One leg of a replay: until `total` batches in all, in this epoch."""
+    """Leg of a replay: until `total` batches in all, in this epoch."""
 
     epoch: int
     total: int

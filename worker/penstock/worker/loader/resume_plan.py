@@ -21,7 +21,7 @@ class ResumeKind(Enum):
 
 @dataclass(frozen=True)
 class ResumeWay:
-    """One way to resume: where to start, and which slot is worker 0."""
+    """Way to resume: where to start, and which slot is worker 0."""
 
     kind: ResumeKind
     first: int | None = None

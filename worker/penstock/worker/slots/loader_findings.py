@@ -1,4 +1,4 @@
-"""What was found out about a run's loader on this worker, by all of its slots."""
+"""Findings about a run's loader on this worker, of all its slots."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What surrounds a user's loader in its process: generators, worker information, skipped and synthetic batches."""
+"""Surroundings of a user's loader in its process: generators, worker information, skipped and synthetic batches."""
