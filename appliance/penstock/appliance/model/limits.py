@@ -181,7 +181,8 @@ class Limits:
     abandoned_max: int = 1 << 19
     """Epochs that a box may abandon by `break` in one attempt."""
     abandoned_at_once: int = 4096
-    """Largest number of such epochs in one report: to write them to the journal takes 15 ms. A box sends those that are not confirmed."""
+    """Largest number of such epochs in one report: to write them to the journal
+    takes 15 ms. A box sends those that are not confirmed."""
     ends_max: int = 1 << 20
     """Ends of epochs that are kept of a box. They go with the retention window; this is for a window without limit."""
     answer_ends_max: int = 4096
