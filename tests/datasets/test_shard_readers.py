@@ -213,7 +213,7 @@ def test_broken_lines_are_named(
 
 def test_a_format_without_reader_is_named() -> None:
     shard, paths = shard_of("json")
-    with pytest.raises(DatasetError, match="cannot read format 'json' in 1 files"):
+    with pytest.raises(DatasetError, match="has no reader for a shard of format 'json' that consists of 1 files"):
         open_shard(shard, paths[:1])
 
 

@@ -303,6 +303,6 @@ def test_spans_name_the_run_and_hold_no_token(cluster: Cluster) -> None:
 
 def test_runners_never_load_opentelemetry(cluster: Cluster) -> None:
     printed = [line["message"] for line in cluster.logs["worker"] if line["logger"] == "penstock.user"]
-    runners = [message for message in printed if "prove]" not in message]  # who proves states imports as they do
+    runners = [message for message in printed if "verify]" not in message]  # what verifies states imports as they do
     assert len(runners) == 3
     assert all("loaded 0 modules of OpenTelemetry" in message for message in printed)

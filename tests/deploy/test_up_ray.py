@@ -145,7 +145,7 @@ def test_lost_node_or_coordinator_keeps_batches(fleet: RayFleet, until: Callable
     assert fleet.job("after").finish(110) == undisturbed
     done = fleet.up("--workers", "2")
     assert done.returncode == 2
-    assert "another --send-token was given" in done.error
+    assert "with another --send-token already runs" in done.error
 
     done = fleet.run("down", "--dir", "fleet")
     assert done.returncode == 0, done.stderr

@@ -288,7 +288,7 @@ def test_a_token_that_cannot_be(over: str) -> None:
         for bad in (-1, 0.0, True, None, 1 << 70)
     ]
     for token in wrong:
-        with pytest.raises(StateCorruptError, match=f"the saved position of (a )?{over.split(',')[0]}.* is damaged"):
+        with pytest.raises(StateCorruptError, match=f"the saved position of (a )?{over.split(',')[0]}.* must be"):
             source.open(0, 0, 1, token)
 
 
