@@ -1,4 +1,4 @@
-"""Migration of slots to another worker in good order: nothing died, and the loop should hardly notice.
+"""Planned migration of slots to another worker: nothing died, and the loop should hardly notice.
 
     appointed   a target worker prepares: its runner builds the loader and waits
     ready       the slot's worker makes durable what the target needs so as to replay least
@@ -125,8 +125,8 @@ class Migrations:
     def order(self, request: pb.DrainWorkerRequest, now: float) -> pb.DrainWorkerReply:
         """Drain a worker, end its drain, or only look, for an operator. Raises UnknownWorkerError.
 
-        Whether a worker that only the journal knows drains is unknown until it comes back and reports it: until then
-        the reply never says that it does not, and its drain cannot be undone.
+        A worker that only the journal knows has not yet reported whether it drains. Until it does, the reply never says
+        that it does not drain, and its drain cannot be undone.
         """
         worker = self._cluster.workers.get(request.worker)
         if worker is None:
@@ -165,7 +165,7 @@ class Migrations:
         self._cluster.bump_worker(worker)
 
     def _give_up(self, slot: Slot, note: str, now: float) -> None:
-        """Leave the slot where it is, for `left_alone_s`."""
+        """Cancel the slot's migration, and start no other for `left_alone_s`."""
         if slot.target is not None:
             slot.unfit[slot.target.worker] = slot.target.session
         self._cluster.dismiss(slot)

@@ -16,7 +16,7 @@ HALF_S = 15.0
 QUEUE_HALF_S = 5.0
 """Half-life of a queue's mean, in seconds: a queue fills and empties within seconds."""
 AHEAD = 2
-"""Ready batches from which a slot counts as ahead. Any slot may have one: its runner does not know yet that it was
+"""Ready batches from which a slot counts as ahead. One proves nothing: its runner may not know yet that it was
 taken."""
 
 
@@ -34,8 +34,7 @@ class SlotGauge:
     lost_at: float = 0.0
     """Time when it lost its last runner; 0 = never, or another runner has taken over."""
     behind: bool = False
-    """Its runner is a replacement that starts or replays: it has not yet made the batch that the loop waits for
-    next."""
+    """Whether its runner is a replacement that has not yet made the batch that the loop waits for next."""
     _at: float = 0.0
 
     def report(self, now: float, produced: int, delivered: int) -> None:

@@ -37,7 +37,7 @@ class Limits:
     """Rest of a worker's lease when its connection ends during a heartbeat. The death of a process shows at once; a
     worker that lost only its connection is back within half a second. It grows with the lease."""
     client_lease_s: float = 10.0
-    """A training process may hold the GIL for seconds (a compile, a large pickle), which stops its reporting thread."""
+    """Lease of a training process, which may hold the GIL for seconds (a compile, a large pickle) and not report."""
     return_s: float = 25.0
     """Shortest leases of all peers in the journal after a start on another host. Nothing tells peers that the old host
     is down: they notice by pings, after 15 s (channel.py), and give up on a connection after 5 s more; only then do
@@ -89,8 +89,8 @@ class Limits:
 
     losses: int = 3
     loss_window_s: float = 60.0
-    """Losses of a slot that are allowed within the window without a batch delivered in between. A machine that reboots
-    or a preempted node stays below; a batch that kills its runner each time does not."""
+    """Window in which a slot may lose its runner `losses` times without a batch delivered in between. A reboot or a
+    preempted node causes fewer losses; a batch that kills its runner each time causes more."""
 
     budget: int = 4 * GIB
     """Bytes of snapshots and blobs on disk."""
@@ -100,18 +100,18 @@ class Limits:
     value_max: int = VALUE_MAX
     """Largest snapshot, blob or state. SQLite's own limit on a value is 1,000,000,000."""
     transfers_max: int = 64 * MIB
-    """Bytes of snapshots, and as many of blobs, in memory before they are written: half for small ones."""
+    """Bytes of snapshots, and as many of blobs, in memory before they are written: half is reserved for small ones."""
     part_s: float = 30.0
     """Longest time between two parts of such a value, of 512 KiB at most."""
     least_bytes_per_s: int = MIB
     """Slowest average rate of such a value, beyond `part_s`. A slower one delays those that wait for its memory: 70 MB
     at a byte in 10 s kept every job from starting."""
     blob_share: float = 0.9
-    """Share of the budget for blobs: without a snapshot nothing can start."""
+    """Share of the budget for blobs: the rest is for snapshots, without which nothing can start."""
     blob_token_share: float = 0.6
     """Share of the budget for blobs that came with one token, where tokens are told apart."""
     reads_max: int = 128 * MIB
-    """Bytes of snapshots and blobs in memory for readers: half for small ones."""
+    """Bytes of snapshots and blobs in memory for readers: half is reserved for small ones."""
     blob_idle_s: float = 3600.0
     """Age at which a blob that no open attempt names is dropped: boxes send it before they open."""
     snapshot_bytes_per_s: float = 32 * MIB

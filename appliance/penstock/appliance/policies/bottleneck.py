@@ -104,7 +104,7 @@ def find(boxes: Iterable[BoxFacts], busy_cores: int = 0) -> Bottleneck | None:
 
 
 def _unplaced(box: BoxFacts) -> Bottleneck | None:
-    """Return a bottleneck for a loop without a first batch, of a box with a slot without a worker."""
+    """Return a bottleneck if a loop has had no batch yet, because a slot of its box has no worker."""
     slot = next((slot for slot in box.slots if slot.phase == "WAITING"), None)
     if slot is None or box.span_s >= LEAST_S:
         return None

@@ -30,7 +30,7 @@ _AT = "run=? AND attempt=? AND box=? AND slot=? AND total=? AND epoch=?"
 
 
 PIECE = 256
-"""Rows that one call removes at most."""
+"""Largest number of rows that one call removes."""
 VACUUM_PAGES = 1024
 """Pages of 4 KiB that one call returns to the filesystem: new snapshots use free pages, and to return all would move
 the whole file about while they come in."""
