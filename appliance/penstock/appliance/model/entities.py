@@ -168,7 +168,7 @@ class Box:
     reported: bool = True
     """Whether its client has reported since the restart; until then, abandoned epochs and position may be old."""
     restored: bool = False
-    """Whether the box was restored from the journal, which has its epoch start and not which later steps were dropped."""
+    """Whether the box was restored from the journal, which does not record the steps dropped since its epoch start."""
     earlier: tuple[records_pb2.BoxPosition, ...] = ()
     """Positions known before the restart: for `penstock replay` alone."""
     settled: bool = False

@@ -506,7 +506,7 @@ class Producer:
 
         Usually the lane broke before the abandon arrived: everything kept is of an abandoned epoch, or follows one. But
         a producer with its first consumer may have started after all of them, and then its batches are wanted: it only
-        has to take over the count.
+        takes over their number.
         """
         left = hello.abandon_epoch - 1
         fresh = not self._met and all(kept.epoch > left for kept in self._kept)

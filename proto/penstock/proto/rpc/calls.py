@@ -111,8 +111,8 @@ def answer_parts(answer: pb.StateAnswer, data: bytes) -> Iterator[pb.AnswerPart]
 
 
 def _sendable(address: str, method: str, request: Any) -> Any:
-    """Return the request. Raise InvalidArgumentError for one that no coordinator takes: gRPC's own refusal of it could
-    not be told from that of a stranger."""
+    """Return the request. Raise InvalidArgumentError for one that no coordinator takes: gRPC would refuse it without a
+    proof of the token, as a stranger's server would."""
     if isinstance(request, Message) and (size := request.ByteSize()) > REQUEST_MAX:
         raise InvalidArgumentError(
             f"{method} to the coordinator at {address} is too large: a request must have at most {REQUEST_MAX} bytes, "
@@ -152,7 +152,7 @@ class CoordinatorClient(AuthenticatedCall):
         self._health = health_pb2_grpc.HealthStub(self._channel)
 
     def forked(self) -> None:
-        """See penstock.runtime.process.forks. gRPC whose threads were left behind answers no other client here
+        """See penstock.runtime.process.forks. A forked gRPC has no threads, so it serves no other client here
         either."""
         global _unusable
         if not self._closed:

@@ -165,7 +165,7 @@ def connect(address: str, tls: Tls | None = None, *below: Any) -> grpc.Channel:
 
 
 def connect_aio(address: str, tls: Tls | None = None) -> grpc.aio.Channel:
-    """Return the same for the running event loop; use it through calls.AsyncCoordinatorClient."""
+    """Return a channel to the coordinator for the running event loop; use it through calls.AsyncCoordinatorClient."""
     check_address(address)
     refuse_strangers(address)
     interceptors = tracing.aio_client_interceptors()

@@ -1,4 +1,4 @@
-"""Folders held by a descriptor: what is done in one stays in it, wherever its name leads by then.
+"""Folders held by a descriptor: changes stay inside the folder, even if its name leads elsewhere by then.
 
 Who can write to the folder above it may rename a folder of ours, and put a link in its place, between two steps of
 ours. By its name we would then write into, and empty, whatever folder the link leads to.
@@ -37,7 +37,7 @@ class HeldFolder:
         return os.path.samestat(found, os.fstat(self._fd))
 
     def named(self, text: str) -> str:
-        """Return a text for people: with the folder's name in place of its path."""
+        """Return the text with the folder's path replaced by its name, for people."""
         return text.replace(str(self.path), str(self.name))
 
     def close(self) -> None:

@@ -64,8 +64,8 @@ def is_strange_link(path: str | Path) -> bool:
 
 def refuse_strange_links(path: Path) -> None:
     """Raise OSError if a path leads through a link that another user put into a folder where everybody may make names,
-    such as /tmp: it was perhaps made in the place of a folder that we were about to make. This is what Linux does by
-    itself with fs.protected_symlinks=1."""
+    such as /tmp: that user may have made it in place of a folder of ours. Linux does the same with
+    fs.protected_symlinks=1."""
     path = path.absolute()
     for part in [*reversed(path.parents), path]:
         try:

@@ -100,7 +100,7 @@ class Process:
         return self.wait(0)
 
     def on_end(self, then: Callable[[], object]) -> None:
-        """Have the running event loop call `then` once, when it has ended; not after `close`."""
+        """Have the running event loop call `then` once, when the process has ended; not after `close`."""
         import asyncio
 
         loop, pidfd = asyncio.get_running_loop(), self._pidfd
@@ -161,7 +161,7 @@ def stat_of(pid: int) -> list[str]:
 
 
 def wait_for_parent_end(pid: int) -> None:
-    """Block a thread until this process's parent has ended, also where the kernel has no pidfds for us."""
+    """Block a thread until this process's parent has ended, also where the kernel has no pidfds."""
     try:
         with Process.parent(pid) as parent:
             parent.wait()
