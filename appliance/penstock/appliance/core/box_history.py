@@ -167,7 +167,7 @@ class StoppedCoordinator:
         except OSError as error:
             self.close()
             raise JournalError(
-                f"the state directory {path} is in use by a running coordinator: ask that one (--coordinator)"
+                f"the state directory {path} is in use by a running coordinator: query that one (--coordinator)"
             ) from error
         try:
             for database in (self._journal, self._store):

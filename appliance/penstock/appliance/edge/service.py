@@ -148,7 +148,7 @@ class Service(CoordinatorServicer):
             gone = self._closed.superfluous(one)
             if gone is None:
                 log.info(
-                    "run %s is closed; its last state is not kept, for its %d bytes are too many", one.run, one.size
+                    "run %s is closed; its last state is not kept, because its %d bytes are too many", one.run, one.size
                 )
                 continue
             try:

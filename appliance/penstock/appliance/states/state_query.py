@@ -361,7 +361,8 @@ class StateQuery:
         if denied or doubtful:
             raise ProtocolError(
                 f"the state of run {self.run} at step {self.step} cannot be put together: the workers disagree about "
-                f"the batch after which an epoch ended. In doubt: {', '.join(denied + doubtful)}"
+                "the batch after which an epoch ended. Check that these loaders are deterministic: "
+                f"{', '.join(denied + doubtful)}"
             )
         self._record_digest(box, start, position)
         state.position = position.to_proto()

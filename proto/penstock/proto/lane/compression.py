@@ -166,7 +166,9 @@ class Packer:
 def check_claim(wire: int, size: int) -> None:
     """Raise ProtocolError for a batch of `size` bytes that cannot have `wire` bytes when compressed."""
     if not _table(size) < wire < size:
-        raise ProtocolError(f"a batch of {size} bytes claims {wire} bytes when compressed, which is not possible")
+        raise ProtocolError(
+            f"a batch of {size} bytes must have {_table(size) + 1} to {size - 1} bytes when compressed, got {wire}"
+        )
 
 
 class Unpacker:

@@ -152,8 +152,7 @@ class CoordinatorClient(AuthenticatedCall):
         self._health = health_pb2_grpc.HealthStub(self._channel)
 
     def forked(self) -> None:
-        """See penstock.runtime.process.forks. A forked gRPC has no threads, so it serves no other client here
-        either."""
+        """See penstock.runtime.process.forks. gRPC has no threads in a child, so no other client here works either."""
         global _unusable
         if not self._closed:
             _unusable = self._owner.error(f"the connection to the coordinator at {self.address}")

@@ -24,7 +24,7 @@ class HeldFolder:
         try:
             self._fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except NotADirectoryError:
-            raise OSError(errno.ENOTDIR, "it is a link or a file, and must be a folder", str(name)) from None
+            raise OSError(errno.ENOTDIR, "it must be a folder, got a link or a file", str(name)) from None
         self.path = Path(f"/proc/self/fd/{self._fd}")
         """Path of the folder itself, for functions that take paths; it outlives a change of the name."""
 

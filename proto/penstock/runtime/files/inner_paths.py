@@ -39,7 +39,7 @@ def parent_of(root: str | Path, name: str, *, make: bool = False) -> Iterator[tu
                 below = os.open(folder, _HELD | os.O_NOFOLLOW, dir_fd=held)
             except NotADirectoryError:
                 where = os.path.join(root, *folders[:number])
-                raise OSError(errno.ENOTDIR, "it is a link or a file, and must be a folder", where) from None
+                raise OSError(errno.ENOTDIR, "it must be a folder, got a link or a file", where) from None
             os.close(held)
             held = below
         yield held, last
@@ -74,4 +74,8 @@ def refuse_strange_links(path: Path) -> None:
             return
         shared = above.st_mode & stat.S_ISVTX and above.st_mode & stat.S_IWOTH
         if shared and is_strange_link(part) and os.lstat(part).st_uid != above.st_uid:
-            raise OSError(errno.EACCES, f"it is a link that user {os.lstat(part).st_uid} has made", str(part))
+            raise OSError(
+                errno.EACCES,
+                f"it must not be a link of another user, got one of user {os.lstat(part).st_uid}",
+                str(part),
+            )
