@@ -318,7 +318,7 @@ class ClusterState:
         return not self._ended
 
     def free_discarded(self, now: float) -> None:
-        """Free boxes of attempts that are over, as many as have about `slots_at_once` slots in one call.
+        """Free boxes of attempts that are over, with about `slots_at_once` slots in one call.
 
         Freeing a box takes some 10 us, and Python frees an attempt with all its boxes at once: 0.2 s for 16,384.
         So boxes are kept here until the journal's thread has written them and no other reference is left.
@@ -422,7 +422,7 @@ class ClusterState:
         self.bump_box(attempt, box)
 
     def _give_up(self, box: Box, slot: Slot) -> None:
-        """Fail a slot that was lost too often, or quarantine the batch that did it."""
+        """Fail a slot that was lost too often, or quarantine the batch that killed its runners."""
         place = quarantine.culprit(slot.losses)
         if place is None or not box.opening.loader.options.skip_poison:
             error = quarantine.verdict(box, slot, place, self.limits.loss_window_s)

@@ -100,7 +100,8 @@ class Migrations:
                 self._cluster.move(slot, why, None)
 
     def _elsewhere(self, slot: Slot, worker: Worker, now: float) -> Worker | None:
-        """Return a worker for a slot of a draining one; one that failed to prepare for it only as the last choice."""
+        """Return a worker for a slot of a draining worker; one that failed to prepare for the slot is the last
+        choice."""
         cluster = self._cluster
         _, box = cluster.box_of(slot)
         host_id, input_fn = box.opening.host_id, box.opening.loader.input_fn
@@ -113,7 +114,7 @@ class Migrations:
         return other
 
     def owned(self, worker: Worker) -> list[Slot]:
-        """Return the worker's slots, without those that it is only the target of."""
+        """Return the worker's slots, without those for which it is only the target."""
         slots = [self._cluster.slot(key) for key in sorted(worker.slots)]
         return [slot for slot in slots if slot is not None and slot.worker == worker.name]
 
@@ -148,7 +149,7 @@ class Migrations:
         )
 
     def set_draining(self, worker: Worker, draining: bool, now: float) -> None:
-        """Drain the worker: no new slots, and its own migrate; or let it take slots again."""
+        """Drain the worker (it gets no new slots, and its own migrate), or let it take slots again."""
         if draining == worker.draining:
             return
         worker.draining = draining

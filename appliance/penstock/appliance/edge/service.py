@@ -290,8 +290,8 @@ class Service(CoordinatorServicer):
     async def _message(
         self, query: StateQuery, number: int, until: float, request: pb.FetchStateRequest
     ) -> list[BoxState]:
-        """Return the records of this box, once it is complete. For a caller with `packs`, also of the next ones that
-        fit into one message: hundreds of boxes that become complete one by one would else be as many messages per
+        """Return the records of this box, once it is complete. For a caller with `packs`, also those of the next boxes
+        that fit into one message: else hundreds of boxes that become complete one by one would be as many messages per
         caller."""
         states: list[BoxState] = []
         free_bytes = CHUNK

@@ -77,7 +77,7 @@ class MigrationTarget:
     why: str
     since: float
     ready_at: float = 0.0
-    """Time when it became ready; 0 = not yet."""
+    """Time when the target became ready; 0 = not yet."""
     capabilities: records_pb2.LoaderCapabilities | None = None
 
 
@@ -161,7 +161,7 @@ class Box:
     version: int
     slots: list[Slot] = field(default_factory=list)
     credential: str = ""
-    """Digest of the token that opened it; "" = the coordinator was restarted since."""
+    """Digest of the token that opened the box; "" = the coordinator was restarted since."""
 
     delivered: records_pb2.BoxPosition = field(default_factory=records_pb2.BoxPosition)
     """The newest report; empty before the first one."""
@@ -186,7 +186,7 @@ class Box:
     usual_steps_per_s: float = 0.0
     """Decaying mean of steps_per_s, like `waits`: a single report decides nothing."""
     usual_span_s: float = 0.0
-    """Seconds that it refers to, decayed like the mean."""
+    """Seconds that usual_steps_per_s refers to, decayed like the mean."""
     rate_from: float = 0.0
     rate_steps: int = 0
     rate_waited_s: float = 0.0
@@ -219,7 +219,7 @@ class Box:
         return self.delivered.slots[slot].total if self.delivered.slots else self.start.total[slot]
 
     def unreachable_since(self, since: float) -> set[str]:
-        """Return the names of the workers that it could not reach at that time or later."""
+        """Return the names of the workers that the box could not reach at that time or later."""
         return {worker for worker, at in self.unreachable.items() if at > since}
 
     def measure(self, now: float, steps: int) -> None:
@@ -300,7 +300,7 @@ class Attempt:
     seed: int
     state: AttemptState = AttemptState.OPEN
     why: str = ""
-    """Reason why it is no longer open."""
+    """Reason why the attempt is no longer open."""
     boxes: dict[int, Box] = field(default_factory=dict)
     ended: set[int] = field(default_factory=set)
     """Boxes whose epoch_ended is set."""

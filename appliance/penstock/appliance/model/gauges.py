@@ -52,7 +52,7 @@ class SlotGauge:
 
 @dataclass
 class BoxWaits:
-    """Waits of a box, from the first batch on: the wait before it is the start, and not counted."""
+    """Waits of a box's loop for its slots, counted from its first batch on."""
 
     span_s: float = 0.0
     """Seconds that the shares refer to, decayed like the waits."""
@@ -92,5 +92,5 @@ class BoxWaits:
         return min(1.0, self._seconds[slot] / self.span_s) if self.span_s else 0.0
 
     def late(self, slot: int) -> float:
-        """Return the share of the waiting for this slot during which batches were ready there."""
+        """Return the share of the waiting for this slot during which its batches were ready."""
         return self._late[slot] / self._seconds[slot] if self.span_s and self._seconds[slot] else 0.0

@@ -64,9 +64,8 @@ class Limits:
     """Longest lease that a peer can claim to have been promised."""
     stall_s: float = 1.0
     """Gap in the coordinator's own timer after which every lease is extended by it: it was stopped and received no
-    call, whoever was alive. A coordinator that is only late extends them by its delay: the queued calls may hold the
-    very one that it waits for. Such a coordinator loses no peer for less than two leases of silence: see
-    lease_policy.patience_s.
+    calls. A coordinator that is only late extends them by its delay: the queued calls may hold the very one that it
+    waits for. Such a coordinator loses no peer for less than two leases of silence: see lease_policy.patience_s.
     """
     linger_s: float = 60.0
     """Time that a closed box keeps its workers while others are open: a rank that saves after its last step still gets
@@ -102,10 +101,10 @@ class Limits:
     transfers_max: int = 64 * MIB
     """Bytes of snapshots, and as many of blobs, in memory before they are written: half is reserved for small ones."""
     part_s: float = 30.0
-    """Longest time between two parts of such a value, of 512 KiB at most."""
+    """Longest time between two parts of a snapshot or blob, of 512 KiB at most."""
     least_bytes_per_s: int = MIB
-    """Slowest average rate of such a value, beyond `part_s`. A slower one delays those that wait for its memory: 70 MB
-    at a byte in 10 s kept every job from starting."""
+    """Slowest average rate of a snapshot or blob, beyond `part_s`. A slower one delays others that wait for memory: 70
+    MB at a byte in 10 s kept every job from starting."""
     blob_share: float = 0.9
     """Share of the budget for blobs: the rest is for snapshots, without which nothing can start."""
     blob_token_share: float = 0.6
@@ -135,9 +134,9 @@ class Limits:
     closed_s: float = 7 * 86400.0
     """Time for which the last state of an ended run is kept: over a weekend and the days around it."""
     closed_bytes: int = 256 * MIB
-    """Bytes of all these states on disk, beside the budget; the oldest are dropped first."""
+    """Bytes of the last states of all ended runs on disk, beside the budget; the oldest are dropped first."""
     closed_runs: int = 1000
-    """Runs whose last states are kept."""
+    """Largest number of ended runs whose last states are kept."""
     json_max: int = 8 * MIB
     """Largest state of one worker as JSON: to write it takes some 50 ms, in which heartbeats wait."""
 

@@ -44,7 +44,7 @@ class SlotFacts:
     """Share of the box's time that it waited for this slot."""
     mean_queued: float
     late: float = 0.0
-    """Share of the waiting for it during which batches were ready there."""
+    """Share of the waiting for this slot during which its batches were ready."""
     remote: bool = False
     """Its batches come over a network."""
     restarts: int = 0

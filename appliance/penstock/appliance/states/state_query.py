@@ -198,7 +198,7 @@ class StateQuery:
     """Reasons why each box waits, besides answers."""
 
     def topic(self, box: int) -> tuple[str | int, ...]:
-        """Return the topic announced when the box is complete; all of them when the query fails."""
+        """Return the topic announced when the box is complete; a failing query announces those of all boxes."""
         return ("state", self.serial, box)
 
     @property

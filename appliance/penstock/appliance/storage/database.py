@@ -127,7 +127,7 @@ def transaction(db: sqlite3.Connection, commits: CommitNumber) -> Iterator[None]
 
 
 def _number_in(db: sqlite3.Connection) -> int:
-    """Return the number of the last commit; 0 for a release that did not count them."""
+    """Return the number of the last commit; 0 if an older release, which did not count commits, wrote it."""
     if not db.execute("SELECT 1 FROM sqlite_master WHERE name='meta'").fetchone():
         return 0
     found = db.execute("SELECT value FROM meta WHERE name='commits'").fetchone()

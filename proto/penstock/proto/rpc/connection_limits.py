@@ -110,7 +110,7 @@ def _address(host: str) -> str:
 
 
 def _peer_of(said: str) -> Peer | None:
-    """Return the peer of gRPC's name for it: "ipv4:10.0.0.1:5", "ipv6:%5B::1%5D:5"; None for a Unix socket."""
+    """Return the peer that gRPC names as "ipv4:10.0.0.1:5", "ipv6:%5B::1%5D:5"; None for a Unix socket."""
     scheme, _, rest = unquote(said).partition(":")
     host, _, port = rest.rpartition(":")
     if scheme not in ("ipv4", "ipv6") or not port.isdecimal():

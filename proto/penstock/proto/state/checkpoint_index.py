@@ -27,7 +27,7 @@ ATTRIBUTES = (
     *("fqn", "index", "offset"),
     *("relative_path", "length"),
 )
-"""Attributes of the objects that are made here."""
+"""Names of the attributes of the objects that the pickle makes."""
 
 _PROTO, _STOP, _POP, _MARK, _MEMOIZE, _NONE = b"\x80\x04", b".", b"0", b"(", b"\x94", b"N"
 _DICT, _ITEMS, _LIST, _APPENDS = b"}(", b"u", b"](", b"e"

@@ -41,7 +41,7 @@ class HeldFolder:
         return text.replace(str(self.path), str(self.name))
 
     def close(self) -> None:
-        """Close it; does nothing when called again."""
+        """Close the descriptor; does nothing when called again."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)

@@ -42,7 +42,7 @@ class Identity:
         return None
 
     def send(self, number: int) -> bool:
-        """Send it a signal. Return False if it has ended."""
+        """Send the process a signal. Return False if it has ended."""
         process = self.open()
         if process is None:
             return False

@@ -77,7 +77,7 @@ class ShownProof:
 
 
 class TokenProver:
-    """Caller's end, for one token. Thread safe: each call keeps the proof that it showed.
+    """Caller's end of the proof, for one token. Thread safe: each call keeps the proof that it showed.
 
     Raises InvalidArgumentError for an invalid token.
     """
@@ -108,7 +108,7 @@ class Caller:
     credential: str
     """Digest of its token."""
     proof: str = ""
-    """Proof that this end knows the token too; "" for a caller that sent it."""
+    """Proof that this end knows the token too; "" for a caller that sent the token itself."""
     alone: bool = True
     """True if no other token is valid for training jobs, so that limits need not be shared."""
 
@@ -121,7 +121,7 @@ class Challenged:
 
 
 class TokenVerifier:
-    """Coordinator's end, for one start of it."""
+    """Coordinator's end of the proof, for one start of the coordinator."""
 
     def __init__(self, tokens: Tokens, challenge: str | None = None) -> None:
         self.challenge = challenge or _nonce()
