@@ -100,8 +100,7 @@ class Migrations:
                 self._cluster.move(slot, why, None)
 
     def _elsewhere(self, slot: Slot, worker: Worker, now: float) -> Worker | None:
-        """Return a worker for a slot of a draining worker; one that failed to prepare for the slot is the last
-        choice."""
+        """Return a worker for a slot of a draining worker; one that failed to prepare for it is the last choice."""
         cluster = self._cluster
         _, box = cluster.box_of(slot)
         host_id, input_fn = box.opening.host_id, box.opening.loader.input_fn

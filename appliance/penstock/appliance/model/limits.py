@@ -23,7 +23,7 @@ class RateLimits:
     all_per_s: float = 1_000.0
     all_burst: int = 24_000
     peers_max: int = 4096
-    """Addresses that are kept."""
+    """Largest number of addresses whose token buckets are kept."""
 
 
 @dataclass(frozen=True)
@@ -114,9 +114,9 @@ class Limits:
     blob_idle_s: float = 3600.0
     """Age at which a blob that no open attempt names is dropped: boxes send it before they open."""
     snapshot_bytes_per_s: float = 32 * MIB
-    """Rate of the whole fleet, beyond the first snapshot of each slot. 10,000 slots with 76 kB each take 23 s."""
+    """Largest rate of snapshots of the whole fleet, beyond the first one of each slot. 10,000 of 76 kB take 23 s."""
     snapshots_per_s: float = 400.0
-    """Rate of the whole fleet: small snapshots cost the coordinator calls, not bytes."""
+    """Largest rate of snapshots of the whole fleet: small ones cost the coordinator calls, not bytes."""
     snapshots_least_per_s: float = 50.0
     """Lowest rate of snapshots, however many heartbeats there are."""
     calls_per_s: float = 2600.0

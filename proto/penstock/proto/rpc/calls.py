@@ -130,7 +130,7 @@ _Part = TypeVar("_Part")
 _Reply = TypeVar("_Reply")
 
 _unusable: ForkedProcessError | None = None
-"""Error of calls in this process, a forked child of a connected one."""
+"""Error that calls raise in a forked child of a connected process; else None."""
 
 
 class CoordinatorClient(AuthenticatedCall):
@@ -172,7 +172,7 @@ class CoordinatorClient(AuthenticatedCall):
             raise
 
     def _made(self, method: str, deadline_s: float, once: Callable[[Call], Answer]) -> Any:
-        """Return the answer of `once`, which makes this call, from an end that has proven the token."""
+        """Make the call by `once` until the server proves that it knows the token; return its answer."""
         with self._guarded(method, deadline_s):
             call = Call(self)
             while True:
@@ -196,7 +196,7 @@ class CoordinatorClient(AuthenticatedCall):
         return cast(_Reply, parsed_reply(method, self._made(method, deadline_s, once)))
 
     def _read(self, method: str, deadline_s: float, request: Any, take: Callable[[Any], None]) -> None:
-        """Give `take` the parts of the reply as they come from one who knows the token."""
+        """Pass the parts of the reply to `take` as they come, once the server has proven the token."""
 
         def once(call: Call) -> Answer:
             parts = getattr(self._stub, method)(request, timeout=deadline_s, metadata=call.metadata)
@@ -334,7 +334,7 @@ class AsyncCoordinatorClient(AuthenticatedCall):
         await self.close()
 
     async def _wait(self, method: str, deadline_s: float, once: Callable[[Call], Awaitable[Answer]]) -> Any:
-        """Return the answer of `once`, which makes this call, from an end that has proven the token."""
+        """Make the call by `once` until the server proves that it knows the token; return its answer."""
         try:
             with self._guarded(method, deadline_s):
                 call = Call(self)
@@ -367,7 +367,7 @@ class AsyncCoordinatorClient(AuthenticatedCall):
         return cast(_Reply, parsed_reply(method, await self._wait(method, deadline_s, once)))
 
     async def _read(self, method: str, deadline_s: float, request: Any, take: Callable[[Any], None]) -> None:
-        """Give `take` the parts of the reply as they come from one who knows the token."""
+        """Pass the parts of the reply to `take` as they come, once the server has proven the token."""
 
         async def once(call: Call) -> Answer:
             made = getattr(self._stub, method)(request, timeout=deadline_s, metadata=call.metadata)

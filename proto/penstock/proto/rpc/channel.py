@@ -183,7 +183,7 @@ class RunningServer:
 
     server: grpc.aio.Server
     address: str
-    """Address that it listens on, with its real port; pass this one to `connect`."""
+    """Address that the server listens on, with its real port; pass this one to `connect`."""
     health: health.aio.HealthServicer
     tasks: Sequence[asyncio.Task[None]] = ()
     """Tasks that end connections without a token, and load new tokens."""

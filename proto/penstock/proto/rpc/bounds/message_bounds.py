@@ -117,7 +117,7 @@ def _counted(data: bytes, pos: int, end: int, kind: Descriptor, left: int, level
 
 
 def _varint(data: bytes, pos: int) -> tuple[int, int]:
-    """Return the number at this place, and the place behind it."""
+    """Return the varint at this offset, and the offset behind it."""
     value = data[pos]
     if value < 128:
         return value, pos + 1
