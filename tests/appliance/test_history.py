@@ -196,7 +196,7 @@ def test_snapshots_and_blobs_are_read_from_files(state: StateDir) -> None:
 
 def test_files_that_cannot_be_read_are_named(tmp_path: Path, state: StateDir) -> None:
     FakeCluster(directory=state).journal.close()
-    with pytest.raises(JournalError, match="in use by a running coordinator: ask that one"):
+    with pytest.raises(JournalError, match="in use by a running coordinator: query that one"):
         StoppedCoordinator(state.path)
     with pytest.raises(JournalError, match=r"with a journal\.db in it, got none there"):
         StoppedCoordinator(tmp_path)

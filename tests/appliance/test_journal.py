@@ -449,7 +449,9 @@ def test_flipped_bit_in_a_value_is_refused(state: StateDir) -> None:
     world.journal.close()
     file = state.path / "journal.db"
     flip(file, file.read_bytes().index(b"launch-seven") + 3)
-    with pytest.raises(JournalError, match=r"table attempts, row with run job/0, attempt 1: its checksum does not fit"):
+    with pytest.raises(
+        JournalError, match=r"table attempts, row with run job/0, attempt 1: its checksum does not match"
+    ):
         FakeCluster(directory=state)
 
 

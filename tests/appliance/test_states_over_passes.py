@@ -181,7 +181,7 @@ def test_disagreeing_workers_are_an_error(world: FakeCluster) -> None:
     assert isinstance(failure(query), ProtocolError)
     assert failure(query).message == (
         "the state of run job/0 at step 6 cannot be put together: the workers disagree about the batch after which "
-        "an epoch ended. In doubt: "
+        "an epoch ended. Check that these loaders are deterministic: "
         "box 0 slot 1 on worker w"
     )
 

@@ -74,7 +74,7 @@ def with_index(path: Path, data: bytes) -> None:
 @pytest.mark.parametrize("name", ["../other", "/etc/hostname", "a/b", "..", ".", "", "x\0"])
 def test_a_file_outside_the_folder_is_not_read(folder: Path, name: str, verify: bool) -> None:
     rewritten(folder / "step-1", lambda file: replace(file, name=name) if file.name == DATA else file)
-    with pytest.raises(CheckpointCorruptError, match="is no plain file name in its folder"):
+    with pytest.raises(CheckpointCorruptError, match="is not a plain file name in its folder"):
         restored(folder, step=1, verify=verify)
 
 
@@ -236,7 +236,7 @@ def test_folder_swapped_before_commit_is_an_error(folder: Path, victim: Path, mo
 def test_folder_that_is_a_link_is_not_written(folder: Path, victim: Path) -> None:
     (folder / "step-2.tmp-0abc").symlink_to(victim)
     save = save_of(folder, 1)
-    with pytest.raises(WriteFailed, match=r"step-2\.tmp-0abc: it is a link or a file, and must be a folder"):
+    with pytest.raises(WriteFailed, match=r"step-2\.tmp-0abc: it must be a folder, got a link or a file"):
         save.run()
 
 
@@ -250,7 +250,9 @@ def test_link_of_another_user_in_tmp_is_refused(folder: Path, tmp_path: Path) ->
     os.lchown(shared / "run", 12_345, 12_345)
     with AsyncCheckpointer(shared / "run", keep_last=1) as checkpointer:
         checkpointer.save(2, state())
-        with pytest.raises(CheckpointError, match=r"/tmp/run: it is a link that user 12345 has made"):
+        with pytest.raises(
+            CheckpointError, match=r"/tmp/run: it must not be a link of another user, got one of user 12345"
+        ):
             checkpointer.wait()
     assert (folder / "step-1").is_dir()
 

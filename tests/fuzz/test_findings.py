@@ -142,7 +142,7 @@ def test_useless_frames_are_not_read_for_ever(kind: int) -> None:
             assert consumer.receive() is None
 
     try:
-        with pytest.raises(ProtocolError, match=f"{MAX_UNUSED + 1} frames"):
+        with pytest.raises(ProtocolError, match=f"without a batch, got {MAX_UNUSED + 1}"):
             read()
     finally:
         consumer.close(say_so=False)

@@ -141,7 +141,7 @@ class PortTakenError(PenstockError, OSError):
 
 
 class ForkedProcessError(PenstockError, RuntimeError):
-    """An object of a process is used in a child that it forked; names both processes."""
+    """An object is used in a forked child of the process that it belongs to; names both processes."""
 
 
 class AmbiguousContextError(PenstockError, RuntimeError):

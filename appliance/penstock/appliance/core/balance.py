@@ -9,14 +9,14 @@ been, on another machine if one has free capacity: the cause is a machine, its n
 be the slot's own data; so the wait before the next such move doubles each time, and there are few of them.
 
 Load. When workers join, slots go from the fullest to the emptiest, as long as that makes a difference of a quarter of a
-worker. Not away from the box's own host, where a batch costs one memcpy. And not to a worker that stragglers of the
-same run have left: it is the emptiest for that reason, and what came would leave it again.
+worker. A slot stays on the box's own host, where a batch costs one memcpy. It does not go to a worker that stragglers
+of the same run have left: that worker is empty because it is slow, and the slot would leave it again.
 
-No move for a loader that would replay its whole epoch, or whose randomness is in no snapshot: the replay would hold the
-loop up for longer than the move gains.
+A slot is not moved if its loader would replay its whole epoch, or if no snapshot has its random state: the replay would
+hold the loop up for longer than the move gains.
 
 The work is done in slices, because at thousands of slots it takes tens of milliseconds. Everything may change between
-two slices, so a slice takes from the one before only which boxes and workers there are to look at.
+two slices, so a slice takes over only the lists of boxes and workers still to look at.
 
 Pure: the cluster state is read, never changed.
 """
@@ -35,11 +35,11 @@ from penstock.proto.state.allowed_modules import module_of
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 ONE_IN = 100
-"""Divisor of all slots that gives the number of migrations under way for balance; one is always allowed."""
+"""Slots of the fleet per concurrent migration for balance; one migration is always allowed."""
 STRAGGLES = 0.10
-"""Share of its time that a loop waits for a slot from which the slot is moved."""
+"""Share of its time that a loop must wait for a slot before the slot is moved."""
 NUDGES = 3
-"""Largest number of moves of a straggler: a slot that is slow everywhere is slow by itself."""
+"""Largest number of moves of a straggler: a slot that is slow on every worker has slow data."""
 SLICES = 4
 """Slots per slice, in units of `slots_at_once`: to look at a slot costs a quarter of what it costs to place one."""
 WORTH = 0.25
@@ -52,7 +52,7 @@ class SlotMove:
     worker: Worker
     why: str
     nudge: bool = False
-    """Move of a straggler: its own data may be the reason, and then no worker helps."""
+    """Whether the slot is a straggler: its own data may be the cause, and then no move helps."""
 
 
 def look(cluster: ClusterState, now: float, budget: int) -> Iterator[SlotMove | None]:

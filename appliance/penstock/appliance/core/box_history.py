@@ -5,7 +5,7 @@ skipped, and any restart point make every one of them again. A running coordinat
 attempts that are over, and for a stopped coordinator, they are in the journal.
 
 Reading the files of a stopped coordinator changes nothing in them. Its lock is held meanwhile, so that no coordinator
-starts on them. A running one has newer state in its memory, and is to be asked instead.
+starts on them. A running coordinator has newer state in memory: ask it instead.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from penstock.proto.v1 import records_pb2
 __all__ = ["BoxRecord", "StoppedCoordinator", "past", "track_of", "with_snapshots"]
 
 KNOWN = 8
-"""Approximate number of positions of a box that are kept on disk: with 65,536 slots each of all boxes takes 400 KB."""
+"""Approximate number of positions kept on disk per box: with 65,536 slots in all, one of every box takes 400 KB."""
 
 
 @dataclass(frozen=True)
 class BoxRecord:
-    """History of a box in the cluster state, as of now. It is taken at once and made into a message later: for all
-    boxes of a large attempt that takes seconds, in which the event loop would receive no heartbeat."""
+    """History of a box in the cluster state, as of now. It is copied at once and serialised later: to serialise all
+    boxes of a large attempt takes seconds, in which the event loop would receive no heartbeat."""
 
     attempt: int
     seed: int
@@ -132,7 +132,7 @@ def _reading(path: Path, *, in_use: bool = False) -> Iterator[sqlite3.Connection
 
 
 def _rows(db: sqlite3.Connection, table: str, **where: str | int) -> list[Any]:
-    """Return the rows with these values, by key; none of a table that an older release did not have."""
+    """Return the rows with these values, by key; none if an older release wrote no such table."""
     if not db.execute("SELECT 1 FROM sqlite_master WHERE name=?", (table,)).fetchone():
         return []
     condition = " AND ".join(f"{column}=?" for column in where)
@@ -167,7 +167,7 @@ class StoppedCoordinator:
         except OSError as error:
             self.close()
             raise JournalError(
-                f"the state directory {path} is in use by a running coordinator: ask that one (--coordinator)"
+                f"the state directory {path} is in use by a running coordinator: query that one (--coordinator)"
             ) from error
         try:
             for database in (self._journal, self._store):

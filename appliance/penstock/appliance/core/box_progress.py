@@ -11,7 +11,7 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 
 
 def advance(cluster: ClusterState, attempt: Attempt, box: Box, request: pb.WatchRunRequest, now: float) -> None:
-    """Record the box's position `request.delivered`, which is not before the one recorded so far."""
+    """Record the box's position `request.delivered`, which must not be before the recorded one."""
     position = Position.from_proto(request.delivered)
     steps, box.delivered = position.step - box.step, owned(request.delivered)
     _note_ends(cluster, attempt, box, position)
@@ -36,8 +36,8 @@ def note_abandoned(cluster: ClusterState, attempt: Attempt, box: Box, request: p
             continue
         if len(box.abandoned) >= cluster.limits.abandoned_max:
             raise InvalidArgumentError(
-                f"box {box.number} has left {cluster.limits.abandoned_max} epochs by `break`, the most that one launch "
-                "may: save a state, and start the job again from it"
+                f"a box must leave at most {cluster.limits.abandoned_max} epochs by `break` in one launch, got "
+                f"one more from box {box.number}: save a state, and start the job again from it"
             )
         if attempt.note_abandoned(box, abandoned_epoch.epoch, abandoned_epoch.step):
             touched = list(attempt.boxes.values())

@@ -41,9 +41,9 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 
 BOX_COST = 4
-"""Slots that a box counts for where it is lost or released: its rows and its event are as much work."""
+"""Cost of losing or releasing a box, in slots: its rows and its event are as much work."""
 FREE_AFTER_S = 5.0
-"""Seconds after which an attempt that is over is in no thread's hands any more."""
+"""Seconds after which no thread uses an attempt that is over."""
 Topic = tuple[str | int, ...]
 """Subject of a change: ("worker", name), ("box", run, attempt, box) or ("state", run, attempt, step)."""
 
@@ -117,8 +117,8 @@ class ClusterState:
         return of_workers(max(self.fleet, len(self.workers)), self.load_factor, self.limits)
 
     def count_fleet(self, now: float) -> None:
-        """Follow a fleet that grows at once, and one that shrinks after a while: else a coordinator that lost workers
-        because it was overloaded would ask the others for more calls, and lose them too."""
+        """Count the fleet for the lease policy: growth at once, shrinkage after a while. Else a coordinator that lost
+        workers because it was overloaded would ask the others for more calls, and lose them too."""
         if len(self.workers) >= self.fleet or now - self.fleet_at > self.limits.shrinks_after_s:
             self.fleet, self.fleet_at = len(self.workers), now
 
@@ -126,7 +126,7 @@ class ClusterState:
         return of_boxes(self.live_boxes, self.load_factor, self.limits)
 
     def snapshot_share(self) -> SnapshotShare:
-        """Return what each slot may send of snapshots."""
+        """Return each slot's quota of durable snapshots."""
         calls_per_s = (
             len(self.workers) / self.worker_lease_policy().heartbeat_s
             + self.live_boxes / self.box_lease_policy().heartbeat_s
@@ -175,7 +175,7 @@ class ClusterState:
 
     @property
     def is_between_slices(self) -> bool:
-        """The next call continues what the last one has begun: to release slots, or to place them."""
+        """Whether slots are still to be released or placed, which the next call continues."""
         return bool(self._ended) or self._is_cut
 
     def is_open(self, slot: Slot) -> bool:
@@ -318,7 +318,7 @@ class ClusterState:
         return not self._ended
 
     def free_discarded(self, now: float) -> None:
-        """Free boxes of attempts that are over, as many as have about `slots_at_once` slots in one call.
+        """Free boxes of attempts that are over, with about `slots_at_once` slots in one call.
 
         Freeing a box takes some 10 us, and Python frees an attempt with all its boxes at once: 0.2 s for 16,384.
         So boxes are kept here until the journal's thread has written them and no other reference is left.
@@ -422,7 +422,7 @@ class ClusterState:
         self.bump_box(attempt, box)
 
     def _give_up(self, box: Box, slot: Slot) -> None:
-        """Fail a slot that was lost too often, or quarantine the batch that did it."""
+        """Fail a slot that was lost too often, or quarantine the batch that killed its runners."""
         place = quarantine.culprit(slot.losses)
         if place is None or not box.opening.loader.options.skip_poison:
             error = quarantine.verdict(box, slot, place, self.limits.loss_window_s)
@@ -503,7 +503,7 @@ class ClusterState:
             self.bump_box(attempt, box)
 
     def drop_silent(self, now: float, patience_s: float = 0.0) -> None:
-        """Drop workers whose leases ended: as many as hold `slots_at_once`, the others in the next call."""
+        """Drop workers whose leases ended: about `slots_at_once` of their slots in one call."""
         moved = 0
         for worker in [worker for worker in self.workers.values() if worker.lease_until + patience_s <= now]:
             if moved >= self.limits.slots_at_once:

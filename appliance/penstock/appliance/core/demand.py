@@ -3,15 +3,15 @@
 Demand. A loop that took r steps a second and waited through a share w of the time would take r / (1 - w) if it never
 waited. Supply. A slot whose batches take it b seconds of work gives 1 / b of them a second. So a box needs
 r / (1 - w) * b slots, and some more, for batches do not all take equally long. Time in which a runner waited for a
-processor is no work: with more slots it would only grow.
+processor is no work: more slots would only add to it.
 
 Cores. A slot that takes c seconds of processor time for b seconds of work keeps c / b cores busy. So n cores carry
-n * b / c slots, and more of them on the same machines make no batch more.
+n * b / c slots, and more slots on the same machines add no throughput.
 
-A run's number of workers is fixed while it is open, so what it should have is for its next start
-(`Appliance(num_workers_per_box=)`), on the machines that are there. The number of daemons is that which holds all slots
-that open runs have, or need if that is more: cores set no limit to it, for new machines bring their own. An autoscaler
-may follow it: penstock_workers_recommended in docs/metrics.md.
+A run's number of workers is fixed while it is open, so the advice is for its next start
+(`Appliance(num_workers_per_box=)`), on the present machines. The recommended daemons hold all slots that open runs have
+or need, whichever is more. Cores do not limit their number, because new machines bring their own. An autoscaler may
+follow it: penstock_workers_recommended in docs/metrics.md.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from penstock.appliance.policies.bottleneck import LEAST_S
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 MOST_TIMES = 4
-"""Largest factor of advice: a measurement with few workers says little about many times as many."""
+"""Largest factor of recommended over present workers: measurements of few say little about many more."""
 HEADROOM = 1.25
-"""Factor over what would do if all batches took equally long."""
+"""Factor of spare slots, because batches do not all take equally long."""
 MOST_WAITED = 0.98
 """Largest share of waiting that counts: a loop that only waits would need any number of workers."""
 
@@ -39,9 +39,9 @@ class WorkerAdvice:
     """Advice for one run; all 0 if too little is measured yet."""
 
     needed: int = 0
-    """Slots of a box, were there cores enough."""
+    """Slots that a box needs if there are enough cores."""
     workers_per_box: int = 0
-    """Slots of a box that the run should have on the machines that are there."""
+    """Recommended slots of a box on the present machines."""
     busy_cores: int = 0
     """Cores of these machines, if the slots that the run has keep them all busy; else 0."""
 
@@ -73,7 +73,7 @@ def cores(workers: Iterable[Worker]) -> int:
 
 
 def daemons(cluster: ClusterState) -> int:
-    """Return the number of worker daemons for all open runs, of the size that is usual among those that are there."""
+    """Return the number of worker daemons that all open runs need, each of the median capacity of the present ones."""
     slots = 0
     for attempt in cluster.open_attempts():
         slots += len(_live(attempt)) * max(attempt.num_workers, advise(attempt, 0).needed)
@@ -95,7 +95,7 @@ def _needed(attempt: Attempt, boxes: list[Box], slots: list[Slot]) -> int:
 
 
 def _carried(cores: int, slots: list[Slot]) -> float:
-    """Return the number of such slots that keep `cores` cores busy."""
+    """Return how many slots like these keep `cores` cores busy."""
     cpu_s = fmean(slot.batch_cpu_s for slot in slots)
     return cores * fmean(map(_work_s, slots)) / cpu_s if cores and cpu_s else math.inf
 

@@ -1,4 +1,4 @@
-"""Migration of slots to another worker in good order: nothing died, and the loop should hardly notice.
+"""Planned migration of slots to another worker: nothing died, and the loop should hardly notice.
 
     appointed   a target worker prepares: its runner builds the loader and waits
     ready       the slot's worker makes durable what the target needs so as to replay least
@@ -100,7 +100,7 @@ class Migrations:
                 self._cluster.move(slot, why, None)
 
     def _elsewhere(self, slot: Slot, worker: Worker, now: float) -> Worker | None:
-        """Return a worker for a slot of a draining one; one that failed to prepare for it only as the last choice."""
+        """Return a worker for a slot of a draining worker; one that failed to prepare for it is the last choice."""
         cluster = self._cluster
         _, box = cluster.box_of(slot)
         host_id, input_fn = box.opening.host_id, box.opening.loader.input_fn
@@ -113,7 +113,7 @@ class Migrations:
         return other
 
     def owned(self, worker: Worker) -> list[Slot]:
-        """Return the worker's slots, without those that it is only the target of."""
+        """Return the worker's slots, without those for which it is only the target."""
         slots = [self._cluster.slot(key) for key in sorted(worker.slots)]
         return [slot for slot in slots if slot is not None and slot.worker == worker.name]
 
@@ -125,8 +125,8 @@ class Migrations:
     def order(self, request: pb.DrainWorkerRequest, now: float) -> pb.DrainWorkerReply:
         """Drain a worker, end its drain, or only look, for an operator. Raises UnknownWorkerError.
 
-        Whether a worker that only the journal knows drains is unknown until it comes back and reports it: until then
-        the reply never says that it does not, and its drain cannot be undone.
+        A worker that only the journal knows has not yet reported whether it drains. Until it does, the reply never says
+        that it does not drain, and its drain cannot be undone.
         """
         worker = self._cluster.workers.get(request.worker)
         if worker is None:
@@ -148,7 +148,7 @@ class Migrations:
         )
 
     def set_draining(self, worker: Worker, draining: bool, now: float) -> None:
-        """Drain the worker: no new slots, and its own migrate; or let it take slots again."""
+        """Drain the worker (it gets no new slots, and its own migrate), or let it take slots again."""
         if draining == worker.draining:
             return
         worker.draining = draining
@@ -165,7 +165,7 @@ class Migrations:
         self._cluster.bump_worker(worker)
 
     def _give_up(self, slot: Slot, note: str, now: float) -> None:
-        """Leave the slot where it is, for `left_alone_s`."""
+        """Cancel the slot's migration, and start no other for `left_alone_s`."""
         if slot.target is not None:
             slot.unfit[slot.target.worker] = slot.target.session
         self._cluster.dismiss(slot)

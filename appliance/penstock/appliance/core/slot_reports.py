@@ -15,13 +15,13 @@ from penstock.proto.v1 import records_pb2
 _DOING, _STACK = 300, 12_000
 """Longest report of a hang or a crash, in characters: it goes into every view of the box."""
 END_COST = 2
-"""Slots that one counts for whose runner has ended: 75 us of the event loop for each."""
+"""Cost of a slot whose runner has ended, in slots: 75 us of the event loop."""
 _NO_REASON = records_pb2.ErrorDetail(name="PenstockError", message="the worker reported no reason")
 
 
 def note(cluster: ClusterState, migrations: Migrations, worker: Worker, report: pb.SlotReport, now: float) -> bool:
-    """Record a slot's report, of this worker; return true if its runner has ended. A report that is not the slot's, or
-    not of its generation, changes nothing."""
+    """Record a slot's report, of this worker; return true if its runner has ended. A report by another worker or of
+    another generation changes nothing."""
     slot = cluster.slot(SlotKey(report.run, report.attempt, report.box, report.slot))
     if slot is not None and slot.is_migrating_to(worker.name, report.generation):
         migrations.target_reported(slot, report, now)

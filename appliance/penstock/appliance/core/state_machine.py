@@ -10,7 +10,7 @@ Single-threaded by construction: methods never wait. The service waits, on the t
 Leases. Silence is the only sign of death that always comes. A worker's lease ends: its slots move. A client's lease
 ends: its workers are free at once, but its box stays its own until the next attempt opens, because a process that was
 stopped for a while is not dead and can resume by recovery. lease_policy.py decides how long a lease is. If the
-coordinator itself was stopped, leases are extended by the gap: it received no call, whoever was alive.
+coordinator itself was stopped, leases are extended by the gap, in which it received no calls.
 """
 
 from __future__ import annotations
@@ -497,7 +497,7 @@ class Registry:
     def tick(self, unreceived_s: float = 0.0) -> None:
         """Check the leases. Call it several times a lease.
 
-        unreceived_s: seconds of calls that may still be queued in gRPC; a tick or two are normal.
+        unreceived_s: age of the oldest call that may still be queued in gRPC; a tick or two are normal.
         """
         now, cluster, limits = self._clock(), self.cluster, self.limits
         gap, self._ticked = now - self._ticked, now

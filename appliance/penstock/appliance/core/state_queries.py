@@ -25,7 +25,7 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 _Key = tuple[str, int, int, str]
 
 ANSWERS_FREED = ("answers_freed",)
-"""Topic of the answers that wait for the budget."""
+"""Topic that wakes answers waiting for the budget."""
 
 
 class StateQueries:
@@ -246,7 +246,7 @@ class StateQueries:
             self._cluster.changed(ANSWERS_FREED)
 
     def _forget(self, attempt: Attempt, first: int) -> None:
-        """Drop results out of the window, and those with a final state that a box has since moved beyond."""
+        """Drop results outside the retention window, and those with a final state of a box that has since moved on."""
         for key, query in list(self._finished.items()):
             if key[:2] != (attempt.run, attempt.number):
                 continue

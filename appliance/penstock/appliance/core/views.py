@@ -200,7 +200,7 @@ def _box_status(cluster: ClusterState, box: Box, now: float) -> pb.BoxStatus:
 
 
 def facts(cluster: ClusterState, box: Box) -> BoxFacts:
-    """Return the measurements that a bottleneck is found by."""
+    """Return the measurements for finding a bottleneck."""
     host, workers = box.opening.host_id, cluster.workers
     near = {slot.worker for slot in box.slots if slot.worker in workers and workers[slot.worker].host_id == host}
     slots = [

@@ -24,7 +24,7 @@ __all__ = ["CoordinatorCounters", "readings", "route"]
 
 @dataclass(frozen=True)
 class CoordinatorCounters:
-    """Counters that a status does not have."""
+    """Counters that are in the metrics and not in a status."""
 
     calls: CallCounters
     commits: Histogram

@@ -23,7 +23,7 @@ from penstock.runtime.telemetry.units import percent, rate, topology
 __all__ = ["dashboard"]
 
 MOST_BOXES = 100
-"""Boxes of a run that are drawn at most: those that wait most."""
+"""Largest number of boxes drawn per run: those that wait most."""
 MOST_STATES = 6
 STATE_CHARACTERS = {"ready": "", "starting": "\u2026", "waiting": "\u2013", "failed": "\u2715"}
 ALARM_CHARACTERS = {"": "\u2713", "info": "\u2026", "warn": "\u25b2", "bad": "\u25b2"}
@@ -33,8 +33,8 @@ STATE_COLOURS = {"live": "live", "done": "live", "epoch ended": "idle", "drainin
 BARS = ("slots used>", "waits>", "waited for>")
 
 Cell = str | Mapping[str, Any]
-"""A text; or `text` with `state` (live, idle or lost), `share` (0 to 1, drawn as a bar; `hot`: above the threshold), or
-`at` (seconds since the Unix epoch) for a text."""
+"""Table cell: a text; or `text` with `state` (live, idle or lost) or `share` (0 to 1, drawn as a bar; `hot`: above the
+threshold); or `at` (a time, seconds since the Unix epoch)."""
 
 
 def dashboard(found: ClusterView) -> dict[str, Any]:

@@ -114,7 +114,7 @@ class DashboardPages:
 
 
 class SharedPage:
-    """Route whose page is made once for all requests at the same time, or soon after."""
+    """Route whose page is made once for all requests that come together or within FRESH_S."""
 
     def __init__(self, make: Callable[[], Page]) -> None:
         self._make = make

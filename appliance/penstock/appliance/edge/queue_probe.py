@@ -24,7 +24,7 @@ _log = logging.getLogger("penstock.appliance")
 METHOD = "/penstock.QueueProbe/Probe"
 """Method of the call. No service has it: the refusal is answer enough, and needs neither a token nor a rate limit."""
 LONGEST_S = 30.0
-"""Longest time in seconds that a pending call of its own may extend leases: a longer delay is another fault."""
+"""Longest time in seconds by which a pending probe may extend leases: a longer delay has another cause."""
 
 
 class QueueProbe:
@@ -42,7 +42,7 @@ class QueueProbe:
         """Time up to which every call has been received."""
 
     def unreceived_s(self) -> float:
-        """Return the seconds of calls that may still be waiting."""
+        """Return the age in seconds of the oldest call that may still be waiting."""
         return min(LONGEST_S, self._clock() - self._received_until)
 
     async def run(self) -> None:

@@ -16,7 +16,7 @@ from penstock.appliance.model.entities import Attempt, Box, BoxPresence
 SECONDS = 600
 MINUTES = 24 * 60
 RUNS = 64
-"""Runs that are kept, the latest."""
+"""Number of runs kept, the latest ones."""
 BOXES = 64
 """Boxes that one step of a sample looks at."""
 

@@ -6,7 +6,7 @@ the registry announces. The bytes of snapshots and blobs go through one thread o
 that a slow disk delays a worker's snapshot and never a lease.
 
 A value in parts is collected in memory up to the size that its header declared, which is checked against the budget
-before the first byte is taken. Where memory for it is short it is not read on: its bytes wait at the sender.
+before the first byte is taken. While memory is short the rest is not read: it waits at the sender.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Service(CoordinatorServicer):
         registry: state machine behind every call.
         store: database of the bytes; used from the writer's thread only.
         signals: its `changed` is the registry's.
-        unreceived_s: returns the seconds of calls that may still be queued in gRPC.
+        unreceived_s: returns the age of the oldest call that may still be queued in gRPC.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class Service(CoordinatorServicer):
             gone = self._closed.superfluous(one)
             if gone is None:
                 log.info(
-                    "run %s is closed; its last state is not kept, for its %d bytes are too many", one.run, one.size
+                    "run %s is closed; its last state is not kept, because its %d bytes are too many", one.run, one.size
                 )
                 continue
             try:
@@ -163,7 +163,7 @@ class Service(CoordinatorServicer):
         self._drops += drops  # the next tick tries again
 
     def _spare(self, drop: Drop) -> None:
-        """Keep a value that is written again, and may still be on the list of drops, behind a large attempt."""
+        """Cancel a queued removal of this value, because it is about to be written again."""
         self._snapshot_index.spare(drop)
         self._drops = [other for other in self._drops if other != drop]
         self._disk.spare(drop)
@@ -290,8 +290,8 @@ class Service(CoordinatorServicer):
     async def _message(
         self, query: StateQuery, number: int, until: float, request: pb.FetchStateRequest
     ) -> list[BoxState]:
-        """Return the records of this box, once it is complete. For a caller with `packs`, also of the next ones that
-        fit into one message: hundreds of boxes that become complete one by one would else be as many messages per
+        """Return the records of this box, once it is complete. For a caller with `packs`, also those of the next boxes
+        that fit into one message: else hundreds of boxes that become complete one by one would be as many messages per
         caller."""
         states: list[BoxState] = []
         free_bytes = CHUNK
@@ -530,7 +530,7 @@ class Service(CoordinatorServicer):
         return await self.snapshot()
 
     def counters(self, calls: CallCounters) -> CoordinatorCounters:
-        """Return the counters that metrics have and a status does not. `calls`: those of the server."""
+        """Return the counters that metrics have and a status does not. `calls`: the server's counters of calls."""
         cluster = self._registry.cluster
         boxes = {
             (attempt.run, box.number): (box.start.step, box.waiting_for)

@@ -15,12 +15,12 @@ class TopicWaiter(asyncio.Event):
     """Event of one call that waits for a topic."""
 
     over = False
-    """More calls wait for the topic than allowed, and this one is answered as it is."""
+    """Whether to answer this call at once, because more calls wait for the topic than allowed."""
 
 
 class TopicSignals:
-    """Topics and the calls that wait for them, woken in the order in which they came: a set's order differs in each
-    process, and a simulated history could not be repeated."""
+    """Topics and the calls that wait for them, woken in the order in which they came, so that simulated histories can
+    be repeated."""
 
     def __init__(self) -> None:
         self._waiting: dict[Topic, dict[TopicWaiter, None]] = {}

@@ -108,9 +108,9 @@ class TransferReader:
 
 @contextmanager
 def ended_when_slow(what: str, limits: Limits) -> Iterator[TransferReader]:
-    """End the call that is being answered if its reader does not keep up the minimum rate: the value is in memory until
-    then, and others wait for it. The handler may be anywhere in gRPC, where no timeout of this code applies, so its
-    task is cancelled. The caller notices when it reads on, or by its own deadline.
+    """Cancel the call's task if its reader is below the minimum rate: its value takes memory for which other calls
+    wait. A timeout would not do, because the handler may be waiting inside gRPC. The caller notices at its next read or
+    by its own deadline.
     """
     task, loop, reader = asyncio.current_task(), asyncio.get_running_loop(), TransferReader(limits)
     assert task is not None

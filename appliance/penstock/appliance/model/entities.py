@@ -77,7 +77,7 @@ class MigrationTarget:
     why: str
     since: float
     ready_at: float = 0.0
-    """Time when it became ready; 0 = not yet."""
+    """Time when the target became ready; 0 = not yet."""
     capabilities: records_pb2.LoaderCapabilities | None = None
 
 
@@ -105,9 +105,9 @@ class Slot:
     unfit: dict[str, str] = field(default_factory=dict)
     """Worker -> its session, for workers that failed to prepare for the slot."""
     migrated: bool = False
-    """Its last move was a migration."""
+    """Whether the slot's last move was a migration."""
     was_slow_at: frozenset[str] = frozenset()
-    """Workers that it was moved away from because the loop waited for it there."""
+    """Workers that the slot was moved away from as a straggler."""
     batches_per_s: float = 0.0
     batch_s: float = 0.0
     """Seconds of work per batch, as its worker reports; 0 = not known."""
@@ -161,18 +161,18 @@ class Box:
     version: int
     slots: list[Slot] = field(default_factory=list)
     credential: str = ""
-    """Digest of the token that opened it; "" = the coordinator was restarted since."""
+    """Digest of the token that opened the box; "" = the coordinator was restarted since."""
 
     delivered: records_pb2.BoxPosition = field(default_factory=records_pb2.BoxPosition)
     """The newest report; empty before the first one."""
     reported: bool = True
-    """False after a restart until its client reports: abandoned epochs and its last position may be newer."""
+    """Whether its client has reported since the restart; until then, abandoned epochs and position may be old."""
     restored: bool = False
-    """Restored from the journal. Its epoch start is known, but not what was dropped of the steps since."""
+    """Whether the box was restored from the journal, which does not record the steps dropped since its epoch start."""
     earlier: tuple[records_pb2.BoxPosition, ...] = ()
     """Positions known before the restart: for `penstock replay` alone."""
     settled: bool = False
-    """The box had closed before the restart, and the last of `earlier` is where it ended."""
+    """Whether the box had closed before the restart, at the last position of `earlier`."""
     epoch_ended: bool = False
     abandoned: dict[int, int] = field(default_factory=dict)
     """Epoch -> last step of it, for epochs abandoned by `break`."""
@@ -186,7 +186,7 @@ class Box:
     usual_steps_per_s: float = 0.0
     """Decaying mean of steps_per_s, like `waits`: a single report decides nothing."""
     usual_span_s: float = 0.0
-    """Seconds that it refers to, decayed like the mean."""
+    """Seconds that usual_steps_per_s refers to, decayed like the mean."""
     rate_from: float = 0.0
     rate_steps: int = 0
     rate_waited_s: float = 0.0
@@ -219,7 +219,7 @@ class Box:
         return self.delivered.slots[slot].total if self.delivered.slots else self.start.total[slot]
 
     def unreachable_since(self, since: float) -> set[str]:
-        """Return the names of the workers that it could not reach at that time or later."""
+        """Return the names of the workers that the box could not reach at that time or later."""
         return {worker for worker, at in self.unreachable.items() if at > since}
 
     def measure(self, now: float, steps: int) -> None:
@@ -255,8 +255,9 @@ class Box:
         return max(fits, key=lambda position: position.step, default=None)
 
     def is_refuted(self, position: Position) -> bool:
-        """Return whether a report of a later step shows that the box cannot have been there: it has fewer batches of a
-        slot, or another beginning of the same epoch. Such a plan was made without an end that is not known yet."""
+        """Return whether a report of a later step shows that this planned position is wrong: the report has fewer
+        batches of a slot, or another start of the same epoch. The end of an epoch that is not known yet causes such a
+        plan."""
         later = min((at for at in self._known() if at.step >= position.step), key=lambda at: at.step, default=None)
         if later is None:
             return False
@@ -280,7 +281,7 @@ class Box:
         return known
 
     def is_fresh(self, position: Position) -> bool:
-        """Return whether an epoch begins there, not the attempt's first, of which no batch was taken."""
+        """Return whether the position is the start of an epoch after the attempt's first one."""
         return position.epoch > self.start.epoch and not any(position.delivered)
 
     def who(self) -> str:
@@ -299,7 +300,7 @@ class Attempt:
     seed: int
     state: AttemptState = AttemptState.OPEN
     why: str = ""
-    """Reason why it is no longer open."""
+    """Reason why the attempt is no longer open."""
     boxes: dict[int, Box] = field(default_factory=dict)
     ended: set[int] = field(default_factory=set)
     """Boxes whose epoch_ended is set."""
@@ -355,8 +356,8 @@ class Attempt:
         return self._left[bisect_left(self._left, first) : bisect_left(self._left, last)]
 
     def behind(self, box: Box, step: int) -> int | None:
-        """Return the step before `step` after which another box abandoned an epoch, if this one may do so too: its
-        position at `step` is unknown until it reports that it did, or a later step."""
+        """Return the first step before `step` after which another box abandoned an epoch and this box may still do so.
+        Until this box reports that it did, or a later step, its position at `step` is unknown."""
         if box.epoch_ended or box.presence is not BoxPresence.LIVE:
             return None
         ahead = self.left_between(box.step, step)
@@ -463,7 +464,7 @@ class Worker:
 
     @property
     def free(self) -> int:
-        """Slots that it can take. Those with large arguments fill the reply to a heartbeat before its capacity."""
+        """Number of slots that it can take: 0 if large arguments already fill a heartbeat's reply."""
         if self.draining or not self.registered or self.slots.size >= ASSIGNMENTS_MAX:
             return 0
         return self.capacity - len(self.slots)

@@ -16,7 +16,7 @@ HALF_S = 15.0
 QUEUE_HALF_S = 5.0
 """Half-life of a queue's mean, in seconds: a queue fills and empties within seconds."""
 AHEAD = 2
-"""Ready batches from which a slot counts as ahead. Any slot may have one: its runner does not know yet that it was
+"""Ready batches from which a slot counts as ahead. One proves nothing: its runner may not know yet that it was
 taken."""
 
 
@@ -34,8 +34,7 @@ class SlotGauge:
     lost_at: float = 0.0
     """Time when it lost its last runner; 0 = never, or another runner has taken over."""
     behind: bool = False
-    """Its runner is a replacement that starts or replays: it has not yet made the batch that the loop waits for
-    next."""
+    """Whether its runner is a replacement that has not yet made the batch that the loop waits for next."""
     _at: float = 0.0
 
     def report(self, now: float, produced: int, delivered: int) -> None:
@@ -53,7 +52,7 @@ class SlotGauge:
 
 @dataclass
 class BoxWaits:
-    """Waits of a box, from the first batch on: the wait before it is the start, and not counted."""
+    """Waits of a box's loop for its slots, counted from its first batch on."""
 
     span_s: float = 0.0
     """Seconds that the shares refer to, decayed like the waits."""
@@ -93,5 +92,5 @@ class BoxWaits:
         return min(1.0, self._seconds[slot] / self.span_s) if self.span_s else 0.0
 
     def late(self, slot: int) -> float:
-        """Return the share of the waiting for this slot during which batches were ready there."""
+        """Return the share of the waiting for this slot during which its batches were ready."""
         return self._late[slot] / self._seconds[slot] if self.span_s and self._seconds[slot] else 0.0

@@ -23,7 +23,7 @@ class RateLimits:
     all_per_s: float = 1_000.0
     all_burst: int = 24_000
     peers_max: int = 4096
-    """Addresses that are kept."""
+    """Largest number of addresses whose token buckets are kept."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Limits:
     """Rest of a worker's lease when its connection ends during a heartbeat. The death of a process shows at once; a
     worker that lost only its connection is back within half a second. It grows with the lease."""
     client_lease_s: float = 10.0
-    """A training process may hold the GIL for seconds (a compile, a large pickle), which stops its reporting thread."""
+    """Lease of a training process, which may hold the GIL for seconds (a compile, a large pickle) and not report."""
     return_s: float = 25.0
     """Shortest leases of all peers in the journal after a start on another host. Nothing tells peers that the old host
     is down: they notice by pings, after 15 s (channel.py), and give up on a connection after 5 s more; only then do
@@ -64,9 +64,8 @@ class Limits:
     """Longest lease that a peer can claim to have been promised."""
     stall_s: float = 1.0
     """Gap in the coordinator's own timer after which every lease is extended by it: it was stopped and received no
-    call, whoever was alive. A coordinator that is only late extends them by its delay: the queued calls may hold the
-    very one that it waits for. Such a coordinator loses no peer for less than two leases of silence: see
-    lease_policy.patience_s.
+    calls. A coordinator that is only late extends them by its delay: the queued calls may hold the very one that it
+    waits for. Such a coordinator loses no peer for less than two leases of silence: see lease_policy.patience_s.
     """
     linger_s: float = 60.0
     """Time that a closed box keeps its workers while others are open: a rank that saves after its last step still gets
@@ -89,8 +88,8 @@ class Limits:
 
     losses: int = 3
     loss_window_s: float = 60.0
-    """Losses of a slot that are allowed within the window without a batch delivered in between. A machine that reboots
-    or a preempted node stays below; a batch that kills its runner each time does not."""
+    """Window in which a slot may lose its runner `losses` times without a batch delivered in between. A reboot or a
+    preempted node causes fewer losses; a batch that kills its runner each time causes more."""
 
     budget: int = 4 * GIB
     """Bytes of snapshots and blobs on disk."""
@@ -100,24 +99,24 @@ class Limits:
     value_max: int = VALUE_MAX
     """Largest snapshot, blob or state. SQLite's own limit on a value is 1,000,000,000."""
     transfers_max: int = 64 * MIB
-    """Bytes of snapshots, and as many of blobs, in memory before they are written: half for small ones."""
+    """Bytes of snapshots, and as many of blobs, in memory before they are written: half is reserved for small ones."""
     part_s: float = 30.0
-    """Longest time between two parts of such a value, of 512 KiB at most."""
+    """Longest time between two parts of a snapshot or blob, of 512 KiB at most."""
     least_bytes_per_s: int = MIB
-    """Slowest average rate of such a value, beyond `part_s`. A slower one delays those that wait for its memory: 70 MB
-    at a byte in 10 s kept every job from starting."""
+    """Slowest average rate of a snapshot or blob, beyond `part_s`. A slower one delays others that wait for memory: 70
+    MB at a byte in 10 s kept every job from starting."""
     blob_share: float = 0.9
-    """Share of the budget for blobs: without a snapshot nothing can start."""
+    """Share of the budget for blobs: the rest is for snapshots, without which nothing can start."""
     blob_token_share: float = 0.6
     """Share of the budget for blobs that came with one token, where tokens are told apart."""
     reads_max: int = 128 * MIB
-    """Bytes of snapshots and blobs in memory for readers: half for small ones."""
+    """Bytes of snapshots and blobs in memory for readers: half is reserved for small ones."""
     blob_idle_s: float = 3600.0
     """Age at which a blob that no open attempt names is dropped: boxes send it before they open."""
     snapshot_bytes_per_s: float = 32 * MIB
-    """Rate of the whole fleet, beyond the first snapshot of each slot. 10,000 slots with 76 kB each take 23 s."""
+    """Largest rate of snapshots of the whole fleet, beyond the first one of each slot. 10,000 of 76 kB take 23 s."""
     snapshots_per_s: float = 400.0
-    """Rate of the whole fleet: small snapshots cost the coordinator calls, not bytes."""
+    """Largest rate of snapshots of the whole fleet: small ones cost the coordinator calls, not bytes."""
     snapshots_least_per_s: float = 50.0
     """Lowest rate of snapshots, however many heartbeats there are."""
     calls_per_s: float = 2600.0
@@ -135,9 +134,9 @@ class Limits:
     closed_s: float = 7 * 86400.0
     """Time for which the last state of an ended run is kept: over a weekend and the days around it."""
     closed_bytes: int = 256 * MIB
-    """Bytes of all these states on disk, beside the budget; the oldest are dropped first."""
+    """Bytes of the last states of all ended runs on disk, beside the budget; the oldest are dropped first."""
     closed_runs: int = 1000
-    """Runs whose last states are kept."""
+    """Largest number of ended runs whose last states are kept."""
     json_max: int = 8 * MIB
     """Largest state of one worker as JSON: to write it takes some 50 ms, in which heartbeats wait."""
 

@@ -18,7 +18,7 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 LONGEST_S = 1e9
 """Largest duration in a request, in seconds: thirty years."""
 SLOTS_TOLD = 2
-"""Slots in a worker's heartbeat for each that it has: those that it runs, and those that it could not begin."""
+"""Most slots reported in a heartbeat, per slot of the worker: those that it runs, and those that it could not start."""
 LONGEST_NAME = 200
 """Longest name of a job or worker, in characters: it appears in logs, metrics and every message about it."""
 

@@ -44,7 +44,7 @@ class SlotFacts:
     """Share of the box's time that it waited for this slot."""
     mean_queued: float
     late: float = 0.0
-    """Share of the waiting for it during which batches were ready there."""
+    """Share of the waiting for this slot during which its batches were ready."""
     remote: bool = False
     """Its batches come over a network."""
     restarts: int = 0
@@ -104,7 +104,7 @@ def find(boxes: Iterable[BoxFacts], busy_cores: int = 0) -> Bottleneck | None:
 
 
 def _unplaced(box: BoxFacts) -> Bottleneck | None:
-    """Return a bottleneck for a loop without a first batch, of a box with a slot without a worker."""
+    """Return a bottleneck if a loop has had no batch yet, because a slot of its box has no worker."""
     slot = next((slot for slot in box.slots if slot.phase == "WAITING"), None)
     if slot is None or box.span_s >= LEAST_S:
         return None

@@ -72,10 +72,11 @@ MOST_LOAD_FACTOR = 8.0
 
 
 def updated_load_factor(load_factor: float, gap_s: float, tick_s: float) -> float:
-    """Return the divisor of the calls asked for, after a tick that came `gap_s` after the last one, or that has
-    evidence of calls received up to `gap_s` ago only.
+    """Return the load factor, which divides the number of calls that peers are asked for. `gap_s`: seconds since the
+    last tick, or since the last call known to be received.
 
-    Up fast, by half with each tick that came late by more than its period, and down slowly, by half in 35 ticks (10 s).
+    It rises fast, by half with each tick that is late by more than its period, and falls slowly, by half in 35 ticks
+    (10 s).
     """
     if gap_s > 2 * tick_s:
         return min(MOST_LOAD_FACTOR, load_factor * 1.5)
@@ -92,10 +93,10 @@ def patience_s(load_factor: float, lease_s: float, unreceived_s: float = 0.0) ->
 
 
 class PromisedLease:
-    """The longest lease of a kind that a peer may still use, noted where the next coordinator finds it.
+    """Longest lease of a kind that a peer may still use, noted in the journal for the next coordinator.
 
-    It is noted with a margin, so that a growing fleet costs a write now and then. It is taken back once it is older
-    than itself: every peer that had it has been promised another one since, or has lost it.
+    It is noted with a margin, so that a growing fleet costs a write now and then. It is shortened once the note is
+    older than that lease: by then every peer that had it has another one, or has lost it.
     """
 
     MARGIN = 1.25

@@ -54,7 +54,7 @@ class Aggregation(StateQuery):
         if box is None:
             raise StateUnavailableError(
                 f"the states of run {self.run} cannot be aggregated: box {self.box}, whose worker would do it, has not "
-                "opened the run"
+                "opened the run: retry once it has"
             )
         ready = next((slot for slot in box.slots if slot.phase == pb.READY), None)
         self._missing[number] = [] if ready is not None else [f"a worker of box {self.box}"]

@@ -44,7 +44,7 @@ class StateFetch:
         self.attempt, self.step = query.attempt, query.step
 
     def is_with(self, other: StateFetch) -> bool:
-        """Return whether both are of the same checkpoint."""
+        """Return whether this fetch and the other are of the same checkpoint."""
         same = (self.run, self.attempt, self.step) == (other.run, other.attempt, other.step)
         return (
             same and (self.caller == OPERATOR) == (other.caller == OPERATOR) and bool(self.error) == bool(other.error)

@@ -62,7 +62,7 @@ class SlotStateRequest:
     """The slot's total at the nearest position that the box reported. The worker returns the digests of its batches
     from there on, which continue the box's stream digest."""
     round: int
-    """Number of ends that the slot has answered with so far: a request asked again is a new one."""
+    """Number of epoch ends that the slot has answered with so far, so that a repeated request has a new id."""
     serial: int
     """Serial of the query."""
     abandoned: tuple[tuple[int, int], ...] = field(default=(), compare=False, kw_only=True)
@@ -91,8 +91,8 @@ class SlotStateRequest:
 
 
 def _abandoned_before(box: Box, position: Position) -> tuple[int, list[tuple[int, dict[int, int]]]]:
-    """Return where the loop abandoned epochs before this position: (epoch, slot -> its total there), of slots whose end
-    it had not come to. And the epoch from which on these are all; earlier ones are not known any more."""
+    """Return the epochs that the loop abandoned before this position, as (epoch, slot -> its total there) for slots
+    that had not ended; and the epoch from which on the list is complete."""
     left: list[tuple[int, dict[int, int]]] = []
     for epoch in reversed(box.abandoned):
         if epoch >= position.epoch:
@@ -198,7 +198,7 @@ class StateQuery:
     """Reasons why each box waits, besides answers."""
 
     def topic(self, box: int) -> tuple[str | int, ...]:
-        """Return the topic announced when the box is complete; all of them when the query fails."""
+        """Return the topic announced when the box is complete; a failing query announces those of all boxes."""
         return ("state", self.serial, box)
 
     @property
@@ -361,7 +361,8 @@ class StateQuery:
         if denied or doubtful:
             raise ProtocolError(
                 f"the state of run {self.run} at step {self.step} cannot be put together: the workers disagree about "
-                f"the batch after which an epoch ended. In doubt: {', '.join(denied + doubtful)}"
+                "the batch after which an epoch ended. Check that these loaders are deterministic: "
+                f"{', '.join(denied + doubtful)}"
             )
         self._record_digest(box, start, position)
         state.position = position.to_proto()
@@ -376,7 +377,7 @@ class StateQuery:
         self.completed.append(number)
 
     def _position(self, box: Box, state: BoxState, doubtful: list[str]) -> tuple[Position, Position]:
-        """Return where the plan starts from, and where the box stood."""
+        """Return the position that the plan starts from, and the box's position at the step."""
         where = f"step {self.step} of run {self.run}: box {box.number}"
         if box.presence is BoxPresence.CLOSED and not any(slot.worker for slot in box.slots):
             raise StateUnavailableError(

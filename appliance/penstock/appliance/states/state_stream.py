@@ -2,8 +2,8 @@
 
 Hundreds of boxes that save at one step ask for each other's records at once. Two things let the coordinator still
 receive heartbeats. Records are serialised once for all callers: a caller's messages are put together from those bytes,
-not from messages that would be copied, measured and written again for each. And in a turn of the event loop one large
-message leaves, so that a heartbeat, which takes some turns to be received and answered, is never behind hundreds.
+not from messages that would be copied, measured and written again for each. And one turn of the event loop sends one
+large message, so that a heartbeat, which takes some turns to be received and answered, is never behind hundreds.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ def packed(states: Iterable[BoxState]) -> Iterator[bytes]:
 
 
 def _serialised(states: Iterable[BoxState]) -> Iterator[list[bytes]]:
-    """Yield what SerializeToString makes of the parts, but for the order of fields, in pieces that are not copied:
-    fields that stand one after the other are one message."""
+    """Yield the parts serialised, in pieces that are not copied: concatenated fields are one message. Only the order of
+    fields differs from SerializeToString."""
     number = pb.StatePart.DATA_FIELD_NUMBER
     for state in states:
         for head, (_, data) in zip(state.heads, state.records, strict=True):

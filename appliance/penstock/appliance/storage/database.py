@@ -100,8 +100,8 @@ def open_database(path: Path | None, script: str) -> sqlite3.Connection:
 
 @contextmanager
 def read_only(path: Path, *, in_use: bool = False) -> Iterator[sqlite3.Connection]:
-    """Open an existing database without changing it or its log. One that is not in use and has no log needs none: no
-    file is made. Raises sqlite3.Error."""
+    """Open an existing database without changing it or its log. No file is made for a database without a log that is
+    not in use. Raises sqlite3.Error."""
     wal = path.with_name(f"{path.name}-wal")
     immutable = "" if in_use or (wal.exists() and wal.stat().st_size) else "&immutable=1"
     address = f"{path.absolute().as_uri()}?mode=ro{immutable}"
@@ -127,7 +127,7 @@ def transaction(db: sqlite3.Connection, commits: CommitNumber) -> Iterator[None]
 
 
 def _number_in(db: sqlite3.Connection) -> int:
-    """Return the number of the last commit; 0 for a release that did not count them."""
+    """Return the number of the last commit; 0 if an older release, which did not count commits, wrote it."""
     if not db.execute("SELECT 1 FROM sqlite_master WHERE name='meta'").fetchone():
         return 0
     found = db.execute("SELECT value FROM meta WHERE name='commits'").fetchone()
@@ -175,7 +175,7 @@ class CommitNumber:
         self.number += 1
 
     def expect(self, number: int) -> None:
-        """Record that commit `number` was made: these files are not started on any more."""
+        """Record that commit `number` was made: later starts refuse these files if they lack it."""
         if self._fd >= 0:
             self._record(number)
 

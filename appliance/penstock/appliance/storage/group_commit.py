@@ -43,7 +43,7 @@ class GroupCommit:
 
     @asynccontextmanager
     async def synced(self) -> AsyncIterator[None]:
-        """Wrap the making of a reply, or of an error, and leave when everything it may report is on disk. A call that
+        """Enter to make a reply or an error; the exit waits until everything that it may report is on disk. A call that
         was cancelled does not wait; its rows are written with the next call or tick."""
         try:
             yield

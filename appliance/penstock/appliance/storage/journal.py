@@ -255,8 +255,8 @@ class Journal:
                         self._db.execute(sql, _made(values))
         except sqlite3.Error as error:
             raise JournalError(
-                f"{self.name} cannot be written ({error}); {len(rows)} rows of {_bytes_of(rows)} bytes wait: see that "
-                "the disk has space and can be written to, they are tried again with the next call"
+                f"{self.name} cannot be written ({error}); {len(rows)} rows of {_bytes_of(rows)} bytes wait: free "
+                "space on its disk, or make it writable; the next call tries again"
             ) from error
 
     # ---- commit marks that peers keep
@@ -308,7 +308,7 @@ def checked(table: str, row: sqlite3.Row, name: str) -> dict[str, Any]:
     found = {name: row[name] for name in (*keys, *values)}
     if "sum" in row.keys() and row["sum"] not in (None, _sum(list(found.values()))):  # noqa: SIM118 (no mapping)
         at = ", ".join(f"{key} {found[key]}" for key in keys)
-        raise damaged(name, f"table {table}, row with {at}: its checksum does not fit")
+        raise damaged(name, f"table {table}, row with {at}: its checksum does not match")
     return found
 
 

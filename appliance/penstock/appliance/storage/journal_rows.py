@@ -44,7 +44,7 @@ def abandoned_row(attempt: Attempt, box: Box, epoch: int) -> Row:
 
 
 def track_row(attempt: Attempt, box: Box, history: Callable[[], bytes]) -> Row:
-    """`history`: encodes the box's history; called where the row is written."""
+    """Return the row of a box's history. `history`: encodes it; called when the row is written."""
     return _box(attempt, box) | {"over": attempt.state is not AttemptState.OPEN, "history": history}
 
 

@@ -35,7 +35,7 @@ class DurableSnapshot:
 
     @property
     def is_sure(self) -> bool:
-        """Any loader can restart from here: see Kept in penstock.worker.slots.snapshots."""
+        """Whether any loader can restart from this snapshot: see Kept in penstock.worker.slots.snapshots."""
         return not self.epoch_start or self.epoch == 0
 
 
@@ -120,7 +120,7 @@ class SnapshotIndex:
         return of_attempt.get(key, ()) if of_attempt is not None else ()
 
     def find(self, key: SlotKey, total: int, epoch: int) -> DurableSnapshot:
-        """Return the snapshot at that position; one of 0 bytes if it is not listed: of a past attempt, say."""
+        """Return the snapshot at that position; one of 0 bytes if it is not listed, e.g. of a past attempt."""
         there = (kept for kept in self._of(key) if (kept.total, kept.epoch) == (total, epoch))
         return next(there, DurableSnapshot(total, epoch, 0))
 
@@ -139,7 +139,7 @@ class SnapshotIndex:
         return ""
 
     def add(self, key: SlotKey, kept: DurableSnapshot) -> None:
-        """Add a snapshot that is on disk. It replaces one for the same position there as here."""
+        """Add a snapshot that is on disk. It replaces one of the same position, on disk and in this index."""
         others = []
         for old in self._of(key):
             if (old.total, old.epoch) == (kept.total, kept.epoch):

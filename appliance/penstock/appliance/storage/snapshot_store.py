@@ -30,7 +30,7 @@ _AT = "run=? AND attempt=? AND box=? AND slot=? AND total=? AND epoch=?"
 
 
 PIECE = 256
-"""Rows that one call removes at most."""
+"""Largest number of rows that one call removes."""
 VACUUM_PAGES = 1024
 """Pages of 4 KiB that one call returns to the filesystem: new snapshots use free pages, and to return all would move
 the whole file about while they come in."""
@@ -66,7 +66,7 @@ class Store:
         self.put_snapshots([(header, data)])
 
     def put_snapshots(self, snapshots: Sequence[tuple[pb.SnapshotHeader, bytes]]) -> None:
-        """Write all of them, or none."""
+        """Write all these snapshots, or none."""
         size = sum(len(data) for _, data in snapshots)
         with self._errors(f"{len(snapshots)} snapshots of {size} bytes cannot be written"), self._transaction():
             for header, data in snapshots:

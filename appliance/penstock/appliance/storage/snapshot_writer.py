@@ -27,7 +27,7 @@ _Result = TypeVar("_Result")
 
 
 SMALL_SHARE = 8
-"""Divisor of the bound that gives the largest small value."""
+"""Divisor of the memory bound; values up to the quotient count as small."""
 
 
 class InflowBudget:
@@ -55,8 +55,8 @@ class MemoryBudget:
 
     @asynccontextmanager
     async def taken(self, size: int, credential: str = "") -> AsyncIterator[None]:
-        """Wait until `size` bytes are free. A value above the bound is admitted alone. Without a deadline: the call has
-        one, and those before it end with theirs."""
+        """Wait until `size` bytes are free. A value above the bound is admitted alone. There is no deadline here: each
+        waiting call has its own."""
         if self._waiting or not self._fits(size):
             turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             entry = (size, credential, turn)
@@ -151,8 +151,8 @@ class SnapshotWriter:
         return self._dropping is not None and not self._dropping.done()
 
     def drop(self, drops: list[Drop], failed: Callable[[list[Drop], Exception], None]) -> None:
-        """Remove from disk, a piece at a time, so that concurrent writes do not wait long. Not twice at once. `failed`
-        gets what could not be removed."""
+        """Remove these values from disk, a few at a time, so that concurrent writes do not wait long. Do not call it
+        again before it is done. `failed` is called with those that could not be removed."""
         self._spared = set()
         self._dropping = asyncio.ensure_future(self._drop(drops, failed))
 

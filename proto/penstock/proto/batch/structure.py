@@ -313,7 +313,7 @@ def _tree(raw: Any, path: Path, depth: int, count: list[int]) -> Tree:
     if type(raw) is str and raw in _SCALARS:
         return _counted(Leaf(raw), path, count)
     if type(raw) is not list or not raw or type(raw[0]) is not str:
-        raise _wrong(path, f"a value where a list must stand that begins with its kind: {raw!r:.100}")
+        raise _wrong(path, f"it must be a list that begins with its kind, got {raw!r:.100}")
     kind, *rest = raw
     if kind in ("t", "a", "n"):
         return _counted(_array_leaf(kind, rest, path), path, count)

@@ -43,9 +43,9 @@ MOST_SKIPPED = 64
 """Largest number of batches between two tries: a try costs next to nothing then, and a change is noticed soon
 enough."""
 ZSTD_LEVEL = 1
-"""Levels 2 and 3 are slower and leave token ids larger, not smaller (438 and 386 MB/s with a ratio of 3.5 and 3.3,
-against 605 MB/s with 4.0); level 5 takes a quarter more off quantised images, at a third of the speed; level -1 gives
-up a quarter of the ratio on skewed ids, for a tenth in speed (benchmarks/compression.md)."""
+"""Compression level of zstd. Levels 2 and 3 are slower and leave token ids larger, not smaller (438 and 386 MB/s with a
+ratio of 3.5 and 3.3, against 605 MB/s with 4.0); level 5 takes a quarter more off quantised images, at a third of the
+speed; level -1 gives up a quarter of the ratio on skewed ids, for a tenth in speed (benchmarks/compression.md)."""
 
 NAMES: dict[str, int] = {"lz4": lane_pb2.LZ4, "zstd": lane_pb2.ZSTD}
 """Name of a codec for users -> its number in frames."""
@@ -110,7 +110,7 @@ def load(number: int) -> Codec | None:
 
 
 def first_of(numbers: Iterable[int]) -> Codec | None:
-    """Return the first of these that this process has."""
+    """Return the first of these codecs that this process can load."""
     return next((codec for codec in map(load, numbers) if codec is not None), None)
 
 
@@ -166,7 +166,9 @@ class Packer:
 def check_claim(wire: int, size: int) -> None:
     """Raise ProtocolError for a batch of `size` bytes that cannot have `wire` bytes when compressed."""
     if not _table(size) < wire < size:
-        raise ProtocolError(f"a batch of {size} bytes claims {wire} bytes when compressed, which is not possible")
+        raise ProtocolError(
+            f"a batch of {size} bytes must have {_table(size) + 1} to {size - 1} bytes when compressed, got {wire}"
+        )
 
 
 class Unpacker:

@@ -123,7 +123,10 @@ class Consumer:
         view = self._view
         while self._coming is None:
             if self._unused > MAX_UNUSED:
-                raise ProtocolError(f"{self.name}: the other end sent {self._unused} frames without a batch")
+                raise ProtocolError(
+                    f"{self.name}: the other end must send at most {MAX_UNUSED} frames in a row without a batch, got "
+                    f"{self._unused}"
+                )
             begin = self._at
             if begin == self._end:
                 if not self._receive_packet():

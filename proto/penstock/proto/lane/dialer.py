@@ -1,9 +1,9 @@
 """Connects to a worker's host, with a short timeout if the host has just fallen silent.
 
 A first connection may have a long round trip: it gets `CONNECT_S`, in which the kernel sends two SYNs. A host that has
-acknowledged nothing for two seconds, or has not answered such a try, gets a short try from each of its lanes before
-another worker is requested: a few connections, `AGAIN_S` apart, so that one lost packet moves no slot, and for three of
-its round trips. After `SOON_S` tries have the long timeout again.
+acknowledged nothing for two seconds, or has not answered a try, gets a short try from each of its lanes before another
+worker is requested. A short try makes a few connections, `AGAIN_S` apart, so that one lost packet moves no slot, and
+lasts three of the host's round trips. After `SOON_S` tries have the long timeout again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CONNECT_S = 1.25
 """Timeout of a connection to an address of a daemon, seconds: the kernel repeats a SYN after one. A consumer retries at
 once."""
 LOOK_S = 0.45
-"""Shortest timeout of a short try, seconds, where three round trips are less."""
+"""Smallest timeout of a short try, seconds, if three round trips take less."""
 AGAIN_S = 0.12
 """Seconds between the connections of a short try."""
 SOON_S = 1.0
@@ -81,7 +81,7 @@ class LaneDialer(Dialer):
             raise
 
     def check_refusal(self, error: OSError, address: str) -> None:
-        """Raise TlsError if that is what the error means."""
+        """Raise TlsError if TLS is the cause of the error."""
         trouble = None if self._files is None else explain(error, f"the worker's lane at {address}", self._files.tls)
         if trouble is not None:
             raise trouble from error

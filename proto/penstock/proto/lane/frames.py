@@ -64,7 +64,7 @@ LANE_PROTOCOL = 5
 MAX_FRAME = 64 << 10
 """Largest frame, bytes. A default Unix socket buffer holds 208 KiB, so three of the largest fit."""
 HEAD = struct.Struct("<I")
-"""Length of a frame, in front of it on both lanes."""
+"""Prefix of each frame on both lanes: its length."""
 MAX_PACKET = HEAD.size + MAX_FRAME
 """Largest packet of the local lane, bytes: one frame of any length, or many small ones."""
 PIECE = 32 << 10

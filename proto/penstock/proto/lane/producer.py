@@ -506,7 +506,7 @@ class Producer:
 
         Usually the lane broke before the abandon arrived: everything kept is of an abandoned epoch, or follows one. But
         a producer with its first consumer may have started after all of them, and then its batches are wanted: it only
-        has to take over the count.
+        takes over their number.
         """
         left = hello.abandon_epoch - 1
         fresh = not self._met and all(kept.epoch > left for kept in self._kept)
@@ -531,8 +531,8 @@ class Producer:
         if ack.abandon_epoch:
             if self.abandons >= MOST_ABANDONS or len(self.abandoned) >= MOST_ABANDONED:
                 raise ProtocolError(
-                    f"it has left {self.abandons} epochs by `break`, {len(self.abandoned)} of them faster than they "
-                    "are handled"
+                    f"it must abandon at most {MOST_ABANDONED} epochs before the runner handles them, and "
+                    f"{MOST_ABANDONS} in all, got one more after {len(self.abandoned)} and {self.abandons}"
                 )
             self.abandons += 1
             self._drop_kept()
@@ -541,7 +541,7 @@ class Producer:
         if wanted:
             under_way = sum(map(len, self.wanted.values())) + len(wanted) // 2
             if under_way > MOST_WANTED:
-                raise ProtocolError(f"it requests {under_way} snapshots at once, above the limit of {MOST_WANTED}")
+                raise ProtocolError(f"it must request at most {MOST_WANTED} snapshots at once, got {under_way}")
         for index in range(0, len(wanted) - 1, 2):
             steps = self.wanted.setdefault(wanted[index + 1], [])
             if wanted[index] not in steps:

@@ -86,7 +86,7 @@ def unreachable(address: str, error: OSError) -> DeadlineError | LaneLostError:
 
 
 def silence(address: str, error: OSError) -> DeadlineError | None:
-    """Return the error of a connection that the kernel gave up without acknowledgements. None: it just ended."""
+    """Return the error if the kernel ended the connection for lack of acknowledgements; None for another end."""
     if error.errno not in (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH):
         return None
     return DeadlineError(f"{address} has acknowledged nothing for {USER_TIMEOUT_S} s: {error}")

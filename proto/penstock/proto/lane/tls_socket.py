@@ -152,7 +152,7 @@ async def accept_tls(sock: socket.socket, context: ssl.SSLContext) -> TlsSocket:
 
 
 def accept_tls_blocking(sock: socket.socket, context: ssl.SSLContext) -> TlsSocket:
-    """Return the same over a blocking connection, for benchmarks and tests that act as the daemon."""
+    """Return TLS over an accepted blocking connection, for benchmarks and tests that act as the daemon."""
     wrapped = _wrapped(context, sock, server_side=True)
     wrapped.do_handshake()
     return wrapped

@@ -141,7 +141,7 @@ class AuthInterceptor(grpc.GenericRpcHandler):
             )
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any] | None:
-        """The handler of a call; None for one of another service, whose caller is answered UNIMPLEMENTED."""
+        """Return the handler of a call; None for a method of another service, which gRPC refuses with UNIMPLEMENTED."""
         method = handler_call_details.method
         called = method.removeprefix(_OURS)
         if method.startswith(_OURS) or method == REFLECTION:
@@ -167,7 +167,7 @@ _alone: ContextVar[bool] = ContextVar("penstock-alone", default=True)
 
 
 def alone() -> bool:
-    """Return whether training jobs have one token in all, so that budgets for one token are no use."""
+    """Return whether all training jobs share one token, so that a budget per token would not separate them."""
     return _alone.get()
 
 

@@ -1,8 +1,9 @@
 """Authenticated calls of both clients of penstock.proto.rpc.calls: only an end that knows the token can answer.
 
-See penstock.proto.rpc.credentials.token_proof for the rule. Here it meets gRPC: the metadata that a call shows, and the
-trailing metadata in which a challenge or a proof comes back. Parts of a stream are taken only behind a proof in the
-initial metadata: who does not know the token could otherwise fill the caller's memory with parts until the deadline.
+See penstock.proto.rpc.credentials.token_proof for the rule. This module applies the rule to gRPC: to the metadata that
+a call shows, and the trailing metadata in which a challenge or a proof comes back. Parts of a stream are taken only
+after a proof in the initial metadata: a server that does not know the token could otherwise fill the caller's memory
+with parts until the deadline.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from penstock.proto.rpc.wire_errors import ERROR_KEY
 __all__ = ["Answer", "AuthenticatedCall", "Call", "Metadata", "Streams"]
 
 SHOWN = 200
-"""Characters of the text of a server without the token in an error."""
+"""Characters that an error quotes from a server that has not proven the token."""
 DIAGNOSE_S = 2.0
 """Seconds for the diagnosis whether TLS makes calls to a listening coordinator fail."""
 
@@ -42,7 +43,7 @@ Answer = tuple[Any, Trailing]
 """Reply, and its trailing metadata."""
 _RELEASE = ((PROTOCOL_KEY, str(PROTOCOL)), (VERSION_KEY, VERSION))
 _OWN_CODES = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
-"""Statuses that gRPC itself gives a call that no coordinator answered. None of them ends a caller."""
+"""Statuses that gRPC itself gives a call that no coordinator answered. They need no proof of the token."""
 
 
 class AuthenticatedCall:
@@ -151,7 +152,7 @@ def _found(trailing: Trailing, name: str) -> Any:
 
 
 class Streams(grpc.UnaryStreamClientInterceptor):
-    """The stream that each thread reads, below OpenTelemetry, which hands on its parts alone."""
+    """Stream that each thread reads, recorded below OpenTelemetry, which passes on only its parts."""
 
     def __init__(self) -> None:
         self._of_thread = threading.local()
@@ -161,7 +162,7 @@ class Streams(grpc.UnaryStreamClientInterceptor):
         return self._of_thread.call
 
     def initial(self) -> Trailing:
-        """Return what stands before the first part of this thread's last stream."""
+        """Return the initial metadata of this thread's last stream."""
         return self._of_thread.call.initial_metadata()  # type: ignore[no-any-return]
 
     def trailing(self) -> Trailing:

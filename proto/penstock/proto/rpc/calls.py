@@ -111,8 +111,8 @@ def answer_parts(answer: pb.StateAnswer, data: bytes) -> Iterator[pb.AnswerPart]
 
 
 def _sendable(address: str, method: str, request: Any) -> Any:
-    """Return the request. Raise InvalidArgumentError for one that no coordinator takes: gRPC's own refusal of it could
-    not be told from that of a stranger."""
+    """Return the request. Raise InvalidArgumentError for one that no coordinator takes: gRPC would refuse it without a
+    proof of the token, as a stranger's server would."""
     if isinstance(request, Message) and (size := request.ByteSize()) > REQUEST_MAX:
         raise InvalidArgumentError(
             f"{method} to the coordinator at {address} is too large: a request must have at most {REQUEST_MAX} bytes, "
@@ -130,7 +130,7 @@ _Part = TypeVar("_Part")
 _Reply = TypeVar("_Reply")
 
 _unusable: ForkedProcessError | None = None
-"""Error of calls in this process, a forked child of a connected one."""
+"""Error that calls raise in a forked child of a connected process; else None."""
 
 
 class CoordinatorClient(AuthenticatedCall):
@@ -152,8 +152,7 @@ class CoordinatorClient(AuthenticatedCall):
         self._health = health_pb2_grpc.HealthStub(self._channel)
 
     def forked(self) -> None:
-        """See penstock.runtime.process.forks. gRPC whose threads were left behind answers no other client here
-        either."""
+        """See penstock.runtime.process.forks. gRPC has no threads in a child, so no other client here works either."""
         global _unusable
         if not self._closed:
             _unusable = self._owner.error(f"the connection to the coordinator at {self.address}")
@@ -173,7 +172,7 @@ class CoordinatorClient(AuthenticatedCall):
             raise
 
     def _made(self, method: str, deadline_s: float, once: Callable[[Call], Answer]) -> Any:
-        """Return the answer of `once`, which makes this call, from an end that has proven the token."""
+        """Make the call by `once` until the server proves that it knows the token; return its answer."""
         with self._guarded(method, deadline_s):
             call = Call(self)
             while True:
@@ -197,7 +196,7 @@ class CoordinatorClient(AuthenticatedCall):
         return cast(_Reply, parsed_reply(method, self._made(method, deadline_s, once)))
 
     def _read(self, method: str, deadline_s: float, request: Any, take: Callable[[Any], None]) -> None:
-        """Give `take` the parts of the reply as they come from one who knows the token."""
+        """Pass the parts of the reply to `take` as they come, once the server has proven the token."""
 
         def once(call: Call) -> Answer:
             parts = getattr(self._stub, method)(request, timeout=deadline_s, metadata=call.metadata)
@@ -335,7 +334,7 @@ class AsyncCoordinatorClient(AuthenticatedCall):
         await self.close()
 
     async def _wait(self, method: str, deadline_s: float, once: Callable[[Call], Awaitable[Answer]]) -> Any:
-        """Return the answer of `once`, which makes this call, from an end that has proven the token."""
+        """Make the call by `once` until the server proves that it knows the token; return its answer."""
         try:
             with self._guarded(method, deadline_s):
                 call = Call(self)
@@ -368,7 +367,7 @@ class AsyncCoordinatorClient(AuthenticatedCall):
         return cast(_Reply, parsed_reply(method, await self._wait(method, deadline_s, once)))
 
     async def _read(self, method: str, deadline_s: float, request: Any, take: Callable[[Any], None]) -> None:
-        """Give `take` the parts of the reply as they come from one who knows the token."""
+        """Pass the parts of the reply to `take` as they come, once the server has proven the token."""
 
         async def once(call: Call) -> Answer:
             made = getattr(self._stub, method)(request, timeout=deadline_s, metadata=call.metadata)

@@ -165,7 +165,7 @@ def connect(address: str, tls: Tls | None = None, *below: Any) -> grpc.Channel:
 
 
 def connect_aio(address: str, tls: Tls | None = None) -> grpc.aio.Channel:
-    """Return the same for the running event loop; use it through calls.AsyncCoordinatorClient."""
+    """Return a channel to the coordinator for the running event loop; use it through calls.AsyncCoordinatorClient."""
     check_address(address)
     refuse_strangers(address)
     interceptors = tracing.aio_client_interceptors()
@@ -183,7 +183,7 @@ class RunningServer:
 
     server: grpc.aio.Server
     address: str
-    """Address that it listens on, with its real port; pass this one to `connect`."""
+    """Address that the server listens on, with its real port; pass this one to `connect`."""
     health: health.aio.HealthServicer
     tasks: Sequence[asyncio.Task[None]] = ()
     """Tasks that end connections without a token, and load new tokens."""

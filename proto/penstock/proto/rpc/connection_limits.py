@@ -110,7 +110,7 @@ def _address(host: str) -> str:
 
 
 def _peer_of(said: str) -> Peer | None:
-    """Return the peer of gRPC's name for it: "ipv4:10.0.0.1:5", "ipv6:%5B::1%5D:5"; None for a Unix socket."""
+    """Return the peer that gRPC names as "ipv4:10.0.0.1:5", "ipv6:%5B::1%5D:5"; None for a Unix socket."""
     scheme, _, rest = unquote(said).partition(":")
     host, _, port = rest.rpartition(":")
     if scheme not in ("ipv4", "ipv6") or not port.isdecimal():
@@ -173,7 +173,7 @@ class Connections:
         return gone
 
     def _found(self, now: float) -> dict[str, Connection]:
-        """All that are there, by link."""
+        """Return all present connections, by link."""
         found: dict[str, Connection] = {}
         for fd, link in _sockets():
             known = self._known.get(link)
@@ -196,7 +196,7 @@ class Connections:
 
 
 def _sockets() -> Iterator[tuple[int, str]]:
-    """Descriptors of this process that are sockets, with what /proc says of them."""
+    """Return the descriptors of sockets of this process, with their links in /proc."""
     try:
         numbers: Iterable[int] = map(int, os.listdir("/proc/self/fd"))
     except OSError as error:
@@ -214,7 +214,7 @@ def _sockets() -> Iterator[tuple[int, str]]:
 
 @contextmanager
 def _borrowed(fd: int) -> Iterator[socket.socket]:
-    """gRPC's own descriptor as a socket; there may be none left for another one."""
+    """Return gRPC's own descriptor as a socket, not a copy: there may be no descriptor left for one."""
     borrowed = socket.socket(fileno=fd)
     try:
         yield borrowed
@@ -223,7 +223,7 @@ def _borrowed(fd: int) -> Iterator[socket.socket]:
 
 
 def _ends(fd: int) -> tuple[int, Peer] | None:
-    """Our port and the peer, of a TCP connection."""
+    """Return the local port and the peer of a TCP connection."""
     try:
         with _borrowed(fd) as sock:
             if sock.family not in (socket.AF_INET, socket.AF_INET6):
@@ -235,7 +235,7 @@ def _ends(fd: int) -> tuple[int, Peer] | None:
 
 
 def _shut(one: Connection) -> bool:
-    """Ends it, if its descriptor is still its own. gRPC sees its end, and frees it."""
+    """Shut the connection down if its descriptor is still its own. gRPC sees that as its end, and frees it."""
     try:
         if os.readlink(f"/proc/self/fd/{one.fd}") != one.link:
             return False

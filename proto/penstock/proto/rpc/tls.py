@@ -280,7 +280,7 @@ def expires(tls: Tls) -> datetime.datetime:
 
 
 def _rehearse(tls: Tls) -> dict[str, Any]:
-    """Do a handshake with ourselves that trusts our own certificate, to check its dates and key. Return its content."""
+    """Do a handshake of this process with itself, to check the dates and key of its certificate. Return its content."""
     server, client = tls.server_context(), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     server.verify_mode = ssl.CERT_NONE
     client.check_hostname = False

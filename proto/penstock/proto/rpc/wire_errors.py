@@ -40,7 +40,7 @@ __all__ = ["METADATA_MAX", "ErrorInterceptor", "abort", "answer_of", "cut", "det
 _Reply = TypeVar("_Reply")
 
 METADATA_MAX = 64 * 1024
-"""Errors travel in trailing metadata, whose default cap of 8 KiB is less than a traceback. Both ends set it."""
+"""Largest metadata, bytes, set at both ends: errors travel in it, and the default of 8 KiB is less than a traceback."""
 NAME_KEEP = 256
 MESSAGE_KEEP = 8 * 1024
 TRACEBACK_KEEP = 24 * 1024
@@ -80,7 +80,7 @@ def detail_of(error: BaseException) -> records_pb2.ErrorDetail:
 
 
 def cut(detail: records_pb2.ErrorDetail, most: int = TRACEBACK_KEEP) -> records_pb2.ErrorDetail:
-    """An error that somebody else made a message of, cut to the size of ours, or to `most` bytes of each text."""
+    """Return another process's error message, its texts cut to the size of ours, or to `most` bytes each."""
     return records_pb2.ErrorDetail(
         name=detail.name[:NAME_KEEP],
         message=_middle_out(detail.message, min(most, MESSAGE_KEEP)),

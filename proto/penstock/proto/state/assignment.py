@@ -129,12 +129,12 @@ def assigned(assignment: Assignment) -> Iterator[None]:
 
 
 Seat = tuple[Assignment, mmap.mmap]
-"""A place, and the mark of whether it was looked at."""
+"""Assignment, and the mark of whether it was read."""
 
 
 def exchange(seat: Seat | None) -> Seat:
-    """Put another's place here, None for one that is yet to be set; returns the one that was here. For a process in
-    which several workers take turns."""
+    """Switch to another worker's assignment, None if it is not set yet; return the one before. For a process in which
+    several workers take turns."""
     global _current, _looked
     before = _current, _looked
     _current, _looked = seat if seat is not None else (NEUTRAL, mmap.mmap(-1, 1))

@@ -158,7 +158,7 @@ class CheckpointFile:
         file = cls(str(name), int(nbytes), str(xxh3), str(parts))
         if not _FILE.fullmatch(file.name) or not 0 <= file.nbytes <= MOST:
             raise ValueError(
-                f"it lists {file.name!r} ({file.nbytes:,} bytes), which is no plain file name in its folder"
+                f"it lists {file.name!r} ({file.nbytes:,} bytes), which is not a plain file name in its folder"
             )
         if not _PARTS.fullmatch(file.parts):
             raise ValueError(f"the parts of {file.name!r} must be pairs of a position and a checksum")

@@ -27,12 +27,12 @@ ATTRIBUTES = (
     *("fqn", "index", "offset"),
     *("relative_path", "length"),
 )
-"""Attributes of the objects that are made here."""
+"""Names of the attributes of the objects that the pickle makes."""
 
 _PROTO, _STOP, _POP, _MARK, _MEMOIZE, _NONE = b"\x80\x04", b".", b"0", b"(", b"\x94", b"N"
 _DICT, _ITEMS, _LIST, _APPENDS = b"}(", b"u", b"](", b"e"
 _NEW, _BUILD = b")\x81}(", b"ub"
-"""Opcodes for an object of the class on the stack and the begin of its attributes; and for their end."""
+"""Opcodes that make an object of the class on the stack and begin its attributes; and that end them."""
 _TUPLES = {0: b")", 1: b"\x85", 2: b"\x86", 3: b"\x87"}
 
 
@@ -48,7 +48,7 @@ class DescribedIndex:
     places: list[int]
     """Place of each part in the memo; never 0, which is the list."""
     storage_meta: int
-    """Number of a part."""
+    """Number of the part that is the index's storage_meta."""
     version: str
     kinds: list[Any]
     """Distinct saved values: a part, or [properties, size, [chunks]] of a tensor, which are parts."""

@@ -72,7 +72,7 @@ class Position:
     first: int | None = field(default=None, compare=False)
     """Slot that this epoch began with, if the rotation continues across epochs; None: each epoch begins with slot 0."""
     ended_before: bool = field(default=False, compare=False)
-    """True if the epoch before ended without a single step; see `exhaust`."""
+    """True if the previous epoch ended without a step; see `exhaust`."""
 
     @classmethod
     def start(cls, num_slots: int, *, step: int = 0, epoch: int = 0) -> Position:

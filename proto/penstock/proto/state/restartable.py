@@ -72,8 +72,8 @@ class DataLoaderCheckpoint:
     CSX or WSE is what Penstock calls a box."""
 
     local_worker_id: int
-    """Number of the worker in its box, 0-based: its slot's number, except where the job was resumed between two turns
-    of the workers: there the slot whose turn it was is worker 0."""
+    """Number of the worker in its box, 0-based: its slot's number. If the job was resumed within a round of the
+    workers, the slot whose turn it was is worker 0 instead."""
     num_workers_per_csx: int
     num_csx: int
     """Number of boxes."""

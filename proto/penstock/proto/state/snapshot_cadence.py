@@ -22,7 +22,7 @@ class SnapshotCadence:
         self._taken = 0
 
     def due(self, now: float) -> bool:
-        """Return whether a snapshot is due. The first two are: the check of a restored one needs an early one."""
+        """Return whether a snapshot is due. The first two always are: a restored one is checked by an early one."""
         return not self.stopped and (now >= self._next or self._taken < 2)
 
     @contextmanager

@@ -105,13 +105,13 @@ def _shaped(kind: str, node: Node, source: EnvelopeReader, itemsize: int) -> Any
 
 
 def _tensor_item(dtype: str) -> int:
-    """Return the bytes of an item, from the bits in the name: at its end, or before a variant (float8_e4m3fn)."""
+    """Return the bytes of an item, from the bits in the dtype's name, maybe before a variant (float8_e4m3fn)."""
     found = re.search(r"\d+", dtype, re.ASCII)
     return _BITS[dtype] // 8 if dtype in _BITS else max(8, int(found[0]) if found else 0) // 8
 
 
 def _array_item(spec: str) -> int:
-    """Return the bytes of a numpy item: as named; 8 for a time, 4 for a letter of text, 8 for a long long."""
+    """Return the bytes of a numpy item: the number in its dtype; but 8 for a time or a long long, 4 for a character."""
     found = _ITEM.fullmatch(spec)
     if found is None:
         raise ValueError(f"the numpy dtype {spec!r} is not supported")

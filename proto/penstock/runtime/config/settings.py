@@ -2,10 +2,10 @@
 
 Shared by the daemons and commands (penstock.deploy.console.daemon_settings) and the training job
 (penstock.runtime.config.job_settings), so that one file and one environment serve all of them by the same rules.
-pydantic-settings reads arguments and variables, and decides which wins. This module does what it cannot: it reads a
-file that is found and trusted by our rules, whose values must have the types of their settings; it names the source of
-each value, for errors, `penstock config` and a daemon's log; and it shows every setting by itself,
-also where others are wrong. The command line of pydantic-settings is not used: Typer's flags are made from these fields
+pydantic-settings reads arguments and variables, and decides which wins. This module does the rest: it reads the
+settings file, found and trusted by our rules, and checks the types of its values; it names the source of each value,
+for errors, `penstock config` and a daemon's log; and it shows every setting by itself, also where others are wrong. The
+command line of pydantic-settings is not used: Typer's flags are made from these fields
 (penstock.deploy.console.options).
 """
 
@@ -72,7 +72,7 @@ class Section(BaseSettings):
     table: ClassVar[str] = ""
     """Section of the settings file; "" = none."""
     places: ClassVar[Mapping[str, tuple[str, str]]] = {}
-    """Field -> section and key of the settings file, where they are not its own."""
+    """Field -> section and key of the settings file, where they differ from this section and the field's name."""
     not_in_file: ClassVar[Mapping[str, str]] = {}
     """Fields that do not go into the file, with the reason."""
 
@@ -117,7 +117,7 @@ class OtherType:
 
 
 def _fits(annotation: Any, value: Any) -> bool:
-    """Return whether a value of TOML has the type of a setting, as far as that is a plain one."""
+    """Return whether a value of TOML has the setting's type; true if that type is not a plain one."""
     kinds = set(get_args(annotation) or (annotation,)) - {NoneType}
     if kinds - {bool, int, float, str}:
         return True

@@ -15,7 +15,7 @@ def write_whole(path: Path, data: bytes | memoryview, *, mode: int | None = None
     The name is new and cannot be guessed, so nobody has put a link there before.
 
     `mode`: its permissions, if not the default of new files. The folder is synced too, and so everything written into
-    it before. `sync`: False for what need not outlive the machine's power.
+    it before. `sync`: False for a file that may be lost in a power failure.
     """
     temporary = path.parent / f".{path.name}.{os.urandom(4).hex()}"
     try:
@@ -35,7 +35,7 @@ def write_whole(path: Path, data: bytes | memoryview, *, mode: int | None = None
 
 
 def sync_folder(path: Path) -> None:
-    """Sync the names in a folder to disk: files that were made, renamed or deleted there."""
+    """Sync a folder's entries to disk: files that were made, renamed or deleted there."""
     handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)

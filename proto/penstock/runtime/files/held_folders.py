@@ -1,4 +1,4 @@
-"""Folders held by a descriptor: what is done in one stays in it, wherever its name leads by then.
+"""Folders held by a descriptor: changes stay inside the folder, even if its name leads elsewhere by then.
 
 Who can write to the folder above it may rename a folder of ours, and put a link in its place, between two steps of
 ours. By its name we would then write into, and empty, whatever folder the link leads to.
@@ -24,7 +24,7 @@ class HeldFolder:
         try:
             self._fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except NotADirectoryError:
-            raise OSError(errno.ENOTDIR, "it is a link or a file, and must be a folder", str(name)) from None
+            raise OSError(errno.ENOTDIR, "it must be a folder, got a link or a file", str(name)) from None
         self.path = Path(f"/proc/self/fd/{self._fd}")
         """Path of the folder itself, for functions that take paths; it outlives a change of the name."""
 
@@ -37,11 +37,11 @@ class HeldFolder:
         return os.path.samestat(found, os.fstat(self._fd))
 
     def named(self, text: str) -> str:
-        """Return a text for people: with the folder's name in place of its path."""
+        """Return the text with the folder's path replaced by its name, for people."""
         return text.replace(str(self.path), str(self.name))
 
     def close(self) -> None:
-        """Close it; does nothing when called again."""
+        """Close the descriptor; does nothing when called again."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)

@@ -39,7 +39,7 @@ def parent_of(root: str | Path, name: str, *, make: bool = False) -> Iterator[tu
                 below = os.open(folder, _HELD | os.O_NOFOLLOW, dir_fd=held)
             except NotADirectoryError:
                 where = os.path.join(root, *folders[:number])
-                raise OSError(errno.ENOTDIR, "it is a link or a file, and must be a folder", where) from None
+                raise OSError(errno.ENOTDIR, "it must be a folder, got a link or a file", where) from None
             os.close(held)
             held = below
         yield held, last
@@ -64,8 +64,8 @@ def is_strange_link(path: str | Path) -> bool:
 
 def refuse_strange_links(path: Path) -> None:
     """Raise OSError if a path leads through a link that another user put into a folder where everybody may make names,
-    such as /tmp: it was perhaps made in the place of a folder that we were about to make. This is what Linux does by
-    itself with fs.protected_symlinks=1."""
+    such as /tmp: that user may have made it in place of a folder of ours. Linux does the same with
+    fs.protected_symlinks=1."""
     path = path.absolute()
     for part in [*reversed(path.parents), path]:
         try:
@@ -74,4 +74,8 @@ def refuse_strange_links(path: Path) -> None:
             return
         shared = above.st_mode & stat.S_ISVTX and above.st_mode & stat.S_IWOTH
         if shared and is_strange_link(part) and os.lstat(part).st_uid != above.st_uid:
-            raise OSError(errno.EACCES, f"it is a link that user {os.lstat(part).st_uid} has made", str(part))
+            raise OSError(
+                errno.EACCES,
+                f"it must not be a link of another user, got one of user {os.lstat(part).st_uid}",
+                str(part),
+            )

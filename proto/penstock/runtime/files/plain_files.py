@@ -42,7 +42,7 @@ def open_plain(path: str | Path, flags: int = os.O_RDONLY, mode: int = 0o666, *,
         if not stat.S_ISREG(found.st_mode):
             raise OSError(errno.ENXIO, "it is not a regular file", str(path))
         if written and found.st_nlink > 1:
-            raise OSError(errno.EMLINK, "it has a second name, and is not written: remove it", str(path))
+            raise OSError(errno.EMLINK, "it must have no second name (hard link): remove that name", str(path))
         if flags & os.O_TRUNC:
             os.ftruncate(handle, 0)
         os.set_blocking(handle, True)

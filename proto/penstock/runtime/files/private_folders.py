@@ -62,7 +62,7 @@ class PrivateFolder:
         return self._fd
 
     def close(self) -> None:
-        """Remove it. Idempotent; in a forked child nothing happens."""
+        """Remove the folder. Idempotent; does nothing in a forked child."""
         if self._fd < 0 or os.getpid() != self._pid:
             return
         with contextlib.suppress(OSError):

@@ -53,7 +53,7 @@ _kept: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def keep(thing: _Kept) -> None:
-    """Keep a thing from the children that are forked from now on; it is not kept again from their own children."""
+    """Keep a thing from children that are forked from now on. Their own children do not disarm it again."""
     _kept.add(thing)
 
 
@@ -65,7 +65,7 @@ def host_user_code() -> None:
 
 @contextlib.contextmanager
 def hosting(*things: _Kept) -> Iterator[None]:
-    """Keep these things from children within the block, in which user code runs; afterwards our own may have them."""
+    """Keep these things from children within the block, in which user code runs; later children may use them."""
     global _hosts_user_code
     before, _hosts_user_code = _hosts_user_code, True
     for thing in things:

@@ -1,4 +1,4 @@
-"""Identity of a process for a record on disk, by which another command finds it later, and never a reuse of its id."""
+"""Identity of a process for a record on disk: another command finds that process later, never a reuse of its id."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Identity:
         return None
 
     def send(self, number: int) -> bool:
-        """Send it a signal. Return False if it has ended."""
+        """Send the process a signal. Return False if it has ended."""
         process = self.open()
         if process is None:
             return False

@@ -62,7 +62,7 @@ class Spawned(Process):
         return self._popen.poll()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until it has ended, and reap it. Return whether it has."""
+        """Wait until the child has ended, and reap it. Return whether it has ended."""
         if self._popen.returncode is None and self.fileno() >= 0:
             if not super().wait(timeout_s):
                 return False
@@ -72,20 +72,20 @@ class Spawned(Process):
         return self._popen.returncode is not None
 
     def result(self) -> int:
-        """Wait until it has ended, for as long as it takes, and return its exit status."""
+        """Wait without a limit until the child has ended, and return its exit status."""
         while not self.wait():
             pass
         return self._popen.returncode
 
     def send(self, number: int) -> bool:
-        """Send it a signal. Return False if it has ended."""
+        """Send the child a signal. Return False if it has ended."""
         if self.fileno() >= 0:
             return super().send(number)
         self._popen.send_signal(number)
         return self._popen.returncode is None
 
     def let_go(self) -> None:
-        """Let it outlive this process, which does not wait for it."""
+        """Let the child outlive this process, which does not wait for it."""
         self._popen.returncode = 0
         self.close()
 

@@ -91,7 +91,7 @@ class Process:
         return self._pidfd
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until it has ended; None: for as long as it takes. Return whether it has."""
+        """Wait until the process has ended; None: without a limit. Return whether it has ended."""
         return readable(self._pidfd, timeout_s)
 
     @property
@@ -100,7 +100,7 @@ class Process:
         return self.wait(0)
 
     def on_end(self, then: Callable[[], object]) -> None:
-        """Have the running event loop call `then` once, when it has ended; not after `close`."""
+        """Have the running event loop call `then` once, when the process has ended; not after `close`."""
         import asyncio
 
         loop, pidfd = asyncio.get_running_loop(), self._pidfd
@@ -114,7 +114,7 @@ class Process:
         loop.add_reader(pidfd, ended)
 
     def send(self, number: int) -> bool:
-        """Send it a signal. Return False if it has ended."""
+        """Send the process a signal. Return False if it has ended."""
         if self._pidfd < 0:
             return False
         try:
@@ -124,11 +124,11 @@ class Process:
         return True
 
     def kill(self) -> None:
-        """Kill it; harmless once it has ended."""
+        """Kill the process; harmless once it has ended."""
         self.send(signal.SIGKILL)
 
     def end(self, grace_s: float, killed_s: float | None = None) -> bool:
-        """Send SIGTERM, and kill it after `grace_s` seconds; return whether it has ended.
+        """Send SIGTERM, and kill the process after `grace_s` seconds; return whether it has ended.
 
         killed_s: seconds to wait for the end after the kill; None: without limit.
         """
@@ -161,7 +161,7 @@ def stat_of(pid: int) -> list[str]:
 
 
 def wait_for_parent_end(pid: int) -> None:
-    """Block a thread until this process's parent has ended, also where the kernel has no pidfds for us."""
+    """Block a thread until this process's parent has ended, also where the kernel has no pidfds."""
     try:
         with Process.parent(pid) as parent:
             parent.wait()

@@ -86,7 +86,7 @@ class SlotView:
 
     @property
     def remark(self) -> str:
-        """Return a remark: its error, else what its runner has been in for long, else why the slot moved."""
+        """Return a remark: the slot's error, else what its runner has been doing for long, else why the slot moved."""
         said = f"{self.error['name']}: {self.error['message']}" if self.error else self.doing or self.note or ""
         return " ".join(said.split())
 

@@ -93,8 +93,9 @@ def _cut(text: str, longest: int = LONGEST) -> str:
 
 
 class RepeatedWarnings:
-    """Rate limit on warnings that an unauthenticated peer can cause at will. Each is truncated. One of a source is
-    logged at once and then one in `EVERY_S`, of all sources `AT_ONCE` in that time; the next one counts those omitted.
+    """Rate limit on warnings that an unauthenticated peer can cause at will. Each is truncated. Each source has one
+    logged at once and then one in `EVERY_S`; all sources together have `AT_ONCE` in that time. The next one states how
+    many were omitted.
 
     clock: monotonic seconds.
     """
@@ -123,7 +124,7 @@ class RepeatedWarnings:
 
 
 class OneLine(logging.Formatter):
-    """Formatter whose records begin only where its format begins."""
+    """Formatter whose records begin only where its format does: other lines of a record are indented."""
 
     def format(self, record: logging.LogRecord) -> str:
         return "\n    ".join(map(printable, _cut(super().format(record)).split("\n")))

@@ -31,7 +31,7 @@ class Progress:
         return passed if passed >= (TERMINAL_S if self._terminal else LOG_S) else 0.0
 
     def show(self, text: str) -> None:
-        """Show it instead of the last line."""
+        """Show this line instead of the last one."""
         self._shown_at = time.monotonic()
         if self._terminal:  # a line that wraps could not be drawn over
             text = f"\r\x1b[K{text[: shutil.get_terminal_size().columns - 1]}"

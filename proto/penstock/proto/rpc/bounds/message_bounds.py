@@ -38,12 +38,12 @@ a registration. To count and parse them takes up to 10 ms of the event loop."""
 REPLY_FIELDS = 1 << 20
 """Largest number of fields in a reply: 524,288 abandoned epochs in a history, 100,000 workers in a status."""
 LEVELS = 8
-"""Depth of messages; ours have four levels."""
+"""Largest depth to which fields are counted; Penstock's messages have four levels."""
 
 SMALL_REQUEST = 64 << 10
-"""Bytes of a request that gRPC itself takes about as much for as it has."""
+"""Largest request that does not count as large, bytes: gRPC itself takes about as much memory for any."""
 LARGE_REQUESTS = 128 << 20
-"""Bytes of larger requests of one token that are answered at a time."""
+"""Largest size of all larger requests of one token that are being answered, bytes."""
 
 M = TypeVar("M", bound=Message)
 C = TypeVar("C")
@@ -87,7 +87,7 @@ def check_fields(data: bytes, kind: Descriptor, most: int) -> None:
 
 
 def _counted(data: bytes, pos: int, end: int, kind: Descriptor, left: int, levels: int) -> int:
-    """Return what is left of the number of fields after these bytes."""
+    """Return how many more fields are allowed after those in these bytes."""
     inner = _levels(kind)
     if not levels:
         raise _TooMany
@@ -117,7 +117,7 @@ def _counted(data: bytes, pos: int, end: int, kind: Descriptor, left: int, level
 
 
 def _varint(data: bytes, pos: int) -> tuple[int, int]:
-    """Return the number at this place, and the place behind it."""
+    """Return the varint at this offset, and the offset behind it."""
     value = data[pos]
     if value < 128:
         return value, pos + 1

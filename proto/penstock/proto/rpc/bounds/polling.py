@@ -39,7 +39,8 @@ def intervals(reply: _Reply) -> tuple[float, float]:
 
 
 class PollPace:
-    """Limit on polls that are answered at once: as many as there are changes, for a while, and then `PER_S`.
+    """Limit on polls that are answered at once: the first `BURST` follow without a pause, later ones at `PER_S` a
+    second.
 
     clock: monotonic seconds.
     """

@@ -10,11 +10,11 @@ of every caller that sends it. So Penstock's own callers prove theirs, with TLS 
 3. The coordinator puts an HMAC of its own beside each answer, and before the first part of one that comes in parts. A
    caller does not believe an answer or an error without it.
 
-The line is worthless at any other start of the coordinator, and to one who does not know the token there is nothing to
-answer with. The coordinator keeps nothing of a caller: what it has to know stands in the line. The caller proves first,
-so strangers get nothing that a guess of a token could be checked against.
+The line is worthless at any other start of the coordinator, and a receiver that does not know the token cannot compute
+the answer to it. The coordinator keeps nothing of a caller: the line has all that it needs. The caller proves first, so
+strangers get nothing that a guess of a token could be checked against.
 
-An end in the middle that can reach the true coordinator, and passes on what both say, is kept out by TLS alone.
+Only TLS keeps out a man in the middle, who reaches the true coordinator and relays what both ends send.
 
 This module is the rule and opens no connection: see penstock.proto.rpc.calls and penstock.proto.rpc.auth_interceptor
 for its two ends.
@@ -54,7 +54,7 @@ def _nonce() -> str:
 
 
 def _hmac(token: bytes, who: str, challenge: str, nonce: str) -> str:
-    """`who`: the end that it speaks for, so that neither can send the other's words back."""
+    """Return an HMAC under the token. `who`: the end that makes it, so that neither can replay the other's."""
     return hmac.new(token, f"penstock {who} {challenge} {nonce}".encode(), hashlib.sha256).hexdigest()
 
 
@@ -77,7 +77,7 @@ class ShownProof:
 
 
 class TokenProver:
-    """Caller's end, for one token. Thread safe: each call keeps the proof that it showed.
+    """Caller's end of the proof, for one token. Thread safe: each call keeps the proof that it showed.
 
     Raises InvalidArgumentError for an invalid token.
     """
@@ -108,7 +108,7 @@ class Caller:
     credential: str
     """Digest of its token."""
     proof: str = ""
-    """Proof that this end knows the token too; "" for a caller that sent it."""
+    """Proof that this end knows the token too; "" for a caller that sent the token itself."""
     alone: bool = True
     """True if no other token is valid for training jobs, so that limits need not be shared."""
 
@@ -121,7 +121,7 @@ class Challenged:
 
 
 class TokenVerifier:
-    """Coordinator's end, for one start of it."""
+    """Coordinator's end of the proof, for one start of the coordinator."""
 
     def __init__(self, tokens: Tokens, challenge: str | None = None) -> None:
         self.challenge = challenge or _nonce()
