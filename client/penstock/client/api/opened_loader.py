@@ -318,7 +318,7 @@ class OpenedLoader:
 
 
 def _on(cover: DigestCover, start_of: Callable[[int], BoxStart], box: int) -> BoxStart:
-    """Return where a box starts, with digests of this cover."""
+    """Return the start of a box, marked for digests by rows if the cover is ROWS."""
     start = start_of(box)
     start.position.by_rows = cover == DigestCover.ROWS
     return start
@@ -333,7 +333,7 @@ def _all_known(run: StreamRun) -> bool:
 
 
 def _abandon(run: StreamRun, reader: Reader) -> None:
-    """End the stream of a loader that was collected. It may run in the garbage collector, so the run's own thread does
-    all that takes time or locks."""
+    """End the stream of a garbage-collected loader. This may run in the garbage collector, so the run's own thread
+    does all that takes time or locks."""
     run.abandoned = True
     reader.close()

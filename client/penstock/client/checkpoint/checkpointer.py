@@ -176,7 +176,7 @@ class AsyncCheckpointer:
             open_streams.saves.stalled(time.monotonic() - began)
 
     def _save(self, step: int, state: Mapping[str, Any]) -> bool:
-        """Return False if another thread, or a signal handler, has taken the free buffer."""
+        """Save once. Return False if another thread, or a signal handler, has taken the free buffer: call again."""
         self._make_room()
         with self._calls.one("save"), _no_collection():
             self._check_open()

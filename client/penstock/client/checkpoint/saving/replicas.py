@@ -77,7 +77,7 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def summary(known: dict[Key, tuple[str, str]]) -> str:
-    """Return one digest of all."""
+    """Return one digest of a rank's digests."""
     hasher = xxhash.xxh3_64()
     for key in sorted(known, key=str):
         hasher.update(f"{key}{known[key]}".encode())

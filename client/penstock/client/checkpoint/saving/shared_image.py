@@ -26,7 +26,7 @@ _numbers = itertools.count()
 
 
 def pages(nbytes: int) -> int:
-    """`nbytes` rounded up to whole pages."""
+    """Return `nbytes` rounded up to whole pages."""
     return -(-nbytes // PAGE) * PAGE
 
 

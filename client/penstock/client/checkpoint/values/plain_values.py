@@ -38,7 +38,7 @@ class EncodedValue(NamedTuple):
     value: Any
     recipe: Any
     opaque: str
-    """ "", or what it holds besides plain values: "tensors", or the name of a class."""
+    """Part of the value that has no recipe: "tensors", or the name of a class; "": none."""
 
 
 class _Kind(NamedTuple):
