@@ -37,7 +37,8 @@ QUIET_S = 2.0
 """Seconds since a worker's last heartbeat (there is one each second) above which a warning comes before the lease
 ends."""
 MANY = 1000
-"""Workers beyond which heartbeats may be rarer (penstock.appliance.policies.lease_policy), and so is that warning."""
+"""Number of workers above which QUIET_S grows in proportion: heartbeats may be rarer (appliance/policies/lease_policy).
+"""
 AT_A_TIME = 64
 SKEW_S, FAR_OFF_S = 2.0, 300.0
 """Difference of two clocks, in seconds: above SKEW_S it is reported; above FAR_OFF_S certificates may be invalid at one
@@ -57,8 +58,8 @@ class JobQuestion:
 def check_cluster(
     address: str, load_tls: Callable[[], Tls | None], read_token: Callable[[], str], job: JobQuestion
 ) -> Iterator[Finding]:
-    """Return all findings, up to the first failed step on which the rest depends. An error of the two is one of
-    them."""
+    """Return all findings, up to the first failed step on which the rest depends. Errors of load_tls and read_token
+    are findings too."""
     try:
         tls = load_tls()
     except TlsError as error:
@@ -190,7 +191,8 @@ def check_version(who: str, has: str, ours: str, protocol: int) -> Finding:
 
 
 def check_skew(ahead_s: float, took_s: float) -> Finding:
-    """`ahead_s`: lead of the coordinator's clock over ours before the call. `took_s`: duration of the call."""
+    """Compare the clocks. `ahead_s`: lead of the coordinator's clock over ours before the call. `took_s`: duration of
+    the call."""
     if ahead_s < -1e8:
         return warning("clock", "the coordinator does not report its time", "It is of an older release.")
     # The coordinator read its clock at some time within the call.

@@ -19,7 +19,7 @@ from penstock.worker.tools.loader_children import interpreter, load_input_fn
 __all__ = ["ImportedLoader", "main", "try_import"]
 
 TRACEBACK = 8 << 10
-"""Longest traceback in characters: with the message it fits in a pipe, which is read only at the end."""
+"""Largest number of characters of a traceback: with the message it fits in a pipe, which is read only at the end."""
 
 
 @dataclass(frozen=True)

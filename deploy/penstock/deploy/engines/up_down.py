@@ -108,7 +108,7 @@ def _refuse_another(folder: FleetFolder, plan: FleetPlan) -> None:
 
 
 def _say(fleet: Fleet, as_json: bool) -> None:
-    """Print the only standard output: the variables of a training job."""
+    """Print the variables of a training job: the only text on standard output."""
     print(json.dumps(fleet.as_dict(), indent=2) if as_json else exports(fleet), flush=True)
 
 

@@ -147,7 +147,7 @@ def _of_row(name: str, of_one: Any) -> dict[str, Any]:
 
 
 def _values(value: torch.Tensor | np.ndarray[Any, Any], count: int) -> list[Any]:
-    """Return the first values, as JSON takes them."""
+    """Return a leaf's first values in a form that JSON can hold."""
     first = value.reshape(-1)[:count].tolist()
     return [str(item) if isinstance(item, complex) else as_json(item) for item in first]
 
