@@ -128,7 +128,10 @@ class Embedded:
                 except OSError:
                     pass
             if time.monotonic() > deadline:
-                raise PenstockError(f"the embedded coordinator did not start in time{self._children[0].last_words()}")
+                raise PenstockError(
+                    "the embedded coordinator did not accept connections within timeout_s"
+                    f"{self._children[0].last_words()}"
+                )
             self._down.wait(PROBE_S)
 
     # ---- the thread

@@ -284,7 +284,9 @@ class OpenedLoader:
         if session is not None and not session.run.closed and session.run.error is None:
             lengths = [capabilities.length for capabilities in self._capabilities(session)]
             if min(lengths) < 0:
-                raise TypeError(f"the loader that {self.name} returned has no len()")
+                raise TypeError(
+                    f"the loader that {self.name} returned has no len(): give it a __len__, or use num_steps"
+                )
             return sum(lengths)
         settings = self._settings
         seed = settings.seed if settings.seed is not None else 0

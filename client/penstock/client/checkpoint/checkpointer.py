@@ -313,7 +313,7 @@ class AsyncCheckpointer:
     def result(self, timeout_s: float | None = None) -> Path:
         """Wait until the last checkpoint is on the disk, and return its path. Raises as `wait` does."""
         if self._last is None:
-            raise CheckpointError("result() before any save()")
+            raise CheckpointError("AsyncCheckpointer.result() must be called after save(): nothing was saved yet")
         self.wait(timeout_s)
         if self._last.error is not None:
             raise self._last.error

@@ -185,7 +185,7 @@ class ReceiverLane:
             hello.ParseFromString(data)
             host, _, port = hello.target.rpartition(":")
             if len(data) > MAX_FRAME or not host or not port.isdecimal() or int(port) > 65535:
-                raise ProtocolError(f"its target must be HOST:PORT, got {hello.target!r} in {len(data)} bytes")
+                raise ProtocolError(f"target of a Hello must be HOST:PORT, got {hello.target!r} in {len(data)} bytes")
         except BlockingIOError:
             return
         except (OSError, DecodeError, ProtocolError) as error:

@@ -55,7 +55,7 @@ class FleetFolder:
             self.logs.mkdir(mode=0o700, exist_ok=True)
         except OSError as error:
             raise CommandError(
-                f"no folder can be made for the fleet at {self.path}: {error.strerror}", USAGE
+                f"the fleet's folder {self.path} cannot be made: {error.strerror}; give another by --dir", USAGE
             ) from error
 
     def _refuse_others(self) -> None:

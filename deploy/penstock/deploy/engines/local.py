@@ -67,7 +67,7 @@ class LocalEngine:
             process.send(signal.SIGTERM)
             if told:  # a signal came before it could handle one
                 raise CommandError(f"the fleet in {where.path} was ended while it was starting", INTERRUPTED)
-            raise CommandError(f"the supervisor did not start: {last_words(log)}", BUG)
+            raise CommandError(f"the supervisor of the fleet in {where.path} did not start: {last_words(log)}", BUG)
         answer = json.loads(said)
         if "error" in answer:
             process.wait(plan.timeout_s)

@@ -151,7 +151,8 @@ class _Supervisor:
         except TimeoutError:
             waits = [kept.title for kept in (self._coordinator, *self._workers.values()) if not kept.ready.is_set()]
             raise DeadlineError(
-                f"not ready after {self._plan.timeout_s:g} s: {', '.join(waits)}; see the logs in {self._folder.logs}"
+                f"not ready after {self._plan.timeout_s:g} s: {', '.join(waits)}. See the logs in {self._folder.logs}, "
+                "or raise --timeout"
             ) from None
         self._up = True
         self._record()

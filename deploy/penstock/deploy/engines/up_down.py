@@ -50,7 +50,9 @@ def run_up(
     tls = resolve(TlsSettings, **tls_flags)
     folder = _folder(settings)
     if render and settings.engine not in RENDERERS:
-        raise CommandError(f"--render: the engine {settings.engine} has no files to show", USAGE)
+        raise CommandError(
+            f"--render must be given with --engine {' or '.join(RENDERERS)}, got --engine {settings.engine}", USAGE
+        )
     if not render:
         folder.make()
     plan = plan_of(settings, tls, token_file, folder, make_token=not render)

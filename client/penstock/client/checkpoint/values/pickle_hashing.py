@@ -127,7 +127,7 @@ class _Play:
 
     def _take(self, begin: int) -> _Node:
         if begin < 0:
-            raise IndexError("it takes more from the stack than is there")
+            raise IndexError("an opcode takes more objects from the stack than it holds")
         taken = self._stack[begin:]
         del self._stack[begin:]
         return taken
@@ -183,7 +183,7 @@ def _weight(root: _Node, known: dict[int, int]) -> int:
             known[id(node)] = 1 + len(node) - len(parts) + sum(known[id(part)] for part in parts)
             continue
         if id(node) in above:
-            raise pickle.UnpicklingError("it has a key that contains itself")
+            raise pickle.UnpicklingError("it has a dict key that contains itself")
         above.add(id(node))
         left.append((node, True))
         left += [(part, False) for part in parts if id(part) not in known]
