@@ -54,7 +54,7 @@ from penstock.worker.runner.in_process_slot import InProcessSlot, MadeBatch
 __all__ = ["Fault", "InProcessReader", "InProcessRun"]
 
 HERE: Final = "this process"
-"""Name of the worker."""
+"""Worker name that stands for this process in views, messages and figures."""
 STRUCTURES_KEPT: Final = 64
 
 

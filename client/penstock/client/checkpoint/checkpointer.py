@@ -388,7 +388,7 @@ class AsyncCheckpointer:
         )
 
     def _load(self, choice: dict[str, Any], state: Mapping[str, Any], unsafe: bool) -> bool:
-        """Return False if the checkpoint was replaced before all ranks had opened it."""
+        """Load the chosen checkpoint on all ranks. Return False if it was replaced before all had opened it."""
         loaded: LoadedCheckpoint | None = None
 
         def loading() -> dict[str, Any]:

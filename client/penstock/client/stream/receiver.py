@@ -273,7 +273,7 @@ class ReceiverLane:
             self.fail(error)
 
     def _crowded(self) -> bool:
-        """Return whether the consumer does not read: then the rest waits in the network."""
+        """Return whether the consumer does not read its frames: then no more are received, and wait in the network."""
         if self._producer.crowded:
             self._producer.flush()
         return self._producer.crowded

@@ -37,8 +37,7 @@ QUIET_S = 2.0
 """Seconds since a worker's last heartbeat (there is one each second) above which a warning comes before the lease
 ends."""
 MANY = 1000
-"""Number of workers above which QUIET_S grows in proportion: heartbeats may be rarer (appliance/policies/lease_policy).
-"""
+"""Number of workers above which QUIET_S grows in proportion, because heartbeats may be rarer (see lease_policy)."""
 AT_A_TIME = 64
 SKEW_S, FAR_OFF_S = 2.0, 300.0
 """Difference of two clocks, in seconds: above SKEW_S it is reported; above FAR_OFF_S certificates may be invalid at one

@@ -23,8 +23,7 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 __all__ = ["KnownPosition", "ReplayPlan", "attempt_of", "plan"]
 
 FURTHER = 1000
-"""Largest number of steps replayed beyond the batch, to reach a recorded stream digest; more if more led to the batch.
-"""
+"""Largest number of steps replayed beyond the batch to compare a stream digest; more if more led to the batch."""
 
 
 @dataclass(frozen=True)
