@@ -367,7 +367,7 @@ class OpenRun:
                 if asked - since > warn_at:
                     warn_at *= 2
                     waited = asked - since
-                    _log.warning("%s waits for the coordinator, away for %.0f s: %s", what, waited, error.message)
+                    _log.warning("%s: the coordinator has not answered for %.0f s: %s", what, waited, error.message)
                 self.reach(MAX_BACKOFF_S)
                 away_s += time.monotonic() - asked
 

@@ -31,7 +31,7 @@ __all__ = ["JobQuestion", "check_cluster", "check_lost", "check_skew", "check_sl
 
 CONNECT_S = 3.0
 """Deadline of a TCP connection within a cluster, in seconds."""
-SILENT = f"it accepts connections and answers none within {CONNECT_S:g} s"
+SILENT = f"it accepts connections, but does not answer within {CONNECT_S:g} s"
 """Finding about a worker that hangs or is stopped: the kernel still accepts connections for it."""
 QUIET_S = 2.0
 """Seconds since a worker's last heartbeat (there is one each second) above which a warning comes before the lease
@@ -199,9 +199,9 @@ def check_skew(ahead_s: float, took_s: float) -> Finding:
     sign = "ahead of" if ahead_s > 0 else "behind"
     found = f"the coordinator's clock is {off:.1f} s {sign} this one" if off else "the coordinator's and this one agree"
     if off > FAR_OFF_S:
-        return problem("clock", found, "timedatectl set-ntp true, on both; certificates are valid by each one's own.")
+        return problem("clock", found, "timedatectl set-ntp true, on both: each checks certificates by its own clock.")
     if off > SKEW_S:
-        return warning("clock", found, "timedatectl set-ntp true, on both; logs cannot be read side by side.")
+        return warning("clock", found, "timedatectl set-ntp true, on both: the times in their logs do not agree.")
     return ok("clock", found)
 
 
