@@ -1,4 +1,4 @@
-"""Generator of the files below deploy/kubernetes that are generated, from penstock.deploy.engines.kubernetes_manifests.
+"""Generator of most files below deploy/kubernetes, from penstock.deploy.engines.kubernetes_manifests.
 
 `make manifests` runs it; tests/deploy/test_manifest_files.py compares. The kustomizations and the chart's
 values are written by hand, because operators change them.
@@ -55,7 +55,7 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _list(dumper: yaml.SafeDumper, items: list[Any]) -> yaml.Node:
-    """Write short words in one line, as [a, b]."""
+    """Represent a list of short words on one line, as [a, b]."""
     short = all(isinstance(item, str) and "=" not in item for item in items) and len(" ".join(items)) < 60
     return dumper.represent_sequence("tag:yaml.org,2002:seq", items, flow_style=short)
 
@@ -340,7 +340,7 @@ def _spliced(line: str) -> str:
 
 
 def main() -> None:
-    """Write them."""
+    """Write the generated files."""
     for name, made in files().items():
         (HERE / name).write_text(made)
 

@@ -51,7 +51,7 @@ def test_a_worker_that_is_not_there_is_named(coordinator: Any, worker: str) -> N
 def test_daemon_option_before_drain_is_refused(coordinator: Any, worker: str) -> None:
     done = coordinator.call("worker", "--coordinator", "127.0.0.1:1", "drain", worker)
     assert done.returncode == 2
-    assert "it is an option of the daemon here: give it behind `drain`" in done.stderr
+    assert "give it after `drain`: before it, this is an option of the daemon" in done.stderr
 
 
 @pytest.fixture

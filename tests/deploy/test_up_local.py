@@ -240,7 +240,7 @@ def test_down_means_the_fleet_that_up_would(shell: Any) -> None:
         (("--allow", "x", "--name", "My Fleet"), 2, "--name My Fleet: a fleet's name must have 1 to"),
         (("--allow", "x", "--name", "A_b"), 2, "lowercase letters"),
         (("--allow", "x", "--listen", "10.1.2.3:0"), 16, "--insecure"),
-        (("--allow", "x", "--render"), 2, "has no files to show"),
+        (("--allow", "x", "--render"), 2, "with --engine slurm or kubernetes, got --engine local"),
         (("--allow", "x", "--token-file", "no/such"), 12, "no/such cannot be read"),
     ],
 )

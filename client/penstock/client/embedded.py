@@ -36,16 +36,16 @@ from penstock.runtime.process.watch import readable, wait_for_any
 __all__ = ["Embedded"]
 
 SLOTS = 1024
-"""Worker slots of the embedded daemon: as many as a coordinator takes from one worker."""
+"""Worker slots of the embedded daemon: the largest number that a coordinator accepts from one worker."""
 TAIL_LINES = 40
 STOP_S = 5.0
 """Seconds for a daemon to end after SIGTERM."""
 PROBE_S = 0.01
 
 NO_CAGE = "PENSTOCK_WORKER_NO_CAGE"
-"""Environment variable of `penstock worker --no-cage`, for which an embedded worker has no flag."""
+"""Environment variable that turns off an embedded worker's sandbox, like `penstock worker --no-cage`."""
 _NOT_FOR_DAEMONS = (*TORCHRUN, "TORCH_NCCL_*", "PENSTOCK_*", "PYTHONHASHSEED")
-"""Environment variables for the training process only."""
+"""Environment variables of the training process that the daemons do not inherit."""
 
 
 class Embedded:
@@ -128,7 +128,10 @@ class Embedded:
                 except OSError:
                     pass
             if time.monotonic() > deadline:
-                raise PenstockError(f"the embedded coordinator did not start in time{self._children[0].last_words()}")
+                raise PenstockError(
+                    "the embedded coordinator did not accept connections within timeout_s"
+                    f"{self._children[0].last_words()}"
+                )
             self._down.wait(PROBE_S)
 
     # ---- the thread

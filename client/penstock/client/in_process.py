@@ -54,7 +54,7 @@ from penstock.worker.runner.in_process_slot import InProcessSlot, MadeBatch
 __all__ = ["Fault", "InProcessReader", "InProcessRun"]
 
 HERE: Final = "this process"
-"""Name of the worker."""
+"""Worker name that stands for this process in views, messages and figures."""
 STRUCTURES_KEPT: Final = 64
 
 
@@ -119,7 +119,7 @@ class _Box:
                 self.exhaust(slot)
 
     def at(self, step: int) -> Position:
-        """Return its position right after a step, or its present one if it took no further step."""
+        """Return the box's position right after a step; if the box took fewer steps, its last position."""
         known = self._at.get(step)
         if known is not None:
             return known
@@ -160,7 +160,7 @@ class InProcessRun:
         self.abandoned = False
         self.away_since: float | None = None
         self.lock = threading.RLock()
-        """Guard of process-wide state, which the slots share: their user code runs in turn."""
+        """Lock of process-wide state (random generators, for example), so that slots run user code one at a time."""
         self.last_epoch = 0
         """Last epoch that this box's loop opens."""
         self.abandoned_epochs: dict[int, int] = {}
@@ -211,7 +211,7 @@ class InProcessRun:
         return InProcessSlot(assignment, self._opening.make, start.blob, noted=self._options.retention_steps + 2)
 
     def prepare(self) -> None:
-        """Create the loaders of this box. A failure is raised when the slot's turn comes."""
+        """Create the loaders of this box's slots. A slot's failure is raised when its turn comes."""
         for view, slot in zip(self.views, self.box_of(self.box).slots, strict=True):
             if view.phase in (pb.READY, pb.FAILED):
                 continue

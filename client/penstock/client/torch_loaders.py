@@ -50,7 +50,7 @@ class TakenOver:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     replay: bool
-    """The loader has no state methods: its states are restored from the start of the epoch, by replay."""
+    """True: the loader has no state methods, so states are restored by replay from the start of the epoch."""
 
 
 def taken_over(thing: Any, *args: Any, **kwargs: Any) -> TakenOver:
@@ -139,11 +139,11 @@ class _Order:
     indices: Sequence[int] | None = None
     """Samples of the dataset that are read; None: all."""
     num_samples: int | None = None
-    """Samples of an epoch; None: as many as there are."""
+    """Number of samples of an epoch; None: all."""
 
 
 def _ordered_by(sampler: Any) -> _Order:
-    """Return the order that stands for one of torch's own samplers."""
+    """Return the order that replaces one of torch's own samplers. Raises InvalidArgumentError for other samplers."""
     if type(sampler) is SequentialSampler:
         return _Order(shuffle=False)
     if type(sampler) is RandomSampler and not sampler.replacement:

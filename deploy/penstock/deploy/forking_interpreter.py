@@ -142,7 +142,7 @@ class ForkedChild:
                 self.channel.send("part", part)
 
     def said(self) -> ControlMessage | None:
-        """Return the child's next message; None if there is none yet. Raises LaneLostError if it sends no more."""
+        """Return the child's next message; None if there is none yet. Raises LaneLostError if the child has ended."""
         ended = self.process.ended  # read first: messages sent before the end can still be read
         message = self.channel.receive(wait=False)
         if message is None and ended:
@@ -166,7 +166,7 @@ class ForkedChild:
         return describe_exit(status)
 
     def show_stack(self) -> None:
-        """Make faulthandler print the stack of each of its threads; this kills it."""
+        """Make faulthandler print the stack of each thread of the child; this kills the child."""
         self.process.send(signal.SIGABRT)
         self.process.wait(ABORT_S)
 

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 __all__ = ["Appliance", "current_appliance", "current_settings"]
 
 REACH_S = 20.0
-"""Seconds that an address may be unreachable before opening a run gives up: a coordinator restarts in a few."""
+"""Seconds that opening a run retries an unreachable coordinator, which takes a few to restart."""
 RETRY_S = 0.25
 
 _open: weakref.WeakSet[Appliance] = weakref.WeakSet()
@@ -186,7 +186,7 @@ class Appliance:
         self._seeds: dict[int, int] = {}
         """Seeds of runs in this process, by ordinal: a loader that is opened again keeps its seed."""
         self._job_here = ""
-        """Name of the job whose runs are in this process."""
+        """Job name of runs without workers, whose batches are made in this process; "" before the first."""
         self._faults: tuple[Fault, ...] = ()
         self.in_process = settings.num_workers_per_box == 0
         self.embedded = self.in_process or not settings.address

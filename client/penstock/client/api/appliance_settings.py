@@ -33,7 +33,7 @@ class ApplianceSettings(JobSettings):
 
     @property
     def slots_per_box(self) -> int:
-        """Number of slots of each box. Without workers this process counts as one."""
+        """Number of slots of each box; 1 if num_workers_per_box is 0, because this process is the slot."""
         return max(1, self.num_workers_per_box)
 
 

@@ -40,7 +40,7 @@ __all__ = ["DataExecutor", "DataLoader", "iterating", "wrap"]
 
 class DataLoader(ResumableLoader):
     """Data loader whose batches are made on the workers, by the loader that `input_fn(*args, **kwargs)` returns there.
-    Or by one of a dataset, which is given with the arguments of torch's DataLoader.
+    A dataset, with the arguments of torch's DataLoader, may be passed instead of input_fn.
 
     Example::
 

@@ -75,7 +75,7 @@ class Lookahead(IterableDataset[Any]):
         self._begun: Generator[Any, None, None] | None = None
         """The executor's iterator of the epoch, until the loop gets its first batch."""
         self._waiting: list[Any] = []
-        """Batches taken of that epoch."""
+        """Batches that the framework took from `_begun`, to be yielded again if it begins the epoch twice."""
         self._step: int | None = None
         """The loop's step; None before the first epoch, and after a state was loaded."""
         self._loads = 0

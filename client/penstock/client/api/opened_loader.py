@@ -284,7 +284,9 @@ class OpenedLoader:
         if session is not None and not session.run.closed and session.run.error is None:
             lengths = [capabilities.length for capabilities in self._capabilities(session)]
             if min(lengths) < 0:
-                raise TypeError(f"the loader that {self.name} returned has no len()")
+                raise TypeError(
+                    f"the loader that {self.name} returned has no len(): give it a __len__, or use num_steps"
+                )
             return sum(lengths)
         settings = self._settings
         seed = settings.seed if settings.seed is not None else 0
@@ -318,7 +320,7 @@ class OpenedLoader:
 
 
 def _on(cover: DigestCover, start_of: Callable[[int], BoxStart], box: int) -> BoxStart:
-    """Return where a box starts, with digests of this cover."""
+    """Return the start of a box, marked for digests by rows if the cover is ROWS."""
     start = start_of(box)
     start.position.by_rows = cover == DigestCover.ROWS
     return start
@@ -333,7 +335,7 @@ def _all_known(run: StreamRun) -> bool:
 
 
 def _abandon(run: StreamRun, reader: Reader) -> None:
-    """End the stream of a loader that was collected. It may run in the garbage collector, so the run's own thread does
-    all that takes time or locks."""
+    """End the stream of a garbage-collected loader. This may run in the garbage collector, so the run's own thread
+    does all that takes time or locks."""
     run.abandoned = True
     reader.close()

@@ -1,5 +1,5 @@
-"""The part of a loader that saves and resumes: its state at a step, the workers' records of it, and a state to go on
-from."""
+"""The part of a loader that saves and resumes: its state at a step, the workers' records of that step, and the loaded
+state."""
 
 from __future__ import annotations
 
@@ -109,8 +109,8 @@ class ResumableLoader(OpenedLoader):
         return saved.to_dict()
 
     def _seed_to_come(self, settings: ApplianceSettings) -> int:
-        """Return the seed that the run will have. If none is given, draw it here: otherwise the state would fit any
-        order."""
+        """Return the seed of the run to be opened. Draw it now if none is given: a state without a seed would match a
+        run of any order."""
         if settings.seed is not None:
             return settings.seed
         if settings.num_boxes > 1:

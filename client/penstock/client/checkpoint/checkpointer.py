@@ -176,7 +176,7 @@ class AsyncCheckpointer:
             open_streams.saves.stalled(time.monotonic() - began)
 
     def _save(self, step: int, state: Mapping[str, Any]) -> bool:
-        """Return False if another thread, or a signal handler, has taken the free buffer."""
+        """Save once. Return False if another thread, or a signal handler, has taken the free buffer: call again."""
         self._make_room()
         with self._calls.one("save"), _no_collection():
             self._check_open()
@@ -313,7 +313,7 @@ class AsyncCheckpointer:
     def result(self, timeout_s: float | None = None) -> Path:
         """Wait until the last checkpoint is on the disk, and return its path. Raises as `wait` does."""
         if self._last is None:
-            raise CheckpointError("result() before any save()")
+            raise CheckpointError("AsyncCheckpointer.result() must be called after save(): nothing was saved yet")
         self.wait(timeout_s)
         if self._last.error is not None:
             raise self._last.error
@@ -388,7 +388,7 @@ class AsyncCheckpointer:
         )
 
     def _load(self, choice: dict[str, Any], state: Mapping[str, Any], unsafe: bool) -> bool:
-        """Return False if the checkpoint was replaced before all ranks had opened it."""
+        """Load the chosen checkpoint on all ranks. Return False if it was replaced before all had opened it."""
         loaded: LoadedCheckpoint | None = None
 
         def loading() -> dict[str, Any]:

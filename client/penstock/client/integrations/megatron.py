@@ -100,7 +100,8 @@ class FileSystemWriterAsync(AsyncFileSystemWriter):
         self.checkpoint_dir = path
         self.write_buckets: StagedFiles | None = None
         self._buffer: StagingBuffer | None = None
-        """Mark the buffer as used by a process, until the end of that process is known."""
+        """Shared memory that the writing process uses; None before `prepare_write_data`, and once that process is
+        done."""
         self._failure = ""
         self._places: list[tuple[MetadataIndex, StorageInfo]] = []
 

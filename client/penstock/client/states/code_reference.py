@@ -57,7 +57,7 @@ class CodeReference:
     """Reason why workers on other machines cannot run it, if it goes by value."""
 
     def same_as(self, name: str) -> bool:
-        """Return whether `name` is this input_fn; a main script may have become a module since, or the reverse."""
+        """Return whether `name` names this input_fn, also if its main script has become a module, or the reverse."""
         module, _, qualname = self.name.partition(":")
         other, _, other_qualname = name.partition(":")
         return qualname == other_qualname and (module == other or bool({MAIN, BY_VALUE} & {module, other}))

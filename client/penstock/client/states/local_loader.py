@@ -155,8 +155,8 @@ def _call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def check_strict(input_fn: Callable[..., Any]) -> None:
-    """Raise TypeError if input_fn is a class, or is annotated to return one, of whose two methods only one takes
-    `strict`: before anything runs, without an instance."""
+    """Raise TypeError if only one of the loader's two methods takes `strict`. The class is input_fn, or the return
+    annotation of input_fn; no user code runs."""
     made = input_fn
     if not isinstance(input_fn, type):
         try:
@@ -169,7 +169,7 @@ def check_strict(input_fn: Callable[..., Any]) -> None:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Restore the random generators afterwards."""
+    """Restore the random generators at the end of the block."""
     before = capture_rng()
     try:
         yield

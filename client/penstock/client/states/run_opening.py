@@ -32,6 +32,6 @@ class Opening:
     key: str
     """Key that distinguishes the openings of one loader in one launch."""
     replay: bool
-    """A loader without state methods is saved too, by replay."""
+    """True: a loader without state methods is saved too, by replay."""
     cover: DigestCover
     """Bytes that the digests of batches cover."""

@@ -74,7 +74,7 @@ class WorkerPart:
 
 @dataclass(frozen=True)
 class BoxStart:
-    """A box's message to resume."""
+    """Position and state from which a box resumes."""
 
     position: records_pb2.BoxPosition
     blob: bytes
@@ -123,7 +123,7 @@ class SavedState:
     """True if the user changed the visible part: it cannot be compared with the batches delivered before the save."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the value for the user. Raises UnsupportedStateError now rather than when it is loaded."""
+        """Return the state as a dict. Raises UnsupportedStateError for a value that could not be loaded later."""
         record: dict[str, Any] = {
             "step": self.step,
             "input_fn": self.input_fn,
@@ -167,7 +167,7 @@ class SavedState:
         return {**self.aggregated, **ours}
 
     def start(self, box: int, num_boxes: int, num_workers_per_box: int, *, strict: bool) -> BoxStart:
-        """Return the message of a box of this topology. Raises StateMismatchError if the loader cannot change it."""
+        """Return a box's start on this topology. Raises StateMismatchError if the loader cannot change topology."""
         if self.positions and (num_boxes, num_workers_per_box) != (self.num_boxes, self.num_workers_per_box):
             other = self.new_topology(num_boxes, num_workers_per_box)
             return other.start(box, num_boxes, num_workers_per_box, strict=strict)

@@ -39,9 +39,9 @@ def saved_of(
 
 
 def _by_worker(saved: SavedState, values: list[dict[str, Any]]) -> list[Any]:
-    """Return the loaders' own states in the order of their worker numbers: a launch of a loader that is resumed by its
-    own methods begins with worker 0, which may be any slot. Sets `saved.is_mixed` if some loaders resumed from their
-    saved state and others were replayed: their counts then have different starts."""
+    """Return the loaders' own states by worker number. After a resume by the loader's own methods, worker 0 is the
+    slot whose turn came first, which may be any slot. Sets `saved.is_mixed` if some loaders resumed from their saved
+    state and others were replayed: their counts then have different starts."""
     launches = [value["launch"] for value in values if "launch" in value]
     if len(launches) < len(values):
         return [value["user"] for value in values]

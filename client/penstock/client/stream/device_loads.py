@@ -69,11 +69,11 @@ class DeviceLoad:
 
     @property
     def done(self) -> bool:
-        """Return whether the ring entry is not read any more. Raises the error of the device."""
+        """Return whether the copies have ended, so that the ring entry is free. Raises the error of the device."""
         return self.event is None or self.event.query()
 
     def forget(self) -> None:
-        """Drop the batch; the rest serves to release the entry."""
+        """Drop the batch. The load itself stays, to release the ring entry."""
         self.batch, self.copies = None, []
 
     def wait(self, until: float) -> bool:

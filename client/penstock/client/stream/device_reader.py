@@ -126,7 +126,7 @@ class DeviceReader(OrderedReader):
     # ---- ring entries
 
     def _land(self) -> bool:
-        """Release the entries of batches that have arrived. Return whether there were any."""
+        """Release the ring entries whose copies have ended. Return whether there were any."""
         lent, landed = self._lent, False
         while lent and lent[0].done:
             load = lent.popleft()

@@ -60,8 +60,8 @@ class RingView:
         self.held: set[int] = set()
         """Entries that views still use."""
         self.limit = min(max(2, ring.entries // 2), ring.entries - 1)
-        """Number of held entries from which the loop gets copies: a loop that keeps its batches must not stop the
-        producer."""
+        """Number of held entries from which batches are delivered as copies, so that a loop that keeps its batches
+        does not stop the producer."""
         self.group = max(1, ring.entries // 4)
         """Number of deliveries between two acks."""
 
@@ -129,21 +129,21 @@ class SlotLane:
         self.unused = 0
         """Number of frames since the last due batch, or since the connection was made."""
         self.last_digest = 0
+        """Digest of the slot's last delivered batch."""
         self.layout: tuple[Structure, list[int]] | None = None
         """Structure and dims of the last checked batch."""
-        """Digest of the slot's last delivered batch."""
         self.wanted: list[int] = []
-        """Step, total, step, total ... of the snapshots announced and not yet passed."""
+        """Announced snapshots that are still to come: step, the slot's batches up to it, step, batches ..."""
         self.retry_at = 0.0
         self.backoff_s = FIRST_BACKOFF_S
         self.trouble = ""
         """Reason why the last attempt to open the lane failed."""
         self.cut_off_since = self.cut_off_at = 0.0
-        """Time since which its worker's host cannot be reached, and time of the first failure here; 0 = it can."""
+        """Time since which the worker's host cannot be reached, and time when this end first noticed; 0: reachable."""
         self.vouched = False
-        """True if the last try to reach it began after a reply of the coordinator that came after `cut_off_at`."""
+        """True if the coordinator replied between `cut_off_at` and the last try: this end's network works."""
         self.unreachable = ""
-        """Reason of the request for another worker; "" = no request."""
+        """Reason for requesting another worker; "": none is requested."""
         self.failed_since = 0.0
         self.tried_failed = False
         self.copies = 0
@@ -200,21 +200,20 @@ class SlotLane:
         return Consumer(sock, self.name)
 
     def settle(self) -> None:
-        """Note that a frame came: the peer works, and has all abandoned epochs."""
+        """Note that a frame came: the peer works, and has received all abandoned epochs."""
         self.unsettled = False
         self.backoff_s = FIRST_BACKOFF_S
         self.cut_off_since = self.cut_off_at = 0.0
         self.unreachable = ""
 
     def dials(self, heard_at: float) -> None:
-        """Note the start of a try to open it; `heard_at`: time of the coordinator's last reply."""
+        """Note the start of a try to open the lane; `heard_at`: time of the coordinator's last reply."""
         self.vouched = heard_at > self.cut_off_at > 0.0
 
     def cut_off(self, now: float, silent_s: float, why: str) -> bool:
-        """Note that its worker's host could not be reached, or did not answer for `silent_s`. Return True if another
-        worker is to be requested: it failed for a while, and this end's network was seen to work meanwhile. Without
-        that condition a host with a network fault of its own would, once that is over, take its slots from healthy
-        workers."""
+        """Note that the worker's host could not be reached, or did not answer for `silent_s`. Return True if another
+        worker must be requested: the host was unreachable for CUT_OFF_S, while this end's network worked. Otherwise a
+        box with a network fault of its own would take its slots from healthy workers."""
         self.lose(now, why)
         if not self.cut_off_at:
             self.cut_off_since, self.cut_off_at = now - silent_s, now

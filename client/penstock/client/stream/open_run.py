@@ -49,17 +49,17 @@ CLOSE_S = 5.0
 """Deadline of closing, in seconds; a coordinator that does not answer detects the end by the lease."""
 DIAL_S = 10.0
 AWAY = (CoordinatorUnavailableError, DeadlineError, JournalError)
-"""Errors that are retried: batches do not go through the coordinator, so it may be away, or out of disk."""
+"""Errors that are retried: without the coordinator, or if its disk is full, batches still flow."""
 SHORTEST_BACKOFF_S, MAX_BACKOFF_S = 0.1, 2.0
 RETRY_S = 0.3
-"""Smallest deadline of a try of a state query, in seconds."""
+"""Smallest deadline of one attempt of a state query, in seconds."""
 ABANDONED_SENT = 4096
-"""Abandoned epochs in one report, at most: the coordinator takes no more (Limits.abandoned_at_once)."""
+"""Largest number of abandoned epochs in one report: the coordinator's limit (Limits.abandoned_at_once)."""
 AWAY_S = 3600.0
-"""Seconds that a state query waits for a coordinator that is away: as long as it keeps an attempt without heartbeats
-(Limits.abandoned_s). Training continues without it, so its absence is no reason to fail a save."""
+"""Seconds that a state query waits for an unreachable coordinator: the time for which a coordinator keeps an attempt
+without heartbeats (Limits.abandoned_s). Training continues without a coordinator, so saves wait for it too."""
 AWAY_WARN_S = 30.0
-"""Seconds of that wait until the first warning; the next ones follow each time that it has doubled."""
+"""Seconds that a state query waits for the coordinator before the first warning; doubled for each further one."""
 
 _Result = TypeVar("_Result")
 _TEXTS = ("note", "doing", "stack", "worker", "target_worker", "host_id", "tcp_address", "ticket")
@@ -67,7 +67,7 @@ _log = logging.getLogger("penstock.client")
 
 
 def _plain(view: pb.SlotView) -> pb.SlotView:
-    """Return the view with its texts cut and escaped: they are printed in warnings and errors."""
+    """Shorten and escape the texts of a view, which are printed in warnings and errors; return the view."""
     for name in _TEXTS:
         text = getattr(view, name)
         if not text.isprintable() or len(text) > LONGEST:
@@ -128,7 +128,7 @@ class OpenRun:
         """Monotonic time of the coordinator's last reply."""
         self._reporting: threading.Thread | None = None
         self.away_because = ""
-        """Last error of a call to it."""
+        """Last error of a call to the unreachable coordinator."""
         self.progress = BoxProgress()
         self.abandoned = False
         self.wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -191,7 +191,7 @@ class OpenRun:
         )
 
     def _report(self, seen: int, hold_s: float) -> pb.WatchRunReply:
-        """Return the answer to a report: the abandoned epochs in it are in the coordinator's journal now."""
+        """Send a report and return the reply. The reported abandoned epochs are then in the coordinator's journal."""
         request = self._watch_request(seen, hold_s)
         reply = self._client.watch_run(request)
         if request.abandoned:
@@ -199,12 +199,12 @@ class OpenRun:
         return reply
 
     def _unconfirmed(self) -> tuple[tuple[int, int], ...]:
-        """Return the abandoned epochs that no answered report had: their epochs rise, also over the run's readers."""
+        """Return the abandoned epochs that are not confirmed yet. They are sorted, because epochs only increase."""
         abandoned = self.progress.abandoned
         return abandoned[bisect_right(abandoned, self._confirmed_epoch, key=itemgetter(0)) :]
 
     def _report_abandoned(self) -> None:
-        """Report the abandoned epochs that do not fit into one report: the coordinator was away for many."""
+        """Report abandoned epochs in several reports, if too many for one piled up while the coordinator was away."""
         while len(self._unconfirmed()) > ABANDONED_SENT:
             self._report(0, 0.0)
 
@@ -246,7 +246,7 @@ class OpenRun:
             self._client.reach(seconds)
 
     def _linger(self) -> None:
-        """Wait until the loader drops a run that is over for the coordinator."""
+        """Wait until the loader drops this run, which the coordinator has ended already."""
         while not self._closing.wait(HOLD_S):
             if self.abandoned:
                 self.close()
@@ -302,7 +302,7 @@ class OpenRun:
         self._take(reply)
 
     def report_soon(self) -> None:
-        """Report progress now, in a thread, unless such a report is being sent already: the next one follows soon."""
+        """Report progress now, in another thread. Do nothing while such a report is being sent."""
         if self._reporting is None or not self._reporting.is_alive():
             self._reporting = threading.Thread(target=self.report, name=f"penstock-report-{self.name}", daemon=True)
             self._reporting.start()
@@ -353,8 +353,8 @@ class OpenRun:
         return self._when_back(fetch, f"the state of step {request.step}", request.deadline_s)
 
     def _when_back(self, call: Callable[[float], _Result], what: str, deadline_s: float) -> _Result:
-        """Return the result of `call`; retry it while the coordinator is away, for AWAY_S or `deadline_s` at most: it
-        may be restarting or moving. The argument of `call` is the seconds of absence so far, which do not count."""
+        """Return the result of `call`; retry it while the coordinator is away (restarting or moving), for the longer of
+        AWAY_S and `deadline_s`. `call` gets the seconds of absence so far, to add to its deadline."""
         away_s, since, warn_at = 0.0, 0.0, AWAY_WARN_S
         while True:
             asked = time.monotonic()
@@ -367,7 +367,7 @@ class OpenRun:
                 if asked - since > warn_at:
                     warn_at *= 2
                     waited = asked - since
-                    _log.warning("%s waits for the coordinator, away for %.0f s: %s", what, waited, error.message)
+                    _log.warning("%s: the coordinator has not answered for %.0f s: %s", what, waited, error.message)
                 self.reach(MAX_BACKOFF_S)
                 away_s += time.monotonic() - asked
 

@@ -54,8 +54,8 @@ from penstock.proto.v1 import lane_pb2, records_pb2
 __all__ = ["OrderedReader"]
 
 OUTRUN = 2 * (MAX_ENTRIES + 8)
-"""Batches of each slot that announced checkpoint steps reach ahead: a worker may be a ring ahead of the loop, and gets
-the next announcement when the loop is half way there."""
+"""Number of batches of each slot for which checkpoint steps are announced ahead. A worker may be a ring ahead of the
+loop, and the next announcement is sent when the loop is half way."""
 FAILED_GRACE_S = 2.0
 """Seconds in which batches, and the error, of a failed slot may still arrive over its lane."""
 RETRY_FLUSH_S = 0.02
@@ -155,7 +155,7 @@ class OrderedReader:
             return batch
 
     def _count(self, lane: SlotLane, digest: int) -> None:
-        """Count the due batch as delivered."""
+        """Record the due batch as delivered: position, digest, ack."""
         if self._waiting_since:
             self._waiting_since = 0.0
         lane.last_digest = digest
@@ -220,8 +220,8 @@ class OrderedReader:
         return False
 
     def _cut_off(self, lane: SlotLane, error: records_pb2.ErrorDetail) -> None:
-        """Handle a receiver that cannot reach the lane's worker. Reports go out at once: to find out whether the
-        coordinator can be reached from here, and then to request another worker."""
+        """Handle a receiver that cannot reach the lane's worker. Report at once: the first report shows whether the
+        coordinator can be reached from here, a later one requests another worker."""
         silent_s = USER_TIMEOUT_S if error.name == DeadlineError.__name__ else 0.0
         first = not lane.cut_off_at
         if lane.cut_off(time.monotonic(), silent_s, error.message) or first:
@@ -240,7 +240,7 @@ class OrderedReader:
         ]
 
     def _pass_over(self, lane: SlotLane) -> None:
-        """Count an unneeded frame. If a peer sent only such frames, no wait and no deadline would be reached."""
+        """Count an unneeded frame; raise ProtocolError above MAX_UNUSED, because such frames bypass the deadline."""
         lane.unused += 1
         if lane.unused > MAX_UNUSED:
             raise self._confused(lane, f"{lane.unused} batches and messages that are not needed")
@@ -299,7 +299,7 @@ class OrderedReader:
             self._waited(lane.slot, worker, time.monotonic() - now)
 
     def _waited(self, slot: int, worker: str, seconds: float) -> None:
-        """Add a wait to the figures."""
+        """Add a wait to the statistics of the run."""
         self.wait_s += seconds
         stats = self.stats
         stats.waited_s += seconds
@@ -363,7 +363,7 @@ class OrderedReader:
     # ---- slots and their lanes
 
     def _first_lane(self, slot: int) -> SlotLane:
-        """Return a slot's lane before any generation of it is known."""
+        """Return a slot's first lane, of generation 0, before the coordinator has reported a generation."""
         return SlotLane(slot, 0, self._lane_name(slot, ""))
 
     def _lane_name(self, slot: int, worker: str) -> str:
@@ -409,7 +409,7 @@ class OrderedReader:
             warnings.warn(f"{self._label}: {note}", UserWarning, stacklevel=2)
 
     def _tell_not_used(self, views: Sequence[pb.SlotView]) -> None:
-        """Log once that states of the loader are not used: its saves and recoveries take longer."""
+        """Log once why the loader's own states are not used, which makes saves and recoveries slower."""
         why = next((view.capabilities.not_used for view in views if view.capabilities.not_used), "")
         if why and not self._told_not_used:
             self._told_not_used = True

@@ -185,7 +185,7 @@ class ReceiverLane:
             hello.ParseFromString(data)
             host, _, port = hello.target.rpartition(":")
             if len(data) > MAX_FRAME or not host or not port.isdecimal() or int(port) > 65535:
-                raise ProtocolError(f"its target must be HOST:PORT, got {hello.target!r} in {len(data)} bytes")
+                raise ProtocolError(f"target of a Hello must be HOST:PORT, got {hello.target!r} in {len(data)} bytes")
         except BlockingIOError:
             return
         except (OSError, DecodeError, ProtocolError) as error:
@@ -273,7 +273,7 @@ class ReceiverLane:
             self.fail(error)
 
     def _crowded(self) -> bool:
-        """Return whether the consumer does not read: then the rest waits in the network."""
+        """Return whether the consumer does not read its frames: then no more are received, and wait in the network."""
         if self._producer.crowded:
             self._producer.flush()
         return self._producer.crowded

@@ -34,7 +34,7 @@ from penstock.runtime.telemetry.logs import printable
 __all__ = ["app", "main"]
 
 UNWRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE)
-"""Numbers of the errors that a print may raise."""
+"""Error numbers (errno) of a failed write to standard output, such as a full disk or a closed pipe."""
 
 
 class _Commands(Group):

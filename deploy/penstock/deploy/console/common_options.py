@@ -88,7 +88,7 @@ class Group(TyperGroup):
 
 
 def _first_line(command: Any) -> str:
-    """Return the whole help text: no part is cut off."""
+    """Return the first paragraph of a command's help as one line; Typer would cut it off."""
     return " ".join((command.help or "").split("\n\n")[0].split())
 
 
@@ -105,7 +105,7 @@ _PEER = {**flags_of(PeerSettings), "token_file": TokenFile, **flags_of(TlsSettin
 
 
 def completed(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the command with `--config`, whose effect is done by its callback, with the options of a `peer`, and with
+    """Return the command with more options: `--config`, which acts by its callback, those of a parameter `peer`, and
     those of every parameter that is `Annotated[Flags, ...]`."""
     signature = inspect.signature(command, eval_str=True)
     groups: dict[str, dict[str, Any]] = {}

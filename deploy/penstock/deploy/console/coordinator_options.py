@@ -19,7 +19,7 @@ __all__ = ["Peer"]
 
 @dataclass(frozen=True)
 class Peer:
-    """Options as given; None if not given. Each method raises the errors of the options that it reads."""
+    """Values of the options; None if not given. Each method raises the errors of the options that it reads."""
 
     coordinator: str | None = None
     token_file: Path | None = None
@@ -30,7 +30,7 @@ class Peer:
 
     @property
     def address(self) -> str:
-        """HOST:PORT."""
+        """Return the coordinator's address, HOST:PORT."""
         return resolve(PeerSettings, coordinator=self.coordinator).coordinator
 
     def tls(self) -> Tls | None:
@@ -39,7 +39,7 @@ class Peer:
         return resolve(TlsSettings, **files).load()
 
     def token(self) -> str:
-        """An operator's."""
+        """Return the operator's credential token."""
         from penstock.deploy.console.command_token import peer_token
 
         return peer_token("admin", self.token_file)

@@ -169,7 +169,7 @@ def debugging() -> bool:
 
 
 def guarded(command: Callable[_P, int | None]) -> Callable[_P, NoReturn]:
-    """Return the command such that it always ends with an exit code. It may return one; None is 0."""
+    """Wrap a command to end with an exit code: the returned one (None: 0), or that of the raised error."""
 
     @functools.wraps(command)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> NoReturn:

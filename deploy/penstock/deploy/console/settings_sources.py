@@ -32,7 +32,7 @@ def flag(field: str) -> str:
 
 
 def daemon(section: type[Section]) -> bool:
-    """Return whether its variables have a prefix of their own, and its settings a section of the file."""
+    """Return whether a class's variables have their own prefix, and its settings their own section of the file."""
     return section.table not in ("", CLUSTER)
 
 

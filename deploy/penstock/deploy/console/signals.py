@@ -18,11 +18,11 @@ def ending() -> list[signal.Signals]:
 
 @contextlib.contextmanager
 def raised(error: Callable[[signal.Signals], BaseException]) -> Iterator[Callable[[], None]]:
-    """Raise SIGTERM and SIGHUP (a closed terminal) as this error inside, as Ctrl-C is raised as KeyboardInterrupt.
-    Under nohup, which ignores SIGHUP, it stays ignored.
+    """Turn SIGTERM and SIGHUP (a closed terminal) into this error within the block, as Python turns Ctrl-C into
+    KeyboardInterrupt. Under nohup, which ignores SIGHUP, SIGHUP stays ignored.
 
-    Python drops an error that is raised while a finalizer or a weak reference's callback runs. So it is raised again
-    at the end, and by calling what this yields, for callers that loop.
+    Python drops an error that is raised while a finalizer or a weak reference's callback runs. So the error is raised
+    again at the end of the block, and by the yielded function, which callers that loop call.
     """
     told: list[signal.Signals] = []
 

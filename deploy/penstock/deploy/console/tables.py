@@ -1,10 +1,10 @@
 """Tables: drawn by rich on a terminal, aligned text otherwise.
 
-Cells hold text from peers: nothing in them moves the cursor or colours the screen.
+Cells hold text from peers, so control characters in them are made harmless.
 
 Text is for grep, awk and bug reports: the title as a line, a header, one line a row, columns two blanks apart, nothing
-cut off. An empty cell is a "-", so that columns can be counted. It is not rich's: rich takes six seconds for the
-10,000 slots of a fleet, and a tenth of a second to import.
+cut off. An empty cell is a "-", so that columns can be counted. Text is not laid out by rich, which takes six seconds
+for the 10,000 slots of a fleet, and a tenth of a second to import.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Table:
 
 
 def show(tables: Iterable[Table]) -> None:
-    """Print the tables that have rows, or a line to show without."""
+    """Print the tables that have rows; for one without rows, its `empty` line."""
     draw = _draw if sys.stdout.isatty() else _write
     first = True
     for table in tables:

@@ -12,7 +12,7 @@ from penstock.data import MapLoader, SyntheticDataset
 __all__ = ["images"]
 
 MAKING_S = 0.004
-"""Seconds that an image takes, as if it were decoded, so that the stream lasts long enough for the faults."""
+"""Seconds to make an image, as decoding would take, so that the stream lasts long enough for the faults."""
 
 
 def images(samples: int, batch_size: int) -> MapLoader:

@@ -57,7 +57,7 @@ def show_checkpoints(path: Path, as_json: bool) -> int:
 
 def _at(path: Path) -> list[FoundCheckpoint]:
     if not path.is_dir():
-        raise CheckpointNotFoundError(f"{path} is not a folder")
+        raise CheckpointNotFoundError(f"{path} is not a folder: name a checkpoint, or a folder of checkpoints")
     try:
         manifest = read_manifest(path)
         return [FoundCheckpoint(manifest.step, path, manifest, "")]

@@ -31,13 +31,13 @@ __all__ = ["JobQuestion", "check_cluster", "check_lost", "check_skew", "check_sl
 
 CONNECT_S = 3.0
 """Deadline of a TCP connection within a cluster, in seconds."""
-SILENT = f"it accepts connections and answers none within {CONNECT_S:g} s"
+SILENT = f"it accepts connections, but does not answer within {CONNECT_S:g} s"
 """Finding about a worker that hangs or is stopped: the kernel still accepts connections for it."""
 QUIET_S = 2.0
 """Seconds since a worker's last heartbeat (there is one each second) above which a warning comes before the lease
 ends."""
 MANY = 1000
-"""Workers beyond which heartbeats may be rarer (penstock.appliance.policies.lease_policy), and so is that warning."""
+"""Number of workers above which QUIET_S grows in proportion, because heartbeats may be rarer (see lease_policy)."""
 AT_A_TIME = 64
 SKEW_S, FAR_OFF_S = 2.0, 300.0
 """Difference of two clocks, in seconds: above SKEW_S it is reported; above FAR_OFF_S certificates may be invalid at one
@@ -57,8 +57,8 @@ class JobQuestion:
 def check_cluster(
     address: str, load_tls: Callable[[], Tls | None], read_token: Callable[[], str], job: JobQuestion
 ) -> Iterator[Finding]:
-    """Return all findings, up to the first failed step on which the rest depends. An error of the two is one of
-    them."""
+    """Return all findings, up to the first failed step on which the rest depends. Errors of load_tls and read_token
+    are findings too."""
     try:
         tls = load_tls()
     except TlsError as error:
@@ -190,7 +190,8 @@ def check_version(who: str, has: str, ours: str, protocol: int) -> Finding:
 
 
 def check_skew(ahead_s: float, took_s: float) -> Finding:
-    """`ahead_s`: lead of the coordinator's clock over ours before the call. `took_s`: duration of the call."""
+    """Compare the clocks. `ahead_s`: lead of the coordinator's clock over ours before the call. `took_s`: duration of
+    the call."""
     if ahead_s < -1e8:
         return warning("clock", "the coordinator does not report its time", "It is of an older release.")
     # The coordinator read its clock at some time within the call.
@@ -198,9 +199,9 @@ def check_skew(ahead_s: float, took_s: float) -> Finding:
     sign = "ahead of" if ahead_s > 0 else "behind"
     found = f"the coordinator's clock is {off:.1f} s {sign} this one" if off else "the coordinator's and this one agree"
     if off > FAR_OFF_S:
-        return problem("clock", found, "timedatectl set-ntp true, on both; certificates are valid by each one's own.")
+        return problem("clock", found, "timedatectl set-ntp true, on both: each checks certificates by its own clock.")
     if off > SKEW_S:
-        return warning("clock", found, "timedatectl set-ntp true, on both; logs cannot be read side by side.")
+        return warning("clock", found, "timedatectl set-ntp true, on both: the times in their logs do not agree.")
     return ok("clock", found)
 
 

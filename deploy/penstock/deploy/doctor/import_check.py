@@ -19,7 +19,7 @@ from penstock.worker.tools.loader_children import interpreter, load_input_fn
 __all__ = ["ImportedLoader", "main", "try_import"]
 
 TRACEBACK = 8 << 10
-"""Longest traceback in characters: with the message it fits in a pipe, which is read only at the end."""
+"""Largest number of characters of a traceback: with the message it fits in a pipe, which is read only at the end."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,9 @@ def try_import(input_fn: str, deadline_s: float) -> ImportedLoader:
             kill_group(child.pid)  # and its descendants
             status = child.result()
         if not in_time:
-            raise DeadlineError(f"importing {module} took more than {deadline_s:g} s, and was stopped")
+            raise DeadlineError(
+                f"importing {module} took more than {deadline_s:g} s: raise --deadline if it needs longer"
+            )
         answer.read()  # once: a descendant in another group may hold the other end
     if not answer.rest:
         raise PenstockError(f"the process that imported {module} {exit_words(status)}")

@@ -55,7 +55,7 @@ _WHERE = {
 GENERATIONS = 3
 """Number of restores in a chain, each from a state of the loader restored before it."""
 _CHAINED = ("early", "end")
-"""Snapshots from which a chain starts: within the first epoch, and over its end."""
+"""Names of the snapshots from which a chain starts: early in the first epoch, and after its last batch."""
 _AGAIN = ("", ", saved by a loader that was restored", ", saved by one that was restored twice")
 
 
@@ -142,8 +142,7 @@ class ExaminedLoader:
     checks: list[LoaderCheck] = field(default_factory=list)
 
     def events_after(self, total: int, *, epoch_start: bool) -> list[list[Any]]:
-        """Return the events after `total` batches, without the end of the epoch before if this is the start of an
-        epoch."""
+        """Return the events after `total` batches. For the start of an epoch, leave out the end of the epoch before."""
         events: list[list[Any]] = self.streamed["events"]
         start = next(
             (i for i, event in enumerate(events) if event[1] > total or (event[1] == total and event[2] is None)),
@@ -184,7 +183,7 @@ def examine_in(trials: TrialProcesses, question: LoaderQuestion) -> LoaderReport
 
 
 def _saves(examined: ExaminedLoader) -> bool:
-    """Return whether it has snapshots to restore."""
+    """Return whether the loader has snapshots to restore."""
     capabilities = examined.capabilities
     return (
         bool(capabilities["state_methods"]) and not capabilities["not_restartable"] and not examined.streamed["unsaved"]
@@ -192,7 +191,7 @@ def _saves(examined: ExaminedLoader) -> bool:
 
 
 def _by_own_methods(examined: ExaminedLoader) -> bool:
-    """Return whether its load_state_dict takes only results of its deaggregate_state_dict."""
+    """Return whether the loader's load_state_dict takes only results of its deaggregate_state_dict."""
     return bool(examined.capabilities["state_methods"] == 4 and not examined.capabilities["loads_own_state"])
 
 
@@ -249,7 +248,7 @@ def _ask(
 
 
 def _chain(trials: TrialProcesses, question: LoaderQuestion, examined: ExaminedLoader, name: str) -> None:
-    """Restore a restart point, and where a chain starts from it, the states of the restored loader."""
+    """Restore a restart point; if a chain starts there, restore the states of each restored loader too."""
     total, epoch_start, data = examined.points[name]
     last = GENERATIONS if name in _CHAINED else 1
     for generation in range(1, last + 1):
@@ -267,7 +266,7 @@ def _chain(trials: TrialProcesses, question: LoaderQuestion, examined: ExaminedL
 
 
 def _up_to_a_batch(events: list[list[Any]]) -> list[list[Any]]:
-    """Return the events without ends of epochs after the last batch: no state is taken there."""
+    """Return the events up to the last batch: no state is taken at an epoch's end."""
     while events and events[-1][2] is None:
         events = events[:-1]
     return events
@@ -350,7 +349,7 @@ def _within_first_epoch(examined: ExaminedLoader, name: str) -> bool:
 
 
 def saved_by(question: LoaderQuestion, loaders: list[ExaminedLoader]) -> str | None:
-    """Return STATE, METHODS or REPLAY; None if it cannot be saved."""
+    """Return how the loader is saved: STATE, METHODS or REPLAY; None if it cannot be saved."""
     capabilities = loaders[0].capabilities
     unsaved = any(examined.streamed["unsaved"] for examined in loaders)
     wrong = [check for examined in loaders for check in examined.checks if not check.exact]

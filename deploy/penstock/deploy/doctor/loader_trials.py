@@ -158,7 +158,7 @@ class _Stream:
             self._source.open_epoch(step=self._step())
 
     def _step(self) -> int:
-        """Return the box's step that delivers the newest batch, while all slots are live."""
+        """Return the box's step that delivers the newest batch, as long as no slot's epoch has ended."""
         total = self._source.position.total
         return self._slot + 1 + (total - 1) * self._workers if total else 0
 
@@ -226,8 +226,8 @@ def _resume(
 
 
 def _compare(source: RestorableLoader, channel: ControlChannel, fields: Mapping[str, Any]) -> None:
-    """Send whether these events come next, or the first that does not. If they lead to another launch (`then`: after
-    how many batches, and its step), send a snapshot of that position on the way."""
+    """Compare the next events with those expected, and send the first that differs, if any. If another launch follows
+    (`then`: its number of batches and its step), send a snapshot of that position on the way."""
     replay_digest, then = ReplayDigest(), fields.get("then")
     for epoch, total, digest in fields["events"]:
         if not source.is_open:

@@ -143,7 +143,7 @@ def _found(section: type[Section], field: str) -> ResolvedSetting:
 
 
 def _value(section: type[Section], field: str, asked: MachineQuestion) -> Any:
-    """Return the value given, else that of the settings; None if it is missing or invalid."""
+    """Return a field's value from the command line, else from the settings; None if it is missing or invalid."""
     given = asked.flags.get(field) if section is not JobSettings else None
     if given is not None:
         return given
@@ -234,7 +234,7 @@ def _token(file: Path | None) -> Finding:
 
 
 def check_import(input_fn: str, allow: list[str] | None, deadline_s: float) -> Finding:
-    """`allow`: prefixes of a worker here; None: not known."""
+    """Check that input_fn can be imported and is allowed. `allow`: prefixes of a worker here; None: not known."""
     check, module = "input_fn", module_of(input_fn)
     try:
         imported = try_import(input_fn, deadline_s)

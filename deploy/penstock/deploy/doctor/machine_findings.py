@@ -146,7 +146,7 @@ def check_cage(lacking: str) -> Finding:
 
 
 def check_groups(why_not: str) -> Finding:
-    """Check control groups. `why_not`: why a worker started as this command was cannot have them; "" if it can."""
+    """Check control groups. `why_not`: why a worker started like this command cannot have them; "" if it can."""
     memory = "--runner-memory is checked once a second"
     if why_not:
         return ok(

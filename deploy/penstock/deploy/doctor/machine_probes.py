@@ -52,7 +52,7 @@ def requirements() -> list[str]:
 
 
 def installed(requires: list[str]) -> dict[str, str]:
-    """Return name -> version of the installed ones."""
+    """Return name -> version of the required packages that are installed."""
     found = {}
     for requirement in requires:
         name = requirement.partition(">")[0].strip()
@@ -229,7 +229,7 @@ def fsync_s(folder: Path) -> float | None:
 
 
 def bind_error(host: str, port: int) -> OSError | None:
-    """Return the error that prevents listening there; None if there is none."""
+    """Return the error that prevents listening at an address; None if there is none."""
     try:
         family, kind, proto, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, proto) as probe:

@@ -46,7 +46,7 @@ class TrialProcesses(ForkingInterpreter):
                     said.append(message)
                 child.show_stack()
                 raise DeadlineError(
-                    f"{what} took more than {self._deadline_s:g} s (its stack is above): raise --timeout if it needs "
+                    f"{what} took more than {self._deadline_s:g} s (its stack is above): raise --deadline if it needs "
                     "longer"
                 )
             except LaneLostError:

@@ -42,7 +42,7 @@ class FleetPlan:
     """Seconds until all daemons must be ready."""
 
     def differences(self, other: FleetPlan) -> list[str]:
-        """Return the flags of the settings that differ."""
+        """Return the flags of the settings in which two plans differ."""
 
         def flat(plan: FleetPlan) -> dict[str, Any]:
             own = {part.name: getattr(plan, part.name) for part in fields(plan)}
@@ -78,8 +78,8 @@ class FleetPlan:
 
 
 def worker_name(fleet: str, number: int) -> str:
-    """Return a unique and stable name: a lost daemon is replaced under its name, so that the coordinator sees it at
-    once."""
+    """Return a worker's unique and stable name: a lost daemon is replaced under its name, so that the coordinator
+    detects the loss at once."""
     return f"{fleet}-{number}"
 
 
@@ -96,7 +96,7 @@ class Fleet:
     token_file: str
     tls: Mapping[str, str] = field(default_factory=dict)
     about: Mapping[str, Any] = field(default_factory=dict)
-    """Data with which the engine finds the fleet again."""
+    """Data by which the engine finds the fleet again, such as a job id."""
 
     def environment(self) -> dict[str, str]:
         """Return the variables that a training job needs."""

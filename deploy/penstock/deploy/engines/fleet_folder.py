@@ -47,15 +47,15 @@ class FleetFolder:
         self._address = self.path / "address"
 
     def make(self) -> None:
-        """Make the folder, readable by its owner alone. CommandError: it cannot be made, or others can change it and so
-        the processes that are started from it."""
+        """Make the folder, readable by its owner alone. Raises CommandError if it cannot be made, or if other users
+        can change it, and so the processes that are started from it."""
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._refuse_others()
             self.logs.mkdir(mode=0o700, exist_ok=True)
         except OSError as error:
             raise CommandError(
-                f"no folder can be made for the fleet at {self.path}: {error.strerror}", USAGE
+                f"the fleet's folder {self.path} cannot be made: {error.strerror}; give another by --dir", USAGE
             ) from error
 
     def _refuse_others(self) -> None:
@@ -73,8 +73,8 @@ class FleetFolder:
     # ---- the lock
 
     def lock(self) -> int | None:
-        """Take the lock; the file descriptor holds it until it is closed. None if a supervisor, or the process that
-        starts one, has it."""
+        """Take the lock and return its file descriptor, which holds the lock until it is closed; None if a supervisor,
+        or the process that starts one, has the lock."""
         fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -84,7 +84,7 @@ class FleetFolder:
         return fd
 
     def hold(self, lock: int, identity: Identity) -> None:
-        """Record the process to signal about a held lock: its holder, or the process that it is passed on to."""
+        """Record the process that holds the lock, or that the lock is passed on to: `penstock down` signals it."""
         data = json.dumps(asdict(identity)).encode()
         try:
             os.pwrite(lock, data, 0)
@@ -93,8 +93,8 @@ class FleetFolder:
             raise CommandError(f"{self.path / 'lock'} cannot be written: {error.strerror}", USAGE) from error
 
     def holder(self) -> Identity | None:
-        """Return what `hold` wrote last; that process may have ended since. CommandError: others could have written
-        it."""
+        """Return the process that `hold` recorded last; it may have ended since. Raises CommandError if other users
+        could have written the record."""
         try:
             self._refuse_others()
             return Identity(**json.loads((self.path / "lock").read_text()))
@@ -130,7 +130,7 @@ class FleetFolder:
         return self._read(self._record, _fleet)
 
     def forget(self) -> None:
-        """Delete the record: no daemon runs any more."""
+        """Delete the record of the running fleet, once no daemon runs."""
         self._record.unlink(missing_ok=True)
 
     def _read(self, path: Path, made: Callable[[Any], _T]) -> _T | None:
@@ -200,7 +200,7 @@ def open_log(path: Path) -> BinaryIO:
 
 
 def _fleet(found: Any) -> Fleet:
-    """Parse a record. TypeError, KeyError, AttributeError: it is invalid."""
+    """Parse a record. Raises TypeError, KeyError or AttributeError if it is invalid."""
     fleet = Fleet(**found)
     if fleet.engine == "local":
         Identity(**fleet.about["supervisor"])

@@ -81,7 +81,7 @@ class FleetKeeper:
         self._child: Spawned | None = None
 
     async def run(self) -> None:
-        """Return after `stop`, or when the daemon was stopped by others. Raises CommandError when it is given up."""
+        """Keep the daemon running, until `stop` or until others stopped it. Raises CommandError when it is given up."""
         quick, pause = 0, PAUSE_S
         while True:
             began = time.monotonic()
@@ -134,7 +134,7 @@ class FleetKeeper:
             self._child.send(number)
 
     async def _life(self) -> int:
-        """Start it, wait for its end, and return its exit status, negative for a signal."""
+        """Start the daemon, wait for its end, and return its exit status, negative for a signal."""
         loop = asyncio.get_running_loop()
         self._gone, ended = asyncio.Event(), asyncio.Event()
 

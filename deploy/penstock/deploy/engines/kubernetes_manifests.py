@@ -50,8 +50,7 @@ class FleetSettings:
     the chart's values."""
 
     name: str = "penstock"
-    """Prefix of the names of all objects, which separates the fleets of a namespace: as a label it is in all
-    selectors."""
+    """Prefix of the names of all objects, and a label in all selectors: it separates the fleets of a namespace."""
     coordinator_image: str = "penstock-coordinator"
     worker_image: str = "penstock-worker"
     entry_point: bool = True

@@ -1,8 +1,8 @@
 """The local engine: real daemons on this machine, under a supervisor in the foreground or, detached, in a process of
 its own.
 
-All data of a detached one is in its folder (penstock.deploy.engines.fleet_folder), so that another shell finds
-it.
+All data of a detached fleet is in its folder (penstock.deploy.engines.fleet_folder), so that another shell finds the
+fleet.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class LocalEngine:
     """Engine whose `up` starts a supervisor that outlives this process. supervisor.py runs in the foreground."""
 
     def up(self, plan: FleetPlan, folder: Path, *, ends_with_us: bool = False) -> Fleet:
-        """Start it, or change the number of workers of the running one. Raises CommandError, DeadlineError.
+        """Start the fleet, or change the number of workers of a running one. Raises CommandError, DeadlineError.
 
         ends_with_us: the supervisor ends with this process, however that ends.
         """
@@ -67,7 +67,7 @@ class LocalEngine:
             process.send(signal.SIGTERM)
             if told:  # a signal came before it could handle one
                 raise CommandError(f"the fleet in {where.path} was ended while it was starting", INTERRUPTED)
-            raise CommandError(f"the supervisor did not start: {last_words(log)}", BUG)
+            raise CommandError(f"the supervisor of the fleet in {where.path} did not start: {last_words(log)}", BUG)
         answer = json.loads(said)
         if "error" in answer:
             process.wait(plan.timeout_s)
@@ -76,8 +76,8 @@ class LocalEngine:
         return Fleet(**answer["fleet"])
 
     def down(self, folder: Path, timeout_s: float) -> list[str]:
-        """End the supervisor, also one that is being started; it ends the rest. Then wait for daemons of a killed
-        supervisor. Raises DeadlineError."""
+        """End the supervisor, also one that is being started; it ends its daemons. If it was killed, wait until they
+        have ended. Raises DeadlineError."""
         where = FleetFolder(folder)
         deadline = time.monotonic() + timeout_s
         fleet = where.fleet()

@@ -37,9 +37,9 @@ NAMESPACE = "penstock"
 HEAD = "node:__internal_head__"
 """Resource with which Ray marks its head node."""
 TRACE = 0.001
-"""Amount of a resource that places an actor beside it without taking it from others."""
+"""Amount of a resource that an actor requests to be placed on its node; small, to leave it to others."""
 GIVE_UP_S = 5.0
-"""Seconds for the same after a failed start: an actor that was never placed does not answer."""
+"""Seconds for an actor to end its daemon after a failed start: an actor that was never placed does not answer."""
 STOP_S = 40.0
 """Seconds for an actor to end its daemon: more than the daemon's own grace."""
 
@@ -137,7 +137,7 @@ def _connected(address: str) -> Iterator[Any]:
 
 
 def _cluster(ray: Any, plan: FleetPlan) -> str:
-    """Return the address with which the cluster is found again, resolved from "auto"."""
+    """Return the Ray cluster's address for `penstock down`; "auto" is resolved."""
     given = str(plan.options["ray_address"])
     return given if given.startswith("ray://") else str(ray.get_runtime_context().gcs_address)
 
@@ -218,8 +218,8 @@ def _with_token_on_nodes(plan: FleetPlan) -> FleetPlan:
 def _ready(
     ray: Any, actors: Mapping[str, Any], plan: FleetPlan, deadline: float, *, some: bool = False
 ) -> dict[str, dict[str, Any]]:
-    """Return the status of each once it is ready. `some`: workers that Ray cannot place in time are no error as long
-    as others are ready; Ray keeps trying, and they join when a node comes back."""
+    """Wait for actors, and return their status. `some`: workers that Ray cannot place in time are not an error if
+    others are ready; Ray keeps trying, and they join when a node comes back."""
     waits = {actor.ready.remote(): name for name, actor in actors.items()}
     done, _ = ray.wait(list(waits), num_returns=len(waits), timeout=max(0.1, deadline - time.monotonic()))
     found: dict[str, dict[str, Any]] = {}

@@ -28,8 +28,8 @@ POLL_S = 1.0
 
 
 def render(plan: FleetPlan, folder: Path) -> str:
-    """Return the job's script. It sets every variable of the plan, to nothing where the plan has none, so that
-    sbatch's environment has no effect."""
+    """Return the job's script. It sets every variable, to "" where the plan has no value, so that sbatch's environment
+    has no effect."""
     _, beginning, body = resources.files(__package__).joinpath("service.sbatch").read_text().partition(BEGINNING)
     options = {
         "job-name": f"penstock-{plan.name}",

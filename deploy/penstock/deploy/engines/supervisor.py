@@ -140,7 +140,7 @@ class _Supervisor:
             await asyncio.gather(stopped, living, return_exceptions=True)
 
     async def _live(self) -> None:
-        """Start all, report it, and then watch until a failure cannot be repaired, or every worker has stopped on
+        """Start all daemons, call `ready`, and watch until a failure cannot be repaired, or every worker has stopped on
         request."""
         try:
             async with asyncio.timeout(self._plan.timeout_s):
@@ -151,7 +151,8 @@ class _Supervisor:
         except TimeoutError:
             waits = [kept.title for kept in (self._coordinator, *self._workers.values()) if not kept.ready.is_set()]
             raise DeadlineError(
-                f"not ready after {self._plan.timeout_s:g} s: {', '.join(waits)}; see the logs in {self._folder.logs}"
+                f"not ready after {self._plan.timeout_s:g} s: {', '.join(waits)}. See the logs in {self._folder.logs}, "
+                "or raise --timeout"
             ) from None
         self._up = True
         self._record()
@@ -187,7 +188,7 @@ class _Supervisor:
             await self._until_ready([self._coordinator])
 
     async def _until_ready(self, kept: list[FleetKeeper]) -> None:
-        """Wait until these are ready; raise the error of a daemon that is given up before."""
+        """Wait until these daemons are ready; raise the error of one that is given up."""
         waits = [asyncio.ensure_future(one.ready.wait()) for one in kept]
         try:
             while not all(wait.done() for wait in waits):

@@ -50,7 +50,9 @@ def run_up(
     tls = resolve(TlsSettings, **tls_flags)
     folder = _folder(settings)
     if render and settings.engine not in RENDERERS:
-        raise CommandError(f"--render: the engine {settings.engine} has no files to show", USAGE)
+        raise CommandError(
+            f"--render must be given with --engine {' or '.join(RENDERERS)}, got --engine {settings.engine}", USAGE
+        )
     if not render:
         folder.make()
     plan = plan_of(settings, tls, token_file, folder, make_token=not render)
@@ -108,7 +110,7 @@ def _refuse_another(folder: FleetFolder, plan: FleetPlan) -> None:
 
 
 def _say(fleet: Fleet, as_json: bool) -> None:
-    """Print the only standard output: the variables of a training job."""
+    """Print the variables of a training job: the only text on standard output."""
     print(json.dumps(fleet.as_dict(), indent=2) if as_json else exports(fleet), flush=True)
 
 

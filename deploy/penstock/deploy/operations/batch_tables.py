@@ -147,7 +147,7 @@ def _of_row(name: str, of_one: Any) -> dict[str, Any]:
 
 
 def _values(value: torch.Tensor | np.ndarray[Any, Any], count: int) -> list[Any]:
-    """Return the first values, as JSON takes them."""
+    """Return a leaf's first values in a form that JSON can hold."""
     first = value.reshape(-1)[:count].tolist()
     return [str(item) if isinstance(item, complex) else as_json(item) for item in first]
 
@@ -186,7 +186,7 @@ def _numbers(value: torch.Tensor | np.ndarray[Any, Any]) -> dict[str, Any]:
 
 
 def _resolved(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the plain values, as a box receives them: without a gradient, conjugated and negated already."""
+    """Return the tensor as a box receives it: without a gradient, its lazy conjugation and negation applied."""
     return tensor.detach().resolve_conj().resolve_neg()
 
 
@@ -244,8 +244,8 @@ def _array(name: str, value: Any) -> np.ndarray[Any, Any]:
 
 
 def _is_kept(value: Any, array: np.ndarray[Any, Any]) -> bool:
-    """Return whether the array holds plain values unchanged: a text loses its trailing NULs there, and where kinds
-    are mixed, or integers are large, a value changes."""
+    """Return whether the array holds plain values unchanged: numpy drops a str's trailing NULs, and changes values of
+    mixed types and large integers."""
     if not _is_column(value):
         if type(value) not in _SCALARS:
             return True

@@ -80,8 +80,8 @@ def _converted(saved: SavedState, boxes: int, workers: int) -> SavedState:
 
 
 def _global_batch(state: Any) -> int | None:
-    """Return the number of rows of all boxes' batches together, where a Penstock source states it independently of a
-    box's: it is then the same on any number of boxes."""
+    """Return the number of rows of a global batch, if a Penstock source sets it independently of a box's rows: it is
+    then the same on any number of boxes."""
     from penstock.data.ordering.order_states import OrderProgress
 
     try:
@@ -126,7 +126,7 @@ def _uneven(saved: SavedState) -> list[str]:
 
 
 def _meaning(before: SavedState, after: SavedState) -> tuple[list[str], list[str]]:
-    """Return what is kept exactly, and what starts anew."""
+    """Describe the consequences of a conversion: what is kept exactly, and what starts anew."""
     if after is before:
         return ["everything"], []
     kept = [

@@ -46,7 +46,7 @@ def drain(worker: str, undo: bool, timeout_s: float, peer: Peer, as_json: bool) 
     elif undo:
         print(f"worker {worker} takes slots again; it has {left.slots}")
     elif left.slots:
-        print(f"{_still(worker, left)}. It drains, until --undo")
+        print(f"{_still(worker, left)}. It keeps draining until --undo")
     else:
         print(f"worker {worker} is drained: it has no slots and gets none; stop it, or withdraw the drain with --undo")
 

@@ -45,7 +45,7 @@ TOKEN_FILE = "File that holds the token, or lines ROLE:TOKEN, readable by its ow
 
 
 def show_config(of: str | None, as_json: bool) -> int:
-    """Print the effective settings of one of OF, or of all. Return the exit code: 2 if a value is invalid."""
+    """Print the effective settings of one command, or of all of OF. Return the exit code: 2 if a value is invalid."""
     check_settings_file()
     for name in [of] if of else OF:
         for section in OF[name]:
@@ -70,7 +70,7 @@ def show_config(of: str | None, as_json: bool) -> int:
 
 
 def _token() -> str:
-    """Return the source of the token."""
+    """Return a text that names the source of the credential token; "" if there is none."""
     if os.environ.get("PENSTOCK_TOKEN"):
         return "the variable PENSTOCK_TOKEN"
     if named := os.environ.get("PENSTOCK_TOKEN_FILE"):
@@ -111,7 +111,7 @@ def _tables(found: dict[str, list[ResolvedSetting]]) -> Iterator[Table]:
 
 
 def show_example() -> None:
-    """Print it."""
+    """Print the example settings file."""
     print("\n".join(example()))
 
 

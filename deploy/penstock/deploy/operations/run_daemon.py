@@ -175,7 +175,7 @@ def run_worker(
 
 
 def _begin(debug: bool, telemetry: TelemetrySettings, **always: str) -> None:
-    """Set up logs and traces. `always`: fields of each line of JSON."""
+    """Set up logs and traces. `always`: fields to add to each JSON log line."""
     keep_memory_private()
     faulthandler.enable()
     handler = logging.StreamHandler(sys.stderr)

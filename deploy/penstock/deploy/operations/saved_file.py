@@ -73,7 +73,7 @@ class SavedFile:
             raise StateMismatchError(f"{path} has no state of a DataLoader: nothing in it has the key {KEY!r}")
 
     def the(self, input_fn: str | None) -> FoundState:
-        """Return the only state, or the only one of that input_fn. Raises StateMismatchError."""
+        """Return the file's only state, or the only one of that input_fn. Raises StateMismatchError."""
         fits = [found for found in self.states if input_fn is None or found.saved.input_fn == input_fn]
         if len(fits) == 1:
             return fits[0]
@@ -127,7 +127,7 @@ def _states(value: Any, at: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], 
 
 
 def _replaced(value: Any, at: tuple[Any, ...], state: Any) -> Any:
-    """Return a copy with copied containers on the path; the rest is shared."""
+    """Return a copy with `state` at a path: containers on the path are copied, all others shared."""
     if not at:
         return state
     key, *rest = at

@@ -106,7 +106,7 @@ def _user_state(data: bytes) -> Any:
 
 
 def tables(found: dict[str, Any]) -> list[Table]:
-    """Return the same as tables for people."""
+    """Return the result of `as_dict` as tables for people."""
     boxes = Table(
         f"Run {found['run']} at step {found['step']}: {topology(found['num_boxes'], found['num_workers_per_box'])}",
         ("box>", "step>", "epoch>", "next slot>", "live slots", "batches of each slot (this epoch / in all)", "digest"),

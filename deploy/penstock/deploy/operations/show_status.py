@@ -26,7 +26,7 @@ def show_status(peer: Peer, as_json: bool) -> None:
 
 
 def tables(found: ClusterView) -> list[Table]:
-    """Return the same as tables for people."""
+    """Return the cluster view as tables for people."""
     about, runs = found.coordinator.about, found.runs
     boxes = [box for run in runs for box in run.boxes]
     slots = [slot for box in boxes for slot in box.slots]

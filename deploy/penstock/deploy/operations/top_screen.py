@@ -58,10 +58,10 @@ class Screen:
 
     found: ClusterView
     away: str = ""
-    """Reason why the view is old; "" = it is not."""
+    """Reason why the view is out of date; "": it is current."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
-        """Its lines."""
+        """Yield the lines of the screen."""
         from rich.segment import Segment
         from rich.text import Text
 

@@ -23,8 +23,7 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 __all__ = ["KnownPosition", "ReplayPlan", "attempt_of", "plan"]
 
 FURTHER = 1000
-"""Largest number of steps replayed beyond the batch, to compare with the stream digest; or the number that led to it.
-"""
+"""Largest number of steps replayed beyond the batch to compare a stream digest; more if more led to the batch."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ class ReplayPlan:
     check: Position | None
     """Position at which the stream digest is compared."""
     unverified: str
-    """Why it is not, if `check` is None."""
+    """Reason why the stream digest is not compared, if `check` is None."""
 
 
 def attempt_of(histories: Sequence[pb.History], box: int, step: int, number: int | None) -> pb.History:
@@ -156,13 +155,13 @@ def _start(
 
 
 def _left(first: int, epoch: int, abandoned: dict[int, int]) -> bool:
-    """Return whether an epoch in [first, epoch) was abandoned: each worker's position then is not known in advance."""
+    """Return whether the loop abandoned an epoch in [first, epoch): workers' positions are then unknown beforehand."""
     return any(first <= abandoned_epoch < epoch for abandoned_epoch in abandoned)
 
 
 def _snapshot(history: pb.History, slot: int, at: Position, abandoned: dict[int, int]) -> pb.SnapshotHeader | None:
-    """Return the newest snapshot that leads to the slot's position; each durable one was verified. None for a loader
-    restored by its own methods only: it starts at the attempt's start."""
+    """Return the newest snapshot from which the slot's position can be reached; durable snapshots were verified. None:
+    start at the attempt's start, as a loader does that is restored by its own methods only."""
     if slot >= len(history.slots):
         return None
     kept = history.slots[slot]

@@ -64,7 +64,7 @@ class ReplayRequest:
     args: str | None = None
     """Arguments of input_fn as JSON; None: those of the run."""
     kwargs: str | None = None
-    """The same."""
+    """Keyword arguments of input_fn as JSON; None: those of the run."""
     allow: Sequence[str] = ()
     script: Path | None = None
     """Script file of an input_fn of a main script."""

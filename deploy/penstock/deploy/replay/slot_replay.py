@@ -100,7 +100,7 @@ class _SlotReplay:
         self._point = point
 
     def _seek(self, leg: Leg) -> None:
-        """Advance to a position that is known to have been reached."""
+        """Advance to a position that the run is known to have reached."""
         source, total, epoch, digest = self._source, leg.total, leg.epoch, leg.digest
         replayed = source.position.total < total
         if not source.seek(total, epoch, self._seen):
@@ -129,8 +129,8 @@ class _SlotReplay:
         self._done(ended=not reached)
 
     def leave(self, epoch: int, total: int) -> None:
-        """Abandon the epoch. If the worker ran past the end of its input, which the loop did not reach, replay up to
-        there again."""
+        """Abandon the epoch after `total` batches. If the worker has read its input to the end, which the loop had not,
+        replay up to `total` again."""
         source = self._source
         if source.position.epoch > epoch:
             assert self._point is not None

@@ -23,8 +23,8 @@ class StreamReplay:
     """Replay of a box's stream.
 
     Args:
-        ask: runs tasks of workers, by slot: see slot_replay.py. They are at `start`. abandoned: epoch -> its last step
-        before the loop abandoned it.
+        ask: runs tasks of workers, by slot: see slot_replay.py. start: position at which the workers are. abandoned:
+        epoch -> its last step before the loop abandoned it.
     """
 
     def __init__(self, ask: Ask, start: Position, abandoned: dict[int, int]) -> None:
@@ -81,5 +81,5 @@ class StreamReplay:
                     self._ends[slot, plan.epoch] = total
 
     def chain(self) -> int | None:
-        """Return the stream digest of the box here; None if that of the start is not known."""
+        """Return the stream digest at the present position; None if the digest at `start` is unknown."""
         return chain_at(self._start, self.at.step, self._ends, self._abandoned, self._digests)

@@ -1,1 +1,1 @@
-"""The way of a restore: index, verified reads, entries."""
+"""Restore of a checkpoint: index, verified reads, entries."""

@@ -1,11 +1,11 @@
-"""Files of a checkpoint -> memory: every byte that is read is hashed before anybody sees it.
+"""Reader of a checkpoint's files: every byte is read and verified by its hash before it is used.
 
-The writer hashes each archive of a file (`CheckpointFile.parts`), which is what a rank reads or does not: so a rank of
-many reads and hashes what it needs, and no more. Neighbouring archives are read in one go, by a few threads, for both
-reading and hashing leave the interpreter's lock alone.
+The writer hashes each archive of a file by itself (`CheckpointFile.parts`), so a rank reads and hashes only the
+archives that it needs. A few threads read neighbouring archives in one call each: both reading and hashing release
+the interpreter lock.
 
-Values for tensors of the user are kept until all is read and found good (`FillRequest`), which takes their memory once
-more, as a save does. Values for new tensors (an optimizer's states) are copied there at once.
+Values for the user's tensors are kept until all are read and verified (`FillRequest`), which takes their memory once
+more, as a save does. Values for new tensors (an optimizer's states) are copied into them at once.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ RUN = 16 << 20
 SMALL = 8 << 20
 """Bytes up to which a checkpoint is read without threads: Python's work for each entry takes longer than reading."""
 WASTE = 4 << 10
-"""Bytes for each tensor to fill that may be kept beside its values: the rest of what was read with them."""
+"""Largest number of unneeded bytes, for each tensor to fill, that a read buffer may hold and still be kept."""
 GAP = 64 << 10
-"""Largest number of useless bytes that are read to save another read."""
+"""Largest gap between archives, in bytes, that is read along to save another read."""
 
 
 @dataclass(frozen=True)
 class FillRequest:
-    """Values that were read, and the tensor they belong in."""
+    """Values that were read, and the tensor to copy them into."""
 
     name: str
     target: torch.Tensor
@@ -79,7 +79,7 @@ class FillRequest:
 
 @dataclass(frozen=True)
 class _Piece:
-    """A part of a tensor: what of the saved values, and where it belongs. item None: all of it."""
+    """Copy of saved values to a target tensor. item: the range of both; None: all values."""
 
     target: torch.Tensor
     own: bool
@@ -87,7 +87,7 @@ class _Piece:
 
     @property
     def is_new(self) -> bool:
-        """Return whether it can be filled at once: the restore made it, and it is in CPU memory."""
+        """Return whether the target can be filled at once: the restore made it, and it is in CPU memory."""
         return self.own and self.target.device.type == "cpu"
 
 
@@ -233,7 +233,7 @@ class _Reader:
                     self._fill(archive.name, piece, values, keep=keep)
 
     def _end(self, archive: _Archive) -> int:
-        """Return the end of what is hashed: the archive, and the padding up to the next."""
+        """Return the end offset of the hashed bytes: the archive, and the padding up to the next."""
         if archive.offset in self._parts:
             return max(self._parts[archive.offset][0], archive.offset + archive.length)
         return archive.offset + archive.length
@@ -261,7 +261,7 @@ class _Reader:
 
 
 def _is_kept(run: list[_Archive], nbytes: int) -> bool:
-    """Return whether to keep what was read until the tensors are filled; else the values are copied out of it."""
+    """Return whether to keep the read buffer until the tensors are filled; else copy the values out of it."""
     needed = count = 0
     for archive in run:
         dtype, shape = archive.shape or (torch.uint8, ())
@@ -273,7 +273,7 @@ def _is_kept(run: list[_Archive], nbytes: int) -> bool:
 
 
 def _values(archive: memoryview, name: str, shape: tuple[torch.dtype, tuple[int, ...]]) -> torch.Tensor:
-    """Return a tensor of what torch.save wrote: its values lie in one piece, between known bytes."""
+    """Return a tensor that torch.save wrote: a view of its values, which lie in one piece between known bytes."""
     frame, (dtype, sizes) = frame_of(*shape), shape
     before = len(frame.before)
     if len(archive) == frame.length and archive[:before] == frame.before:

@@ -1,1 +1,1 @@
-"""The way of a save: plan, copy to shared memory, write."""
+"""Save of a checkpoint: plan, copy to shared memory, write."""

@@ -78,13 +78,13 @@ class CollectedState:
         return found
 
     def tensor(self, one: LocalItem) -> torch.Tensor:
-        """Return the tensor of an item, or the part of one."""
+        """Return the tensor, or the part of a tensor, that an item saves."""
         value = self.values[one.key[0]]
         found: torch.Tensor = value if type(value) in LEAVES else find_state_dict_object(self.values, one.torch_index)
         return found
 
     def _by_torch(self, name: str) -> list[LocalItem]:
-        """Return items of a value that is split, or has its own rules for saving."""
+        """Return torch's items for a tensor that is split over ranks, or has its own rules for saving."""
         plan = create_default_local_save_plan({name: self.values[name]}, is_coordinator=True)
         return [
             LocalItem.of(
@@ -240,7 +240,7 @@ def _container(value: Mapping[Any, Any]) -> str:
 
 
 def _coded(key: Any, path: tuple[Any, ...]) -> list[Any]:
-    """Return a key as plain values, and the recipe. Raises InvalidArgumentError for a key that would become a text."""
+    """Return a dict's key as plain values, and its recipe. Raises InvalidArgumentError for a key without a recipe."""
     encoded = encode(key)
     if encoded.opaque:
         raise InvalidArgumentError(

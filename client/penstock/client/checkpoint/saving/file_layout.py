@@ -29,7 +29,7 @@ class Item(NamedTuple):
 
 @dataclass(frozen=True)
 class Bucket:
-    """A file."""
+    """A file, with the items that it holds."""
 
     name: str
     items: tuple[int, ...]

@@ -71,7 +71,7 @@ class LocalItem(NamedTuple):
 
     @classmethod
     def of(cls, item: WriteItem, framed: bool) -> LocalItem:
-        """Return an item of torch's. framed: it is a plain tensor."""
+        """Return the item for one of torch's write items. framed: it is a plain tensor."""
         index, data = item.index, item.tensor_data
         frame = frame_of(data.properties.dtype, tuple(data.chunk.sizes)) if framed and data is not None else None
         return cls((index.fqn, index.offset), index.index, data, frame, item.type)
@@ -154,7 +154,7 @@ class FileLayout:
     """Items whose lengths differ from save to save."""
 
     def places(self, lengths: dict[Key, int]) -> tuple[list[int], int]:
-        """Return the offset of each of the others, and the length of the file."""
+        """Return the offset of each item in `others`, and the length of the file. lengths: of these items."""
         places, offset = [], self.framed_bytes
         for one in self.others:
             offset = _aligned(offset)

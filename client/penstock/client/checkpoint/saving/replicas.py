@@ -57,7 +57,8 @@ def digests(
 
 
 def _object_digest(collected: CollectedState, one: LocalItem, objects: dict[Key, bytes]) -> str:
-    """Return the digest of an object's value; pickles of equal values may differ, by which texts are one object."""
+    """Return the digest of an object's value, not of its pickle: pickles of equal values may differ, if the same
+    strings are one object in one value and two in another."""
     name = one.name
     value = collected.values.get(name)
     if isinstance(value, torch.Tensor) or type(value) in PLAIN:
@@ -77,7 +78,7 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def summary(known: dict[Key, tuple[str, str]]) -> str:
-    """Return one digest of all."""
+    """Return one digest of a rank's digests."""
     hasher = xxhash.xxh3_64()
     for key in sorted(known, key=str):
         hasher.update(f"{key}{known[key]}".encode())

@@ -85,7 +85,7 @@ class _HeldSignals:
         self._handlers: dict[int, Handler] = {}
         self._noted: list[int] = []
         self.firm = True
-        """True while a second signal is recorded too."""
+        """True while a second signal of a kind is dropped; else its handler runs at once."""
         if threading.current_thread() is not threading.main_thread():
             return  # handlers run on the main thread
         try:

@@ -26,7 +26,7 @@ _numbers = itertools.count()
 
 
 def pages(nbytes: int) -> int:
-    """`nbytes` rounded up to whole pages."""
+    """Return `nbytes` rounded up to whole pages."""
     return -(-nbytes // PAGE) * PAGE
 
 
@@ -51,8 +51,8 @@ class SharedImage:
         except OSError as error:
             os.close(self.fd)
             raise CheckpointError(
-                f"no memory to stage a checkpoint of {self.nbytes:,} bytes in: {error.strerror}; it takes as much as "
-                "this rank saves"
+                f"{self.nbytes:,} bytes of shared memory, for what this rank saves, cannot be allocated: "
+                f"{error.strerror}. Free memory on this machine, or save from more ranks"
             ) from error
 
     @classmethod

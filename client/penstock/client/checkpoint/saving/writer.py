@@ -90,7 +90,7 @@ PROBE_S = 0.5
 LENGTH = 8
 """Bytes of the length before a request."""
 NICENESS = 10
-"""The training loop and its input come first on a busy processor."""
+"""Niceness of the writer: on a busy processor the training loop and its input come first."""
 
 
 class WriteFailed(Exception):
@@ -143,7 +143,7 @@ class SaveJob:
 
     @property
     def _inside(self) -> HeldFolder:
-        """The temporary folder, once it is there, to write into and to empty."""
+        """Handle on the temporary folder, to write into and to empty; opened at the first use."""
         if self._held is None:
             self._held = HeldFolder(self.temporary)
         return self._held

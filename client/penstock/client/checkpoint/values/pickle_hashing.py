@@ -34,15 +34,16 @@ _NO_OBJECT = {"PROTO", "FRAME", "STOP", "READONLY_BUFFER"}
 _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 _TO_MARK = {"TUPLE", "LIST", "DICT", "INST", "OBJ", "FROZENSET"}
 _NEW = {"REDUCE": 2, "NEWOBJ": 2, "NEWOBJ_EX": 3, "STACK_GLOBAL": 2, "BINPERSID": 1}
-"""Opcode -> number of objects on the stack that it makes one object of."""
+"""Opcode -> number of objects that it pops from the stack to push one new object."""
 _EMPTY = {"EMPTY_LIST", "EMPTY_DICT", "EMPTY_SET"}
 _INTO = {"APPEND": 1, "SETITEM": 2, "BUILD": 1}
-"""Opcode -> number of objects on the stack that it puts into the object below them."""
+"""Opcode -> number of objects that it pops from the stack and adds to the object below them."""
 _ALL_INTO = {"APPENDS", "SETITEMS", "ADDITEMS"}
 
 
 def _tail() -> re.Pattern[bytes]:
-    """Return the expression for the tail of an index: an object, its attributes dicts of flat objects and tuples."""
+    """Return the regular expression for the tail of an index: an object whose attributes are dicts of flat objects and
+    tuples."""
     get = rb"h[^\0]|j(?!\0\0\0\0).{4}"  # never place 0, the list of all shared values
     text = b"\x8c(?:%s)\x94" % b"|".join(b"%s.{%d}" % (re.escape(bytes([size])), size) for size in range(256))
     long = b"\x8a(?:%s)" % b"|".join(b"%s.{%d}" % (re.escape(bytes([size])), size) for size in range(9))
@@ -126,7 +127,7 @@ class _Play:
 
     def _take(self, begin: int) -> _Node:
         if begin < 0:
-            raise IndexError("it takes more from the stack than is there")
+            raise IndexError("an opcode takes more objects from the stack than it holds")
         taken = self._stack[begin:]
         del self._stack[begin:]
         return taken
@@ -160,13 +161,13 @@ class _Play:
             return False
 
     def cost(self) -> int:
-        """Return the number of values that are hashed for all keys together, as the objects are in the end."""
+        """Return the number of values that are hashed for all keys together, by the final contents of the objects."""
         known: dict[int, int] = {}
         return sum(_weight(key, known) for key in self._keys)
 
 
 def _weight(root: _Node, known: dict[int, int]) -> int:
-    """Return the number of objects below this one, each as often as it is reached.
+    """Return the number of objects in this one, itself included; a shared object counts once for each path to it.
 
     known: weights by id, which is added to. Raises UnpicklingError for an object that contains itself.
     """
@@ -182,7 +183,7 @@ def _weight(root: _Node, known: dict[int, int]) -> int:
             known[id(node)] = 1 + len(node) - len(parts) + sum(known[id(part)] for part in parts)
             continue
         if id(node) in above:
-            raise pickle.UnpicklingError("it has a key that contains itself")
+            raise pickle.UnpicklingError("it has a dict key that contains itself")
         above.add(id(node))
         left.append((node, True))
         left += [(part, False) for part in parts if id(part) not in known]

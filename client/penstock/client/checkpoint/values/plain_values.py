@@ -38,7 +38,7 @@ class EncodedValue(NamedTuple):
     value: Any
     recipe: Any
     opaque: str
-    """ "", or what it holds besides plain values: "tensors", or the name of a class."""
+    """Part of the value that has no recipe: "tensors", or the name of a class; "": none."""
 
 
 class _Kind(NamedTuple):
@@ -137,7 +137,7 @@ def encode(value: Any, depth: int = 0) -> EncodedValue:
     if isinstance(value, torch.Tensor):
         return EncodedValue(value, None, "tensors" if kind in (torch.Tensor, torch.nn.Parameter) else kind.__qualname__)
     if depth > DEPTH:
-        return EncodedValue(value, None, "a value in itself")
+        return EncodedValue(value, None, "a value that contains itself")
     if kind in (list, tuple):
         return _sequence(value, depth)
     if kind is dict:

@@ -58,7 +58,7 @@ def _refuse_options_of_the_daemon(context: typer.Context) -> None:
         given = context.get_parameter_source(name)
         if given is not None and given.name == "COMMANDLINE" and name not in ("config", "debug"):
             raise typer.BadParameter(
-                f"it is an option of the daemon here: give it behind `{context.invoked_subcommand}`",
+                f"give it after `{context.invoked_subcommand}`: before it, this is an option of the daemon",
                 param_hint=parameter.opts[0],
             )
 
