@@ -34,7 +34,7 @@ class Builder:
         self._table: dict[Any, Any] = {}
 
     def empty(self, shape: int | Sequence[int], dtype: torch.dtype | None) -> torch.Tensor | None:
-        """Return a tensor in the entry, or None: make it elsewhere."""
+        """Return a tensor in the entry, or None if the caller must allocate it elsewhere."""
         arena = self.lease.begin()
         if arena is None:
             return None
@@ -42,7 +42,7 @@ class Builder:
         return self._cut(arena, dims, torch.get_default_dtype() if dtype is None else dtype, guess=True)
 
     def collate(self, samples: list[Any]) -> Any:
-        """Run default_collate, in the entry as far as possible."""
+        """Run default_collate, and build its tensors in the entry where possible."""
         arena = self.lease.begin()
         if arena is None:
             return torchs.default_collate(samples)  # type: ignore[no-untyped-call]

@@ -1,19 +1,19 @@
 """Crossing the end of an epoch with a loader that was restored within it.
 
-A loader that ran the whole epoch is asked for the next one by `iter()`. One that was restored in its middle may not
-know any more where an epoch begins: a Hugging Face IterableDataset begins every later epoch there again. One that
-input_fn makes anew begins where epochs begin, but may count epochs and know nothing of those before. The loader that
-ran from the beginning shows what is right, where it can be compared. `StreamHistory.crossing` names one of three ways:
+A loader that ran the whole epoch is asked for the next one by `iter()`. A loader that was restored within an epoch may
+not know any more where an epoch begins: a Hugging Face IterableDataset begins every later epoch at the restored
+position. A new loader from input_fn begins an epoch at its beginning, but if it counts epochs, its count is wrong. A
+loader replayed from the beginning shows what is right. `StreamHistory.crossing` names one of three ways:
 
     KEPT     go on with the restored loader
     FRESH    input_fn() anew, with the generators as they are
     REPLAY   neither: only a loader that comes from the beginning
 
-If it is not known, the first batch of the next epoch is made in the first two ways. If the batches are equal, and the
-loader's `state_dict()` and the generators after them, FRESH will do. Otherwise the slot's stream is made again from the
-beginning, once, and the result decides for good. The batch alone would not suffice: where an epoch's number decides on
-the order of shards, two epochs may begin with the same batch. Where a state was saved at an epoch's end, the batch that
-came next then is known (`PositionedLoader.awaited`): ways that agree on another one are wrong.
+If the crossing is not known, the first batch of the next epoch is made in the first two ways. If the two batches are
+equal, and also `state_dict()` and the generators after them, FRESH is used. Otherwise the slot's stream is replayed
+from the beginning, once, and the result decides for good. Comparing the batch alone is not enough: where the order of
+shards depends on the epoch's number, two epochs may begin with the same batch. If a state was saved at this epoch's
+end, the batch that followed is known (`PositionedLoader.awaited`): a way that leads to another batch is wrong.
 """
 
 from __future__ import annotations
@@ -38,8 +38,7 @@ _log = logging.getLogger("penstock.worker")
 
 
 def cross(source: PositionedLoader, step: int) -> RestartPoint:
-    """Open the next epoch of a restored source by the right crossing (see crossing_kinds.py); return its epoch
-    start."""
+    """Open the next epoch of a restored loader by the right crossing (see crossing_kinds.py); return the epoch start."""
     end, untouched, history = source.rng(), source.is_untouched, source.history
     choice = first_choice(
         history.crossing,
@@ -138,8 +137,8 @@ def _as_resumed(
     history: StreamHistory,
     take: Callable[[Any], tuple[int, int]],
 ) -> None:
-    """Bring a loader that is resumed as its launch was back to its position between two epochs. It crosses the ends of
-    epochs on the way by itself, as it did before, and they are not verified again."""
+    """Bring a loader that is resumed by its own methods back to its position between two epochs. On the way it crosses
+    the ends of epochs by itself, as it did in its launch; these crossings are not verified again."""
 
     def seen(batch: Any) -> None:
         source.digest, samples = take(batch)
