@@ -41,8 +41,8 @@ WORTH_FROM = 512 << 10
 """Smallest ring entry that is leased, in bytes: copying half a MiB takes 9 us, as long as a lease costs (see
 benchmarks/collate.md)."""
 VAIN_LIMIT = 8
-"""Consecutive batches that were built in an entry and still had to be copied, after which the rest of the epoch is built
-in ordinary memory: this loader keeps or changes its batches, and will do so again."""
+"""Consecutive batches that were built in an entry and still had to be copied, after which the rest of the epoch is
+built in ordinary memory: this loader keeps or changes its batches, and will do so again."""
 
 
 class EntryArena(np.ndarray[Any, np.dtype[np.uint8]]):

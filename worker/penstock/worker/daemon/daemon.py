@@ -65,7 +65,7 @@ ATTACH_DEADLINE_S = 30.0
 HELPERS_AT_ONCE = 2
 """Smallest number of helper tasks that run at a time; with more cores, one for each core."""
 ASSIGNED = 2
-"""Factor of the number of slots: further assignments in a reply are ignored. Those above the slots are reported lost."""
+"""Factor of the number of slots: assignments above it are ignored; those above the slots are reported lost."""
 ANSWERS_AT_ONCE = 1024
 """State requests that are answered at a time; a coordinator sends no more in one reply."""
 TURN_S = 0.5
@@ -121,7 +121,7 @@ class Daemon:
         self._unanswered = False
         """True if state requests are left because ANSWERS_AT_ONCE are being answered."""
         self._made = self._seen = 0
-        """Versions of replies, which rise: the last one applied, and the one sent in heartbeats (0 requests a whole reply)."""
+        """Versions of replies, which rise: the last applied, and the one in heartbeats (0 requests a whole reply)."""
         self._listeners = LaneListeners(self._attach, settings.tls, insecure=settings.insecure)
         self._coordinators_clock = 0.0
         """Coordinator's clock in its last reply less the monotonic clock at that time, seconds."""
@@ -462,7 +462,7 @@ class Daemon:
             self._not_answered(request.request)
 
     def _not_answered(self, request: str) -> None:
-        """Request the whole reply again with the next heartbeat; it repeats this state request if that is still open."""
+        """Request the whole reply with the next heartbeat; it repeats this state request if that is still open."""
         self._answered.discard(request)
         self._seen = 0
 

@@ -28,7 +28,7 @@ from penstock.worker.slots.slot_interfaces import DaemonCounters
 __all__ = ["health", "open_web"]
 
 MANY = 1 << 62
-"""Memory limit above what any runner holds, so that plain sums are returned: proportional shares take the kernel long."""
+"""Memory limit above what any runner holds: plain sums are returned, as proportional shares take the kernel long."""
 _PLAIN = "text/plain; charset=utf-8"
 
 

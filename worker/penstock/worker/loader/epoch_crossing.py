@@ -38,7 +38,7 @@ _log = logging.getLogger("penstock.worker")
 
 
 def cross(source: PositionedLoader, step: int) -> RestartPoint:
-    """Open the next epoch of a restored loader by the right crossing (see crossing_kinds.py); return the epoch start."""
+    """Open the next epoch of a restored loader by the right crossing (see crossing_kinds.py); return its start."""
     end, untouched, history = source.rng(), source.is_untouched, source.history
     choice = first_choice(
         history.crossing,

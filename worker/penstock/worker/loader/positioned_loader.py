@@ -55,8 +55,8 @@ class PositionedLoader(SlotLoader, ABC):
         self.restored = False
         """Flag that a state, and not its batches, brought the loader to the middle of its epoch."""
         self.strays = False
-        """Flag that the loader, restored at an epoch's start, drew other random numbers than the loader that streamed, so
-        that the generators differ at the epoch's end."""
+        """Flag that the loader, restored at an epoch's start, drew other random numbers than the loader that streamed:
+        the generators differ at the epoch's end."""
         self.counts_from: RestartPoint | None = None
         """Start of the stream, if later restart points are counted from there because the loader's own states
         mislead."""

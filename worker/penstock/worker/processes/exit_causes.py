@@ -19,7 +19,7 @@ def how_it_ended(status: int | None, name: str, progress_page: ProgressPage) -> 
 
 
 def descriptors_closed(status: int | None, name: str) -> InputFnError | None:
-    """The error for a child that lost its control socket; another runner would fare no better."""
+    """Return the error for a child whose user code closed its control socket, as it would in a replacement runner."""
     if status != DESCRIPTORS_CLOSED:
         return None
     return InputFnError(

@@ -84,7 +84,7 @@ class _Noted:
 
 @contextmanager
 def _meant_for_the_loop() -> Iterator[None]:
-    """Raise a Ctrl-C, or the end of a debugger, instead of the InputFnError made from it."""
+    """Replace an InputFnError caused by Ctrl-C, or by quitting a debugger, with that exception."""
     try:
         yield
     except InputFnError as error:
@@ -97,9 +97,10 @@ class InProcessSlot:
     """Slot, from its assignment to its end.
 
     Args:
-        assignment: assignment as for a daemon; its loader has a name and options, and no arguments. make: callable that
-        calls input_fn with its arguments. resume: blob from which the attempt resumes; b"" to start fresh. noted:
-        number of latest batches whose digests are kept.
+        assignment: assignment as for a daemon; its loader has a name and options, and no arguments.
+        make: calls input_fn with its arguments.
+        resume: blob from which the attempt resumes; b"" to start fresh.
+        noted: number of latest batches whose digests are kept.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class InProcessSlot:
         self._noted = noted
         self._source: RestorableLoader | None = None
         self._lost = False
-        """Flag: the loader must be created again."""
+        """Flag that the loader must be created again."""
         self.capabilities = records_pb2.LoaderCapabilities(length=-1)
 
     # ---- the stream
