@@ -59,7 +59,7 @@ class HelperProcess:
         return self.answer
 
     async def stack(self) -> str:
-        """Return the stack of the child that does its task, "" if there is none."""
+        """Return the stack of the child that does the helper's task, "" if there is none."""
         if not self.worker or self.child is None:
             return ""
         try:

@@ -72,8 +72,8 @@ def cross(source: PositionedLoader, step: int) -> RestartPoint:
         source.learn_crossing(the_right_one(right, kept, fresh))
         opened = source.marked(opened)
         _log.warning(
-            "%s: restored within epoch %d, it does not begin the next epoch as a new loader does. Replaying the stream "
-            "once from the beginning showed which of them is right: %s",
+            "%s: restored within epoch %d, the loader begins the next epoch otherwise than a new loader does. A replay "
+            "of the stream from the beginning showed which of the two is right: %s",
             source.name,
             source.position.epoch - 1,
             {KEPT: "the restored loader", FRESH: "the new one"}.get(source.history.crossing, "neither"),
@@ -84,8 +84,8 @@ def cross(source: PositionedLoader, step: int) -> RestartPoint:
 def _cross_as_resumed(source: PositionedLoader, step: int) -> RestartPoint:
     """Open the next epoch of a loader that resumes by its own methods and can be restored only where its launch began.
 
-    Its next epoch is right if it begins with the batch that came when the state was saved there, or with that of a
-    loader from the beginning, which is made once.
+    Its next epoch is right if it begins with the batch that followed when a state was saved at this position, or with
+    that of a loader replayed from the beginning, which is done once.
     """
     take = ReplayDigest(cover=cover_of(source.assignment.loader.options)).take
     start, untouched, target, history = source.start, source.is_untouched, source.position.copy(), source.history
@@ -96,7 +96,7 @@ def _cross_as_resumed(source: PositionedLoader, step: int) -> RestartPoint:
             opened = source.open(step=step)
             came = _first_of(source, take)
         except InputFnError as error:
-            _log.info("%s: once restored, it fails to begin the next epoch: %s", source.name, error.message)
+            _log.info("%s: the restored loader fails to begin the next epoch: %s", source.name, error.message)
         else:
             if awaited is not None and came.digest == awaited:
                 return opened
@@ -113,8 +113,8 @@ def _cross_as_resumed(source: PositionedLoader, step: int) -> RestartPoint:
         source.learn_crossing(REPLAY)
         opened = source.marked(opened)
         _log.warning(
-            "%s: restored within epoch %d, it does not begin the next epoch with the right batch: its stream is "
-            "replayed from the beginning at the end of each epoch",
+            "%s: restored within epoch %d, the loader does not begin the next epoch with the right batch: its stream "
+            "is replayed from the beginning at the end of each epoch",
             source.name,
             target.epoch - 1,
         )

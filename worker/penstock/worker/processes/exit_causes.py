@@ -23,6 +23,6 @@ def descriptors_closed(status: int | None, name: str) -> InputFnError | None:
     if status != DESCRIPTORS_CLOSED:
         return None
     return InputFnError(
-        f"{name}: user code closed file descriptors of Penstock, by which the runner talks to its daemon "
+        f"{name}: user code closed file descriptors of Penstock that the runner needs to talk to its daemon "
         "(os.closerange?): close only files that you opened"
     )

@@ -46,7 +46,7 @@ ACTIVITIES = ("starting", "input_fn", "iter", "next", "state_dict", "load_state_
 
 @dataclass(frozen=True)
 class BatchRecord:
-    """A batch: its number in the slot over all epochs, its epoch, its digest, and the samples up to and including it."""
+    """A batch: its number in the slot over all epochs, its epoch and digest, and the samples up to and including it."""
 
     total: int
     epoch: int

@@ -89,14 +89,14 @@ def find_user(wanted: str, processes: int = 0) -> RunnerUser:
         raise InvalidArgumentError("runner_user must be a user other than root, got root: leave it out to run as root")
     if os.geteuid() != 0:
         raise InvalidArgumentError(
-            f"runner_user must be left out of a worker that is not root's: as user {os.geteuid()} it cannot become "
-            f"{user.name}; start it as {user.name}, or as root"
+            f"runner_user needs a worker that runs as root: as user {os.geteuid()} it cannot become {user.name}; start "
+            f"it as {user.name}, or as root"
         )
     if missing := [name for name, bit in _NEEDED.items() if not _capabilities() & 1 << bit]:
         raise InvalidArgumentError(
-            f"runner_user must be left out of a worker without the capabilities for it, got {user.name}: this root "
-            f"lacks {', '.join(missing)}; add them (docker run --cap-add, in Kubernetes "
-            f"securityContext.capabilities.add, in systemd CapabilityBoundingSet=), or start the worker as {user.name}"
+            f"runner_user={user.name} needs capabilities that this worker, though it runs as root, has not: it lacks "
+            f"{', '.join(missing)}; add them (docker run --cap-add, in Kubernetes securityContext.capabilities.add, in "
+            f"systemd CapabilityBoundingSet=), or start the worker as {user.name}"
         )
     _try_to_import(user)
     return user

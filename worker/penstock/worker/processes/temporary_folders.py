@@ -2,7 +2,7 @@
 
 multiprocessing makes a directory in the system's temporary one and removes it at a normal exit. A killed child does not
 exit normally, so thousands of such directories would stay. A daemon therefore gives each child a directory in its own
-folder; the next daemon removes what a killed one leaves (see `own_folders`). This is only for multiprocessing's files:
+folder; the next daemon removes what a killed one leaves (private_folders.py). This is only for multiprocessing's files:
 Penstock leaves the temporary files of user code alone.
 """
 

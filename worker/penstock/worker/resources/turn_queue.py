@@ -4,8 +4,8 @@ Starting a runner takes an interpreter, torch and the user's imports. If fifty s
 many times longer and exceeds its deadline; one after the other they would not. So as many start at a time as there are
 processors; helper tasks (replayers.py) have another queue of this kind.
 
-A start that does not use a processor does not delay others: a runner whose input_fn reads an index for minutes, or waits
-for the other slots of its run, gives up its turn as soon as it is idle, and after `TURN_S` in any case.
+A start that does not use a processor does not delay others: a runner whose input_fn reads an index for minutes, or
+waits for the other slots of its run, gives up its turn as soon as it is idle, and after `TURN_S` in any case.
 """
 
 from __future__ import annotations

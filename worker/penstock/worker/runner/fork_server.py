@@ -49,7 +49,7 @@ __all__ = ["main"]
 ORPHANS_S = 0.05
 """Seconds between two looks at orphans that are about to end."""
 LAST_LOOKS = 90
-"""Largest number of checks for orphans at the end; a fork bomb may be quicker, and the fork server ends nevertheless."""
+"""Largest number of checks for orphans at the end; the fork server ends even if a fork bomb is quicker."""
 
 
 def main() -> None:
@@ -118,7 +118,7 @@ def _reap(children: dict[int, int], channel: ControlChannel, orphans: Orphans) -
 
 
 def _end(children: Iterable[int], orphans: Orphans) -> None:
-    """Kill all processes below this one: its children, and then the orphans that came here when they died."""
+    """Kill all processes below this one: its children, and then the orphans that their death leaves to this process."""
     for pid in children:
         kill_child(pid)
         reap(pid, group=False)
@@ -138,8 +138,8 @@ def _fork(message: ControlMessage, channel: ControlChannel, own: Iterable[int]) 
 
 
 def _give_up_rights(tempdir: str) -> None:
-    """Drop the privileges that user code must not have. `tempdir`: directory for the sockets of multiprocessing, used if
-    this user may write to it."""
+    """Drop the privileges that user code must not have. `tempdir`: directory for the sockets of multiprocessing, used
+    if this user may write to it."""
     for trait in sys.argv[3:]:
         if trait.startswith("user="):
             RunnerUser.decode(trait.removeprefix("user=")).become()

@@ -149,7 +149,7 @@ def _way_over(
             if _leads_on(source, beyond, replay_digest, opened):
                 return way
         except InputFnError as error:  # one that cannot begin again where it was restored
-            _log.info("%s: once restored, it fails to begin the next epoch: %s", source.name, error.message)
+            _log.info("%s: the restored loader fails to begin the next epoch: %s", source.name, error.message)
         source.abort()
     return REPLAY
 

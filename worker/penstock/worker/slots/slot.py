@@ -64,9 +64,8 @@ LOOK_S = 0.02
 KILL_S = 10.0
 """Seconds to wait for a killed process to end; a process that hangs in a driver or a file system does not."""
 _NO_ROOM = (
-    "{name}: the coordinator cannot keep its first snapshot, and without one it could not be recovered: {why}; end "
-    "jobs "
-    "that are no longer needed, or give this one a coordinator of its own"
+    "{name}: the coordinator cannot keep its first snapshot, and without one the slot could not be recovered: {why}; "
+    "end jobs that are no longer needed, or give this job a coordinator of its own"
 )
 
 

@@ -239,7 +239,7 @@ class RestartPointVerifier:
             except InputFnError as error:  # the loader's own word that it cannot be restored from this
                 what = f"fails ({error.message.splitlines()[0]:.200})"
                 if beginning:
-                    slot.log.warning("%s: a second loader from the beginning, made to verify it, %s", slot.name, what)
+                    slot.log.warning("%s: the loader is not verified: a second one from input_fn %s", slot.name, what)
                     return 1.0
                 self._refute(point, {"differs": point.total + 1, "what": what, "alike": True})
                 return 1.0
