@@ -77,7 +77,7 @@ class Builder:
         return self._leaf(torchs.collate_tensor_fn, samples, collate_fn_map=collate_fn_map)
 
     def _leaf(self, plain: Callable[..., Any], samples: Any, *, collate_fn_map: Any = None) -> Any:
-        """Run torch's function for a leaf, and move the cursor by its size unless something below has moved it."""
+        """Run torch's function for a leaf, and move the cursor by the leaf's size unless a nested call has moved it."""
         cursor = self.lease.cursor
         made = plain(samples, collate_fn_map=collate_fn_map)
         if self.lease.cursor == cursor:
@@ -101,7 +101,7 @@ class Builder:
     def _cut(
         self, arena: EntryArena, dims: tuple[int, ...], dtype: torch.dtype, *, guess: bool = False
     ) -> torch.Tensor | None:
-        """Return a tensor in the entry, if it fits."""
+        """Return a tensor in the entry, None if it does not fit."""
         known = CARRIERS.get(dtype)
         count = prod(dims)
         if known is None or count <= 0 or min(dims, default=1) < 0:

@@ -201,7 +201,7 @@ class Daemon:
         at_once.cancel()
 
     def _connect(self) -> CoordinatorClient:
-        """Return a client for the use of one thread."""
+        """Return a new client, to be used by one thread only."""
         settings = self.settings
         return CoordinatorClient(settings.coordinator, settings.token, tls=settings.tls)
 
@@ -469,7 +469,7 @@ class Daemon:
     # ---- SlotHost
 
     async def fork_server(self, assignment: records_pb2.WorkerAssignment) -> ForkServer:
-        """Return the fork server with the run's hash seed, started if needed, also again after it died."""
+        """Return the fork server with the run's hash seed; start it if there is none, or if it died."""
         return await self._fork_servers.get(assignment)
 
     def findings(self, assignment: records_pb2.WorkerAssignment) -> LoaderFindings:

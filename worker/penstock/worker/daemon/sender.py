@@ -105,7 +105,7 @@ class Sender(threading.Thread):
     ) -> None:
         super().__init__(name=f"penstock-sender {name}", daemon=True)
         self.reason = ""
-        """Reason why it ended; "" before."""
+        """Reason why the sender ended; "" while it runs."""
         tcp.tune(tcp_socket)
         tcp.fit_send_buffer(tcp_socket)
         tcp_socket.setblocking(False)
@@ -241,7 +241,7 @@ class Sender(threading.Thread):
         return size
 
     def _make_ready(self) -> None:
-        """Move what one call sends to `_ready`."""
+        """Move to `_ready` what one sendmsg call sends."""
         out, ready = self._out, self._ready
         size = sum(map(len, ready))
         while out and size < AT_ONCE and len(ready) < BUFFERS_A_CALL:

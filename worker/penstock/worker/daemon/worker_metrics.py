@@ -41,7 +41,7 @@ class MeasuredSlot(Protocol):
 
     @property
     def runner(self) -> int:
-        """Process id of its runner, 0 if it has none."""
+        """Process id of the slot's runner, 0 if it has none."""
 
 
 class MeasuredDaemon(Protocol):

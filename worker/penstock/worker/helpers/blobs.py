@@ -1,4 +1,4 @@
-"""Large values that slots need, a loader's arguments or the state that it resumes from: fetched once for the daemon.
+"""Large values that slots need (a loader's arguments, the state to resume from), fetched once for each daemon.
 
 A value lies in a sealed memfd, and every child gets a descriptor of it. It is fetched by a thread, with a connection
 of its own, and never touched by the daemon's event loop: 300 MB for each of 32 slots would be 10 GB, and seconds

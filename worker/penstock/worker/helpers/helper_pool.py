@@ -28,7 +28,7 @@ PAYS = 3
 IDLE_S = 30.0
 """Seconds for which a warm helper is kept without a task."""
 WARM_S = 60.0
-"""Seconds for a warm helper to import what it needs."""
+"""Longest time, in seconds, for a warm helper to import what its tasks need."""
 
 _Key = tuple[str, ...]
 

@@ -119,7 +119,7 @@ async def _by_child(
     left_s: float,
     fields: dict[str, Any],
 ) -> ControlMessage:
-    """Return the answer of a fresh child, or of another one if it is killed from outside."""
+    """Return the answer of a fresh child; if that is killed from outside, of another one."""
     what = f"the helper process of {name}"
     for last in (False, True):
         fork_server = await host.fork_server(assignment)

@@ -82,8 +82,8 @@ class PositionedLoader(SlotLoader, ABC):
 
     @property
     def is_untouched(self) -> bool:
-        """True if it was restored and has yielded nothing since: it may not know yet that it is in the middle of an
-        epoch, and continue that when the next one is opened."""
+        """True if the loader was restored and has yielded nothing since: it may not know yet that it is in the middle
+        of an epoch, and continue this epoch when the next one is opened."""
         return self.restored and self.position.total == self._restored_at
 
     @property
@@ -178,7 +178,7 @@ class PositionedLoader(SlotLoader, ABC):
         return self._ahead[0]
 
     def _begin(self) -> bytes:
-        """Start iterating; return the RNG that a replay must set before it does the same."""
+        """Start iterating; return the RNG states that a replay must set before it starts iterating."""
         if not self.capabilities.is_iterator:
             before = self.rng()
         else:
@@ -320,7 +320,7 @@ class PositionedLoader(SlotLoader, ABC):
             self._load(point.state, True)
 
     def mark_restored(self) -> None:
-        """Record that a state has just brought it to its position."""
+        """Record that a state has just brought the loader to its position."""
         self.restored, self._restored_at = True, self.position.total
 
     def begin(self) -> None:
@@ -345,7 +345,7 @@ class PositionedLoader(SlotLoader, ABC):
             self._make_anew(self.history.launch.step + 1)
 
     def drop(self) -> None:
-        """Release the loader: it may hold something exclusive."""
+        """Release the loader, because it may hold something exclusive, such as a lock or an open database."""
         self.abort()
         self._loader = None
 

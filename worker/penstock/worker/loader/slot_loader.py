@@ -239,7 +239,7 @@ class SlotLoader:
     # ---- randomness
 
     def rng(self) -> bytes:
-        """Return the states of the process's generators, and of those that the loader was given (`generator=`)."""
+        """Return the states of the process's generators, and of the loader's own (`generator=`)."""
         return loader_generators.captured(self._loader)
 
     def rng_hash(self) -> int:

@@ -156,8 +156,8 @@ class Child:
         return self._open and self._channel.unread > 0
 
     def drain(self) -> None:
-        """Process all messages that the child has sent by now. A child that breaks the protocol is killed: it runs user
-        code, and its later messages would not be reliable."""
+        """Process all messages that the child has sent so far. A child that breaks the protocol is killed: user code
+        may have caused it, and later messages would not be reliable."""
         try:
             while self._open and (message := self._channel.receive(wait=False)) is not None:
                 _refuse_descriptors(message)
