@@ -240,8 +240,10 @@ def counts(message: ControlMessage, *names: str) -> list[int]:
     """Return fields of a message that must be counts. Raise ProtocolError if one is not."""
     found = [message.fields.get(name) for name in names]
     if not all(type(value) is int and 0 <= value < 1 << 64 for value in found):
-        shown = dict(zip(names, found, strict=True))
-        raise ProtocolError(f"a message {message.kind[:40]!r} must have counts below 2**64, got {shown!r:.200}")
+        raise ProtocolError(
+            f"a message {message.kind[:40]!r} must have counts from 0 to 2**64 - 1, got "
+            f"{dict(zip(names, found, strict=True))!r:.200}"
+        )
     return found  # type: ignore[return-value]
 
 

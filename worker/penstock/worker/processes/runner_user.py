@@ -94,7 +94,7 @@ def find_user(wanted: str, processes: int = 0) -> RunnerUser:
         )
     if missing := [name for name, bit in _NEEDED.items() if not _capabilities() & 1 << bit]:
         raise InvalidArgumentError(
-            f"runner_user={user.name} needs capabilities that this worker, though it runs as root, has not: it lacks "
+            f"runner_user={user.name} needs capabilities that this worker does not have, although it is root: it lacks "
             f"{', '.join(missing)}; add them (docker run --cap-add, in Kubernetes securityContext.capabilities.add, in "
             f"systemd CapabilityBoundingSet=), or start the worker as {user.name}"
         )
