@@ -178,7 +178,7 @@ def test_processes_are_counted_by_user() -> None:
 def test_a_user_that_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InvalidArgumentError, match=r"must be a user of this machine, got 'no-such-user'"):
         find_user("no-such-user")
-    with pytest.raises(InvalidArgumentError, match="must be another user than root"):
+    with pytest.raises(InvalidArgumentError, match="must be a user other than root"):
         find_user("0")
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(InvalidArgumentError, match=r"as user 1000 it cannot become nobody; start it as nobody, or as"):

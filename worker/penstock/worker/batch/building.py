@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["collate", "empty", "lend"]
 
 _builder: Builder | None = None
-"""Builder of this process; None unless it is a runner."""
+"""Builder of this process; None unless this process is a runner."""
 
 
 def lend(builder: Builder | None) -> None:

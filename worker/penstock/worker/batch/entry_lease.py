@@ -38,18 +38,18 @@ __all__ = ["NOWHERE", "VAIN_LIMIT", "WORTH_FROM", "EntryArena", "EntryLease"]
 NOWHERE = 1 << 62
 """Cursor position from which nothing fits any more."""
 WORTH_FROM = 512 << 10
-"""Bytes of a ring entry below which none is leased: copying half a MiB takes 9 us, as long as a lease costs (see
+"""Smallest ring entry that is leased, in bytes: copying half a MiB takes 9 us, as long as a lease costs (see
 benchmarks/collate.md)."""
 VAIN_LIMIT = 8
-"""Batches in a row that were built in an entry and had to be copied, after which the rest of the epoch is built in
-ordinary memory: this loader keeps or changes its batches, and will do so again."""
+"""Consecutive batches that were built in an entry and still had to be copied, after which the rest of the epoch is
+built in ordinary memory: this loader keeps or changes its batches, and will do so again."""
 
 
 class EntryArena(np.ndarray[Any, np.dtype[np.uint8]]):
     """Array over all bytes of a leased entry; the base object of the leaves in it.
 
-    The class of its own is needed because numpy shortens a chain of bases that are of one type: the leaves would then
-    refer to another base, and the arena would die at once.
+    It must be a class of its own because numpy shortens a chain of bases of one type: the leaves would then refer to
+    another base, and the arena would die at once.
     """
 
     __slots__ = ()
@@ -125,11 +125,11 @@ class EntryLease:
         self.cursor += (nbytes + ALIGN - 1) & -ALIGN
 
     def take(self, flat: FlatBatch, need: int) -> FreeEntry | None:
-        """Return the leased entry if `flat` may be written there: then all that lies in it belongs to `flat`, at its
-        offset.
+        """Return the leased entry if `flat` may be written there: each leaf in it then belongs to `flat` and lies at
+        its final offset. Return None if the caller must reserve another entry. `flat` can be written in both cases.
 
-        Call it with no other reference to the batch. None: reserve another entry. Either way `flat` can be written.
-        need: bytes that the entry must have.
+        Call it with no other reference to the batch.
+        need: smallest size of the entry, in bytes.
         """
         reserved, arena = self._reserved, self._arena()
         if reserved is None:
@@ -160,7 +160,7 @@ class EntryLease:
             self._return()
 
     def forking(self) -> None:
-        """Take note that this process is about to be forked."""
+        """Record that this process is about to be forked."""
         if self._arena() is not None:
             self._forked = True
 

@@ -34,7 +34,7 @@ class Builder:
         self._table: dict[Any, Any] = {}
 
     def empty(self, shape: int | Sequence[int], dtype: torch.dtype | None) -> torch.Tensor | None:
-        """Return a tensor in the entry, or None: make it elsewhere."""
+        """Return a tensor in the entry, or None if the caller must allocate it elsewhere."""
         arena = self.lease.begin()
         if arena is None:
             return None
@@ -42,7 +42,7 @@ class Builder:
         return self._cut(arena, dims, torch.get_default_dtype() if dtype is None else dtype, guess=True)
 
     def collate(self, samples: list[Any]) -> Any:
-        """Run default_collate, in the entry as far as possible."""
+        """Run default_collate, and build its tensors in the entry where possible."""
         arena = self.lease.begin()
         if arena is None:
             return torchs.default_collate(samples)  # type: ignore[no-untyped-call]
@@ -77,7 +77,7 @@ class Builder:
         return self._leaf(torchs.collate_tensor_fn, samples, collate_fn_map=collate_fn_map)
 
     def _leaf(self, plain: Callable[..., Any], samples: Any, *, collate_fn_map: Any = None) -> Any:
-        """Run torch's function for a leaf, and move the cursor by its size unless something below has moved it."""
+        """Run torch's function for a leaf, and move the cursor by the leaf's size unless a nested call has moved it."""
         cursor = self.lease.cursor
         made = plain(samples, collate_fn_map=collate_fn_map)
         if self.lease.cursor == cursor:
@@ -101,7 +101,7 @@ class Builder:
     def _cut(
         self, arena: EntryArena, dims: tuple[int, ...], dtype: torch.dtype, *, guess: bool = False
     ) -> torch.Tensor | None:
-        """Return a tensor in the entry, if it fits."""
+        """Return a tensor in the entry, None if it does not fit."""
         known = CARRIERS.get(dtype)
         count = prod(dims)
         if known is None or count <= 0 or min(dims, default=1) < 0:

@@ -60,12 +60,12 @@ RETRY_S = 0.3
 AWAY_AGAIN_S = 60.0
 """Seconds between two log lines about an unreachable coordinator."""
 AWAY = (CoordinatorUnavailableError, DeadlineError, JournalError)
-"""Errors that pass and are not this worker's fault: also a coordinator that cannot write because its disk is full."""
+"""Temporary errors that are not this worker's fault. JournalError: the coordinator's disk is full, for example."""
 ATTACH_DEADLINE_S = 30.0
 HELPERS_AT_ONCE = 2
-"""Helper tasks that run at a time on a machine with one core; otherwise as many as there are cores."""
+"""Smallest number of helper tasks that run at a time; with more cores, one for each core."""
 ASSIGNED = 2
-"""Assignments for each slot that are looked at: more than the slots are reported lost."""
+"""Factor of the number of slots: assignments above it are ignored; those above the slots are reported lost."""
 ANSWERS_AT_ONCE = 1024
 """State requests that are answered at a time; a coordinator sends no more in one reply."""
 TURN_S = 0.5
@@ -119,9 +119,9 @@ class Daemon:
         self._answering = 0
         """State requests that are being answered."""
         self._unanswered = False
-        """True if there were more of them than are answered at a time."""
+        """True if state requests are left because ANSWERS_AT_ONCE are being answered."""
         self._made = self._seen = 0
-        """Version of the last reply that was applied (they rise), and the one in heartbeats: 0 asks for all."""
+        """Versions of replies, which rise: the last applied, and the one in heartbeats (0 requests a whole reply)."""
         self._listeners = LaneListeners(self._attach, settings.tls, insecure=settings.insecure)
         self._coordinators_clock = 0.0
         """Coordinator's clock in its last reply less the monotonic clock at that time, seconds."""
@@ -131,7 +131,7 @@ class Daemon:
         self._ending: set[asyncio.Task[None]] = set()
         """Tasks that stop slots. They are never cancelled, so that their runners are reaped."""
         self._draining = self._leaving = False
-        """Flags that no new slots come: the coordinator drains this worker, or it is about to end."""
+        """Flags that this worker gets no new slots: the coordinator drains it, or it is about to end."""
         self._stuck = 0
         """Slots of this worker for which no other worker has capacity, as the coordinator reports while it drains."""
         self._commit_mark = b""
@@ -201,7 +201,7 @@ class Daemon:
         at_once.cancel()
 
     def _connect(self) -> CoordinatorClient:
-        """Return a client for the use of one thread."""
+        """Return a new client, to be used by one thread only."""
         settings = self.settings
         return CoordinatorClient(settings.coordinator, settings.token, tls=settings.tls)
 
@@ -462,14 +462,14 @@ class Daemon:
             self._not_answered(request.request)
 
     def _not_answered(self, request: str) -> None:
-        """Request the whole reply again with the next heartbeat, and with it that state request if it is still open."""
+        """Request the whole reply with the next heartbeat; it repeats this state request if that is still open."""
         self._answered.discard(request)
         self._seen = 0
 
     # ---- SlotHost
 
     async def fork_server(self, assignment: records_pb2.WorkerAssignment) -> ForkServer:
-        """Return the fork server with the run's hash seed, started if needed, also again after it died."""
+        """Return the fork server with the run's hash seed; start it if there is none, or if it died."""
         return await self._fork_servers.get(assignment)
 
     def findings(self, assignment: records_pb2.WorkerAssignment) -> LoaderFindings:

@@ -25,7 +25,7 @@ __all__ = ["Heartbeats", "fitted"]
 REPORTS_MAX = 3 << 20
 """Bytes of all reports in one heartbeat: the coordinator accepts 4 MiB."""
 BARE = 300
-"""Bytes of a report without its texts and without the name of its run."""
+"""Bytes reserved for the part of a report that is neither text nor the name of its run."""
 
 LATE = 0.5
 """Share of a lease without an answer after which the thread sends a heartbeat."""

@@ -1,7 +1,7 @@
 """The listeners for lanes: an abstract Unix socket for consumers on this host, a TCP port for others.
 
-A consumer sends Hello. If it shows a ticket for the slot, its connection goes to the runner, and the daemon has no more
-part in it. A remote consumer gets a sender in between: to the runner it is a consumer like any other.
+A consumer sends Hello. If it shows a ticket for the slot, the daemon passes its connection to the runner and takes no
+further part. A remote consumer gets a sender in between, which to the runner is a consumer like any other.
 
 A peer that has not sent Hello must cost little: no thread, at most the bytes of a handshake and a Hello, and one
 deadline for both. The number of such peers is limited; with one more, the longest-waiting connection of the address
@@ -9,8 +9,8 @@ that has most of them is closed. So a peer that opens connections and sends noth
 milliseconds.
 
 Every user of the network namespace can connect to an abstract name, so the kernel is asked for the peer's user. With
-TLS a consumer on another host is checked by its certificate before its Hello is read. A peer that uses plain where TLS
-is expected, or the reverse, gets an error at once: otherwise both ends would wait for each other.
+TLS a consumer on another host is checked by its certificate before its Hello is read. A peer without TLS where TLS is
+expected, or the reverse, gets an error at once: otherwise both ends would wait for each other.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ __all__ = ["LaneListeners", "SlotOf", "slot_of"]
 
 _log = logging.getLogger("penstock.worker")
 HELLO_DEADLINE_S = 10.0
-"""Seconds for TLS and Hello together."""
+"""Seconds for the TLS handshake and the Hello together."""
 WAITING = 256
-"""Connections that may be without a Hello at a time."""
+"""Largest number of open connections that have not sent a Hello."""
 SHOWN = 200
 """Characters of a peer's text in an error."""
 PAUSE_S = 0.1
-"""Seconds to wait after a connection for which there was no descriptor."""
+"""Seconds to wait after a connection could not be accepted, for example because no file descriptor was free."""
 
 Attach = Callable[[socket.socket, lane_pb2.Hello], Awaitable[None]]
 SlotOf = tuple[str, int, int, int, int]
@@ -77,7 +77,7 @@ def check_hello(hello: lane_pb2.Hello) -> None:
 
 
 class LaneListeners:
-    """Listens on both; `attach` gets each connection whose Hello could be read, and verifies it.
+    """Listens on the Unix socket and on TCP; `attach` verifies each connection whose Hello could be read.
 
     tls: what to show to consumers on other hosts; they must show a certificate too if it holds a CA.
     insecure: allows an address that other machines can reach without TLS.
@@ -137,7 +137,7 @@ class LaneListeners:
             sender.stop()
 
     def drop(self, slot: SlotOf) -> None:
-        """End the senders of this slot: its runner ends, or has another lane.
+        """End the senders of this slot, because its runner ends or has a newer lane.
 
         Otherwise a consumer whose host has vanished would keep the sender, the connection and the ring's memory until
         the kernel gives up, and one that opens lanes again and again would have any number of them.
@@ -308,7 +308,7 @@ def _check_certificate(lane: TlsSocket, tls: Tls) -> None:
 
 
 async def _first_bytes(connection: socket.socket) -> bytes:
-    """Return enough of the peer's first bytes to detect TLS; they stay unread."""
+    """Return enough of the peer's first bytes to detect TLS, without consuming them."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, PEEKED)
     await when_readable(connection)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
@@ -330,8 +330,8 @@ async def _read_hello(lane: socket.socket) -> lane_pb2.Hello:
 
 
 def _send_last(lane: socket.socket, frame: bytes) -> None:
-    """Send a frame to a peer that is about to be closed. Its buffer is empty, so the frame fits, or the peer is
-    gone."""
+    """Send a last frame before the connection is closed. The send buffer is empty, so the frame fits unless the peer
+    is gone."""
     try:
         lane.setblocking(False)
         lane.send(frame)

@@ -17,9 +17,9 @@ A ring entry goes back to the runner when the remote training loop was handed it
 broken TCP connection costs no computation: the sender leaves, the runner keeps what was not delivered, and the next
 lane gets it again. The acks in between (credits of the receiver's ring) are internal to the receiver.
 
-Ends. Runner gone: all it had sent goes out, then the TCP direction is shut and the sender stays to receive the last
-acks until the receiver leaves; closing sooner would destroy data in flight. TCP gone: the sender leaves the runner
-without a message. A close of either side is passed on as a close.
+When the runner is gone, the sender sends all that it had produced, shuts its direction of the TCP connection, and
+receives the last acks until the receiver closes: closing sooner would destroy data in flight. When the TCP connection
+is gone, the sender leaves the runner without a message. A CLOSE from either side is passed on.
 """
 
 from __future__ import annotations
@@ -50,20 +50,20 @@ _log = logging.getLogger(__name__)
 BUFFERS_A_CALL = 128
 """Buffers given to one sendmsg: two or three for each batch. The kernel takes up to 1,024."""
 FRAMES_A_TURN = 64
-"""Frames read from the runner before the others get their turn: more than a ring has slots."""
+"""Frames read from the runner before the TCP socket gets its turn: more than a ring has entries."""
 PACKED_A_TURN = 1 << 20
-"""Bytes of batches to compress before the others get their turn: 2 ms."""
+"""Bytes of batches compressed before the TCP socket gets its turn: 2 ms."""
 MAX_BACKLOG = 1 << 16
-"""Acks that the runner has not read, in messages and numbers, above which the receiver is one that floods it."""
+"""Acks that the runner has not read, in messages and numbers, above which the receiver counts as flooding it."""
 AT_ONCE = 512 << 10
-"""Bytes made ready for one sendmsg, and of a payload in one piece of its check: what the send buffer of a near peer
-holds. With half of it or twice of it the sender takes a tenth more at 1 and 8 MiB."""
+"""Bytes given to one sendmsg, and bytes of a payload that are checksummed at a time: the send buffer of a peer nearby
+holds as much. With half or twice of it the sender takes a tenth longer for batches of 1 and 8 MiB."""
 MAX_OUT = 512
-"""Buffers on their way out above which the runner is not read: more than ring entries alone can be."""
+"""Buffers waiting to be sent above which the runner is not read: more than all ring entries can need."""
 
 
 class _Payload:
-    """A payload that is sent in pieces with its check behind it."""
+    """A payload that is sent in pieces, followed by its checksum."""
 
     __slots__ = ("_hasher", "_left")
 
@@ -89,10 +89,10 @@ class _Payload:
 class Sender(threading.Thread):
     """Forwards one runner's lane to one TCP connection, until either side ends.
 
-    tcp: connected, its Hello read and verified; under TLS it is a TlsSocket. local: the daemon's end of the SEQPACKET
-    pair whose other end the runner attaches, with the same Hello. hello: that one. Both sockets are the sender's from
-    now on.
-    name: which worker, box and slot, for messages. on_end: called in the sender's thread when it is over.
+    tcp_socket: connected socket, its Hello read and verified; under TLS a TlsSocket. local: the daemon's end of the
+    SEQPACKET pair whose other end the runner attaches, with the same Hello. hello: the consumer's Hello. The sender
+    closes both sockets.
+    name: which worker, box and slot, for messages. on_end: called in the sender's thread at its end.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Sender(threading.Thread):
     ) -> None:
         super().__init__(name=f"penstock-sender {name}", daemon=True)
         self.reason = ""
-        """Reason why it ended; "" before."""
+        """Reason why the sender ended; "" while it runs."""
         tcp.tune(tcp_socket)
         tcp.fit_send_buffer(tcp_socket)
         tcp_socket.setblocking(False)
@@ -127,10 +127,10 @@ class Sender(threading.Thread):
         self._shut = False  # nothing more will be sent over TCP
 
     def stop(self, timeout: float = 5.0) -> bool:
-        """Close both connections now; batches not delivered stay with the runner. False if it takes longer than
-        `timeout` s.
+        """Close both connections now; batches not delivered stay with the runner. Return False if this takes longer
+        than `timeout` seconds.
 
-        From any thread but its own, and more than once.
+        May be called from any thread but the sender's own, and more than once.
         """
         with self._lock:
             self._stopped = True
@@ -241,7 +241,7 @@ class Sender(threading.Thread):
         return size
 
     def _make_ready(self) -> None:
-        """Move what one call sends to `_ready`."""
+        """Move to `_ready` what one sendmsg call sends."""
         out, ready = self._out, self._ready
         size = sum(map(len, ready))
         while out and size < AT_ONCE and len(ready) < BUFFERS_A_CALL:

@@ -28,7 +28,7 @@ from penstock.worker.slots.slot_interfaces import DaemonCounters
 __all__ = ["health", "open_web"]
 
 MANY = 1 << 62
-"""Memory limit above what any runner holds: plain sums suffice, because shares of pages take the kernel long."""
+"""Memory limit above what any runner holds: plain sums are returned, as proportional shares take the kernel long."""
 _PLAIN = "text/plain; charset=utf-8"
 
 
@@ -41,7 +41,7 @@ class MeasuredSlot(Protocol):
 
     @property
     def runner(self) -> int:
-        """Process id of its runner, 0 if it has none."""
+        """Process id of the slot's runner, 0 if it has none."""
 
 
 class MeasuredDaemon(Protocol):
@@ -163,9 +163,9 @@ def health(answered_at: float | None, lease_s: float, stopping: bool, now: float
 
 
 def open_web(daemon: MeasuredDaemon, loop: asyncio.AbstractEventLoop) -> WebServer:
-    """The web server of a daemon that runs in `loop`, listening at `settings.http`.
+    """Start the web server of a daemon that runs in `loop`, listening at `settings.http`.
 
-    Raises InvalidArgumentError without prometheus-client, and what WebServer raises.
+    Raises InvalidArgumentError if prometheus-client is missing, and what WebServer raises.
     """
 
     def well() -> Page:

@@ -47,7 +47,7 @@ class DaemonSettings:
     runner_processes: int = 0
     """Processes and threads of all runners together; 0 = no limit. Needs runner_user or control groups."""
     no_cage: bool = False
-    """Flag that lets runners do to other processes what their user may; otherwise see sandbox.py."""
+    """Flag that turns off the sandbox that keeps runners from other processes of their user, see sandbox.py."""
     no_groups: bool = False
     """Flag that gives runners no control groups; otherwise see control_groups.py."""
     tls: Tls | None = None
@@ -70,7 +70,7 @@ def own_name() -> str:
 
 
 def user_of_runners(settings: DaemonSettings) -> RunnerUser | None:
-    """Return the user that user code runs as, None for the daemon's own; log once what that user will lack."""
+    """Return the user that user code runs as, None for the daemon's own; warn if shared memory cannot be measured."""
     if settings.runner_user:
         if settings.runner_memory and not sees_shared_memory():
             _log.warning(
@@ -82,7 +82,7 @@ def user_of_runners(settings: DaemonSettings) -> RunnerUser | None:
 
 
 def groups_of_runners(settings: DaemonSettings) -> ControlGroups | None:
-    """Return the control groups for its children, if available here."""
+    """Return the control groups for the daemon's children, None if not available here."""
     if settings.embedded or settings.no_groups:
         groups, why_not = None, "they are turned off"
     else:

@@ -1,8 +1,8 @@
-"""Large values that slots need, a loader's arguments or the state that it resumes from: fetched once for the daemon.
+"""Large values that slots need (a loader's arguments, the state to resume from), fetched once for each daemon.
 
 A value lies in a sealed memfd, and every child gets a descriptor of it. It is fetched by a thread, with a connection
-of its own, and never touched by the daemon's event loop: 300 MB that each of 32 slots had for itself were 10 GB, and
-seconds in which the daemon said nothing to the coordinator.
+of its own, and never touched by the daemon's event loop: 300 MB for each of 32 slots would be 10 GB, and seconds
+without a heartbeat.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Blobs:
         return await asyncio.get_running_loop().run_in_executor(self._threads, _fetched, self._client, name)
 
     def keep(self, names: Collection[str]) -> None:
-        """Release all other values: no slot needs them any more."""
+        """Release all values but these: no slot needs the others any more."""
         for name in [name for name in self._blobs if name not in names]:
             self._blobs.pop(name).add_done_callback(_let_go)
 

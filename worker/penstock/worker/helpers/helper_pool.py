@@ -24,11 +24,11 @@ from penstock.worker.processes.progress_page import ProgressPage
 __all__ = ["HelperPool", "HelperProcess"]
 
 PAYS = 3
-"""Tasks of a run, running and waiting, for which a warm helper is started: fewer are done before it is warm."""
+"""Smallest number of a run's tasks for which a warm helper is started: fewer are done before it is warm."""
 IDLE_S = 30.0
 """Seconds for which a warm helper is kept without a task."""
 WARM_S = 60.0
-"""Seconds for a warm helper to import what it needs."""
+"""Longest time, in seconds, for a warm helper to import what its tasks need."""
 
 _Key = tuple[str, ...]
 
@@ -59,7 +59,7 @@ class HelperProcess:
         return self.answer
 
     async def stack(self) -> str:
-        """Return the stack of the child that does its task, "" if there is none."""
+        """Return the stack of the child that does the helper's task, "" if there is none."""
         if not self.worker or self.child is None:
             return ""
         try:
@@ -93,7 +93,7 @@ class _Crew:
 class HelperPool:
     """
     Args:
-        fork server: the process from which warm helpers are forked.
+        fork_server: returns the process from which warm helpers are forked.
     """
 
     def __init__(self, fork_server: Callable[[records_pb2.WorkerAssignment], Awaitable[ForkServer]]) -> None:
@@ -102,7 +102,7 @@ class HelperPool:
 
     @contextlib.contextmanager
     def counted(self, assignment: records_pb2.WorkerAssignment) -> Any:
-        """Count a task for such a loader while it waits or runs."""
+        """Count a task for this assignment's loader while it waits or runs."""
         crew = self._crews.setdefault(_key_of(assignment), _Crew())
         crew.tasks += 1
         try:
@@ -111,7 +111,8 @@ class HelperPool:
             crew.tasks -= 1
 
     async def take(self, assignment: records_pb2.WorkerAssignment, progress_page: ProgressPage) -> HelperProcess | None:
-        """Return a warm helper for one task, if it pays and is available; the caller gives it back or ends it."""
+        """Return a warm helper for one task, None if there is none or starting one does not pay. The caller gives it
+        back or ends it."""
         crew = self._crews.get(_key_of(assignment))
         if crew is None or crew.unfit or crew.modules is None or (crew.tasks < PAYS and not crew.idle):
             return None
@@ -139,11 +140,11 @@ class HelperPool:
         crew.modules = known + [name for name in modules if name not in set(known)]
 
     def distrust(self, assignment: records_pb2.WorkerAssignment, why: str) -> None:
-        """Stop using warm helpers for this loader: a result differs from a fresh process's."""
+        """Stop using warm helpers for this loader, because a result differs from a fresh process's."""
         self._crews[_key_of(assignment)].unfit = why
 
     def forget(self, attempts: set[tuple[str, int]]) -> None:
-        """End the warm helpers of all other attempts: only these have slots here."""
+        """End the warm helpers of all attempts but these: the others have no slots here."""
         live = {(run, str(attempt)) for run, attempt in attempts}
         for key in [key for key, crew in self._crews.items() if key[:2] not in live and not crew.tasks]:
             for helper in self._crews.pop(key).idle:

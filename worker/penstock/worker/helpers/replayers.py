@@ -48,13 +48,13 @@ async def run_task(
     deadline_s: float = DEADLINE_S,
     **fields: Any,
 ) -> ControlMessage:
-    """Return a helper process's answer to `task`. If the child is killed from outside (SIGKILL), another one does the
+    """Return a helper process's answer to `task`. If the helper is killed from outside (SIGKILL), another one does the
     task.
 
     Raises:
-        DeadlineError: it took longer; with its stack.
-        WorkerLostError: it died; with its stack, if it crashed.
-        PenstockError: the error with which it failed.
+        DeadlineError: the task took longer than `deadline_s`; with the helper's stack.
+        WorkerLostError: the helper died; with its stack, if it crashed.
+        PenstockError: the error with which the task failed.
     """
     left_s = deadline_s  # of work; to wait for one's turn and for a child takes none of it
     helpers, began = host.helpers, 0.0
@@ -119,7 +119,7 @@ async def _by_child(
     left_s: float,
     fields: dict[str, Any],
 ) -> ControlMessage:
-    """Return the answer of a fresh child, or of another one if it is killed from outside."""
+    """Return the answer of a fresh child; if that is killed from outside, of another one."""
     what = f"the helper process of {name}"
     for last in (False, True):
         fork_server = await host.fork_server(assignment)

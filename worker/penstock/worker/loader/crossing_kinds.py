@@ -20,29 +20,29 @@ __all__ = [
 
 KEPT, FRESH, REPLAY = "kept", "fresh", "replay"
 WAYS = ("", KEPT, FRESH, REPLAY)
-"""The more careful the later; "" is not known yet."""
+"""Crossings, the most careful last; "" = not known yet."""
 
 
 def more_careful(one: str, other: str) -> str:
-    """Return the one of two crossings that may still be right after the other was found wrong."""
+    """Return the more careful of two crossings: it may still be right after the other was found wrong."""
     return max(one, other, key=WAYS.index)
 
 
 def to_try(known: str) -> tuple[str, ...]:
-    """Return the crossings that a verification tries, beginning with the known one: none that is less careful, and not
-    REPLAY, which is what remains if all others fail."""
+    """Return the crossings that a verification tries: the known one, then more careful ones. REPLAY is not among them,
+    because it needs no trial: it is used if all others fail."""
     return WAYS[WAYS.index(known or KEPT) : WAYS.index(REPLAY)]
 
 
 def first_choice(known: str, *, methods: int, whole: bool, untouched: bool, strays: bool) -> str:
-    """Return the crossing that is right by what is known, "" if it must be found out by trying.
+    """Return the crossing to use, as far as it is known; "" if it must be found out by trying.
 
     Args:
-        known: `Past.rewinds`.
+        known: `StreamHistory.crossing`.
         methods: how many of the four state methods the loader has.
-        whole: its stream can be replayed from the beginning.
-        untouched: it has yielded nothing since it was restored, and may not know that it is within an epoch.
-        strays: after the restore it drew other random numbers than the loader that streamed.
+        whole: the loader's stream can be replayed from the beginning.
+        untouched: the loader has yielded nothing since it was restored, and may not know that it is within an epoch.
+        strays: after the restore the loader drew other random numbers than the loader that streamed.
     """
     if methods == 4 and not whole:
         return KEPT  # its stream began on another topology: there is no other word than its own
@@ -53,17 +53,17 @@ def first_choice(known: str, *, methods: int, whole: bool, untouched: bool, stra
 
 @dataclass(frozen=True)
 class First:
-    """First batch of an epoch and the state behind it."""
+    """First batch of an epoch and the loader's state after it."""
 
     digest: int | None
-    """Digest of its first batch, None if it has none."""
+    """Digest of the batch, None if the epoch has none."""
     behind: bytes
-    """Loader's state after it, and the generators; b"" if not available."""
+    """Loader's state after the batch, and the random generators; b"" if not available."""
     failure: str = ""
     """Error that the loader raised instead; "" = none."""
 
     def alike(self, other: First) -> bool:
-        """Return whether the batch is the same."""
+        """Return whether both have the same batch, or the same error."""
         return (self.digest, self.failure) == (other.digest, other.failure)
 
 
@@ -71,7 +71,8 @@ def are_one(kept: First, fresh: First, *, awaited: int | None, whole: bool) -> b
     """Return whether KEPT and FRESH give the same epoch, so that FRESH can be used.
 
     An equal first batch alone is not enough, unless the stream cannot be replayed and nothing better is known.
-    `awaited`: the digest of the batch that came when a state was saved there; crossings with another one are wrong.
+    `awaited`: digest of the batch that followed when a state was saved at this epoch's end, None if not known; a
+    crossing with another batch is wrong.
     """
     same = fresh == kept or (fresh.alike(kept) and not whole)
     return same and (awaited is None or awaited == fresh.digest)

@@ -1,19 +1,19 @@
 """Crossing the end of an epoch with a loader that was restored within it.
 
-A loader that ran the whole epoch is asked for the next one by `iter()`. One that was restored in its middle may not
-know any more where an epoch begins: a Hugging Face IterableDataset begins every later epoch there again. One that
-input_fn makes anew begins where epochs begin, but may count epochs and know nothing of those before. The loader that
-ran from the beginning shows what is right, where it can be compared. `StreamHistory.crossing` names one of three ways:
+A loader that ran the whole epoch is asked for the next one by `iter()`. A loader that was restored within an epoch may
+not know any more where an epoch begins: a Hugging Face IterableDataset begins every later epoch at the restored
+position. A new loader from input_fn begins an epoch at its beginning, but if it counts epochs, its count is wrong. A
+loader replayed from the beginning shows what is right. `StreamHistory.crossing` names one of three ways:
 
     KEPT     go on with the restored loader
     FRESH    input_fn() anew, with the generators as they are
     REPLAY   neither: only a loader that comes from the beginning
 
-If it is not known, the first batch of the next epoch is made in the first two ways. If the batches are equal, and the
-loader's `state_dict()` and the generators after them, FRESH will do. Otherwise the slot's stream is made again from the
-beginning, once, and the result decides for good. The batch alone would not suffice: where an epoch's number decides on
-the order of shards, two epochs may begin with the same batch. Where a state was saved at an epoch's end, the batch that
-came next then is known (`PositionedLoader.awaited`): ways that agree on another one are wrong.
+If the crossing is not known, the first batch of the next epoch is made in the first two ways. If the two batches are
+equal, and also `state_dict()` and the generators after them, FRESH is used. Otherwise the slot's stream is replayed
+from the beginning, once, and the result decides for good. Comparing the batch alone is not enough: where the order of
+shards depends on the epoch's number, two epochs may begin with the same batch. If a state was saved at this epoch's
+end, the batch that followed is known (`PositionedLoader.awaited`): a way that leads to another batch is wrong.
 """
 
 from __future__ import annotations
@@ -38,8 +38,7 @@ _log = logging.getLogger("penstock.worker")
 
 
 def cross(source: PositionedLoader, step: int) -> RestartPoint:
-    """Open the next epoch of a restored source by the right crossing (see crossing_kinds.py); return its epoch
-    start."""
+    """Open the next epoch of a restored loader by the right crossing (see crossing_kinds.py); return its start."""
     end, untouched, history = source.rng(), source.is_untouched, source.history
     choice = first_choice(
         history.crossing,
@@ -73,8 +72,8 @@ def cross(source: PositionedLoader, step: int) -> RestartPoint:
         source.learn_crossing(the_right_one(right, kept, fresh))
         opened = source.marked(opened)
         _log.warning(
-            "%s: restored within epoch %d, it does not begin the next epoch as a new loader does. Replaying the stream "
-            "once from the beginning showed which of them is right: %s",
+            "%s: restored within epoch %d, the loader begins the next epoch otherwise than a new loader does. A replay "
+            "of the stream from the beginning showed which of the two is right: %s",
             source.name,
             source.position.epoch - 1,
             {KEPT: "the restored loader", FRESH: "the new one"}.get(source.history.crossing, "neither"),
@@ -85,8 +84,8 @@ def cross(source: PositionedLoader, step: int) -> RestartPoint:
 def _cross_as_resumed(source: PositionedLoader, step: int) -> RestartPoint:
     """Open the next epoch of a loader that resumes by its own methods and can be restored only where its launch began.
 
-    Its next epoch is right if it begins with the batch that came when the state was saved there, or with that of a
-    loader from the beginning, which is made once.
+    Its next epoch is right if it begins with the batch that followed when a state was saved at this position, or with
+    that of a loader replayed from the beginning, which is done once.
     """
     take = ReplayDigest(cover=cover_of(source.assignment.loader.options)).take
     start, untouched, target, history = source.start, source.is_untouched, source.position.copy(), source.history
@@ -97,7 +96,7 @@ def _cross_as_resumed(source: PositionedLoader, step: int) -> RestartPoint:
             opened = source.open(step=step)
             came = _first_of(source, take)
         except InputFnError as error:
-            _log.info("%s: once restored, it fails to begin the next epoch: %s", source.name, error.message)
+            _log.info("%s: the restored loader fails to begin the next epoch: %s", source.name, error.message)
         else:
             if awaited is not None and came.digest == awaited:
                 return opened
@@ -114,8 +113,8 @@ def _cross_as_resumed(source: PositionedLoader, step: int) -> RestartPoint:
         source.learn_crossing(REPLAY)
         opened = source.marked(opened)
         _log.warning(
-            "%s: restored within epoch %d, it does not begin the next epoch with the right batch: its stream is "
-            "replayed from the beginning at the end of each epoch",
+            "%s: restored within epoch %d, the loader does not begin the next epoch with the right batch: its stream "
+            "is replayed from the beginning at the end of each epoch",
             source.name,
             target.epoch - 1,
         )
@@ -138,8 +137,8 @@ def _as_resumed(
     history: StreamHistory,
     take: Callable[[Any], tuple[int, int]],
 ) -> None:
-    """Bring a loader that is resumed as its launch was back to its position between two epochs. It crosses the ends of
-    epochs on the way by itself, as it did before, and they are not verified again."""
+    """Bring a loader that is resumed by its own methods back to its position between two epochs. On the way it crosses
+    the ends of epochs by itself, as it did in its launch; these crossings are not verified again."""
 
     def seen(batch: Any) -> None:
         source.digest, samples = take(batch)

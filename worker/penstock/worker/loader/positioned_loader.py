@@ -55,19 +55,19 @@ class PositionedLoader(SlotLoader, ABC):
         self.restored = False
         """Flag that a state, and not its batches, brought the loader to the middle of its epoch."""
         self.strays = False
-        """Flag that, restored at an epoch's start, it drew other random numbers than the loader that streamed: at the
-        epoch's end the generators differ from those of that loader."""
+        """Flag that the loader, restored at an epoch's start, drew other random numbers than the loader that streamed:
+        the generators differ at the epoch's end."""
         self.counts_from: RestartPoint | None = None
         """Start of the stream, if later restart points are counted from there because the loader's own states
         mislead."""
         self.awaited: dict[int, int] = {}
-        """Batches in all at an epoch's end -> digest of the batch that came next when the state was saved there."""
+        """Batches in all up to an epoch's end where a state was saved -> digest of the batch that came next."""
         self._restored_at = 0
         self._ahead: list[Any] = []
         """Batches that `peek` has taken; at most one."""
         self._rng_at_peek = b""
         self._held: tuple[Iterator[Any], list[Any], RestartPoint | None] | None = None
-        """Next epoch, which the loader is in already, while this one is still to be ended."""
+        """Next epoch, if the loader has begun it already but the end of the present one was not returned yet."""
         self._start: RestartPoint | None = None
         """Start of a loader that is restored by its own methods only."""
 
@@ -82,8 +82,8 @@ class PositionedLoader(SlotLoader, ABC):
 
     @property
     def is_untouched(self) -> bool:
-        """True if it was restored and has yielded nothing since: it may not know yet that it is in the middle of an
-        epoch, and continue that when the next one is opened."""
+        """True if the loader was restored and has yielded nothing since: it may not know yet that it is in the middle
+        of an epoch, and continue this epoch when the next one is opened."""
         return self.restored and self.position.total == self._restored_at
 
     @property
@@ -97,15 +97,15 @@ class PositionedLoader(SlotLoader, ABC):
         return self._start
 
     def learn_resume(self, resume: dict[str, Any] | None) -> None:
-        """Take the state from which the launch resumed, and the batch that came next if that was at an epoch's end."""
+        """Record the state from which the launch resumed and, if it was saved at an epoch's end, the batch after it."""
         self.resume, a = resume, self.assignment
         part = resume["slots"].get(a.slot) if resume is not None and a.resume.same_topology else None
         if part is not None and part.get("next_epoch") and part["next_digest"] and self.trusts_history(part):
             self.awaited[a.start.slots[a.slot].total] = part["next_digest"]
 
     def trusts_history(self, part: dict[str, Any]) -> bool:
-        """Return whether the history in a saved part holds. If not, an older release wrote it, or the user has edited
-        it or does not load it strictly: the history is unknown, and the loader's own state counts."""
+        """Return whether the history in a slot's saved part is valid. It is not if an older release wrote the part, or
+        the user has edited it or loads it with strict=False; then only the loader's own state is used."""
         strict = self.capabilities.state_methods != 4 or self.resume is None or self.resume["strict"]
         return bool("history" in part["restart"] and strict and not part.get("changed"))
 
@@ -125,7 +125,7 @@ class PositionedLoader(SlotLoader, ABC):
         return self._reached_from_start(epoch_start)
 
     def _epoch_start(self, step: int, before: bytes) -> RestartPoint:
-        """The epoch start of the epoch that was just opened. `before`: the generators before."""
+        """Return the epoch start of the epoch just opened. `before`: the generators' states before it was opened."""
         state, asked = None, False
         if self.saves_state:
             try:
@@ -155,13 +155,13 @@ class PositionedLoader(SlotLoader, ABC):
         return self._reached_from_start(self._epoch_start(step, self.rng()) if epoch_start is None else epoch_start)
 
     def enter(self, epoch: int) -> None:
-        """Record that the loader, resumed at the end of an epoch, has continued with this one at once."""
+        """Record that the loader, resumed at the end of an epoch, has continued with epoch `epoch` at once."""
         self.history = self.history.of(replace(self.history.launch, enters=epoch))
         assert self._start is not None
         self._start = replace(self._start, history=self._start.history.of(self.history.launch))
 
     def _reached_from_start(self, point: RestartPoint) -> RestartPoint:
-        """Return the same point, reached by replay from the start, if only the start is a restart point."""
+        """Return the point; if only the start is a restart point, marked as reached from there by replay."""
         start = self._start or self.counts_from
         return point if start is None or point.position == start.position else replace(point, behind=start)
 
@@ -178,7 +178,7 @@ class PositionedLoader(SlotLoader, ABC):
         return self._ahead[0]
 
     def _begin(self) -> bytes:
-        """Start iterating; return the RNG that a replay must set before it does the same."""
+        """Start iterating; return the RNG states that a replay must set before it starts iterating."""
         if not self.capabilities.is_iterator:
             before = self.rng()
         else:
@@ -224,8 +224,8 @@ class PositionedLoader(SlotLoader, ABC):
 
     def marked(self, point: RestartPoint, *, way_on: bool = False) -> RestartPoint:
         """Return the same restart point with the present history and all skipped batches. `way_on`: also with the
-        epochs that former launches abandoned between there and the source's position, which this training loop does not
-        know."""
+        epochs that former launches abandoned between the point and the loader's position, which this training loop
+        does not know."""
         skips = tuple((epoch, total, count) for (epoch, total), count in self._skips.items())
         return replace(
             point, skips=skips, history=self.history if way_on else self.history.before(point.position.epoch)
@@ -320,7 +320,7 @@ class PositionedLoader(SlotLoader, ABC):
             self._load(point.state, True)
 
     def mark_restored(self) -> None:
-        """Record that a state has just brought it to its position."""
+        """Record that a state has just brought the loader to its position."""
         self.restored, self._restored_at = True, self.position.total
 
     def begin(self) -> None:
@@ -337,7 +337,7 @@ class PositionedLoader(SlotLoader, ABC):
         self._restore_rng(rng)
 
     def make_as(self, worker: int) -> None:
-        """Have input_fn make the loader as this worker of the box, if it was made as another one, to be resumed."""
+        """Have input_fn make a loader to be resumed as worker `worker` of the box, unless it was made so already."""
         self.abort()
         self.history = self.history.of(replace(self.history.launch, worker=worker))
         self._start = None
@@ -345,17 +345,17 @@ class PositionedLoader(SlotLoader, ABC):
             self._make_anew(self.history.launch.step + 1)
 
     def drop(self) -> None:
-        """Release the loader: it may hold something exclusive."""
+        """Release the loader, because it may hold something exclusive, such as a lock or an open database."""
         self.abort()
         self._loader = None
 
     def seek(
         self, total: int, epoch: int, seen: Callable[[Any], None], open_epoch: Callable[[], object] | None = None
     ) -> bool:
-        """Replay until `total` batches, in the epoch `epoch` if that is not beyond; `seen` gets each batch.
+        """Replay until `total` batches in all, but not beyond the end of epoch `epoch`; `seen` gets each batch.
         `open_epoch` is called to open the epochs on the way.
 
-        Returns False if epoch `epoch` ended before; `position` then says after how many batches.
+        Returns False if epoch `epoch` ended earlier; `position` then says after how many batches.
         """
         self._doing("replay")
         while self.position.total < total:
@@ -370,7 +370,7 @@ class PositionedLoader(SlotLoader, ABC):
         return True
 
     def reach_end(self) -> None:
-        """Step over the end of the epoch, which is known to be here. Raise ReplayMismatchError if it continues."""
+        """Step over the end of the epoch, which must be here. Raise ReplayMismatchError if a batch comes instead."""
         if self.is_open and self.next() is not END:
             raise ReplayMismatchError(
                 f"{self.name}: epoch {self.position.epoch} has more batches than when it was delivered: the data have "

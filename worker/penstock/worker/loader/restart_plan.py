@@ -1,9 +1,9 @@
-"""The plan of a way to a position: which restart points lead there, their order, and the legs from each.
+"""The plan of a way to a position: which restart points lead to it, their order, and the legs from each.
 
 Pure functions of values: no loader, no socket, no torch. A plan says "restore this restart point, replay along these
-legs, compare the last batch with this digest; on a mismatch take the next one". It is carried out elsewhere: by a
-runner (runner.py), a helper process (replayer.py), a resume (start.py). The daemon plans the same for its restart
-points (snapshots.py).
+legs, compare the last batch with this digest; on a mismatch take the next restart point". A runner (runner.py), a
+helper process (replayer.py) or a resume (start.py) carries it out. The daemon plans in the same way with the restart
+points that it keeps (snapshots.py).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Final, Generic, Protocol, TypeVar
 __all__ = ["BEGINNING", "Leg", "Recovery", "RestartPoint", "Target", "first_fit", "plan_recovery", "route", "usable"]
 
 BEGINNING: Final = None
-"""Beginning in a list of ways: input_fn anew, and all batches since counted and replayed."""
+"""Entry in a list of ways: call input_fn again, and replay all batches from the beginning."""
 
 
 class RestartPoint(Protocol):
@@ -25,15 +25,15 @@ class RestartPoint(Protocol):
     def epoch(self) -> int: ...
     @property
     def total(self) -> int:
-        """Batches of the slot in all when it was taken."""
+        """Batches of the slot in all when the restart point was taken."""
 
     @property
     def began(self) -> int:
-        """Batches in all when its epoch was opened."""
+        """Batches of the slot in all when the restart point's epoch was opened."""
 
     @property
     def is_epoch_start(self) -> bool:
-        """True if it was taken where an epoch begins, and not after a batch."""
+        """True if the restart point was taken where an epoch begins, and not after a batch."""
 
 
 class _History(Protocol):
@@ -64,7 +64,7 @@ class Leg:
     epoch: int
     total: int
     leaves: bool = False
-    """Flag that the loop abandoned the epoch there: abandon it too."""
+    """Flag that the loop abandoned the epoch after batch `total`, so the replay must abandon it too."""
     digest: int = 0
     """Digest of batch `total`, to compare it with; 0 = nothing to compare."""
 
@@ -81,7 +81,7 @@ class Target:
     """Digest of batch `total`; 0 = not known."""
 
     def behind(self, left: Iterable[tuple[int, int]]) -> Target:
-        """Return the same target as seen from a restart point whose history has these further abandoned epochs."""
+        """Return the same target with further abandoned epochs: those in the history of a restart point."""
         return replace(self, left=dict(left) | dict(self.left))
 
 
@@ -128,10 +128,10 @@ def plan_recovery(
 ) -> Recovery[PointWithHistory] | None:
     """Return the ways by which a runner that takes a slot over can recover; None if there is none.
 
-    The nearest is the best; strictly before the last delivered batch if there is one, so that at least that one is
-    compared. Each was verified, but over a few batches; the others lie further back. The beginning comes last if
-    the stream can be made again from there, and alone where restart points are `counted` from it: the loader's own
-    states mislead.
+    The best is the nearest restart point, if possible strictly before the last delivered batch, so that at least this
+    batch is compared. Verification compared only a few batches, so points further back follow. The beginning comes
+    last if the stream can be replayed from it. It is the only way if restart points are `counted` from it, because
+    the loader's own states mislead.
     """
     found = usable(points, target)
     before = [point for point in found if point.total < target.total] or found
@@ -151,14 +151,14 @@ def first_fit(
     unfit: tuple[type[Exception], ...],
     on_mismatch: Callable[[Exception, W], None],
 ) -> W:
-    """Try ways to a position, in order; return the first that leads there.
+    """Try ways to a position, in order; return the first that leads to it.
 
     Args:
         ways: at least one.
-        take: tries a way; raises one of `unfit` if it does not lead there.
-        on_mismatch: called with that error, and the way that is tried next.
+        take: tries a way; raises one of `unfit` if the way does not lead to the position.
+        on_mismatch: called with this error and the way that is tried next.
 
-    Raises the error of the last way, and at once any that is not one of `unfit`.
+    Raises the error of the last way, and at once any error that is not one of `unfit`.
     """
     for number, way in enumerate(ways, 1):
         try:

@@ -1,9 +1,9 @@
-"""Restart points: from what a slot can be rebuilt in a fresh process, and how a restart point is encoded.
+"""Restart points: what a slot can be rebuilt from in a fresh process, and how they are encoded.
 
 There are three kinds. Only the first needs no verification (see verification.py):
 
-    the beginning    input_fn() anew, seeded as when the slot's counts began; also a launch's start, which for a loader
-                     of four methods is that and the state that the launch resumed from, through its own methods
+    the beginning    input_fn() anew, seeded as when the slot's counts began; also a launch's start: for a loader of
+                     four methods, input_fn() and its own methods with the state that the launch resumed from
     an epoch start   the generators before `iter()`, the state if there is one, the generators after
     a snapshot       `state_dict()` after batch n and the generators of that moment
 """
@@ -23,9 +23,10 @@ __all__ = ["END", "UNFIT", "Launch", "RestartPoint", "StreamHistory", "StreamPos
 
 UNFIT = (ReplayMismatchError, InputFnError)
 """Errors that show that a restart point does not lead to the batches that were delivered: another batch came, or the
-restored loader raised. The next way is tried then; an error of the last one is the user's."""
+restored loader raised. Then the next way is tried; the error of the last way is raised to the user."""
 MOST_ABANDONED = 1024
-"""Abandoned epochs that a restart point names. One of more cannot be replayed from the beginning."""
+"""Largest number of abandoned epochs that a restart point names. With more, the stream cannot be replayed from the
+beginning."""
 
 
 class _End:
@@ -33,7 +34,7 @@ class _End:
 
 
 END = _End()
-"""End of the epoch, as `Source.next` returns it."""
+"""End of the epoch, as `PositionedLoader.next` returns it."""
 
 
 @dataclass
@@ -59,20 +60,20 @@ class StreamPosition:
 
 @dataclass(frozen=True)
 class Launch:
-    """Start of a loader's launch, from which its own counts run; the beginning for a loader that was replayed from
-    there."""
+    """Start of a loader's launch, from which the loader's own counts run; for a loader that was replayed from the
+    beginning, the beginning."""
 
     step: int = 0
-    """Steps of the box before it."""
+    """Steps of the box before the launch."""
     batches: int = 0
-    """Batches of the slot before it, in all."""
+    """Batches of the slot before the launch, in all."""
     samples: int = 0
     worker: int | None = None
-    """Worker of the box that a loader resumed by its own methods was made as. A loader that deals its batches in turn
-    begins each launch with worker 0, and the slot whose turn it is is that worker. None: another loader."""
+    """Number of the worker that a loader resumed by its own methods was made as. A loader that deals its batches in
+    turn begins each launch with worker 0, so the slot whose turn it is becomes worker 0. None: any other loader."""
     enters: int | None = None
     """Epoch with which a loader that was resumed at the end of an epoch continued at once; Penstock then ends the
-    epochs before it. None: it did not."""
+    epochs before it. None: the loader ended the epoch first."""
 
     def encode(self) -> list[Any]:
         return [self.step, self.batches, self.samples, self.worker, self.enters]
@@ -89,8 +90,8 @@ class StreamHistory:
     """Flag that the slot's counts began with a loader as input_fn makes it, and `abandoned` is complete: its stream can
     be made again from the beginning."""
     crossing: str = ""
-    """Crossing of the loader into its next epoch after it was restored within one: KEPT, FRESH or REPLAY; "" = not
-    known yet."""
+    """How the loader gets into its next epoch after it was restored within one: KEPT, FRESH or REPLAY; "" = not known
+    yet."""
 
     def leaving(self, epoch: int, total: int) -> StreamHistory:
         """Return the history behind an epoch that the loop abandoned after batch `total`."""
@@ -100,16 +101,16 @@ class StreamHistory:
         )
 
     def of(self, launch: Launch) -> StreamHistory:
-        """Return the history for a loader whose counts began elsewhere."""
+        """Return the same history for a loader whose counts began with this launch."""
         return replace(self, launch=launch)
 
     def before(self, epoch: int) -> StreamHistory:
-        """Return the history at a position in this epoch, from one in it or in a later one."""
+        """Return the history as of a position in epoch `epoch`, without the epochs abandoned from there on."""
         return replace(self, abandoned=tuple(known for known in self.abandoned if known[0] < epoch))
 
     def knowing(self, crossing: str) -> StreamHistory:
-        """Return this history together with another position's finding: a crossing that was found wrong there is not
-        used here."""
+        """Return this history with the more careful of its crossing and the one found at another position: a crossing
+        that was found wrong anywhere is not used."""
         return replace(self, crossing=more_careful(self.crossing, crossing))
 
     def encode(self) -> dict[str, Any]:
@@ -146,10 +147,10 @@ class RestartPoint:
     step: int = 0
     """Box's step on which the state depends, if state_dict() asked for it; else 0."""
     skips: tuple[tuple[int, int, int], ...] = ()
-    """Batches left out, as (epoch, total, count), see records.proto; those known when it was taken."""
+    """Skipped batches known when the restart point was taken, as (epoch, total, count), see records.proto."""
     history: StreamHistory = StreamHistory()
     behind: RestartPoint | None = None
-    """Restart point from which this position is reached by replay, if it is not one itself."""
+    """Restart point from which this position is reached by replay; None if the position is itself a restart point."""
 
     @property
     def epoch(self) -> int:
@@ -161,21 +162,21 @@ class RestartPoint:
 
     @property
     def began(self) -> int:
-        """Batches in all when its epoch was opened."""
+        """Batches of the slot in all when the restart point's epoch was opened."""
         return self.position.began
 
     @property
     def is_epoch_start(self) -> bool:
-        """True if it was taken where an epoch begins, and not after a batch."""
+        """True if the restart point was taken where an epoch begins, and not after a batch."""
         return self.rng_before is not None
 
     @property
     def is_beginning(self) -> bool:
-        """True where the slot's counts began, with a loader as input_fn makes it if `history.complete`."""
+        """True if the slot's counts began here (with a loader as input_fn makes it, if `history.complete`)."""
         return self.is_epoch_start and self.position.total == self.position.epoch == 0
 
     def encode(self) -> bytes:
-        """Return it encoded as a slot's restart (docs/restarts.md)."""
+        """Return the restart point as bytes, see docs/restarts.md."""
         if self.behind is not None:
             epoch_start: dict[str, Any] | None = {
                 "at": self.behind.position.as_list(),
@@ -207,14 +208,14 @@ class RestartPoint:
 
     @classmethod
     def taken(cls, data: bytes) -> RestartPoint:
-        """Return what was taken at the position itself, whether it is a restart point or not."""
+        """Return the snapshot or epoch start at the encoded position itself, even if that is no restart point."""
         value = cast(dict[str, Any], decode_state(data))
         restart = value["restart"]
         return cls(StreamPosition(*restart["at"]), value["user"], restart["rng"], digest=restart["digest"])
 
     @classmethod
     def of(cls, value: dict[str, Any]) -> RestartPoint:
-        """Return the restart point from the decoded form: `behind` of a position that is not one itself.
+        """Return the restart point from its decoded form; for a position that is not one itself, that of `behind`.
 
         Raises StateCorruptError for values that `encode` did not write.
         """

@@ -1,4 +1,4 @@
-"""The ways of a slot that resumes on the topology of its state, in their order. Pure; start.py carries them out."""
+"""The ways in which a slot can resume on the topology of its state, best first. Pure; start.py carries them out."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ class ResumeKind(Enum):
     """Starting point of a resume."""
 
     OWN_METHODS = "own methods"
-    """The loader takes its part of the aggregated state."""
+    """Give the loader its part of the aggregated state, by its own methods."""
     RESTART_POINT = "restart point"
-    """The saved restart point is restored, and the batches since are replayed."""
+    """Restore the saved restart point, and replay the batches since."""
     BEGINNING = "beginning"
-    """input_fn anew, and all batches are replayed."""
+    """Call input_fn again, and replay all batches."""
 
 
 @dataclass(frozen=True)
@@ -27,20 +27,20 @@ class ResumeWay:
     first: int | None = None
     """Slot of the box that is the loader's worker 0, for a loader that is resumed by its own methods only."""
     doubted: bool = False
-    """Flag that other slots of the box must confirm it: one alone may yield the right batch by chance."""
+    """Flag that other slots of the box must confirm this way: one slot alone may yield the right batch by chance."""
 
 
 def rotations(turn: int, own: int, other: int, *, whole: bool) -> list[ResumeWay]:
     """Return which slots of the box may be the loader's worker 0, so that all slots continue with their own batches.
 
-    Most loaders continue with the same numbers. A loader that counts the samples of all workers begins a launch with
-    worker 0, and its next batch is that of the slot whose turn it is. The batches distinguish the two kinds; if they
-    cannot, the result is empty.
+    In most loaders slot 0 stays worker 0. A loader that counts the samples of all workers begins a launch with worker
+    0, and its next batch is that of the slot whose turn it is. The batches distinguish the two kinds of loader; if
+    they cannot, the result is empty.
 
     Args:
         turn: the slot whose turn it was; 0 if both kinds give the same, or no batch can be compared.
-        own: digest of this slot's next batch when the state was saved, 0 if it was not known.
-        other: the same of the slot that is `turn` further.
+        own: digest of this slot's next batch when the state was saved, 0 if not known.
+        other: digest of the next batch of the slot that is `turn` slots further.
         whole: the stream can be replayed from the beginning.
     """
     if not turn:
@@ -57,10 +57,10 @@ def resume_ways(
 
     Args:
         methods: how many of the four state methods the loader has.
-        turns: result of `rotations`, for a loader that is resumed by its own methods only; None for another.
+        turns: result of `rotations`, for a loader that is resumed by its own methods only; None for any other loader.
         whole: the stream can be replayed from the beginning.
-        replays: True if such a loader, once resumed, was found to begin its next epoch with a wrong batch. All workers
-            of the box are then replayed, so that their own states are counted from the same position.
+        replays: a loader that is resumed by its own methods was found to begin its next epoch with a wrong batch. All
+            workers of the box are then replayed, so that their own states are counted from the same position.
         total: batches before the saved restart point; 0 if that is the beginning.
     """
     beginning = ResumeWay(ResumeKind.BEGINNING)

@@ -61,7 +61,7 @@ class SlotLoader:
         self._loader: Any = None
         self._iterator: Iterator[Any] | None = None
         self._taken_for = slot
-        """Worker of its box that the loader was made as."""
+        """Number of the worker, in its box, that the loader was made as."""
         self._unused = False
         self._rng_before_call = b""
         self._strict = False
@@ -136,8 +136,8 @@ class SlotLoader:
         place_of.set_assignment(place_of.Assignment(a.box, a.num_boxes, worker, a.num_workers_per_box, a.seed, step))
 
     def _seed(self) -> None:
-        """Seed as before input_fn is called: the same whenever the slot starts over. After a change of topology the
-        seed differs, or randomness would repeat."""
+        """Seed the generators for the call of input_fn, in the same way whenever the slot starts over. After a change
+        of topology the seed differs, or randomness would repeat."""
         a = self.assignment
         new_topology = a.start.step > 0 and not a.resume.same_topology
         seed_rng(derive_seed(a.seed, "slot", a.box, a.slot, *([a.start.step] if new_topology else [])))
@@ -197,7 +197,7 @@ class SlotLoader:
     # ---- states
 
     def state(self, step: int) -> tuple[Any, bool]:
-        """Return the loader's state_dict() now, as of the box's `step`; and whether it asked get_worker_state()."""
+        """Return the loader's state_dict() as of the box's `step`, and whether it called get_worker_state()."""
         a, position, launch = self.assignment, self.position, self.history.launch
         checkpoint = DataLoaderCheckpoint(
             self.worker,
@@ -220,7 +220,7 @@ class SlotLoader:
             return as_main_process(save)
 
     def resume_by_own_methods(self, aggregated: Any, strict: bool) -> None:
-        """Give a four-method loader its part of an aggregated state; the epoch is opened after."""
+        """Give a four-method loader its part of an aggregated state; the caller opens the epoch afterwards."""
         arguments = {"strict": strict} if self._strict else {}
         with self._user("deaggregate_state_dict()", activity="load_state_dict"):
             own = self._loader.deaggregate_state_dict(aggregated, **arguments)
@@ -239,7 +239,7 @@ class SlotLoader:
     # ---- randomness
 
     def rng(self) -> bytes:
-        """Return the states of the process's generators, and of those that the loader was given (`generator=`)."""
+        """Return the states of the process's generators, and of the loader's own (`generator=`)."""
         return loader_generators.captured(self._loader)
 
     def rng_hash(self) -> int:

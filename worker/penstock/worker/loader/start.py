@@ -1,5 +1,5 @@
-"""Bringing a loader to where a slot starts: the steps of a runner before its first batch. Code that makes its stream
-again does the same steps in the same order."""
+"""Bringing a loader to where a slot starts: the steps of a runner before its first batch. Code that replays the stream
+does the same steps in the same order."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def start(source: RestorableLoader, resume: dict[str, Any] | None, keep: Keep, g
 
     Args:
         resume: decoded blob of the assignment's resume, None to start from nothing.
-        keep: gets each restart point, and whether the stream comes from there and needs no verification.
+        keep: gets each restart point, and whether the stream is made from it, so that it needs no verification.
         go: replays a leg of the way; see travel.py.
     """
     a = source.assignment
@@ -60,7 +60,7 @@ def start(source: RestorableLoader, resume: dict[str, Any] | None, keep: Keep, g
 
 
 def _leads_on(beside: RestorableLoader, slot: int, worker: int, resume: dict[str, Any]) -> bool:
-    """Return whether a loader made as this worker of the box continues with the batch that came next in this slot."""
+    """Return whether a loader made as worker `worker` continues with the batch that came next in slot `slot`."""
     a, part = beside.assignment, resume["slots"].get(slot)
     if part is None or not part["next_digest"]:
         return True
@@ -93,7 +93,7 @@ class _Resume:
         self._source, self._part, self._replay = source, part, go
         self._keep_for_good = keep
         self._kept: list[tuple[RestartPoint, bool]] = []
-        """Restart points of the way that is tried: those of a wrong one must not be used."""
+        """Restart points of the way that is being tried, dropped if the way is wrong."""
         self._total, self._epoch, self._then = total, epoch, then
         self._point = RestartPoint.of(part)
         launch = replace(source.history.launch, samples=part.get("samples", 0))
@@ -125,7 +125,7 @@ class _Resume:
             _log.warning("%s; its stream is replayed from the beginning instead", cast(PenstockError, error).message)
 
     def _ways(self) -> list[ResumeWay]:
-        """Return the ways that may lead there, in the order in which they are tried."""
+        """Return the ways that may lead to the saved position, in the order in which they are tried."""
         source, own = self._source, self._source.by_own_methods
         return resume_ways(
             methods=source.capabilities.state_methods,
@@ -137,8 +137,8 @@ class _Resume:
 
     @property
     def _cannot_go_on(self) -> bool:
-        """Return whether one of the box's workers found that the loader, once resumed, begins its next epoch with a
-        wrong batch. All of them are replayed then, so that their own states are counted from the same position."""
+        """Return whether a worker of the box found that the resumed loader begins its next epoch with a wrong batch.
+        Then all workers are replayed, so that their own states are counted from the same position."""
         resume = self._source.resume
         assert resume is not None
         return any(RestartPoint.of(part).history.crossing == REPLAY for part in resume["slots"].values())
@@ -155,8 +155,8 @@ class _Resume:
         return rotations(turn, own, other, whole=self._history.complete)
 
     def _in_turn(self, first: int, doubted: bool) -> None:
-        """Resume the loader by its own methods where slot `first` is its worker 0, if that is right for others of the
-        box too: one alone may yield the right batch by chance."""
+        """Resume the loader by its own methods with slot `first` as its worker 0. If `doubted`, other slots of the box
+        must fit too: one slot alone may yield the right batch by chance."""
         source = self._source
         a, resume = source.assignment, source.resume
         slots = len(a.start.slots)
@@ -215,8 +215,8 @@ class _Resume:
         return self._epoch + 1 if self._as_saved and self._part.get("next_epoch") else self._then
 
     def _step_over_the_end(self) -> None:
-        """Look at the next batch: find out whether the loader ends this epoch first or continues with the next one at
-        once."""
+        """Find out, by looking at the next batch, whether the loader ends this epoch first or continues with the next
+        one at once."""
         source, (first, _), to = self._source, self._kept[-1], self._next_epoch
         position, epoch_start = source.position.copy(), first
         known = bool(self._as_saved and self._part["next_digest"])
@@ -234,7 +234,7 @@ class _Resume:
         catch_up(source, self._then)
 
     def _go(self) -> None:
-        """Replay up to the saved position, leaving the epochs that the loop abandoned where it did."""
+        """Replay up to the saved position; leave each abandoned epoch where the loop left it."""
         source, digest = self._source, self._part["digest"]
         travel(source, Target(self._epoch, self._total, dict(self._history.abandoned)), self._replay)
         if digest and source.digest and source.digest != digest:

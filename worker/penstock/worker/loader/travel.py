@@ -18,7 +18,7 @@ Go = Callable[[Leg], object]
 
 
 def recover(source: PositionedLoader, plan: Recovery[RestartPoint], target: Target, go: Go) -> RestartPoint:
-    """Go to a position in the first of the ways that leads there; return where it began."""
+    """Bring the loader to a position by the first way of the plan that leads to it; return the way's restart point."""
     beginning = plan.nearest
 
     def take(point: RestartPoint | None) -> None:
@@ -38,19 +38,19 @@ def recover(source: PositionedLoader, plan: Recovery[RestartPoint], target: Targ
 
 
 def restore(source: PositionedLoader, point: RestartPoint, target: Target, go: Go) -> None:
-    """Restore a restart point and replay to a position from there."""
+    """Restore a restart point and replay from it to a position."""
     source.restore(point)
     travel(source, target.behind(point.history.abandoned), go)
 
 
 def begin(source: PositionedLoader, history: StreamHistory) -> None:
-    """Bring the source to its beginning. `history`: the known history from there."""
+    """Bring the loader to its beginning. `history`: the known history from the beginning on."""
     source.history = history
     source.begin()
 
 
 def travel(source: PositionedLoader, target: Target, go: Go) -> None:
-    """Replay to a position, leaving each epoch that the loop abandoned where it did. `go` replays a leg."""
+    """Replay to a position; leave each abandoned epoch where the loop left it. `go` replays a leg."""
     for leg in route(source.position.epoch, target):
         go(leg)
         if leg.leaves:
@@ -62,7 +62,7 @@ def replay(
 ) -> None:
     """Replay a leg. `seen` gets each batch and sets the source's digest; `open_epoch` opens the epochs on the way.
 
-    Raises ReplayMismatchError if the epoch ends before, or the last batch is another one.
+    Raises ReplayMismatchError if the epoch ends earlier, or if the last batch differs from the delivered one.
     """
     before = source.position.total
     if not source.seek(leg.total, leg.epoch, seen, open_epoch):
@@ -78,8 +78,8 @@ def replay(
 
 
 def catch_up(source: PositionedLoader, epoch: int) -> None:
-    """Advance over the ends of epochs to where epoch `epoch` is opened, if the source is before it: of the epochs in
-    between the loop had no batch. Raises ReplayMismatchError if one yields a batch."""
+    """Advance to where epoch `epoch` is opened, if the loader is before it: the loop got no batch of the epochs in
+    between. Raises ReplayMismatchError if one of them yields a batch."""
     while source.position.epoch < epoch:
         if not source.is_open:
             source.open_epoch()

@@ -2,8 +2,8 @@
 
 `OutputLines` cuts a child's output into lines and passes on a bounded number; it counts and reports what it leaves out.
 The reader also bounds how much is read, so that a flood costs the child its time and not the daemon.
-`unblocked_logging` takes the log out of the event loop: where standard error is a pipe that is not read, log lines are
-lost, and heartbeats are not.
+`unblocked_logging` writes the log outside the event loop: if standard error is a pipe that is not read, log lines are
+lost, but heartbeats continue.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ __all__ = ["PAUSE_S", "READ_BYTES", "OutputLines", "unblocked_logging"]
 
 LONGEST_LINE = 8192
 LINES_PER_S = 200.0
-"""Lines per second of one child, sustained: more than a person reads."""
+"""Lines per second of one child that are logged in the long run: more than a person reads."""
 BURST = 1000
-"""Lines at once: a long traceback, a table of settings."""
+"""Lines of one child that are logged at once: a long traceback, a table of settings."""
 BYTES_PER_S = 16 << 20
-"""Bytes per second that are read of one child; a faster one waits for its pipe."""
+"""Bytes per second that are read from one child; a child that writes faster waits for its pipe."""
 READ_BYTES = 1 << 16
 PAUSE_S = 0.01
 TOLD_S = 1.0
 """Seconds between two log lines about lines that were left out."""
 QUEUED = 10_000
-"""Records of the log that wait for a slow standard error."""
+"""Largest number of log records that wait for a slow standard error."""
 _CLOSE_S = 1.0
 
 

@@ -42,22 +42,22 @@ _user_log = logging.getLogger("penstock.user")
 START_DEADLINE_S = 600.0
 """Seconds for a fresh interpreter to import torch from a cold network file system: the default of --start-timeout."""
 STANDS_STILL = 0.1
-"""Share of that deadline after which a process that neither ran nor asked for a processor is given up."""
+"""Share of the start deadline: a process that neither ran nor asked for a processor for so long is killed."""
 FORK_DEADLINE_S = 15.0
 """Seconds without an answer after which a fork server that neither runs nor asks for a processor is stopped and not
 used again. A fork takes milliseconds, plus its turn on a busy machine."""
 FORK_MOST_S = 300.0
-"""Seconds for a fork, however busy the machine is."""
+"""Longest time for a fork, in seconds, however busy the machine is."""
 STATUS_S = 0.25
-"""Seconds for the fork server to report a child's exit status after its end, before the daemon looks itself."""
+"""Seconds for the fork server to report a dead child's exit status, before the daemon reads it from the kernel."""
 LAST_STATUS_S = 2.5
-"""Seconds for a fork server that has collected the child and not reported it yet."""
+"""Seconds after which a dead child's exit status is unknown, if the fork server reaped the child without a report."""
 ORPHANS_LOOK_S = 0.03
 ORPHANS_LEAST_S = 1.0
 ORPHANS_S = 4.0
 """Seconds to end the orphans of a dead fork server; also at a daemon's end."""
 KILL_S = 5.0
-"""Seconds for the kernel to end a process that was killed; one that hangs in a driver or a file system does not."""
+"""Seconds to wait for a killed process to end; a process that hangs in a driver or a file system does not."""
 GROUP_S = GRACE_S + 1.0
 """Seconds for processes in a dead child's control group to clean up and end, before all of them are killed."""
 END_S = 5.0
@@ -80,7 +80,7 @@ def child_environment(seed: int) -> dict[str, str]:
 
 
 def about_slot(assignment: records_pb2.WorkerAssignment) -> dict[str, str | int]:
-    """Return the fields for log records about a slot: slot and generation."""
+    """Return the fields for log records about a slot, from its run to its generation."""
     a = assignment
     return {"run": a.run, "attempt": a.attempt, "box": a.box, "slot": a.slot, "generation": a.generation}
 
@@ -111,10 +111,10 @@ class Child:
     ) -> None:
         self.name = name
         self.group = group
-        """Its control group; "" = it has none. See control_groups.py."""
+        """Control group of the child; "" = none. See control_groups.py."""
         self.out_of_memory = OutOfMemory.NO
-        """Owner of the memory that ran out, if the kernel killed the child or one of its processes; known once it has
-        exited."""
+        """Group whose memory ran out, if the kernel killed the child or one of its processes for that; known once the
+        child has exited."""
         self._logger = SubjectLogger(_log, **(about or {}))
         self._user_logger = SubjectLogger(_user_log, **(about or {}))
         self.pid = 0
@@ -125,14 +125,14 @@ class Child:
         """Exit code; negative for a signal, as subprocess has it; None if it is unknown."""
         self.stacks = StackFile()
         self.last_stack = ""
-        """Stack at the moment of its crash, once it has exited."""
+        """Stack of the child at the moment of its crash, known once it has exited."""
         self._channel = channel
         self._on_message = on_message
         self._on_gone = on_gone
         self._sending = asyncio.Lock()
         self._open = True
         self.unwanted = False
-        """Flag that the daemon has had it killed."""
+        """Flag that the daemon has had the child killed."""
         self._output = output
         self._lines = OutputLines(time.monotonic())
         os.set_blocking(output, False)
@@ -152,12 +152,12 @@ class Child:
 
     @property
     def reads_late(self) -> bool:
-        """True while it has not read all that was sent to it."""
+        """True while the child has not read all that was sent to it."""
         return self._open and self._channel.unread > 0
 
     def drain(self) -> None:
-        """Process all messages that the child has sent by now. A child that breaks the protocol is killed: it runs user
-        code, and its later messages would not be reliable."""
+        """Process all messages that the child has sent so far. A child that breaks the protocol is killed: user code
+        may have caused it, and later messages would not be reliable."""
         try:
             while self._open and (message := self._channel.receive(wait=False)) is not None:
                 _refuse_descriptors(message)
@@ -188,13 +188,13 @@ class Child:
         self.kill()
 
     async def stack(self) -> str:
-        """Return the Python stack of each of its threads now, or the reason why there is none."""
+        """Return the present Python stacks of the child's threads, or the reason why they are not available."""
         return "" if self._process is None else await self.stacks.ask(self._process)
 
     # ---- end of a child
 
     def begun(self, pid: int, pidfd: int) -> None:
-        """Take the process that the fork server forked."""
+        """Record the process that the fork server forked for this child."""
         self.pid, self._process = pid, Process(pid, pidfd)
         self._process.on_end(self._ended)
         if self.unwanted:
@@ -203,14 +203,14 @@ class Child:
             self.forked.set_result(None)
 
     def _ended(self) -> None:
-        """Handle its end, as the kernel reports it."""
+        """Handle the child's end, as the kernel reports it."""
         self.drain()
         loop = asyncio.get_running_loop()
         loop.call_later(STATUS_S, self._gone_untold, loop.time() + LAST_STATUS_S)
 
     def _gone_untold(self, until: float) -> None:
-        """Find out how it ended without its fork server, which is stopped (then the dead child is still there) or just
-        busy."""
+        """Find out how the child ended, because its fork server has not reported it. If the fork server is stopped, the
+        dead child is not reaped, and the kernel has the status; otherwise the fork server is busy."""
         if self.exited.done():
             return
         loop = asyncio.get_running_loop()
@@ -224,7 +224,7 @@ class Child:
             self.gone(None)
 
     def gone(self, status: int | None) -> None:
-        """Record its end, with this status."""
+        """Record the child's end, with this exit status."""
         if self.exited.done():
             return
         loop = asyncio.get_running_loop()
@@ -282,12 +282,12 @@ class Child:
 
 
 _fork_servers: set[int] = set()
-"""Process ids of this process's own children: whatever else is below it is an orphan."""
+"""Process ids of this process's fork servers: any other child of this process is an orphan."""
 
 
 async def end_orphans(least_s: float = 0.0) -> None:
-    """Kill the orphans that came to this process because the fork server above them died. `least_s`: seconds to keep
-    looking, because runners die a little later than their fork server, and their children come here only then."""
+    """Kill the orphans that this process inherited when their fork server died. `least_s`: seconds to keep looking,
+    because runners die a little later than their fork server, and only then their children come to this process."""
     orphans, begun = Orphans(), time.monotonic()
     while orphans.end(_fork_servers) or time.monotonic() < begun + least_s:
         if time.monotonic() > begun + ORPHANS_S:
@@ -309,7 +309,7 @@ class ForkServer:
         self._process: Spawned | None = None
         self._channel: ControlChannel | None = None
         self.dead = False
-        """Flag that it forks no more: it died, or did not answer."""
+        """Flag that the fork server forks no more: it died, or did not answer."""
         self._ending: asyncio.Task[None] | None = None
 
     async def start(
@@ -321,14 +321,14 @@ class ForkServer:
         user: RunnerUser | None = None,
         deadline_s: float = START_DEADLINE_S,
     ) -> None:
-        """Start it; return when it can fork. One that takes too long, or is not needed any more, is killed.
+        """Start the fork server; return when it can fork. It is killed if it takes too long or this call is cancelled.
 
         Args:
             seed: the run's seed.
-            main_script: for an input_fn that is defined in the trainer's script.
-            caged: whether its children are; see sandbox.py.
-            user: user of its children, if not this process's own; see runner_user.py.
-            deadline_s: seconds that it may take; a tenth of it without asking for a processor.
+            main_script: input_fn is defined in the trainer's script.
+            caged: whether the children are sandboxed; see sandbox.py.
+            user: user of the children, if not this process's own; see runner_user.py.
+            deadline_s: seconds that the start may take; at most a tenth of them without asking for a processor.
         """
         try:
             capabilities = {
@@ -350,7 +350,7 @@ class ForkServer:
             ) from None
 
     async def _give_up(self) -> None:
-        """Kill one that is not ready; wait until it has ended, or cannot be killed."""
+        """Kill a fork server that is not ready; wait until it has ended or KILL_S are over."""
         self.dead = True
         self._up.cancel()
         self._kill()
@@ -436,7 +436,7 @@ class ForkServer:
 
     @property
     def lives(self) -> bool:
-        """True while its process exists."""
+        """True while the fork server's process exists."""
         return self._process is not None and not self._exited.done()
 
     def _let_go(self, number: int, tempdir: str, group: str) -> None:
@@ -448,8 +448,8 @@ class ForkServer:
             self.close()
 
     def close(self) -> None:
-        """End it and all its children. It does that itself, because it knows its orphans; if it cannot, it is killed a
-        little later."""
+        """Ask the fork server to end its children, their orphans and itself; if it does not, it is killed a little
+        later."""
         for child in list(self._children.values()):
             child.kill()
         if self._channel is not None and not self.dead:
@@ -462,7 +462,7 @@ class ForkServer:
             self._process.kill()
 
     async def wait(self) -> None:
-        """Wait until it has ended; call it after `close`."""
+        """Wait until the fork server has ended; call this after `close`."""
         if self._process is not None:
             await asyncio.shield(self._exited)
 

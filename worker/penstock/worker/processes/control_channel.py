@@ -39,15 +39,15 @@ __all__ = [
 _HEAD = struct.Struct("<IQB")  # bytes of JSON, bytes of payload, descriptors that came along
 MAX_JSON = 1 << 20
 MAX_PAYLOAD = 1 << 30
-"""Bytes. Payloads are states, and the coordinator keeps none above 900,000,000."""
+"""Largest payload, in bytes. Payloads are states, and the coordinator keeps none above 900,000,000 bytes."""
 MAX_FDS = 16
-"""Descriptors in one message, and waiting for theirs."""
+"""Largest number of file descriptors in one message, and of those that arrived before their message."""
 DESCRIPTORS_CLOSED = 77
 """Exit status of a child whose control socket was closed by user code, so that it can send nothing."""
 
 
 class DescriptorsClosedError(Exception):
-    """Error for a channel whose descriptor is no longer its socket: code in this process has closed it."""
+    """Error for a channel whose socket was closed by other code in this process."""
 
 
 @dataclass
@@ -66,15 +66,15 @@ def encode_head(message: ControlMessage) -> bytes:
 
 
 class MessageInbox:
-    """Puts messages together from whatever pieces arrive. Feed it bytes and descriptors, take messages."""
+    """Assembles messages from the bytes and descriptors that arrive, in pieces of any size."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
         self._fds: list[int] = []
 
     def feed(self, data: bytes, fds: list[int]) -> None:
-        """Take bytes and descriptors. Raise ProtocolError, and close them, for descriptors that no message can have
-        announced."""
+        """Add received bytes and descriptors. If there are more descriptors than a message may have, close them and
+        raise ProtocolError."""
         self._buffer += data
         self._fds += fds
         if len(self._fds) > MAX_FDS:
@@ -120,7 +120,7 @@ class MessageInbox:
 
 
 class ControlChannel:
-    """An end of a blocking socket: sends block, receives wait or not as asked."""
+    """One end of a blocking socket: `send` blocks, `receive` waits or not, as asked."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(True)
@@ -177,7 +177,7 @@ class ControlChannel:
 
     @property
     def unread(self) -> int:
-        """Bytes of memory that hold what was sent and the other side has not read."""
+        """Bytes of memory that hold messages sent and not yet read by the other end."""
         size = fcntl.ioctl(self.sock.fileno(), termios.TIOCOUTQ, bytes(4))
         return int.from_bytes(size, sys.byteorder)
 
@@ -191,7 +191,7 @@ class ControlChannel:
             return True
 
     def close(self) -> None:
-        """Close the socket, and the descriptors that came for no message."""
+        """Close the socket, and received descriptors that no message has taken."""
         self.sock.close()
         self._inbox.close()
 
@@ -216,8 +216,7 @@ class ControlChannel:
 
 
 def payload_of(message: ControlMessage) -> bytes:
-    """Return the bytes of a message to a child: its payload, or the content of the memory whose descriptor came
-    along."""
+    """Return the payload of a message to a child, or the content of the memory whose descriptor came instead."""
     if not message.fds:
         return message.payload
     (fd,) = message.fds
@@ -238,10 +237,13 @@ def assignment_of(message: ControlMessage) -> records_pb2.WorkerAssignment:
 
 
 def counts(message: ControlMessage, *names: str) -> list[int]:
-    """Return fields of a message that are counts. Raise ProtocolError for any other value."""
+    """Return fields of a message that must be counts. Raise ProtocolError if one is not."""
     found = [message.fields.get(name) for name in names]
     if not all(type(value) is int and 0 <= value < 1 << 64 for value in found):
-        raise ProtocolError(f"a message {message.kind[:40]!r} with {dict(zip(names, found, strict=True))!r:.200}")
+        raise ProtocolError(
+            f"a message {message.kind[:40]!r} must have counts from 0 to 2**64 - 1, got "
+            f"{dict(zip(names, found, strict=True))!r:.200}"
+        )
     return found  # type: ignore[return-value]
 
 

@@ -5,14 +5,15 @@
       penstock-runners           pids.max: processes and threads of all runners together
         1, 2, ...                of one child: memory.max, and the kernel kills all of it or none (memory.oom.group)
 
-The kernel holds these limits at every moment. The watch over memory (memory_watch.py) looks once a second, and recycles
-a runner in good order. A group counts more than the watch does: rings, and what loader processes share in memory. So
-its limit is what the watch kills at and a gibibyte more: it is for what grows faster than a look.
+The kernel enforces these limits at every moment. The memory watch (memory_watch.py) measures once a second, and
+recycles a runner in good order. A group counts more memory than the watch does: rings, and what loader processes share.
+So its limit is a gibibyte above the watch's kill limit: it stops what grows faster than the watch measures.
 
-A group is for the child's end, too: what is still in it a moment later is killed at once, however fast it forks.
+A group also ends what a child leaves: processes still in it a moment after the child's end are killed at once, however
+fast they fork.
 
-Only user code that runs as another user (runner_user.py) cannot leave its group. Nothing is done where the group has
-processes that are not the daemon's: to move them is not ours to decide.
+Only user code that runs as another user (runner_user.py) cannot leave its group. No groups are made if the daemon's
+group has processes that are not the daemon's, because Penstock must not move them.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _REMEDY = (
 
 
 class OutOfMemory(Enum):
-    """Group whose memory had run out when the kernel killed a process in it."""
+    """Whose memory had run out when the kernel killed a process in a group."""
 
     NO = "it has killed nothing"
     OWN = "that of the group"
@@ -50,7 +51,7 @@ class OutOfMemory(Enum):
 
 
 def own_group(cgroups: str, mounts: str) -> Path | None:
-    """Return the folder of a process's group. None if it is in no cgroup v2 hierarchy, or in none that is mounted here.
+    """Return the folder of a process's group; None if the process is in no cgroup v2 hierarchy that is mounted here.
 
     Args:
         cgroups: text of its /proc/PID/cgroup.
@@ -97,7 +98,7 @@ def why_not(own: Path | None, own_pids: Sequence[int], controllers: Sequence[str
 
 
 def enter(group: str) -> None:
-    """Put this process, and all that it will start, into a group of `make`. OSError: it stays where it is."""
+    """Put this process, and all that it will start, into a group that `make` returned. Raise OSError if it cannot."""
     Path(group, "cgroup.procs").write_text("0")
 
 
@@ -120,7 +121,7 @@ class ControlGroups:
         self._own, self._processes, self._controllers = own, processes, controllers
         self._count = 0
         self._busy: set[str] = set()
-        """Groups of dead children in which processes are left."""
+        """Groups of dead children that still have processes."""
 
     @classmethod
     def take(
@@ -132,13 +133,13 @@ class ControlGroups:
         processes: int = 0,
         controllers: Sequence[str] = CONTROLLERS,
     ) -> tuple[ControlGroups | None, str]:
-        """Move the daemon into a group of its own below `own`, with those of its children beside it.
-        Returns the groups; or None, with all as it was, and why.
+        """Move the daemon into a group of its own below `own`, beside which its children's groups will be.
+        Returns the groups and ""; or None, with nothing changed, and the reason.
 
         Args:
             own, own_pids, controllers: see why_not.
             memory: bytes that each child may hold; 0 = any.
-            processes: that all children may have together, threads included; 0 = any.
+            processes: processes and threads that all children may have together; 0 = any.
         """
         refused = why_not(own, own_pids, controllers)
         if own is None or refused:
@@ -179,8 +180,8 @@ class ControlGroups:
         return str(group)
 
     def remove(self, group: str) -> bool:
-        """Remove the group of a dead child. Return False if processes are left in it: then `kill` it a little later,
-        because some of them clean up as they end (orphans.py)."""
+        """Remove the group of a dead child. Return False if processes are left in it: the caller must `kill` it a
+        little later, because some of them clean up as they end (orphans.py)."""
         if group:
             self._busy.add(group)
             self._forget_empty()

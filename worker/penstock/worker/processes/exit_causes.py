@@ -19,10 +19,10 @@ def how_it_ended(status: int | None, name: str, progress_page: ProgressPage) -> 
 
 
 def descriptors_closed(status: int | None, name: str) -> InputFnError | None:
-    """The error for a child that lost its control socket; another runner would fare no better."""
+    """Return the error for a child whose user code closed its control socket, as it would in a replacement runner."""
     if status != DESCRIPTORS_CLOSED:
         return None
     return InputFnError(
-        f"{name}: user code closed file descriptors of Penstock, by which the runner talks to its daemon "
+        f"{name}: user code closed file descriptors of Penstock that the runner needs to talk to its daemon "
         "(os.closerange?): close only files that you opened"
     )

@@ -17,19 +17,18 @@ __all__ = ["ForkServers"]
 IDLE_S = 60.0
 """Seconds that a fork server is kept for after its last slot: to start one takes seconds."""
 IDLE_MOST = 2
-"""Idle ones that are kept, the newest: of a trainer that is started again, its loaders for training and for evaluation.
-"""
+"""Largest number of idle fork servers kept: for a trainer that restarts, with loaders for training and evaluation."""
 
 
 class ForkServers:
     """
     Args:
-        tempdirs: for the directories of their children.
-        starts: allows one start less while a fork server that was killed does not end.
-        deadline_s: seconds that one may take to start; see Fork server.start.
-        caged: whether runners are; see sandbox.py.
-        user: whose runners are, if not the daemon's own; see runner_user.py.
-        groups: for their children; None: there are none. See control_groups.py.
+        tempdirs: directories of the runners.
+        starts: queue of starts; it allows one less while a fork server that was killed has not ended.
+        deadline_s: seconds that a fork server may take to start; see ForkServer.start.
+        caged: whether runners are sandboxed; see sandbox.py.
+        user: user of the runners, if not the daemon's own; see runner_user.py.
+        groups: control groups of the runners, None without them. See control_groups.py.
     """
 
     def __init__(
@@ -77,7 +76,7 @@ class ForkServers:
         return fork_server
 
     def keep_for(self, seeds: Collection[int]) -> None:
-        """Retire those that no slot with one of these seeds needs, a little later: the next attempt may need them."""
+        """Retire the fork servers of all seeds but these, a little later, because the next attempt may need them."""
         for seed in self._fork_servers:
             if seed in seeds and seed in self._retiring:
                 self._retiring.pop(seed).cancel()
@@ -98,7 +97,7 @@ class ForkServers:
             starting.result().close()
 
     async def close(self) -> None:
-        """End all of them; returns when they have ended, or cannot be killed."""
+        """End all fork servers; return when they have ended, or cannot be killed."""
         for timer in self._retiring.values():
             timer.cancel()
         there = [starting.result() for starting in self._fork_servers.values() if _is_up(starting)]

@@ -23,13 +23,13 @@ from penstock.runtime.process.watch import stat_of
 __all__ = ["GRACE_S", "Orphans", "forget_shared_memory", "own_children"]
 
 GRACE_S = 3.5
-"""Seconds for orphans that clean up by themselves; torch's manager waits for 2 s after its last user."""
+"""Seconds that orphans get to clean up; torch's manager of shared memory waits for 2 s after its last user."""
 _SHARED_MEMORY = Path("/dev/shm")
 
 
 def forget_shared_memory(pids: Collection[int]) -> None:
-    """Remove the shared memory of these dead processes: torch unlinks its files right after it made them, and a process
-    that is killed in between does not."""
+    """Remove torch's shared memory files of these dead processes: torch unlinks a file right after creating it, so a
+    process that is killed in between leaves it."""
     if not pids:
         return
     owners = {str(pid) for pid in pids}
@@ -48,9 +48,9 @@ class Orphans:
         self._spared: dict[int, float] = {}  # pid -> until when
 
     def end(self, own_pids: Collection[int]) -> bool:
-        """Kill orphans and collect the dead ones. False when there are none left; else call it again, soon.
+        """Kill orphans and reap the dead ones. Return False when none are left; otherwise call it again soon.
 
-        `own_pids`: children that are no orphans; those of this process's own group are none either.
+        `own_pids`: children that are not orphans; nor are those in this process's own process group.
         """
         living, dead = [], set()
         for pid in _orphans_of(own_pids):
@@ -71,7 +71,7 @@ class Orphans:
         return bool(living)
 
     def spares(self, own_pids: Collection[int]) -> bool:
-        """Return whether one of them gets a moment to clean up."""
+        """Return whether an orphan is being given time to clean up."""
         return any(map(_cleans_up, _orphans_of(own_pids)))
 
 

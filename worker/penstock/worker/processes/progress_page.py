@@ -1,11 +1,11 @@
-"""A runner's progress page: shared memory in which it notes each batch, and which its daemon reads without asking.
+"""A runner's progress page: shared memory in which it records each batch, and which its daemon reads at any time.
 
-The runner has no thread of ours and may be inside user code for minutes, or dead; what it had produced, what it was
-doing and since when can be read here all the same. One writer, any number of readers; an entry is written before the
-head that makes it visible.
+The runner has no Penstock thread and may be inside user code for minutes, or dead; the page shows nevertheless what it
+had produced, what it was doing and since when. It has one writer and any number of readers; an entry is written before
+the head that makes it visible.
 
-The runner's user code can write here what it likes, so a reader takes any number for what it is, and no more. What it
-must not be able to do is to make the memory smaller: that would kill the reader with SIGBUS, so it is sealed.
+User code in the runner can write anything into the page, so readers trust no number. But it must not make the memory
+smaller, which would kill the reader with SIGBUS: so the memory is sealed at its size.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["ENTRIES", "BatchRecord", "ProgressPage"]
 ENTRIES = 4096
 """Number of batches whose digests are kept: the newest ones."""
 EARLY = 256
-"""Number of first batches whose digests are kept, too: to verify the early snapshots, however fast the runner is."""
+"""Number of first batches whose digests are kept too, to verify the early snapshots however fast the runner is."""
 ENDS = 1024
 """Number of epoch ends that are kept: the newest ones."""
 _HEAD = struct.Struct("<QQQQQQdQd")  # total, epoch, delivered, ends, activity, looked, since, samples, worked_s
@@ -40,13 +40,13 @@ _EARLY_AT = _ENTRIES_AT + ENTRIES * _ENTRY.size
 _SIZE = _EARLY_AT + EARLY * _ENTRY.size
 
 IDLE = ("starting", "waiting", "sending")
-"""Activities that are no work on a batch: a slot starts, waits for the loop, or waits for a free ring entry."""
+"""Activities other than work on a batch: the slot starts, waits for the loop, or waits for a free ring entry."""
 ACTIVITIES = ("starting", "input_fn", "iter", "next", "state_dict", "load_state_dict", "waiting", "sending", "replay")
 
 
 @dataclass(frozen=True)
 class BatchRecord:
-    """A batch: its count over the run, its epoch, its digest, and the samples up to and with it."""
+    """A batch: its number in the slot over all epochs, its epoch and digest, and the samples up to and including it."""
 
     total: int
     epoch: int
@@ -150,7 +150,7 @@ class ProgressPage:
         _HERE.pack_into(self._map, _HERE_AT, epoch, skipped)
 
     def saw_look(self) -> None:
-        """Record that the input asked for its assignment."""
+        """Record that user code asked for its assignment."""
         self.looked = 1
         self._write_head()
 
@@ -172,8 +172,8 @@ class ProgressPage:
     # ---- the daemon reads
 
     def counts(self) -> tuple[int, int, int]:
-        """Return the numbers of batches that this runner has made, that the loop was given, and that were replayed, as
-        of the last `refresh`. Each only rises: while the runner replays, the last values are returned again."""
+        """Return the numbers of batches that this runner made, that the loop was given, and that were replayed, as of
+        the last `refresh`. They never fall: while the runner replays, the last values are returned again."""
         first, last, made, replayed = _COUNTS.unpack_from(self._map, _COUNTS_AT)
         # Before the runner has its position, what the loop was handed is its predecessor's.
         found = (made + self.total - last, self.delivered - (first - 1), replayed) if first else (0, 0, replayed)
@@ -208,7 +208,8 @@ class ProgressPage:
 
     @property
     def making(self) -> tuple[int, int] | None:
-        """Return (epoch, batches left out before it) of the batch that the runner makes now; None if it makes none."""
+        """Return the epoch of the batch that the runner makes now, and the batches skipped before it; None if it makes
+        none."""
         if ACTIVITIES[self._activity % len(ACTIVITIES)] != "next":
             return None
         epoch, skipped = _HERE.unpack_from(self._map, _HERE_AT)
@@ -220,7 +221,7 @@ class ProgressPage:
         return int(_HERE.unpack_from(self._map, _HERE_AT)[0])
 
     def entry(self, total: int) -> BatchRecord | None:
-        """Return the batch with this count, if it is still kept."""
+        """Return the batch with this number, None if it is not kept any more."""
         for start, count in ((_ENTRIES_AT, ENTRIES), (_EARLY_AT, EARLY)):
             entry = BatchRecord(*_ENTRY.unpack_from(self._map, start + total % count * _ENTRY.size))
             if entry.total == total and total:

@@ -1,7 +1,7 @@
-"""Another user for the processes that run user code, so that they cannot read what is the worker's own.
+"""Another user for the processes that run user code, so that they cannot read the worker's own files and memory.
 
-Only root may do that: a worker in a container, say, or one that systemd starts. Its interpreters stay root's until they
-have forked a runner, which gives up root for good before it knows of any user code.
+Only a worker that runs as root may change the user, for example in a container or under systemd. Fork servers run as
+root; a runner that they fork gives up root for good before it learns of any user code.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["RunnerUser", "find_user", "sees_shared_memory"]
 _PR_SET_DUMPABLE = 4
 _CAPABILITIES_VERSION = 0x20080522
 _NEEDED = {"CAP_CHOWN": 0, "CAP_DAC_OVERRIDE": 1, "CAP_KILL": 5, "CAP_SETGID": 6, "CAP_SETUID": 7}
-"""Capability -> its bit: to become another user, to kill what is theirs, and to give and remove their folders."""
+"""Capability -> its bit: to become a user, to kill the user's processes, to give and remove the user's folders."""
 _LOOKS_INTO = 1 << 19
 """CAP_SYS_PTRACE: to see what memory another user's process shares with others."""
 _NO_USER = (1 << 32) - 1
@@ -36,7 +36,7 @@ PROBE_S = 60.0
 
 @dataclass(frozen=True)
 class RunnerUser:
-    """A user other than root, from the system's database; or a number, of a group of the same number."""
+    """A user other than root: from the system's database, or a number, whose group has the same number."""
 
     name: str
     uid: int
@@ -44,19 +44,19 @@ class RunnerUser:
     groups: Sequence[int]
     home: str
     processes: int = 0
-    """Processes and threads that the user may have on this machine once one of ours runs; 0 = as many as before."""
+    """Processes and threads that the user may have on this machine, set by each runner; 0 = the limit as it is."""
 
     def encode(self) -> str:
-        """Return it as text for the arguments of a process."""
+        """Return the user as text for a command line."""
         return json.dumps(asdict(self))
 
     @classmethod
     def decode(cls, text: str) -> RunnerUser:
-        """Return the user of such a text."""
+        """Return the user from a text that `encode` returned."""
         return cls(**json.loads(text))
 
     def own(self, path: str) -> None:
-        """Make the user the owner of this folder of Penstock's."""
+        """Make the user the owner of this folder, which Penstock made."""
         os.chown(path, self.uid, self.gid)
 
     def become(self) -> None:
@@ -86,17 +86,17 @@ def find_user(wanted: str, processes: int = 0) -> RunnerUser:
     """
     user = replace(_looked_up(wanted), processes=processes)
     if user.uid == 0:
-        raise InvalidArgumentError("runner_user must be another user than root: runners are root's without it")
+        raise InvalidArgumentError("runner_user must be a user other than root, got root: leave it out to run as root")
     if os.geteuid() != 0:
         raise InvalidArgumentError(
-            f"runner_user must be left out of a worker that is not root's: as user {os.geteuid()} it cannot become "
-            f"{user.name}; start it as {user.name}, or as root"
+            f"runner_user needs a worker that runs as root: as user {os.geteuid()} it cannot become {user.name}; start "
+            f"it as {user.name}, or as root"
         )
     if missing := [name for name, bit in _NEEDED.items() if not _capabilities() & 1 << bit]:
         raise InvalidArgumentError(
-            f"runner_user must be left out of a worker without the capabilities for it, got {user.name}: this root "
-            f"lacks {', '.join(missing)}; add them (docker run --cap-add, in Kubernetes "
-            f"securityContext.capabilities.add, in systemd CapabilityBoundingSet=), or start the worker as {user.name}"
+            f"runner_user={user.name} needs capabilities that this worker does not have, although it is root: it lacks "
+            f"{', '.join(missing)}; add them (docker run --cap-add, in Kubernetes securityContext.capabilities.add, in "
+            f"systemd CapabilityBoundingSet=), or start the worker as {user.name}"
         )
     _try_to_import(user)
     return user

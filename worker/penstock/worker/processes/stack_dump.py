@@ -1,9 +1,9 @@
-"""The Python stack of a child, had from outside: while it hangs, and of the moment at which it crashed.
+"""The Python stack of a child, read from outside: while the child hangs, or at the moment of its crash.
 
 Each child has a small file in memory to which faulthandler writes, in a signal handler: without the interpreter, also
-while user code holds the GIL in a library's C code or has ended the thread that would have answered. The file is sealed
-at its size, so that a child cannot make the daemon read more. It lies at a high descriptor, which user code that closes
-and opens files does not come upon; one that closes everything has no stack, and loses nothing else by it.
+while user code holds the GIL in a library's C code. The file is sealed at its size, so that a child cannot make the
+daemon read more. It has a high descriptor number, which user code that closes and opens files does not hit; if user
+code closes all descriptors, only the stack is lost.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from penstock.runtime.process.watch import Process, stat_of
 __all__ = ["SIGNAL", "StackFile", "state_of", "write_stacks_to"]
 
 SIGNAL = signal.SIGRTMAX - 2
-"""Asks a child for its stacks. A real-time signal: libraries and users leave these alone."""
+"""Signal that asks a child for its stacks: a real-time signal, because libraries and users do not use these."""
 SIZE = 32 << 10
 SHOWN = 8 << 10
-"""Bytes of a stack that travel in errors. A thread's own frames come first, the oldest frames last."""
+"""Largest part of a stack that errors carry, in bytes. The newest frames come first, the oldest last."""
 WAIT_S = 1.0
 """Seconds for the child to write. Its handler runs as soon as the kernel schedules it."""
 _LOOK_S = 0.02
@@ -49,7 +49,7 @@ def state_of(pid: int) -> str:
 
 
 class StackFile:
-    """The daemon's end: made here, passed to the child when it is forked."""
+    """The file of a child's stacks: made by the daemon, passed to the child when it is forked."""
 
     def __init__(self) -> None:
         self.fd = os.memfd_create("penstock-stack", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)

@@ -1,9 +1,9 @@
 """A directory for each child's sockets and files of multiprocessing, which is removed with the child.
 
-multiprocessing makes a directory in the system's temporary one and removes it at a normal exit. A child that is killed
-has none, so thousands of such directories would stay. A daemon therefore gives each child one in its own folder; what a
-killed daemon leaves, the next one removes (see `own_folders`). Only multiprocessing's own: where user code keeps its
-temporary files is its own affair.
+multiprocessing makes a directory in the system's temporary one and removes it at a normal exit. A killed child does not
+exit normally, so thousands of such directories would stay. A daemon therefore gives each child a directory in its own
+folder; the next daemon removes what a killed one leaves (private_folders.py). This is only for multiprocessing's files:
+Penstock leaves the temporary files of user code alone.
 """
 
 from __future__ import annotations

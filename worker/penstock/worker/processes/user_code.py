@@ -46,8 +46,8 @@ def _check_module(what: str, module: str, allow: Sequence[str]) -> None:
 
 
 def check_plain(spec: records_pb2.LoaderSpec) -> None:
-    """Raise InputFnNotAllowedError for a spec that names where to look for code: only the embedded mode may, where both
-    ends belong to one user. Elsewhere it would bypass the list of prefixes."""
+    """Raise InputFnNotAllowedError for a spec with a search path or script for code. Only embedded mode, where trainer
+    and worker belong to one user, may send them: elsewhere they would bypass the list of allowed prefixes."""
     if spec.main_path or spec.sys_path:
         raise InputFnNotAllowedError(
             f"input_fn {spec.input_fn!r} comes with a search path or a script of the training process, which only an "
@@ -111,8 +111,8 @@ def unpacked(
     """Return the input_fn and its arguments: imported by its name, with arguments decoded from the envelope; or
     unpickled, if they came by value.
 
-    Raises InputFnNotAllowedError for those by value unless they come from this worker's own training process. Only that
-    sends its search path, which `check_plain` refuses from others.
+    Raises InputFnNotAllowedError for values sent by value unless they come from this worker's own training process,
+    recognised by its search path: `check_plain` refuses search paths from other processes.
     """
     from penstock.proto.state.codec import decode_state  # imports torch, which the daemon does without
 
@@ -122,7 +122,7 @@ def unpacked(
     if not spec.sys_path:
         raise InputFnNotAllowedError(
             f"input_fn {spec.input_fn!r} or its arguments come by value, as a pickle, which only an embedded worker "
-            "takes: give the function a name in a module that this worker can import, and it plain values"
+            "takes: define the function in a module that this worker can import, and pass plain values to it"
         )
     sys.path[:] = [*spec.sys_path, *(path for path in sys.path if path not in spec.sys_path)]
     if spec.main_path:
@@ -138,10 +138,10 @@ def _working_directory() -> str:
 
 
 def load_class(name: str, spec: records_pb2.LoaderSpec) -> Any:
-    """Return the class "module:qualname" of a loader that the spec's input_fn returned on this worker, or of
-    Penstock's.
+    """Return the class "module:qualname" of a loader that the spec's input_fn returned on this worker, or a class of
+    Penstock.
 
-    Raises as load_input_fn does, for a module that may not be run also where input_fn has imported it.
+    Raises what load_input_fn raises. A module that may not be run is refused even if input_fn has imported it.
     """
     if not module_of(name).startswith("penstock.") and spec.allow:
         check_allowed(name, spec.allow)
@@ -164,7 +164,7 @@ def _import_failed(spec: records_pb2.LoaderSpec, error: BaseException) -> InputF
 
 
 def _load_main(path: str) -> types.ModuleType:
-    """Load the training script as a module of another name: its functions are there, its main guard does not fire."""
+    """Load the training script as a module of another name, so that its main guard does not fire."""
     if MAIN in sys.modules:
         return sys.modules[MAIN]
     module = types.ModuleType(MAIN)

@@ -1,8 +1,8 @@
-"""Starts the interpreters that run user code and sets their search path: the working directory, behind all else.
+"""Starts the interpreters that run user code and sets their search path: the working directory comes last.
 
-With plain `python -c` the working directory comes first: a torch.py that lies there would replace torch. Here Python's
-own modules and installed packages come first. A working directory that other users can write to is not searched at all,
-because a missing module that another user puts there would run as this user.
+With plain `python -c` the working directory comes first: a torch.py in it would replace torch. Here Python's own
+modules and installed packages come first. A working directory that other users can write to is not searched at all,
+because another user could add a module there, which would run as this user.
 """
 
 from __future__ import annotations

@@ -21,13 +21,13 @@ from penstock.worker.resources.memory_use import family
 __all__ = ["NOTHING", "ProcessorDemand", "ProcessorUse", "cores", "unless_it_stands_still", "used_by"]
 
 LOOK_S = 0.25
-"""Seconds between two looks at a process that is waited for."""
+"""Seconds between two measurements of a process that is waited for."""
 _CGROUP_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 def cores(quota: Path = _CGROUP_QUOTA) -> int:
-    """Return the number of processors that this process may use: those that it may run on, or as many as its
-    container was given, if that is less."""
+    """Return the number of processors that this process may use: those in its affinity mask, or its container's quota
+    if that is smaller."""
     usable = len(os.sched_getaffinity(0))
     try:
         allowed, period = quota.read_text().split()
@@ -51,16 +51,16 @@ class ProcessorUse:
     """Processor time since a process was started."""
 
     cpu_s: float
-    """Seconds that it and its descendants had, all threads together."""
+    """Seconds that the process and its descendants ran, all threads together."""
     delay_s: float
-    """Seconds that its main thread waited for a processor."""
+    """Seconds that the process's main thread waited for a processor."""
 
 
 NOTHING = ProcessorUse(0.0, 0.0)
 
 
 def used_by(pid: int) -> ProcessorUse:
-    """Return what a process has used of the processors; `NOTHING` if it is gone."""
+    """Return the processor time of a process; `NOTHING` if the process is gone."""
     counted = _counted(pid)
     return ProcessorUse(cpu_seconds(family(pid)), counted[1] if counted is not None else 0.0)
 

@@ -21,7 +21,7 @@ from penstock.worker.resources.processor_time import NOTHING, ProcessorUse
 __all__ = ["BatchRates"]
 
 WINDOW_S = 1.0
-"""Seconds between two readings that count."""
+"""Shortest time between two readings, in seconds."""
 
 
 @dataclass
@@ -32,19 +32,19 @@ class BatchRates:
     """Monotonic time of the last reading, seconds."""
     batches_per_s: float = 0.0
     batch_s: float = 0.0
-    """Seconds of work a batch; 0 = not known."""
+    """Seconds of work for each batch; 0 = not known."""
     batch_cpu_s: float = 0.0
-    """Seconds of processor time a batch; 0 = not known."""
+    """Seconds of processor time for each batch; 0 = not known."""
     batch_delay_s: float = 0.0
     """Part of `batch_s` in which the runner waited for a processor, in seconds."""
     _total: int = 0
     _worked_s: float = 0.0
     _used: ProcessorUse = NOTHING
-    """Processor time up to the end of the newest batch that counts, as `_worked_s`."""
+    """Processor time up to the end of the newest batch in the rates; `_worked_s` is the work up to then."""
     _done: int = 0
 
     def due(self, now: float) -> bool:
-        """Return whether a reading would count."""
+        """Return whether enough time has passed for a new reading."""
         return now - self.since >= WINDOW_S
 
     def look(self, now: float, total: int, worked_s: float, used: ProcessorUse = NOTHING) -> None:
@@ -65,7 +65,7 @@ class BatchRates:
             self._takes(spent, used, 1)
 
     def _takes(self, spent: float, used: ProcessorUse, made: int) -> None:
-        """Update the rates: `made` batches took so much time since the last one that counts."""
+        """Update the rates: the last `made` batches took `spent` seconds of work."""
         self.batch_s = spent / made
         self.batch_cpu_s = max(0.0, used.cpu_s - self._used.cpu_s) / made
         self.batch_delay_s = min(spent, max(0.0, used.delay_s - self._used.delay_s)) / made

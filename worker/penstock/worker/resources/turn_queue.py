@@ -1,11 +1,11 @@
-"""A queue for tasks that cost a processor seconds: a few run at a time, the others know their position.
+"""A queue for tasks that take seconds of processor time: a few run at a time, the others know their position.
 
-Starting a runner takes an interpreter, torch and the user's imports. Fifty that start at once on two cores are each
-fifty times slower, and exceed deadlines that they would keep one after the other. So as many start at a time as there
-are processors; tasks beside the stream (replayers.py) have a queue of their own, of the same kind.
+Starting a runner takes an interpreter, torch and the user's imports. If fifty start at once on two cores, each takes
+many times longer and exceeds its deadline; one after the other they would not. So as many start at a time as there are
+processors; helper tasks (replayers.py) have another queue of this kind.
 
-A start that does not use a processor does not delay others: an input_fn that reads an index for minutes, or that waits
-for the other slots of its run, gives its turn up as soon as it stands still, and after `TURN_S` in any case.
+A start that does not use a processor does not delay others: a runner whose input_fn reads an index for minutes, or
+waits for the other slots of its run, gives up its turn as soon as it is idle, and after `TURN_S` in any case.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TURN_S = 10.0
 IDLE_SHARE = 0.3
 """Share of a processor below which a starting runner counts as idle, and gives its turn up."""
 IDLE_LOOKS = 2
-"""Looks in a row that find it so."""
+"""Consecutive measurements below IDLE_SHARE after which the turn ends."""
 
 
 class QueueTurn:
@@ -69,7 +69,7 @@ class TurnQueue:
         self._urgent: dict[QueueTurn, None] = {}
         self._others: dict[QueueTurn, None] = {}
         self._places: dict[QueueTurn, int] = {}
-        """Positions of the turns that wait; empty until asked for."""
+        """Positions of the waiting turns; empty until the first request for one."""
         self._lent: set[asyncio.Future[None]] = set()
 
     def __len__(self) -> int:
@@ -111,7 +111,7 @@ class TurnQueue:
             turn.end()
 
     def lend_until(self, ended: Awaitable[None]) -> None:
-        """Run one less until `ended`: a start that failed still uses its part of the machine."""
+        """Allow one turn less until `ended`, because a start that failed still uses the machine."""
         self._under_way += 1
         lent = asyncio.ensure_future(ended)
         self._lent.add(lent)

@@ -1,4 +1,4 @@
-"""The process that children are forked from: torch imported once, nothing started.
+"""The process that children are forked from: it has imported torch, and runs no threads and no user code.
 
 Importing torch takes seconds and 150 MB; forking a process that has done so takes milliseconds, and the pages are
 shared. The daemon itself must never fork, for it runs gRPC; so each run has a fork server, a fresh interpreter (with
@@ -6,12 +6,12 @@ the run's PYTHONHASHSEED, which only a fresh one takes) that imports what runner
 user code, and then only forks. A child leads a process group of its own and is a subreaper (see orphans.py), so that
 whatever user code starts can be killed with it, and dies with its fork server.
 
-The daemon gets a pidfd of each child with the answer to its request: it sees the child's end by that, also while the
-fork server is stopped. The exit status is the fork server's to tell.
+The daemon gets a pidfd of each child with the answer to its request. The pidfd shows the child's end, also while the
+fork server is stopped. Only the fork server, as the parent, gets the exit status, and reports it.
 
-A fork server outlives its daemon by a moment, for a killed one cannot clean up: it sees the end of the control socket,
-kills all that its children started, and what they left to it, and goes. So it is in a group of its own, or a kill of
-the daemon's group would take it along; and if somebody had stopped it, the daemon's death continues it.
+A fork server outlives its daemon by a moment, because a killed daemon cannot clean up: when the control socket closes,
+the fork server kills its children, all that they started and their orphans, and ends. So it has a process group of its
+own, or a kill of the daemon's group would kill it too; a stopped fork server is continued when the daemon dies.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ __all__ = ["main"]
 ORPHANS_S = 0.05
 """Seconds between two looks at orphans that are about to end."""
 LAST_LOOKS = 90
-"""Looks at orphans, at the end; a fork bomb may be quicker, and the fork server ends all the same."""
+"""Largest number of checks for orphans at the end; the fork server ends even if a fork bomb is quicker."""
 
 
 def main() -> None:
@@ -118,7 +118,7 @@ def _reap(children: dict[int, int], channel: ControlChannel, orphans: Orphans) -
 
 
 def _end(children: Iterable[int], orphans: Orphans) -> None:
-    """Kill all processes below this one: its children, and then the orphans that came here when they died."""
+    """Kill all processes below this one: its children, and then the orphans that their death leaves to this process."""
     for pid in children:
         kill_child(pid)
         reap(pid, group=False)
@@ -138,8 +138,8 @@ def _fork(message: ControlMessage, channel: ControlChannel, own: Iterable[int]) 
 
 
 def _give_up_rights(tempdir: str) -> None:
-    """Drop the privileges that user code must not have. `tempdir`: where multiprocessing, and its processes below this
-    one, put their sockets if this user may."""
+    """Drop the privileges that user code must not have. `tempdir`: directory for the sockets of multiprocessing, used
+    if this user may write to it."""
     for trait in sys.argv[3:]:
         if trait.startswith("user="):
             RunnerUser.decode(trait.removeprefix("user=")).become()
@@ -150,7 +150,7 @@ def _give_up_rights(tempdir: str) -> None:
 
 
 def _child(parent: int, message: ControlMessage, parents_channel: ControlChannel, own: Iterable[int]) -> int:
-    """Run the child; return its exit status. Exceptions come from the runner's own code: user errors never get here."""
+    """Run the child; return its exit status. Only exceptions of Penstock's own code get here, never user errors."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     parents_channel.sock.close()

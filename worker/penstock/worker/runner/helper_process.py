@@ -1,7 +1,7 @@
 """A warm helper: it has imported what a run's loaders need, and forks a fresh child for each task.
 
-A child that is forked from the fork server first imports the user's modules, and whatever his input_fn imports: 0.1 to
-1 s, for each slot of a state. A warm helper does that once, and then only forks. The child does the task (replayer.py),
+A child that is forked from the fork server first imports the user's modules, and whatever input_fn imports: 0.1 to 1 s,
+for each slot of a state. A warm helper imports them once, and then only forks. The child does the task (replayer.py),
 answers on the warm helper's own socket, and ends. So a task never sees what another one left.
 
 A warm helper equals a fresh child only if importing changed nothing but modules. If an import drew random numbers,
@@ -36,7 +36,7 @@ __all__ = ["run_helper"]
 
 
 def run_helper(channel: ControlChannel) -> None:
-    """Warm up, report it, and serve tasks until the daemon closes the channel."""
+    """Import what tasks need, report the result, and serve tasks until the daemon closes the channel."""
     with contextlib.suppress(LaneLostError):
         message = cast(ControlMessage, channel.receive())
         spec = records_pb2.LoaderSpec.FromString(message.payload)
@@ -49,7 +49,7 @@ def run_helper(channel: ControlChannel) -> None:
 
 
 def _warm_up(spec: records_pb2.LoaderSpec, modules: Sequence[str]) -> str:
-    """Import what the loader needs. Return its other effects, "" for none."""
+    """Import what the loader needs. Return the first effect besides imported modules, "" for none."""
     place_of.set_assignment(place_of.NEUTRAL)
     before = _surroundings()
     try:
@@ -76,8 +76,8 @@ def _surroundings() -> dict[str, object]:
 
 
 def _serve(channel: ControlChannel) -> None:
-    """Serve until the daemon closes the channel, a task dies, or a task leaves something behind. A fresh child then
-    repeats that task and reports the error, and the fork server cleans up."""
+    """Serve tasks until the daemon closes the channel, a task's process fails, or a task leaves processes behind. The
+    daemon repeats a failed task in a fresh child, which reports the error; the fork server cleans up."""
     while True:
         readable(channel.fileno())
         if channel.hung_up():

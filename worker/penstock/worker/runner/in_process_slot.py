@@ -84,7 +84,7 @@ class _Noted:
 
 @contextmanager
 def _meant_for_the_loop() -> Iterator[None]:
-    """Raise a Ctrl-C, or the end of a debugger, instead of the InputFnError made from it."""
+    """Replace an InputFnError caused by Ctrl-C, or by quitting a debugger, with that exception."""
     try:
         yield
     except InputFnError as error:
@@ -97,9 +97,10 @@ class InProcessSlot:
     """Slot, from its assignment to its end.
 
     Args:
-        assignment: assignment as for a daemon; its loader has a name and options, and no arguments. make: callable that
-        calls input_fn with its arguments. resume: blob from which the attempt resumes; b"" to start fresh. noted:
-        number of latest batches whose digests are kept.
+        assignment: assignment as for a daemon; its loader has a name and options, and no arguments.
+        make: calls input_fn with its arguments.
+        resume: blob from which the attempt resumes; b"" to start fresh.
+        noted: number of latest batches whose digests are kept.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class InProcessSlot:
         self._noted = noted
         self._source: RestorableLoader | None = None
         self._lost = False
-        """Flag: the loader must be created again."""
+        """Flag that the loader must be created again."""
         self.capabilities = records_pb2.LoaderCapabilities(length=-1)
 
     # ---- the stream
@@ -138,9 +139,9 @@ class InProcessSlot:
     def next(self, step: int, epoch: int, total: int) -> MadeBatch | None:
         """Return the batch after `total`, which will be the box's `step`; None at the end of the epoch.
 
-        Ctrl-C in the user's code, and the end of a debugger there, are raised unchanged, and not as an error of user
-        code, because they are addressed to the process. The loader's present work is lost then, as with a runner, and
-        so is a batch that was made and not delivered: the next call creates the loader again.
+        Ctrl-C in the user's code, and quitting a debugger there, are raised unchanged, and not as an error of user
+        code, because they are meant for the process. Then the loader is lost, with a batch that was made and not
+        delivered: the next call creates the loader again.
         """
         source = self._ready()
         if source.position.total != total:
@@ -162,7 +163,7 @@ class InProcessSlot:
         return made
 
     def leave(self, epoch: int, total: int) -> None:
-        """Abandon the epoch after batch `total`, whose end the slot may have reached."""
+        """Abandon the epoch after batch `total`; the slot may have reached the epoch's end."""
         source = self._ready()
         position = source.position
         with self._globals.in_place():
@@ -180,7 +181,7 @@ class InProcessSlot:
         self._lost = True
 
     def failure(self, error: BaseException) -> PenstockError:
-        """Return the error of a runner for this exception while making the next batch."""
+        """Return the error that a runner would report for this exception, raised while making the next batch."""
         source = self._ready()
         return source.failed(f"batch {source.position.total + 1}", error)
 
@@ -209,7 +210,7 @@ class InProcessSlot:
         return self._anew(position.epoch, position.total) if self._lost else self._source
 
     def _anew(self, epoch: int, total: int) -> RestorableLoader:
-        """Return another loader at this one's position, as a runner that takes the slot over does."""
+        """Return another loader, brought to this loader's position as by a runner that takes the slot over."""
         if self._source is not None:
             self._source.drop()
         self._globals, noted = ProcessGlobals(), self._log.get(total)
@@ -236,7 +237,7 @@ class InProcessSlot:
         catch_up(source, target.epoch)
 
     def _keep(self, source: RestorableLoader, point: RestartPoint, begins: bool) -> None:
-        """Keep a restart point as a runner does, but only the start of the stream counts as one here."""
+        """Keep the start of the stream; other restart points, which a runner keeps, are ignored here."""
         if not begins:
             return
         self._unsaved = source.unsaved

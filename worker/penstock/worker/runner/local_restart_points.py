@@ -1,4 +1,4 @@
-"""A runner's own record of its restart points, and its plan to go back to where the loop abandoned an epoch."""
+"""A runner's own record of its restart points, and its plan to return to where the loop abandoned an epoch."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from penstock.worker.loader.restart_plan import Target
 __all__ = ["EncodedPoint", "LocalRestartPoints", "Return"]
 
 KEPT_POINTS = 16
-"""Epoch starts, and snapshots, that are remembered."""
+"""Number of epoch starts, and of snapshots, that are kept."""
 KEPT_BYTES = 64 << 20
-"""Bytes of epoch starts, up to which those of all epochs that it may be ahead of the loop are remembered."""
+"""Bytes of epoch starts up to which more are kept: those of all epochs that the runner may be ahead of the loop."""
 CHECKED_BATCHES = 4
-"""Batches between a snapshot and the position to go back to; all of them are compared on the way, because the snapshot
-is not verified."""
+"""Batches between a snapshot and the position to return to; all of them are compared, because the snapshot is not
+verified."""
 
 
 @dataclass(frozen=True)
@@ -34,27 +34,27 @@ class Return:
     """Plan to go back to a position in an epoch that the runner ran ahead of."""
 
     inside: EncodedPoint | None
-    """The newest snapshot before it in its epoch, with batches between that are compared."""
+    """Newest snapshot in the position's epoch that is far enough before it to compare batches on the way."""
     epoch_start: EncodedPoint | None
-    """The newest start of its epoch."""
+    """Newest start of the position's epoch."""
     earlier: EncodedPoint | None
-    """Newest start of the epochs before."""
+    """Newest start of an earlier epoch."""
     first: EncodedPoint | None
-    """Newest earlier start where its epoch's start is in doubt: the run's first epoch only for a position in the
+    """Newest earlier start to use if `epoch_start` is in doubt; the run's first epoch only for a position in the
     second."""
     there: EncodedPoint | None
     """Newest snapshot of exactly this position."""
     probe: Target | None = None
-    """Position to go to from `epoch_start` first: nothing was taken of the epoch, so no other batch would show that a
-    loader restored there is elsewhere. `epoch_start` is in doubt if it does not lead there."""
+    """Position that a replay from `epoch_start` must reach before `epoch_start` is trusted, if the loop got no batch of
+    the epoch: otherwise no compared batch would show that the restored loader is elsewhere."""
 
     def ways(self, *, origin_doubted: bool) -> list[EncodedPoint]:
         """Return the restart points to try, the best first; empty if there is none.
 
-        The best is a snapshot before the position: a loader that was just loaded and has yielded nothing may not know
-        that it is in the middle of an epoch, and would continue it when the next one is opened. The second is the
-        epoch's start, which is wrong for a loader that begins an epoch in its first next(). The third is a point before
-        the epoch, and the last a snapshot of exactly the position.
+        The first is a snapshot before the position. The second is the epoch's start, which is wrong for a loader that
+        begins an epoch in its first next(). The third is a point before the epoch. The last is a snapshot of exactly
+        the position: a loader that was just loaded and has yielded nothing may not know that it is in the middle of
+        an epoch, and would continue it when the next one is opened.
         """
         doubted = origin_doubted and self.inside is None
         order = [self.first if doubted else None, self.inside, self.epoch_start, self.earlier, self.there]
@@ -69,8 +69,8 @@ class LocalRestartPoints:
         self._snapshots: deque[EncodedPoint] = deque(maxlen=KEPT_POINTS)
 
     def add(self, point: EncodedPoint, *, epoch_start: bool) -> None:
-        """Remember one, and drop the oldest. A slot whose epochs are short, or empty, is many of them ahead of the
-        loop, which may abandon any."""
+        """Add a restart point, and drop the oldest. A slot with short or empty epochs may be many epochs ahead of the
+        loop, which may abandon any of them."""
         (self._origins if epoch_start else self._snapshots).append(point)
         epoch_starts = self._origins
         while len(epoch_starts) > KEPT_POINTS and (
@@ -80,7 +80,7 @@ class LocalRestartPoints:
             epoch_starts.popleft()
 
     def forget_after(self, epoch: int) -> None:
-        """Drop what was taken of later epochs."""
+        """Drop the restart points of later epochs."""
         for points in (self._origins, self._snapshots):
             while points and points[-1].epoch > epoch:
                 points.pop()

@@ -5,7 +5,7 @@
 - `advance`: advance a state by arithmetic, for loaders that can (`advance_state`): no input_fn runs, no batch is made.
 - `aggregate`: make one state of all workers' states, for a training job that cannot build the loader itself.
 
-It has memory of its own, so the stream continues whatever the user's code does here.
+The helper has memory of its own, so the stream continues whatever the user's code does in it.
 """
 
 from __future__ import annotations
@@ -103,11 +103,11 @@ def _verify(
 ) -> dict[str, Any]:
     """Find out whether the restart point leads to the delivered batches, and if not, which batch differs.
 
-    `digests`: total -> [epoch, digest] of the batches after it. Beyond the end of its epoch, the loader's
-    crossing is found too (see epoch_crossing.py). `crossing`: the one known so far. `opened`: a snapshot of the loader
-    that streamed, after the first batch of the next epoch. `generators`: see _compare. `early`: as `digests`, of the
-    slot's first batches, or empty. If the restart point does not lead to its batches, a loader from the beginning is
-    compared with those.
+    `digests`: total -> [epoch, digest] of the batches after the restart point. If some are of later epochs, the
+    loader's crossing is found too (see epoch_crossing.py). `crossing`: the crossing known so far. `opened`: a snapshot
+    of the loader that streamed, after the first batch of the next epoch. `generators`: see _compare. `early`: as
+    `digests`, for the slot's first batches, or empty. If the restart point does not lead to the delivered batches, a
+    loader from the beginning is compared with the early ones.
     """
     delivered = {int(total): (epoch, digest) for total, (epoch, digest) in fields["digests"].items()}
     source.restore(point)
@@ -138,8 +138,8 @@ def _way_over(
     known: str,
     opened: RestartPoint | None,
 ) -> str:
-    """Return the crossing by which the source, at the end of its epoch, continues with these batches of later epochs:
-    the known one if it is still right, else a more careful one."""
+    """Return the crossing by which the loader, at the end of its epoch, continues with these batches of later epochs:
+    the known crossing if it is still right, otherwise a more careful one."""
     end, position = source.rng(), source.position.copy()
     for way in to_try(known):
         source.position = position.copy()
@@ -149,7 +149,7 @@ def _way_over(
             if _leads_on(source, beyond, replay_digest, opened):
                 return way
         except InputFnError as error:  # one that cannot begin again where it was restored
-            _log.info("%s: once restored, it fails to begin the next epoch: %s", source.name, error.message)
+            _log.info("%s: the restored loader fails to begin the next epoch: %s", source.name, error.message)
         source.abort()
     return REPLAY
 
@@ -160,8 +160,8 @@ def _leads_on(
     replay_digest: ReplayDigest,
     opened: RestartPoint | None,
 ) -> bool:
-    """Return whether the source, between two epochs, continues with these batches. With the first of them it must also
-    have the state of the loader that streamed: the next epoch may follow from that state, not from the batches."""
+    """Return whether the loader, between two epochs, continues with these batches. After the first of them it must also
+    have the state of the loader that streamed, because later epochs may depend on that state."""
     for epoch in sorted({epoch for epoch, _ in beyond.values()}):
         while source.position.epoch < epoch:
             if not source.is_open:
@@ -182,9 +182,9 @@ def _compare(
     generators: int = 0,
     opened: RestartPoint | None = None,
 ) -> tuple[int, str]:
-    """Return the first batch of this epoch that differs from the delivered one, and what comes instead; or "".
-    `generators`: hash of the generators after the first of them, 0 if not known. `opened`: snapshot of the streaming
-    loader after one."""
+    """Return the number of the first batch of this epoch that differs from the delivered one, and how; or 0 and "".
+    `generators`: hash of the generators after the first batch, 0 if not known. `opened`: snapshot of the loader that
+    streamed, after one of the batches."""
     while (expected := delivered.get(source.position.total + 1)) is not None and expected[0] == epoch:
         batch = source.next()
         if batch is END:
@@ -208,7 +208,7 @@ def _is_as(source: RestorableLoader, point: RestartPoint) -> bool:
 
 
 def _advanced(point: RestartPoint, assignment: records_pb2.WorkerAssignment, fields: dict[str, Any]) -> bytes:
-    """Return the state that the loader's class computes `batches` behind the restart point, in its epoch."""
+    """Return the state that the loader's class computes for a later position in the restart point's epoch."""
     loader = load_class(fields["loader"], assignment.loader)
     position = StreamPosition(point.position.epoch, fields["delivered"], fields["total"], fields["samples"])
     state = loader.advance_state(point.state, position.total - point.position.total)
@@ -216,8 +216,8 @@ def _advanced(point: RestartPoint, assignment: records_pb2.WorkerAssignment, fie
 
 
 def _all_over(source: RestorableLoader, epoch: int) -> bool:
-    """Raise an error if a batch comes before epoch `epoch`: then the loop abandoned an epoch that is not known here,
-    and a resume from this state would continue it."""
+    """Return False if a batch comes before epoch `epoch`: then the loop abandoned an epoch that is not known here, and
+    a resume from this state would continue it."""
     while source.position.epoch < epoch:
         if not source.is_open:
             source.open_epoch()
@@ -229,8 +229,9 @@ def _all_over(source: RestorableLoader, epoch: int) -> bool:
 def state_at(
     source: RestorableLoader, point: RestartPoint, fields: dict[str, Any], replay_digest: ReplayDigest
 ) -> tuple[dict[str, Any], bytes]:
-    """Replay from the restart point to `total` in epoch `epoch`, and save there, as of the box's `step`; from the
-    beginning if the restart point does not lead there. Return the fields of the position, and the state."""
+    """Replay from the restart point to `total` in epoch `epoch`, and save the loader as of the box's `step`. Replay
+    from the beginning if the restart point does not lead to that position. Return the position's fields and the state.
+    """
     try:
         source.restore(point)
         return _replayed(source, point, point.position.epoch, fields, replay_digest)

@@ -60,15 +60,15 @@ __all__ = ["run_slot"]
 _log = logging.getLogger("penstock.worker")
 
 SLOW_BATCH_S = 0.001
-"""Seconds of a batch after which the sockets are polled; a poll costs 2 us."""
+"""Time for a batch, in seconds, above which the sockets are polled after it; a poll costs 2 us."""
 LONGEST_DEAF_S = 0.1
-"""Seconds between two polls without another reason."""
+"""Longest time between two polls, in seconds, if there is no other reason to poll."""
 KEPT_LEFT = 64
-"""Abandoned epochs that it remembers; each has at least an epoch start of its own."""
+"""Number of abandoned epochs that a runner remembers; each has at least one epoch start."""
 
 
 class _StopError(Exception):
-    """The daemon asks this slot to end."""
+    """Raised when the daemon asks this slot to end."""
 
 
 def run_slot(channel: ControlChannel, progress_page: ProgressPage) -> None:
@@ -91,12 +91,12 @@ def run_slot(channel: ControlChannel, progress_page: ProgressPage) -> None:
 
 @dataclass
 class _Start:
-    """Start of the slot besides the assignment, as the daemon sent it."""
+    """What the daemon sent, besides the assignment, for the start of the slot."""
 
     resume: dict[str, Any] | None
     points: list[RestartPoint]
     begins: bool = False
-    """Flag that another runner's beginning is not among them: it must be made again."""
+    """Flag that the restart point of the attempt's beginning is not among `points`, so it must be made again."""
 
 
 class _Runner:
@@ -121,17 +121,17 @@ class _Runner:
         self._start_data = b""
         """Encoded start of the stream."""
         self._counts = False
-        """Flag that states of the loader mislead: restart points are counted from the start."""
+        """Flag that states of the loader mislead, so restart points are counted from the start."""
         self._left: dict[int, int] = {}
         """Epoch -> the slot's batches when the loop abandoned it."""
         self._hello: lane_pb2.Hello | None = None
         self._points: list[RestartPoint] = []
-        """Restart points that came after the start, from a predecessor that has continued meanwhile."""
+        """Restart points that arrived after the start: from the previous runner, which continued meanwhile."""
         self._looked = False
         self._begun = False
         self._generators_at = 0
-        """Batch after which the generators are reported: the one behind the newest restart point, for its
-        verification."""
+        """Number of the batch after which the generators are reported: the first one after the newest restart point,
+        for its verification."""
         self._last_look = 0.0
         self._poll = select.poll()
         self._poll.register(channel.fileno(), select.POLLIN)
@@ -378,9 +378,8 @@ class _Runner:
         return entry
 
     def _wait_in_user_code(self) -> bool:
-        """Wait for a ring entry for a batch that is yet to be built. What ends the wait is raised when user code has
-        returned, because user code might catch it; return False until then, and if the loop abandoned this epoch
-        meanwhile."""
+        """Wait for a ring entry in which user code will build a batch. Return False if the loop abandoned this epoch
+        meanwhile, or after an error: it is raised once user code has returned, because user code might catch it."""
         if self._interrupt is None and not self.producer.abandoned:
             self._doing("sending")
             try:
@@ -419,7 +418,7 @@ class _Runner:
             del producer.wanted[stale]
 
     def _is_counted(self, point: RestartPoint) -> bool:
-        """Return whether it is reached from the start, and so needs no verification."""
+        """Return whether the restart point is reached by replay from the start, and so needs no verification."""
         return self._counts and point.behind is not None
 
     def _step_of(self, total: int) -> int:
@@ -429,8 +428,8 @@ class _Runner:
     def _keep(
         self, point: RestartPoint, start: bool = False, *, epoch_start: bool = True, begins: bool = False
     ) -> None:
-        """Keep a restart point. `start`: the slot starts from it, so that what is delivered comes from there and it
-        needs no verification. `begins`: so did the attempt."""
+        """Keep a restart point. `start`: this runner's stream starts from it, so it needs no verification. `begins`:
+        the attempt began there, too."""
         error = self.source.unsaved
         if error is None:
             try:
@@ -472,8 +471,8 @@ class _Runner:
         )
 
     def _go_back(self) -> None:
-        """Go to where the loop abandoned the epoch, and close it there. The runner ran ahead and so moved the loader
-        and its randomness on, and what follows must not depend on how far ahead it was."""
+        """Return to where the loop abandoned the epoch, and close the epoch there. The loader and its random generators
+        had run ahead, and later batches must not depend on how far."""
         source, producer = self.source, self.producer
         epoch, delivered = producer.abandoned.popleft(), producer.delivered
         position = source.position
@@ -530,8 +529,8 @@ class _Runner:
             raise StateMismatchError(mismatch.message) from mismatch
 
     def _is_doubted(self, plan: Return) -> bool:
-        """Return whether the loader, restored where the epoch began, does not continue with the batch that came next
-        there."""
+        """Return whether the epoch start is in doubt: a loader restored from it does not continue with the batch that
+        followed there."""
         if plan.probe is None or plan.epoch_start is None:
             return False
         try:
@@ -541,8 +540,8 @@ class _Runner:
         return False
 
     def _leave_unsaved(self, epoch: int, total: int) -> None:
-        """Abandon the epoch of a loader without states, which cannot be rewound: what it read ahead, of a queue for
-        example, stays read. But its random numbers from here on depend only on the position."""
+        """Abandon the epoch of a loader without states. It cannot be rewound: what it read ahead, for example from a
+        queue, is lost. From here on its random numbers depend only on the position."""
         source, delivered = self.source, self._progress_page.entry(total)
         source.reseed("left", epoch, total)
         source.position.epoch, source.position.total = epoch, total

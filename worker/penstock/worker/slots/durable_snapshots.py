@@ -1,8 +1,8 @@
 """Durable restart points of a slot: those that the coordinator keeps for a runner that takes over elsewhere.
 
-The first is durable before any batch can be fetched, so that every delivered batch can be recovered. It is where the
-attempt began, and a later runner can get there as this one did: by input_fn, and by the state that the attempt resumed
-from, which the coordinator has anyway. So a large one is kept without its bytes.
+The first restart point, where the attempt began, is durable before any batch can be fetched, so that every delivered
+batch can be recovered. A later runner can get to it as the first one did: by input_fn, and by the state that the
+attempt resumed from, which the coordinator has anyway. So if it is large, it is kept without its bytes.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ __all__ = ["NOT_OURS", "DurableSnapshots"]
 NOT_OURS = (CoordinatorUnavailableError, DeadlineError, JournalError)
 """Errors of the coordinator that are temporary."""
 LARGE = 1 << 20
-"""Bytes above which the beginning of an attempt is not kept a second time."""
+"""Bytes above which the restart point of an attempt's beginning is kept without its bytes."""
 AGAIN_S = 0.2
-"""Seconds between two attempts while the coordinator is unreachable."""
+"""Seconds between two calls while the coordinator is unreachable."""
 
 
 class DurableSnapshots:
@@ -31,7 +31,7 @@ class DurableSnapshots:
     def __init__(self, slot: SlotContext) -> None:
         self._slot = slot
         self.refused = ""
-        """Reason for which the coordinator refused the last snapshot; "" = it did not."""
+        """Reason for which the coordinator refused the last snapshot; "" = not refused."""
 
     async def keep_up(self) -> None:
         """Make the newest restart point durable, as often as the slot's quota allows."""
@@ -50,21 +50,21 @@ class DurableSnapshots:
             await asyncio.sleep(slot.host.share.pause_s(size))
 
     def newest(self, below: int | None = None) -> list[StoredSnapshot]:
-        """Return what a target worker needs, of fewer batches than `below`: the newest usable restart point."""
+        """Return the newest usable restart point with fewer batches than `below`, as a list of at most one."""
         slot = self._slot
         return [point for point in slot.store if slot.usable(point) and (below is None or point.total < below)][-1:]
 
     async def prepare_migration(self) -> None:
-        """Make durable the restart point from which a target worker replays least. It lies strictly before the last
-        batch that the loop took, which is between the last that the runner was informed of and the last that it
-        made."""
+        """Make durable the restart point from which a target worker replays least: the newest strictly before the last
+        batch that the loop took. That batch is not known exactly: it lies between the last that was reported to the
+        runner and the last that the runner made. So two restart points may be made durable."""
         self._slot.progress_page.refresh()
         for point in self.newest(self._slot.progress_page.delivered) + self.newest():
             if not point.durable:
                 await self.make(point)
 
     async def make(self, point: StoredSnapshot) -> None:
-        """Make one durable, unless the coordinator refuses it."""
+        """Make a restart point durable, unless the coordinator refuses it."""
         slot, logged = self._slot, False
         data = b"" if point.begins and len(point.data) > LARGE else point.data
         header = self._header(point, len(data))

@@ -1,4 +1,4 @@
-"""Findings about a run's loader on this worker, of all its slots."""
+"""Findings about a run's loader, shared by the run's slots on this worker."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from penstock.proto.errors import ReplayMismatchError
 __all__ = ["FIRST_DEPTH", "LoaderFindings"]
 
 FIRST_DEPTH = 16
-"""Batches that the first long verification compares; earlier ones compare as many of them as are known."""
+"""Batches that the first long verification compares; until then every verification compares up to as many."""
 
 
 @dataclass
@@ -17,20 +17,20 @@ class LoaderFindings:
     """Findings about a run's loader on this worker."""
 
     crossing: str = ""
-    """See Past.rewinds in restart_points.py."""
+    """See StreamHistory.crossing in restart_points.py."""
     depth: int = FIRST_DEPTH
     """Batches that the next long verification compares."""
     near_s: float = 0.0
-    """Seconds of a core that the short ones took since the last long one."""
+    """Seconds of a core that short verifications took since the last long one."""
     far_s: float = 0.0
-    """Seconds of a core that the next long one will take; 0 before the first."""
+    """Seconds of a core that the next long verification will take; 0 before the first."""
     misleads: bool = False
-    """Flag that one of its states led to the right batches first and to others later: none is used any more."""
+    """Flag that a state of the loader led to the right batches first and to wrong ones later, so no state is used."""
     not_used: str = ""
-    """Reason, as logged once, for not using its snapshots."""
+    """Reason for not using the loader's snapshots, as logged once; "" = they are used."""
     checked: bool = False
-    """Flag that a loader that declares exact_states was verified, once."""
+    """Flag that a loader that declares exact_states was verified once."""
     inexact: bool = False
-    """Flag that this verification failed."""
+    """Flag that the verification of a loader that declares exact_states failed."""
     unrepeatable: ReplayMismatchError | None = None
-    """Reason why a loader without methods cannot be saved: from its beginning it yields other batches."""
+    """Error for saving a loader without state methods that yields other batches when replayed from its beginning."""

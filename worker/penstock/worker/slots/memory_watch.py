@@ -1,5 +1,5 @@
-"""The watch over a runner's memory, where that is limited. A runner above the limit ends at a snapshot and is replaced;
-one far above it is killed."""
+"""The watch over a runner's memory, if runner_memory limits it. A runner above the limit ends at a snapshot and is
+replaced; a runner far above the limit is killed."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from penstock.worker.slots.verification import RestartPointVerifier
 __all__ = ["HARD_LIMIT", "MemoryWatch", "killed_for_memory"]
 
 MEMORY_S = 1.0
-"""Seconds between two measurements of a runner's memory, where it is limited."""
+"""Seconds between two measurements of a runner's memory."""
 MEMORY_SHARE = 0.02
-"""Share of a processor for these measurements; those of a large runner near its limit are rarer."""
+"""Share of a processor for these measurements; a large runner near its limit is measured more rarely."""
 HARD_LIMIT = 2
 """Factor of the limit at which a runner is killed at once."""
 GAIN_S = 0.05
-"""Seconds between two checks whether a runner that is to be recycled has got beyond where it began."""
+"""Seconds between two checks whether a runner that is to be recycled has made progress that can be saved."""
 
 
 class MemoryWatch:
@@ -33,8 +33,8 @@ class MemoryWatch:
         self._slot, self._verifier, self._durable = slot, verifier, durable
 
     async def run(self, pid: int, limit: int) -> None:
-        """Watch the memory of a runner. One above the limit is ended at a snapshot, and another one continues from
-        there."""
+        """Watch the memory of a runner. If it exceeds the limit, end the runner at a snapshot, from which another one
+        continues."""
         slot = self._slot
         took, most, begun, young = 0.0, 0, False, True
         handing: asyncio.Task[None] | None = None
@@ -65,8 +65,8 @@ class MemoryWatch:
 
     async def _save_progress(self) -> None:
         """Make progress of this runner durable before it is recycled. Otherwise its replacement would replay as much,
-        and leak as much. Its first batch has a snapshot, which counts once the loop has taken one batch more and it is
-        verified. Where nothing is saved there is nothing to wait for."""
+        and leak as much. Wait until one of the runner's own snapshots is verified and the loop has taken a batch more;
+        return at once for a loader that is not saved."""
         slot = self._slot
         await slot.begun.wait()
         while own := [
@@ -85,8 +85,8 @@ class MemoryWatch:
 
 
 def killed_for_memory(slot: SlotContext, whose: OutOfMemory, *, young: bool) -> None:
-    """Report the slot lost after the kernel killed its runner, or one of its processes. If the limit of its control
-    group was the reason, the result is that of the watch. `young`: it happened before the runner's second batch."""
+    """Report the slot lost after the kernel killed its runner, or one of the runner's processes. If the limit of its
+    control group was the reason, treat the runner as the watch does. `young`: before the runner's second batch."""
     at = f"the runner of {slot.name} was killed by the kernel at batch {slot.progress_page.total}, because"
     if whose is OutOfMemory.OWN:
         slot.recycle = slot.outgrown = young

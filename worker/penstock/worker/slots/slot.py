@@ -54,19 +54,18 @@ __all__ = ["Slot"]
 _log = logging.getLogger("penstock.worker")
 
 STOP_GRACE_S = 0.5
-"""Seconds for a runner that is asked to end, before its process group is killed."""
+"""Seconds that a runner gets to end after it was asked to, before its process group is killed."""
 MOST_TRAITS = 8 << 10
-"""Bytes that a runner may report about its loader: each heartbeat carries them."""
+"""Largest report of a runner about its loader, in bytes: each heartbeat carries it."""
 MOST_TOLD = 1000
-"""Characters of text about its loader's states that the training job gets."""
+"""Largest text about the loader's states that the training job gets, in characters."""
 LOOK_S = 0.02
-"""Seconds between two looks at whether the runner has taken a lane."""
+"""Seconds between two checks whether the runner has taken a lane."""
 KILL_S = 10.0
-"""Seconds for the kernel to end a killed process; one that hangs in a driver or a filesystem does not end."""
+"""Seconds to wait for a killed process to end; a process that hangs in a driver or a file system does not."""
 _NO_ROOM = (
-    "{name}: the coordinator cannot keep its first snapshot, and without one it could not be recovered: {why}; end "
-    "jobs "
-    "that are no longer needed, or give this one a coordinator of its own"
+    "{name}: the coordinator cannot keep its first snapshot, and without one the slot could not be recovered: {why}; "
+    "end jobs that are no longer needed, or give this job a coordinator of its own"
 )
 
 
@@ -96,7 +95,7 @@ class Slot:
         self._doing = ""
         self._stack = ""
         self.recycle = self.outgrown = False
-        """Flags that its runner held too much memory; the second: before its second batch."""
+        """Flags that the runner held too much memory, and that it did so before its second batch."""
         self._making: records_pb2.Skip | None = None
         self.unsaved: records_pb2.ErrorDetail | None = None
         self.ready = asyncio.Event()
@@ -178,8 +177,8 @@ class Slot:
         await child.send("go")
 
     async def _fetch_restart_points(self, child: Child) -> bool:
-        """Send the runner the durable snapshots of the slot that it does not have; return whether one is without bytes,
-        of where the attempt began: see durable_snapshots.py."""
+        """Send the runner the durable snapshots of the slot that it does not have. Return whether that of the attempt's
+        beginning came without its bytes: see durable_snapshots.py."""
         run, attempt, box, slot, generation = key_of(self.assignment)
         kept = await self.host.coordinator.get_snapshots(
             coordinator_pb2.GetSnapshotsRequest(run=run, attempt=attempt, box=box, slot=slot, generation=generation)
@@ -206,7 +205,7 @@ class Slot:
         return not all(header.size for header, _ in kept)
 
     def assigned(self, assignment: records_pb2.WorkerAssignment) -> None:
-        """Take note of the coordinator's newest assignment for the same slot and generation."""
+        """Record the coordinator's newest assignment for the same slot and generation."""
         if not assignment.prepare_migration:  # any more: the next successor needs what is newest then
             self._handing_over, self._handed_over = None, False
         elif self._handing_over is None:
@@ -235,7 +234,7 @@ class Slot:
         self.progress_page.close()
 
     def fail(self, error: records_pb2.ErrorDetail, *, lost: bool) -> None:
-        """End the slot, with this error for the training job, or (`lost`) so that another worker takes it over."""
+        """End the slot: with this error for the training job, or if `lost`, so that another worker takes it over."""
         if self._stopping or self.phase == coordinator_pb2.FAILED:
             return
         self.phase, self.error, self.lost = coordinator_pb2.FAILED, error, lost
@@ -350,7 +349,7 @@ class Slot:
         if message.kind == "ready":
             if len(message.payload) > MOST_TRAITS:
                 raise ProtocolError(
-                    f"what a runner reports about its loader must have at most {MOST_TRAITS} bytes, got "
+                    f"the report of a runner about its loader must have at most {MOST_TRAITS} bytes, got "
                     f"{len(message.payload)}"
                 )
             self.capabilities.ParseFromString(message.payload)
@@ -398,11 +397,11 @@ class Slot:
     async def attach(self, sock: socket.socket, hello: lane_pb2.Hello, deadline_s: float) -> None:
         """Hand a consumer's connection to the runner.
 
-        One is on its way at a time, and a newer one ends it: a consumer that opens lanes again and again would else
-        fill the runner's control socket with them, and the daemon's table of descriptors.
+        Only one connection waits to be handed over at a time, and a newer one ends it: otherwise a consumer that opens
+        lanes again and again would fill the runner's control socket and the daemon's table of descriptors.
 
         Raises:
-            SupersededError: a newer one came.
+            SupersededError: a newer connection came.
         """
         if self._attaching is not None:
             self._attaching.cancel()
@@ -435,7 +434,7 @@ class Slot:
     # ---- durable snapshots
 
     def usable(self, point: StoredSnapshot) -> bool:
-        """Return whether a loader may be restored from it: it was verified, or needs no verification."""
+        """Return whether a loader may be restored from the point: it was verified, or needs no verification."""
         return (
             (point.verified and (point.start or not self.findings.misleads))
             or not self.is_savable
@@ -455,8 +454,8 @@ class Slot:
 
     def _oldest_wanted(self) -> tuple[int, int]:
         """Return the smallest total for which a state may be requested (the slot's share of the retention window), and
-        the first epoch: this batch's, or as many as steps back, because the loop takes at least one batch in each
-        epoch."""
+        the first epoch: that of this batch, but at most `retention_steps` epochs back, because the loop takes at least
+        one batch in each epoch."""
         progress_page = self.progress_page
         progress_page.refresh()
         steps = self.assignment.loader.options.retention_steps
@@ -474,7 +473,7 @@ class Slot:
 
     @property
     def runner(self) -> int:
-        """Process id of its runner, 0 if it has none."""
+        """Process id of the slot's runner, 0 if it has none."""
         child = self._child
         return 0 if child is None or child.exited.done() else child.pid
 

@@ -1,4 +1,4 @@
-"""Interfaces between a slot, the daemon that runs it, and the parts that it is made of; and what these share."""
+"""Interfaces between a slot, its daemon and its parts, and the types that they share."""
 
 from __future__ import annotations
 
@@ -75,8 +75,7 @@ class SlotHost(ReplayHost, Protocol):
 
 
 class SlotContext(Protocol):
-    """A slot as its parts see it: durable_snapshots.py, memory_watch.py, slot_states.py
-    and verification.py."""
+    """A slot as its parts see it: durable_snapshots.py, memory_watch.py, slot_states.py and verification.py."""
 
     name: str
     log: SubjectLogger
@@ -97,7 +96,7 @@ class SlotContext(Protocol):
     recycle: bool
     """Flag that its runner held too much memory."""
     outgrown: bool
-    """Flag that it did so before its second batch."""
+    """Flag that the runner held too much memory before its second batch."""
 
     @property
     def host(self) -> SlotHost: ...
@@ -109,7 +108,7 @@ class SlotContext(Protocol):
     def runner_gone(self) -> bool: ...
 
     def usable(self, point: StoredSnapshot) -> bool:
-        """Return whether a loader may be restored from it: it was verified, or needs no verification."""
+        """Return whether a loader may be restored from the point: it was verified, or needs no verification."""
 
     def step_of(self, total: int) -> int:
         """Return the box's step that delivered this batch, as long as all slots live."""

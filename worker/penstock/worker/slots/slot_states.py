@@ -20,12 +20,12 @@ __all__ = ["POLL_S", "SlotStates"]
 POLL_S = 0.005
 """Seconds between two reads of the progress page while a request waits for a batch to be produced."""
 POLLERS = 8
-"""Answers that read so often; with more, each reads more rarely, or hundreds of states would take the whole event
-loop."""
+"""Largest number of requests that read every POLL_S; with more, each reads more rarely, or hundreds of requests would
+keep the event loop busy."""
 NEXT_S = 0.5
-"""Seconds that a state waits for the batch behind it to be made, where a resume is compared with that batch."""
+"""Seconds that a state waits for the batch after it, if a resume is compared with that batch."""
 CHEAP_S = 5.0
-"""Seconds that the runner has worked since its launch began, which a helper would do again."""
+"""Seconds of work since the launch up to which a helper may repeat it to make the batch after a state."""
 HELPER_SHARE = 0.7
 """Share of the request's remaining time for a helper process: its stack must arrive before the deadline of the
 request."""
@@ -64,8 +64,8 @@ class SlotStates:
         self._slot, self._verifier = slot, verifier
 
     async def answer(self, request: coordinator_pb2.StateRequest) -> tuple[coordinator_pb2.StateAnswer, bytes] | None:
-        """Return the slot's state at a position, once that is produced, or where the epoch ended before it. Return None
-        if the runner died meanwhile: the slot's next worker gets the request."""
+        """Return the slot's state at a position once the runner has reached it, or report where the epoch ended before.
+        Return None if the runner died meanwhile: the slot's next worker gets the request."""
         answer = coordinator_pb2.StateAnswer(request=request.request, worker=self._slot.host.name)
         data = b""
         until = time.monotonic() + request.deadline_s
@@ -129,7 +129,7 @@ class SlotStates:
         return await self._advance(request, answer, until) or await self._materialise(request, answer, until)
 
     async def _nearest(self, request: coordinator_pb2.StateRequest, until: float) -> StoredSnapshot | None:
-        """Return the nearest restart point before a position, of its epoch if one of that can be verified now."""
+        """Return the nearest restart point before a position, in its epoch if one of that epoch can be verified now."""
         store, left = self._slot.store, _left(request)
         point = store.nearest(request.epoch, request.position.total, left=left)
         if point is not None and point.epoch == request.epoch:
@@ -165,9 +165,9 @@ class SlotStates:
         return self._slot.capabilities.state_methods == 4 and not self._slot.capabilities.exact_states
 
     def _lacks_next(self, request: coordinator_pb2.StateRequest, answer: coordinator_pb2.StateAnswer) -> bool:
-        """Return whether a helper must make the batch after the position, because it is not known here. At the end of
-        an epoch, where none may ever come, only if that is cheap, or if the next launch may begin with a slot other
-        than worker 0."""
+        """Return whether a helper must make the batch after the position, because its digest is not known here. At the
+        end of an epoch, where no batch may follow, it does so only if that is cheap, or if the next launch may begin
+        with a slot other than worker 0."""
         if not self._by_own or answer.next_digest:
             return False
         if not answer.next_epoch or self._slot.progress_page.worked_s <= CHEAP_S:
@@ -182,8 +182,8 @@ class SlotStates:
         return self._slot.assignment.recovery and not self._slot.attached
 
     def _lacks(self, point: StoredSnapshot, request: coordinator_pb2.StateRequest) -> bool:
-        """Return whether only a replay in a helper process can answer: the restart point is an earlier runner's, and
-        batches skipped since, or digests, are not recorded here."""
+        """Return whether only a replay in a helper process can answer, because an earlier runner made the restart
+        point: batches skipped since, or digests, are not recorded here."""
         if not point.inherited:
             return False
         if self._slot.assignment.skips:
@@ -192,8 +192,8 @@ class SlotStates:
         return self._waits_for_loop and start is not None and start.total <= after < request.position.total
 
     def _start(self, request: coordinator_pb2.StateRequest) -> StoredSnapshot | None:
-        """Return the restart point to replay from: the nearest, or one of its epoch from which all requested digests
-        are seen."""
+        """Return the restart point to replay from: the nearest, or one in its epoch from which a replay makes all
+        batches whose digests are requested."""
         store, left = self._slot.store, _left(request)
         point = store.nearest(request.epoch, request.position.total, left=left)
         if point is not None and self._waits_for_loop:
@@ -205,8 +205,8 @@ class SlotStates:
     def _digests(
         self, request: coordinator_pb2.StateRequest, entry_of: Callable[[int], BatchRecord | None]
     ) -> list[int]:
-        """Return the digests of the batches that lead to the position; empty if one is not known here, or belongs to an
-        abandoned epoch."""
+        """Return the digests of the batches that lead to the position; empty if a digest is not known here, or a batch
+        belongs to an abandoned epoch."""
         total = request.position.total
         began = total - request.position.delivered
         digests = []
@@ -266,9 +266,9 @@ class SlotStates:
             await _pauses.next()
 
     async def _begun(self, request: coordinator_pb2.StateRequest, tried: StoredSnapshot) -> None:
-        """Wait until the runner begins the epoch behind an abandoned one: it saves itself there then. `tried`: the
-        restart point from which the position was not reached. Raise StateUnavailableError if there will be no other
-        one."""
+        """Wait until the runner begins the epoch after an abandoned one and takes a restart point there. `tried`: the
+        restart point from which the position was not reached. Raise StateUnavailableError if no other restart point
+        will come."""
         slot, epoch, position = self._slot, request.epoch, request.position
         waits = not (self._waits_for_loop or position.delivered)
         while waits and slot.progress_page.begun < epoch:
@@ -286,8 +286,8 @@ class SlotStates:
     async def _advance(
         self, request: coordinator_pb2.StateRequest, answer: coordinator_pb2.StateAnswer, until: float
     ) -> bytes:
-        """Return the state computed from one before it in its epoch, if the loader's class can: no user code runs then.
-        Return b"" if it cannot be computed."""
+        """Return the state computed from an earlier one in its epoch by the loader's class (`advance_state`); b"" if it
+        cannot be computed. input_fn is not called for this."""
         slot, total = self._slot, request.position.total
         point, entry = slot.store.nearest(request.epoch, total, left=_left(request)), slot.progress_page.entry(total)
         if not slot.capabilities.advances_state or point is None or point.epoch != request.epoch or entry is None:

@@ -1,8 +1,8 @@
 """The snapshots and epoch starts that a daemon keeps of a slot: pure bookkeeping over opaque bytes.
 
-A state may be requested at any step of the retention window. So the newest usable restart point at or before its far
-edge stays, and everything after it as long as memory suffices. When memory is short, every other snapshot goes: a state
-between two of them is then a longer replay, not an error.
+A state may be requested at any step of the retention window. So the newest usable restart point at or before the
+window's oldest step is kept, and all later ones while memory suffices. When memory is short, every other snapshot is
+dropped: a state between two of them then takes a longer replay, and is no error.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ __all__ = ["SlotSnapshots", "StoredSnapshot"]
 MAX_BYTES = 64 << 20
 MAX_COUNT = 1024
 MOST = 16
-"""Factor of these limits beyond which epoch starts go too, against user code that makes them without end."""
+"""Factor of these limits above which epoch starts are dropped too, against user code that makes them without end."""
 
 
 @dataclass
 class StoredSnapshot:
-    """A restart point. `step` is the box's step that its state depends on, 0 if it depends on none."""
+    """A restart point. `step`: the box's step that its state depends on, 0 = none."""
 
     epoch: int
     delivered: int
@@ -37,12 +37,12 @@ class StoredSnapshot:
     inherited: bool = False
     """Flag that the slot's previous runner made it."""
     verified: bool = False
-    """Flag that it leads to the batches that were delivered: it was verified, or needs no verification. See
+    """Flag that the restart point leads to the delivered batches: it was verified, or needs no verification. See
     verification.py."""
     refuted: bool = False
-    """Flag that it does not lead there, or that verification gave no result."""
+    """Flag that the restart point does not lead to the delivered batches, or that verification gave no result."""
     lapses: int = 0
-    """Verifications of it without a result."""
+    """Number of verifications without a result."""
     generators: int = 0
     """Hash of the random generators after the next batch, 0 if not known; used by the verification."""
     start: bool = False
@@ -50,11 +50,11 @@ class StoredSnapshot:
     begins: bool = False
     """Flag that the attempt began there: any runner of the slot can get there as the first one did."""
     compared: int = 0
-    """Batches that its verification compared."""
+    """Batches that the restart point's verification compared."""
     crossed: bool = False
-    """Flag that the crossing of the epoch's end was verified from here."""
+    """Flag that a verification from here gave a result, so that none is repeated to find the crossing."""
     wanted: bool = False
-    """Flag that it was taken because a checkpoint at this step was announced."""
+    """Flag that the snapshot was taken because a checkpoint at this step was announced."""
 
     @property
     def began(self) -> int:
@@ -75,7 +75,7 @@ class SlotSnapshots:
     """The restart points of one slot and generation, in the order in which they were taken."""
 
     def __init__(self, usable: Callable[[StoredSnapshot], bool] = lambda kept: kept.verified) -> None:
-        """Keep none yet. `usable`: whether a loader may be restored from a restart point."""
+        """Start empty. `usable`: returns whether a loader may be restored from a restart point."""
         self._kept: list[StoredSnapshot] = []
         self._bytes = 0
         self._usable = usable
@@ -88,9 +88,8 @@ class SlotSnapshots:
 
     def add(self, point: StoredSnapshot, oldest_wanted: int, oldest_epoch: int = position.MOST) -> None:
         """Add a restart point; it replaces one at the same position, because a runner that took over may know of
-        skipped batches. `oldest_wanted`: the smallest total that may still be requested; `oldest_epoch`: the first
-        epoch. A slot without batches has one total in all epochs, and makes their epoch starts as far ahead of the loop
-        as it may."""
+        skipped batches. `oldest_wanted`, `oldest_epoch`: the smallest total and epoch that may still be requested. The
+        epoch is needed for a slot without batches, whose total is the same in all epochs."""
         self._keep_only([*(kept for kept in self._kept if kept.position != point.position), point])
         before = [kept for kept in self._kept if kept.total <= oldest_wanted and kept.epoch <= oldest_epoch]
         usable = [kept for kept in before if self._usable(kept)]
@@ -110,8 +109,7 @@ class SlotSnapshots:
         )
 
     def exactly(self, epoch: int, delivered: int, total: int, step: int) -> StoredSnapshot | None:
-        """Return a restart point of exactly this position and step. Newest first: an epoch start at the position
-        counts."""
+        """Return the newest restart point of exactly this position and step, which may be an epoch start."""
         for kept in reversed(self._kept):
             if (kept.epoch, kept.delivered, kept.total) == (epoch, delivered, total) and kept.step in (0, step):
                 return kept

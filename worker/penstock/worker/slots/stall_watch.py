@@ -1,4 +1,4 @@
-"""The watch over a runner's progress: how long it is in one activity, and where.
+"""The watch over a runner's progress: for how long it is in one activity, and where in its code.
 
 User code may take as long as it likes. An activity that takes a good part of the training loop's deadline is reported
 while it lasts, with the stack, so that the loop's own error can show what it waited for. Nothing is killed for it.
@@ -12,12 +12,13 @@ from dataclasses import dataclass
 __all__ = ["HANG_S", "LOOKS", "Stall", "hang_s"]
 
 HANG_S = 60.0
-"""Seconds of one activity after which it is reported where the training loop's deadline is not known: half of its
-default."""
+"""Seconds of one activity after which it is reported if the training loop's deadline is not known: half of the default
+deadline."""
 SHARE = 0.5
-"""Share of the deadline; the other half is for the report to arrive, and for a loop that began to wait earlier."""
+"""Share of the loop's deadline after which an activity is reported; the rest is for the report to arrive, and for a
+loop that began to wait earlier."""
 LOOKS = 8
-"""Checks in that time."""
+"""Checks of an activity before it is reported."""
 _IDLE = ("waiting", "sending")
 _CALLS = {"input_fn": "input_fn", "iter": "iter()", "next": "next()", "state_dict": "state_dict()"}
 _CALLS["load_state_dict"] = "load_state_dict()"
@@ -30,15 +31,15 @@ def hang_s(timeout_s: float) -> float:
 
 @dataclass
 class Stall:
-    """Activity of a runner, as read from its progress page. Seconds of the monotonic clock."""
+    """Activity of a runner, as read from its progress page. Times are seconds of the monotonic clock."""
 
     activity: str = "starting"
     total: int = -1
     since: float = 0.0
 
     def look(self, now: float, activity: str, for_s: float, total: int) -> float:
-        """Record a reading; return for how long the runner is in this activity without a new batch; `for_s`: in the
-        activity."""
+        """Record a reading; return the seconds that the runner is in this activity without a new batch. `for_s`:
+        seconds in the activity."""
         if (activity, total) != (self.activity, self.total):
             self.activity, self.total, self.since = activity, total, now
         self.since = max(self.since, now - for_s)

@@ -1,4 +1,4 @@
-"""Verification of a slot's restart points: one is restored in a helper process and must lead to what was delivered.
+"""Verification of a slot's restart points: a helper process restores a point, which must lead to the delivered batches.
 
 A loader may count after its `yield`, prefetch in the background, draw from generators that are not saved, or count its
 fast-forward twice once it was restored. Then its state describes another position than that of the batches it has
@@ -38,18 +38,17 @@ __all__ = ["CHECKED_BATCHES", "RestartPointVerifier"]
 SHARE = 0.03
 """Share of one core that a daemon's verifications may take, all slots together."""
 FIRST_BATCHES = 8
-"""Batches after which the first verification begins: a loader with a thread of its own may not have run ahead
-before."""
+"""Batches after which the first verification begins: before that, a loader that prefetches in a thread may not have
+run ahead."""
 CHECKED_BATCHES = 4
-"""Batches behind a restored restart point that are compared; if its epoch ends earlier, also batches of the next
-one."""
+"""Batches after a restored restart point that are compared; if its epoch ends earlier, also as many of the next epoch.
+"""
 MOST_DEPTH = ENTRIES // 2
 LOOK_S = 0.05
-"""Seconds between two looks for a first restart point to verify."""
+"""Seconds between two checks for a first restart point to verify."""
 LATER_LOOK_S = 0.5
 LAPSES = 2
-"""Verifications of a restart point that may end without a result (a child that is late, or dies) before it is given
-up."""
+"""Verifications without a result (a helper that is late, or dies) after which a restart point is no longer used."""
 RARELY = 8
 """Largest factor of the pause after failed verifications."""
 
@@ -88,7 +87,7 @@ class RestartPointVerifier:
         await asyncio.sleep(LOOK_S)  # a request waits, and repeats until then
 
     def hurry(self) -> bool:
-        """Verify the newest now, because a request waits for it. Return False if that does not help."""
+        """Verify the newest restart point now, because a request waits for it. Return False if that does not help."""
         self._hurried.set()
         return self._verifiable and not self._failed
 
@@ -104,8 +103,8 @@ class RestartPointVerifier:
     # ---- which one
 
     def _next(self) -> StoredSnapshot | None:
-        """Return the newest restart point that has no result yet and whose following batches are known; one at an
-        announced checkpoint step goes first."""
+        """Return the newest restart point that has no result yet and whose following batches are known; a restart point
+        at an announced checkpoint step goes first."""
         slot = self._slot
         slot.progress_page.refresh()
         store = list(slot.store)
@@ -129,10 +128,10 @@ class RestartPointVerifier:
         return next(reversed(wanted or open_ones), None)
 
     def _beginning(self, store: list[StoredSnapshot]) -> StoredSnapshot | None:
-        """Return where a loader without methods began, once in a run.
+        """Return the beginning of a loader without state methods, once in a run.
 
-        It needs no verification. But a loader that does not yield the same batches again cannot be saved at all, and
-        its next save reports that, where otherwise only a resume would.
+        The beginning needs no verification. But a loader that does not yield the same batches again cannot be saved at
+        all; if this is verified now, its next save reports it, and otherwise only a resume would.
         """
         if self._slot.capabilities.state_methods or self._slot.findings.checked:
             return None
@@ -158,8 +157,8 @@ class RestartPointVerifier:
         return None
 
     def _far(self, store: list[StoredSnapshot]) -> StoredSnapshot | None:
-        """Return the newest with enough batches behind it for the next long verification, if one is due. A loader may
-        be right after a restore for as long as a buffer, a shard or an epoch lasts, and wrong then."""
+        """Return the newest restart point followed by enough batches for the next long verification, if that is due. A
+        restored loader may be right for as long as a buffer, a shard or an epoch lasts, and wrong later."""
         if self._failed or not self._far_is_due:
             return None
         depth, known = self._slot.findings.depth, self._slot.progress_page.total
@@ -172,15 +171,15 @@ class RestartPointVerifier:
         return self._slot.findings.near_s >= self._slot.findings.far_s
 
     def _most(self, point: StoredSnapshot) -> int:
-        """Return the largest number of batches that its verification compares."""
+        """Return the largest number of batches that the point's verification compares."""
         findings = self._slot.findings
         if self._far_is_due and point.total + findings.depth <= self._slot.progress_page.total:
             return findings.depth
         return CHECKED_BATCHES if findings.far_s else FIRST_DEPTH
 
     def _followers(self, point: StoredSnapshot, most: int = CHECKED_BATCHES) -> dict[str, list[int]]:
-        """Return count -> [epoch, digest] of the batches right after a restart point, also beyond ends of epochs; empty
-        if there are too few of them yet."""
+        """Return total -> [epoch, digest] of the batches right after a restart point, also of later epochs; empty while
+        there are too few."""
         ends, epoch = self._slot.progress_page.ends(), point.epoch
         end = ends.get(epoch)
         least, last = point.total + CHECKED_BATCHES, point.total + most
@@ -217,7 +216,7 @@ class RestartPointVerifier:
         return point.verified
 
     async def verify(self, point: StoredSnapshot) -> float:
-        """Restore it in a helper process and record the result; return the seconds that it took there."""
+        """Verify the restart point in a helper process and record the result; return the seconds that it took there."""
         slot = self._slot
         async with self._verifying:
             most = self._most(point)
@@ -240,7 +239,7 @@ class RestartPointVerifier:
             except InputFnError as error:  # the loader's own word that it cannot be restored from this
                 what = f"fails ({error.message.splitlines()[0]:.200})"
                 if beginning:
-                    slot.log.warning("%s: a second loader from the beginning, made to verify it, %s", slot.name, what)
+                    slot.log.warning("%s: the loader is not verified: a second one from input_fn %s", slot.name, what)
                     return 1.0
                 self._refute(point, {"differs": point.total + 1, "what": what, "alike": True})
                 return 1.0

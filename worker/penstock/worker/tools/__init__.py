@@ -1,2 +1,1 @@
-"""The parts of a worker that `penstock.deploy` may use, to run users' loaders outside of one: these two modules and no
-other."""
+"""The only two modules of a worker that `penstock.deploy` may use: they run users' loaders outside of a worker."""

@@ -1,4 +1,4 @@
-"""Child processes in which tools run users' loaders, as workers have them: how they are started, and messaged.
+"""Starting, and exchanging messages with, child processes in which tools run users' loaders as a worker does.
 
 Needs no torch: the command line imports it.
 """

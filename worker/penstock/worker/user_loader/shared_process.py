@@ -1,5 +1,5 @@
-"""The globals that a worker has for itself by being a process, for workers that share one: set around each call of user
-code, and restored afterwards."""
+"""The process-wide globals of a worker, for workers that share one process: set around each call of user code, and
+restored afterwards."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ __all__ = ["ProcessGlobals"]
 class ProcessGlobals:
     """The random generators, the assignment, and the answers of torch's get_worker_info() of one worker.
 
-    What it cannot keep apart: PYTHONHASHSEED, environment variables, the working directory, and what modules of the
-    user's hold in globals.
+    Workers still share PYTHONHASHSEED, environment variables, the working directory, and globals of the user's modules.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
 """Skipping a batch without making it: a quarantined batch needs this, because making it kills the process.
 
-A loader can do it itself, by a method `skip_batch` on it or its iterator. For a torch DataLoader, or torchdata's, that
-makes its batches in this process over a map-style dataset, its fetcher is exchanged for one `next()` by one that
-fetches nothing. So sampler, counters and everything else that moves with a batch move as always.
+A loader can skip a batch itself, by a method `skip_batch` on it or its iterator. In a DataLoader of torch, or a
+StatefulDataLoader, that makes its batches in this process over a map-style dataset, the fetcher is replaced for one
+`next()` by one that fetches nothing. So sampler, counters and everything else advance as for any batch.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def skip_batch(loader: Any, iterator: Any) -> None:
     """Skip the next batch.
 
     Raises:
-        StopIteration: there is none; the epoch is over.
-        CannotSkipError: not with this loader.
+        StopIteration: the epoch has no more batches.
+        CannotSkipError: this loader's batches cannot be skipped.
     """
     for owner in (iterator, loader):
         method = getattr(owner, "skip_batch", None)

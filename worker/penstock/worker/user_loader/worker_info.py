@@ -1,11 +1,11 @@
 """torch's get_worker_info() in a process that runs a user's loader: a worker's index among all of the run's.
 
-Datasets that shard by it do the right thing unchanged. In the worker processes of a torch DataLoader its own answer
-stands, and does not count as a look at ours. Nor does torch's own default_collate: it asks whether to build batches in
-shared memory that it makes for each, which costs more than the batch and is of no use here.
+Datasets that shard by get_worker_info() work unchanged. In the worker processes of a torch DataLoader, torch's own
+answer is returned, and the call does not count as using the assignment. The same holds for torch's default_collate,
+which gets None: otherwise it would build each batch in new shared memory, which costs more than the batch.
 
-A loader with worker processes is saved in the main one, where torch answers None. Some loaders refuse to be saved
-anywhere else (litData's StreamingDataLoader); they get that answer in their state methods.
+A loader with worker processes is saved in the main process, where torch answers None. Some loaders refuse to be saved
+anywhere else (litData's StreamingDataLoader); their state methods get None, too.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ class Answers:
         self.seed = 0
         self.infos: dict[int, torch_worker.WorkerInfo] = {}
         self.given = 0
-        """Answers so far that named a worker."""
+        """Number of answers so far that named a worker."""
         self.hidden = False
         self.refused = False
-        """A state method raised where a worker was named, and did not where none was."""
+        """Flag that a state method raised when the answer named a worker, and succeeded when the answer was None."""
 
 
 _current: Answers | None = None
-"""Answer for the worker whose code runs here; None: torch's own answer stands."""
+"""Answers for the worker whose code runs here; None = torch's own answer is returned."""
 _offered = 0
-"""The process that answers so."""
+"""Process id of the process in which get_worker_info() is replaced; 0 = none."""
 
 
 def exchange(answers: Answers | None) -> Answers | None:
-    """Answer for another worker's code from now on; return the answers set before. For a process in which several
-    workers take turns."""
+    """Set the answers for another worker's code; return those set before. For a process in which several workers take
+    turns."""
     global _current
     before, _current = _current, answers
     return before
